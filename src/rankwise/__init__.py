@@ -1,0 +1,78 @@
+"""rankwise: a training script written for one device, on all devices.
+
+    import rankwise
+    rankwise.Trainer(model, optimizer, step_fn, dataset, global_batch_size=64, max_epochs=3).fit()
+
+Public names are resolved on first use: importing rankwise costs nothing, and the launcher never imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rankwise.actions import Evaluate as Evaluate
+    from rankwise.actions import every as every
+    from rankwise.checkpoint import Checkpoints as Checkpoints
+    from rankwise.comm import all_gather_object as all_gather_object
+    from rankwise.comm import all_reduce as all_reduce
+    from rankwise.comm import barrier as barrier
+    from rankwise.comm import broadcast as broadcast
+    from rankwise.comm import broadcast_object as broadcast_object
+    from rankwise.comm import init as init
+    from rankwise.data import Loader as Loader
+    from rankwise.device import local_device as local_device
+    from rankwise.device import to_device as to_device
+    from rankwise.errors import RankwiseError as RankwiseError
+    from rankwise.errors import Stopped as Stopped
+    from rankwise.guards import main_process_only as main_process_only
+    from rankwise.guards import run_on_main as run_on_main
+    from rankwise.log import say as say
+    from rankwise.log import warn as warn
+    from rankwise.seed import seed_everything as seed_everything
+    from rankwise.seed import seed_rank as seed_rank
+    from rankwise.state import TrainState as TrainState
+    from rankwise.stop import StopSignal as StopSignal
+    from rankwise.sync import AllReduce as AllReduce
+    from rankwise.telemetry import Meters as Meters
+    from rankwise.train import Trainer as Trainer
+    from rankwise.world import World as World
+    from rankwise.world import discover as discover
+
+_HOME = {
+    "rankwise.actions": ("Evaluate", "every"),
+    "rankwise.checkpoint": ("Checkpoints",),
+    "rankwise.comm": ("all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object", "init"),
+    "rankwise.data": ("Loader",),
+    "rankwise.device": ("local_device", "to_device"),
+    "rankwise.errors": ("RankwiseError", "Stopped"),
+    "rankwise.guards": ("main_process_only", "run_on_main"),
+    "rankwise.log": ("say", "warn"),
+    "rankwise.seed": ("seed_everything", "seed_rank"),
+    "rankwise.state": ("TrainState",),
+    "rankwise.stop": ("StopSignal",),
+    "rankwise.sync": ("AllReduce",),
+    "rankwise.telemetry": ("Meters",),
+    "rankwise.train": ("Trainer",),
+    "rankwise.world": ("World", "discover"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        value = getattr(import_module(_MODULE_OF[name]), name)
+        globals()[name] = value
+        return value
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("rankwise")
+    raise AttributeError(f"module 'rankwise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,199 @@
+"""What happens between two steps: callables of the TrainState, called in the order of a list after each optimizer step.
+
+    actions = [every(my_plot, steps=100), every(my_upload, seconds=600)]
+
+An action is called on all ranks, so it may communicate. It decides by what all ranks hold alike (the step, the agreed clock).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rankwise import comm
+from rankwise.data import Loader
+from rankwise.errors import StepError
+from rankwise.precision import Precision
+from rankwise.state import TrainState
+from rankwise.sync import SyncStrategy
+from rankwise.telemetry import Meters, Progress, TimeBreakdown
+from rankwise.telemetry.meters import mean
+from rankwise.telemetry.writers import Writer
+
+Action = Callable[[TrainState], None]
+Pair = tuple[float | torch.Tensor, float | torch.Tensor]
+
+
+def every(
+    action: Action,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    seconds: float | None = None,
+    at_end: bool = False,
+) -> Action:
+    """`action`, when any of the triggers is due: every so many steps, epochs or seconds, and after the last step.
+
+    Seconds are those of the main rank's clock as of the last log interval, so that all ranks agree.
+    """
+    last_s = 0.0
+
+    def triggered(state: TrainState) -> None:
+        nonlocal last_s
+        due = (
+            (steps is not None and state.step % steps == 0)
+            or (epochs is not None and state.epoch_ended and state.epoch % epochs == 0)
+            or (at_end and state.last)
+        )
+        if seconds is not None and state.clock_s - last_s >= seconds:
+            last_s = state.clock_s
+            due = True
+        if due:
+            action(state)
+
+    return triggered
+
+
+class Log:
+    """Reduces the meters each log interval and tells what they say: figures to the writers, lines and progress to people."""
+
+    def __init__(
+        self,
+        meters: Meters,
+        breakdown: TimeBreakdown,
+        progress: Progress,
+        writers: Sequence[Writer],
+        *,
+        every_steps: int,
+        line_every_s: float = 15.0,
+    ) -> None:
+        self._meters = meters
+        self._breakdown = breakdown
+        self._epoch_time = TimeBreakdown(breakdown.sources)
+        self._progress = progress
+        self._writers = writers
+        self._every_steps = every_steps
+        self._line_every_s = line_every_s
+        self._began = self._last_line = time.monotonic()
+        self._epoch: dict[str, tuple[float, float]] = {}
+        self._epoch_steps = 0
+        self._last_step = -1
+        self._text = ""
+
+    def __call__(self, state: TrainState) -> None:
+        self._epoch_steps += 1
+        if state.step % self._every_steps == 0 or state.epoch_ended or state.last:
+            self.reduce(state)
+        if comm.rank() == 0:
+            self._progress.show(state.step, f"epoch {state.epoch + 1}", self._text)
+        if state.epoch_ended:
+            self._end_epoch(state)
+
+    def reduce(self, state: TrainState) -> None:
+        """Collective. Bring the figures up to this step; nothing is pending afterwards."""
+        if state.step == self._last_step:
+            return
+        self._last_step = state.step
+        sums, state.clock_s = self._meters.reduce(time.monotonic() - self._began)
+        for name, (total, count) in sums.items():
+            before = self._epoch.get(name, (0.0, 0.0))
+            self._epoch[name] = (before[0] + total, before[1] + count)
+            state.metrics[name] = mean(total, count)
+        span = self._breakdown.since_last()
+        figures = {**{name: state.metrics[name] for name in sums}, "lr": float(state.optimizer.param_groups[0]["lr"])}
+        shares = {f"share/{name}": s / span.elapsed_s for name, s in span.parts_s.items() if span.elapsed_s}
+        for writer in self._writers:
+            writer.write(state.step, {"epoch": state.epoch, "clock_s": state.clock_s, **figures, **shares})
+        self._text = ", ".join(f"{name} {state.metrics[name]:.4g}" for name in sums)
+        now = time.monotonic()
+        if now - self._last_line >= self._line_every_s and not state.epoch_ended:
+            self._last_line = now
+            self._progress.say(f"step {state.step}: {self._text}")
+
+    def _end_epoch(self, state: TrainState) -> None:
+        means = ", ".join(f"{name} {mean(*pair):.4g}" for name, pair in self._epoch.items())
+        span = self._epoch_time.since_last()
+        self._progress.say(f"epoch {state.epoch}: {self._epoch_steps} steps, {span.text()}, {means}")
+        self._last_line = time.monotonic()
+        self._epoch = {}
+        self._epoch_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": {name: list(pair) for name, pair in self._epoch.items()}, "epoch_steps": self._epoch_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._epoch = {name: (pair[0], pair[1]) for name, pair in state["epoch"].items()}
+        self._epoch_steps = state["epoch_steps"]
+
+
+class Evaluate:
+    """Exact evaluation, sharded: every sample once, on whatever number of ranks; nothing is averaged twice.
+
+    `eval_fn(model, batch)` returns {name: (sum, count)}; the figures are `eval_<name>` = sum / count over all samples. Random
+    numbers drawn in it do not move the training's streams.
+    """
+
+    def __init__(
+        self,
+        eval_fn: Callable[[Any, Any], Mapping[str, Pair]],
+        make_loader: Callable[[], Loader],
+        sync: SyncStrategy,
+        precision: Precision,
+        progress: Progress,
+        writers: Sequence[Writer],
+    ) -> None:
+        self._eval_fn = eval_fn
+        self._make_loader = make_loader
+        self._sync = sync
+        self._precision = precision
+        self._progress = progress
+        self._writers = writers
+        self.wait_s = 0.0
+
+    def __call__(self, state: TrainState) -> None:
+        began = time.perf_counter()
+        figures = {f"eval_{name}": mean(*pair) for name, pair in self._totals(state).items()}
+        state.metrics.update(figures)
+        for writer in self._writers:
+            writer.write(state.step, figures)
+        self._progress.say(f"step {state.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
+        self.wait_s += time.perf_counter() - began
+
+    def _totals(self, state: TrainState) -> dict[str, tuple[float, float]]:
+        """Collective. (sum, count) of each name over all samples of all ranks."""
+        totals: dict[str, list[torch.Tensor]] = {}
+        self._sync.equalise(state.model)
+        training = state.model.training
+        state.model.eval()
+        try:
+            with torch.no_grad(), torch.random.fork_rng(), self._precision.autocast():
+                for micro_batches in self._make_loader():
+                    for batch in micro_batches:
+                        for name, (total, count) in self._figures_of(state, batch).items():
+                            pair = torch.stack([_float64(total), _float64(count)])
+                            totals.setdefault(name, []).append(pair)
+        finally:
+            state.model.train(training)
+        names = sorted({name for names in comm.all_gather_object(list(totals)) for name in names})
+        nothing = torch.zeros(2, dtype=torch.float64)
+        rows = [torch.stack(totals[n]).sum(0).cpu() if n in totals else nothing for n in names]
+        if not rows:
+            return {}
+        reduced = comm.all_reduce(torch.stack(rows)).tolist()
+        return {name: (total, count) for name, (total, count) in zip(names, reduced, strict=True)}
+
+    def _figures_of(self, state: TrainState, batch: Any) -> Mapping[str, Pair]:
+        figures = self._eval_fn(state.model, batch)
+        if not isinstance(figures, Mapping) or not all(isinstance(p, tuple) and len(p) == 2 for p in figures.values()):
+            raise StepError(
+                f"eval_fn returned {type(figures).__name__}; return a mapping of pairs: "
+                '{"loss": (loss_sum, count), "accuracy": (correct, count)}'
+            )
+        return figures
+
+
+def _float64(value: float | torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(value).detach().double()

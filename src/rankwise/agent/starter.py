@@ -1,0 +1,118 @@
+"""How ranks come to be: forked from the warm process where that can be, each started by itself elsewhere.
+
+starter = Starter(plan);  starter.start(specs)       # asks; the pids come later
+started = starter.receive()                          # {"pids": [...]}, or None while nothing has come
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from rankwise.plan import Plan
+
+_WARM = str(Path(__file__).with_name("warm.py"))
+
+Spec = dict[str, Any]
+"""What warm.py is told of one rank: environment, log, exception, stdin, threads."""
+
+
+class Starter:
+    """Owns the warm process and the channel to it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._specs: list[Spec] = []
+        self._inbox: list[dict[str, Any]] = []
+        self._partial = b""
+        self._warm: subprocess.Popen[bytes] | None = None
+        self.channel: socket.socket | None = None
+        self.seconds_to_warm: float | None = None
+        if plan.fork:
+            self.channel, theirs = socket.socketpair()
+            self.channel.setblocking(False)
+            with theirs:
+                self._warm = self._python("fork", theirs.fileno(), {**os.environ, "OMP_NUM_THREADS": "1"})
+
+    def _python(self, mode: str, fd: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        command = [*self._plan.interpreter, _WARM, mode, str(fd), str(os.getpid()), *self._plan.argv]
+        return subprocess.Popen(command, env=environment, cwd=self._plan.cwd, pass_fds=[fd])
+
+    @property
+    def warm_pid(self) -> int | None:
+        return self._warm.pid if self._warm is not None else None
+
+    def start(self, specs: list[Spec]) -> None:
+        """Ask for one rank a spec. What comes of it is received later."""
+        self._specs = specs
+        if self.channel is None:
+            self._inbox.append({"pids": [self._start_once(spec) for spec in specs]})
+            return
+        message = json.dumps({"ranks": specs}).encode() + b"\n"
+        self.channel.setblocking(True)
+        with contextlib.suppress(OSError):  # a dead warm process shows as end of file below
+            self.channel.sendall(message)
+        self.channel.setblocking(False)
+
+    def _start_once(self, spec: Spec) -> int:
+        reader, writer = os.pipe()
+        with os.fdopen(writer, "w") as file:
+            # Into the pipe before anyone reads: an environment larger than the pipe would block for ever.
+            _fill(file.fileno(), json.dumps(spec).encode())
+        environment = dict(spec["environment"])
+        process = self._python("once", reader, environment)
+        os.close(reader)
+        process.returncode = 0  # the agent reaps it itself: Popen must not wait for it
+        return process.pid
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message of the warm process; {"failed": why} when it is gone. Never waits."""
+        if not self._inbox and self.channel is not None:
+            self._read()
+        return self._inbox.pop(0) if self._inbox else None
+
+    def _read(self) -> None:
+        assert self.channel is not None
+        try:
+            data = self.channel.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            self._inbox.append({"failed": "the warm process ended"})
+            return
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        self._inbox += [json.loads(line) for line in lines]
+
+    def fall_back(self) -> None:
+        """Give up the warm process and start the ranks asked for by themselves."""
+        self.close()
+        self.start(self._specs)
+
+    def close(self) -> None:
+        """End the warm process: it reads end of file."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+        if self._warm is not None:
+            self._warm.kill()
+            self._warm.wait()
+            self._warm = None
+
+
+def _fill(fd: int, data: bytes) -> None:
+    import fcntl
+
+    with contextlib.suppress(OSError):  # above the system's limit for users: the default 64 KiB is what there is
+        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, max(65536, len(data)))
+    os.set_blocking(fd, False)
+    written = os.write(fd, data)
+    if written < len(data):
+        raise OSError(f"an environment of {len(data)} bytes does not fit into a pipe")

@@ -1,0 +1,260 @@
+"""The warm process: imports torch once, then forks a rank whenever its agent asks. Also starts a single rank by itself.
+
+    python [flags] warm.py fork CHANNEL_FD AGENT_PID script.py args...     the warm process
+    python [flags] warm.py once SPEC_FD    AGENT_PID script.py args...     one rank, nothing imported for it
+
+This file is run by path with the script's own interpreter, which may have no rankwise: it imports the standard library
+alone, and torch. Over CHANNEL go JSON lines; nothing executable crosses it.
+
+    warm -> agent    {"ready": true} or {"failed": "why"}            after the imports
+    agent -> warm    {"ranks": [spec, ...]}                          fork them
+    warm -> agent    {"pids": [pid, ...]} or {"failed": "why"}
+
+A spec: environment (all of it), log (path), exception (path), stdin (bool), threads (int or null).
+
+The process stays single-threaded (OMP_NUM_THREADS=1, and it never runs a parallel region), as threads do not survive a
+fork. Ranks are forked twice: the middle process announces them and ends, they fall to the agent, which alone reaps them.
+"""
+
+import atexit
+import builtins
+import contextlib
+import faulthandler
+import gc
+import importlib.machinery
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import types
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main():
+    mode, fd, agent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    command = sys.argv[4:]
+    _look_like_the_script(command)
+    if mode == "once":
+        with os.fdopen(fd) as file:
+            spec = json.load(file)
+        _become_rank(spec, agent)
+        _run(command, spec)
+    spec = _serve(socket.socket(fileno=fd), agent)
+    if spec is not None:
+        _run(command, spec)
+
+
+def _look_like_the_script(command):
+    """sys.argv, sys.path[0] and sys.orig_argv as under `python script.py args...`."""
+    flags = sys.orig_argv[1 : sys.orig_argv.index(__file__)]
+    sys.orig_argv[1:] = flags + command
+    if command[0] == "-m":
+        sys.path[0] = os.getcwd()
+        sys.argv = ["-m", *command[2:]]
+    else:
+        sys.path[0] = os.path.dirname(os.path.realpath(command[0]))
+        sys.argv = list(command)
+
+
+def _serve(channel, agent):
+    """The warm process's life. Returns a spec in each rank; ends when the agent closes the channel."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent decides when this process ends
+    _die_with(agent)
+    gc.disable()  # a collection during the imports only walks what lives for ever: a third of their time
+    try:
+        import torch
+        import torch._dynamo  # noqa: F401  # else every rank imports it for its first optimizer
+    except BaseException as error:  # what a folder named like a library raises is the script's business
+        _send(channel, {"failed": f"{type(error).__name__}: {error}"})
+        return None
+    gc.freeze()  # the ranks' collector never touches these pages: they stay shared
+    _send(channel, {"ready": True})
+    lines = channel.makefile("r")
+    for line in lines:
+        middle = os.fork()
+        if middle == 0:
+            spec = _fork_ranks(channel, json.loads(line)["ranks"])
+            lines.close()
+            channel.close()
+            _become_rank(spec, agent)
+            return spec
+        status = os.waitpid(middle, 0)[1]
+        if status != 0:
+            _send(channel, {"failed": f"the process that forks the ranks ended with status {status}"})
+    return None
+
+
+def _fork_ranks(channel, specs):
+    """In the middle process: fork all, announce them, end. Returns in each rank with its spec."""
+    pids = []
+    for spec in specs:
+        pid = os.fork()
+        if pid == 0:
+            return spec
+        pids.append(pid)
+    _send(channel, {"pids": pids})
+    os._exit(0)
+
+
+def _send(channel, message):
+    channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _die_with(agent):
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != agent:
+        os._exit(1)
+
+
+def _become_rank(spec, agent):
+    """All that makes a forked process a fresh one, and this rank."""
+    while os.getppid() != agent:  # armed before the adoption, death with the parent would come at once
+        time.sleep(0.0002)
+        if os.getppid() == 1:
+            os._exit(1)
+    _die_with(agent)
+    os.environ.clear()
+    os.environ.update(spec["environment"])
+    log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    if not spec["stdin"]:
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+    # Line by line: the agent shows what is in the file, and a rank that is killed leaves what it printed.
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        getattr(sys, name).reconfigure(line_buffering=True)
+        assert getattr(sys, name).fileno() == fd
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.enable(file=2)
+    gc.enable()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(spec["threads"])
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # as in a fresh process: different in each
+    if "multiprocessing.process" in sys.modules:
+        process = sys.modules["multiprocessing.process"]
+        process.current_process().authkey = os.urandom(32)
+        process.ORIGINAL_DIR = os.getcwd()
+
+
+def _run(command, spec):
+    """Run the script as Python would, leave evidence if it raises, and end this process as Python would."""
+    try:
+        if command[0] == "-m":
+            runpy._run_module_as_main(command[1])
+        else:
+            _run_script(command[0])
+        status = 0
+    except SystemExit as end:
+        status = _exit_status(end)
+    except KeyboardInterrupt as error:
+        _print_exception(error)
+        _end_of_python()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException as error:
+        status = _exception_status(error, spec)
+    os._exit(_end_of_python() or status)
+
+
+def _run_script(path):
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__builtins__ = builtins
+    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    module.__cached__ = None
+    sys.modules["__main__"] = module
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+
+
+def _exit_status(end):
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _exception_status(error, spec):
+    status = getattr(error, "exit_status", 1)  # our own errors carry one, and need no traceback
+    brief = isinstance(status, int) and type(error).__module__.startswith("rankwise.")
+    text = _print_exception(error, brief)
+    record = {
+        "type": type(error).__qualname__,
+        "message": str(error),
+        "traceback": None if brief else text,
+        "where": _where(error),
+        "time": time.time(),
+    }
+    temporary = spec["exception"] + ".tmp"
+    with contextlib.suppress(OSError), open(temporary, "w") as file:
+        json.dump(record, file)
+        file.close()
+        os.replace(temporary, spec["exception"])
+    return status if brief else 1
+
+
+def _without_our_frames(tb):
+    while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        tb = tb.tb_next
+    return tb
+
+
+def _where(error):
+    """The last line of the script itself that was running: `train.py:61`."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == script]
+    return f"{os.path.basename(script)}:{frames[-1].lineno}" if frames else None
+
+
+def _print_exception(error, brief=False):
+    error = error.with_traceback(_without_our_frames(error.__traceback__))
+    if brief:
+        where = _where(error)
+        text = f"error: {error}" + (f"\n  at {where}" if where else "")
+        print(text, file=sys.stderr)
+        return text
+    if sys.excepthook is not sys.__excepthook__:  # the script's own
+        with contextlib.suppress(Exception):
+            sys.excepthook(type(error), error, error.__traceback__)
+            return "".join(traceback.format_exception(error))
+    text = "".join(traceback.format_exception(error))
+    print(text, end="", file=sys.stderr)
+    return text
+
+
+def _end_of_python():
+    """What the interpreter does at its end, up to where torch would be taken apart (seconds, and gloo can hang there)."""
+    status = 0
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            status = 120  # as Python itself reports it
+    texts = [f for f in gc.get_objects() if isinstance(f, io.IOBase)]
+    for file in sorted(texts, key=lambda f: not isinstance(f, io.TextIOBase)):  # texts first: they fill the buffers below
+        with contextlib.suppress(Exception):
+            if not file.closed and file.writable():
+                file.flush()
+    return status
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""The checkpoints of one run: whole or absent, verified on load, the one before used when the newest is damaged.
+
+    checkpoints = Checkpoints(run_dir / "checkpoints")
+    manifest = checkpoints.load_latest({"model": model, "optimizer": optimizer, "loader": loader})
+    checkpoints.save({"model": model, ...}, step=400)
+
+    checkpoints/step-00000400/{manifest.json, model.pt, optimizer.pt, ..., rng.pt}
+
+One file for each Stateful thing, written by the main rank; `torch.load(weights_only=True)` reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rankwise import comm, log, seed
+from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint.manifest import FileRecord, Manifest
+from rankwise.errors import CheckpointError, ConfigError
+from rankwise.guards import run_on_main
+from rankwise.state import Stateful
+
+_RNG = "rng"
+
+
+class Checkpoints:
+    """`keep_last`: how many stay; the newest is never deleted."""
+
+    def __init__(self, folder: Path, keep_last: int = 2) -> None:
+        if keep_last < 1:
+            raise ConfigError(f"keep_last={keep_last}: at least one checkpoint must stay")
+        self.folder = folder
+        self._keep_last = keep_last
+        self.wait_s = 0.0
+        """Seconds that the loop has spent in saving so far."""
+
+    # --- saving
+
+    def save(self, parts: Mapping[str, Stateful], step: int, info: Mapping[str, Any] | None = None) -> Path:
+        """Collective. Write all parts and every rank's random state; returns the checkpoint's folder.
+
+        Raises CheckpointError on every rank when it cannot be written; nothing half-written is left, older ones stay.
+        """
+        began = time.perf_counter()
+        streams = comm.all_gather_object(seed.rng_state())
+        final = self.folder / f"step-{step:08d}"
+
+        def write() -> Path:
+            states = {name: part.state_dict() for name, part in parts.items()}
+            states[_RNG] = {str(rank): stream for rank, stream in enumerate(streams)}
+            self._write(final, states, step, dict(info or {}))
+            self._prune()
+            return final
+
+        try:
+            return run_on_main(write)
+        finally:
+            self.wait_s += time.perf_counter() - began
+
+    def _write(self, final: Path, states: Mapping[str, Any], step: int, info: dict[str, Any]) -> None:
+        temporary = self.folder / f"tmp.{uuid.uuid4().hex}"
+        try:
+            self._remove_leftovers()
+            temporary.mkdir(parents=True)
+            files = {f"{name}.pt": _write_file(temporary / f"{name}.pt", state) for name, state in states.items()}
+            record = Manifest(manifests.VERSION, step, comm.world_size(), torch.__version__, files, info)
+            with open(temporary / manifests.NAME, "w") as file:
+                file.write(record.text())
+                file.flush()
+                os.fsync(file.fileno())
+            _fsync(temporary)
+            if final.exists():  # the same step again, after going on from an older one
+                os.rename(final, self.folder / f"tmp.{uuid.uuid4().hex}")
+            os.rename(temporary, final)
+            _fsync(self.folder)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(_why_not(final, states, error)) from None
+
+    def _remove_leftovers(self) -> None:
+        """What a killed writer left. Only one run writes here (rundir's lease), so nobody is in there."""
+        for leftover in self.folder.glob("tmp.*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def _prune(self) -> None:
+        for old in self.all()[: -self._keep_last]:
+            # Out of sight in one step: a kill in the middle of a deletion must not leave half a checkpoint by its name.
+            hidden = self.folder / f"tmp.{uuid.uuid4().hex}"
+            with contextlib.suppress(OSError):
+                os.rename(old, hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+    # --- finding and loading
+
+    def all(self) -> list[Path]:
+        """Every checkpoint's folder, the oldest first. Not verified."""
+        return sorted(path for path in self.folder.glob("step-*") if path.is_dir())
+
+    def find_latest(self) -> tuple[Path, Manifest] | None:
+        """The newest that verifies; each one passed over is said. None if there is none at all.
+
+        Raises CheckpointError when there are some and all are damaged.
+        """
+        damaged: list[str] = []
+        for folder in reversed(self.all()):
+            try:
+                manifest = manifests.verify(folder)
+            except CheckpointError as error:
+                damaged.append(str(error))
+                log.warn(f"checkpoint passed over: {error}")
+            else:
+                return folder, manifest
+        if damaged:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is whole ({damaged[0]}); start anew with --fresh, or beside it with --name"
+            )
+        return None
+
+    def load_latest(self, parts: Mapping[str, Stateful]) -> Manifest | None:
+        """Collective. Load the newest whole checkpoint into `parts` on every rank; returns its manifest, None if none.
+
+        The main rank chooses and verifies, all load the same. Raises ConfigError when the parts are not those saved.
+        """
+        found = run_on_main(self.find_latest)
+        if found is None:
+            return None
+        folder, manifest = found
+        error = ""
+        try:
+            for name, part in parts.items():
+                _load_part(folder, name, part)
+            self._load_stream(folder, manifest)
+        except (ConfigError, CheckpointError) as problem:
+            error = str(problem)
+        # One rank that cannot read must not leave the others in their first collective.
+        errors = [e for e in comm.all_gather_object(error) if e]
+        if errors:
+            raise ConfigError(errors[0])
+        return manifest
+
+    def _load_stream(self, folder: Path, manifest: Manifest) -> None:
+        streams = _read(folder / f"{_RNG}.pt")
+        mine = streams.get(str(comm.rank()))
+        if mine is not None:
+            seed.set_rng_state(mine)
+        if manifest.world_size != comm.world_size():
+            log.say(
+                f"the checkpoint was made by {manifest.world_size} ranks and this is {comm.world_size()}: same data order and "
+                "global batches, but other dropout and another order of additions"
+            )
+
+
+def _write_file(path: Path, state: Any) -> FileRecord:
+    """Reserve the space, write, make it durable. An OSError for want of space comes before anything is written."""
+    sums = {name: manifests.tensor_sum(tensor) for name, tensor in manifests.tensors(state)}
+    with open(path, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, _size(state))
+        torch.save(state, file)
+        file.truncate()
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    return FileRecord(size, manifests.file_sum(path), sums)
+
+
+def _size(state: Any) -> int:
+    """Bytes that a state needs on disk, to within a few per cent, never less than its tensors."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in manifests.tensors(state)}
+    return sum(storages.values()) + 256 * len(storages) + 4096
+
+
+def _why_not(final: Path, states: Mapping[str, Any], error: OSError) -> str:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return f"cannot write {final}: {error.strerror}"
+    need = sum(map(_size, states.values()))
+    parent = next(p for p in final.parents if p.exists())
+    free = shutil.disk_usage(parent).free
+    return f"cannot write {final}: it needs {need / 1e6:.1f} MB and {free / 1e6:.1f} MB are free there"
+
+
+def _read(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing on rank {comm.rank()}: all ranks must see the same folder") from None
+    except Exception as error:  # torch raises many types; the file is whole, so it is not one of ours
+        raise CheckpointError(f"{path} does not load: {error}") from None
+
+
+def _load_part(folder: Path, name: str, part: Stateful) -> None:
+    path = folder / f"{name}.pt"
+    if not path.exists():
+        raise ConfigError(
+            f"the checkpoint {folder} has no {name}; it was made by another program: --fresh starts anew, --name beside it"
+        )
+    try:
+        part.load_state_dict(_read(path))
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(
+            f"{name} does not fit its checkpoint {path}: {text[:400]}; undo the change, or start anew with --fresh, "
+            "or beside it with --name NAME"
+        ) from None
+
+
+def _fsync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

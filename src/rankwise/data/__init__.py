@@ -1,0 +1,6 @@
+"""Which sample when, and how it gets there."""
+
+from rankwise.data.loader import Loader
+from rankwise.data.order import Order
+
+__all__ = ["Loader", "Order"]

@@ -1,0 +1,88 @@
+"""Which sample when: (seed, epoch, position) -> index, by a keyed permutation.
+
+    order = Order(samples=10_000, seed=0, shuffle=True)
+    order.indices(epoch=3, start=0, stop=64)          # the first 64 samples of the epoch, on any number of ranks
+
+No list of all indices is made; any position costs the same. An epoch's order does not depend on ranks or workers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from rankwise.errors import DataError
+
+Indices = npt.NDArray[np.int64]
+
+_SMALL = 1024  # below it a permutation table is cheaper, and reaches every order
+_ROUNDS = 6  # 4 showed a chi-square at -3.8 sigma
+_RUN = 1 << 14  # positions computed at once: a small call costs numpy's overhead
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of one dataset."""
+
+    samples: int
+    """How many there are."""
+
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise DataError("the dataset is empty: there is nothing to train on")
+
+    def indices(self, epoch: int, start: int, stop: int) -> Indices:
+        """int64 sample indices at positions [start, stop) of an epoch; 0 <= start <= stop <= samples."""
+        if not 0 <= start <= stop <= self.samples:
+            raise DataError(f"positions {start} to {stop} are not within an epoch of {self.samples} samples")
+        if not self.shuffle:
+            return np.arange(start, stop, dtype=np.int64)
+        runs = [_run(self.samples, self.seed, epoch, k) for k in range(start // _RUN, -(-stop // _RUN))]
+        if not runs:
+            return np.empty(0, np.int64)
+        offset = start // _RUN * _RUN
+        joined = runs[0] if len(runs) == 1 else np.concatenate(runs)
+        return joined[start - offset : stop - offset]
+
+
+@lru_cache(maxsize=8)
+def _run(samples: int, seed: int, epoch: int, k: int) -> Indices:
+    positions = np.arange(k * _RUN, min((k + 1) * _RUN, samples), dtype=np.int64)
+    keys = np.random.SeedSequence([seed, epoch])
+    if samples < _SMALL:
+        return np.random.default_rng(keys).permutation(samples)[positions]
+    return _permute(positions, samples, keys.generate_state(_ROUNDS, np.uint64).astype(np.uint64))
+
+
+def _permute(positions: Indices, samples: int, keys: npt.NDArray[np.uint64]) -> Indices:
+    """An additive Feistel network on a grid of width x height cells, a bijection of [0, samples).
+
+    The grid has fewer than `height` cells too many; what lands on one of those is sent through again (cycle walking).
+    """
+    height = math.isqrt(samples - 1) + 1
+    width = -(-samples // height)
+    x, y = np.divmod(positions.astype(np.uint64), np.uint64(height))
+    for number, key in enumerate(keys):
+        if number % 2 == 0:
+            x = (x + _mix(y ^ key)) % np.uint64(width)
+        else:
+            y = (y + _mix(x ^ key)) % np.uint64(height)
+    image = (x * np.uint64(height) + y).astype(np.int64)
+    outside = image >= samples
+    if outside.any():
+        image[outside] = _permute(image[outside], samples, keys)
+    return image
+
+
+def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64's finaliser (Steele et al. 2014), kept to 31 bits so that sums cannot overflow."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (value ^ (value >> np.uint64(31))) >> np.uint64(33)

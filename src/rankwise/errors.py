@@ -1,0 +1,60 @@
+"""Every exception that rankwise raises on purpose: one tree; each message says what was set, what was found, what to type.
+
+RankwiseError            exit status 2 unless a subclass says otherwise
+  ConfigError            a setting that cannot work
+  WorldError             this process cannot tell which rank it is, or the ranks disagree
+  RunDirError            the run directory cannot be used
+  DataError              the dataset or its order
+  StepError              a step function, or a rank's count of samples, broke its contract
+  CheckpointError        a checkpoint cannot be written or read
+  MainProcessError       work that only the main rank does failed there (raised on every other rank)
+Stopped                  not an error: training stopped as asked, everything is saved
+"""
+
+from __future__ import annotations
+
+EXIT_USAGE = 2
+EXIT_PREEMPTED = 75
+EXIT_INTERRUPTED = 130
+
+
+class RankwiseError(Exception):
+    """Base of all. The launcher and the ranks print its message alone, without a traceback."""
+
+    exit_status = EXIT_USAGE
+
+
+class ConfigError(RankwiseError):
+    """A setting that cannot work, found before any work is done."""
+
+
+class WorldError(RankwiseError):
+    """The environment does not say, or says wrongly, which rank this process is."""
+
+
+class RunDirError(RankwiseError):
+    """The run directory cannot be used: not writable, or another run is writing there."""
+
+
+class DataError(RankwiseError):
+    """A dataset that cannot be trained on."""
+
+
+class StepError(RankwiseError):
+    """A step or evaluation function returned something else than its contract says."""
+
+
+class CheckpointError(RankwiseError):
+    """A checkpoint could not be written, or none could be read."""
+
+    exit_status = 1
+
+
+class MainProcessError(RankwiseError):
+    """Work that only the main rank does raised there; the text is that rank's traceback."""
+
+    exit_status = 1
+
+
+class Stopped(SystemExit):
+    """Training stopped after an agreed step and is saved. Ends the script with 75, or 130 after Ctrl-C."""

@@ -1,0 +1,172 @@
+"""From a RunConfig to the exit status of the run.
+
+status = launch(RunConfig(argv=("train.py",)), env=os.environ)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+
+from rankwise import processes
+from rankwise.config import RunConfig
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
+from rankwise.launch import code, devices, script
+from rankwise.plan import Plan
+from rankwise.rundir import Failure, RunDir, write_json, write_text
+from rankwise.schedulers import local
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def launch(config: RunConfig, env: Mapping[str, str]) -> int:
+    """Run the script on all devices of this machine; returns the exit status, having said what became of the run."""
+    facts = script.examine(config.argv[0])
+    nproc, why = devices.ranks_for(config.nproc, env)
+    if nproc < 1:
+        raise ConfigError("CUDA_VISIBLE_DEVICES leaves no device; unset it, or give the number of ranks with --nproc")
+    threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else devices.cores() // nproc
+    threads = max(1, threads)
+    processes.become_subreaper()  # if the agent is killed, what it leaves falls to this process
+    run = RunDir(config.path)
+    aside = run.prepare(config.fresh)
+    lease = run.take()
+    try:
+        plan = Plan(
+            version=1,
+            run_id=uuid.uuid4().hex,
+            run_dir=str(run.path),
+            argv=config.argv,
+            interpreter=(sys.executable, *_interpreter_flags()),
+            cwd=os.getcwd(),
+            nproc=nproc,
+            threads=threads,
+            fork=facts.keep_cold is None,
+            grace_s=config.grace_s,
+            console=True,
+            launcher_pid=os.getpid(),
+        )
+        write_json(run.config, asdict(config))
+        write_json(run.plan, plan.record())
+        write_text(run.job, local.render(plan), mode=0o755)
+        if aside is not None:
+            _say(f"the older run was moved to {_short(aside)}")
+        lives = len(run.lives())
+        going_on = f", life {lives + 1}" if lives else ""
+        _say(f"{config.argv[0]} on {_count(nproc, 'rank')} ({why}), {_count(threads, 'thread')} each, "
+             f"in {_short(run.path)}{going_on}")  # fmt: skip
+        if nproc > devices.cores() and not devices.gpus(env):
+            _say(f"warning: {nproc} ranks share {_count(devices.cores(), 'core')}: each step waits for the slowest")
+        if facts.keep_cold is not None:
+            _say(f"{facts.keep_cold}: each rank imports torch by itself")
+        with _forwarding() as forward:
+            agent = forward(int(local.submit(str(run.job))))
+            with contextlib.suppress(OSError):
+                write_text(run.code, code.describe(Path(config.argv[0]).absolute().parent))
+            status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
+        return _conclude(run, status, lives, config)
+    finally:
+        processes.end_tree()
+        lease.release()
+
+
+def _conclude(run: RunDir, status: int, lives_before: int, config: RunConfig) -> int:
+    """Say how it ended. The failure's lines are the last that the run prints."""
+    lives = run.lives()
+    life = lives[-1] if len(lives) > lives_before else None
+    failure = run.read_failure()
+    if status < 0:
+        _say(f"the agent was killed by {signal.Signals(-status).name}; its ranks were ended, nothing else is lost")
+        return 128 - status
+    if life is None or life.status is None:
+        return status  # the agent has said why it could not begin
+    if failure is not None:
+        _say_failure(failure)
+    elif status in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
+        _say(f"{life.outcome}; to go on, type: {_resume_command(config)}")
+    elif status != 0:
+        _say(life.outcome)
+    return status
+
+
+def _say_failure(failure: Failure) -> None:
+    print(file=sys.stderr)
+    if failure.traceback is not None:
+        print(failure.traceback.rstrip("\n"), file=sys.stderr)
+    _say(f"{failure.summary}, on {failure.host}")
+    _say(f"its output is in {_short(Path(failure.log or ''))}; exit status {failure.exit_status}")
+
+
+def _resume_command(config: RunConfig) -> str:
+    words = ["rankwise", "run"]
+    if config.nproc != "auto":
+        words += ["--nproc", config.nproc]
+    if config.name is not None:
+        words += ["--name", config.name]
+    if config.run_dir is not None:
+        words += ["--run-dir", config.run_dir]
+    return shlex.join([*words, *config.argv])
+
+
+class _Forward:
+    """Passes the signals that the launcher gets on to the agent, those that came before it was there too."""
+
+    def __init__(self) -> None:
+        self._agent = 0
+        self._early: list[int] = []
+
+    def __call__(self, agent: int) -> int:
+        self._agent = agent
+        for signum in self._early:
+            processes.send(agent, signum)
+        return agent
+
+    def on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        if self._agent:
+            processes.send(self._agent, signum)
+        else:
+            self._early.append(signum)
+
+
+@contextlib.contextmanager
+def _forwarding() -> Iterator[_Forward]:
+    forward = _Forward()
+    before = {signum: signal.signal(signum, forward.on_signal) for signum in _FORWARDED}
+    try:
+        yield forward
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _interpreter_flags() -> list[str]:
+    """What this Python was started with (-O -u -W -X), for the ranks; not -P and -I, which hide the script's folder."""
+    import subprocess
+
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # what multiprocessing uses too
+    return [flag for flag in flags if flag not in ("-P", "-I")]
+
+
+def _short(path: Path) -> str:
+    """Relative to here if that is shorter to read."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"rankwise: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,104 @@
+"""Facts and acts about Linux processes: subreaper, death with the parent, liveness, whole trees.
+
+become_subreaper()              # orphans below this process fall to it, not to init
+end_tree(exclude={warm_pid})    # nothing below this process is left
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+def become_subreaper() -> None:
+    """Orphaned descendants become children of this process, which must reap them (prctl(2))."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel send SIGKILL to this process when its parent ends; leave at once if it has ended already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def start_time(pid: int) -> int | None:
+    """Clock ticks after boot at which `pid` started; None if there is none. With the pid it names a process for good."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def boot_id() -> str:
+    """The kernel's name for this boot: tells a pid of before a reboot from one of now."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def children(pid: int) -> list[int]:
+    """Direct children of `pid`, zombies included; empty when it is gone."""
+    found: list[int] = []
+    for thread in _listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found
+
+
+def _listdir(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`, parents before their children."""
+    found = children(pid)
+    for child in found:  # grows while it is walked: breadth first
+        found += children(child)
+    return found
+
+
+def send(pid: int, signum: int) -> None:
+    """Send a signal; a process that is gone already is no error."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signum)
+
+
+def end_tree(exclude: Collection[int] = (), bound_s: float = 5.0) -> bool:
+    """SIGKILL and reap every process below this one, except `exclude` and what is below those.
+
+    This process must be a subreaper: what is orphaned while the tree is killed falls to it and is killed in the next
+    round. Returns whether nothing is left; a process in uninterruptible sleep (state D) can outlive `bound_s`.
+    """
+    deadline = time.monotonic() + bound_s
+    while True:
+        below = [child for child in children(os.getpid()) if child not in exclude]
+        if not below:
+            return True
+        for pid in below:
+            for victim in (pid, *descendants(pid)):
+                send(victim, signal.SIGKILL)
+        for pid in below:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)

@@ -1,0 +1,1 @@
+"""Run directories -> terminal and HTML. No torch here."""

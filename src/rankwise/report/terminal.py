@@ -1,0 +1,132 @@
+"""What a run did, in a screenful of text.
+
+print_report("train")        # ./runs/train, or any folder
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rankwise.errors import RunDirError
+from rankwise.rundir import Life, RunDir
+from rankwise.terminal import clock
+
+_MOMENTS = 10
+
+
+def print_report(run: str) -> None:
+    """Raises RunDirError when there is no run of that name."""
+    print(report(find(run)))
+
+
+def find(run: str) -> RunDir:
+    """The run directory of a name under ./runs, or of a folder."""
+    for path in (Path(run), Path("runs", run)):
+        if RunDir(path).world.exists():
+            return RunDir(path)
+    raise RunDirError(f"there is no run in {run} or {Path('runs', run)} (no world.json); the runs here: {_runs_here()}")
+
+
+def _runs_here() -> str:
+    names = sorted(path.parent.name for path in Path("runs").glob("*/world.json"))
+    return ", ".join(names) or "none"
+
+
+def report(run: RunDir) -> str:
+    """The whole text."""
+    lives = run.lives()
+    sections = [f"run {run.path.name} in {run.path}", _lives(run, lives)]
+    figures = run.read_metrics()
+    if figures:
+        sections += [_course(figures), _time(figures)]
+    saved = sorted(path.name for path in run.checkpoints.glob("step-*"))
+    if saved:
+        sections.append(f"checkpoints: {', '.join(saved)}")
+    failure = run.read_failure()
+    if failure is not None:
+        sections.append(f"failed: {failure.summary}; its output: {failure.log}")
+    return "\n\n".join(sections)
+
+
+def _lives(run: RunDir, lives: Sequence[Life]) -> str:
+    rows = [["life", "started", "took", "ranks", "how it ended"]]
+    for life in lives:
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(life.started))
+        took = clock(life.ended - life.started) if life.ended is not None else "-"
+        rows.append([str(life.life), began, took, str(life.ranks), life.outcome or _open_end(run, life, lives[-1])])
+    return f"{shlex.join(lives[-1].argv)}\n\n{table(rows)}" if lives else "no life yet"
+
+
+def _open_end(run: RunDir, life: Life, newest: Life) -> str:
+    """A life without a recorded end goes on, or was killed with its agent."""
+    holder = run.holder()
+    alive = life is newest and holder is not None and not holder.is_gone()
+    return f"alive, pid {holder.pid} on {holder.host}" if alive and holder is not None else "killed, or its machine went down"
+
+
+def _course(figures: Sequence[dict[str, Any]]) -> str:
+    """The loss and its companions at ten moments, and the last."""
+    names = [n for n in dict.fromkeys(k for f in figures for k in f) if not n.startswith("share/")]
+    names = [n for n in names if n not in ("life", "step", "epoch", "clock_s")]
+    steps: dict[int, dict[str, Any]] = {}
+    for record in figures:  # a later life may repeat steps of one that was killed: the later holds
+        steps.setdefault(record["step"], {}).update(record)
+    order = sorted(steps)
+    shown = sorted({order[round(k * (len(order) - 1) / _MOMENTS)] for k in range(_MOMENTS + 1)} | _with_evaluation(steps))
+    rows = [["step", *names]]
+    for step in shown:
+        rows.append([str(step), *(_figure(steps[step].get(name)) for name in names)])
+    return table(rows)
+
+
+def _with_evaluation(steps: dict[int, dict[str, Any]]) -> set[int]:
+    found = sorted(s for s, record in steps.items() if any(k.startswith("eval_") for k in record))
+    return set(found if len(found) <= _MOMENTS else found[:: len(found) // _MOMENTS] + found[-1:])
+
+
+def _figure(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, int | float) else str(value)
+
+
+def _time(figures: Sequence[dict[str, Any]]) -> str:
+    """Where the time went: each interval's shares, weighted with its seconds."""
+    total = 0.0
+    parts: dict[str, float] = {}
+    clocks: dict[int, float] = {}
+    for record in figures:
+        if "clock_s" not in record:
+            continue
+        seconds = max(record["clock_s"] - clocks.get(record["life"], 0.0), 0.0)
+        clocks[record["life"]] = record["clock_s"]
+        total += seconds
+        for name, value in record.items():
+            if name.startswith("share/"):
+                part = name.removeprefix("share/")
+                parts[part] = parts.get(part, 0.0) + value * seconds
+    if not total:
+        return "no time was recorded"
+    computing = max(total - sum(parts.values()), 0.0)
+    rows = [["time", "share", ""]]
+    for name, seconds in [("computing", computing), *sorted(parts.items(), key=lambda item: -item[1])]:
+        rows.append([clock(seconds), f"{100 * seconds / total:.1f}%", name])
+    return table(rows)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; figures to the right, words to the left."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [all(_is_figure(cell) for cell in column[1:]) for column in columns]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _is_figure(cell: str) -> bool:
+    return not cell or (cell[0] in "0123456789-+.n" and not cell[-1:].isalpha())

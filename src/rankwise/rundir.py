@@ -1,0 +1,289 @@
+"""The names and record types of all that a run leaves on disk, and the atomic writes behind them.
+
+    run = RunDir(Path("runs/train"));  run.prepare(fresh=False);  lease = run.take()
+
+    config.json plan.json code.txt job.sh     what was asked for, planned, and of which code
+    world.json                                 the lives of the run: who ran where, and how it ended
+    logs/rank-0.log ...                        what each rank printed, lives one after the other
+    metrics.jsonl telemetry/                   figures; TensorBoard's events
+    checkpoints/ failure.json report.html
+
+A reader never sees half a record: each is written under a unique name, flushed and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+import uuid
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from rankwise import processes
+from rankwise.errors import RunDirError
+
+ENV_RUN_DIR = "RANKWISE_RUN_DIR"
+
+
+def write_text(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write a file whole or not at all; it survives a power cut once this returns."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with open(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise RunDirError(f"cannot write {path}: {error.strerror}") from None
+
+
+def write_json(path: Path, record: Any) -> None:
+    write_text(path, json.dumps(record, indent=1) + "\n")
+
+
+class _Record:
+    """A frozen dataclass as a JSON object; keys of a later version are passed over."""
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Self:
+        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]  # every subclass is a dataclass
+        return cls(**{key: value for key, value in record.items() if key in known})
+
+
+@dataclass(frozen=True)
+class Life(_Record):
+    """One start of the ranks: a run has several when it was stopped or restarted."""
+
+    life: int
+    """Counts from 1."""
+
+    started: float
+    """Seconds since 1970."""
+
+    host: str
+    ranks: int
+    argv: tuple[str, ...]
+    pids: tuple[int, ...] = ()
+    page: str = ""
+    """Where ranks find the page shared with their agent; empty without an agent."""
+
+    ended: float | None = None
+    status: int | None = None
+    """The exit status of the run; None while it lives, or when it was killed with its agent."""
+
+    outcome: str = ""
+    """How it ended, in one line."""
+
+
+@dataclass(frozen=True)
+class Failure(_Record):
+    """failure.json: the rank that is the cause, and the evidence."""
+
+    rank: int
+    host: str
+    summary: str
+    """One line: what happened to which rank."""
+
+    exit_status: int
+    exit_code: int | None = None
+    signal: str | None = None
+    exception: str | None = None
+    traceback: str | None = None
+    step: int | None = None
+    log: str | None = None
+    life: int = 1
+
+
+@dataclass(frozen=True)
+class Holder(_Record):
+    """Who writes in a run directory."""
+
+    host: str
+    boot: str
+    pid: int
+    start_time: int
+    since: float
+    token: str
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        pid = os.getpid()
+        return cls(
+            socket.gethostname(),
+            processes.boot_id(),
+            pid,
+            processes.start_time(pid) or 0,
+            time.time(),
+            uuid.uuid4().hex,
+        )
+
+    def is_gone(self) -> bool:
+        """True only when that is certain: it ran on this machine, and its process (or that boot) is over."""
+        if self.host != socket.gethostname():
+            return False
+        return self.boot != processes.boot_id() or processes.start_time(self.pid) != self.start_time
+
+
+class RunDir:
+    """The paths of one run, and its records."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.plan = path / "plan.json"
+        self.world = path / "world.json"
+        self.code = path / "code.txt"
+        self.job = path / "job.sh"
+        self.logs = path / "logs"
+        self.metrics = path / "metrics.jsonl"
+        self.telemetry = path / "telemetry"
+        self.failure = path / "failure.json"
+        self.checkpoints = path / "checkpoints"
+        self.lease = path / "lease.json"
+
+    def log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+    def exception(self, rank: int) -> Path:
+        """Where a rank that dies of an exception leaves it for its agent."""
+        return self.logs / f".rank-{rank}.exception.json"
+
+    def prepare(self, fresh: bool) -> Path | None:
+        """Make the folders; with `fresh` move an older run aside first and return where it is now."""
+        aside = None
+        try:
+            if fresh and self.path.exists():
+                if (holder := self.holder()) is not None and not holder.is_gone():
+                    raise self._in_use(holder)
+                aside = self._free_name()
+                os.rename(self.path, aside)
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self.telemetry.mkdir(exist_ok=True)
+        except OSError as error:
+            raise RunDirError(
+                f"the run directory {self.path} cannot be made or written ({error.strerror}: {error.filename}); "
+                "choose another with --run-dir PATH"
+            ) from None
+        if not os.access(self.path, os.W_OK):
+            raise RunDirError(f"the run directory {self.path} is not writable; choose another with --run-dir PATH")
+        return aside
+
+    def _free_name(self) -> Path:
+        stamp = time.strftime("%Y-%m-%d-%H%M%S")
+        name = self.path.with_name(f"{self.path.name}.{stamp}")
+        count = 1
+        while name.exists():
+            count += 1
+            name = self.path.with_name(f"{self.path.name}.{stamp}-{count}")
+        return name
+
+    # --- one writer
+
+    def holder(self) -> Holder | None:
+        """Who writes here now, None if nobody."""
+        try:
+            return Holder.of(json.loads(self.lease.read_text()))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise RunDirError(f"{self.lease} cannot be read ({error}); if no run is alive there, remove it") from None
+
+    def take(self) -> Lease:
+        """Become the one writer of this run directory, or raise RunDirError with who is."""
+        mine = Holder.this_process()
+        for _ in range(3):
+            if (other := self.holder()) is not None:
+                if not other.is_gone():
+                    raise self._in_use(other)
+                # The name is the dead holder's own, so that of two that take over only one renames it.
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(self.lease, self.lease.with_name(f".lease.{other.token}"))
+                with contextlib.suppress(FileNotFoundError):
+                    self.lease.with_name(f".lease.{other.token}").unlink()
+            temporary = self.path / f".lease.{mine.token}"
+            try:
+                write_json(temporary, asdict(mine))
+                os.link(temporary, self.lease)  # fails if there is one: whole or absent, and only one wins
+                return Lease(self, mine)
+            except FileExistsError:
+                continue
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    temporary.unlink()
+        raise RunDirError(f"several runs want {self.path} at once; choose another with --name or --run-dir")
+
+    def _in_use(self, holder: Holder) -> RunDirError:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
+        return RunDirError(
+            f"the run in {self.path} is alive: pid {holder.pid} on {holder.host} since {since}; "
+            "wait for it, stop it, or start another with --name NAME"
+        )
+
+    # --- lives
+
+    def lives(self) -> list[Life]:
+        """Every life so far, the newest last."""
+        try:
+            return [Life.of(record) for record in json.loads(self.world.read_text())["lives"]]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunDirError(f"{self.world} cannot be read ({error})") from None
+
+    def begin_life(self, ranks: int, argv: tuple[str, ...], page: str = "") -> Life:
+        lives = self.lives()
+        life = Life(len(lives) + 1, time.time(), socket.gethostname(), ranks, argv, page=page)
+        self._write_lives([*lives, life])
+        return life
+
+    def update_life(self, life: Life, **changes: Any) -> Life:
+        """Replace the record of the newest life, which must be `life`."""
+        changed = replace(life, **changes)
+        self._write_lives([*self.lives()[:-1], changed])
+        return changed
+
+    def _write_lives(self, lives: list[Life]) -> None:
+        write_json(self.world, {"lives": [asdict(life) for life in lives]})
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Every whole line of metrics.jsonl; half a line at the end of a killed life is passed over."""
+        records = []
+        if self.metrics.exists():
+            for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    records.append(json.loads(line))
+        return records
+
+    def read_failure(self) -> Failure | None:
+        try:
+            return Failure.of(json.loads(self.failure.read_text()))
+        except FileNotFoundError:
+            return None
+
+    def write_failure(self, failure: Failure | None) -> None:
+        """None removes that of an earlier life."""
+        if failure is None:
+            self.failure.unlink(missing_ok=True)
+        else:
+            write_json(self.failure, asdict(failure))
+
+
+class Lease:
+    """The right to write in a run directory; ends with `release`, or with its process."""
+
+    def __init__(self, run: RunDir, holder: Holder) -> None:
+        self._run = run
+        self._holder = holder
+
+    def release(self) -> None:
+        current = self._run.holder() if self._run.path.exists() else None
+        if current is not None and current.token == self._holder.token:
+            self._run.lease.unlink(missing_ok=True)

@@ -1,0 +1,43 @@
+"""This machine alone: no scheduler; one process, or an agent and its ranks started right here."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from rankwise import processes
+from rankwise.plan import Plan
+from rankwise.schedulers.ranks import Ranks
+
+
+def detect(env: Mapping[str, str]) -> bool:
+    """Always: what nobody else claims is a single process."""
+    return True
+
+
+def ranks(env: Mapping[str, str]) -> Ranks:
+    origin = dict.fromkeys(("rank", "world_size", "local_rank", "local_world_size", "node_rank"), "a single process")
+    return Ranks(0, 1, 0, 1, 0, origin=origin)
+
+
+def render(plan: Plan) -> str:
+    """A shell script that becomes the agent of this node."""
+    command = [sys.executable, "-m", "rankwise.agent", plan.run_dir]
+    return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\nexec {shlex.join(command)}\n"
+
+
+def submit(path: str) -> str:
+    """Start the agent in a session of its own: what the terminal sends to its foreground reaches the launcher alone."""
+    return str(subprocess.Popen(["/bin/sh", path], start_new_session=True).pid)
+
+
+def state(job_id: str) -> str:
+    return "ended" if processes.start_time(int(job_id)) is None else "running"
+
+
+def cancel(job_id: str) -> None:
+    os.kill(int(job_id), signal.SIGTERM)

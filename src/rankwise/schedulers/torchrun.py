@@ -1,0 +1,64 @@
+"""torchrun's variables: its own contract with scripts, which rankwise's agent keeps too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rankwise.errors import WorldError
+from rankwise.schedulers.ranks import Ranks, whole_number
+
+_TRIPLE = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+
+
+def detect(env: Mapping[str, str]) -> bool:
+    """True if any of the triple is set: a part of it is an error that `ranks` explains."""
+    return any(name in env for name in _TRIPLE)
+
+
+def ranks(env: Mapping[str, str]) -> Ranks:
+    """Raises WorldError for a half-set triple, a value that is no number, a rank that is not below the world size."""
+    missing = [name for name in (*_TRIPLE, "MASTER_PORT") if name not in env]
+    if missing:
+        found = ", ".join(f"{name}={env[name]}" for name in _TRIPLE if name in env)
+        raise WorldError(
+            f"{found} but not {', '.join(missing)}: with a part of them this process would train alone; "
+            "set all, or none (unset them), or let a launcher do it: rankwise run script.py"
+        )
+    world_size = whole_number(env, "WORLD_SIZE")
+    rank = whole_number(env, "RANK")
+    origin = {"rank": "RANK", "world_size": "WORLD_SIZE", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
+
+    def optional(field: str, name: str, default: int, how: str) -> int:
+        origin[field] = name if name in env else how
+        return whole_number(env, name) if name in env else default
+
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        local_rank=optional("local_rank", "LOCAL_RANK", rank, "RANK, as LOCAL_RANK is not set"),
+        local_world_size=optional("local_world_size", "LOCAL_WORLD_SIZE", world_size, "WORLD_SIZE, as LOCAL_ is not set"),
+        node_rank=optional("node_rank", "GROUP_RANK", 0, "0, as GROUP_RANK is not set"),
+        master_addr=env["MASTER_ADDR"],
+        master_port=whole_number(env, "MASTER_PORT"),
+        origin=origin,
+    )
+
+
+def variables(ranks: Ranks, restart: int, max_restarts: int, run_id: str) -> dict[str, str]:
+    """What a rank finds in its environment: the whole of torchrun's list."""
+    nodes = max(1, ranks.world_size // ranks.local_world_size)
+    return {
+        "RANK": str(ranks.rank),
+        "LOCAL_RANK": str(ranks.local_rank),
+        "WORLD_SIZE": str(ranks.world_size),
+        "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
+        "GROUP_RANK": str(ranks.node_rank),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "ROLE_RANK": str(ranks.rank),
+        "ROLE_WORLD_SIZE": str(ranks.world_size),
+        "MASTER_ADDR": str(ranks.master_addr),
+        "MASTER_PORT": str(ranks.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+    }

@@ -1,0 +1,54 @@
+"""What a training run is made of, as actions see it and checkpoints keep it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+class Stateful(Protocol):
+    """Whatever can be saved and loaded; torch's own convention."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+@dataclass
+class TrainState:
+    """One training run between two steps."""
+
+    model: nn.Module
+    optimizer: Optimizer
+
+    parts: dict[str, Stateful] = field(default_factory=dict)
+    """All that a checkpoint keeps, by name: model, optimizer, loader, ... and `train`, this object's own figures."""
+
+    step: int = 0
+    """Optimizer steps done since the beginning of the run, over all its lives."""
+
+    epoch: int = 0
+    """Passes over the data that are complete."""
+
+    epoch_ended: bool = False
+    """Whether the step just done was the last of its epoch."""
+
+    last: bool = False
+    """Whether the step just done was the last of the run."""
+
+    clock_s: float = 0.0
+    """Seconds since this life began, as the main rank's clock had it at the last log interval; equal on all ranks."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The newest reduced figures (loss, eval_loss, ...): equal on all ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "epoch": self.epoch, "metrics": dict(self.metrics)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.epoch = state["epoch"]
+        self.metrics = dict(state["metrics"])

@@ -1,0 +1,82 @@
+"""The agreed stop, seen from a rank: a signal to anyone stops all ranks after the same step.
+
+    stop = StopSignal(world)
+    while not stop.agreed(step): ...          # at the top of each step
+    stop.finish()                             # after the loop
+    ...                                       # save
+    stop.leave()
+
+A step costs one store and one load in a shared page; nothing is sent until somebody was signalled (page.py has the proof).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from types import FrameType
+
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Stopped
+from rankwise.world import World, agent_row
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+
+
+class StopSignal:
+    """Takes over SIGTERM, SIGUSR1, SIGUSR2 and SIGINT of this process until `leave`.
+
+    Several ranks without an agent of ours cannot agree by themselves yet: there `signum` ends a rank as ever.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._row = agent_row(world)
+        self._alone = world.world_size == 1
+        self._pid = os.getpid()
+        self._received = 0
+        self._before: dict[int, object] = {}
+        self.signum = 0
+        """The signal for which all stop; 0 until they do."""
+        if (self._row is not None or self._alone) and threading.current_thread() is threading.main_thread():
+            for signum in SIGNALS:
+                self._before[signum] = signal.signal(signum, self._on_signal)
+            if self._row is not None:
+                self._row.join()
+
+    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked loader worker: its rank ends it
+            return
+        if self._row is not None:
+            self._row.flag = signum
+        elif self._received:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(self._pid, signum)  # asked twice: at once
+        self._received = signum
+
+    def agreed(self, step: int) -> bool:
+        """True if all ranks stop now, with exactly `step` steps done. Call it with as many done, before each step."""
+        if self._row is not None:
+            if self._row.pass_gate(step + 1):
+                return False
+            self.signum = self._row.reason
+            return True
+        self.signum = self._received if self._alone else 0
+        return bool(self.signum)
+
+    def finish(self) -> None:
+        """The loop is over on this rank; a request from now on stops the others after their last step too."""
+        if self._row is not None and not self.signum:
+            self._row.finish()
+
+    def leave(self) -> None:
+        """All is saved: from here on a signal ends this process as ever."""
+        if self._row is not None:
+            self._row.leave()
+        for signum, handler in self._before.items():
+            with contextlib.suppress(ValueError):
+                signal.signal(signum, handler)  # type: ignore[arg-type]
+        self._before = {}
+
+    def stopped(self) -> Stopped:
+        """What to raise once everything is saved: ends the script with 75, or 130 after Ctrl-C."""
+        return Stopped(EXIT_INTERRUPTED if self.signum == signal.SIGINT else EXIT_PREEMPTED)

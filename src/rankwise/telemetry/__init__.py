@@ -1,0 +1,8 @@
+"""Figures of a run: meters, where the time goes, writers, the progress line."""
+
+from rankwise.telemetry.breakdown import TimeBreakdown
+from rankwise.telemetry.meters import Meters
+from rankwise.telemetry.progress import Progress
+from rankwise.telemetry.writers import JsonlWriter, TensorBoardWriter
+
+__all__ = ["JsonlWriter", "Meters", "Progress", "TensorBoardWriter", "TimeBreakdown"]

@@ -1,0 +1,61 @@
+"""Figures on disk: metrics.jsonl for programs, TensorBoard's events for eyes. The main rank writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Writer(Protocol):
+    """Takes the reduced figures of one moment."""
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlWriter:
+    """One JSON object a line; a life goes on below the one before, and each line says whose it is."""
+
+    def __init__(self, path: Path, life: int) -> None:
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # closed by close()
+        if path.stat().st_size and not _ends_with_newline(path):
+            self._file.write("\n")  # a killed writer's half line stays by itself
+        self._life = life
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        record = {"life": self._life, "step": step, **{k: _plain(v) for k, v in figures.items()}}
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"
+
+
+def _plain(value: float) -> float | int | str:
+    """JSON has no nan and no infinity: they are words."""
+    return value if math.isfinite(value) else str(value)
+
+
+class TensorBoardWriter:
+    """Events for `tensorboard --logdir RUN`; needs the extra `rankwise[tensorboard]`."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,95 @@
+"""A terminal with lines that scroll and one status line below them; a file or a pipe gets the lines alone.
+
+terminal = Terminal(sys.stdout)
+terminal.status(progress_line({"done": 120, "total": 800, "elapsed_s": 14.2, "text": "loss 2.31"}, 80))
+terminal.write(b"a line above it\\n")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+_CLEAR_LINE = b"\r\x1b[K"
+
+
+class Terminal:
+    """The one writer of an output stream. Bytes go through untouched: what a script prints is its own business."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._fd = stream.fileno()
+        self.is_tty = os.isatty(self._fd)
+        self._status = b""
+        self._shown = False
+        self._at_line_start = True
+        self.closed = False
+
+    @property
+    def columns(self) -> int:
+        return shutil.get_terminal_size().columns
+
+    def write(self, data: bytes) -> None:
+        """Print above the status line. A reader that has gone (`| head -1`) silences this terminal, nothing else."""
+        if not data:
+            return
+        prefix = _CLEAR_LINE if self._shown else b""
+        self._shown = False
+        self._at_line_start = data.endswith((b"\n", b"\r"))
+        self._put(prefix + data)
+        if self._at_line_start:
+            self._show()
+
+    def status(self, text: str) -> None:
+        """Replace the status line; empty removes it. Does nothing unless a person can see it."""
+        if not self.is_tty or self.closed:
+            return
+        self._status = text.encode()
+        if self._at_line_start:
+            self._put(_CLEAR_LINE if self._shown and not self._status else b"")
+            self._show()
+
+    def _show(self) -> None:
+        self._shown = bool(self._status)
+        if self._shown:
+            # The cursor goes back to the first column, so that what others print overwrites the line.
+            self._put(_CLEAR_LINE + self._status + b"\r")
+
+    def _put(self, data: bytes) -> None:
+        while data and not self.closed:
+            try:
+                data = data[os.write(self._fd, data) :]
+            except BlockingIOError:
+                with contextlib.suppress(OSError):
+                    os.set_blocking(self._fd, True)
+            except OSError:
+                self.closed = True
+
+
+def clock(seconds: float) -> str:
+    """h:mm:ss."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def progress_line(progress: Mapping[str, Any], columns: int) -> str:
+    """One line no wider than `columns`: what is done of how much, elapsed and remaining time, rate, and the text.
+
+    `progress`: done and total (steps; total None if unknown), elapsed_s and initial (steps done when the clock
+    started), text, label.
+    """
+    from tqdm import tqdm
+
+    line: str = tqdm.format_meter(
+        n=progress["done"],
+        total=progress.get("total") or 0,  # tqdm's word for unknown
+        elapsed=progress["elapsed_s"],
+        ncols=max(columns - 1, 20),
+        prefix=progress.get("label", ""),
+        unit=" step",
+        initial=progress.get("initial", 0),
+        postfix=progress.get("text") or "",
+    )
+    return line[: max(columns - 1, 20)]

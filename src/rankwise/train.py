@@ -1,0 +1,345 @@
+"""The Trainer: a model, an optimizer, a step function and a dataset in; a trained model out, on any number of ranks.
+
+    def step(model, batch):
+        x, y = batch
+        return F.cross_entropy(model(x), y, reduction="sum"), len(y)
+
+    Trainer(model, optimizer, step, dataset, global_batch_size=64, max_epochs=3).fit()
+
+`fit` is the whole loop, on one page; what it calls are parts that work without it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from rankwise import comm, log, seed
+from rankwise.actions import Action, Evaluate, Log, Pair, every
+from rankwise.checkpoint import Checkpoints
+from rankwise.config import default_run_dir
+from rankwise.data import Loader
+from rankwise.data.loader import length
+from rankwise.device import local_device
+from rankwise.errors import CheckpointError, ConfigError, StepError
+from rankwise.guards import run_on_main
+from rankwise.precision import LossScale, Precision
+from rankwise.rundir import Lease, RunDir
+from rankwise.state import Stateful, TrainState
+from rankwise.stop import StopSignal
+from rankwise.sync import AllReduce, SyncStrategy
+from rankwise.telemetry import JsonlWriter, Meters, Progress, TensorBoardWriter, TimeBreakdown
+from rankwise.telemetry.writers import Writer
+from rankwise.world import World, agent_row
+
+
+class Trainer:
+    """Trains `model` with `optimizer` on `train_data`; every argument after these four is by name.
+
+    step_fn(model, batch) -> (loss sum, the count it is over). eval_fn(model, batch) -> {name: (sum, count)}; by default the
+    loss of `step_fn`. `scheduler` steps once an optimizer step. Give `batch_size` (of one rank and micro-batch) or
+    `global_batch_size` (of all ranks and accumulated micro-batches), and `max_epochs` or `max_steps` or both. `precision`:
+    fp32, bf16, fp16. `actions` run after each step, after the Trainer's own. A run directory that holds checkpoints is gone on
+    with, unless `fresh`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        step_fn: Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]],
+        train_data: Any,
+        *,
+        eval_data: Any = None,
+        eval_fn: Callable[[Any, Any], Mapping[str, Pair]] | None = None,
+        scheduler: Any = None,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        accumulate: int = 1,
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+        precision: str = "fp32",
+        clip_norm: float | None = None,
+        sync: SyncStrategy | None = None,
+        actions: Sequence[Action] = (),
+        seed: int = 0,
+        run_dir: str | os.PathLike[str] | None = None,
+        fresh: bool = False,
+        log_every: int = 50,
+        eval_every: int | None = None,
+        save_every_s: float = 300.0,
+        workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        log.errors_without_traceback()
+        if max_epochs is None and max_steps is None:
+            raise ConfigError("say how long to train: max_epochs=... or max_steps=...")
+        for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps), ("log_every", log_every)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}: give a whole number from 1 up")
+        self.world = comm.init()
+        self.device = local_device(self.world)
+        self.max_steps = max_steps
+        self._seed = seed
+        self._step_fn = step_fn
+        self._precision = Precision.of(precision, self.device)
+        self.loader = Loader(
+            train_data,
+            self.world,
+            global_batch_size=_global_batch(batch_size, global_batch_size, accumulate, self.world),
+            accumulate=accumulate,
+            seed=seed,
+            max_epochs=max_epochs,
+            workers=workers,
+            collate_fn=collate_fn,
+            device=self.device,
+        )
+        nominal = self.loader.global_batch_size
+        loss_scale = LossScale() if precision == "fp16" else None
+        self.sync = sync if sync is not None else AllReduce(clip_norm, nominal, loss_scale)
+        if sync is not None and clip_norm is not None:
+            raise ConfigError("clip_norm belongs to the strategy when you give one: sync=AllReduce(clip_norm=...)")
+        self.run, self._lease, life = _open_run(self.world, run_dir, fresh)
+        self.checkpoints = Checkpoints(self.run.checkpoints)
+        self.stop = StopSignal(self.world)
+        self.meters = Meters("loss")
+        self.state = TrainState(self.sync.wrap(model.to(self.device)), optimizer)
+        self._writers = _writers(self.run, life) if self.world.is_main else []
+        self._progress = Progress(agent_row(self.world))
+        evaluate = None
+        if eval_data is not None:
+            length(eval_data)  # an error now, not after the first epoch
+            evaluate = Evaluate(
+                eval_fn or self._eval_loss,
+                lambda: Loader(eval_data, self.world, global_batch_size=max(nominal // accumulate, 1), shuffle=False,
+                               max_epochs=1, workers=workers, collate_fn=collate_fn, device=self.device),
+                self.sync, self._precision, self._progress, self._writers,
+            )  # fmt: skip
+        self._breakdown = self._new_breakdown(evaluate)
+        self._log = Log(self.meters, self._breakdown, self._progress, self._writers, every_steps=log_every)
+        self.actions: list[Action] = [self._log]
+        if scheduler is not None:
+            self.actions.insert(0, lambda state: scheduler.step())
+        if evaluate is not None:
+            self.actions.append(every(evaluate, steps=eval_every, epochs=None if eval_every else 1, at_end=True))
+        self.actions += [*actions, every(self._save, seconds=save_every_s)]
+        parts: dict[str, Stateful | None] = {
+            "train": self.state, "model": model, "optimizer": optimizer, "loader": self.loader, "log": self._log,
+            "sync": self.sync, "scheduler": scheduler,
+        }  # fmt: skip
+        self.state.parts = {name: part for name, part in parts.items() if part is not None}
+
+    def fit(self) -> TrainState:
+        """Collective. Train until the last step or an agreed stop; everything is saved when it returns, or raises Stopped."""
+        state = self._begin()
+        batches = iter(self.loader)
+        while not self.stop.agreed(state.step) and not self._done(state):
+            micro_batches = next(batches)  # what one optimizer step takes; this rank's part of the global batch
+            for i, batch in enumerate(micro_batches):
+                with self.sync.accumulating(last=i == len(micro_batches) - 1):
+                    loss_sum, count = self._forward(state.model, batch)
+                    self.sync.backward(loss_sum, count)
+                self.meters.add(loss=(loss_sum.detach(), count))
+            self.sync.step(state.model, state.optimizer)
+            self._advance(state)
+            for action in self.actions:  # schedule, log, evaluate, the user's own, save: each an action
+                action(state)
+        return self._end(state)
+
+    def _forward(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
+        with self._precision.autocast():
+            result = self._step_fn(model, batch)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor)):
+            raise StepError(
+                f"step_fn returned {_described(result)}; return (loss sum, count), for example "
+                '(F.cross_entropy(model(x), y, reduction="sum"), len(y))'
+            )
+        return result
+
+    def _advance(self, state: TrainState) -> None:
+        state.step += 1
+        state.epoch = self.loader.epoch
+        state.epoch_ended = self.loader.position == 0
+        state.last = self._done(state)
+
+    def _done(self, state: TrainState) -> bool:
+        return self.loader.finished or (self.max_steps is not None and state.step >= self.max_steps)
+
+    # --- before and after the loop
+
+    def _begin(self) -> TrainState:
+        """Collective. Load the newest checkpoint if there is one, and say what will happen."""
+        state = self.state
+        seed.seed_rank(self._seed, self.world.rank)
+        manifest = self.checkpoints.load_latest(state.parts)
+        self._saved_step = state.step if manifest is not None else -1
+        state.model.train()
+        self._say_plan(state)
+        if manifest is not None:
+            done = ", which is its last: nothing is left to train" if self._done(state) else ""
+            log.say(f"going on from step {state.step} (epoch {state.epoch + 1}){done}")
+            now = self._numerics()
+            differs = [f"{k} {manifest.info[k]} -> {v}" for k, v in now.items() if manifest.info.get(k, v) != v]
+            if differs:
+                log.say(f"not bit for bit as if it had never stopped: {', '.join(differs)}")
+        self._progress.begin(self._total_steps(), state.step)
+        self._breakdown.restart()
+        return state
+
+    def _end(self, state: TrainState) -> TrainState:
+        """Collective. Save if there is something new, close what is open, and say how it ended."""
+        self.stop.finish()
+        self._save(state)
+        self._progress.close()
+        for writer in self._writers:
+            writer.close()
+        self.stop.leave()
+        where = _short(self.checkpoints.folder / f"step-{state.step:08d}")
+        if self._lease is not None:
+            self._lease.release()
+        if self.stop.signum:
+            log.say(f"stopped after step {state.step}, saved in {where}")
+            if self.world.run_dir is None:
+                log.say(f"to go on, type: {' '.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])}")
+            raise self.stop.stopped()
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in state.metrics.items())
+        log.say(f"done: {state.step} steps, {self._breakdown.since_start().text()}, {figures}\nsaved in {where}")
+        return state
+
+    def _save(self, state: TrainState) -> None:
+        """Collective. Save unless this step is saved already. A periodic save that fails is a warning: older checkpoints
+        stay, and the next may succeed; at the end it is an error."""
+        if state.step == self._saved_step:
+            return
+        self._log.reduce(state)
+        self.sync.equalise(state.model)
+        try:
+            self.checkpoints.save(state.parts, state.step, self._numerics())
+        except CheckpointError as error:
+            if self._done(state) or self.stop.signum:
+                raise
+            self._progress.say(f"warning: {error}; training goes on")
+        else:
+            self._saved_step = state.step
+
+    def _eval_loss(self, model: Any, batch: Any) -> dict[str, Pair]:
+        return {"loss": self._forward(model, batch)}
+
+    def _numerics(self) -> dict[str, Any]:
+        """What changes the last bits of a result without being a setting of the training."""
+        return {
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "device": self.device.type,
+            "precision": self._precision.name,
+        }
+
+    def _new_breakdown(self, evaluate: Evaluate | None) -> TimeBreakdown:
+        sources = {
+            "data wait": lambda: self.loader.wait_s,
+            "all-reduce": lambda: self.sync.wait_s,
+            "saving": lambda: self.checkpoints.wait_s,
+        }
+        if evaluate is not None:
+            sources["evaluation"] = lambda: evaluate.wait_s
+        return TimeBreakdown(sources)
+
+    def _total_steps(self) -> int | None:
+        epochs = self.loader.max_epochs
+        by_epochs = epochs * self.loader.steps_per_epoch if epochs is not None else None
+        return min((n for n in (self.max_steps, by_epochs) if n is not None), default=None)
+
+    def _say_plan(self, state: TrainState) -> None:
+        parameters = sum(p.numel() for p in state.model.parameters())
+        world, loader = self.world, self.loader
+        log.say(
+            f"{_amount(parameters)} parameters, {self._precision.name} on {self.device.type}; "
+            f"{loader.samples} samples, {loader.steps_per_epoch} steps an epoch\n"
+            f"global batch {loader.global_batch_size} over {world.world_size} rank{'s' * (world.world_size > 1)}"
+        )
+
+
+def _global_batch(batch_size: int | None, global_batch_size: int | None, accumulate: int, world: World) -> int:
+    if (batch_size is None) == (global_batch_size is None):
+        raise ConfigError("give either batch_size (of one rank) or global_batch_size (of all ranks together)")
+    if global_batch_size is not None:
+        return global_batch_size
+    assert batch_size is not None
+    return batch_size * accumulate * world.world_size
+
+
+def _open_run(world: World, run_dir: str | os.PathLike[str] | None, fresh: bool) -> tuple[RunDir, Lease | None, int]:
+    """Collective. (the run directory, the right to write in it, the number of this life).
+
+    An agent of ours has made it and holds it already. Elsewhere the main rank does both.
+    """
+    if world.run_dir is not None:
+        run = RunDir(world.run_dir)
+        if run_dir is not None and Path(run_dir).absolute() != run.path:
+            log.say(f"writing in {_short(run.path)}, which the launcher made; for run_dir={run_dir} type --run-dir {run_dir}")
+        if fresh:
+            run_on_main(_set_aside, [run])
+        return run, None, run.lives()[-1].life
+    path = Path(run_dir).absolute() if run_dir is not None else default_run_dir(_script())
+    lease: Lease | None = None
+
+    def prepare() -> int:
+        nonlocal lease
+        run = RunDir(path)
+        aside = run.prepare(fresh)
+        if aside is not None:
+            log.say(f"the older run was moved to {_short(aside)}")
+        lease = run.take()
+        return run.begin_life(world.world_size, tuple(sys.argv)).life
+
+    life = run_on_main(prepare)
+    return RunDir(path), lease, life
+
+
+def _set_aside(run: RunDir) -> None:
+    """Under an agent, which lives in the run directory: what an earlier training left there gets another name."""
+    for path in (run.checkpoints, run.metrics):
+        count = 1
+        while (other := path.with_name(f"{path.name}.old-{count}")).exists():
+            count += 1
+        if path.exists():
+            path.rename(other)
+
+
+def _script() -> str:
+    return str(getattr(sys.modules["__main__"], "__file__", None) or "interactive")
+
+
+def _writers(run: RunDir, life: int) -> list[Writer]:
+    writers: list[Writer] = [JsonlWriter(run.metrics, life)]
+    if find_spec("tensorboard") is not None:
+        writers.append(TensorBoardWriter(run.telemetry))
+    else:
+        log.say("no TensorBoard events: pip install 'rankwise[tensorboard]' to have them; metrics.jsonl is written")
+    return writers
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, tuple):
+        return f"a tuple of {len(result)} ({', '.join(type(r).__name__ for r in result)})"
+    return type(result).__name__
+
+
+def _amount(n: int) -> str:
+    return f"{n / 1e6:.2f} M" if n >= 10_000 else str(n)
+
+
+def _short(path: Path) -> str:
+    """Relative to here where that is shorter to read."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
