@@ -202,7 +202,7 @@ class Trainer:
         for writer in self._writers:
             writer.close()
         self.stop.leave()
-        where = _short(self.checkpoints.folder / f"step-{state.step:08d}")
+        where = _short(self.checkpoints.all()[-1]) if self.world.is_main else ""
         if self._lease is not None:
             self._lease.release()
         if self.stop.signum:

@@ -248,8 +248,9 @@ def _end_of_python():
             stream.flush()
         except (OSError, ValueError, AttributeError):
             status = 120  # as Python itself reports it
-    texts = [f for f in gc.get_objects() if isinstance(f, io.IOBase)]
-    for file in sorted(texts, key=lambda f: not isinstance(f, io.TextIOBase)):  # texts first: they fill the buffers below
+    # Of the type, not of the object: asking some objects for their class runs code of theirs.
+    files = [f for f in gc.get_objects() if issubclass(type(f), io.IOBase)]
+    for file in sorted(files, key=lambda f: not isinstance(f, io.TextIOBase)):  # texts first: they fill the buffers below
         with contextlib.suppress(Exception):
             if not file.closed and file.writable():
                 file.flush()

@@ -53,13 +53,13 @@ class Checkpoints:
         """
         began = time.perf_counter()
         streams = comm.all_gather_object(seed.rng_state())
-        final = self.folder / f"step-{step:08d}"
 
         def write() -> Path:
+            final = self._free_name(step)
             states = {name: part.state_dict() for name, part in parts.items()}
             states[_RNG] = {str(rank): stream for rank, stream in enumerate(streams)}
             self._write(final, states, step, dict(info or {}))
-            self._prune()
+            self._prune(final)
             return final
 
         try:
@@ -79,8 +79,6 @@ class Checkpoints:
                 file.flush()
                 os.fsync(file.fileno())
             _fsync(temporary)
-            if final.exists():  # the same step again, after going on from an older one
-                os.rename(final, self.folder / f"tmp.{uuid.uuid4().hex}")
             os.rename(temporary, final)
             _fsync(self.folder)
         except OSError as error:
@@ -92,8 +90,19 @@ class Checkpoints:
         for leftover in self.folder.glob("tmp.*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _prune(self) -> None:
-        for old in self.all()[: -self._keep_last]:
+    def _free_name(self, step: int) -> Path:
+        """A step may be saved again (a life that went on from an older checkpoint): beside the first, which goes after."""
+        count = 1
+        while (name := self.folder / (f"step-{step:08d}" + (f"-{count}" if count > 1 else ""))).exists():
+            count += 1
+        return name
+
+    def _prune(self, newest: Path) -> None:
+        """Keep the last few up to `newest`. What lies after it is damaged (else it had been loaded): it is not counted."""
+        older = [path for path in self.all() if _order(path) < _order(newest)]
+        again = [path for path in older if _order(path)[0] == _order(newest)[0]]
+        kept = [path for path in older if path not in again]
+        for old in again + kept[: len(kept) - (self._keep_last - 1)]:
             # Out of sight in one step: a kill in the middle of a deletion must not leave half a checkpoint by its name.
             hidden = self.folder / f"tmp.{uuid.uuid4().hex}"
             with contextlib.suppress(OSError):
@@ -104,7 +113,7 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Every checkpoint's folder, the oldest first. Not verified."""
-        return sorted(path for path in self.folder.glob("step-*") if path.is_dir())
+        return sorted((path for path in self.folder.glob("step-*") if path.is_dir()), key=_order)
 
     def find_latest(self) -> tuple[Path, Manifest] | None:
         """The newest that verifies; each one passed over is said. None if there is none at all.
@@ -158,6 +167,12 @@ class Checkpoints:
                 f"the checkpoint was made by {manifest.world_size} ranks and this is {comm.world_size()}: same data order and "
                 "global batches, but other dropout and another order of additions"
             )
+
+
+def _order(folder: Path) -> tuple[int, int]:
+    """(step, which time it was saved) of step-00000400 or step-00000400-2."""
+    step, _, again = folder.name.removeprefix("step-").partition("-")
+    return (int(step), int(again or 1)) if (step + again).isdecimal() else (-1, 0)
 
 
 def _write_file(path: Path, state: Any) -> FileRecord:

@@ -1,0 +1,36 @@
+"""The launcher alone: a script written for torchrun, untouched; nothing of rankwise is in it.
+
+    rankwise run examples/01_torchrun_script.py
+"""
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main():
+    dist.init_process_group("gloo")  # RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, as by torchrun
+    torch.manual_seed(0)
+    data = load_digits()
+    dataset = TensorDataset(torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target))
+    sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for epoch in range(10):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print(f"epoch {epoch + 1}: rank {dist.get_rank()} of {dist.get_world_size()}, last loss {loss.item():.3f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The parts in your own loop: a single-device script, and what it takes to run it on all devices.
+
+    python examples/02_own_loop.py              one device
+    rankwise run examples/02_own_loop.py        all devices of this machine
+
+Stop it with Ctrl-C and start it again: it goes on.
+"""
+
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import rankwise
+
+
+def main():
+    world = rankwise.init()  # (1) who am I; joins the others
+    torch.manual_seed(0)
+    data = rankwise.run_on_main(load_digits)  # (a guard: fetched once, or fails everywhere at once)
+    dataset = TensorDataset(torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target))
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    loader = rankwise.Loader(dataset, world, global_batch_size=64, max_epochs=10)  # (2) which sample when, on which rank
+    sync = rankwise.AllReduce()  # (3) the gradient of the whole global batch
+    model = sync.wrap(model)
+    checkpoints = rankwise.Checkpoints((world.run_dir or Path("runs/02_own_loop")) / "checkpoints")  # (4)
+    stop = rankwise.StopSignal(world)  # (5) Ctrl-C stops all ranks after the same step
+
+    parts = {"model": model, "optimizer": optimizer, "loader": loader}
+    found = checkpoints.load_latest(parts)
+    step = found.step if found else 0
+    batches = iter(loader)
+    while not stop.agreed(step) and not loader.finished:
+        for x, y in next(batches):  # the micro-batches of one step; none on a rank without a sample
+            loss = F.cross_entropy(model(x), y, reduction="sum")
+            sync.backward(loss, len(y))  # a sum and the count it is over, not a mean
+        sync.step(model, optimizer)
+        step += 1
+        if step % 50 == 0:
+            rankwise.say(f"step {step}, epoch {loader.epoch + 1}: loss {loss.item() / len(y):.3f} in rank 0's last batch")
+    stop.finish()
+    checkpoints.save(parts, step)
+    stop.leave()
+    if stop.signum:
+        raise stop.stopped()
+    rankwise.say(f"done after {step} steps")
+
+
+if __name__ == "__main__":
+    main()

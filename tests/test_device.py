@@ -1,0 +1,82 @@
+"""This rank's device, and batches on it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rankwise.device import local_device, to_device
+from rankwise.errors import WorldError
+from rankwise.world import World
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+def world(local_rank: int, local_world_size: int, run_dir: Path | None = None) -> World:
+    return World(local_rank, local_world_size, local_rank, local_world_size, 0, "test", run_dir=run_dir)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A machine with so many GPUs; returns the list of those that were made current."""
+
+    def fake(count: int) -> list[int]:
+        current: list[int] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", current.append)
+        return current
+
+    return fake
+
+
+def test_without_a_gpu_the_device_is_the_cpu(gpus: Any) -> None:
+    gpus(0)
+    assert local_device(world(3, 4)) == torch.device("cpu")
+
+
+def test_each_rank_takes_the_gpu_of_its_local_rank(gpus: Any) -> None:
+    current = gpus(4)
+    assert [local_device(world(r, 4)) for r in range(4)] == [torch.device("cuda", r) for r in range(4)]
+    assert current == [0, 1, 2, 3]
+
+
+def test_a_rank_that_sees_one_gpu_alone_takes_that_one(gpus: Any) -> None:
+    gpus(1)
+    assert local_device(world(3, 4)) == torch.device("cuda", 0)  # a scheduler gave each rank its own
+
+
+def test_more_ranks_than_gpus_is_an_error_that_says_what_to_type(gpus: Any, tmp_path: Path) -> None:
+    gpus(2)
+    assert local_device(world(1, 3)) == torch.device("cuda", 1)
+    with pytest.raises(WorldError, match=r"3 ranks on this node but 2 visible GPUs; type --nproc 2.*CUDA_VISIBLE_DEVICES="):
+        local_device(world(2, 3))
+    gpus(1)
+    with pytest.raises(WorldError, match="--nproc 1"):
+        local_device(world(0, 2, run_dir=tmp_path))
+
+
+def test_every_tensor_of_a_nest_is_moved_and_the_nest_keeps_its_shape() -> None:
+    a, b = torch.ones(2), torch.zeros(3)
+    nest = {"a": a, "l": [a, (b, "text", None)], "p": Point(a, 3), "m": OrderedDict(z=b)}
+    meta = to_device(nest, torch.device("meta"))
+    assert meta["a"].device.type == "meta"
+    assert isinstance(meta["l"], list)
+    assert isinstance(meta["l"][1], tuple)
+    assert meta["l"][1][0].shape == (3,)
+    assert meta["l"][1][0].device.type == "meta"
+    assert meta["l"][1][1:] == ("text", None)
+    assert isinstance(meta["p"], Point)
+    assert meta["p"].x.device.type == "meta"
+    assert meta["p"].y == 3
+    assert meta["m"]["z"].device.type == "meta"
+
+
+def test_what_is_there_already_is_not_copied() -> None:
+    a = torch.ones(2)
+    assert to_device([a], torch.device("cpu"))[0] is a
+    assert to_device(7, torch.device("cpu")) == 7

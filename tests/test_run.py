@@ -1,0 +1,477 @@
+"""`rankwise run` as its user sees it: real processes, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rankwise import processes
+from rankwise.page import Page
+from rankwise.rundir import RunDir
+
+DEADLINE_S = 30.0
+
+TRAIN = """
+import sys, time, torch, rankwise
+from torch.utils.data import TensorDataset
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+def step(model, batch):
+    time.sleep(PAUSE)
+    return ((model(batch[0]) - batch[1]) ** 2).sum(), len(batch[0])
+trainer = rankwise.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), step, data,
+                           global_batch_size=8, max_steps=STEPS, log_every=1)
+state = trainer.fit()
+print("weights", model.weight.tolist())
+"""
+
+
+def wait_for(condition: Callable[[], object], what: str) -> object:
+    """The first true value of `condition`; fails after a deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+        time.sleep(0.01)
+    return value
+
+
+def left_over(folder: Path) -> list[str]:
+    """Processes that have this folder in their command line or environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = [*process.cmdline(), process.environ().get("RANKWISE_RUN_DIR", "")]
+        except psutil.Error:
+            continue
+        if process.pid != os.getpid() and any(str(folder) in word for word in words):
+            found.append(f"{process.pid} {words}")
+    return found
+
+
+class Launched:
+    """A `rankwise run` in the background."""
+
+    def __init__(self, folder: Path, *words: str, **options: object) -> None:
+        self.folder = folder
+        self.run = RunDir(folder / "runs" / "script")
+        self.out = open(folder / "out.txt", "w+")  # noqa: SIM115  # closed by end()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rankwise", "run", *words], cwd=folder, stdout=self.out, stderr=subprocess.STDOUT,
+            start_new_session=True, **options,
+        )  # type: ignore[call-overload]  # fmt: skip
+
+    def pids(self) -> list[int]:
+        """Of the ranks, once they are there."""
+        wait_for(lambda: self.run.world.exists() and self.run.lives()[-1].pids, "the ranks")
+        return list(self.run.lives()[-1].pids)
+
+    def agent(self) -> int:
+        [agent] = processes.children(self.process.pid)
+        return agent
+
+    def steps(self) -> int:
+        """The last step in metrics.jsonl."""
+        return max((record["step"] for record in self.run.read_metrics()), default=0)
+
+    def wait(self) -> int:
+        return self.process.wait(timeout=DEADLINE_S)
+
+    def output(self) -> str:
+        return (self.folder / "out.txt").read_text()
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.out.close()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    started: list[Launched] = []
+
+    def start(source: str, *words: str, options: tuple[str, ...] = ("--nproc", "2"), **popen: object) -> Launched:
+        script = tmp_path / "script.py"
+        script.write_text(source)
+        started.append(Launched(tmp_path, *options, str(script), *words, **popen))
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.end()
+    assert wait_for(lambda: not left_over(tmp_path), "nothing left in ps")
+
+
+def train(pause_s: float = 0.0, steps: int = 40) -> str:
+    return TRAIN.replace("PAUSE", str(pause_s)).replace("STEPS", str(steps))
+
+
+def test_a_rank_finds_the_whole_of_torchruns_contract(launch) -> None:
+    run = launch("import os, json; print(json.dumps({k: v for k, v in os.environ.items()}))", options=("--nproc", "3"))
+    assert run.wait() == 0
+    for rank in range(3):
+        env = json.loads(run.run.log(rank).read_text())
+        assert {k: env[k] for k in ("RANK", "LOCAL_RANK", "ROLE_RANK")} == dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
+            assert env[name] == "3"
+        assert env["GROUP_RANK"] == "0"
+        assert env["GROUP_WORLD_SIZE"] == "1"
+        assert env["TORCHELASTIC_RESTART_COUNT"] == env["TORCHELASTIC_MAX_RESTARTS"] == "0"
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert 0 < int(env["MASTER_PORT"]) < 65536
+        assert env["TORCHELASTIC_RUN_ID"]
+        assert env["RANKWISE_RUN_DIR"] == str(run.run.path)
+        assert [name for name in env if name.startswith("RANKWISE_")] == ["RANKWISE_RUN_DIR"]
+        assert env["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 3))
+
+
+def test_rank_0_is_on_the_console_and_every_rank_in_its_log(launch) -> None:
+    run = launch("import os, sys; print('out of', os.environ['RANK']); print('err of', os.environ['RANK'], file=sys.stderr)")
+    assert run.wait() == 0
+    assert "out of 0\nerr of 0\n" in run.output()
+    assert "out of 1" not in run.output()
+    assert run.run.log(1).read_text() == "out of 1\nerr of 1\n"
+
+
+def test_logs_of_a_second_life_follow_those_of_the_first(launch) -> None:
+    for _ in range(2):
+        assert launch("print('hello')").wait() == 0
+    run = launch("print('hello')")
+    assert run.wait() == 0
+    assert run.run.log(0).read_text() == "hello\n" * 3
+    assert [life.life for life in run.run.lives()] == [1, 2, 3]
+    assert "life 3" in run.output()
+    assert run.output().count("hello") == 1
+
+
+def test_a_rank_that_raises_ends_the_others_and_is_named_with_its_traceback(launch) -> None:
+    run = launch("import os, time\nif os.environ['RANK'] == '1': raise ValueError('loss is nan')\ntime.sleep(600)")
+    assert run.wait() == 1
+    lines = run.output().splitlines()
+    assert "rank 1 raised ValueError: loss is nan (script.py:2)" in lines[-2]
+    assert "rank-1.log" in lines[-1]
+    assert "Traceback (most recent call last):" in run.output()
+    assert "warm.py" not in run.output()
+    failure = json.loads(run.run.failure.read_text())
+    assert (failure["rank"], failure["exit_code"], failure["signal"]) == (1, 1, None)
+    assert failure["exception"] == "ValueError: loss is nan"
+    assert failure["traceback"].endswith("ValueError: loss is nan\n")
+
+
+@pytest.mark.parametrize(
+    ("death", "status", "said"),
+    [
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL: often the kernel's out-of-memory killer"),
+        ("import ctypes; ctypes.string_at(0)", 139, "rank 1 was killed by SIGSEGV"),
+        ("sys.exit(3)", 3, "rank 1 left with status 3"),
+    ],
+)
+def test_the_exit_status_is_that_of_the_rank_that_is_the_cause(launch, death: str, status: int, said: str) -> None:
+    run = launch(f"import os, sys, time\nif os.environ['RANK'] == '1': {death}\ntime.sleep(600)")
+    assert run.wait() == status
+    assert said in run.output()
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_soon(launch) -> None:
+    run = launch(
+        "import os, signal, time, pathlib\n"
+        "if os.environ['RANK'] == '0':\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    pathlib.Path('deaf').touch()\n"
+        "else:\n    while not os.path.exists('deaf'): time.sleep(0.01)\n    os._exit(3)\n"
+        "time.sleep(600)"
+    )
+    began = time.monotonic()
+    assert run.wait() == 3
+    assert time.monotonic() - began < 15
+
+
+def test_a_failure_of_an_earlier_life_is_forgotten_by_the_next(launch) -> None:
+    assert launch("raise SystemExit(4)").wait() == 4
+    run = launch("print('well')")
+    assert run.wait() == 0
+    assert not run.run.failure.exists()
+
+
+def test_a_rank_is_a_normal_script(launch, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("value = 7\n")
+    run = launch(
+        """
+import atexit, multiprocessing, os, pickle, sys, threading, time
+import beside
+class Thing: pass
+def child(queue): queue.put(__name__)
+def late():
+    time.sleep(0.05)
+    print("a thread was waited for")
+if __name__ == "__main__":
+    assert sys.modules["__main__"].__dict__ is globals()
+    assert __file__ == sys.argv[0] and sys.argv[1:] == ["--nproc", "x", "a b"], sys.argv
+    assert sys.path[0] == os.path.dirname(os.path.realpath(__file__))
+    assert isinstance(pickle.loads(pickle.dumps(Thing())), Thing)
+    for method in ("fork", "spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        process = context.Process(target=child, args=(queue,))
+        process.start()
+        assert queue.get() == ("__main__" if method == "fork" else "__mp_main__")
+        process.join()
+    atexit.register(print, "atexit ran")
+    threading.Thread(target=late).start()
+    left_open = open(f"unflushed-{os.environ['RANK']}", "w")
+    left_open.write("x" * 100)
+    print("value", beside.value)
+""",
+        "--nproc", "x", "a b",
+    )  # fmt: skip
+    assert run.wait() == 0, run.output()
+    for rank in range(2):
+        assert run.run.log(rank).read_text() == "value 7\na thread was waited for\natexit ran\n"
+        assert (tmp_path / f"unflushed-{rank}").read_text() == "x" * 100
+
+
+def test_random_numbers_differ_between_ranks_where_they_do_in_fresh_processes(launch) -> None:
+    run = launch("import random, numpy, torch; print(random.random(), numpy.random.rand()); print(torch.rand(1).item())")
+    assert run.wait() == 0
+    first, second = (run.run.log(rank).read_text().splitlines() for rank in range(2))
+    assert set(first[0].split()).isdisjoint(second[0].split())
+    assert first[1] == second[1]  # torch's default seed is a constant: models made on all ranks are alike
+
+
+def test_a_script_that_sets_variables_before_it_imports_torch_is_obeyed_and_that_is_said(launch, tmp_path: Path) -> None:
+    run = launch("import os\nos.environ['OMP_NUM_THREADS'] = '2'\nimport torch\nprint('threads', torch.get_num_threads())")
+    assert run.wait() == 0
+    plain = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=True).stdout
+    assert "line 2 sets environment variables before torch is imported: each rank imports torch by itself" in run.output()
+    assert run.run.log(1).read_text() == plain
+
+
+def test_a_folder_named_like_a_library_beside_the_script_does_no_harm(launch, tmp_path: Path) -> None:
+    (tmp_path / "sympy").mkdir()
+    (tmp_path / "sympy" / "__init__.py").write_text("raise ImportError('this is no sympy')")
+    run = launch("import torch; print('ran')")
+    assert run.wait() == 0
+    assert "ran" in run.output()
+    assert "this is no sympy" in run.output()
+
+
+def test_the_warm_process_has_one_thread(launch, tmp_path: Path) -> None:
+    run = launch(
+        "import os, time\nopen(f'ready-{os.environ[\"RANK\"]}', 'w').close()\n"
+        "while not os.path.exists('go'): time.sleep(0.01)\n"
+    )
+    wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists(), "ranks")
+    ranks = run.pids()
+    [warm] = [pid for pid in processes.children(run.agent()) if pid not in ranks]
+    assert len(os.listdir(f"/proc/{warm}/task")) == 1
+    (tmp_path / "go").touch()
+    assert run.wait() == 0
+
+
+@pytest.mark.parametrize("victim", ["launcher", "agent", "warm", "everything"])
+def test_nothing_is_left_whoever_is_killed(launch, tmp_path: Path, victim: str) -> None:
+    run = launch(
+        "import os, subprocess, time\nsubprocess.Popen(['sleep', '612'], start_new_session=True, env={**os.environ})\n"
+        "open(f'ready-{os.environ[\"RANK\"]}', 'w').close()\n"
+        "while not os.path.exists('go'): time.sleep(0.01)\n"
+    )
+    wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists(), "ranks")
+    ranks = run.pids()
+    agent = run.agent()
+    [warm] = [pid for pid in processes.children(agent) if pid not in ranks]
+    victims = {"launcher": [run.process.pid], "agent": [agent], "warm": [warm]}
+    for pid in victims.get(victim, [*processes.descendants(run.process.pid), run.process.pid]):
+        processes.send(pid, signal.SIGKILL)
+    if victim == "warm":
+        (tmp_path / "go").touch()
+        assert run.wait() == 0  # the ranks are there and need it no more
+    elif victim == "agent":
+        assert run.wait() == 128 + 9
+        assert "the agent was killed by SIGKILL" in run.output()
+    else:
+        run.process.wait()
+    wait_for(lambda: not left_over(tmp_path), "an empty ps")
+
+
+def test_ctrl_c_stops_all_ranks_after_the_same_step_saves_and_says_how_to_go_on(launch) -> None:
+    run = launch(train(pause_s=0.02, steps=100))
+    wait_for(lambda: run.steps() >= 5, "some steps")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+    [saved] = run.run.checkpoints.iterdir()
+    step = int(saved.name.removeprefix("step-"))
+    assert f"stopped by SIGINT after step {step}; to go on, type: rankwise run --nproc 2 " in run.output()
+    assert "Traceback" not in run.output()
+    again = launch(train(steps=100))
+    assert again.wait() == 0
+    assert f"going on from step {step} " in again.output()
+    steps = [record["step"] for record in again.run.read_metrics()]
+    assert steps == list(range(1, 101))
+    assert {record["life"] for record in again.run.read_metrics() if record["step"] > step} == {2}
+
+
+def test_a_stopped_run_ends_with_the_weights_of_one_that_was_never_stopped(launch, tmp_path: Path) -> None:
+    whole = launch(train(steps=60), options=("--nproc", "2", "--run-dir", str(tmp_path / "whole")))
+    assert whole.wait() == 0
+    weights = re.search(r"weights .*", whole.output())
+    run = launch(train(pause_s=0.02, steps=60))
+    wait_for(lambda: run.steps() >= 10, "some steps")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 75
+    assert "stopped by SIGTERM" in run.output()
+    again = launch(train(steps=60))
+    assert again.wait() == 0
+    assert weights is not None
+    assert weights[0] in again.output()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_one_rank_stops_all(launch, signum: int) -> None:
+    run = launch(train(pause_s=0.02, steps=100), options=("--nproc", "3"))
+    wait_for(lambda: run.steps() >= 3, "some steps")
+    os.kill(run.pids()[1], signum)
+    assert run.wait() == 75
+    assert f"stopped by {signal.Signals(signum).name} after step" in run.output()
+
+
+def test_a_script_without_our_parts_gets_the_signal_itself_on_every_rank(launch, tmp_path: Path) -> None:
+    run = launch(
+        "import os, signal, sys, time\n"
+        "def handler(*_):\n    print('heard'); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, handler)\nopen(f'ready-{os.environ[\"RANK\"]}', 'w').close()\ntime.sleep(600)"
+    )
+    wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists(), "ranks")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0
+    assert [run.run.log(rank).read_text() for rank in range(2)] == ["heard\n"] * 2
+
+
+def test_a_second_ctrl_c_kills(launch, tmp_path: Path) -> None:
+    run = launch(
+        "import os, signal, time\nsignal.signal(signal.SIGINT, lambda *_: print('no'))\n"
+        "open(f'ready-{os.environ[\"RANK\"]}', 'w').close()\nwhile True: time.sleep(600)"
+    )
+    wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists(), "ranks")
+    run.process.send_signal(signal.SIGINT)
+    wait_for(lambda: "no" in run.run.log(1).read_text(), "the first to be heard")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+    assert "interrupted again" in run.output()
+
+
+def test_ranks_that_do_not_stop_within_the_grace_are_killed(launch, tmp_path: Path) -> None:
+    run = launch(
+        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "open(f'ready-{os.environ[\"RANK\"]}', 'w').close()\ntime.sleep(600)",
+        options=("--nproc", "2", "--grace", "0.5"),
+    )
+    wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists(), "ranks")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 137
+    assert "ranks 0, 1 did not stop within 0.5 s: killed" in run.output()
+
+
+def test_a_stop_while_torch_is_being_imported_ends_the_run_at_once(launch) -> None:
+    run = launch("import time; time.sleep(600)")
+    wait_for(lambda: run.run.world.exists(), "the agent")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+
+
+def test_the_run_directory_of_a_live_run_is_refused_with_who_holds_it(launch, rankwise, tmp_path: Path) -> None:
+    run = launch("import time; time.sleep(600)")
+    run.pids()
+    second = rankwise("run", "--nproc", "2", str(tmp_path / "script.py"), cwd=tmp_path)
+    assert second.returncode == 2
+    assert f"is alive: pid {run.process.pid} on " in second.stderr
+    assert "--name" in second.stderr
+    fresh = rankwise("run", "--fresh", str(tmp_path / "script.py"), cwd=tmp_path)
+    assert fresh.returncode == 2
+    assert run.process.poll() is None
+
+
+def test_fresh_moves_the_older_run_aside(launch, tmp_path: Path) -> None:
+    assert launch(train(steps=5)).wait() == 0
+    run = launch(train(steps=5), options=("--nproc", "2", "--fresh"))
+    assert run.wait() == 0
+    assert "the older run was moved to runs/script." in run.output()
+    assert "going on" not in run.output()
+    assert [life.life for life in run.run.lives()] == [1]
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_a_run_killed_with_everything_goes_on_from_its_last_checkpoint(launch) -> None:
+    source = train(pause_s=0.02, steps=100).replace("log_every=1", "log_every=1, save_every_s=0.1")
+    run = launch(source)
+    wait_for(lambda: list(run.run.checkpoints.glob("step-*")), "a checkpoint")
+    for pid in [*processes.descendants(run.process.pid), run.process.pid]:
+        processes.send(pid, signal.SIGKILL)
+    run.process.wait()
+    again = launch(train(steps=100))
+    assert again.wait() == 0
+    assert "going on from step" in again.output()
+    assert {record["step"] for record in again.run.read_metrics()} == set(range(1, 101))
+
+
+def test_a_console_that_closes_does_not_touch_the_run(launch, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("for i in range(20000): print('line', i)\n")
+    command = f"{sys.executable} -m rankwise run --nproc 2 {script} | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    log = (tmp_path / "runs" / "script" / "logs" / "rank-0.log").read_text()
+    assert log == "".join(f"line {i}\n" for i in range(20000))
+
+
+def test_two_ranks_reach_the_losses_of_one_with_the_same_global_batch(launch, tmp_path: Path) -> None:
+    losses = []
+    for n in ("1", "2"):
+        run = launch(train(), options=("--nproc", n, "--run-dir", str(tmp_path / n)))
+        assert run.wait() == 0
+        losses.append([record["loss"] for record in RunDir(tmp_path / n).read_metrics()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_same_script_runs_as_plain_python(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(train(steps=10))
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "done: 10 steps" in done.stdout
+    assert (tmp_path / "runs" / "script" / "checkpoints" / "step-00000010" / "manifest.json").exists()
+    assert not (tmp_path / "runs" / "script" / "lease.json").exists()
+
+
+def test_ctrl_c_to_plain_python_stops_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(train(pause_s=0.02, steps=200))
+    process = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run = RunDir(tmp_path / "runs" / "script")
+    wait_for(lambda: len(run.read_metrics()) > 3, "some steps")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert "to go on, type: python script.py" in out.replace(Path(sys.executable).name, "python")
+    assert err == ""
+
+
+def test_an_error_of_the_users_is_one_message_in_a_rank_too(launch) -> None:
+    run = launch("import rankwise\nrankwise.Trainer(None, None, None, None, batch_size=1)")
+    assert run.wait() == 2
+    assert "Traceback" not in run.output()
+    assert "say how long to train: max_epochs=... or max_steps=..." in run.output()
+    assert "script.py:2" in run.output()
+
+
+def test_the_page_vanishes_with_the_agent() -> None:
+    page = Page.create(2)
+    assert os.path.exists(page.path)
