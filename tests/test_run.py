@@ -277,6 +277,28 @@ def test_the_warm_process_has_one_thread(launch, tmp_path: Path) -> None:
     assert run.wait() == 0
 
 
+@pytest.mark.parametrize("start", ["", "import os; os.environ['X'] = 'cold'\n"], ids=["forked", "by itself"])
+def test_dropping_a_model_after_its_group_was_destroyed_cannot_dead_lock_in_gloo(launch, start: str) -> None:
+    run = launch(
+        start
+        + """
+import os, torch, torch.distributed as dist
+from torch.distributed import destroy_process_group
+def main():
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    before = len(os.listdir("/proc/self/task"))
+    destroy_process_group()
+    return before
+before = main()
+print("threads joined:", before - len(os.listdir("/proc/self/task")), dist.is_initialized())
+"""
+    )
+    assert run.wait() == 0, run.output()
+    assert run.run.log(1).read_text() == "threads joined: 0 False\n"  # joining them is what hangs, now and then
+
+
 @pytest.mark.parametrize("victim", ["launcher", "agent", "warm", "everything"])
 def test_nothing_is_left_whoever_is_killed(launch, tmp_path: Path, victim: str) -> None:
     run = launch(

@@ -20,8 +20,11 @@ import atexit
 import builtins
 import contextlib
 import faulthandler
+import functools
 import gc
+import importlib.abc
 import importlib.machinery
+import importlib.util
 import io
 import json
 import os
@@ -35,6 +38,7 @@ import traceback
 import types
 
 _PR_SET_PDEATHSIG = 1
+_C10D = "torch.distributed.distributed_c10d"
 
 
 def main():
@@ -45,6 +49,7 @@ def main():
         with os.fdopen(fd) as file:
             spec = json.load(file)
         _become_rank(spec, agent)
+        sys.meta_path.insert(0, _KeepGroupsAfterImport())
         _run(command, spec)
     spec = _serve(socket.socket(fileno=fd), agent)
     if spec is not None:
@@ -74,6 +79,8 @@ def _serve(channel, agent):
     except BaseException as error:  # what a folder named like a library raises is the script's business
         _send(channel, {"failed": f"{type(error).__name__}: {error}"})
         return None
+    _keep_process_groups(sys.modules[_C10D])
+    sys.modules["torch.distributed"].destroy_process_group = sys.modules[_C10D].destroy_process_group
     gc.freeze()  # the ranks' collector never touches these pages: they stay shared
     _send(channel, {"ready": True})
     lines = channel.makefile("r")
@@ -89,6 +96,41 @@ def _serve(channel, agent):
         if status != 0:
             _send(channel, {"failed": f"the process that forks the ranks ended with status {status}"})
     return None
+
+
+def _keep_process_groups(c10d):
+    """Keep what `destroy_process_group` drops alive until the process ends, which is by `_exit`.
+
+    The destructor of a gloo group joins its threads while it holds the GIL, and a thread of it may want the GIL: one in three
+    scripts that destroy their group and then drop a DDP model hung there (pytorch#56297, #190489).
+    """
+    destroy = c10d.destroy_process_group
+    kept = []
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group=None):
+        kept.extend(c10d._world.pg_map)
+        return destroy(group)
+
+    c10d.destroy_process_group = destroy_process_group
+
+
+class _KeepGroupsAfterImport(importlib.abc.MetaPathFinder):
+    """For a rank that imports torch by itself: does the same as soon as it has."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != _C10D:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            _keep_process_groups(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
 
 
 def _fork_ranks(channel, specs):
