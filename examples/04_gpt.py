@@ -91,7 +91,7 @@ def sample(model: nn.Module, prompt: str, length: int) -> str:
     tokens = torch.tensor([list(prompt.encode())], device=next(model.parameters()).device)
     model.eval()
     for _ in range(length):
-        scores = model(tokens[:, -CONTEXT:])[0, -1] / 0.7
+        scores = model(tokens[:, -CONTEXT:])[0, -1]
         tokens = torch.cat([tokens, torch.multinomial(scores.softmax(0), 1)[None]], dim=1)
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
@@ -128,7 +128,7 @@ def main() -> None:
     trainer.fit()
     if trainer.world.is_main:
         print("--- a sample ---")
-        print(sample(model, "def read_config(path):\n", 300))
+        print(sample(model, "class Parser:\n    def __init__(self, ", 300))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How much longer does importing rankwise's parts take than importing torch, and how long does `rankwise --help` take?
 
-    python benchmarks/import_time/bench.py [rounds]
+python benchmarks/import_time/bench.py [rounds]
 """
 
 import statistics
@@ -10,7 +10,11 @@ import time
 
 CASES = {
     "import torch": [sys.executable, "-c", "import torch"],
-    "import rankwise, all public names": [sys.executable, "-c", "import rankwise\nfor n in rankwise.__all__: getattr(rankwise, n)"],
+    "import rankwise, all public names": [
+        sys.executable,
+        "-c",
+        "import rankwise\nfor n in rankwise.__all__: getattr(rankwise, n)",
+    ],
     "import rankwise": [sys.executable, "-c", "import rankwise"],
     "rankwise --help": [sys.executable, "-m", "rankwise", "--help"],
     "python -c pass": [sys.executable, "-c", "pass"],

@@ -1,6 +1,6 @@
 """From the command to the last rank's first step, and from there to the exit: rankwise against torchrun.
 
-    python benchmarks/launch/bench.py [rounds] [ranks ...]
+python benchmarks/launch/bench.py [rounds] [ranks ...]
 """
 
 import os
@@ -18,7 +18,15 @@ WORKER = str(Path(__file__).with_name("worker.py"))
 
 def commands(ranks: int, folder: str) -> dict[str, list[str]]:
     return {
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", WORKER, folder],
+        "torchrun": [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={ranks}",
+            WORKER,
+            folder,
+        ],
         "rankwise": [sys.executable, "-m", "rankwise", "run", "--nproc", str(ranks), WORKER, folder],
     }
 

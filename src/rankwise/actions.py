@@ -83,6 +83,12 @@ class Log:
         self._last_step = -1
         self._text = ""
 
+    def begin(self) -> None:
+        """The loop starts now: what was before is not its time."""
+        self._breakdown.restart()
+        self._epoch_time.restart()
+        self._began = self._last_line = time.monotonic()
+
     def __call__(self, state: TrainState) -> None:
         self._epoch_steps += 1
         if state.step % self._every_steps == 0 or state.epoch_ended or state.last:

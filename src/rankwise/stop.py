@@ -24,7 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
 class StopSignal:
-    """Takes over SIGTERM, SIGUSR1, SIGUSR2 and SIGINT of this process until `leave`.
+    """Takes over SIGTERM, SIGUSR1, SIGUSR2 and SIGINT of this process from the first `agreed` until `leave`.
 
     Several ranks without an agent of ours cannot agree by themselves yet: there `signum` ends a rank as ever.
     """
@@ -37,11 +37,15 @@ class StopSignal:
         self._before: dict[int, object] = {}
         self.signum = 0
         """The signal for which all stop; 0 until they do."""
+        self._listening = False
+
+    def _listen(self) -> None:
+        self._listening = True
         if (self._row is not None or self._alone) and threading.current_thread() is threading.main_thread():
             for signum in SIGNALS:
                 self._before[signum] = signal.signal(signum, self._on_signal)
-            if self._row is not None:
-                self._row.join()
+        if self._row is not None:
+            self._row.join()
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked loader worker: its rank ends it
@@ -55,6 +59,8 @@ class StopSignal:
 
     def agreed(self, step: int) -> bool:
         """True if all ranks stop now, with exactly `step` steps done. Call it with as many done, before each step."""
+        if not self._listening:
+            self._listen()
         if self._row is not None:
             if self._row.pass_gate(step + 1):
                 return False

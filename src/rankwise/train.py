@@ -11,9 +11,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -139,20 +141,25 @@ class Trainer:
 
     def fit(self) -> TrainState:
         """Collective. Train until the last step or an agreed stop; everything is saved when it returns, or raises Stopped."""
-        state = self._begin()
-        batches = iter(self.loader)
-        while not self.stop.agreed(state.step) and not self._done(state):
-            micro_batches = next(batches)  # what one optimizer step takes; this rank's part of the global batch
-            for i, batch in enumerate(micro_batches):
-                with self.sync.accumulating(last=i == len(micro_batches) - 1):
-                    loss_sum, count = self._forward(state.model, batch)
-                    self.sync.backward(loss_sum, count)
-                self.meters.add(loss=(loss_sum.detach(), count))
-            self.sync.step(state.model, state.optimizer)
-            self._advance(state)
-            for action in self.actions:  # schedule, log, evaluate, the user's own, save: each an action
-                action(state)
-        return self._end(state)
+        with self._open() as state:
+            batches = iter(self.loader)
+            while not self.stop.agreed(state.step) and not self._done(state):
+                micro_batches = next(batches)  # what one optimizer step takes: this rank's part of the global batch
+                for i, batch in enumerate(micro_batches):
+                    with self.sync.accumulating(last=i == len(micro_batches) - 1):
+                        loss_sum, count = self._forward(state.model, batch)
+                        self.sync.backward(loss_sum, count)
+                    self.meters.add(loss=(loss_sum.detach(), count))
+                self.sync.step(state.model, state.optimizer)
+                self._advance(state)
+                for action in self.actions:  # schedule, log, evaluate, the user's own, save: each an action
+                    action(state)
+            self.stop.finish()
+            self._save(state)
+            self._say_end(state)
+        if self.stop.signum:
+            raise self.stop.stopped()
+        return state
 
     def _forward(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
         with self._precision.autocast():
@@ -175,9 +182,22 @@ class Trainer:
 
     # --- before and after the loop
 
-    def _begin(self) -> TrainState:
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[TrainState]:
+        """Collective. Begin; and, however the loop ends, close what is open."""
+        try:
+            self._begin(self.state)
+            yield self.state
+        finally:
+            self._progress.close()
+            for writer in self._writers:
+                writer.close()
+            self.stop.leave()
+            if self._lease is not None:
+                self._lease.release()
+
+    def _begin(self, state: TrainState) -> None:
         """Collective. Load the newest checkpoint if there is one, and say what will happen."""
-        state = self.state
         seed.seed_rank(self._seed, self.world.rank)
         manifest = self.checkpoints.load_latest(state.parts)
         self._saved_step = state.step if manifest is not None else -1
@@ -191,28 +211,19 @@ class Trainer:
             if differs:
                 log.say(f"not bit for bit as if it had never stopped: {', '.join(differs)}")
         self._progress.begin(self._total_steps(), state.step)
-        self._breakdown.restart()
-        return state
+        self._log.begin()
 
-    def _end(self, state: TrainState) -> TrainState:
-        """Collective. Save if there is something new, close what is open, and say how it ended."""
-        self.stop.finish()
-        self._save(state)
-        self._progress.close()
-        for writer in self._writers:
-            writer.close()
-        self.stop.leave()
-        where = _short(self.checkpoints.all()[-1]) if self.world.is_main else ""
-        if self._lease is not None:
-            self._lease.release()
+    def _say_end(self, state: TrainState) -> None:
+        if not self.world.is_main:
+            return
+        where = _short(self.checkpoints.all()[-1])
         if self.stop.signum:
-            log.say(f"stopped after step {state.step}, saved in {where}")
-            if self.world.run_dir is None:
-                log.say(f"to go on, type: {' '.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])}")
-            raise self.stop.stopped()
+            self._progress.say(f"stopped after step {state.step}, saved in {where}")
+            if self.world.run_dir is None:  # no launcher that will say it
+                self._progress.say(f"to go on, type: {shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])}")
+            return
         figures = ", ".join(f"{name} {value:.4g}" for name, value in state.metrics.items())
-        log.say(f"done: {state.step} steps, {self._breakdown.since_start().text()}, {figures}\nsaved in {where}")
-        return state
+        self._progress.say(f"done: {state.step} steps, {self._breakdown.since_start().text()}, {figures}\nsaved in {where}")
 
     def _save(self, state: TrainState) -> None:
         """Collective. Save unless this step is saved already. A periodic save that fails is a warning: older checkpoints
