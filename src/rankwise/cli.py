@@ -29,29 +29,55 @@ def main() -> None:
     """Run a training script, written for one device, on all devices."""
 
 
-@main.command(
-    context_settings={**_HELP, "ignore_unknown_options": False, "allow_interspersed_args": False},
-    options_metavar="[OPTIONS]",
+class _Run(click.Command):
+    """Notes whether the words to run came after a `--`: then they are any command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = list(args)
+        rest = super().parse_args(ctx, args)
+        ctx.params["command"] = words[len(words) - len(ctx.params["argv"]) - 1 :][:1] == ["--"]
+        return rest
+
+
+@main.command(cls=_Run, context_settings={**_HELP, "allow_interspersed_args": False}, options_metavar="[OPTIONS]")
+@click.option(
+    "--nproc",
+    metavar="N|auto",
+    help="Ranks on this machine; auto, the default, is one a GPU, or one a physical core where there is no GPU.",
 )
-@click.option("--nproc", default="auto", show_default=True, metavar="N|auto",
-              help="Ranks on this machine; auto is one a GPU, or one a physical core where there is no GPU.")  # fmt: skip
+@click.option("--gpus", metavar="0,2", help="The GPUs to use, by number; all by default.")
+@click.option("-m", "module", is_flag=True, help="SCRIPT.py is the name of a module, as for python -m.")
 @click.option("--name", metavar="RUN", help="Name of the run; the script's stem by default.")
 @click.option("--run-dir", metavar="DIR", help="Where the run writes; ./runs/RUN by default.")
 @click.option("--fresh", is_flag=True, help="Move an older run aside and start anew, instead of going on with it.")
-@click.option("--grace", "grace_s", type=float, default=120.0, show_default=True, metavar="SECONDS",
-              help="How long ranks may take to stop when asked, before they are killed.")  # fmt: skip
+@click.option("--config", metavar="FILE.toml", help="Settings of a run, by the names of these options; options win.")
+@click.option("--max-restarts", type=int, metavar="K", help="How often to start all ranks again after a failure; 0.")
+@click.option(
+    "--grace",
+    "grace_s",
+    type=float,
+    metavar="SECONDS",
+    help="How long ranks may take to stop when asked, before they are killed; 120.",
+)
+@click.option(
+    "--start-method",
+    metavar="fork|spawn",
+    help="fork the ranks from one process that has imported torch (the default), or start each by itself.",
+)
+@click.option("--tee", metavar="main|all", help="Show the output of rank 0 (the default), or of all ranks, line by line.")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py [ITS ARGUMENTS]...")
-def run(argv: tuple[str, ...], **settings: Any) -> None:
-    """Run SCRIPT.py on every device of this machine.
+def run(config: str | None, **options: Any) -> None:
+    """Run SCRIPT.py on every device of this machine; after a --, any command.
 
     What follows SCRIPT.py is its own. A run that was stopped goes on when the same command is typed again.
     """
     import os
 
-    from rankwise.config import RunConfig
+    from rankwise.config import RunConfig, read_file
     from rankwise.launch.launch import launch
 
-    sys.exit(launch(RunConfig(argv=argv, **settings), os.environ))
+    given = {name: value for name, value in options.items() if value not in (None, False)}
+    sys.exit(launch(RunConfig.of(read_file(config) if config else {}, given), os.environ))
 
 
 @main.command()

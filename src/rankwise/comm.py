@@ -39,8 +39,6 @@ def init(backend: str | None = None, timeout_s: float = 1800.0) -> World:
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    if (row := world_.agent_row(world)) is not None:
-        row.made_group()
     return world
 
 

@@ -1,12 +1,15 @@
-"""What a user may set for one `rankwise run`: a frozen dataclass, checked when it is made.
+"""What a user may set for one `rankwise run`: a frozen dataclass <- defaults < run file < command line.
 
-config = RunConfig(argv=("train.py", "--lr", "1e-3"), nproc="2")
+config = RunConfig.of(read_file("run.toml"), {"argv": ("train.py", "--lr", "1e-3"), "nproc": "2"})
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, Self
 
 from rankwise.errors import ConfigError
 
@@ -16,10 +19,19 @@ class RunConfig:
     """One run as it was asked for; the Plan made of it holds what was found."""
 
     argv: tuple[str, ...]
-    """The script and its own arguments, untouched."""
+    """The script, module or command, and its own arguments, untouched."""
+
+    module: bool = False
+    """argv[0] is the name of a module, as for `python -m`."""
+
+    command: bool = False
+    """argv is any command (what followed a `--`)."""
 
     nproc: str = "auto"
     """Ranks on this machine: a number, or `auto` for one a GPU, or a physical core where there is no GPU."""
+
+    gpus: str | None = None
+    """The GPUs to use, by number: `0,2`; all when None."""
 
     name: str | None = None
     """Name of the run; the script's stem when None."""
@@ -30,27 +42,95 @@ class RunConfig:
     fresh: bool = False
     """Move an older run of the same name aside and start from nothing, instead of going on with it."""
 
+    max_restarts: int = 0
+    """How often all ranks are started again after a failure."""
+
     grace_s: float = 120.0
     """How long ranks may take to stop when asked, before they are killed."""
 
+    start_method: str = "fork"
+    """`fork` from a warm process, or `spawn`: each rank is a process of its own."""
+
+    tee: str = "main"
+    """Whose output is shown: `main` (rank 0) or `all`, each line with its rank."""
+
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, _TYPES[str(field.type)]):
+                raise ConfigError(f"{field.name} = {value!r}: it must be {_WORDS[str(field.type)]}")
         if not self.argv:
             raise ConfigError("nothing to run; type: rankwise run script.py [its arguments]")
         if self.nproc != "auto" and not (self.nproc.isdecimal() and int(self.nproc) > 0):
             raise ConfigError(f"--nproc {self.nproc}: give a number of ranks from 1 up, or auto")
         if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
             raise ConfigError(f"--name {self.name!r}: a name is one folder; for another place type --run-dir PATH")
+        if self.gpus is not None:
+            numbers = self.gpus.split(",")
+            if not all(n.strip().isdecimal() for n in numbers) or len({int(n) for n in numbers}) < len(numbers):
+                raise ConfigError(f"--gpus {self.gpus}: give the numbers of GPUs, each once, for example --gpus 0,2")
         if not self.grace_s > 0:
             raise ConfigError(f"--grace {self.grace_s:g}: give the seconds that ranks may take to stop, above 0")
+        if self.max_restarts < 0:
+            raise ConfigError(f"--max-restarts {self.max_restarts}: give how often to start again, from 0 up")
+        for name, value, choices in (
+            ("start-method", self.start_method, ("fork", "spawn")),
+            ("tee", self.tee, ("main", "all")),
+        ):
+            if value not in choices:
+                raise ConfigError(f"--{name} {value}: choose {' or '.join(choices)}")
 
-    @property
-    def path(self) -> Path:
-        """The run directory, absolute."""
-        if self.run_dir is not None:
-            return Path(self.run_dir).absolute()
-        return default_run_dir(self.argv[0], self.name)
+    @classmethod
+    def of(cls, *layers: Mapping[str, Any]) -> Self:
+        """Later layers win."""
+        return cls(**{name: value for layer in layers for name, value in layer.items()})
+
+    def path(self, name: str) -> Path:
+        """The run directory, absolute; `name` is that of the run if none was given."""
+        return Path(self.run_dir).absolute() if self.run_dir is not None else default_run_dir(self.name or name)
 
 
-def default_run_dir(script: str, name: str | None = None) -> Path:
-    """./runs/<name>, absolute; the name of a run is its script's stem unless it is given."""
-    return Path("runs", name or Path(script).stem or "run").absolute()
+_TYPES: dict[str, Any] = {
+    "tuple[str, ...]": tuple,
+    "bool": bool,
+    "str": str,
+    "str | None": (str, type(None)),
+    "int": int,
+    "float": (int, float),
+}
+_WORDS = {
+    "tuple[str, ...]": "a list of words",
+    "bool": "true or false",
+    "str": "text in quotes",
+    "str | None": "text in quotes",
+    "int": "a whole number",
+    "float": "a number",
+}
+
+
+def default_run_dir(name: str) -> Path:
+    """./runs/<name>, absolute."""
+    return Path("runs", name or "run").absolute()
+
+
+_SETTINGS = [field.name for field in fields(RunConfig) if field.name not in ("argv", "module", "command")]
+"""What a file may hold: all but what is to be run."""
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The settings of a TOML file: `nproc = 4`, `fresh = true`, ... ConfigError says which line it fails on."""
+    try:
+        with open(path, "rb") as file:
+            settings = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: it cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: it is not TOML: {error}") from None
+    for name in settings:
+        if name not in _SETTINGS:
+            raise ConfigError(f"--config {path}: {name} is no setting of a run; the settings: {', '.join(_SETTINGS)}")
+    if isinstance(settings.get("nproc"), int):
+        settings["nproc"] = str(settings["nproc"])
+    if isinstance(settings.get("gpus"), list):
+        settings["gpus"] = ",".join(map(str, settings["gpus"]))
+    return settings

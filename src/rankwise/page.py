@@ -130,11 +130,13 @@ class Row:
 
     @property
     def groups(self) -> bool:
-        """Whether the rank ever made a process group."""
+        """Whether the rank ever made a process group; known at its end."""
         return bool(self._words[self._base + _GROUPS])
 
-    def made_group(self) -> None:
-        self._words[self._base + _GROUPS] = 1
+    @property
+    def groups_offset(self) -> int:
+        """Where in the page the rank's end notes that (warm.py, which imports nothing of ours, writes it)."""
+        return (self._base + _GROUPS) * 8
 
     @property
     def reason(self) -> int:

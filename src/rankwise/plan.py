@@ -27,10 +27,13 @@ class Plan:
     """Absolute path."""
 
     argv: tuple[str, ...]
-    """The script and its arguments."""
+    """The script, or `-m` and a module, or a command; and its arguments."""
 
     interpreter: tuple[str, ...]
-    """The Python that runs the script, with its flags."""
+    """The Python that runs it, with its flags; empty for a command that is no Python script."""
+
+    environment: dict[str, str]
+    """What ranks find in their environment beside the agent's own and torchrun's."""
 
     cwd: str
     """Absolute path of the folder that the script runs in."""
@@ -44,11 +47,14 @@ class Plan:
     fork: bool
     """Fork the ranks from a warm process; otherwise each is started by itself."""
 
+    max_restarts: int
+    """How often all ranks are started again after a failure."""
+
     grace_s: float
     """From a request to stop until the ranks are killed."""
 
-    console: bool
-    """Whether the agent shows rank 0 on its own output."""
+    tee: str
+    """Whose output the agent shows on its own: `main` (rank 0), `all`, or `none`."""
 
     launcher_pid: int
     """The process whose end also ends the run; 0 for none."""

@@ -299,7 +299,7 @@ def _open_run(world: World, run_dir: str | os.PathLike[str] | None, fresh: bool)
         if fresh:
             run_on_main(_set_aside, [run])
         return run, None, run.lives()[-1].life
-    path = Path(run_dir).absolute() if run_dir is not None else default_run_dir(_script())
+    path = Path(run_dir).absolute() if run_dir is not None else default_run_dir(Path(_script()).stem)
     lease: Lease | None = None
 
     def prepare() -> int:

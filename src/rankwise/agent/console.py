@@ -1,4 +1,4 @@
-"""What a person sees of the ranks: rank 0's log as it grows, and its progress line.
+"""What a person sees of the ranks: rank 0's log as it grows, or all of them line by line, and the progress line.
 
 Ranks write into files, never into a pipe: none waits for a slow console, and nothing is lost when the agent ends.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from rankwise.page import Row
@@ -15,20 +16,62 @@ from rankwise.terminal import Terminal, progress_line
 _CHUNK = 1 << 16
 
 
-class Console:
-    """Follows one log file from where it ends now."""
+class LogFollower:
+    """One log file, from where it ends now: whole lines, each prefixed, or with no `prefix` bytes as they come."""
 
-    def __init__(self, log: Path, row: Row, terminal: Terminal) -> None:
+    def __init__(self, log: Path, exception: Path, prefix: str = "") -> None:
         self._fd = os.open(log, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        os.lseek(self._fd, 0, os.SEEK_END)
+        self._position = os.lseek(self._fd, 0, os.SEEK_END)
+        self._exception = exception
+        self._prefix = prefix.encode()
+        self._partial = b""
+
+    def read(self) -> bytes:
+        """At most one chunk of what is new.
+
+        The traceback of a rank that raised is kept back: at the end it is told once, if it is the cause.
+        """
+        bound = self._raised_at() - self._position
+        data = os.pread(self._fd, max(min(bound, _CHUNK), 0), self._position)
+        self._position += len(data)
+        return self._lines(data) if self._prefix else data
+
+    def _raised_at(self) -> int:
+        """Where in the log an exception begins; the rank writes that down before it prints the traceback."""
+        try:
+            return int(json.loads(self._exception.read_text())["log_bytes"])
+        except FileNotFoundError:
+            return 1 << 62
+
+    def _lines(self, data: bytes) -> bytes:
+        *whole, self._partial = (self._partial + data).split(b"\n")
+        return b"".join(self._prefix + line + b"\n" for line in whole)
+
+    def close(self) -> bytes:
+        """What is left of a line that was never ended."""
+        os.close(self._fd)
+        rest, self._partial = self._partial, b""
+        return self._prefix + rest + b"\n" if rest else b""
+
+
+class Console:
+    """The terminal, what is shown on it, and whose progress."""
+
+    def __init__(self, followers: Sequence[LogFollower], row: Row, terminal: Terminal) -> None:
+        self._followers = followers
         self._row = row
         self._seen = 0
         self._terminal = terminal
 
     def show(self) -> None:
-        """All that is new."""
-        while data := os.read(self._fd, _CHUNK):
-            self._terminal.write(data)
+        """All that is new; ranks take turns, so that a busy one does not hide the others."""
+        busy = list(self._followers)
+        while busy:
+            for follower in list(busy):
+                data = follower.read()
+                self._terminal.write(data)
+                if not data:
+                    busy.remove(follower)
         self._seen, text = self._row.heard(self._seen)
         if text is not None:
             self._terminal.status(progress_line(json.loads(text), self._terminal.columns) if text else "")
@@ -36,4 +79,5 @@ class Console:
     def close(self) -> None:
         self.show()
         self._terminal.status("")
-        os.close(self._fd)
+        for follower in self._followers:
+            self._terminal.write(follower.close())

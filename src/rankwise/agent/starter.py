@@ -7,10 +7,12 @@ started = starter.receive()                          # {"pids": [...]}, or None 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from rankwise.plan import Plan
 _WARM = str(Path(__file__).with_name("warm.py"))
 
 Spec = dict[str, Any]
-"""What warm.py is told of one rank: environment, log, exception, stdin, threads."""
+"""What warm.py is told of one rank; its docstring lists it."""
 
 
 class Starter:
@@ -32,7 +34,6 @@ class Starter:
         self._partial = b""
         self._warm: subprocess.Popen[bytes] | None = None
         self.channel: socket.socket | None = None
-        self.seconds_to_warm: float | None = None
         if plan.fork:
             self.channel, theirs = socket.socketpair()
             self.channel.setblocking(False)
@@ -40,7 +41,8 @@ class Starter:
                 self._warm = self._python("fork", theirs.fileno(), {**os.environ, "OMP_NUM_THREADS": "1"})
 
     def _python(self, mode: str, fd: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        command = [*self._plan.interpreter, _WARM, mode, str(fd), str(os.getpid()), *self._plan.argv]
+        interpreter = self._plan.interpreter or (sys.executable,)
+        command = [*interpreter, _WARM, mode, str(fd), str(os.getpid()), *self._plan.argv]
         return subprocess.Popen(command, env=environment, cwd=self._plan.cwd, pass_fds=[fd])
 
     @property
@@ -61,12 +63,12 @@ class Starter:
 
     def _start_once(self, spec: Spec) -> int:
         reader, writer = os.pipe()
-        with os.fdopen(writer, "w") as file:
-            # Into the pipe before anyone reads: an environment larger than the pipe would block for ever.
-            _fill(file.fileno(), json.dumps(spec).encode())
-        environment = dict(spec["environment"])
-        process = self._python("once", reader, environment)
-        os.close(reader)
+        try:
+            _fill(writer, json.dumps(spec).encode())
+            os.close(writer)
+            process = self._python("once" if self._plan.interpreter else "exec", reader, spec["environment"])
+        finally:
+            os.close(reader)
         process.returncode = 0  # the agent reaps it itself: Popen must not wait for it
         return process.pid
 
@@ -97,7 +99,7 @@ class Starter:
         self.start(self._specs)
 
     def close(self) -> None:
-        """End the warm process: it reads end of file."""
+        """End the warm process, if it is there."""
         if self.channel is not None:
             self.channel.close()
             self.channel = None
@@ -108,11 +110,9 @@ class Starter:
 
 
 def _fill(fd: int, data: bytes) -> None:
-    import fcntl
-
-    with contextlib.suppress(OSError):  # above the system's limit for users: the default 64 KiB is what there is
+    """Into a pipe before anyone reads it; it is made as large as it must be."""
+    with contextlib.suppress(OSError):  # above the system's limit for users: then 64 KiB is what there is
         fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, max(65536, len(data)))
     os.set_blocking(fd, False)
-    written = os.write(fd, data)
-    if written < len(data):
+    if os.write(fd, data) < len(data):
         raise OSError(f"an environment of {len(data)} bytes does not fit into a pipe")

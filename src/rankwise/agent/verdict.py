@@ -22,6 +22,13 @@ FOLLOWER_SIGNS = (
 """What a rank says whose peer is gone."""
 
 
+_USUAL: dict[int, str] = {
+    signal.SIGKILL: "often the kernel's out-of-memory killer",
+    signal.SIGXCPU: "its CPU time limit (ulimit -t)",
+    signal.SIGBUS: "often a full /dev/shm, or a mapped file that was cut",
+}
+
+
 @dataclass(frozen=True)
 class Evidence:
     """One rank's end."""
@@ -46,6 +53,8 @@ class Evidence:
     """The rank's own clock when it raised; better than the order of reaping."""
 
     step: int | None = None
+    remark: str | None = None
+    """What else is known of the reason."""
 
     @property
     def follows(self) -> bool:
@@ -87,8 +96,8 @@ def summary(end: Evidence) -> str:
     at = f" at step {end.step}" if end.step else ""
     where = f" ({end.where})" if end.where else ""
     if end.signum is not None:
-        hint = ": often the kernel's out-of-memory killer" if end.signum == signal.SIGKILL else ""
-        return f"rank {end.rank} was killed by {signal.Signals(end.signum).name}{at}{hint}"
+        hint = end.remark or _USUAL.get(end.signum)
+        return f"rank {end.rank} was killed by {signal.Signals(end.signum).name}{at}{f': {hint}' if hint else ''}"
     if end.exception is not None:
         return f"rank {end.rank} raised {_first_line(end.exception)}{at}{where}"
     if end.exit_code == 0:

@@ -2,6 +2,7 @@
 
     python [flags] warm.py fork CHANNEL_FD AGENT_PID script.py args...     the warm process
     python [flags] warm.py once SPEC_FD    AGENT_PID script.py args...     one rank, nothing imported for it
+    python         warm.py exec SPEC_FD    AGENT_PID command args...       one rank that is any command
 
 This file is run by path with the script's own interpreter, which may have no rankwise: it imports the standard library
 alone, and torch. Over CHANNEL go JSON lines; nothing executable crosses it.
@@ -10,7 +11,8 @@ alone, and torch. Over CHANNEL go JSON lines; nothing executable crosses it.
     agent -> warm    {"ranks": [spec, ...]}                          fork them
     warm -> agent    {"pids": [pid, ...]} or {"failed": "why"}
 
-A spec: environment (all of it), log (path), exception (path), stdin (bool), threads (int or null).
+A spec: environment (all of it), log (path), exception (path), stdin (bool), threads (int or null), group_mark (a path and an
+offset in it: the byte there is set if the rank ever made a process group).
 
 The process stays single-threaded (OMP_NUM_THREADS=1, and it never runs a parallel region), as threads do not survive a
 fork. Ranks are forked twice: the middle process announces them and ends, they fall to the agent, which alone reaps them.
@@ -39,21 +41,41 @@ import types
 
 _PR_SET_PDEATHSIG = 1
 _C10D = "torch.distributed.distributed_c10d"
+_kept = []  # process groups that the script destroyed
 
 
 def main():
     mode, fd, agent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     command = sys.argv[4:]
+    if mode == "exec":
+        _become_rank(_read_spec(fd), agent)
+        _become_command(command)
     _look_like_the_script(command)
     if mode == "once":
-        with os.fdopen(fd) as file:
-            spec = json.load(file)
+        spec = _read_spec(fd)
         _become_rank(spec, agent)
         sys.meta_path.insert(0, _KeepGroupsAfterImport())
         _run(command, spec)
     spec = _serve(socket.socket(fileno=fd), agent)
     if spec is not None:
         _run(command, spec)
+
+
+def _read_spec(fd):
+    with os.fdopen(fd) as file:
+        return json.load(file)
+
+
+def _become_command(command):
+    """Death with the parent stays armed over an exec; what Python has done to signals does not suit other programs."""
+    for signum in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_DFL)
+    faulthandler.disable()
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
 def _look_like_the_script(command):
@@ -98,6 +120,12 @@ def _serve(channel, agent):
     return None
 
 
+def _made_a_group():
+    """Whether this rank ever met the others: N ranks that never did were N separate runs."""
+    c10d = sys.modules.get(_C10D)
+    return c10d is not None and (bool(_kept) or bool(c10d._world.pg_map))
+
+
 def _keep_process_groups(c10d):
     """Keep what `destroy_process_group` drops alive until the process ends, which is by `_exit`.
 
@@ -105,11 +133,10 @@ def _keep_process_groups(c10d):
     scripts that destroy their group and then drop a DDP model hung there (pytorch#56297, #190489).
     """
     destroy = c10d.destroy_process_group
-    kept = []
 
     @functools.wraps(destroy)
     def destroy_process_group(group=None):
-        kept.extend(c10d._world.pg_map)
+        _kept.extend(c10d._world.pg_map)
         return destroy(group)
 
     c10d.destroy_process_group = destroy_process_group
@@ -202,13 +229,13 @@ def _run(command, spec):
     except SystemExit as end:
         status = _exit_status(end)
     except KeyboardInterrupt as error:
-        _print_exception(error)
-        _end_of_python()
+        _print_exception(error, _as_text(error), brief=False)
+        _end_of_python(spec)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException as error:
         status = _exception_status(error, spec)
-    os._exit(_end_of_python() or status)
+    os._exit(_end_of_python(spec) or status)
 
 
 def _run_script(path):
@@ -235,8 +262,12 @@ def _exit_status(end):
 def _exception_status(error, spec):
     status = getattr(error, "exit_status", 1)  # our own errors carry one, and need no traceback
     brief = isinstance(status, int) and type(error).__module__.startswith("rankwise.")
-    text = _print_exception(error, brief)
+    text = _as_text(error, brief)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
     record = {
+        "log_bytes": os.fstat(2).st_size,  # what comes after it is this exception, which others will tell
         "type": type(error).__qualname__,
         "message": str(error),
         "traceback": None if brief else text,
@@ -248,6 +279,7 @@ def _exception_status(error, spec):
         json.dump(record, file)
         file.close()
         os.replace(temporary, spec["exception"])
+    _print_exception(error, text, brief)
     return status if brief else 1
 
 
@@ -264,25 +296,29 @@ def _where(error):
     return f"{os.path.basename(script)}:{frames[-1].lineno}" if frames else None
 
 
-def _print_exception(error, brief=False):
+def _as_text(error, brief=False):
     error = error.with_traceback(_without_our_frames(error.__traceback__))
-    if brief:
-        where = _where(error)
-        text = f"error: {error}" + (f"\n  at {where}" if where else "")
-        print(text, file=sys.stderr)
-        return text
-    if sys.excepthook is not sys.__excepthook__:  # the script's own
+    if not brief:
+        return "".join(traceback.format_exception(error))
+    where = _where(error)
+    return f"error: {error}\n" + (f"  at {where}\n" if where else "")
+
+
+def _print_exception(error, text, brief):
+    if sys.excepthook is not sys.__excepthook__ and not brief:  # the script's own
         with contextlib.suppress(Exception):
             sys.excepthook(type(error), error, error.__traceback__)
-            return "".join(traceback.format_exception(error))
-    text = "".join(traceback.format_exception(error))
+            return
     print(text, end="", file=sys.stderr)
-    return text
 
 
-def _end_of_python():
+def _end_of_python(spec):
     """What the interpreter does at its end, up to where torch would be taken apart (seconds, and gloo can hang there)."""
     status = 0
+    if _made_a_group():
+        page, offset = spec["group_mark"]
+        with contextlib.suppress(OSError), open(page, "r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), b"\1", offset)
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

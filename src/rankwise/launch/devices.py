@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from rankwise.errors import ConfigError
+
 
 def gpus(env: Mapping[str, str], dev: Path = Path("/dev")) -> int:
     """GPUs that a rank would see: CUDA_VISIBLE_DEVICES where it is set, else the device files of this host or container."""
@@ -27,10 +29,26 @@ def physical_cores() -> int:
     return min(psutil.cpu_count(logical=False) or cores(), cores())
 
 
+def visible(wanted: str | None, env: Mapping[str, str], dev: Path = Path("/dev")) -> dict[str, str]:
+    """What --gpus 0,2 puts into the environment of the ranks. Raises ConfigError for a GPU that is not there."""
+    if wanted is None:
+        return {}
+    count = gpus({}, dev)
+    numbers = [int(n) for n in wanted.split(",")]
+    if max(numbers) >= count:
+        there = f"has {count} GPU{'s' * (count != 1)} (0 to {count - 1})" if count else "has no GPU"
+        raise ConfigError(f"--gpus {wanted}: this machine {there}; leave --gpus out, or give numbers that are there")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}
+
+
 def ranks_for(nproc: str, env: Mapping[str, str]) -> tuple[int, str]:
     """(ranks on this machine, why so many), for a number or `auto`."""
+    count = gpus(env)
     if nproc != "auto":
+        if 0 < count < int(nproc):
+            raise ConfigError(f"--nproc {nproc} but {count} visible GPU{'s' * (count != 1)}; type --nproc {count}, or hide "
+                              f"the GPUs from a run on the CPU: CUDA_VISIBLE_DEVICES= rankwise run ...")  # fmt: skip
         return int(nproc), "as asked"
-    if (count := gpus(env)) > 0:
+    if count > 0:
         return count, "auto: one a GPU"
     return physical_cores(), "auto: no GPU here, so one a physical core"

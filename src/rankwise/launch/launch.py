@@ -12,13 +12,13 @@ import signal
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import FrameType
 
 from rankwise import processes
 from rankwise.config import RunConfig
-from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from rankwise.launch import code, devices, script
 from rankwise.plan import Plan
 from rankwise.rundir import Failure, RunDir, write_json, write_text
@@ -29,14 +29,13 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 
 def launch(config: RunConfig, env: Mapping[str, str]) -> int:
     """Run the script on all devices of this machine; returns the exit status, having said what became of the run."""
-    facts = script.examine(config.argv[0])
-    nproc, why = devices.ranks_for(config.nproc, env)
-    if nproc < 1:
-        raise ConfigError("CUDA_VISIBLE_DEVICES leaves no device; unset it, or give the number of ranks with --nproc")
+    program = script.find(config)
+    environment = devices.visible(config.gpus, env)
+    nproc, why = devices.ranks_for(config.nproc, {**env, **environment})
     threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else devices.cores() // nproc
     threads = max(1, threads)
     processes.become_subreaper()  # if the agent is killed, what it leaves falls to this process
-    run = RunDir(config.path)
+    run = RunDir(config.path(program.run_name))
     aside = run.prepare(config.fresh)
     lease = run.take()
     try:
@@ -44,14 +43,16 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
             version=1,
             run_id=uuid.uuid4().hex,
             run_dir=str(run.path),
-            argv=config.argv,
-            interpreter=(sys.executable, *_interpreter_flags()),
+            argv=program.argv,
+            interpreter=program.interpreter,
+            environment=environment,
             cwd=os.getcwd(),
             nproc=nproc,
             threads=threads,
-            fork=facts.keep_cold is None,
+            fork=bool(program.interpreter) and program.keep_cold is None and config.start_method == "fork",
+            max_restarts=config.max_restarts,
             grace_s=config.grace_s,
-            console=True,
+            tee=config.tee,
             launcher_pid=os.getpid(),
         )
         write_json(run.config, asdict(config))
@@ -61,16 +62,16 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
             _say(f"the older run was moved to {_short(aside)}")
         lives = len(run.lives())
         going_on = f", life {lives + 1}" if lives else ""
-        _say(f"{config.argv[0]} on {_count(nproc, 'rank')} ({why}), {_count(threads, 'thread')} each, "
+        _say(f"{program.name} on {_count(nproc, 'rank')} ({why}), {_count(threads, 'thread')} each, "
              f"in {_short(run.path)}{going_on}")  # fmt: skip
         if nproc > devices.cores() and not devices.gpus(env):
             _say(f"warning: {nproc} ranks share {_count(devices.cores(), 'core')}: each step waits for the slowest")
-        if facts.keep_cold is not None:
-            _say(f"{facts.keep_cold}: each rank imports torch by itself")
+        if program.keep_cold is not None:
+            _say(f"{program.keep_cold}: each rank imports torch by itself")
         with _forwarding() as forward:
             agent = forward(int(local.submit(str(run.job))))
             with contextlib.suppress(OSError):
-                write_text(run.code, code.describe(Path(config.argv[0]).absolute().parent))
+                write_text(run.code, code.describe(Path(program.name).absolute().parent))
             status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
         return _conclude(run, status, lives, config)
     finally:
@@ -92,7 +93,7 @@ def _conclude(run: RunDir, status: int, lives_before: int, config: RunConfig) ->
         _say_failure(failure)
     elif status in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
         _say(f"{life.outcome}; to go on, type: {_resume_command(config)}")
-    elif status != 0:
+    elif status != 0 or ";" in life.outcome:
         _say(life.outcome)
     return status
 
@@ -106,13 +107,17 @@ def _say_failure(failure: Failure) -> None:
 
 
 def _resume_command(config: RunConfig) -> str:
+    """The same command, without --fresh."""
     words = ["rankwise", "run"]
-    if config.nproc != "auto":
-        words += ["--nproc", config.nproc]
-    if config.name is not None:
-        words += ["--name", config.name]
-    if config.run_dir is not None:
-        words += ["--run-dir", config.run_dir]
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value == field.default or field.name in ("argv", "module", "command", "fresh"):
+            continue
+        words += [
+            f"--{field.name.removesuffix('_s').replace('_', '-')}",
+            f"{value:g}" if isinstance(value, float) else str(value),
+        ]
+    words += ["-m"] if config.module else ["--"] if config.command else []
     return shlex.join([*words, *config.argv])
 
 
@@ -145,14 +150,6 @@ def _forwarding() -> Iterator[_Forward]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-def _interpreter_flags() -> list[str]:
-    """What this Python was started with (-O -u -W -X), for the ranks; not -P and -I, which hide the script's folder."""
-    import subprocess
-
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # what multiprocessing uses too
-    return [flag for flag in flags if flag not in ("-P", "-I")]
 
 
 def _short(path: Path) -> str:

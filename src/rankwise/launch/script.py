@@ -1,17 +1,45 @@
-"""What can be known of a script before anything is started.
+"""What is to be run, and what can be known of it before anything is started.
 
-facts = examine("train.py")        # ConfigError: it is not there, or does not compile
+program = find(config)        # ConfigError: it is not there, or does not compile
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
+import re
+import shutil
+import subprocess
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from rankwise.config import RunConfig
 from rankwise.errors import ConfigError
+
+_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?)?")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A script, a module (`interpreter` runs it, `argv` begins with `-m`), or a command (`interpreter` is empty)."""
+
+    interpreter: tuple[str, ...]
+    argv: tuple[str, ...]
+    keep_cold: str | None = None
+    """Why its ranks cannot be forked from a warm process; None if they can."""
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return self.argv[1] if self.argv[0] == "-m" else self.argv[0]
+
+    @property
+    def run_name(self) -> str:
+        """The name of its run unless another is given: a script's stem, a module, a command."""
+        return Path(self.name).stem if self.interpreter and self.argv[0] != "-m" else Path(self.name).name
 
 
 @dataclass(frozen=True)
@@ -19,6 +47,70 @@ class ScriptFacts:
     """`keep_cold` says why the ranks of this script cannot be forked from a warm process; None if they can."""
 
     keep_cold: str | None
+
+
+def find(config: RunConfig) -> Program:
+    """Raises ConfigError in one line for what cannot run at all."""
+    ours = (sys.executable, *_interpreter_flags())
+    if config.command:
+        program = _python_command(config.argv) or Program((), config.argv)
+        if not program.interpreter:
+            return _examine_command(program)
+    else:
+        program = Program(ours, ("-m", *config.argv) if config.module else config.argv)
+    if program.argv[0] == "-m":
+        return _examine_module(program) if program.interpreter == ours else program
+    return Program(program.interpreter, program.argv, examine(program.argv[0]).keep_cold)
+
+
+def _python_command(argv: tuple[str, ...]) -> Program | None:
+    """`python -u train.py --lr 1` after a `--`: another interpreter's script, which can be forked warm like any other."""
+    if not _PYTHON.fullmatch(Path(argv[0]).name):
+        return None
+    found = shutil.which(argv[0])
+    position = 1
+    while position < len(argv) and re.fullmatch(r"-[uOBEsSvbdq]+|-[WX].+", argv[position]):
+        position += 1
+    rest = argv[position:]
+    if found is None or not rest or (rest[0].startswith("-") and (rest[0] != "-m" or len(rest) < 2)):
+        return None
+    return Program((found, *argv[1:position]), rest)
+
+
+def _interpreter_flags() -> list[str]:
+    """What this Python was started with (-O -u -W -X), for the ranks; not -P and -I, which hide the script's folder."""
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # what multiprocessing uses too
+    return [flag for flag in flags if flag not in ("-P", "-I")]
+
+
+def _examine_command(program: Program) -> Program:
+    command = program.argv[0]
+    if shutil.which(command) is None:
+        hint = f"; for a Python script leave out the --: rankwise run {command}" if command.endswith(".py") else ""
+        raise ConfigError(f"there is no command {command} (it is not on the PATH, or cannot be executed){hint}")
+    return program
+
+
+def _examine_module(program: Program) -> Program:
+    name = program.argv[1]
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        sys.path.pop(0)
+    if spec is None:
+        raise ConfigError(f"there is no module {name} (from {os.getcwd()}); for a script leave out -m: rankwise run script.py")
+    if spec.submodule_search_locations is not None:
+        main = [Path(folder, "__main__.py") for folder in spec.submodule_search_locations]
+        origin = next((str(path) for path in main if path.exists()), None)
+        if origin is None:
+            raise ConfigError(f"{name} is a package without __main__.py, which cannot be run")
+    else:
+        origin = spec.origin
+    keep_cold = examine(origin).keep_cold if origin is not None and origin.endswith(".py") else None
+    return Program(program.interpreter, program.argv, keep_cold)
 
 
 def examine(script: str) -> ScriptFacts:
