@@ -1,6 +1,6 @@
 """The launcher alone: a script written for torchrun, untouched; nothing of rankwise is in it.
 
-    rankwise run examples/01_torchrun_script.py
+rankwise run examples/01_torchrun_script.py
 """
 
 import torch

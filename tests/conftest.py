@@ -10,7 +10,19 @@ from pathlib import Path
 
 import pytest
 
-_FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "SLURM", "OMPI_", "PMI", "GROUP_", "ROLE_", "TORCHELASTIC", "RANKWISE_")
+_FOREIGN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_",
+    "SLURM",
+    "OMPI_",
+    "PMI",
+    "GROUP_",
+    "ROLE_",
+    "TORCHELASTIC",
+    "RANKWISE_",
+)
 
 
 @pytest.fixture(autouse=True)

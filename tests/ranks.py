@@ -32,7 +32,9 @@ def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float 
     with holder:
         pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(n)]
         processes = [
-            _CONTEXT.Process(target=_rank, args=(r, n, holder.getsockname()[1], pipes[r][1], os.getcwd(), function, args, kwargs))
+            _CONTEXT.Process(
+                target=_rank, args=(r, n, holder.getsockname()[1], pipes[r][1], os.getcwd(), function, args, kwargs)
+            )
             for r in range(n)
         ]
         for process in processes:

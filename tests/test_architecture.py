@@ -133,7 +133,9 @@ def modules_after(statement: str) -> set[str]:
 
 
 def test_the_command_the_launcher_and_the_agent_start_without_torch_and_numpy() -> None:
-    modules = modules_after("import rankwise, rankwise.cli, rankwise.launch.launch, rankwise.agent.agent, rankwise.report.terminal")
+    modules = modules_after(
+        "import rankwise, rankwise.cli, rankwise.launch.launch, rankwise.agent.agent, rankwise.report.terminal"
+    )
     assert not modules & {"torch", "numpy"}
 
 

@@ -87,7 +87,15 @@ def errors() -> list[tuple[str, Any, str, float]]:
 
 
 def test_an_exception_of_main_is_raised_on_every_rank_at_once() -> None:
-    kinds = ["KeyError", "CheckpointError", "SystemExit", "KeyboardInterrupt", "OSError", "MainProcessError", "MainProcessError"]
+    kinds = [
+        "KeyError",
+        "CheckpointError",
+        "SystemExit",
+        "KeyboardInterrupt",
+        "OSError",
+        "MainProcessError",
+        "MainProcessError",
+    ]
     for rank, outcomes in enumerate(on_ranks(3, errors)):
         assert [o[0] for o in outcomes] == [*kinds, "value"]
         assert outcomes[1][1] == "disk"

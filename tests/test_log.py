@@ -16,7 +16,12 @@ from rankwise.errors import ConfigError
 
 def said() -> list[str]:
     texts = []
-    for words in (lambda: log.say("a\nb"), lambda: log.say("a\nb", force=True), lambda: log.warn("c"), lambda: log.warn("d", True)):
+    for words in (
+        lambda: log.say("a\nb"),
+        lambda: log.say("a\nb", force=True),
+        lambda: log.warn("c"),
+        lambda: log.warn("d", True),
+    ):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             words()
         texts.append(out.getvalue())

@@ -9,17 +9,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from launched import DEADLINE_S, launch, left_over, wait_for
 
 from rankwise import processes
 from rankwise.page import Page
 from rankwise.rundir import RunDir
 
-DEADLINE_S = 30.0
+__all__ = ["launch"]  # a fixture
 
 TRAIN = """
 import sys, time, torch, rankwise
@@ -37,82 +36,6 @@ print("weights", model.weight.tolist())
 """
 
 
-def wait_for(condition: Callable[[], object], what: str) -> object:
-    """The first true value of `condition`; fails after a deadline."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
-        time.sleep(0.01)
-    return value
-
-
-def left_over(folder: Path) -> list[str]:
-    """Processes that have this folder in their command line or environment."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            words = [*process.cmdline(), process.environ().get("RANKWISE_RUN_DIR", "")]
-        except psutil.Error:
-            continue
-        if process.pid != os.getpid() and any(str(folder) in word for word in words):
-            found.append(f"{process.pid} {words}")
-    return found
-
-
-class Launched:
-    """A `rankwise run` in the background."""
-
-    def __init__(self, folder: Path, *words: str, **options: object) -> None:
-        self.folder = folder
-        self.run = RunDir(folder / "runs" / "script")
-        self.out = open(folder / "out.txt", "w+")  # noqa: SIM115  # closed by end()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "rankwise", "run", *words], cwd=folder, stdout=self.out, stderr=subprocess.STDOUT,
-            start_new_session=True, **options,
-        )  # type: ignore[call-overload]  # fmt: skip
-
-    def pids(self) -> list[int]:
-        """Of the ranks, once they are there."""
-        wait_for(lambda: self.run.world.exists() and self.run.lives()[-1].pids, "the ranks")
-        return list(self.run.lives()[-1].pids)
-
-    def agent(self) -> int:
-        [agent] = processes.children(self.process.pid)
-        return agent
-
-    def steps(self) -> int:
-        """The last step in metrics.jsonl."""
-        return max((record["step"] for record in self.run.read_metrics()), default=0)
-
-    def wait(self) -> int:
-        return self.process.wait(timeout=DEADLINE_S)
-
-    def output(self) -> str:
-        return (self.folder / "out.txt").read_text()
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self.out.close()
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    started: list[Launched] = []
-
-    def start(source: str, *words: str, options: tuple[str, ...] = ("--nproc", "2"), **popen: object) -> Launched:
-        script = tmp_path / "script.py"
-        script.write_text(source)
-        started.append(Launched(tmp_path, *options, str(script), *words, **popen))
-        return started[-1]
-
-    yield start
-    for run in started:
-        run.end()
-    assert wait_for(lambda: not left_over(tmp_path), "nothing left in ps")
-
-
 def train(pause_s: float = 0.0, steps: int = 40) -> str:
     return TRAIN.replace("PAUSE", str(pause_s)).replace("STEPS", str(steps))
 
@@ -122,7 +45,9 @@ def test_a_rank_finds_the_whole_of_torchruns_contract(launch) -> None:
     assert run.wait() == 0
     for rank in range(3):
         env = json.loads(run.run.log(rank).read_text())
-        assert {k: env[k] for k in ("RANK", "LOCAL_RANK", "ROLE_RANK")} == dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+        assert {k: env[k] for k in ("RANK", "LOCAL_RANK", "ROLE_RANK")} == dict.fromkeys(
+            ("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)
+        )
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
             assert env[name] == "3"
         assert env["GROUP_RANK"] == "0"
@@ -476,7 +401,9 @@ def test_the_same_script_runs_as_plain_python(tmp_path: Path) -> None:
 def test_ctrl_c_to_plain_python_stops_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(train(pause_s=0.02, steps=200))
-    process = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     run = RunDir(tmp_path / "runs" / "script")
     wait_for(lambda: len(run.read_metrics()) > 3, "some steps")
     process.send_signal(signal.SIGINT)
@@ -496,4 +423,4 @@ def test_an_error_of_the_users_is_one_message_in_a_rank_too(launch) -> None:
 
 def test_the_page_vanishes_with_the_agent() -> None:
     page = Page.create(2)
-    assert os.path.exists(page.path)
+    assert Path(page.path).exists()

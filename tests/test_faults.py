@@ -1,0 +1,332 @@
+"""Faults of one machine, each as it happens to a user: the culprit is right, it is soon, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launched import launch, wait_for
+
+from rankwise import processes
+
+__all__ = ["launch"]  # a fixture
+
+TOGETHER = """
+import os, signal, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for step in range(1, 1000000):
+    if rank == 1 and step == 60:
+        FAULT
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+def fault(statement: str) -> str:
+    return TOGETHER.replace("FAULT", statement)
+
+
+@pytest.mark.parametrize(
+    ("statement", "status", "said"),
+    [
+        ("raise ValueError('loss is nan')", 1, "rank 1 raised ValueError: loss is nan (script.py:7)"),
+        ("sys.exit(3)", 3, "rank 1 left with status 3"),
+        ("sys.exit(0)", 1, "rank 1 left with status 0 while the other ranks still expected it"),
+        ("os._exit(0)", 1, "rank 1 left with status 0 while the other ranks still expected it"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL"),
+        ("import ctypes; ctypes.string_at(0)", 139, "rank 1 was killed by SIGSEGV"),
+        ("os.abort()", 134, "rank 1 was killed by SIGABRT"),
+        ("os.kill(os.getpid(), signal.SIGXCPU)", 152, "rank 1 was killed by SIGXCPU: its CPU time limit"),
+        (
+            "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 28, -1)); x = bytearray(1 << 32)",
+            1,
+            "raised MemoryError",
+        ),
+    ],
+    ids=["raises", "exit 3", "exit 0", "_exit 0", "SIGKILL", "SIGSEGV", "abort", "CPU limit", "address space"],
+)
+def test_the_rank_that_is_the_cause_is_named_though_its_peers_die_of_it(launch, statement: str, status: int, said: str) -> None:
+    run = launch(fault(statement), options=("--nproc", "3"))
+    ranks = run.pids()
+    assert run.wait() == status
+    output = run.output()
+    assert said in output
+    assert "on " + socket.gethostname() in output.splitlines()[-2]
+    assert json.loads(run.run.failure.read_text())["rank"] == 1
+    assert output.count("Traceback") <= 1
+    assert "Connection" not in output  # what the followers say is in their logs
+    life = run.run.lives()[-1]
+    assert life.ended is not None
+    assert not [pid for pid in ranks if processes.start_time(pid)]
+
+
+def test_a_crash_leaves_the_python_stack_in_the_ranks_log(launch) -> None:
+    run = launch(fault("import ctypes; ctypes.string_at(0)"))
+    assert run.wait() == 139
+    log = run.run.log(1).read_text()
+    assert "Fatal Python error: Segmentation fault" in log
+    assert 'script.py", line 7' in log
+
+
+def test_what_a_c_plus_plus_library_said_before_it_aborted_is_the_reason(launch) -> None:
+    run = launch(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    print('terminate called\\n  what():  12 vs 4: collective mismatch', file=sys.stderr)\n"
+        "    os.abort()\ntime.sleep(600)"
+    )
+    assert run.wait() == 134
+    assert "rank 1 was killed by SIGABRT: 12 vs 4: collective mismatch" in run.output()
+
+
+def test_a_dead_ranks_loader_worker_does_not_keep_its_peers_waiting(launch) -> None:
+    run = launch(
+        """
+import os, time, torch, torch.distributed as dist
+from torch.utils.data import DataLoader
+class Stuck:
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        open(f"stuck-{os.environ['RANK']}", "w").close()
+        time.sleep(600)
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    iterator = iter(DataLoader(Stuck(), num_workers=2))
+    while not os.path.exists("stuck-1"): time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+dist.all_reduce(torch.ones(1))
+"""
+    )
+    run.pids()
+    wait_for(lambda: (run.folder / "stuck-1").exists(), "a worker")
+    began = time.monotonic()
+    assert run.wait() == 137
+    assert time.monotonic() - began < 5
+    assert "rank 1 was killed by SIGKILL" in run.output()
+
+
+def test_an_exception_in_a_thread_of_the_script_ends_nothing(launch) -> None:
+    run = launch(
+        "import threading\ndef f(): raise ValueError('in a thread')\nt = threading.Thread(target=f); t.start(); t.join()"
+    )
+    assert run.wait() == 0
+    assert "ValueError: in a thread" in run.output()
+
+
+def test_the_launcher_stopped_and_continued_loses_nothing(launch) -> None:
+    run = launch("import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)\nprint('done')")
+    run.pids()
+    run.process.send_signal(signal.SIGSTOP)
+    (run.folder / "go").touch()
+    run.process.send_signal(signal.SIGCONT)
+    assert run.wait() == 0
+    assert "done" in run.output()
+
+
+def test_sigusr1_to_the_launcher_is_a_stop_request_and_orphans_nobody(launch) -> None:
+    run = launch("import time; time.sleep(600)")
+    run.pids()
+    run.process.send_signal(signal.SIGUSR1)
+    assert run.wait() == 128 + signal.SIGUSR1
+    assert "ended by SIGUSR1" in run.output()
+
+
+def test_a_failed_run_starts_again_as_often_as_asked_and_goes_on_from_its_checkpoint(launch) -> None:
+    source = """
+import os, torch, rankwise
+from torch.utils.data import TensorDataset
+model = torch.nn.Linear(4, 1)
+def step(model, batch):
+    return ((model(batch[0])) ** 2).sum(), len(batch[0])
+def die(state):
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and state.step == 20 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+trainer = rankwise.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), step, TensorDataset(torch.randn(64, 4)),
+                           global_batch_size=8, max_steps=40, log_every=1, save_every_s=0, actions=[die])
+trainer.fit()
+"""
+    run = launch(source, options=("--nproc", "2", "--max-restarts", "2"))
+    assert run.wait() == 0
+    assert "rank 1 was killed by SIGKILL at step 20" in run.output()
+    assert "starting all ranks again, 1 of 2" in run.output()
+    assert "going on from step" in run.output()
+    assert [life.status for life in run.run.lives()] == [137, 0]
+    assert not run.run.failure.exists()
+    assert {record["step"] for record in run.run.read_metrics()} == set(range(1, 41))
+
+
+def test_restarts_end_when_they_are_used_up(launch) -> None:
+    run = launch("raise SystemExit(5)", options=("--nproc", "2", "--max-restarts", "2"))
+    assert run.wait() == 5
+    assert [life.status for life in run.run.lives()] == [5, 5, 5]
+    assert run.output().count("starting all ranks again") == 2
+
+
+def test_the_warm_process_killed_before_the_ranks_are_there_does_no_harm(launch) -> None:
+    run = launch("import torch; print('ran')")
+    agent = run.agent()
+    [warm] = wait_for(lambda: processes.children(agent), "the warm process")
+    os.kill(warm, signal.SIGKILL)
+    assert run.wait() == 0
+    assert run.run.log(1).read_text() == "ran\n"
+    assert "each rank is started by itself" in run.output()
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_the_warm_process_killed_while_it_forks_leaves_nobody(launch, moment: int) -> None:
+    run = launch("import torch; print('ran')", options=("--nproc", "4"))
+    agent = run.agent()
+    warm = wait_for(lambda: processes.children(agent), "the warm process")[0]
+    wait_for(
+        lambda: processes.children(warm) or processes.start_time(warm) is None or len(processes.children(agent)) > moment,
+        "forks",
+    )
+    processes.send(warm, signal.SIGKILL)
+    assert run.wait() == 0
+    assert [run.run.log(rank).read_text().count("ran") for rank in range(4)] == [1] * 4
+
+
+def test_all_ranks_shown_line_by_line_none_lost_none_torn(launch) -> None:
+    run = launch(
+        "import os\nfor i in range(10000): print('line', i, 'of', os.environ['RANK'], 'x' * (i % 50))",
+        options=("--nproc", "4", "--tee", "all"),
+    )
+    assert run.wait() == 0
+    lines = [line for line in run.output().splitlines() if line.startswith("[rank ")]
+    for rank in range(4):
+        mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
+        assert mine == [f"[rank {rank}] line {i} of {rank} {'x' * (i % 50)}" for i in range(10000)]
+    assert len(lines) == 40000
+
+
+def test_a_slow_console_slows_no_rank(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("for i in range(20000): print('x' * 100)\nopen('printed', 'w').close()\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rankwise", "run", "--nproc", "1", str(script)], cwd=tmp_path, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    wait_for(lambda: (tmp_path / "printed").exists(), "the rank, though nobody reads its 2 MB")
+    with process.stdout as console:
+        assert len(console.read()) == 20000 * 101
+    assert process.wait() == 0
+
+
+def test_a_command_that_is_no_python_runs_on_every_rank(launch, rankwise, tmp_path: Path) -> None:
+    done = rankwise(
+        "run", "--nproc", "2", "--name", "c", "--", "sh", "-c", 'echo "$RANK of $WORLD_SIZE: $*"', "x", "--nproc", "a b"
+    )
+    assert done.returncode == 0
+    assert (tmp_path / "runs" / "c" / "logs" / "rank-1.log").read_text() == "1 of 2: --nproc a b\n"
+    assert "process group" not in done.stderr  # of other commands that cannot be known
+
+
+def test_the_script_of_another_interpreter_runs_with_that_interpreter(rankwise, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "other")], check=True)
+    (tmp_path / "script.py").write_text("import sys; print(sys.prefix, sys.argv, sys.flags.optimize)")
+    python = tmp_path / "other" / "bin" / "python"
+    done = rankwise("run", "--nproc", "1", "--", str(python), "-O", "script.py", "--lr", "1")
+    assert done.returncode == 0
+    assert done.stdout == f"{tmp_path / 'other'} ['script.py', '--lr', '1'] 1\n"
+    assert "no warm start" in done.stderr  # there is no torch in it
+
+
+def test_a_module_runs_as_under_python_m(rankwise, tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").touch()
+    (tmp_path / "pkg" / "train.py").write_text(
+        "import sys; print(__name__, __package__, sys.argv[1:], sys.path[0] == sys.argv[2])"
+    )
+    done = rankwise("run", "--nproc", "1", "-m", "pkg.train", "--x", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"__main__ pkg ['--x', '{tmp_path}'] True\n"
+    assert (tmp_path / "runs" / "pkg.train").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-m", "no.such"), "there is no module no.such"),
+        (("-m", "json"), None),
+        (("--", "nothere"), "there is no command nothere"),
+        (("--", "script.py"), "for a Python script leave out the --"),
+        (("--gpus", "0", "script.py"), "this machine has no GPU"),
+        (("--gpus", "0,0", "script.py"), "each once"),
+        (("--nproc", "0", "script.py"), "give a number of ranks from 1 up"),
+        (("--tee", "some", "script.py"), "choose main or all"),
+        (("--start-method", "thread", "script.py"), "choose fork or spawn"),
+        (("--max-restarts", "-1", "script.py"), "from 0 up"),
+        (("--config", "none.toml", "script.py"), "none.toml: it cannot be read: No such file"),
+        (("--config", "script.py", "script.py"), "script.py: it is not TOML"),
+        (("--run-dir", "script.py/x", "script.py"), "choose another with --run-dir"),
+        (("broken.py",), "broken.py:2: syntax error"),
+    ],
+)
+def test_what_cannot_run_is_one_line_and_status_2_before_anything_is_started(rankwise, tmp_path: Path, words, said) -> None:
+    (tmp_path / "script.py").write_text("print('never')")
+    (tmp_path / "broken.py").write_text("x = 1\nif x:\n")
+    done = rankwise("run", *words)
+    if said is None:
+        assert "is a package without __main__.py" in done.stderr or done.returncode != 0
+        return
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+    assert done.stdout == ""
+
+
+def test_a_config_file_sets_what_the_command_line_does_not(rankwise, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os; print(os.environ['WORLD_SIZE'])")
+    (tmp_path / "run.toml").write_text('nproc = 3\nname = "from-file"\ngrace_s = 5\n')
+    done = rankwise("run", "--config", "run.toml", "script.py")
+    assert done.stdout == "3\n"
+    assert (tmp_path / "runs" / "from-file").is_dir()
+    assert rankwise("run", "--config", "run.toml", "--nproc", "1", "script.py").stdout == "1\n"
+    (tmp_path / "run.toml").write_text("nprocs = 3\n")
+    wrong = rankwise("run", "--config", "run.toml", "script.py")
+    assert wrong.returncode == 2
+    assert "run.toml: nprocs is no setting of a run; the settings: nproc, " in wrong.stderr
+
+
+def test_ranks_that_never_met_are_said_to_be_separate_runs(launch) -> None:
+    run = launch("print('alone')")
+    assert run.wait() == 0
+    assert "none of the 2 ever made a process group: they were 2 separate runs of the same script" in run.output()
+    met = launch("import torch.distributed as dist; dist.init_process_group('gloo'); dist.destroy_process_group()")
+    assert met.wait() == 0
+    assert "separate runs" not in met.output()
+
+
+def test_breakpoint_in_rank_0_talks_to_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os\nx = 6\nif os.environ['RANK'] == '0': breakpoint()\nprint('after', x)\n")
+    import pty
+
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execv(sys.executable, [sys.executable, "-m", "rankwise", "run", "--nproc", "2", "script.py"])
+    seen = b""
+
+    def read_until(text: bytes) -> None:
+        nonlocal seen
+        deadline = time.monotonic() + 30
+        while text not in seen:
+            assert time.monotonic() < deadline, seen
+            seen += os.read(terminal, 4096)
+
+    read_until(b"(Pdb) ")
+    os.write(terminal, b"x = x * 7\n")
+    os.write(terminal, b"continue\n")
+    read_until(b"after 42")
+    assert os.waitpid(pid, 0)[1] == 0
+    os.close(terminal)
