@@ -1,0 +1,136 @@
+"""What a person sees of the ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rankwise.agent.console import Console
+from rankwise.page import Page, Row
+from rankwise.terminal import Terminal
+
+
+class Watched:
+    """A console on a file or a pseudo-terminal, and what has arrived there."""
+
+    def __init__(self, log: Path, tty: bool) -> None:
+        self.log = log
+        self.row: Row = Page.create(1).row(0)
+        self._reader, writer = os.openpty() if tty else os.pipe()
+        os.set_blocking(self._reader, False)
+        self._file = os.fdopen(writer, "w")
+        self.console = Console(log, self.row, Terminal(self._file))
+
+    def print(self, data: bytes) -> None:
+        with open(self.log, "ab") as file:
+            file.write(data)
+
+    def progress(self, done: int, text: str = "") -> None:
+        self.row.say(json.dumps({"done": done, "total": 800, "elapsed_s": 10.0, "text": text, "label": ""}))
+
+    def seen(self) -> bytes:
+        found = b""
+        try:
+            while data := os.read(self._reader, 1 << 16):
+                found += data
+        except OSError:  # nothing more for now
+            pass
+        return found
+
+    def close(self) -> None:
+        self._file.close()
+        os.close(self._reader)
+
+
+@pytest.fixture
+def piped(tmp_path: Path) -> Iterator[Watched]:
+    (tmp_path / "rank-0.log").write_bytes(b"of an earlier life\n")
+    watched = Watched(tmp_path / "rank-0.log", tty=False)
+    yield watched
+    watched.close()
+
+
+@pytest.fixture
+def on_terminal(tmp_path: Path) -> Iterator[Watched]:
+    watched = Watched(tmp_path / "rank-0.log", tty=True)
+    yield watched
+    watched.close()
+
+
+def test_the_log_is_shown_as_it_grows_from_where_it_ended(piped: Watched) -> None:
+    piped.console.show()
+    assert piped.seen() == b""
+    piped.print(b"one\n")
+    piped.console.show()
+    piped.print(b"two, \xff half of a li")
+    piped.console.show()
+    piped.print(b"ne\n")
+    piped.console.show()
+    piped.console.show()
+    assert piped.seen() == b"one\ntwo, \xff half of a line\n"
+    piped.console.close()
+
+
+def test_a_log_that_is_not_there_yet_is_made_and_shown_from_its_start(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "new.log", tty=False)
+    watched.print(b"first\n")
+    watched.console.show()
+    assert watched.seen() == b"first\n"
+    watched.console.close()
+    watched.close()
+
+
+def test_all_that_is_new_is_shown_at_once_however_long(piped: Watched) -> None:
+    text = b"0123456789abcde\n" * 3000  # more than a chunk would be 65536; a pipe holds that much
+    piped.print(text)
+    piped.console.show()
+    assert piped.seen() == text
+    piped.console.close()
+
+
+def test_what_a_rank_printed_last_is_shown_when_the_console_closes(piped: Watched) -> None:
+    piped.print(b"last words")
+    piped.console.close()
+    assert piped.seen() == b"last words"
+
+
+def test_progress_is_no_part_of_what_goes_into_a_pipe(piped: Watched) -> None:
+    piped.progress(120)
+    piped.print(b"a line\n")
+    piped.console.show()
+    piped.progress(121)
+    piped.console.close()
+    assert piped.seen() == b"a line\n"
+
+
+def test_a_terminal_has_the_newest_progress_below_the_lines(on_terminal: Watched) -> None:
+    on_terminal.progress(120)
+    on_terminal.progress(121, "loss 2.31")
+    on_terminal.print(b"a line\n")
+    on_terminal.console.show()
+    seen = on_terminal.seen()
+    assert seen.startswith(b"a line\r\n")
+    assert b"121/800" in seen
+    assert b"loss 2.31" in seen
+    assert b"120/800" not in seen
+    on_terminal.console.show()
+    assert on_terminal.seen() == b""  # nothing new, nothing drawn
+    on_terminal.console.close()
+
+
+@pytest.mark.parametrize("how", ["the rank is through", "the console closes"])
+def test_the_progress_line_is_removed_when_there_is_no_more(how: str, on_terminal: Watched) -> None:
+    on_terminal.progress(120)
+    on_terminal.console.show()
+    assert b"120/800" in on_terminal.seen()
+    if how == "the rank is through":
+        on_terminal.row.say("")
+        on_terminal.console.show()
+        assert re.fullmatch(rb"\r\x1b\[K", on_terminal.seen())
+    on_terminal.console.close()
+    assert on_terminal.seen() == (b"" if how == "the rank is through" else b"\r\x1b[K")

@@ -1,0 +1,131 @@
+"""Which rank is the cause."""
+
+from __future__ import annotations
+
+import random
+import signal
+from dataclasses import replace
+
+import pytest
+
+from rankwise.agent.verdict import FOLLOWER_SIGNS, Evidence, exit_status, judge, summary
+
+FOLLOWS = "RuntimeError: [../gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:29500"
+
+
+def end(rank: int, ended: float, code: int | None = None, **more: object) -> Evidence:
+    """A rank's end: with `code`, or with `signum`."""
+    return Evidence(rank, code, **{"signum": None, "sent": False, "ended": ended, **more})  # type: ignore[arg-type]
+
+
+def raised(rank: int, ended: float, exception: str = "ValueError: loss is nan", **more: object) -> Evidence:
+    return end(rank, ended, 1, exception=exception, **more)
+
+
+def follower(rank: int, ended: float, **more: object) -> Evidence:
+    return raised(rank, ended, FOLLOWS, **more)
+
+
+def killed(rank: int, ended: float, signum: int = signal.SIGKILL, **more: object) -> Evidence:
+    return end(rank, ended, None, signum=signum, **more)
+
+
+def sent(rank: int, ended: float) -> Evidence:
+    """Ended by the agent's own signal."""
+    return killed(rank, ended, signal.SIGTERM, sent=True)
+
+
+CAUSES = {
+    "nobody has ended": ([], None),
+    "all left with 0": ([end(0, 1.0, 0), end(1, 2.0, 0)], None),
+    "the only one that failed": ([end(0, 1.0, 0), raised(1, 2.0), end(2, 3.0, 0)], 1),
+    "a signal from outside beats an earlier follower": ([follower(0, 1.0), killed(1, 2.0), follower(2, 3.0)], 1),
+    "a signal from outside beats an earlier exception": ([raised(0, 1.0), killed(1, 2.0, signal.SIGSEGV)], 1),
+    "the earliest of two signals from outside": ([killed(0, 2.0), killed(1, 1.0)], 1),
+    "an exception of its own beats an earlier follower": ([follower(0, 1.0), raised(1, 2.0), follower(2, 1.5)], 1),
+    "an exception of its own beats an earlier status": ([end(0, 1.0, 3), raised(1, 2.0)], 1),
+    "a status beats an earlier follower": ([follower(0, 1.0), end(1, 2.0, 3), follower(2, 1.5)], 1),
+    "a status beats an earlier status of 0": ([end(0, 1.0, 0), end(1, 2.0, 3), follower(2, 2.5)], 1),
+    "who left with 0 while all others follow": ([follower(0, 1.0), end(1, 0.5, 0), follower(2, 1.1)], 1),
+    "who left with 0, though seen last": ([follower(0, 1.0), follower(2, 1.1), end(1, 2.0, 0)], 1),
+    "the earliest of two that left with 0": ([end(0, 0.6, 0), end(1, 0.5, 0), follower(2, 1.0)], 1),
+    "who left with 0 is no cause of an exception": ([end(0, 1.0, 0), raised(1, 2.0)], 1),
+    "who left with 0 is no cause of a status": ([end(0, 1.0, 0), end(1, 2.0, 3)], 1),
+    "who left with 0 is no cause of what the agent ended": ([end(0, 0.5, 0), sent(1, 1.0)], 1),
+    "the earliest follower when there is nobody else": ([follower(0, 3.0), follower(1, 2.0), follower(2, 4.0)], 1),
+    "what the agent ended is not blamed, however early": ([sent(0, 0.5), raised(1, 2.0), sent(2, 0.6)], 1),
+    "what the agent ended is not blamed before a follower": ([sent(0, 0.5), follower(1, 2.0)], 1),
+    "what raised after the agent's signal is not blamed": ([raised(0, 0.5, sent=True), end(1, 2.0, 3)], 1),
+    "who left with 0 is blamed though the agent ended the rest": ([sent(0, 2.0), end(1, 0.5, 0), follower(2, 1.0)], 1),
+    "all were ended by the agent: an exception beats the signals": ([sent(0, 1.0), raised(1, 2.0, sent=True), sent(2, 1.5)], 1),
+    "all were ended by the agent: the earliest": ([sent(0, 2.0), sent(1, 1.0), sent(2, 3.0)], 1),
+    "the clock of the rank beats the order of reaping": (
+        [raised(0, 1.0, raised=0.9), raised(1, 2.0, raised=0.8)],
+        1,
+    ),
+    "a clock beats a reaping that came later": ([raised(0, 1.0), raised(1, 2.0, raised=0.8)], 1),
+    "of two at the same moment the lower rank": ([raised(2, 1.0), raised(1, 1.0)], 1),
+}
+
+
+@pytest.mark.parametrize(("ends", "culprit"), CAUSES.values(), ids=CAUSES.keys())
+def test_the_cause_is_named_whatever_the_order_in_which_ends_are_listed(ends: list[Evidence], culprit: int | None) -> None:
+    shuffle = random.Random(0)
+    for _ in range(10):
+        found = judge(ends)
+        assert (found.rank if found is not None else None) == culprit
+        ends = shuffle.sample(ends, len(ends))
+
+
+@pytest.mark.parametrize("sign", FOLLOWER_SIGNS)
+def test_an_exception_that_says_that_a_peer_is_gone_follows(sign: str) -> None:
+    assert raised(0, 1.0, f"DistBackendError: [1] {sign}: 127.0.0.1").follows
+
+
+def test_other_ends_follow_nobody() -> None:
+    assert not raised(0, 1.0).follows
+    assert not end(0, 1.0, 3).follows
+    assert not killed(0, 1.0, signal.SIGPIPE).follows
+
+
+@pytest.mark.parametrize(
+    ("evidence", "said"),
+    [
+        (killed(1, 1.0), "rank 1 was killed by SIGKILL: often the kernel's out-of-memory killer"),
+        (killed(1, 1.0, step=60), "rank 1 was killed by SIGKILL at step 60: often the kernel's out-of-memory killer"),
+        (killed(0, 1.0, signal.SIGSEGV, step=3), "rank 0 was killed by SIGSEGV at step 3"),
+        (raised(3, 1.0), "rank 3 raised ValueError: loss is nan"),
+        (raised(3, 1.0, step=60, where="train.py:61"), "rank 3 raised ValueError: loss is nan at step 60 (train.py:61)"),
+        (raised(3, 1.0, where="train.py:61"), "rank 3 raised ValueError: loss is nan (train.py:61)"),
+        (raised(0, 1.0, "RuntimeError: one\ntwo\n"), "rank 0 raised RuntimeError: one"),
+        (end(2, 1.0, 3), "rank 2 left with status 3"),
+        (end(2, 1.0, 3, step=7), "rank 2 left with status 3 at step 7"),
+        (end(2, 1.0, 0, step=7), "rank 2 left with status 0 at step 7 while the other ranks still expected it"),
+    ],
+)
+def test_one_line_says_what_happened_to_which_rank(evidence: Evidence, said: str) -> None:
+    assert summary(evidence) == said
+
+
+def test_a_long_message_is_cut_in_the_line() -> None:
+    said = summary(raised(0, 1.0, "ValueError: " + "x" * 1000, where="train.py:1"))
+    assert said.endswith("x... (train.py:1)")
+    assert len(said) < 350
+    exact = "ValueError: " + "x" * 288
+    assert summary(raised(0, 1.0, exact)) == f"rank 0 raised {exact}"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "status"),
+    [
+        (killed(0, 1.0), 137),
+        (killed(0, 1.0, signal.SIGTERM), 143),
+        (end(0, 1.0, 3), 3),
+        (raised(0, 1.0), 1),
+        (replace(raised(0, 1.0), exit_code=2), 2),
+        (end(0, 1.0, 255), 255),
+        (end(0, 1.0, 0), 1),
+    ],
+)
+def test_the_exit_status_is_a_shells_and_never_0(evidence: Evidence, status: int) -> None:
+    assert exit_status(evidence) == status

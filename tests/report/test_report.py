@@ -1,0 +1,231 @@
+"""What a run did, in a screenful of text."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from rankwise.errors import RunDirError
+from rankwise.report.terminal import find, print_report, report, table
+from rankwise.rundir import Failure, Life, RunDir, write_json
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "runs" / "train")
+    made.prepare(fresh=False)
+    return made
+
+
+def live(run: RunDir, *lives: Life) -> None:
+    write_json(run.world, {"lives": [asdict(life) for life in lives]})
+
+
+def life(number: int = 1, **changes: object) -> Life:
+    return Life(**{"life": number, "started": 1e9, "host": "h", "ranks": 2, "argv": ("train.py",), **changes})  # type: ignore[arg-type]
+
+
+def figures(run: RunDir, *records: dict[str, object]) -> None:
+    run.metrics.write_text("".join(json.dumps({"life": 1, **record}) + "\n" for record in records))
+
+
+def sections(run: RunDir) -> list[str]:
+    return report(run).split("\n\n")
+
+
+# --- which run
+
+
+def test_a_run_is_found_by_its_name_and_by_its_folder(run: RunDir) -> None:
+    live(run, life())
+    for typed in ("train", "runs/train", str(run.path), f"{run.path}/"):
+        assert find(typed).path.resolve() == run.path
+
+
+def test_a_folder_here_comes_before_a_name_under_runs(run: RunDir, tmp_path: Path) -> None:
+    live(run, life())
+    here = RunDir(tmp_path / "train")
+    here.prepare(fresh=False)
+    assert find("train").path.resolve() == run.path  # a folder that is no run is passed over
+    live(here, life())
+    assert find("train").path.resolve() == here.path
+
+
+def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(run: RunDir, tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=r"^there is no run in x or runs/x \(no world\.json\); the runs here: none$"):
+        find("x")
+    live(run, life())
+    other = RunDir(tmp_path / "runs" / "b")
+    other.prepare(fresh=False)
+    live(other, life())
+    with pytest.raises(RunDirError, match=r"the runs here: b, train$"):
+        find("x")
+
+
+def test_the_report_is_printed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    live(run, life())
+    print_report("train")
+    assert capsys.readouterr().out == report(find("train")) + "\n"
+
+
+# --- lives
+
+
+def test_each_life_is_a_line_with_its_time_and_how_it_ended(run: RunDir) -> None:
+    live(
+        run,
+        life(1, ended=1e9 + 3723, status=75, outcome="stopped by SIGTERM after step 40"),
+        life(
+            2,
+            started=1e9 + 9000,
+            ranks=12,
+            ended=1e9 + 9005,
+            status=0,
+            outcome="all ranks ended with status 0",
+            argv=("a b", "$x"),
+        ),
+    )
+    title, command, rows = sections(run)
+    assert title == f"run train in {run.path}"
+    assert command == "'a b' '$x'"  # as it can be typed again, of the newest life
+    header, first, second = rows.splitlines()
+    assert header.split() == ["life", "started", "took", "ranks", "how", "it", "ended"]
+    assert re.match(r"   1  2001-09-\d\d \d\d:\d\d:\d\d  1:02:03      2  stopped by SIGTERM after step 40$", first)
+    assert re.match(r"   2  2001-09-\d\d \d\d:\d\d:\d\d  0:00:05     12  all ranks ended with status 0$", second)
+
+
+def test_a_run_that_never_began_has_no_life(run: RunDir) -> None:
+    live(run)
+    assert sections(run) == [f"run train in {run.path}", "no life yet"]
+
+
+def test_a_life_without_an_end_was_killed_unless_its_holder_lives(run: RunDir) -> None:
+    live(run, life(1), life(2))
+    assert sections(run)[2].count("killed, or its machine went down") == 2
+    lease = run.take()
+    holder = run.holder()
+    assert holder is not None
+    _, first, second = sections(run)[2].splitlines()
+    assert first.endswith("killed, or its machine went down")
+    assert second.endswith(f"alive, pid {holder.pid} on {holder.host}")
+    write_json(run.lease, {**asdict(holder), "start_time": holder.start_time - 1})  # that process is over
+    assert "alive" not in report(run)
+    write_json(run.lease, asdict(holder))
+    lease.release()
+    assert "alive" not in report(run)
+
+
+# --- figures
+
+
+def course(run: RunDir) -> list[list[str]]:
+    return [line.split() for line in sections(run)[3].splitlines()]
+
+
+def test_a_short_course_is_shown_whole_with_a_column_for_each_figure(run: RunDir) -> None:
+    live(run, life())
+    figures(
+        run,
+        {"step": 1, "epoch": 0, "clock_s": 1.0, "share/data": 0.5, "loss": 2.5, "lr": 0.001},
+        {"step": 2, "epoch": 0, "clock_s": 2.0, "share/data": 0.5, "loss": 1.23456789, "lr": 0.001},
+        {"step": 2, "eval_loss": 1.5},
+        {"step": 3, "loss": "nan", "lr": 12345678.0},
+    )
+    assert course(run) == [
+        ["step", "loss", "lr", "eval_loss"],
+        ["1", "2.5", "0.001"],
+        ["2", "1.235", "0.001", "1.5"],
+        ["3", "nan", "1.235e+07"],
+    ]
+
+
+def test_a_long_course_is_shown_at_eleven_moments_from_the_first_to_the_last(run: RunDir) -> None:
+    live(run, life())
+    figures(run, *({"step": step, "loss": 1 / step} for step in range(1, 1002)))
+    assert [int(row[0]) for row in course(run)[1:]] == list(range(1, 1002, 100))
+
+
+def test_every_moment_with_an_evaluation_is_shown_where_they_are_few(run: RunDir) -> None:
+    live(run, life())
+    figures(run, *({"step": step, "loss": 1.0, **({"eval_loss": 2.0} if step == 37 else {})} for step in range(1, 1002)))
+    steps = [int(row[0]) for row in course(run)[1:]]
+    assert 37 in steps
+    assert len(steps) == 12
+
+
+def test_many_evaluations_are_thinned_out_and_the_last_is_kept(run: RunDir) -> None:
+    live(run, life())
+    figures(run, *({"step": step, "eval_loss": 2.0} for step in range(1, 1001)))
+    steps = [int(row[0]) for row in course(run)[1:]]
+    assert steps[0] == 1
+    assert steps[-1] == 1000
+    assert len(steps) <= 25
+
+
+def test_a_step_that_a_later_life_repeats_is_that_of_the_later_life(run: RunDir) -> None:
+    live(run, life(1), life(2))
+    figures(run, {"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"life": 2, "step": 2, "loss": 1.0})
+    assert course(run) == [["step", "loss"], ["1", "3"], ["2", "1"]]
+
+
+def test_half_a_line_of_a_killed_life_is_passed_over(run: RunDir) -> None:
+    live(run, life())
+    run.metrics.write_text('{"life": 1, "step": 1, "loss": 3.0}\n{"life": 1, "step": 2, "lo')
+    assert course(run) == [["step", "loss"], ["1", "3"]]
+
+
+# --- time
+
+
+def test_the_time_is_split_by_the_share_of_each_interval_weighted_with_its_seconds(run: RunDir) -> None:
+    live(run, life(1), life(2))
+    figures(
+        run,
+        {"step": 1, "clock_s": 10.0, "share/data wait": 0.5, "share/checkpoint": 0.0},
+        {"step": 2, "clock_s": 90.0, "share/data wait": 0.0, "share/checkpoint": 0.25},
+        {"step": 2, "eval_loss": 1.0},  # says nothing of time
+        {"life": 2, "step": 3, "clock_s": 10.0, "share/data wait": 1.0},  # a clock that begins anew
+    )
+    assert [re.split(r"\s\s+", line.strip()) for line in sections(run)[-1].splitlines()] == [
+        ["time", "share"],
+        ["0:01:05", "65.0%", "computing"],
+        ["0:00:20", "20.0%", "checkpoint"],
+        ["0:00:15", "15.0%", "data wait"],
+    ]
+
+
+def test_figures_without_a_clock_are_said_to_have_none(run: RunDir) -> None:
+    live(run, life())
+    figures(run, {"step": 1, "loss": 1.0})
+    assert sections(run)[-1] == "no time was recorded"
+
+
+# --- checkpoints and failure
+
+
+def test_checkpoints_and_the_failure_come_last(run: RunDir) -> None:
+    live(run, life())
+    for name in ("step-0000020", "step-0000010", "tmp.abc"):
+        (run.checkpoints / name).mkdir(parents=True)
+    run.write_failure(Failure(1, "h", "rank 1 was killed by SIGKILL at step 21", 137, log="/runs/train/logs/rank-1.log"))
+    assert sections(run)[-2:] == [
+        "checkpoints: step-0000010, step-0000020",
+        "failed: rank 1 was killed by SIGKILL at step 21; its output: /runs/train/logs/rank-1.log",
+    ]
+
+
+# --- table
+
+
+def test_columns_are_as_wide_as_their_widest_cell_figures_to_the_right_words_to_the_left() -> None:
+    rows = [["step", "a", "who"], ["1", "-0.5", "ann"], ["100", "", "b"], ["20", "+12.25", ""]]
+    assert table(rows).splitlines() == [
+        "step       a  who",
+        "   1    -0.5  ann",
+        " 100          b",
+        "  20  +12.25",
+    ]

@@ -1,0 +1,99 @@
+"""The scheduler that is none: this machine, right here."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rankwise.plan import Plan
+from rankwise.schedulers import local
+
+GOLDEN = Path(__file__).with_name("golden") / "local.sh"
+HOSTILE = 'a b/$(touch x);it\'s "here"'
+DEADLINE_S = 30.0
+
+
+def plan(folder: str) -> Plan:
+    return Plan(
+        version=1,
+        run_id="x",
+        run_dir=f"{folder}/runs/`touch y` & *",
+        argv=("train.py",),
+        interpreter=(sys.executable,),
+        cwd=folder,
+        nproc=2,
+        threads=1,
+        fork=True,
+        grace_s=1.0,
+        console=True,
+        launcher_pid=0,
+    )
+
+
+def test_the_text_that_starts_a_run_is_the_golden_one() -> None:
+    assert local.render(plan(f"/home/{HOSTILE}")) == GOLDEN.read_text().replace("@PYTHON@", shlex.quote(sys.executable))
+
+
+def test_a_shell_runs_no_part_of_a_hostile_path(tmp_path: Path) -> None:
+    """The agent starts in that folder, looks for its plan in exactly that run directory, and finds none."""
+    folder = tmp_path / HOSTILE
+    folder.mkdir(parents=True)
+    asked = plan(str(folder))
+    done = subprocess.run(["/bin/sh", "-c", local.render(asked)], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"rankwise: {asked.run_dir}/plan.json: no plan can be read there")
+    assert [path.name for path in tmp_path.rglob("*") if path.name in ("x", "y")] == []
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_is_gone_ends_the_job_before_anything_starts(tmp_path: Path) -> None:
+    done = subprocess.run(["/bin/sh", "-c", local.render(plan(str(tmp_path / "gone")))], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "rankwise" not in done.stderr
+
+
+def test_it_takes_what_nobody_else_claims_as_a_single_process() -> None:
+    assert local.detect({})
+    assert local.detect({"RANK": "1"})
+    ranks = local.ranks({"RANK": "1"})
+    assert (ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size, ranks.node_rank) == (0, 1, 0, 1, 0)
+    assert ranks.master_addr is None
+
+
+def ended(job: str) -> bool:
+    deadline = time.monotonic() + DEADLINE_S
+    while local.state(job) != "ended":
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    return True
+
+
+# submit() leaves its Popen object to be forgotten, which warns.
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_job_runs_in_a_session_of_its_own_until_it_is_cancelled(tmp_path: Path) -> None:
+    job_sh = tmp_path / "job.sh"
+    job_sh.write_text(f"touch {shlex.quote(str(tmp_path / 'started'))}\nexec sleep 600\n")
+    job = local.submit(str(job_sh))
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not (tmp_path / "started").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        assert local.state(job) == "running"
+        assert os.getsid(int(job)) == int(job) != os.getsid(0)
+        local.cancel(job)
+        assert ended(job)  # a zombie has ended
+    finally:
+        os.kill(int(job), signal.SIGKILL)
+        status = os.waitpid(int(job), 0)[1]
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+    assert local.state(job) == "ended"  # and so has one that was reaped

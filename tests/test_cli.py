@@ -1,0 +1,169 @@
+"""The command as its user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rankwise.rundir import RunDir
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+# It sets a variable before it would import torch: so its rank starts without waiting for that import.
+PRINT_ARGUMENTS = "import os\nos.environ['X'] = '1'\nimport json, sys\nprint(json.dumps([sys.argv, os.getcwd()]))\n"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train it.py"
+    path.write_text(PRINT_ARGUMENTS)
+    return path
+
+
+# --- help
+
+
+@pytest.mark.parametrize(
+    ("words", "mentioned"),
+    [
+        ((), ("run", "report", "--version", "--help")),
+        (("run",), ("SCRIPT.py", "--nproc", "--name", "--run-dir", "--fresh", "--grace", "--help")),
+        (("report",), ("RUN", "--help")),
+    ],
+)
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_mentions_every_option(words: tuple[str, ...], mentioned: tuple[str, ...], option: str, rankwise: Run) -> None:
+    done = rankwise(*words, option)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(" ".join(["Usage: rankwise", *words]))
+    for word in mentioned:
+        assert word in done.stdout
+
+
+def test_help_mentions_every_option_that_there_is() -> None:
+    """The list above is complete: an option added later is one that this test asks for."""
+    from rankwise.cli import report, run
+
+    options = {option for verb in (run, report) for parameter in verb.params for option in parameter.opts}
+    assert options == {"--nproc", "--name", "--run-dir", "--fresh", "--grace", "argv", "run"}
+
+
+def test_the_module_is_the_same_command() -> None:
+    command = str(Path(sys.executable).with_name("rankwise"))
+    for words in (["--help"], ["run", "--help"], ["report", "--help"], ["--version"], ["run", "nowhere.py"]):
+        both = [
+            subprocess.run([*start, *words], capture_output=True, text=True)
+            for start in ([command], [sys.executable, "-m", "rankwise"])
+        ]
+        assert both[0].stdout == both[1].stdout
+        assert both[0].stderr == both[1].stderr
+        assert both[0].returncode == both[1].returncode
+
+
+def test_the_version_is_that_of_the_package(rankwise: Run) -> None:
+    from importlib.metadata import version
+
+    assert rankwise("--version").stdout == f"rankwise {version('rankwise')}\n"
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run"], "nothing to run; type: rankwise run script.py [its arguments]"),
+        (["run", "--nproc", "0", "SCRIPT"], "--nproc 0: give a number of ranks from 1 up, or auto"),
+        (["run", "--nproc", "x", "SCRIPT"], "--nproc x: give a number of ranks from 1 up, or auto"),
+        (["run", "--name", "a/b", "SCRIPT"], "--name 'a/b': a name is one folder; for another place type --run-dir PATH"),
+        (["run", "--grace", "0", "SCRIPT"], "--grace 0: give the seconds that ranks may take to stop, above 0"),
+        (["run", "nowhere.py"], "the script nowhere.py cannot be read: No such file or directory (from HERE)"),
+        (["run", "HERE"], "HERE is a folder; give the script that trains, for example HERE/train.py"),
+        (["run", "--run-dir", "SCRIPT/sub", "SCRIPT"],
+         "the run directory SCRIPT/sub cannot be made or written (Not a directory: SCRIPT/sub/logs); "
+         "choose another with --run-dir PATH"),
+        (["report", "other"], "there is no run in other or runs/other (no world.json); the runs here: none"),
+    ],
+)  # fmt: skip
+def test_an_error_is_one_line_with_status_2_and_leaves_nothing_behind(
+    words: list[str], message: str, rankwise: Run, script: Path, tmp_path: Path
+) -> None:
+    def typed(text: str) -> str:
+        return text.replace("SCRIPT", str(script)).replace("HERE", str(tmp_path))
+
+    done = rankwise(*map(typed, words))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == f"rankwise: {typed(message)}\n"
+    assert list(tmp_path.iterdir()) == [script]
+
+
+def test_a_syntax_error_in_the_script_is_one_line_with_status_2(rankwise: Run, script: Path) -> None:
+    script.write_text("import torch\nif True\n")
+    done = rankwise("run", str(script))
+    assert (done.returncode, done.stderr) == (2, f"rankwise: {script}:2: syntax error: expected ':'\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "culprit"),
+    [
+        (["run", "--nprocs", "2", "SCRIPT"], "--nprocs"),
+        (["run", "--nproc"], "--nproc"),
+        (["run", "--grace", "x", "SCRIPT"], "--grace"),
+        (["report"], "RUN"),
+        (["report", "a", "bcd"], "bcd"),
+        (["runn"], "runn"),
+    ],
+)
+def test_a_mistyped_command_is_an_error_with_status_2_whose_last_line_names_the_culprit(
+    words: list[str], culprit: str, rankwise: Run, script: Path, tmp_path: Path
+) -> None:
+    done = rankwise(*(word.replace("SCRIPT", str(script)) for word in words))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert culprit in last
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == [script]
+
+
+# --- a run
+
+
+def test_what_follows_the_script_is_its_own(rankwise: Run, script: Path, tmp_path: Path) -> None:
+    """Also what looks like ours, and what a shell or a parser would take for itself."""
+    words = ["--nproc", "7", "--", "--help", "-h", "", "a b", "$(touch x)", "--name=a/b", "größe", "--fresh", "--"]
+    done = rankwise("run", "--nproc", "1", "--name", "own", str(script), *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[str(script), *words], str(tmp_path)]
+    run = RunDir(tmp_path / "runs" / "own")
+    [life] = run.lives()
+    assert list(life.argv) == [str(script), *words]
+    assert (life.ranks, life.status) == (1, 0)
+    assert json.loads(run.config.read_text())["argv"] == [str(script), *words]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", script.name]
+    told = rankwise("report", "own")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "all ranks ended with status 0" in told.stdout
+
+
+# --- what it costs
+
+
+@pytest.mark.parametrize("modules", [["rankwise.cli"], ["rankwise.cli", "rankwise.launch.launch", "rankwise.report.terminal"]])
+def test_the_command_and_the_launcher_never_import_torch_or_numpy(modules: list[str]) -> None:
+    source = f"import sys, {', '.join(modules)}\nprint(sorted({{'torch', 'numpy', 'tqdm'}} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_modules_of_a_verb_are_loaded_only_when_it_is_called() -> None:
+    source = "import sys, rankwise.cli; print(sorted(name for name in sys.modules if name.startswith('rankwise')))"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout == "['rankwise', 'rankwise.cli', 'rankwise.errors']\n"

@@ -1,0 +1,70 @@
+"""What a user may set for one run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from rankwise.config import RunConfig, default_run_dir
+from rankwise.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"argv": ()}, r"^nothing to run; type: rankwise run script\.py"),
+        ({"nproc": "0"}, r"^--nproc 0: give a number of ranks from 1 up, or auto$"),
+        ({"nproc": "00"}, "^--nproc 00: "),
+        ({"nproc": "-1"}, "^--nproc -1: "),
+        ({"nproc": "x"}, "^--nproc x: "),
+        ({"nproc": "1.5"}, r"^--nproc 1\.5: "),
+        ({"nproc": ""}, "^--nproc : "),
+        ({"nproc": "²"}, "^--nproc ²: "),
+        ({"name": "a/b"}, r"^--name 'a/b': a name is one folder; for another place type --run-dir PATH$"),
+        ({"name": ""}, "^--name '': "),
+        ({"name": "."}, r"^--name '\.': "),
+        ({"name": ".."}, r"^--name '\.\.': "),
+        ({"grace_s": 0.0}, "^--grace 0: give the seconds that ranks may take to stop, above 0$"),
+        ({"grace_s": -1.5}, r"^--grace -1\.5: "),
+        ({"grace_s": float("nan")}, "^--grace nan: "),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named_with_what_to_type(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RunConfig(**{"argv": ("train.py",), **settings})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nproc", ["auto", "1", "64"])
+def test_nproc_is_a_number_or_auto(nproc: str) -> None:
+    assert RunConfig(argv=("train.py",), nproc=nproc).nproc == nproc
+
+
+def test_a_config_cannot_be_changed_after_its_check() -> None:
+    config = RunConfig(argv=("train.py",))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.nproc = "0"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        ({}, "runs/train"),
+        ({"argv": ("/some/where/big model.v2.py",)}, "runs/big model.v2"),
+        ({"name": "other"}, "runs/other"),
+        ({"run_dir": "out/x"}, "out/x"),
+        ({"run_dir": "out/x", "name": "other"}, "out/x"),
+        ({"run_dir": "/abs/x"}, "/abs/x"),
+    ],
+)
+def test_a_run_lives_in_the_folder_given_or_under_runs_by_its_name_or_its_scripts(
+    settings: dict[str, object], path: str, tmp_path: Path
+) -> None:
+    assert RunConfig(**{"argv": ("train.py",), **settings}).path == tmp_path / path  # type: ignore[arg-type]
+
+
+def test_the_run_directory_is_settled_where_the_command_was_typed(tmp_path: Path) -> None:
+    assert default_run_dir("sub/train.py") == tmp_path / "runs" / "train"
+    assert default_run_dir("train.py", "x") == tmp_path / "runs" / "x"
+    assert default_run_dir("") == tmp_path / "runs" / "run"

@@ -1,0 +1,377 @@
+"""The page that an agent shares with its ranks: the gate, and the lines that ranks leave for it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+
+import pytest
+
+from rankwise.page import _STOP, FINISHED, Page, Row
+
+DEADLINE_S = 30.0
+RANKS = 4
+ROUNDS = 20
+
+_SPAWN = multiprocessing.get_context("spawn")  # a fork of pytest would take its threads' locks along
+
+
+# --- the gate, with real processes
+
+
+def _train(path: str, local_rank: int, pace: int, meet: Callable[[], object]) -> int:
+    """One rank's loop: the steps it had done when it left. Never more than a deadline's worth."""
+    row = Page.open(path).row(local_rank)
+    row.join()
+    deadline = time.monotonic() + DEADLINE_S
+    done = 0
+    while row.pass_gate(done + 1):
+        for _ in range(pace):
+            pass
+        meet()
+        done += 1
+        if time.monotonic() > deadline:
+            return -done
+    return done
+
+
+def _rank(local_rank: int, connection: Connection, barrier: Barrier) -> None:
+    while (order := connection.recv()) is not None:
+        path, pace, meets = order
+        try:
+            connection.send(_train(path, local_rank, pace, (lambda: barrier.wait(DEADLINE_S)) if meets else bool))
+        except threading.BrokenBarrierError:
+            connection.send("a rank left while others waited for it")
+
+
+class Ranks:
+    """Real processes, each of which loops as it is told and answers with the steps it has done."""
+
+    def __init__(self) -> None:
+        self._barrier = _SPAWN.Barrier(RANKS)  # kept: its name is gone with it, and a process looks for that when it starts
+        pipes = [_SPAWN.Pipe() for _ in range(RANKS)]
+        self._pipes = [ours for ours, _ in pipes]
+        self._processes = [_SPAWN.Process(target=_rank, args=(r, theirs, self._barrier)) for r, (_, theirs) in enumerate(pipes)]
+        for process, (_, theirs) in zip(self._processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+
+    def start(self, page: Page, paces: list[int], meet: bool) -> None:
+        for pipe, pace in zip(self._pipes, paces, strict=True):
+            pipe.send((page.path, pace, meet))
+
+    def done(self) -> list[object]:
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(2 * DEADLINE_S), f"rank {rank} never came back"
+            answers.append(pipe.recv())
+        return answers
+
+    def end(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.close()
+            process.kill()
+            process.join()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    started = Ranks()
+    yield started
+    started.end()
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+        time.sleep(0.0005)
+
+
+@pytest.mark.parametrize("meet", [True, False], ids=["all wait for each other in each step", "each at its own pace"])
+def test_all_ranks_leave_with_the_same_number_of_steps_done_whenever_the_agent_stops_them(ranks: Ranks, meet: bool) -> None:
+    chance = random.Random(7)
+    for number in range(ROUNDS):
+        page = Page.create(RANKS)
+        ranks.start(page, [chance.choice((0, 20, 100, 300)) for _ in range(RANKS)], meet)
+        watched, moment = page.row(chance.randrange(RANKS)), chance.randrange(1, 60)
+        wait_for(lambda row=watched, step=moment: row.claim >= step, "the moment of the stop")
+        agreed = page.stop(signal.SIGTERM)
+        assert ranks.done() == [agreed] * RANKS, f"round {number}"
+        assert agreed >= moment
+        assert page.joined() == list(range(RANKS))
+
+
+def test_a_rank_that_comes_after_the_stop_leaves_with_the_others(ranks: Ranks) -> None:
+    """The agent need not wait for anyone: a rank that had not begun catches up."""
+    page = Page.create(RANKS + 1)
+    late = page.row(RANKS)
+    ranks.start(page, [0] * RANKS, meet=False)
+    wait_for(lambda: all(page.row(r).claim > 3 for r in range(RANKS)), "the ranks to be on their way")
+    agreed = page.stop(signal.SIGTERM)
+    assert ranks.done() == [agreed] * RANKS
+    assert next(step for step in count(1) if not late.pass_gate(step)) == agreed + 1
+
+
+# --- the gate, each moment of it
+
+
+class StopAt:
+    """A rank's words, in which the agent's whole stop falls right before one chosen access of the rank."""
+
+    def __init__(self, page: Page, access: int) -> None:
+        self._page = page
+        self._left = access
+        self.agreed: int | None = None
+
+    def _tick(self) -> None:
+        if self._left == 0:
+            self.agreed = self._page.stop(signal.SIGUSR1)
+        self._left -= 1
+
+    def __getitem__(self, index: int) -> int:
+        self._tick()
+        return self._page._words[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._tick()
+        self._page._words[index] = value
+
+
+@pytest.mark.parametrize("other", [0, 2, 3, 7], ids="the other rank is in step {}".format)
+@pytest.mark.parametrize("access", range(12))
+def test_a_stop_between_any_two_accesses_of_a_rank_is_obeyed_after_the_agreed_step(access: int, other: int) -> None:
+    page = Page.create(2)
+    assert other == 0 or page.row(1).pass_gate(other)
+    words = StopAt(page, access)
+    row = Row(words, page._map, 0)  # type: ignore[arg-type]
+    left = next(step for step in count(1) if not row.pass_gate(step))
+    assert words.agreed is not None
+    assert left - 1 == words.agreed >= other
+    assert row.reason == signal.SIGUSR1
+    behind = next(step for step in count(other + 1) if not page.row(1).pass_gate(step))
+    assert behind == left
+
+
+class PausedAgent:
+    """The agent's words: it halts with the gate held, before it looks at the claims or after, until it is released."""
+
+    def __init__(self, words: memoryview[int], after_its_look: bool) -> None:
+        self._words = words
+        self._writes_left = 3 if after_its_look else 2  # REASON, HOLD, and STOP after the look
+        self.halted, self.release = threading.Event(), threading.Event()
+
+    def _halt(self) -> None:
+        self.halted.set()
+        assert self.release.wait(DEADLINE_S)
+
+    def __getitem__(self, index: int) -> int:
+        if self._writes_left == 0 and not self.halted.is_set():
+            self._halt()
+        return self._words[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._writes_left -= 1
+        if self._writes_left == 0 and index == _STOP:
+            self._halt()
+        self._words[index] = value
+
+
+@pytest.mark.parametrize(("after_its_look", "passes"), [(False, True), (True, False)])
+def test_a_rank_at_a_held_gate_waits_for_the_agreement(after_its_look: bool, passes: bool) -> None:
+    """It neither passes nor leaves before STOP is there; whether its claim was counted decides which."""
+    page = Page.create(1)
+    row = page.row(0)
+    assert row.pass_gate(3)
+    words = PausedAgent(page._words, after_its_look)
+    page._words = words  # type: ignore[assignment]
+    agreed: list[int] = []
+    agent = threading.Thread(target=lambda: agreed.append(page.stop(signal.SIGTERM)))
+    agent.start()
+    assert words.halted.wait(DEADLINE_S)
+    passed: list[bool] = []
+    rank = threading.Thread(target=lambda: passed.append(row.pass_gate(4)))
+    rank.start()
+    wait_for(lambda: row.claim == 4, "the rank at the gate")
+    rank.join(0.05)
+    assert rank.is_alive()
+    words.release.set()
+    for thread in (rank, agent):
+        thread.join(DEADLINE_S)
+    assert passed == [passes]
+    assert agreed == [4 if passes else 3]
+    assert not row.pass_gate(5)
+
+
+def test_without_a_stop_every_step_is_passed_and_nobody_is_asked() -> None:
+    page = Page.create(2)
+    assert all(page.row(0).pass_gate(step) for step in range(1, 100))
+    assert page.row(0).claim == 99
+    assert page.row(1).claim == 0
+    assert not page.stopping
+
+
+def test_a_stop_before_any_claim_lets_nobody_begin() -> None:
+    page = Page.create(3)
+    assert page.stop(signal.SIGINT) == 0
+    assert page.stopping
+    for r in range(3):
+        assert not page.row(r).pass_gate(1)
+        assert page.row(r).reason == signal.SIGINT
+
+
+def test_a_stop_after_a_rank_has_finished_lets_all_run_to_the_end() -> None:
+    page = Page.create(2)
+    assert page.row(0).pass_gate(100)
+    page.row(0).finish()
+    assert page.row(1).pass_gate(97)
+    assert page.stop(signal.SIGTERM) == FINISHED
+    assert all(page.row(1).pass_gate(step) for step in range(98, 101))
+
+
+# --- what else is in a row
+
+
+def test_ranks_join_leave_raise_a_flag_and_tell_of_their_groups_each_in_its_own_row() -> None:
+    page = Page.create(3)
+    assert (page.joined(), page.flagged(), page.ranks) == ([], 0, 3)
+    page.row(0).join()
+    page.row(2).join()
+    page.row(2).flag = signal.SIGUSR2
+    page.row(1).made_group()
+    assert page.joined() == [0, 2]
+    assert page.flagged() == signal.SIGUSR2
+    assert [page.row(r).flag for r in range(3)] == [0, 0, signal.SIGUSR2]
+    assert [page.row(r).groups for r in range(3)] == [False, True, False]
+    page.row(0).leave()
+    assert page.joined() == [2]
+
+
+def test_reset_forgets_everything_but_the_number_of_ranks() -> None:
+    page = Page.create(2)
+    for r in range(2):
+        row = page.row(r)
+        row.join()
+        row.pass_gate(5)
+        row.say("loss 1")
+        row.made_group()
+        row.flag = signal.SIGTERM
+    page.stop(signal.SIGTERM)
+    page.reset()
+    assert (page.ranks, page.stopping, page.joined(), page.flagged()) == (2, False, [], 0)
+    for r in range(2):
+        row = page.row(r)
+        assert (row.claim, row.reason, row.groups, row.heard(0)) == (0, 0, False, (0, None))
+        assert row.pass_gate(1)
+    assert page.stop(signal.SIGINT) == 1
+
+
+# --- lines
+
+
+def test_a_line_is_heard_once_and_the_newest_replaces_the_one_before() -> None:
+    row = Page.create(1).row(0)
+    assert row.heard(0) == (0, None)
+    row.say("loss 2.5")
+    row.say("loss 2.25, größer")
+    seen, text = row.heard(0)
+    assert text == "loss 2.25, größer"
+    assert row.heard(seen) == (seen, None)
+    row.say("")
+    assert row.heard(seen)[1] == ""
+
+
+def test_a_line_that_is_too_long_is_cut_and_touches_no_other_row() -> None:
+    page = Page.create(2)
+    page.row(1).say("mine")
+    page.row(0).say("ä" * 1000)
+    _, text = page.row(0).heard(0)
+    assert text is not None
+    assert 200 <= len(text) < 1000
+    assert set(text) <= {"ä", "\N{REPLACEMENT CHARACTER}"}
+    assert page.row(1).heard(0)[1] == "mine"
+    assert page.row(1).claim == 0
+
+
+_TALK = """
+import sys
+from rankwise.page import Page
+row = Page.open(sys.argv[1]).row(0)
+while True:
+    row.say("a" * 10)
+    row.say("b" * 448)
+"""
+
+
+def test_a_line_is_heard_whole_while_it_is_being_replaced() -> None:
+    page = Page.create(1)
+    row = page.row(0)
+    heard: list[str] = []
+    seen = 0
+    with subprocess.Popen([sys.executable, "-c", _TALK, page.path]) as talker:
+        try:
+            deadline = time.monotonic() + DEADLINE_S
+            while len(heard) < 2000:
+                assert time.monotonic() < deadline
+                seen, text = row.heard(seen)
+                if text is not None:
+                    heard.append(text)
+        finally:
+            talker.kill()
+    assert set(heard) == {"a" * 10, "b" * 448}
+
+
+# --- where it is
+
+
+_HOLD_A_PAGE = """
+import sys
+from rankwise.page import Page
+page = Page.create(3)
+page.row(2).pass_gate(41)
+print(page.path, flush=True)
+sys.stdin.read()
+print(page.row(1).claim, flush=True)
+"""
+
+
+def test_another_process_opens_it_by_its_path_for_as_long_as_the_owner_lives() -> None:
+    with subprocess.Popen([sys.executable, "-c", _HOLD_A_PAGE], stdin=-1, stdout=-1, text=True) as owner:
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        path = owner.stdout.readline().strip()
+        page = Page.open(path)
+        assert (page.ranks, page.row(2).claim) == (3, 41)
+        page.row(1).pass_gate(17)
+        owner.stdin.close()
+        assert owner.stdout.read() == "17\n"
+        owner.wait(DEADLINE_S)
+    with pytest.raises(OSError, match="No such file"):
+        Page.open(path)
+    assert page.row(2).claim == 41  # who has it open keeps it
+
+
+def test_a_killed_owner_takes_its_path_along_even_before_it_is_reaped() -> None:
+    with subprocess.Popen([sys.executable, "-c", _HOLD_A_PAGE], stdin=-1, stdout=-1, text=True) as owner:
+        assert owner.stdout is not None
+        path = owner.stdout.readline().strip()
+        owner.kill()
+        assert owner.stdout.read() == ""  # its end has closed the pipe; nobody has waited for it yet
+
+        def gone() -> bool:
+            try:
+                Page.open(path)
+            except OSError:
+                return True
+            return False
+
+        wait_for(gone, "the path to go")

@@ -1,0 +1,325 @@
+"""Facts and acts about processes. What kills everything below the caller runs in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rankwise import processes
+
+DEADLINE_S = 30.0
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+        time.sleep(0.002)
+
+
+def gone(pid: int) -> bool:
+    return processes.start_time(pid) is None
+
+
+@contextlib.contextmanager
+def python(source: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """Runs the source; whatever the test did, the process and what is below it have ended afterwards."""
+    with subprocess.Popen([sys.executable, "-c", source, *words], stdin=-1, stdout=-1, text=True) as process:
+        try:
+            yield process
+        finally:
+            for pid in reversed(processes.descendants(process.pid)):
+                processes.send(pid, signal.SIGKILL)
+            process.kill()
+
+
+def line_of(process: subprocess.Popen[str]) -> list[int]:
+    assert process.stdout is not None
+    return [int(word) for word in process.stdout.readline().split()]
+
+
+# --- start_time
+
+
+def test_a_living_process_has_one_start_time_that_sets_it_apart() -> None:
+    mine = processes.start_time(os.getpid())
+    assert mine is not None
+    assert processes.start_time(os.getpid()) == mine
+    with python("input()") as child:
+        began = processes.start_time(child.pid)
+        assert began is not None
+        assert began >= mine
+        assert began / os.sysconf("SC_CLK_TCK") <= time.clock_gettime(time.CLOCK_BOOTTIME)
+        child.communicate("\n")
+
+
+def test_a_process_that_is_gone_or_a_zombie_has_no_start_time() -> None:
+    with python("") as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended and is not reaped
+        assert Path(f"/proc/{child.pid}").exists()
+        assert processes.start_time(child.pid) is None
+    assert not Path(f"/proc/{child.pid}").exists()
+    assert processes.start_time(child.pid) is None
+    assert processes.start_time(2**22 + 1) is None  # above any pid
+
+
+_RENAME = """
+import ctypes, sys
+ctypes.CDLL(None).prctl(15, sys.argv[1].encode(), 0, 0, 0)  # PR_SET_NAME
+print(0, flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("name", [") Z 1 (", "a b) c", "(x", "))) Z"])
+def test_the_name_of_a_process_cannot_lie_about_its_start_time(name: str) -> None:
+    with python(_RENAME, name) as child:
+        before = processes.start_time(child.pid)
+        line_of(child)
+        with open(f"/proc/{child.pid}/comm") as file:
+            assert file.read().rstrip("\n") == name
+        assert processes.start_time(child.pid) == before is not None
+        child.communicate("\n")
+
+
+def test_the_boot_has_a_name_that_stays() -> None:
+    assert len(processes.boot_id()) == 36
+    assert processes.boot_id() == processes.boot_id()
+
+
+# --- the tree
+
+_PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+print(child.pid, flush=True)
+input()
+child.communicate()
+"""
+
+
+def test_children_and_descendants_are_found_in_other_sessions_too() -> None:
+    with python(_PARENT) as parent:
+        [grandchild] = line_of(parent)
+        assert processes.children(parent.pid) == [grandchild]
+        assert parent.pid in processes.children(os.getpid())
+        below = processes.descendants(os.getpid())
+        assert below.index(parent.pid) < below.index(grandchild)
+        parent.communicate("\n")
+    assert processes.children(parent.pid) == []
+    assert processes.descendants(parent.pid) == []
+
+
+_CHILD_OF_A_THREAD = """
+import subprocess, sys, threading
+started, end = threading.Event(), threading.Event()
+def start():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    print(child.pid, flush=True)
+    end.wait()
+    child.communicate()
+threading.Thread(target=start).start()
+input()
+end.set()
+"""
+
+
+def test_the_child_of_a_thread_is_a_child_of_its_process() -> None:
+    with python(_CHILD_OF_A_THREAD) as parent:
+        [child] = line_of(parent)
+        assert processes.children(parent.pid) == [child]
+        parent.communicate("\n")
+
+
+def test_a_signal_to_a_process_that_is_gone_is_no_error() -> None:
+    with python("") as child:
+        child.wait()
+    processes.send(child.pid, signal.SIGTERM)
+
+
+def test_a_signal_is_sent() -> None:
+    with python("input()") as child:
+        processes.send(child.pid, signal.SIGTERM)
+        assert child.wait(DEADLINE_S) == -signal.SIGTERM
+
+
+# --- subreaper and end_tree: this one starts a tree that does all it can to be left over
+
+_TREE = """
+import os, signal, subprocess, sys
+from rankwise import processes
+
+LEAF = '''
+import os, signal, sys
+for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    signal.signal(signum, signal.SIG_IGN)
+os.write(int(sys.argv[1]), b"%d " % os.getpid())
+signal.pause()
+'''
+
+def leaf(fd, **options):
+    return subprocess.Popen([sys.executable, "-c", LEAF, str(fd)], pass_fds=[fd], **options)
+
+def branch(fd):
+    if os.fork() == 0:
+        os.setsid()
+        leaf(fd, start_new_session=True)     # a grandchild in a session of its own
+        if os.fork() == 0:
+            leaf(fd)
+            os._exit(0)                      # its leaf is an orphan at once
+        os.write(fd, b"%d " % os.getpid())
+        signal.pause()
+
+def numbers(fd, count):
+    text = b""
+    while text.count(b" ") < count:
+        text += os.read(fd, 4096)
+    return [int(word) for word in text.split()]
+
+if sys.argv[1] == "subreaper":
+    processes.become_subreaper()
+reader, writer = os.pipe()
+branch(writer)
+pids = numbers(reader, 3)
+"""
+
+_END_ALL = (
+    _TREE
+    + """
+orphans = [p for p in pids if p in processes.children(os.getpid())]
+clean = processes.end_tree()
+print(clean, len(orphans), processes.children(os.getpid()), [p for p in pids if processes.start_time(p)], flush=True)
+"""
+)
+
+
+def test_end_tree_leaves_nothing_of_a_tree_with_sessions_orphans_and_ignored_signals() -> None:
+    with python(_END_ALL, "subreaper") as top:
+        out, _ = top.communicate(timeout=DEADLINE_S)
+    assert out == "True 2 [] []\n"  # the branch itself, and the orphan that fell to the subreaper
+
+
+_ORPHAN = """
+import os, sys
+from rankwise import processes
+if sys.argv[1] == "subreaper":
+    processes.become_subreaper()
+reader, writer = os.pipe()
+told, tell = os.pipe()
+if os.fork() == 0:
+    if os.fork() == 0:
+        os.close(tell)
+        os.read(told, 1)                     # until the top has reaped the middle one
+        os.write(writer, b"%d" % os.getppid())
+        os._exit(0)
+    os._exit(0)
+os.wait()
+os.write(tell, b"x")
+print(int(int(os.read(reader, 100)) == os.getpid()), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("how", "falls_to_us"), [("subreaper", 1), ("plain", 0)])
+def test_an_orphan_falls_to_the_subreaper_above_it(how: str, falls_to_us: int) -> None:
+    with python(_ORPHAN, how) as top:
+        assert line_of(top) == [falls_to_us]
+        top.communicate()
+
+
+_EXCLUDE = """
+import os, subprocess, sys
+from rankwise import processes
+processes.become_subreaper()
+KEPT = '''
+import subprocess, sys
+below = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+print(below.pid, flush=True)
+input()
+below.communicate()
+'''
+kept = subprocess.Popen([sys.executable, "-c", KEPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+below = int(kept.stdout.readline())
+other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+assert processes.end_tree(exclude={kept.pid})
+print(*(int(processes.start_time(pid) is not None) for pid in (kept.pid, below, other.pid)), flush=True)
+assert processes.end_tree()
+print(*(int(processes.start_time(pid) is not None) for pid in (kept.pid, below, other.pid)), flush=True)
+"""
+
+
+def test_end_tree_spares_what_is_excluded_and_what_is_below_it() -> None:
+    with python(_EXCLUDE) as top:
+        assert line_of(top) == [1, 1, 0]
+        assert line_of(top) == [0, 0, 0]
+        top.communicate()
+
+
+def test_end_tree_of_nobody_is_done_at_once() -> None:
+    source = "from rankwise import processes\nprint(int(processes.end_tree(bound_s=0)))"
+    with python(source) as top:
+        assert line_of(top) == [1]
+        top.communicate()
+
+
+# --- death with the parent
+
+_DIES_WITH_ITS_PARENT = """
+import os, signal, sys
+from rankwise import processes
+parent = os.getpid()
+reader, writer = os.pipe()
+pid = os.fork()
+if pid == 0:
+    if sys.argv[1] == "armed":
+        processes.die_with_parent(parent)
+    os.write(writer, b"x")
+    signal.pause()
+os.read(reader, 1)
+print(pid, flush=True)
+signal.pause()
+"""
+
+
+def test_a_process_dies_with_its_parent_however_that_ends() -> None:
+    with python(_DIES_WITH_ITS_PARENT, "armed") as parent:
+        [child] = line_of(parent)
+        assert not gone(child)
+        parent.kill()
+        wait_for(lambda: gone(child), "the child's death")
+
+
+def test_without_it_a_process_lives_on() -> None:
+    with python(_DIES_WITH_ITS_PARENT, "plain") as parent:
+        [child] = line_of(parent)
+        parent.kill()
+        parent.wait()
+        assert not gone(child)
+        os.kill(child, signal.SIGKILL)
+        wait_for(lambda: gone(child), "the child's death")
+
+
+_PARENT_ENDED_BEFORE = """
+import os
+from rankwise import processes
+reader, writer = os.pipe()
+if os.fork() == 0:
+    processes.die_with_parent(2**22 + 1)     # never its parent
+    os.write(writer, b"lives on")
+    os._exit(0)
+os.close(writer)
+print(len(os.read(reader, 100)), os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+def test_a_process_whose_parent_has_ended_already_leaves_at_once() -> None:
+    with python(_PARENT_ENDED_BEFORE) as top:
+        assert line_of(top) == [0, 1]
+        top.communicate()

@@ -1,0 +1,392 @@
+"""The records of a run: whole or absent, and of one writer."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+
+from rankwise import processes
+from rankwise.errors import RunDirError
+from rankwise.rundir import Failure, Holder, Lease, RunDir, write_json, write_text
+
+DEADLINE_S = 30.0
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "runs" / "train")
+    made.prepare(fresh=False)
+    return made
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- atomic writes
+
+
+def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "a b.json"
+    write_text(path, "one")
+    write_text(path, "größer\n")
+    assert path.read_bytes() == "größer\n".encode()
+    assert names(tmp_path) == ["a b.json"]
+
+
+def test_a_record_is_written_as_json_with_a_last_newline(tmp_path: Path) -> None:
+    write_json(tmp_path / "x.json", {"a": [1, None, "ä"]})
+    text = (tmp_path / "x.json").read_text()
+    assert text.endswith("}\n")
+    assert json.loads(text) == {"a": [1, None, "ä"]}
+
+
+def test_a_file_gets_the_mode_asked_for(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        write_text(tmp_path / "job.sh", "", mode=0o755)
+        write_text(tmp_path / "secret", "", mode=0o600)
+        write_text(tmp_path / "plain", "")
+    finally:
+        os.umask(before)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("job.sh", "secret", "plain")] == [0o755, 0o600, 0o644]
+
+
+def test_a_write_that_fails_leaves_the_older_file_and_no_temporary_one(tmp_path: Path) -> None:
+    path = tmp_path / "in the way"
+    path.mkdir()
+    (path / "x").touch()
+    with pytest.raises(RunDirError, match=r"^cannot write .*in the way: "):
+        write_text(path, "text")
+    assert names(tmp_path) == ["in the way"]
+    assert names(path) == ["x"]
+
+
+def test_a_write_into_no_folder_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=r"^cannot write .*gone/x\.json: No such file or directory$"):
+        write_json(tmp_path / "gone" / "x.json", {})
+
+
+_WRITE_FOR_EVER = """
+import sys
+from pathlib import Path
+from rankwise.rundir import write_json
+while True:
+    for letter in "ab":
+        write_json(Path(sys.argv[1]), letter * 300_000)
+"""
+
+
+def test_a_reader_never_sees_half_a_record_though_its_writer_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "world.json"
+    write_json(path, "a" * 300_000)
+    seen: set[str] = set()
+    with subprocess.Popen([sys.executable, "-c", _WRITE_FOR_EVER, str(path)]) as writer:
+        try:
+            deadline = time.monotonic() + DEADLINE_S
+            changes = 0
+            last = path.stat().st_ino
+            while changes < 100:
+                assert time.monotonic() < deadline
+                seen.add(json.loads(path.read_text()))
+                changes += path.stat().st_ino != last
+                last = path.stat().st_ino
+        finally:
+            writer.kill()
+    seen.add(json.loads(path.read_text()))
+    assert seen == {"a" * 300_000, "b" * 300_000}
+
+
+# --- the folder
+
+
+def test_prepare_makes_the_folders_and_keeps_what_is_there(run: RunDir) -> None:
+    assert run.logs.is_dir()
+    assert run.telemetry.is_dir()
+    run.log(0).write_text("printed")
+    assert run.prepare(fresh=False) is None
+    assert run.log(0).read_text() == "printed"
+
+
+def test_fresh_moves_the_older_runs_aside_each_to_a_name_of_its_own(run: RunDir) -> None:
+    asides = []
+    for number in range(4):
+        run.log(0).write_text(str(number))
+        asides.append(run.prepare(fresh=True))
+        assert not run.log(0).exists()
+        assert run.logs.is_dir()
+    assert len(set(asides)) == 4
+    for number, aside in enumerate(asides):
+        assert aside is not None
+        assert aside.parent == run.path.parent
+        assert aside.name.startswith("train.")
+        assert RunDir(aside).log(0).read_text() == str(number)
+
+
+def test_fresh_with_no_older_run_has_nothing_to_move(tmp_path: Path) -> None:
+    made = RunDir(tmp_path / "new")
+    assert made.prepare(fresh=True) is None
+    assert names(tmp_path) == ["new"]
+
+
+def test_fresh_leaves_a_run_that_is_alive_where_it_is(run: RunDir) -> None:
+    lease = run.take()
+    with pytest.raises(RunDirError, match=f"is alive: pid {os.getpid()} on "):
+        run.prepare(fresh=True)
+    assert names(run.path.parent) == ["train"]
+    lease.release()
+    assert run.prepare(fresh=True) is not None
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_folder_that_cannot_be_made_is_an_error_that_says_why_and_how_to_choose_another(fresh: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirError, match=r"file/sub/train cannot be made or written \(Not a directory: .*--run-dir PATH$"):
+        RunDir(tmp_path / "file" / "sub" / "train").prepare(fresh)
+
+
+def test_a_file_where_the_folder_should_be_is_an_error_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "train").write_text("mine")
+    with pytest.raises(RunDirError, match=r"train cannot be made or written \(.*--run-dir PATH$"):
+        RunDir(tmp_path / "train").prepare(fresh=False)
+    assert (tmp_path / "train").read_text() == "mine"
+
+
+# --- one writer
+
+
+def dead_pid() -> int:
+    """Of a process that has ended and is reaped."""
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    return done.pid
+
+
+def left_by(run: RunDir, **changes: object) -> Holder:
+    """A lease as another process would have left it."""
+    holder = replace(Holder.this_process(), **changes)  # type: ignore[arg-type]
+    write_json(run.lease, asdict(holder))
+    return holder
+
+
+def test_the_second_to_take_a_run_is_refused_with_who_holds_it_and_what_to_do(run: RunDir) -> None:
+    run.take()
+    with pytest.raises(RunDirError) as caught:
+        run.take()
+    holder = run.holder()
+    assert holder is not None
+    said = str(caught.value)
+    assert said.startswith(f"the run in {run.path} is alive: pid {os.getpid()} on {holder.host} since 2")
+    assert said.endswith("wait for it, stop it, or start another with --name NAME")
+    assert names(run.path) == ["lease.json", "logs", "telemetry"]
+
+
+_HOLD = """
+import sys
+from pathlib import Path
+from rankwise.rundir import RunDir
+lease = RunDir(Path(sys.argv[1])).take()
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_is_anothers_until_that_process_is_killed_and_then_is_taken_at_once(run: RunDir) -> None:
+    with subprocess.Popen([sys.executable, "-c", _HOLD, str(run.path)], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "taken\n"
+        with pytest.raises(RunDirError, match=f"is alive: pid {other.pid} on "):
+            run.take()
+        other.kill()
+        other.wait()
+    run.take()
+    assert names(run.path) == ["lease.json", "logs", "telemetry"]
+
+
+def test_released_it_can_be_taken_again(run: RunDir) -> None:
+    run.take().release()
+    assert run.holder() is None
+    assert names(run.path) == ["logs", "telemetry"]
+    run.take()
+
+
+def test_the_record_of_a_process_that_has_ended_is_replaced(run: RunDir) -> None:
+    dead = left_by(run, pid=dead_pid())
+    assert dead.is_gone()
+    run.take()
+    holder = run.holder()
+    assert holder is not None
+    assert (holder.pid, holder.start_time) == (os.getpid(), processes.start_time(os.getpid()))
+    assert names(run.path) == ["lease.json", "logs", "telemetry"]
+
+
+def test_a_pid_that_was_given_to_another_process_is_a_holder_that_is_gone(run: RunDir) -> None:
+    start = processes.start_time(os.getpid())
+    assert start is not None
+    assert left_by(run, start_time=start - 1).is_gone()
+    run.take()
+
+
+def test_a_holder_of_before_a_reboot_is_gone(run: RunDir) -> None:
+    assert left_by(run, boot="00000000-0000-0000-0000-000000000000").is_gone()
+    run.take()
+
+
+def test_a_process_that_lives_is_not_gone() -> None:
+    assert not Holder.this_process().is_gone()
+
+
+def test_a_holder_on_another_host_is_not_assumed_gone(run: RunDir) -> None:
+    """Nothing of it can be known from here: not its pid, not its boot."""
+    other = left_by(run, host="another-host", pid=dead_pid(), boot="00000000-0000-0000-0000-000000000000")
+    assert not other.is_gone()
+    with pytest.raises(RunDirError, match=f"is alive: pid {other.pid} on another-host since"):
+        run.take()
+    with pytest.raises(RunDirError, match="on another-host"):
+        run.prepare(fresh=True)
+    assert run.holder() == other
+
+
+def test_keys_of_a_later_version_in_a_lease_are_passed_over(run: RunDir) -> None:
+    holder = Holder.this_process()
+    write_json(run.lease, {**asdict(holder), "renewed": 5})
+    assert run.holder() == holder
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"host": "a"}'])
+def test_a_lease_that_cannot_be_read_is_never_taken_over(run: RunDir, text: str) -> None:
+    run.lease.write_text(text)
+    with pytest.raises(RunDirError, match=r"lease\.json cannot be read .*; if no run is alive there, remove it$"):
+        run.take()
+    assert run.lease.read_text() == text
+
+
+def test_release_removes_ones_own_lease_alone(run: RunDir) -> None:
+    mine = run.take()
+    other = left_by(run, token="another's")
+    mine.release()
+    assert run.holder() == other
+
+
+def test_release_after_the_run_was_moved_or_removed_is_no_error(run: RunDir) -> None:
+    lease = run.take()
+    os.rename(run.path, run.path.with_name("moved"))
+    lease.release()
+    run.path.mkdir()
+    lease.release()
+
+
+def _contend(connection: Connection, barrier: Barrier) -> None:
+    """Take each run directory named, at the same moment as the other; say whether it was had, and hold what was."""
+    held: list[Lease] = []
+    while (path := connection.recv()) is not None:
+        barrier.wait(DEADLINE_S)
+        try:
+            held.append(RunDir(Path(path)).take())
+            connection.send(True)
+        except RunDirError as error:
+            connection.send(str(error))
+
+
+@pytest.fixture
+def contenders() -> Iterator[list[Connection]]:
+    barrier = _SPAWN.Barrier(2)
+    pipes = [_SPAWN.Pipe() for _ in range(2)]
+    started = [_SPAWN.Process(target=_contend, args=(theirs, barrier)) for _, theirs in pipes]
+    for process in started:
+        process.start()
+    yield [ours for ours, _ in pipes]
+    for (ours, theirs), process in zip(pipes, started, strict=True):
+        process.kill()
+        process.join()
+        ours.close()
+        theirs.close()
+
+
+def test_of_two_processes_that_want_one_run_at_once_exactly_one_gets_it(contenders: list[Connection], tmp_path: Path) -> None:
+    for number in range(30):
+        run = RunDir(tmp_path / str(number))
+        run.prepare(fresh=False)
+        for contender in contenders:
+            contender.send(str(run.path))
+        answers = []
+        for contender in contenders:
+            assert contender.poll(DEADLINE_S)
+            answers.append(contender.recv())
+        assert answers.count(True) == 1, f"round {number}: {answers}"
+        [refusal] = [answer for answer in answers if answer is not True]
+        assert "is alive: pid" in refusal
+        assert names(run.path) == ["lease.json", "logs", "telemetry"]
+
+
+# --- lives
+
+
+def test_lives_are_counted_from_one_and_the_newest_is_changed(run: RunDir) -> None:
+    assert run.lives() == []
+    first = run.begin_life(2, ("train.py", "--lr", "1"), "/proc/1/fd/3")
+    assert (first.life, first.ranks, first.page, first.ended, first.status) == (1, 2, "/proc/1/fd/3", None, None)
+    run.update_life(first, pids=(7, 8))
+    second = run.begin_life(4, ("train.py",))
+    changed = run.update_life(second, ended=second.started + 5, status=75, outcome="stopped by SIGTERM after step 3")
+    lives = run.lives()
+    assert [life.life for life in lives] == [1, 2]
+    assert list(lives[0].pids) == [7, 8]
+    assert list(lives[0].argv) == ["train.py", "--lr", "1"]
+    assert (lives[0].status, lives[0].outcome) == (None, "")
+    assert (lives[1].ended, lives[1].status, lives[1].outcome) == (changed.ended, 75, "stopped by SIGTERM after step 3")
+    assert lives[1].ranks == 4
+
+
+def test_lives_of_a_later_version_can_be_read(run: RunDir) -> None:
+    life = run.begin_life(1, ("train.py",))
+    write_json(run.world, {"lives": [{**asdict(life), "nodes": 2}], "more": 1})
+    assert run.lives()[0].started == life.started
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"lives": [{"life": 1}]}', '{"lives": 1}'])
+def test_a_world_that_cannot_be_read_is_an_error_that_names_it(run: RunDir, text: str) -> None:
+    run.world.write_text(text)
+    with pytest.raises(RunDirError, match=r"world\.json cannot be read"):
+        run.lives()
+
+
+# --- figures and failures
+
+
+def test_half_a_line_of_metrics_is_passed_over(run: RunDir) -> None:
+    assert run.read_metrics() == []
+    run.metrics.write_bytes(b'{"step": 1, "loss": 2.5}\n{"step": 2, "lo\n\n{"step": 3, "text": "\xff"}\n{"step": 4, "loss": 2.')
+    assert [record["step"] for record in run.read_metrics()] == [1, 3]
+
+
+def test_a_failure_is_read_as_it_was_written_and_forgotten_when_asked(run: RunDir) -> None:
+    assert run.read_failure() is None
+    run.write_failure(None)  # there is none to remove
+    failure = Failure(1, "host", "rank 1 raised ValueError: ü", 1, exit_code=1, traceback="a\nb", step=60, life=2)
+    run.write_failure(failure)
+    assert run.read_failure() == failure
+    write_json(run.failure, {**asdict(failure), "cause": "later"})
+    assert run.read_failure() == failure
+    run.write_failure(None)
+    assert run.read_failure() is None
+    assert not run.failure.exists()
+
+
+def test_each_rank_has_a_log_and_a_place_for_its_exception(run: RunDir) -> None:
+    paths = {run.log(0), run.log(1), run.exception(0), run.exception(1)}
+    assert len(paths) == 4
+    assert {path.parent for path in paths} == {run.logs}
+    assert run.log(11).name == "rank-11.log"

@@ -1,0 +1,188 @@
+"""Lines that scroll, and one status line below them."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TextIO
+
+import pytest
+
+from rankwise.terminal import Terminal, clock, progress_line
+
+CLEAR = b"\r\x1b[K"
+
+
+class Screen:
+    """A terminal of ours on a real pseudo-terminal or pipe."""
+
+    def __init__(self, tty: bool) -> None:
+        self.reader, self._writer = os.openpty() if tty else os.pipe()
+        os.set_blocking(self.reader, False)
+        self.file: TextIO = os.fdopen(self._writer, "w")
+        self.terminal = Terminal(self.file)
+
+    def seen(self) -> bytes:
+        try:
+            return os.read(self.reader, 1 << 20)
+        except BlockingIOError:
+            return b""
+
+    def close(self) -> None:
+        self.file.close()
+        os.close(self.reader)
+
+
+@pytest.fixture
+def tty() -> Iterator[Screen]:
+    screen = Screen(tty=True)
+    yield screen
+    screen.close()
+
+
+@pytest.fixture
+def pipe() -> Iterator[Screen]:
+    screen = Screen(tty=False)
+    yield screen
+    screen.close()
+
+
+def test_a_pipe_gets_the_bytes_alone_untouched(pipe: Screen) -> None:
+    assert not pipe.terminal.is_tty
+    pipe.terminal.status("12/100")
+    pipe.terminal.write(b"a \xff\x00\r")
+    pipe.terminal.write(b"")
+    pipe.terminal.status("13/100")
+    pipe.terminal.write(b"b")
+    pipe.terminal.status("")
+    assert pipe.seen() == b"a \xff\x00\rb"
+
+
+def test_a_status_line_leaves_the_cursor_where_the_next_line_overwrites_it(tty: Screen) -> None:
+    assert tty.terminal.is_tty
+    tty.terminal.status("12/100")
+    assert tty.seen() == CLEAR + b"12/100\r"
+    tty.terminal.status("13/100")
+    assert tty.seen() == CLEAR + b"13/100\r"
+
+
+def test_a_line_is_printed_above_the_status_line(tty: Screen) -> None:
+    tty.terminal.status("12/100")
+    tty.seen()
+    tty.terminal.write(b"a line\n")
+    assert tty.seen() == CLEAR + b"a line\r\n" + CLEAR + b"12/100\r"
+
+
+def test_half_a_line_stays_by_itself_until_it_is_whole(tty: Screen) -> None:
+    tty.terminal.status("12/100")
+    tty.seen()
+    tty.terminal.write(b"half")
+    assert tty.seen() == CLEAR + b"half"
+    tty.terminal.status("13/100")
+    assert tty.seen() == b""
+    tty.terminal.write(b" and half\n")
+    assert tty.seen() == b" and half\r\n" + CLEAR + b"13/100\r"
+
+
+def test_an_empty_status_removes_the_line_and_only_once(tty: Screen) -> None:
+    tty.terminal.status("12/100")
+    tty.seen()
+    tty.terminal.status("")
+    assert tty.seen() == CLEAR
+    tty.terminal.status("")
+    tty.terminal.write(b"a\n")
+    assert tty.seen() == b"a\r\n"
+
+
+def test_a_status_removed_while_half_a_line_stands_does_not_come_back(tty: Screen) -> None:
+    tty.terminal.status("12/100")
+    tty.terminal.write(b"half")
+    tty.terminal.status("")
+    tty.seen()
+    tty.terminal.write(b"\n")
+    assert tty.seen() == b"\r\n"
+
+
+def test_a_reader_that_has_gone_silences_the_terminal_and_nothing_else() -> None:
+    screen = Screen(tty=False)
+    os.close(screen.reader)
+    assert not screen.terminal.closed
+    screen.terminal.write(b"to nobody\n")
+    assert screen.terminal.closed
+    screen.terminal.write(b"more\n")
+    screen.terminal.status("12/100")
+    screen.file.close()
+
+
+def test_a_slow_reader_of_a_pipe_that_does_not_block_gets_all() -> None:
+    """As ssh or a shell leaves it: a full pipe is an error to write to, not the end of the output."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    file = os.fdopen(writer, "w")
+    terminal = Terminal(file)
+    data = bytes(range(256)) * 4096  # sixteen times what a pipe holds
+    thread = threading.Thread(target=lambda: (terminal.write(data), file.close()))
+    thread.start()
+    found = b""
+    while piece := os.read(reader, 1 << 16):
+        found += piece
+    thread.join()
+    os.close(reader)
+    assert found == data
+    assert not terminal.closed
+
+
+def test_a_stream_that_is_no_file_has_no_terminal() -> None:
+    with pytest.raises(io.UnsupportedOperation):
+        Terminal(io.StringIO())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00:00"), (0.4, "0:00:00"), (59.6, "0:01:00"), (61, "0:01:01"), (3599.5, "1:00:00"), (90061, "25:01:01")],
+)
+def test_a_clock_has_hours_minutes_and_seconds(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def progress(**changes: object) -> dict[str, object]:
+    return {"done": 120, "total": 800, "elapsed_s": 60.0, "text": "loss 2.31", "label": "", **changes}
+
+
+def test_a_progress_line_says_what_is_done_of_how_much_the_times_the_rate_and_the_text() -> None:
+    line = progress_line(progress(label="epoch 3"), 100)
+    assert line.startswith("epoch 3:  15%|")
+    assert line.endswith("| 120/800 [01:00<05:40,  2.00 step/s, loss 2.31]")
+    assert len(line) == 99
+
+
+def test_steps_of_an_earlier_life_do_not_make_the_rate_faster() -> None:
+    assert "1.00 step/s" in progress_line(progress(initial=60), 100)
+
+
+@pytest.mark.parametrize("total", [None, 0])
+def test_without_a_known_total_there_is_no_share_and_no_remaining_time(total: int | None) -> None:
+    assert progress_line(progress(total=total), 100) == "120 step [01:00,  2.00 step/s, loss 2.31]"
+
+
+def test_before_any_time_has_passed_there_is_no_rate() -> None:
+    line = progress_line(progress(done=0, elapsed_s=0.0, text=None), 100)
+    assert line.endswith("| 0/800 [00:00<?, ? step/s]")
+
+
+@pytest.mark.parametrize("columns", [21, 40, 80, 200])
+@pytest.mark.parametrize("total", [800, None])
+def test_a_progress_line_is_narrower_than_the_terminal_and_one_line(columns: int, total: int | None) -> None:
+    line = progress_line(progress(total=total, text="x" * 300, label="y" * 50), columns)
+    assert len(line) < columns
+    assert "\n" not in line
+
+
+def test_the_module_is_loaded_without_tqdm() -> None:
+    """An agent without a person that watches never draws a line."""
+    source = "import rankwise.terminal, sys; sys.exit('tqdm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", source]).returncode == 0
