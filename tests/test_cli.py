@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,7 +33,8 @@ def script(tmp_path: Path) -> Path:
     ("words", "mentioned"),
     [
         ((), ("run", "report", "--version", "--help")),
-        (("run",), ("SCRIPT.py", "--nproc", "--name", "--run-dir", "--fresh", "--grace", "--help")),
+        (("run",), ("SCRIPT.py", "--nproc", "--gpus", "-m", "--name", "--run-dir", "--fresh", "--config", "--help")),
+        (("run",), ("--max-restarts", "--grace", "--start-method", "--tee")),
         (("report",), ("RUN", "--help")),
     ],
 )
@@ -50,7 +52,10 @@ def test_help_mentions_every_option_that_there_is() -> None:
     from rankwise.cli import report, run
 
     options = {option for verb in (run, report) for parameter in verb.params for option in parameter.opts}
-    assert options == {"--nproc", "--name", "--run-dir", "--fresh", "--grace", "argv", "run"}
+    assert options == {
+        "--nproc", "--gpus", "-m", "--name", "--run-dir", "--fresh", "--config", "--max-restarts", "--grace", "--start-method",
+        "--tee", "argv", "run",
+    }  # fmt: skip
 
 
 def test_the_module_is_the_same_command() -> None:
@@ -167,3 +172,27 @@ def test_the_modules_of_a_verb_are_loaded_only_when_it_is_called() -> None:
     source = "import sys, rankwise.cli; print(sorted(name for name in sys.modules if name.startswith('rankwise')))"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout == "['rankwise', 'rankwise.cli', 'rankwise.errors']\n"
+
+
+def test_the_end_of_an_agent_is_the_launchers_own_to_collect(rankwise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code's folder may be slow to describe: the run is over by then."""
+    script = tmp_path / "train.py"
+    script.write_text("import os\nos.environ['X'] = '1'\n")
+    git = tmp_path / "bin" / "git"
+    git.parent.mkdir()
+    git.write_text('#!/bin/sh\ntest "$3" = rev-parse && sleep 1\necho 0\n')
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{git.parent}:{os.environ['PATH']}")
+    done = rankwise("run", "--nproc", "1", str(script))
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+def test_a_folder_whose_name_is_no_utf_8_is_no_traceback(tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path) + b"/a\xff"
+    Path(os.fsdecode(folder)).mkdir()
+    with open(folder + b"/train.py", "w") as file:
+        file.write("print(1)")
+    done = subprocess.run(
+        [sys.executable, "-m", "rankwise", "run", "--nproc", "1", "train.py"], cwd=folder, capture_output=True, text=True
+    )
+    assert "Traceback" not in done.stderr, done.stderr[-200:]

@@ -51,7 +51,6 @@ def test_a_config_cannot_be_changed_after_its_check() -> None:
     ("settings", "path"),
     [
         ({}, "runs/train"),
-        ({"argv": ("/some/where/big model.v2.py",)}, "runs/big model.v2"),
         ({"name": "other"}, "runs/other"),
         ({"run_dir": "out/x"}, "out/x"),
         ({"run_dir": "out/x", "name": "other"}, "out/x"),
@@ -61,10 +60,14 @@ def test_a_config_cannot_be_changed_after_its_check() -> None:
 def test_a_run_lives_in_the_folder_given_or_under_runs_by_its_name_or_its_scripts(
     settings: dict[str, object], path: str, tmp_path: Path
 ) -> None:
-    assert RunConfig(**{"argv": ("train.py",), **settings}).path == tmp_path / path  # type: ignore[arg-type]
+    assert RunConfig(**{"argv": ("train.py",), **settings}).path("train") == tmp_path / path  # type: ignore[arg-type]
 
 
 def test_the_run_directory_is_settled_where_the_command_was_typed(tmp_path: Path) -> None:
-    assert default_run_dir("sub/train.py") == tmp_path / "runs" / "train"
-    assert default_run_dir("train.py", "x") == tmp_path / "runs" / "x"
+    assert default_run_dir("train") == tmp_path / "runs" / "train"
     assert default_run_dir("") == tmp_path / "runs" / "run"
+
+
+def test_an_empty_run_dir_is_an_error() -> None:
+    with pytest.raises(ConfigError):
+        RunConfig(argv=("train.py",), run_dir="")

@@ -23,7 +23,9 @@ PLAN = Plan(
     threads=2,
     fork=True,
     grace_s=120.0,
-    console=True,
+    tee="main",
+    environment={"CUDA_VISIBLE_DEVICES": "0,2"},
+    max_restarts=3,
     launcher_pid=17,
 )
 
@@ -76,3 +78,9 @@ def test_a_plan_of_another_version_is_refused(change: dict[str, object], tmp_pat
     write_json(path, record)
     with pytest.raises(RunDirError, match="not written by this version of rankwise; start the run again"):
         Plan.load(path)
+
+
+def test_a_plan_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("[]")
+    with pytest.raises(RunDirError):
+        Plan.load(tmp_path / "plan.json")

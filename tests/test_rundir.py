@@ -315,10 +315,16 @@ def contenders() -> Iterator[list[Connection]]:
         theirs.close()
 
 
-def test_of_two_processes_that_want_one_run_at_once_exactly_one_gets_it(contenders: list[Connection], tmp_path: Path) -> None:
+@pytest.mark.parametrize("stale", [True, False], ids=["the lease of a dead run", "a run that nobody holds"])
+def test_of_two_processes_that_want_one_run_at_once_exactly_one_gets_it(
+    contenders: list[Connection], stale: bool, tmp_path: Path
+) -> None:
+    pid = dead_pid()
     for number in range(30):
         run = RunDir(tmp_path / str(number))
         run.prepare(fresh=False)
+        if stale:
+            left_by(run, pid=pid, token=f"dead {number}")
         for contender in contenders:
             contender.send(str(run.path))
         answers = []
@@ -390,3 +396,40 @@ def test_each_rank_has_a_log_and_a_place_for_its_exception(run: RunDir) -> None:
     assert len(paths) == 4
     assert {path.parent for path in paths} == {run.logs}
     assert run.log(11).name == "rank-11.log"
+
+
+def test_a_text_that_cannot_be_encoded_leaves_no_temporary_file(tmp_path: Path) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        write_text(tmp_path / "job.sh", "\ud800")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["[]", "1", "null"])
+def test_a_lease_that_is_no_object_cannot_be_read(run: RunDir, text: str) -> None:
+    run.lease.write_text(text)
+    with pytest.raises(RunDirError, match="cannot be read"):
+        run.take()
+
+
+def test_a_world_of_other_things_cannot_be_read(run: RunDir) -> None:
+    run.world.write_text('{"lives": [1]}')
+    with pytest.raises(RunDirError, match="cannot be read"):
+        run.lives()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_failure_that_cannot_be_read_is_an_error_of_ours(run: RunDir, text: str) -> None:
+    run.failure.write_text(text)
+    with pytest.raises(RunDirError):
+        run.read_failure()
+
+
+def test_a_life_read_back_is_the_life_that_was_written(run: RunDir) -> None:
+    life = run.begin_life(2, ("train.py",))
+    assert run.lives() == [life]
+
+
+def test_fresh_with_a_file_in_the_way_says_how_to_choose_another(tmp_path: Path) -> None:
+    (tmp_path / "train").touch()
+    with pytest.raises(RunDirError, match="--run-dir PATH"):
+        RunDir(tmp_path / "train").prepare(fresh=True)

@@ -76,7 +76,7 @@ def run(config: str | None, **options: Any) -> None:
     from rankwise.config import RunConfig, read_file
     from rankwise.launch.launch import launch
 
-    given = {name: value for name, value in options.items() if value not in (None, False)}
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
     sys.exit(launch(RunConfig.of(read_file(config) if config else {}, given), os.environ))
 
 

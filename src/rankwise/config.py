@@ -65,6 +65,8 @@ class RunConfig:
             raise ConfigError(f"--nproc {self.nproc}: give a number of ranks from 1 up, or auto")
         if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
             raise ConfigError(f"--name {self.name!r}: a name is one folder; for another place type --run-dir PATH")
+        if self.run_dir == "":
+            raise ConfigError("--run-dir '': give the folder that the run may write in, for example --run-dir runs/first")
         if self.gpus is not None:
             numbers = self.gpus.split(",")
             if not all(n.strip().isdecimal() for n in numbers) or len({int(n) for n in numbers}) < len(numbers):

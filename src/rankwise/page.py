@@ -3,7 +3,7 @@
     page = Page.create(4)                  # the agent
     page = Page.open(path)                 # a rank; the path is in world.json
 
-Every field has one writer: HOLD, STOP and REASON are the agent's, a rank's row is that rank's. Fields are aligned
+Every field has one writer: GO, HOLD, STOP and REASON are the agent's, a rank's row is that rank's. Fields are aligned
 8-byte words, so that a load or a store is one instruction. Nothing executable is ever in it.
 
 The gate. Each rank, at the top of step k, stores CLAIM = k and then loads HOLD. The agent, once, stores HOLD, waits until
@@ -25,7 +25,7 @@ _ROW_WORDS = 64
 _TEXT_OFFSET = 64  # bytes into a row
 _TEXT_BYTES = _ROW_WORDS * 8 - _TEXT_OFFSET
 
-_RANKS, _HOLD, _STOP, _REASON = range(4)
+_RANKS, _HOLD, _STOP, _REASON, _GO = range(5)
 _CLAIM, _FLAG, _JOINED, _GROUPS, _TEXT_LENGTH, _TEXT_COUNT = range(6)
 
 FINISHED = 2**62
@@ -55,7 +55,11 @@ class Page:
     @classmethod
     def open(cls, path: str) -> Page:
         """Open the page that another process of the same user holds; OSError when that process is gone."""
-        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return cls(fd)
+        finally:
+            os.close(fd)  # the map stays
 
     @property
     def path(self) -> str:
@@ -74,6 +78,13 @@ class Page:
         ranks = self.ranks
         self._map[:] = bytes(len(self._map))
         self._words[_RANKS] = ranks
+
+    go_offset = _GO * 8
+    """Where in the page a rank waits for `go` (warm.py, which imports nothing of ours, reads it)."""
+
+    def go(self) -> None:
+        """The agent knows all ranks: they may begin the script."""
+        self._words[_GO] = 1
 
     # --- the agent's side of the gate
 

@@ -67,10 +67,10 @@ class Plan:
     def load(cls, path: Path) -> Plan:
         """Raises RunDirError when the file is not a plan of this version."""
         try:
-            record: dict[str, Any] = json.loads(path.read_text())
+            record: Any = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise RunDirError(f"{path}: no plan can be read there ({error})") from None
-        if record.get("version") != 1 or record.keys() != {f.name for f in fields(cls)}:
+        if not isinstance(record, dict) or record.get("version") != 1 or record.keys() != {f.name for f in fields(cls)}:
             raise RunDirError(f"{path} was not written by this version of rankwise; start the run again")
         record["argv"] = tuple(record["argv"])
         record["interpreter"] = tuple(record["interpreter"])

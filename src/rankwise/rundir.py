@@ -14,6 +14,7 @@ A reader never sees half a record: each is written under a unique name, flushed 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -34,15 +35,17 @@ def write_text(path: Path, text: str, mode: int = 0o644) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with open(fd, "w", encoding="utf-8") as file:
+        # Names of files need not be UTF-8: Python's stand-ins for their bytes go back as those bytes.
+        with open(fd, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
+        raise RunDirError(f"cannot write {path}: {error.strerror}") from None
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise RunDirError(f"cannot write {path}: {error.strerror}") from None
 
 
 def write_json(path: Path, record: Any) -> None:
@@ -53,9 +56,12 @@ class _Record:
     """A frozen dataclass as a JSON object; keys of a later version are passed over."""
 
     @classmethod
-    def of(cls, record: dict[str, Any]) -> Self:
+    def of(cls, record: Any) -> Self:
+        """Raises TypeError for what is no such object."""
+        if not isinstance(record, dict):
+            raise TypeError(f"{type(record).__name__} instead of an object")
         known = {f.name for f in fields(cls)}  # type: ignore[arg-type]  # every subclass is a dataclass
-        return cls(**{key: value for key, value in record.items() if key in known})
+        return cls(**{key: tuple(v) if isinstance(v, list) else v for key, v in record.items() if key in known})
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ class RunDir:
         """Make the folders; with `fresh` move an older run aside first and return where it is now."""
         aside = None
         try:
-            if fresh and self.path.exists():
+            if fresh and self.path.is_dir():
                 if (holder := self.holder()) is not None and not holder.is_gone():
                     raise self._in_use(holder)
                 aside = self._free_name()
@@ -199,26 +205,17 @@ class RunDir:
     def take(self) -> Lease:
         """Become the one writer of this run directory, or raise RunDirError with who is."""
         mine = Holder.this_process()
-        for _ in range(3):
-            if (other := self.holder()) is not None:
-                if not other.is_gone():
-                    raise self._in_use(other)
-                # The name is the dead holder's own, so that of two that take over only one renames it.
-                with contextlib.suppress(FileNotFoundError):
-                    os.rename(self.lease, self.lease.with_name(f".lease.{other.token}"))
-                with contextlib.suppress(FileNotFoundError):
-                    self.lease.with_name(f".lease.{other.token}").unlink()
-            temporary = self.path / f".lease.{mine.token}"
-            try:
-                write_json(temporary, asdict(mine))
-                os.link(temporary, self.lease)  # fails if there is one: whole or absent, and only one wins
-                return Lease(self, mine)
-            except FileExistsError:
-                continue
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    temporary.unlink()
-        raise RunDirError(f"several runs want {self.path} at once; choose another with --name or --run-dir")
+        folder = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # Reading who is there and taking its place are one act: of two that find a dead holder, one would else move the
+            # other's new lease away.
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            if (other := self.holder()) is not None and not other.is_gone():
+                raise self._in_use(other)
+            write_json(self.lease, asdict(mine))
+        finally:
+            os.close(folder)
+        return Lease(self, mine)
 
     def _in_use(self, holder: Holder) -> RunDirError:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
@@ -267,6 +264,8 @@ class RunDir:
             return Failure.of(json.loads(self.failure.read_text()))
         except FileNotFoundError:
             return None
+        except (OSError, ValueError, TypeError) as error:
+            raise RunDirError(f"{self.failure} cannot be read ({error})") from None
 
     def write_failure(self, failure: Failure | None) -> None:
         """None removes that of an earlier life."""

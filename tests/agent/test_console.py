@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.agent.console import Console
+from rankwise.agent.console import Console, LogFollower
 from rankwise.page import Page, Row
 from rankwise.terminal import Terminal
 
@@ -24,7 +24,7 @@ class Watched:
         self._reader, writer = os.openpty() if tty else os.pipe()
         os.set_blocking(self._reader, False)
         self._file = os.fdopen(writer, "w")
-        self.console = Console(log, self.row, Terminal(self._file))
+        self.console = Console([LogFollower(log, log.with_name("none"))], self.row, Terminal(self._file))
 
     def print(self, data: bytes) -> None:
         with open(self.log, "ab") as file:
@@ -134,3 +134,35 @@ def test_the_progress_line_is_removed_when_there_is_no_more(how: str, on_termina
         assert re.fullmatch(rb"\r\x1b\[K", on_terminal.seen())
     on_terminal.console.close()
     assert on_terminal.seen() == (b"" if how == "the rank is through" else b"\r\x1b[K")
+
+
+def test_progress_with_a_long_text_does_no_harm(tmp_path: Path) -> None:
+    row = Page.create(1).row(0)
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as file, os.fdopen(reader):
+        console = Console([LogFollower(tmp_path / "log", tmp_path / "none")], row, Terminal(file))
+        row.say(json.dumps({"done": 1, "total": 2, "elapsed_s": 1.0, "text": "x" * 500}))
+        try:
+            console.show()
+        finally:
+            row.say("")
+            console.close()
+
+
+def test_all_ranks_are_shown_by_whole_lines_and_a_line_without_an_end_at_the_end(tmp_path: Path) -> None:
+    follower = LogFollower(tmp_path / "log", tmp_path / "none", "[rank 1] ")
+    with open(tmp_path / "log", "ab", buffering=0) as log:
+        log.write(b"one\ntw")
+        assert follower.read() == b"[rank 1] one\n"
+        log.write(b"o\n\nthree")
+    assert follower.read() == b"[rank 1] two\n[rank 1] \n"
+    assert follower.close() == b"[rank 1] three\n"
+
+
+def test_the_traceback_of_a_rank_that_raised_is_kept_back(tmp_path: Path) -> None:
+    follower = LogFollower(tmp_path / "log", tmp_path / "exception.json")
+    (tmp_path / "exception.json").write_text('{"log_bytes": 6}')
+    (tmp_path / "log").write_bytes(b"before\nTraceback ...")
+    assert follower.read() == b"before"
+    assert follower.read() == b""
+    follower.close()

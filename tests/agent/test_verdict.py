@@ -129,3 +129,7 @@ def test_a_long_message_is_cut_in_the_line() -> None:
 )
 def test_the_exit_status_is_a_shells_and_never_0(evidence: Evidence, status: int) -> None:
     assert exit_status(evidence) == status
+
+
+def test_a_real_time_signal_is_named_by_its_number() -> None:
+    assert "35" in summary(Evidence(0, None, signal.SIGRTMIN + 1, False, 1.0))

@@ -117,3 +117,34 @@ def test_a_name_that_only_begins_like_torch_is_not_torch() -> None:
 )
 def test_a_write_inside_a_function_and_a_read_are_fine(source: str) -> None:
     assert keep_cold(f"import os\n{source}\nimport torch\n") is None
+
+
+@pytest.mark.parametrize("source", [b"a = \0\n", b"# coding: no-such\n"])
+def test_an_error_without_a_line_names_none(source: bytes) -> None:
+    Path("train.py").write_bytes(source)
+    with pytest.raises(ConfigError, match=r"\Atrain\.py: syntax error: "):
+        examine("train.py")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "os.environ |= {'A': '1'}", "os.environ['A'], b = '1', 2", "os.environ['A']: str = '1'", "os.unsetenv('A')",
+        "os.environ.popitem()", "os.environb[b'A'] = b'1'", "class C:\n    os.environ['A'] = '1'",
+    ],
+)  # fmt: skip
+def test_these_writes_are_seen_too(write: str) -> None:
+    Path("train.py").write_text(f"import os\n{write}\nimport torch\n")
+    assert examine("train.py").keep_cold is not None
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "if True:\n    def f():\n        os.environ['A'] = '1'", "f = lambda: os.environ.update(A='1')",
+        "try:\n    import torch\nexcept ImportError:\n    raise\nos.environ['A'] = '1'",
+    ],
+)  # fmt: skip
+def test_these_need_no_cold_start(write: str) -> None:
+    Path("train.py").write_text(f"import os\n{write}\nimport torch\n")
+    assert examine("train.py").keep_cold is None

@@ -10,8 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from rankwise.plan import Plan
 from rankwise.schedulers import local
 
@@ -32,7 +30,9 @@ def plan(folder: str) -> Plan:
         threads=1,
         fork=True,
         grace_s=1.0,
-        console=True,
+        tee="main",
+        environment={"CUDA_VISIBLE_DEVICES": "0,2"},
+        max_restarts=3,
         launcher_pid=0,
     )
 
@@ -76,9 +76,6 @@ def ended(job: str) -> bool:
     return True
 
 
-# submit() leaves its Popen object to be forgotten, which warns.
-@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_job_runs_in_a_session_of_its_own_until_it_is_cancelled(tmp_path: Path) -> None:
     job_sh = tmp_path / "job.sh"
     job_sh.write_text(f"touch {shlex.quote(str(tmp_path / 'started'))}\nexec sleep 600\n")
@@ -97,3 +94,9 @@ def test_a_job_runs_in_a_session_of_its_own_until_it_is_cancelled(tmp_path: Path
         status = os.waitpid(int(job), 0)[1]
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
     assert local.state(job) == "ended"  # and so has one that was reaped
+
+
+def test_a_job_that_is_submitted_is_not_forgotten_with_a_warning(tmp_path: Path) -> None:
+    source = "import os; from rankwise.schedulers import local; pid = int(local.submit('/dev/null')); os.waitpid(pid, 0)"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", source], capture_output=True, text=True)
+    assert done.stderr == ""

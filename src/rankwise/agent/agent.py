@@ -117,6 +117,7 @@ class Agent:
             "exception": str(self._run.exception(rank)),
             "stdin": rank == 0,
             "threads": self._plan.threads,
+            "go_mark": [self._page.path, self._page.go_offset],
             "group_mark": [self._page.path, self._page.row(rank).groups_offset],
         }
 
@@ -193,7 +194,9 @@ class Agent:
         """What the starter says: the warm process is ready, the ranks are there, or there is no warm process."""
         if "pids" in message:
             crew.announce(message["pids"])
-            return self._run.update_life(life, pids=tuple(message["pids"]))
+            life = self._run.update_life(life, pids=tuple(message["pids"]))
+            self._page.go()
+            return life
         if "failed" in message and not crew.started:
             self._say(f"no warm start ({message['failed']}); each rank is started by itself")
             crew.end_strays(keep=[self._starter.warm_pid or 0])
@@ -260,7 +263,7 @@ class Agent:
             summary=verdict.summary(culprit),
             exit_status=verdict.exit_status(culprit),
             exit_code=culprit.exit_code,
-            signal=signal.Signals(culprit.signum).name if culprit.signum is not None else None,
+            signal=verdict.signal_name(culprit.signum) if culprit.signum is not None else None,
             exception=culprit.exception,
             traceback=culprit.traceback,
             step=culprit.step,

@@ -5,6 +5,7 @@ Ranks write into files, never into a pipe: none waits for a slow console, and no
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -74,7 +75,8 @@ class Console:
                     busy.remove(follower)
         self._seen, text = self._row.heard(self._seen)
         if text is not None:
-            self._terminal.status(progress_line(json.loads(text), self._terminal.columns) if text else "")
+            with contextlib.suppress(ValueError):  # too long for the page, and cut
+                self._terminal.status(progress_line(json.loads(text), self._terminal.columns) if text else "")
 
     def close(self) -> None:
         self.show()

@@ -97,12 +97,20 @@ def summary(end: Evidence) -> str:
     where = f" ({end.where})" if end.where else ""
     if end.signum is not None:
         hint = end.remark or _USUAL.get(end.signum)
-        return f"rank {end.rank} was killed by {signal.Signals(end.signum).name}{at}{f': {hint}' if hint else ''}"
+        return f"rank {end.rank} was killed by {signal_name(end.signum)}{at}{f': {hint}' if hint else ''}"
     if end.exception is not None:
         return f"rank {end.rank} raised {_first_line(end.exception)}{at}{where}"
     if end.exit_code == 0:
         return f"rank {end.rank} left with status 0{at} while the other ranks still expected it"
     return f"rank {end.rank} left with status {end.exit_code}{at}"
+
+
+def signal_name(signum: int) -> str:
+    """`SIGKILL`, or `signal 35` for one without a name (real-time signals)."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
 
 
 def _first_line(text: str, width: int = 300) -> str:

@@ -11,8 +11,9 @@ alone, and torch. Over CHANNEL go JSON lines; nothing executable crosses it.
     agent -> warm    {"ranks": [spec, ...]}                          fork them
     warm -> agent    {"pids": [pid, ...]} or {"failed": "why"}
 
-A spec: environment (all of it), log (path), exception (path), stdin (bool), threads (int or null), group_mark (a path and an
-offset in it: the byte there is set if the rank ever made a process group).
+A spec: environment (all of it), log (path), exception (path), stdin (bool), threads (int or null), go_mark and
+group_mark (each a path and an offset in it: the byte there is set when the rank may begin; the rank sets it if it ever
+made a process group).
 
 The process stays single-threaded (OMP_NUM_THREADS=1, and it never runs a parallel region), as threads do not survive a
 fork. Ranks are forked twice: the middle process announces them and ends, they fall to the agent, which alone reaps them.
@@ -207,6 +208,7 @@ def _become_rank(spec, agent):
         assert getattr(sys, name).fileno() == fd
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable(file=2)
+    _wait_for_go(*spec["go_mark"])
     gc.enable()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(spec["threads"])
@@ -216,6 +218,15 @@ def _become_rank(spec, agent):
         process = sys.modules["multiprocessing.process"]
         process.current_process().authkey = os.urandom(32)
         process.ORIGINAL_DIR = os.getcwd()
+
+
+def _wait_for_go(page, offset):
+    """Until the agent knows this process: if the warm process dies before it has announced the ranks, they are killed and
+    started otherwise, and no script has run twice."""
+    fd = os.open(page, os.O_RDONLY | os.O_CLOEXEC)
+    while os.pread(fd, 1, offset) != b"\1":
+        time.sleep(0.0005)
+    os.close(fd)
 
 
 def _run(command, spec):

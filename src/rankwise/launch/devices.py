@@ -13,7 +13,8 @@ def gpus(env: Mapping[str, str], dev: Path = Path("/dev")) -> int:
     """GPUs that a rank would see: CUDA_VISIBLE_DEVICES where it is set, else the device files of this host or container."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([d for d in visible.split(",") if d.strip() not in ("", "-1")])
+        named = [d.strip() for d in visible.split(",") if d.strip()]
+        return named.index("-1") if "-1" in named else len(named)  # CUDA stops reading at -1
     return len([d for d in dev.glob("nvidia*") if d.name.removeprefix("nvidia").isdecimal()])
 
 
@@ -45,9 +46,6 @@ def ranks_for(nproc: str, env: Mapping[str, str]) -> tuple[int, str]:
     """(ranks on this machine, why so many), for a number or `auto`."""
     count = gpus(env)
     if nproc != "auto":
-        if 0 < count < int(nproc):
-            raise ConfigError(f"--nproc {nproc} but {count} visible GPU{'s' * (count != 1)}; type --nproc {count}, or hide "
-                              f"the GPUs from a run on the CPU: CUDA_VISIBLE_DEVICES= rankwise run ...")  # fmt: skip
         return int(nproc), "as asked"
     if count > 0:
         return count, "auto: one a GPU"

@@ -64,7 +64,9 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
         going_on = f", life {lives + 1}" if lives else ""
         _say(f"{program.name} on {_count(nproc, 'rank')} ({why}), {_count(threads, 'thread')} each, "
              f"in {_short(run.path)}{going_on}")  # fmt: skip
-        if nproc > devices.cores() and not devices.gpus(env):
+        if 0 < (gpus := devices.gpus({**env, **environment})) < nproc:
+            _say(f"warning: {nproc} ranks share {_count(gpus, 'GPU')}; NCCL refuses that. --nproc {gpus} is one a GPU")
+        elif nproc > devices.cores():
             _say(f"warning: {nproc} ranks share {_count(devices.cores(), 'core')}: each step waits for the slowest")
         if program.keep_cold is not None:
             _say(f"{program.keep_cold}: each rank imports torch by itself")

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,7 +128,7 @@ def examine(script: str) -> ScriptFacts:
             warnings.simplefilter("ignore")  # Python says them again when the ranks run it
             tree = ast.parse(source, filename=script)
     except (SyntaxError, ValueError) as error:
-        where = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
+        where = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         what = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ConfigError(f"{script}{where}: syntax error: {what}") from None
     line = _environment_write_before_torch(tree)
@@ -135,34 +136,44 @@ def examine(script: str) -> ScriptFacts:
 
 
 def _environment_write_before_torch(tree: ast.Module) -> int | None:
-    """The line of a write to os.environ at module level that comes before the first import of torch: torch reads its
-    variables when it is imported, and in a forked rank it has been."""
-    for node in tree.body:
+    """The line of a write to os.environ that runs before the first import of torch: torch reads its variables when it is
+    imported, and in a forked rank it has been."""
+    for node in _executed(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
             if any(name.split(".")[0] == "torch" for name in names):
                 return None
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            continue
-        for part in ast.walk(node):
-            if _writes_environment(part):
-                return getattr(part, "lineno", node.lineno)
+        if _writes_environment(node):
+            return getattr(node, "lineno", 1)
     return None
 
 
+def _executed(node: ast.AST) -> Iterator[ast.AST]:
+    """What runs when the module does, in its order: not the bodies of functions."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _executed(child)
+
+
 def _writes_environment(node: ast.AST) -> bool:
-    if isinstance(node, ast.Assign | ast.AugAssign | ast.Delete):
-        targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
-        return any(isinstance(t, ast.Subscript) and _is_environ(t.value) for t in targets)
+    if isinstance(node, ast.AugAssign | ast.AnnAssign):
+        return _is_environ(node.target) or _holds_item_of_environ(node.target)
+    if isinstance(node, ast.Assign | ast.Delete):
+        return any(_holds_item_of_environ(target) for target in node.targets)
     if isinstance(node, ast.Call):
-        function = ast.unparse(node.func)
-        return function in ("os.putenv", "putenv") or (
-            isinstance(node.func, ast.Attribute)
-            and _is_environ(node.func.value)
-            and node.func.attr in ("update", "setdefault", "pop", "clear", "__setitem__")
-        )
+        if ast.unparse(node.func) in ("os.putenv", "putenv", "os.unsetenv", "unsetenv"):
+            return True
+        return isinstance(node.func, ast.Attribute) and _is_environ(node.func.value) and node.func.attr in _WRITERS
     return False
 
 
+_WRITERS = ("update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__")
+
+
+def _holds_item_of_environ(target: ast.expr) -> bool:
+    return any(isinstance(t, ast.Subscript) and _is_environ(t.value) for t in ast.walk(target))
+
+
 def _is_environ(node: ast.expr) -> bool:
-    return ast.unparse(node) in ("os.environ", "environ")
+    return ast.unparse(node) in ("os.environ", "environ", "os.environb", "environb")

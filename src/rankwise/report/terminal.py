@@ -129,4 +129,4 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _is_figure(cell: str) -> bool:
-    return not cell or (cell[0] in "0123456789-+.n" and not cell[-1:].isalpha())
+    return not cell or cell in ("nan", "inf", "-inf") or (cell[0] in "0123456789-+." and not cell[-1:].isalpha())

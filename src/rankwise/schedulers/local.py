@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 
@@ -32,7 +31,8 @@ def render(plan: Plan) -> str:
 
 def submit(path: str) -> str:
     """Start the agent in a session of its own: what the terminal sends to its foreground reaches the launcher alone."""
-    return str(subprocess.Popen(["/bin/sh", path], start_new_session=True).pid)
+    # Not by subprocess: what it forgets it reaps behind our back, and the agent's status would be lost.
+    return str(os.posix_spawn("/bin/sh", ["/bin/sh", path], os.environ, setsid=True))
 
 
 def state(job_id: str) -> str:

@@ -11,6 +11,7 @@ from rankwise.page import Row
 from rankwise.terminal import Terminal, progress_line
 
 _INTERVAL_S = 0.1
+_TEXT = 120  # characters: no terminal has room for more beside the bar, nor has the page
 
 
 class Progress:
@@ -39,8 +40,8 @@ class Progress:
             "total": self._total,
             "initial": self._initial,
             "elapsed_s": now - self._began,
-            "label": label,
-            "text": text,
+            "label": label[:_TEXT],
+            "text": text[:_TEXT],
         }
         if self._row is not None:
             self._row.say(json.dumps(progress))
