@@ -8,15 +8,20 @@ import sys
 from types import TracebackType
 
 import pytest
-from ranks import on_ranks
 
+from ranks import on_ranks
 from rankwise import log
 from rankwise.errors import ConfigError
 
 
 def said() -> list[str]:
     texts = []
-    for words in (lambda: log.say("a\nb"), lambda: log.say("a\nb", force=True), lambda: log.warn("c"), lambda: log.warn("d", True)):
+    for words in (
+        lambda: log.say("a\nb"),
+        lambda: log.say("a\nb", force=True),
+        lambda: log.warn("c"),
+        lambda: log.warn("d", True),
+    ):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             words()
         texts.append(out.getvalue())
