@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ranks import on_ranks
 
+from ranks import on_ranks
 from rankwise import comm
 from rankwise.errors import CheckpointError, MainProcessError
 from rankwise.guards import main_process_only, run_on_main
 
 
-class NeedsTwo(Exception):
+class NeedsTwoError(Exception):
     """Pickles, but cannot be made again: its constructor takes more than its args hold."""
 
     def __init__(self, a: int, b: int) -> None:
@@ -78,7 +78,7 @@ def errors() -> list[tuple[str, Any, str, float]]:
         outcome(lambda: run_on_main(raise_, [SystemExit(3)])),
         outcome(lambda: run_on_main(raise_, [KeyboardInterrupt()])),
         outcome(lambda: run_on_main(lambda: raise_(OSError(28, "No space left on device")))),
-        outcome(lambda: run_on_main(lambda: raise_(NeedsTwo(1, 2)))),
+        outcome(lambda: run_on_main(lambda: raise_(NeedsTwoError(1, 2)))),
         outcome(lambda: run_on_main(lambda: raise_(unpicklable_error()))),
         outcome(lambda: run_on_main(lambda: 7)),  # and the guard works after all that
     ]
@@ -102,7 +102,7 @@ def test_an_exception_of_main_is_raised_on_every_rank_at_once() -> None:
         assert outcomes[4][1] == "[Errno 28] No space left on device"
         assert outcomes[7][1] == 7
         assert all(seconds < 2.0 for *_, seconds in outcomes)
-        assert "NeedsTwo: 1 and 2" in outcomes[5][1]
+        assert "NeedsTwoError: 1 and 2" in outcomes[5][1]
         assert "ValueError: with a lock" in outcomes[6][1]
         if rank > 0:
             assert "a_function_of_the_test" in outcomes[0][2]

@@ -1,0 +1,392 @@
+"""Global batches: one order on every number of ranks, and no sample lost or repeated."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from ranks import on_ranks
+from rankwise.data import Loader
+from rankwise.data.loader import share
+from rankwise.errors import ConfigError, DataError
+from rankwise.world import World
+
+
+def world(rank: int, world_size: int) -> World:
+    return World(rank, world_size, rank, world_size, 0, source="test")
+
+
+class Items(Dataset[int]):
+    """Sample k is the number k."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> int:
+        assert type(index) is int  # as torch's own samplers give
+        return index
+
+
+class ListOfItems(Items):
+    """`__getitems__` as torch has it: a list of samples."""
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError("__getitems__ is there")
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        assert type(indices) is list
+        assert all(type(i) is int for i in indices)
+        return indices
+
+
+class ReadyBatches(ListOfItems):
+    """`__getitems__` that makes the batch itself."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return {"x": torch.tensor(indices)}
+
+
+KINDS = {
+    "getitem": Items,
+    "getitems": ListOfItems,
+    "ready": ReadyBatches,
+    "tensors": lambda n: TensorDataset(torch.arange(n), torch.arange(n) * 2.0),
+    "subset": lambda n: Subset(Items(2 * n), range(n)),
+}
+
+
+def numbers(batch: Any) -> list[int]:
+    """The samples of a batch of any of the kinds."""
+    if isinstance(batch, dict):
+        batch = batch["x"]
+    if isinstance(batch, list | tuple):
+        x, y = batch
+        assert torch.equal(x * 2.0, y)
+        batch = x
+    return batch.tolist()  # type: ignore[no-any-return]
+
+
+Steps = list[list[list[int]]]
+"""Of each step, the micro-batches."""
+
+
+def steps_of(loader: Loader, limit: int | None = None) -> Steps:
+    return [[numbers(batch) for batch in micro_batches] for micro_batches in itertools.islice(loader, limit)]
+
+
+def loaders(dataset: Any, world_size: int, **settings: Any) -> list[Loader]:
+    settings = {"max_epochs": 1, "global_batch_size": 5, **settings}
+    return [Loader(dataset, world(rank, world_size), **settings) for rank in range(world_size)]
+
+
+def global_batches(per_rank: list[Steps]) -> list[list[int]]:
+    """Of each step the samples of all ranks, rank after rank."""
+    assert len({len(steps) for steps in per_rank}) == 1, "ranks took different numbers of steps"
+    return [[s for rank in step for micro in rank for s in micro] for step in zip(*per_rank, strict=True)]
+
+
+def all_of(dataset: Any, world_size: int, limit: int | None = None, **settings: Any) -> list[list[int]]:
+    return global_batches([steps_of(loader, limit) for loader in loaders(dataset, world_size, **settings)])
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [s for batch in batches for s in batch]
+
+
+def reference(samples: int, size: int, seed: int, epochs: int, drop_last: bool = False) -> list[list[int]]:
+    """The global batches, written down plainly."""
+    from rankwise.data import Order
+
+    batches = []
+    for epoch in range(epochs):
+        order = Order(samples, seed).indices(epoch, 0, samples).tolist()
+        cut = [order[i : i + size] for i in range(0, samples, size)]
+        batches += [b for b in cut if len(b) == size or not drop_last]
+    return batches
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_sample_of_an_epoch_once_and_one_order_on_every_number_of_ranks(kind: str) -> None:
+    for samples, size, accumulate, drop_last in itertools.product((1, 4, 13, 32), (1, 4, 5, 8, 40), (1, 2, 3), (False, True)):
+        if drop_last and samples < size:
+            continue
+        expected = reference(samples, size, 7, 2, drop_last)
+        if not drop_last:
+            assert sorted(flat(expected)) == sorted(list(range(samples)) * 2)
+        for world_size in (1, 2, 3, 5):
+            got = all_of(KINDS[kind](samples), world_size, global_batch_size=size, accumulate=accumulate, max_epochs=2,
+                         seed=7, drop_last=drop_last)  # fmt: skip
+            assert got == expected, (samples, size, accumulate, drop_last, world_size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_change_neither_order_nor_samples(kind: str) -> None:
+    for world_size, accumulate in ((1, 1), (2, 2)):
+        got = all_of(KINDS[kind](13), world_size, accumulate=accumulate, max_epochs=2, seed=7, workers=2)
+        assert got == reference(13, 5, 7, 2)
+
+
+def test_ranks_and_micro_batches_are_of_nearly_equal_size() -> None:
+    for world_size in range(1, 9):
+        for n in range(40):
+            parts = [share(100, 100 + n, rank, world_size) for rank in range(world_size)]
+            assert parts[0][0] == 100
+            assert parts[-1][1] == 100 + n
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+            sizes = [high - low for low, high in parts]
+            assert max(sizes) - min(sizes) <= 1
+    for loader in loaders(Items(1000), 3, global_batch_size=100, accumulate=4):
+        for micro_batches in loader:
+            sizes = [len(m) for m in micro_batches]
+            assert len(sizes) == 4
+            assert max(sizes) - min(sizes) <= 1
+
+
+def test_more_ranks_than_samples_leaves_some_without_and_all_at_the_same_step() -> None:
+    per_rank = [steps_of(loader) for loader in loaders(Items(2), 5, global_batch_size=64, max_epochs=3)]
+    assert global_batches(per_rank) == reference(2, 64, 0, 3)
+    assert all(len(steps) == 3 for steps in per_rank)
+    assert sum(steps[0] == [] for steps in per_rank) == 3
+
+
+def test_steps_per_epoch_and_the_state_after_each_step() -> None:
+    for drop_last, steps in ((False, 3), (True, 2)):
+        (loader,) = loaders(Items(13), 1, drop_last=drop_last, max_epochs=2)
+        assert loader.samples == 13
+        assert loader.steps_per_epoch == steps
+        seen = [(loader.epoch, loader.position, loader.finished) for _ in loader]
+        within = [5, 10][: steps - 1]
+        assert seen == [
+            *((0, p, False) for p in within), (1, 0, False), *((1, p, False) for p in within), (2, 0, True)
+        ]  # fmt: skip
+        assert list(loader) == []  # finished stays finished
+
+
+def test_an_epoch_without_end_goes_on_into_the_next() -> None:
+    got = all_of(Items(7), 2, limit=50, max_epochs=None)
+    assert got == reference(7, 5, 0, 25)
+
+
+def test_without_shuffling_the_order_is_that_of_the_dataset() -> None:
+    assert flat(all_of(Items(13), 2, shuffle=False)) == list(range(13))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_sample_lost_or_repeated_when_world_size_changes(workers: int) -> None:
+    expected = reference(23, 5, 3, 3)
+    stops = range(len(expected)) if workers == 0 else (0, 2, 5)
+    for stop in stops:
+        for before, after in ((1, 3), (3, 2), (4, 1), (2, 2), (1, 9)) if workers == 0 else ((3, 2),):
+            first = loaders(Items(23), before, seed=3, max_epochs=3, workers=workers)
+            got = global_batches([steps_of(loader, stop) for loader in first])
+            states = [loader.state_dict() for loader in first]
+            assert all(state == states[0] for state in states)  # all ranks hold the same
+            second = loaders(Items(23), after, seed=3, max_epochs=3, workers=workers)
+            for loader in second:
+                loader.load_state_dict(states[0])
+            got += global_batches([steps_of(loader) for loader in second])
+            assert got == expected, (stop, before, after)
+
+
+def test_a_loader_that_was_read_already_goes_back_to_the_state_it_is_given() -> None:
+    (loader,) = loaders(Items(23), 1, max_epochs=2)
+    steps_of(loader, 3)
+    state = loader.state_dict()
+    rest = steps_of(loader)
+    loader.load_state_dict(state)
+    assert steps_of(loader) == rest
+
+
+def test_a_global_batch_that_changed_goes_on_as_recorded_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    (first,) = loaders(Items(23), 1)
+    got = [[s for micro in step for s in micro] for step in steps_of(first, 2)]
+    (second,) = loaders(Items(23), 1, global_batch_size=8)
+    second.load_state_dict(first.state_dict())
+    assert second.global_batch_size == 5
+    assert second.steps_per_epoch == 5
+    assert got + [[s for micro in step for s in micro] for step in steps_of(second)] == reference(23, 5, 0, 1)
+    assert "global batch of 5 instead of 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "change"), [("seed", {"seed": 1}), ("shuffle", {"shuffle": False}), ("samples", {})])
+def test_the_state_of_another_training_is_refused(name: str, change: dict[str, Any]) -> None:
+    (first,) = loaders(Items(23), 1)
+    (second,) = loaders(Items(24 if name == "samples" else 23), 1, **change)
+    before = second.state_dict()
+    with pytest.raises(ConfigError, match=rf"{name}=.* this run has {name}=.*--fresh.*--name"):
+        second.load_state_dict(first.state_dict())
+    assert second.state_dict() == before
+
+
+def test_the_state_is_plain_values() -> None:
+    (loader,) = loaders(Items(23), 1)
+    steps_of(loader, 2)
+    assert all(type(value) in (int, bool) for value in loader.state_dict().values())
+
+
+def test_a_state_loaded_where_the_last_batch_is_dropped_does_not_hang() -> None:
+    """The record stands in the part that is now dropped: the next step is the first of the next epoch."""
+    (first,) = loaders(Items(13), 1)
+    steps_of(first, 2)
+    (second,) = loaders(Items(13), 1, drop_last=True, max_epochs=2)
+    second.load_state_dict(first.state_dict())
+    spins = 0
+    in_process = second._in_process
+
+    def counted() -> Iterator[Any]:
+        nonlocal spins
+        spins += 1
+        assert spins < 5, "it spins without a batch"
+        return in_process()
+
+    second._in_process = counted  # type: ignore[method-assign]
+    assert [[s for micro in step for s in micro] for step in steps_of(second)] == reference(13, 5, 0, 2, True)[2:]
+
+
+# --- datasets that are none, or fail
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+def test_what_cannot_be_trained_on_is_a_data_error() -> None:
+    with pytest.raises(DataError, match="empty"):
+        loaders(Items(0), 1)
+    with pytest.raises(DataError, match=r"Endless cannot tell its length.*__len__"):
+        loaders(Endless(), 1)
+    with pytest.raises(DataError, match="generator cannot tell its length"):
+        loaders((i for i in range(3)), 1)
+    with pytest.raises(DataError, match="drop_last leaves nothing: 4 samples are fewer than a global batch of 5"):
+        loaders(Items(4), 1, drop_last=True)
+
+
+@pytest.mark.parametrize("setting", ["global_batch_size", "accumulate"])
+def test_a_batch_of_nothing_is_a_config_error(setting: str) -> None:
+    for value in (0, -1):
+        with pytest.raises(ConfigError, match=f"{setting}={value}"):
+            loaders(Items(4), 1, **{setting: value})
+
+
+class Broken(Items):
+    def __getitem__(self, index: int) -> int:
+        if index == 11:
+            raise OSError("cannot read the file")
+        return index
+
+
+def text_of_failure(workers: int) -> str:
+    multiprocessing.set_start_method("fork", force=True)
+    (loader,) = loaders(Broken(23), 1, workers=workers)
+    try:
+        steps_of(loader)
+    except OSError as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return ""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_fails_is_named(workers: int) -> None:
+    # In a process of its own: what a traceback holds of torch's loader takes 5 s to be collected.
+    (said,) = on_ranks(1, text_of_failure, workers)
+    assert "cannot read the file" in said
+    assert "in sample 11 of Broken" in said
+
+
+# --- batches
+
+
+def test_samples_go_through_the_collate_function() -> None:
+    def collate(samples: list[int]) -> dict[str, Any]:
+        assert type(samples) is list
+        return {"x": torch.tensor(samples), "n": len(samples)}
+
+    for dataset in (Items(13), ListOfItems(13), Subset(Items(99), range(13))):
+        (loader,) = loaders(dataset, 1, collate_fn=collate, shuffle=False)
+        assert [step[0]["n"] for step in loader] == [5, 5, 3]
+    (loader,) = loaders(TensorDataset(torch.arange(13)), 1, shuffle=False, collate_fn=len)
+    assert [step[0] for step in loader] == [5, 5, 3]
+
+
+def test_batches_are_those_of_torchs_own_loader() -> None:
+    data = [{"x": torch.randn(3), "y": k, "name": f"n{k}"} for k in range(7)]
+    (loader,) = loaders(data, 1, shuffle=False, global_batch_size=3)
+    ours = [step[0] for step in loader]
+    torchs = list(DataLoader(data, batch_size=3))  # type: ignore[arg-type]
+    assert len(ours) == len(torchs)
+    for a, b in zip(ours, torchs, strict=True):
+        assert torch.equal(a["x"], b["x"])
+        assert torch.equal(a["y"], b["y"])
+        assert a["name"] == b["name"]
+
+
+class Doubled(TensorDataset):
+    """A subclass with an idea of its own what a sample is."""
+
+    def __getitem__(self, index: int) -> Any:
+        assert isinstance(index, int)
+        return tuple(2 * tensor[index] for tensor in self.tensors)
+
+
+def test_a_subclass_of_tensor_dataset_is_asked_for_single_samples() -> None:
+    (loader,) = loaders(Doubled(torch.arange(13)), 1, shuffle=False)
+    assert torch.cat([step[0][0] for step in loader]).tolist() == [2 * k for k in range(13)]
+
+
+def test_batches_are_placed_on_the_device() -> None:
+    for workers in (0, 1):
+        (loader,) = loaders(TensorDataset(torch.arange(13.0)), 1, device=torch.device("meta"), workers=workers)
+        assert all(step[0][0].device.type == "meta" for step in loader)
+
+
+# --- random streams
+
+
+class Noise(Items):
+    """Draws in every sample, as augmentation does."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.int64(index), torch.rand((), dtype=torch.float64), np.random.rand()
+
+
+def test_fetching_with_workers_does_not_move_the_streams_of_training() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    (loader,) = loaders(Items(13), 1, workers=1, max_epochs=2)
+    steps_of(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("generator", ["torch", "numpy"])
+def test_ranks_draw_different_noise_in_their_workers(generator: str) -> None:
+    column = 1 if generator == "torch" else 2
+    drawn = [
+        [float(v) for step in loader for batch in step for v in batch[column]]
+        for loader in loaders(Noise(40), 2, global_batch_size=20, workers=1)
+    ]
+    assert len(drawn[0]) == len(drawn[1]) == 20
+    assert not set(drawn[0]) & set(drawn[1])
+
+
+def test_epochs_draw_different_noise_in_their_workers() -> None:
+    (loader,) = loaders(Noise(10), 1, global_batch_size=10, workers=1, max_epochs=2)
+    first, second = ([float(v) for v in step[0][1]] for step in loader)
+    assert not set(first) & set(second)
+
+
+def test_waiting_for_data_is_metered() -> None:
+    (loader,) = loaders(Items(13), 1)
+    assert loader.wait_s == 0.0
+    steps_of(loader)
+    assert 0.0 < loader.wait_s < 60.0

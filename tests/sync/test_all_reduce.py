@@ -1,0 +1,535 @@
+"""The gradient of the whole global batch, against a plain loop on one process; and one message a step."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from ranks import on_ranks
+from rankwise import comm
+from rankwise.data.loader import share
+from rankwise.errors import ConfigError, StepError
+from rankwise.precision import LossScale
+from rankwise.sync import AllReduce, StepResult
+
+GLOBAL_BATCHES = (13, 13, 5, 1)
+"""Samples of each optimizer step: whole ones, a rest, and one in which all ranks but one have nothing."""
+
+TOKENS = [3, 1, 7, 2, 5, 1, 1, 9, 4, 2, 6, 8, 1]
+"""Of each sample: the count that its loss is over."""
+
+ACCUMULATE = (1, 2, 4)
+CLIP = (None, 0.05, 1e6)
+
+
+def sequences() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each sample of all steps: ragged inputs (tokens x 6) and targets (tokens)."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(t, 6, dtype=torch.float64, generator=generator), torch.randint(0, 4, (t,), generator=generator))
+        for _, t in zip(range(sum(GLOBAL_BATCHES)), itertools.cycle(TOKENS), strict=False)
+    ]
+
+
+def plain_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def loss_of(model: nn.Module, samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, int]:
+    """(sum, count) over the tokens of all samples."""
+    x, y = torch.cat([x for x, _ in samples]), torch.cat([y for _, y in samples])
+    return F.cross_entropy(model(x), y, reduction="sum"), len(y)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+Flat = list[npt.NDArray[np.float64]]
+
+
+def flat_parameters(model: nn.Module) -> npt.NDArray[np.float64]:
+    # numpy: a tensor cannot be sent by a process that ends.
+    return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()]).numpy()
+
+
+def same(ours: Flat, others: Flat) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(ours, others, strict=True))
+
+
+def distance(ours: Flat, others: Flat) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(ours, others, strict=True))
+
+
+def plain_loop(clip_norm: float | None) -> tuple[Flat, list[tuple[int, float]]]:
+    """A single process over the whole global batch. Parameters, and (count, gradient norm), after each step."""
+    model = plain_model()
+    optimizer = adamw(model)
+    data = iter(sequences())
+    parameters, results = [], []
+    for size in GLOBAL_BATCHES:
+        total, count = loss_of(model, list(itertools.islice(data, size)))
+        optimizer.zero_grad()
+        (total / count).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm if clip_norm is not None else math.inf)
+        optimizer.step()
+        parameters.append(flat_parameters(model))
+        results.append((count, float(norm)))
+    return parameters, results
+
+
+def runs(parts: int, low: int, high: int) -> list[range]:
+    """Positions [low, high) in `parts` micro-batches; those without a sample are left out."""
+    n = high - low
+    cuts = [low + n * k // parts for k in range(parts + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(cuts) if a < b]
+
+
+def parallel_loop(
+    accumulate: int,
+    clip_norm: float | None,
+    nominal: float = 1.0,
+    spoil: bool = True,
+    after_step: Callable[[torch.optim.Optimizer], None] | None = None,
+) -> tuple[Flat, list[StepResult]]:
+    """The same on this rank's part of each global batch."""
+    rank, world_size = comm.rank(), comm.world_size()
+    model = plain_model()
+    if spoil and rank > 0:
+        with torch.no_grad():  # wrap makes ranks equal, whatever they began with
+            for parameter in model.parameters():
+                parameter.add_(rank)
+    sync = AllReduce(clip_norm, nominal)
+    model = sync.wrap(model)
+    optimizer = adamw(model)
+    data = sequences()
+    parameters, results = [], []
+    start = 0
+    for size in GLOBAL_BATCHES:
+        micro_batches = runs(accumulate, *share(start, start + size, rank, world_size))
+        start += size
+        for i, positions in enumerate(micro_batches):
+            with sync.accumulating(last=i == len(micro_batches) - 1):
+                loss_sum, count = loss_of(model, [data[p] for p in positions])
+                sync.backward(loss_sum, count if i % 2 == 0 else torch.tensor(count))
+        results.append(sync.step(model, optimizer))
+        if after_step is not None:
+            after_step(optimizer)
+        parameters.append(flat_parameters(model))
+    return parameters, results
+
+
+def all_configurations() -> dict[tuple[int, float | None, float], tuple[Flat, list[StepResult]]]:
+    return {
+        (accumulate, clip, nominal): parallel_loop(accumulate, clip, nominal)
+        for accumulate, clip, nominal in itertools.product(ACCUMULATE, CLIP, (1.0, 37.0))
+    }
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_parameters_are_those_of_a_plain_loop_over_the_global_batch(n: int) -> None:
+    answers = on_ranks(n, all_configurations)
+    for clip in CLIP:
+        expected, figures = plain_loop(clip)
+        if clip == 0.05:
+            assert any(norm > 0.05 for _, norm in figures), "the case of clipping does not clip"
+        for accumulate, nominal in itertools.product(ACCUMULATE, (1.0, 37.0)):
+            for answer in answers:
+                parameters, results = answer[accumulate, clip, nominal]
+                assert distance(parameters, expected) < 1e-10
+                for result, (count, norm) in zip(results, figures, strict=True):
+                    assert result.total == count
+                    assert abs(result.grad_norm - norm) < 1e-10
+                    assert result.finite is True
+    first = answers[0]
+    for answer in answers[1:]:
+        for key, (parameters, results) in first.items():
+            assert same(parameters, answer[key][0]), "ranks drifted apart"
+            assert results == answer[key][1]
+
+
+def test_a_nominal_count_changes_no_bit() -> None:
+    expected, _ = parallel_loop(2, 0.05, 1.0)
+    for nominal in (0.1, 37.0, 64.0, 1e6):
+        assert same(parallel_loop(2, 0.05, nominal)[0], expected)
+
+
+def test_a_clip_norm_of_nothing_does_not_clip() -> None:
+    expected, _ = parallel_loop(1, None)
+    for clip in (0.0, -1.0):
+        assert same(parallel_loop(1, clip)[0], expected)
+
+
+# --- messages
+
+COLLECTIVES = [
+    "all_reduce", "broadcast", "barrier", "all_gather", "all_gather_object", "broadcast_object_list", "reduce", "gather",
+    "scatter", "reduce_scatter", "all_gather_into_tensor", "reduce_scatter_tensor", "send", "recv", "isend", "irecv",
+    "all_to_all", "all_to_all_single", "gather_object", "scatter_object_list", "all_reduce_coalesced", "monitored_barrier",
+]  # fmt: skip
+
+
+def count_collectives() -> list[list[str]]:
+    """The calls of torch.distributed in each step, and what the backend itself saw of one."""
+    called: list[str] = []
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, counted(name, getattr(dist, name)))
+    model = plain_model()
+    sync = AllReduce(clip_norm=0.05)
+    model = sync.wrap(model)
+    optimizer = adamw(model)
+    steps = []
+    data = sequences()
+    for size in (3, 1, 0):  # of this rank: three micro-batches, one, none
+        called.clear()
+        for k in range(size):
+            with sync.accumulating(last=k == size - 1):
+                sync.backward(*loss_of(model, [data[k]]))
+        sync.step(model, optimizer)
+        steps.append(list(called))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        sync.backward(*loss_of(model, [data[0]]))
+        sync.step(model, optimizer)
+    events = [e.name for e in profile.events() if e.name.startswith("gloo:") or e.name.startswith("c10d::")]
+    return [*steps, sorted(events)]
+
+
+def test_a_step_is_one_all_reduce_and_no_other_message() -> None:
+    for answer in on_ranks(2, count_collectives):
+        assert answer[:3] == [["all_reduce"]] * 3
+        assert [e for e in answer[3] if e.startswith("gloo:")] == ["gloo:all_reduce"]
+        assert [e for e in answer[3] if e.startswith("c10d::")] in ([], ["c10d::allreduce_"])
+
+
+# --- gradients that are not finite
+
+
+def spoilt_steps(bad: float, spoil_count: bool) -> list[Any]:
+    """Steps 0 and 2 are good; in step 1 the last rank alone has a bad gradient (or count)."""
+    model = plain_model()
+    sync = AllReduce(clip_norm=1.0)
+    model = sync.wrap(model)
+    optimizer = adamw(model)
+    seen: list[Any] = []
+    for step in range(3):
+        before = copy.deepcopy((flat_parameters(model), optimizer.state_dict()["state"]))
+        loss_sum, count = loss_of(model, [sequences()[comm.rank() + step]])
+        if step == 1 and comm.rank() == comm.world_size() - 1:
+            loss_sum, count = (loss_sum, bad) if spoil_count else (loss_sum * bad, count)
+        sync.backward(loss_sum, count)
+        result = sync.step(model, optimizer)
+        after = (flat_parameters(model), optimizer.state_dict()["state"])
+        kept = np.array_equal(before[0], after[0]) and all(
+            torch.equal(value, after[1][k][name]) for k, state in before[1].items() for name, value in state.items()
+        )
+        seen.append((result.finite, kept, bool(np.isfinite(after[0]).all()), after[0]))
+    return seen
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(n: int) -> None:
+    for bad, spoil_count in ((math.nan, False), (math.inf, False), (-math.inf, False), (math.nan, True)):
+        answers = on_ranks(n, spoilt_steps, bad, spoil_count)
+        for answer in answers:
+            assert [finite for finite, *_ in answer] == [True, False, True]
+            assert [kept for _, kept, *_ in answer] == [False, True, False]
+            assert all(good for _, _, good, _ in answer)
+            assert np.array_equal(answer[2][3], answers[0][2][3])
+
+
+def step_over_nothing() -> tuple[StepResult, bool]:
+    model = plain_model()
+    sync = AllReduce()
+    model = sync.wrap(model)
+    before = flat_parameters(model)
+    result = sync.step(model, adamw(model))
+    return result, np.array_equal(before, flat_parameters(model))
+
+
+def test_a_step_over_nothing_changes_nothing() -> None:
+    for n in (1, 2):
+        assert on_ranks(n, step_over_nothing) == [(StepResult(0.0, 0.0, True), True)] * n
+
+
+# --- users who take the gradients into their own hands
+
+
+def zero_grad_between_steps(set_to_none: bool) -> Flat:
+    return parallel_loop(2, 0.05, after_step=lambda optimizer: optimizer.zero_grad(set_to_none=set_to_none))[0]
+
+
+def test_zero_grad_between_steps_does_no_harm() -> None:
+    expected = plain_loop(0.05)[0]
+    for n in (1, 2):
+        for set_to_none in (True, False):
+            for answer in on_ranks(n, zero_grad_between_steps, set_to_none):
+                assert distance(answer, expected) < 1e-10
+
+
+def discarded_gradient(set_to_none: bool) -> tuple[list[float], list[float]]:
+    """Gradients after a step in which a first backward was discarded, and in which it never was."""
+    both = []
+    for discard in (True, False):
+        model = plain_model()
+        sync = AllReduce()
+        model = sync.wrap(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = flat_parameters(model)
+        if discard:
+            sync.backward(loss_of(model, sequences()[:4])[0], 0)
+            optimizer.zero_grad(set_to_none=set_to_none)
+        if comm.rank() == comm.world_size() - 1:  # the others have nothing after what they discarded
+            sync.backward(*loss_of(model, sequences()[4:6]))
+        sync.step(model, optimizer)
+        both.append((before - flat_parameters(model)).tolist())
+    return both[0], both[1]
+
+
+def test_zero_grad_after_a_backward_discards_that_gradient() -> None:
+    for n in (1, 2):
+        for set_to_none in (True, False):
+            for discarded, never in on_ranks(n, discarded_gradient, set_to_none):
+                assert discarded == never
+                assert any(discarded)
+
+
+def replaced_gradient() -> bool:
+    model = plain_model()
+    sync = AllReduce()
+    model = sync.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    expected = []
+    sync.backward(*loss_of(model, sequences()[:1]))
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 3  # a tensor of the user's own
+        expected.append(parameter.detach() - parameter.grad / TOKENS[0])
+    sync.step(model, optimizer)
+    return all(torch.allclose(p, e, rtol=0, atol=1e-12) for p, e in zip(model.parameters(), expected, strict=True))
+
+
+def test_a_gradient_that_the_user_replaced_is_the_one_that_counts() -> None:
+    assert on_ranks(2, replaced_gradient) == [True, True]
+
+
+# --- models of all shapes
+
+
+class Tied(nn.Module):
+    """An embedding used at both ends, a part of it frozen, an odd one in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4).double()
+        self.inner = nn.Linear(4, 4).double()
+        self.frozen = nn.Linear(4, 4).double().requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float32))
+        self.scalar = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        self.head = nn.Linear(4, 5, bias=False).double()
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(torch.tanh(self.inner(self.embedding(words)))) * self.scale
+        out: torch.Tensor = self.head(x * self.scalar)
+        return out
+
+
+def tied_model() -> Tied:
+    torch.manual_seed(4)
+    return Tied()
+
+
+def grouped(model: Tied) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [
+            {"params": [model.embedding.weight], "weight_decay": 0.0, "lr": 0.02},
+            {"params": [*model.inner.parameters(), model.scale], "weight_decay": 0.3},
+            {"params": [*model.frozen.parameters(), model.scalar]},
+        ],
+        lr=0.05,
+    )
+
+
+def word_loss(model: nn.Module, words: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return F.cross_entropy(model(words), (words + 1) % 5, reduction="sum"), len(words)
+
+
+WORDS = torch.tensor([0, 1, 2, 3, 4, 4, 3, 2, 0, 0, 1])
+
+
+def each_parameter(model: nn.Module) -> Flat:
+    return [p.detach().clone().numpy() for p in model.parameters()]
+
+
+def tied_plain(clip: float | None) -> Flat:
+    model = tied_model()
+    optimizer = grouped(model)
+    for _ in range(4):
+        total, count = word_loss(model, WORDS)
+        optimizer.zero_grad()
+        (total / count).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip if clip is not None else math.inf)
+        optimizer.step()
+    return each_parameter(model)
+
+
+def tied_parallel(clip: float | None) -> tuple[Flat, bool, list[str]]:
+    model = tied_model()
+    sync = AllReduce(clip)
+    wrapped: Any = sync.wrap(model)
+    optimizer = grouped(wrapped)
+    for _ in range(4):
+        low, high = share(0, len(WORDS), comm.rank(), comm.world_size())
+        sync.backward(*word_loss(wrapped, WORDS[low:high]))
+        sync.step(wrapped, optimizer)
+    tied = wrapped.head.weight is wrapped.embedding.weight
+    return each_parameter(wrapped), tied, list(wrapped.state_dict())
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_tied_frozen_and_mixed_parameters_in_groups_are_those_of_a_plain_loop(clip: float | None) -> None:
+    expected = tied_plain(clip)
+    begun = each_parameter(tied_model())
+    names = [name for name, _ in tied_model().named_parameters()]
+    for n in (1, 2, 3):
+        for parameters, tied, keys in on_ranks(n, tied_parallel, clip):
+            assert tied
+            assert keys == list(tied_model().state_dict())  # no prefix
+            for name, ours, plain, before in zip(names, parameters, expected, begun, strict=True):
+                assert ours.dtype == plain.dtype
+                # The float32 parameter has a gradient of 24 bits; what it reaches in float64 is no closer.
+                assert np.abs(ours - plain).max() < 1e-5, name
+                assert np.array_equal(ours, before) == name.startswith("frozen"), name
+
+
+def single_dtype() -> Flat:
+    model = tied_model()
+    model.scale = nn.Parameter(model.scale.detach().double())
+    sync = AllReduce(0.01)
+    wrapped: Any = sync.wrap(model)
+    optimizer = grouped(wrapped)
+    for _ in range(4):
+        low, high = share(0, len(WORDS), comm.rank(), comm.world_size())
+        sync.backward(*word_loss(wrapped, WORDS[low:high]))
+        sync.step(wrapped, optimizer)
+    return each_parameter(wrapped)
+
+
+def test_tied_and_frozen_parameters_in_float64_are_exact() -> None:
+    expected = single_dtype()
+    for n in (2, 3):
+        for answer in on_ranks(n, single_dtype):
+            assert distance(answer, expected) < 1e-10
+
+
+def test_a_model_with_nothing_to_train_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="nothing to train"):
+        AllReduce().wrap(nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_a_loss_that_is_no_sum_is_a_step_error() -> None:
+    model = plain_model()
+    sync = AllReduce()
+    model = sync.wrap(model)
+    x = torch.ones(3, 6, dtype=torch.float64)
+    with pytest.raises(StepError, match=r"shape \(3, 4\).*loss.sum"):
+        sync.backward(model(x), 3)
+    with pytest.raises(StepError, match="needs no gradient"):
+        sync.backward(model(x).sum().detach(), 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_count_is_exact_in_a_model_of_half_precision(dtype: torch.dtype) -> None:
+    model = nn.Linear(2, 1).to(dtype)
+    sync = AllReduce(nominal=100_000)
+    model = sync.wrap(model)
+    sync.backward(model(torch.ones(1, 2, dtype=dtype)).sum(), 100_001)
+    assert sync.step(model, torch.optim.SGD(model.parameters(), lr=0.0)).total == 100_001
+
+
+class SometimesUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(2, 1)
+        self.unused = nn.Linear(2, 1)
+
+
+def test_a_parameter_without_a_gradient_is_left_alone_as_in_a_plain_loop() -> None:
+    torch.manual_seed(0)
+    model = SometimesUsed()
+    before = model.unused.weight.detach().clone()
+    sync = AllReduce()
+    sync.wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    sync.backward(model.used(torch.ones(1, 2)).sum(), 1)
+    sync.step(model, optimizer)
+    assert torch.equal(model.unused.weight, before)
+
+
+# --- buffers, state, the clock
+
+
+def buffers() -> list[Any]:
+    model = nn.BatchNorm1d(2)
+    sync = AllReduce()
+    wrapped = sync.wrap(model)
+    assert isinstance(wrapped.running_mean, torch.Tensor)
+    with torch.no_grad():
+        wrapped.running_mean.fill_(comm.rank() + 1.0)
+    seen = [wrapped.running_mean.tolist()]
+    sync.equalise(wrapped)
+    return [*seen, wrapped.running_mean.tolist(), sync.wait_s >= 0]
+
+
+def test_equalise_makes_running_statistics_those_of_the_first_rank() -> None:
+    assert on_ranks(2, buffers) == [[[1.0, 1.0], [1.0, 1.0], True], [[2.0, 2.0], [1.0, 1.0], True]]
+
+
+def scaled_loop(scale: float | None) -> tuple[Flat, float, dict[str, Any]]:
+    loss_scale = LossScale(scale, growth_interval=2) if scale is not None else None
+    model = plain_model()
+    sync = AllReduce(0.05, loss_scale=loss_scale)
+    model = sync.wrap(model)
+    optimizer = adamw(model)
+    parameters = []
+    for step in range(5):
+        loss_sum, count = loss_of(model, [sequences()[comm.rank() + 2 * step]])
+        if step == 3 and comm.rank() == 0:
+            loss_sum = loss_sum * math.inf
+        sync.backward(loss_sum, count)
+        sync.step(model, optimizer)
+        parameters.append(flat_parameters(model))
+    return parameters, loss_scale.scale if loss_scale is not None else 1.0, sync.state_dict()
+
+
+def test_a_loss_scale_changes_no_parameter_and_is_the_same_on_all_ranks() -> None:
+    plain = on_ranks(2, scaled_loop, None)
+    scaled = on_ranks(2, scaled_loop, 1024.0)
+    assert scaled[0][1] == scaled[1][1] == 1024.0  # 2 finite steps doubled it, the overflow halved it
+    assert plain[0][2] == {}
+    for (a, _, _), (b, _, _) in zip(plain, scaled, strict=True):
+        assert same(a, b)
+    again = AllReduce(loss_scale=LossScale(2.0))
+    again.load_state_dict(scaled[0][2])
+    assert again.state_dict() == scaled[0][2]
+    AllReduce().load_state_dict({})

@@ -1,0 +1,82 @@
+"""Means over samples and ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import on_ranks
+from rankwise import comm
+from rankwise.telemetry import Meters
+from rankwise.telemetry.meters import mean
+
+
+def meter_on_ranks() -> dict[str, Any]:
+    """Rank r adds r samples in each of two intervals, as floats and as tensors; rank 0 has none."""
+    rank = comm.rank()
+    calls = 0
+    original = dist.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(*args, **kwargs)
+
+    dist.all_reduce = counted
+    meters = Meters("loss", "accuracy")
+    answers = []
+    for interval in (1, 2):
+        for k in range(rank):
+            loss = torch.tensor(float(interval * 10 + k), dtype=torch.float32)
+            meters.add(loss=(loss, 2), accuracy=(1, torch.tensor(4)))
+        answers.append(meters.reduce(clock_s=100.0 * interval + rank))
+    answers.append(meters.reduce(5.0 if rank == 0 else 7.0))
+    return {"answers": answers, "calls": calls}
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_sums_and_counts_are_those_of_all_ranks_and_the_clock_is_the_main_ranks(n: int) -> None:
+    for answer in on_ranks(n, meter_on_ranks):
+        samples = sum(range(n))
+        for interval in (1, 2):
+            sums, clock_s = answer["answers"][interval - 1]
+            assert sums["loss"] == (sum(interval * 10.0 + k for r in range(n) for k in range(r)), 2 * samples)
+            assert sums["accuracy"] == (samples, 4 * samples)
+            assert list(sums) == ["loss", "accuracy"]
+            assert clock_s == 100.0 * interval
+        assert answer["answers"][2] == ({"loss": (0, 0), "accuracy": (0, 0)}, 5.0)
+        assert answer["calls"] == (3 if n > 1 else 0)  # one message an interval
+
+
+def test_adding_waits_for_nothing_and_keeps_no_graph() -> None:
+    meters = Meters("loss")
+    loss = torch.ones((), requires_grad=True) * 2
+    meters.add(loss=(loss.detach(), 1))
+    sums, clock_s = meters.reduce()
+    assert sums == {"loss": (2.0, 1.0)}
+    assert clock_s == 0.0
+
+
+def test_sums_are_exact_where_float32_is_not() -> None:
+    meters = Meters("loss")
+    for _ in range(1000):
+        meters.add(loss=(torch.tensor(2.0**24, dtype=torch.float32), 2**24))
+        meters.add(loss=(torch.tensor(1.0, dtype=torch.float32), 1))
+    assert meters.reduce()[0] == {"loss": (1000 * (2**24 + 1), 1000 * (2**24 + 1))}
+
+
+def test_a_name_that_was_not_announced_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        Meters("loss").add(los=(1.0, 1))
+
+
+def test_a_mean_over_nothing_is_nan() -> None:
+    assert math.isnan(mean(0.0, 0))
+    assert mean(3.0, 2) == 1.5
+    meters = Meters("loss")
+    meters.add(loss=(torch.tensor(math.nan), 1))
+    assert math.isnan(meters.reduce()[0]["loss"][0])

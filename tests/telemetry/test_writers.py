@@ -1,0 +1,77 @@
+"""Figures on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankwise.telemetry import JsonlWriter, TensorBoardWriter
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return [json.loads(line, parse_constant=no_constant) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def test_each_line_is_json_and_says_its_life_and_step(path: Path) -> None:
+    writer = JsonlWriter(path, 1)
+    writer.write(1, {"loss": 0.1 + 0.2, "epoch": 0})
+    assert lines(path) == [{"life": 1, "step": 1, "loss": 0.1 + 0.2, "epoch": 0}]  # readable while it is written
+    writer.write(2, {"eval_loss": 1e-300})
+    writer.close()
+    second = JsonlWriter(path, 2)
+    second.write(2, {"ä": 3.0})
+    second.close()
+    assert [(r["life"], r["step"]) for r in lines(path)] == [(1, 1), (1, 2), (2, 2)]
+    assert lines(path)[2]["ä"] == 3.0
+
+
+def test_what_is_not_finite_is_a_word(path: Path) -> None:
+    writer = JsonlWriter(path, 1)
+    writer.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf})
+    writer.close()
+    assert lines(path) == [{"life": 1, "step": 1, "a": "nan", "b": "inf", "c": "-inf"}]
+    assert math.isnan(float(lines(path)[0]["a"]))
+
+
+def test_half_a_line_of_a_killed_life_stays_by_itself(path: Path) -> None:
+    path.write_text('{"life": 1, "step": 1}\n{"life": 1, "st')
+    writer = JsonlWriter(path, 2)
+    writer.write(7, {"loss": 1.0})
+    writer.close()
+    text = path.read_text().splitlines()
+    assert text[1] == '{"life": 1, "st'
+    assert json.loads(text[2]) == {"life": 2, "step": 7, "loss": 1.0}
+
+
+def test_a_whole_last_line_gets_no_empty_line_below(path: Path) -> None:
+    path.write_text('{"life": 1, "step": 1}\n')
+    writer = JsonlWriter(path, 2)
+    writer.write(2, {})
+    writer.close()
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_tensorboard_reads_the_events_back(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = TensorBoardWriter(tmp_path / "telemetry")
+    for step in (1, 2, 5):
+        writer.write(step, {"loss": 1.0 / step, "share/data wait": 0.5})
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "telemetry"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) >= {"loss"}
+    assert [(e.step, round(e.value, 6)) for e in events.Scalars("loss")] == [(1, 1.0), (2, 0.5), (5, 0.2)]

@@ -1,0 +1,813 @@
+"""The Trainer: the same training on any number of ranks, and as if it had never stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import multiprocessing
+import os
+import random
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from ranks import on_ranks
+from rankwise import Trainer, comm, every, train
+from rankwise.data import Order
+from rankwise.errors import CheckpointError, ConfigError, Stopped
+from rankwise.state import TrainState
+from rankwise.sync import AllReduce
+
+Flat = npt.NDArray[np.float64]
+SAMPLES = 29
+
+
+def data(samples: int = SAMPLES, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(samples, 6, generator=generator, dtype=torch.float64).to(dtype)
+    return TensorDataset(x, torch.randint(0, 3, (samples,), generator=generator), torch.arange(samples))
+
+
+def make_model(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).to(dtype)
+
+
+def step_fn(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+    x, y, _ = batch
+    return F.cross_entropy(model(x), y, reduction="sum"), len(y)
+
+
+def eval_fn(model: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
+    """Over every sample once: its loss, whether it is right, its number and the square of that."""
+    x, y, k = batch
+    scores = model(x)
+    return {
+        "loss": (F.cross_entropy(scores, y, reduction="sum"), len(y)),
+        "accuracy": ((scores.argmax(1) == y).sum(), torch.tensor(len(y))),
+        "number": (float(k.sum()), 1),
+        "square": (k.square().sum(), len(k)),
+    }
+
+
+def flat(model: nn.Module) -> Flat:
+    return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()]).numpy()
+
+
+def trainer(run_dir: Path, model: nn.Module | None = None, tensorboard: bool = False, **settings: Any) -> Trainer:
+    """In a process of its own (on_ranks): a Trainer takes over the signals and the excepthook."""
+    # As in a user's process: a rank of on_ranks would start its loader workers the slow way it was started itself.
+    multiprocessing.set_start_method("fork", force=True)
+    if not tensorboard:  # importing it takes longer than all that these tests do
+        train.find_spec = lambda name: None  # type: ignore[assignment, misc]
+    model = make_model() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    settings = {"global_batch_size": 8, "max_epochs": 3, "log_every": 1, "save_every_s": 1e9, **settings}
+    make_scheduler = settings.pop("scheduler", None)
+    scheduler = make_scheduler(optimizer) if make_scheduler else None
+    arguments = {"step_fn": step_fn, "train_data": data(), **settings}
+    return Trainer(model, optimizer, run_dir=run_dir, scheduler=scheduler, **arguments)
+
+
+def fit(run_dir: Path, **settings: Any) -> tuple[Flat, str]:
+    """(parameters in the end, what was said)."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        state = trainer(run_dir, **settings).fit()
+    return flat(state.model), out.getvalue()
+
+
+def error_of(run_dir: Path, **settings: Any) -> tuple[str, str]:
+    """(type, text) of what `fit` raises; empty if nothing."""
+    try:
+        fit(run_dir, **settings)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return [json.loads(line, parse_constant=no_constant) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir: Path, name: str = "loss") -> list[tuple[int, float]]:
+    return [(r["step"], r[name]) for r in records(run_dir) if name in r]
+
+
+# --- the same on any number of ranks
+
+
+def plain_loop(epochs: int, clip_norm: float | None = None) -> tuple[Flat, list[float]]:
+    """What the Trainer does, on one page and one process. (parameters, the mean loss of each step)"""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    dataset, means = data(), []
+    for epoch in range(epochs):
+        for start in range(0, SAMPLES, 8):
+            batch = dataset[Order(SAMPLES, 0).indices(epoch, start, min(start + 8, SAMPLES)).tolist()]
+            total, count = step_fn(model, batch)
+            optimizer.zero_grad()
+            (total / count).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm or math.inf)
+            optimizer.step()
+            means.append(total.item() / count)
+    return flat(model), means
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "accumulate": {"accumulate": 2},
+    "clip": {"clip_norm": 0.1},
+    "workers": {"workers": 1},
+    "batch_size": {"global_batch_size": None, "batch_size": 4},  # of one rank
+    "sync": {"sync": AllReduce(clip_norm=0.1)},
+}
+
+
+def fit_variants(folder: Path) -> dict[str, Flat]:
+    n = comm.world_size()
+    return {
+        name: fit(folder / f"{n}-{name}", **settings)[0]
+        for name, settings in VARIANTS.items()
+        if name not in ("batch_size", "workers") or n == 2
+    }
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_parameters_and_losses_are_those_of_a_plain_loop(n: int, tmp_path: Path) -> None:
+    answers = on_ranks(n, fit_variants, tmp_path)
+    for name in answers[0]:
+        expected, means = plain_loop(3, 0.1 if name in ("clip", "sync") else None)
+        for answer in answers:
+            assert np.abs(answer[name] - expected).max() < 1e-10, name
+        logged = losses(tmp_path / f"{n}-{name}")
+        assert [step for step, _ in logged] == list(range(1, 13))
+        assert max(abs(a - b) for (_, a), b in zip(logged, means, strict=True)) < 1e-10, name
+
+
+def fit_few(folder: Path) -> Flat:
+    return fit(folder / str(comm.world_size()), train_data=data(2), global_batch_size=64, max_epochs=4)[0]
+
+
+def test_more_ranks_than_samples_train_as_one(tmp_path: Path) -> None:
+    expected = on_ranks(1, fit_few, tmp_path)[0]
+    for answer in on_ranks(3, fit_few, tmp_path):
+        assert np.abs(answer - expected).max() < 1e-10
+
+
+# --- as if it had never stopped
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+
+
+Eval = dict[str, Any]
+
+
+def unbroken_and_broken(folder: Path, stops: tuple[int, ...], **settings: Any) -> dict[str, Flat]:
+    """Parameters after 10 steps in one go, and of runs that stopped after some of them (4 steps are an epoch)."""
+
+    def part(name: str, max_steps: int) -> Flat:
+        # A process that starts anew has streams of its own making; the checkpoint's must win.
+        random.seed(comm.rank() + 99)
+        return fit(folder / name, max_steps=max_steps, model=make_model(0.3, torch.float32), scheduler=cosine,
+                   train_data=data(dtype=torch.float32), max_epochs=None, **settings)[0]  # fmt: skip
+
+    answers = {"unbroken": part("unbroken", 10)}
+    for stop in stops:
+        part(f"stop-{stop}", stop)
+        answers[f"stop-{stop}"] = part(f"stop-{stop}", 10)
+    if len(stops) > 1:
+        for steps in (2, 3, 7):
+            part("often", steps)
+        answers["often"] = part("often", 10)
+    return answers
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2, "workers": 1, "precision": "bf16"}], ids=["plain", "more"])
+def test_a_stopped_run_ends_bit_for_bit_as_the_unbroken_one(n: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    stops = (1, 3, 4, 6, 9) if not settings else (3,)
+    answers = on_ranks(n, unbroken_and_broken, tmp_path, stops, **settings)
+    for answer in answers:
+        for name, parameters in answer.items():
+            assert np.array_equal(parameters, answers[0]["unbroken"]), name
+    expected = losses(tmp_path / "unbroken")
+    for name in answers[0]:
+        assert losses(tmp_path / name) == expected  # and the figures in between
+    if "often" not in answers[0]:
+        return
+    lives = [(r["life"], r["step"]) for r in records(tmp_path / "often") if "loss" in r]
+    assert lives == [(1, 1), (1, 2), (2, 3), (3, 4), (3, 5), (3, 6), (3, 7), (4, 8), (4, 9), (4, 10)]
+
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "torch": lambda: torch.randn(()).item(),
+    "python": lambda: random.gauss(0, 1),
+    "numpy": lambda: float(np.random.normal()),
+}
+
+
+def with_and_without_evaluation(folder: Path, generator: str) -> list[Flat]:
+    draw = DRAWS[generator]
+
+    def noisy_step(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        x, y, k = batch
+        return step_fn(model, (x + 0.1 * draw(), y, k))
+
+    def drawing_eval(model: Any, batch: Any) -> Eval:
+        return {"loss": (draw(), 1)}
+
+    evaluated = {"eval_data": data(5), "eval_fn": drawing_eval, "eval_every": 2}
+    return [fit(folder / str(k), step_fn=noisy_step, **settings)[0] for k, settings in enumerate(({}, evaluated))]
+
+
+@pytest.mark.parametrize("generator", DRAWS)
+def test_evaluation_does_not_move_the_random_streams_of_training(generator: str, tmp_path: Path) -> None:
+    without, with_ = on_ranks(1, with_and_without_evaluation, tmp_path, generator)[0]
+    assert np.array_equal(without, with_)
+
+
+def numbers_drawn(folder: Path, seed: int) -> list[float]:
+    drawn: list[float] = []
+    actions = [lambda state: drawn.extend((torch.rand(()).item(), random.random(), np.random.rand()))]
+    fit(folder / str(seed), actions=actions, seed=seed, max_steps=2)
+    return drawn
+
+
+def test_ranks_draw_different_numbers_and_the_same_for_the_same_seed(tmp_path: Path) -> None:
+    first = on_ranks(2, numbers_drawn, tmp_path / "a", 0)
+    assert first == on_ranks(2, numbers_drawn, tmp_path / "b", 0)
+    other = on_ranks(2, numbers_drawn, tmp_path / "c", 1)
+    everything = [number for drawn in (*first, *other) for number in drawn]
+    assert len(set(everything)) == len(everything) == 4 * 6
+
+
+def stopped_by_a_signal(folder: Path) -> tuple[Any, str, str]:
+    """The first life is asked to stop after step 2, between two log intervals; the second goes on to the end."""
+    ask = [lambda state: os.kill(os.getpid(), signal.SIGUSR1) if state.step == 2 else None]
+    first = io.StringIO()
+    code: Any = None
+    with contextlib.redirect_stdout(first):
+        try:
+            trainer(folder / "run", log_every=3, actions=ask).fit()
+        except Stopped as stopped:
+            code = stopped.code
+    return code, first.getvalue(), fit(folder / "run", log_every=3)[1]
+
+
+def test_no_figure_is_lost_or_repeated_when_a_signal_stops_a_run_between_two_log_intervals(tmp_path: Path) -> None:
+    ((code, first, second),) = on_ranks(1, stopped_by_a_signal, tmp_path)
+    assert code == 75
+    assert re.search(r"stopped after step 2, saved in .*step-00000002", first)
+    _, means = plain_loop(3)
+    sizes = [8, 8, 8, 5] * 3
+    logged = losses(tmp_path / "run")
+    assert [step for step, _ in logged] == [2, 3, 4, 6, 8, 9, 12]
+    before = 0
+    for step, loss in logged:
+        total = sum(m * s for m, s in zip(means[before:step], sizes[before:step], strict=True))
+        assert abs(loss - total / sum(sizes[before:step])) < 1e-10
+        before = step
+    # The epoch that was cut in two is told as one.
+    mean = sum(m * s for m, s in zip(means[:4], sizes[:4], strict=True)) / SAMPLES
+    assert re.search(rf"epoch 1: 4 steps, .* elapsed .*loss {mean:.4g}\n", second), second
+
+
+def resumed(folder: Path, max_steps: int, more: str = "", **settings: Any) -> tuple[Flat, str]:
+    return fit(folder / "run", max_steps=max_steps, max_epochs=None, scheduler=cosine, **settings)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3)])
+def test_a_run_goes_on_with_the_same_global_batches_on_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
+    expected = on_ranks(1, resumed, tmp_path / "unbroken", 10)[0][0]
+    on_ranks(before, resumed, tmp_path, 6)
+    answers = on_ranks(after, resumed, tmp_path, 10)
+    for parameters, _ in answers:
+        assert np.abs(parameters - expected).max() < 1e-9
+    got, plain = losses(tmp_path / "run"), losses(tmp_path / "unbroken" / "run")
+    assert [step for step, _ in got] == [step for step, _ in plain]
+    assert max(abs(a - b) for (_, a), (_, b) in zip(got, plain, strict=True)) < 1e-9
+    said = answers[0][1]
+    assert f"the checkpoint was made by {before} rank" in said
+    assert "going on from step 6 (epoch 2)" in said
+
+
+def batch_size_of_a_rank(folder: Path, max_steps: int) -> tuple[Flat, str]:
+    return resumed(folder, max_steps, global_batch_size=None, batch_size=4)
+
+
+def test_the_global_batch_of_a_run_stays_though_ranks_come_and_go(tmp_path: Path) -> None:
+    expected = on_ranks(2, batch_size_of_a_rank, tmp_path / "unbroken", 10)[0][0]
+    on_ranks(2, batch_size_of_a_rank, tmp_path, 5)
+    for rank, (parameters, said) in enumerate(on_ranks(3, batch_size_of_a_rank, tmp_path, 10)):
+        assert np.abs(parameters - expected).max() < 1e-9
+        assert ("global batch of 8 instead of 12" in said) == (rank == 0)
+
+
+def finished_twice(folder: Path, **settings: Any) -> list[tuple[Flat, str, int]]:
+    calls: list[int] = []
+    actions = [lambda state: calls.append(state.step)]
+    return [(*fit(folder / "run", actions=actions, **settings), len(calls)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_steps": 5}])
+def test_a_finished_run_started_again_trains_nothing_and_says_so(settings: dict[str, Any], tmp_path: Path) -> None:
+    steps = settings.get("max_steps", 12)
+    for rank, ((first, _, calls), (again, said, more)) in enumerate(on_ranks(2, finished_twice, tmp_path, **settings)):
+        assert np.array_equal(first, again)
+        assert calls == more == steps
+        assert (f"going on from step {steps} " in said) == (rank == 0)
+        assert ("nothing is left to train" in said) == (rank == 0)
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, steps + 1))
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{steps:08d}"]
+
+
+def fresh_run(folder: Path) -> list[tuple[Flat, str]]:
+    return [fit(folder / "run", max_steps=3), fit(folder / "run", max_steps=3, fresh=True)]
+
+
+def test_a_fresh_run_begins_anew_and_keeps_the_older_one_aside(tmp_path: Path) -> None:
+    for (first, _), (again, said) in on_ranks(2, fresh_run, tmp_path):
+        assert np.array_equal(first, again)
+        assert "going on" not in said
+    assert [(r["life"], r["step"]) for r in records(tmp_path / "run")] == [(1, 1), (1, 2), (1, 3)]
+    (aside,) = [p for p in tmp_path.iterdir() if p.name != "run"]
+    assert [step for step, _ in losses(aside)] == [1, 2, 3]
+
+
+def another_training(folder: Path, change: str) -> tuple[str, str]:
+    if change == "begin":
+        fit(folder, max_steps=2)
+        return "", ""
+    settings: dict[str, dict[str, Any]] = {
+        "model": {"model": nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Dropout(), nn.Linear(5, 3)).double()},
+        "seed": {"seed": 5},
+        "data": {"train_data": data(30)},
+        "scheduler": {"scheduler": cosine},
+    }
+    try:
+        fit(folder, max_steps=3, **settings[change])
+    except ConfigError as error:
+        comm.barrier()
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_another_training_in_the_same_run_directory_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    on_ranks(1, another_training, tmp_path / "run", "begin")
+    for change, text in (
+        ("model", "size mismatch"), ("seed", "seed=0 and this run has seed=5"),
+        ("data", "samples=29 and this run has samples=30"), ("scheduler", "has no scheduler"),
+    ):  # fmt: skip
+        answers = on_ranks(2, another_training, tmp_path / "run", change)
+        for kind, said in answers:
+            assert kind == "ConfigError"
+            assert text in said
+            assert "--fresh" in said
+            assert "--name" in said
+
+
+def damaged_newest(folder: Path) -> tuple[Flat, str]:
+    return fit(folder, max_epochs=None, max_steps=10, save_every_s=0.0)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(tmp_path: Path) -> None:
+    expected = on_ranks(2, damaged_newest, tmp_path / "whole")[0][0]
+    run = tmp_path / "run"
+    on_ranks(2, damaged_newest, run)
+    older, newest = sorted((run / "checkpoints").iterdir())
+    (newest / "optimizer.pt").write_bytes(b"")
+    for rank, (parameters, said) in enumerate(on_ranks(2, damaged_newest, run)):
+        assert np.array_equal(parameters, expected)
+        if rank == 0:
+            assert f"passed over: {newest / 'optimizer.pt'} has 0 of" in said
+            assert f"going on from step {int(older.name[5:])} " in said
+
+
+# --- evaluation
+
+
+def evaluate_on_ranks(folder: Path) -> dict[str, Any]:
+    answers = {}
+    for samples in (1, 2, 7, 23):
+        for every_ in (None, 3):
+            name = f"{comm.world_size()}-{samples}-{every_}"
+            calls: list[list[int]] = []
+
+            def counted(model: Any, batch: Any, calls: list[list[int]] = calls) -> Eval:
+                assert not model.training
+                assert not torch.is_grad_enabled()
+                calls.append(batch[2].tolist())
+                return eval_fn(model, batch)
+
+            seen: list[dict[str, float]] = []
+            actions: list[Callable[[TrainState], None]] = [lambda state, seen=seen: seen.append(dict(state.metrics))]  # type: ignore[misc]
+            t = trainer(folder / name, eval_data=data(samples), eval_fn=counted, eval_every=every_, max_epochs=2, accumulate=2,
+                        actions=actions, model=make_model(0.0))  # fmt: skip
+            with contextlib.redirect_stdout(io.StringIO()):
+                state = t.fit()
+            assert state.model.training
+            answers[name] = (dict(state.metrics), sorted(k for batch in calls for k in batch), seen[0], flat(state.model))
+    return answers
+
+
+def exact_figures(parameters: Flat, samples: int) -> dict[str, float]:
+    model = make_model()
+    nn.utils.vector_to_parameters(torch.from_numpy(parameters), model.parameters())
+    with torch.no_grad():
+        figures = eval_fn(model.eval(), data(samples)[:])
+    return {f"eval_{name}": float(total) / float(count) for name, (total, count) in figures.items() if name != "number"}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_evaluation_is_over_every_sample_once(n: int, tmp_path: Path) -> None:
+    answers = on_ranks(n, evaluate_on_ranks, tmp_path)
+    for name in answers[0]:
+        _, samples, every_ = name.split("-")
+        times = 2 if every_ == "None" else 3  # at the end of 2 epochs; at steps 3, 6 and the last, 8
+        asked = sorted(k for answer in answers for k in answer[name][1])
+        assert asked == sorted(list(range(int(samples))) * times)
+        expected = exact_figures(answers[0][name][3], int(samples))
+        for answer in answers:
+            metrics = answer[name][0]
+            for figure, value in expected.items():
+                assert abs(metrics[figure] - value) < 1e-10, (name, figure)
+            assert "eval_loss" not in answer[name][2]  # not before its time
+            assert metrics == answers[0][name][0]  # equal on all ranks
+        steps = [r["step"] for r in records(tmp_path / name) if "eval_loss" in r]
+        assert steps == ([4, 8] if every_ == "None" else [3, 6, 8])
+
+
+def evaluate_by_default(folder: Path) -> dict[str, float]:
+    return dict(trainer(folder / str(comm.world_size()), eval_data=data(7), max_epochs=1).fit().metrics)
+
+
+def test_without_an_eval_fn_the_loss_of_the_step_is_evaluated(tmp_path: Path) -> None:
+    one, two = on_ranks(1, evaluate_by_default, tmp_path)[0], on_ranks(2, evaluate_by_default, tmp_path)[0]
+    assert set(one) == {"loss", "eval_loss"}
+    assert abs(one["eval_loss"] - two["eval_loss"]) < 1e-10
+
+
+def evaluate_names(folder: Path) -> dict[str, float]:
+    """Only some batches have a name: the ranks must agree on which there are."""
+
+    def names(model: Any, batch: Any) -> Eval:
+        return {f"of_{k}": (float(k), 2) for k in batch[2].tolist()}
+
+    return dict(trainer(folder / "run", eval_data=data(5), eval_fn=names, max_steps=1, global_batch_size=3).fit().metrics)
+
+
+def test_ranks_that_evaluate_different_names_agree_on_all(tmp_path: Path) -> None:
+    for answer in on_ranks(3, evaluate_names, tmp_path):
+        assert {k: v for k, v in answer.items() if k != "loss"} == {f"eval_of_{k}": k / 2 for k in range(5)}
+
+
+class Counting(nn.Module):
+    """BatchNorm's running statistics are of each rank's own samples until they are made equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.norm(x))
+        return out
+
+
+def running_statistics(folder: Path, evaluate: bool) -> tuple[list[float], dict[str, float]]:
+    torch.manual_seed(0)
+    model = Counting().double()
+    settings = {"eval_data": data(7)} if evaluate else {}
+    state = trainer(folder / "run", model=model, max_steps=3, global_batch_size=12, **settings).fit()
+    assert isinstance(model.norm.running_mean, torch.Tensor)
+    return model.norm.running_mean.tolist(), dict(state.metrics)
+
+
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_running_statistics_are_equal_on_all_ranks_when_evaluated_and_saved(evaluate: bool, tmp_path: Path) -> None:
+    answers = on_ranks(2, running_statistics, tmp_path, evaluate)
+    assert answers[0] == answers[1]
+    path = tmp_path / "run" / "checkpoints" / "step-00000003" / "model.pt"
+    saved = torch.load(path, weights_only=True)
+    assert saved["norm.running_mean"].tolist() == answers[0][0]
+    if evaluate:
+        model = Counting().double()
+        model.load_state_dict(saved)
+        total, count = step_fn(model.eval(), data(7)[:])
+        assert abs(answers[0][1]["eval_loss"] - total.item() / count) < 1e-10
+
+
+# --- contracts
+
+
+RESULTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "loss": (lambda loss: loss, r"step_fn returned Tensor; return \(loss sum, count\), for example"),
+    "none": (lambda loss: None, "step_fn returned NoneType"),
+    "three": (lambda loss: (loss, 1, 2), r"a tuple of 3 \(Tensor, int, int\)"),
+    "float": (lambda loss: (loss.item(), 1), r"a tuple of 2 \(float, int\)"),
+    "list": (lambda loss: [loss, 1], "step_fn returned list"),
+    "vector": (lambda loss: (loss.reshape(1), 1), r"must be a scalar .* shape \(1,\)"),
+    "detached": (lambda loss: (loss.detach(), 1), "needs no gradient"),
+}
+FIGURES: dict[str, Any] = {"none": None, "tensor": torch.tensor(1.0), "no pair": {"loss": 1.0}, "three": {"loss": (1.0, 2, 3)}}
+
+
+def contract_errors(folder: Path) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
+    steps = {
+        name: error_of(folder / f"step-{name}", step_fn=lambda model, batch, of=of: of(step_fn(model, batch)[0]))
+        for name, (of, _) in RESULTS.items()
+    }
+    evals = {
+        name: error_of(folder / f"eval-{name}", eval_data=data(3), eval_fn=lambda model, batch, f=figures: f, max_steps=1)
+        for name, figures in FIGURES.items()
+    }
+    return steps, evals
+
+
+def test_a_function_that_breaks_its_contract_is_told_what_to_return(tmp_path: Path) -> None:
+    ((steps, evals),) = on_ranks(1, contract_errors, tmp_path)
+    for name, (_, text) in RESULTS.items():
+        kind, said = steps[name]
+        assert kind == "StepError", name
+        assert re.search(text, said), said
+    for kind, said in evals.values():
+        assert kind == "StepError"
+        assert re.search("eval_fn returned .*; return a mapping of pairs", said), said
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"max_epochs": None}, "max_epochs=... or max_steps=..."),
+        ({"max_epochs": 0}, "max_epochs=0"),
+        ({"max_steps": -1}, "max_steps=-1"),
+        ({"log_every": 0}, "log_every=0"),
+        ({"eval_data": [1], "eval_every": 0}, "eval_every=0"),
+        ({"global_batch_size": None}, "either batch_size .* or global_batch_size"),
+        ({"batch_size": 4}, "either batch_size .* or global_batch_size"),
+        ({"global_batch_size": 0}, "global_batch_size=0"),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"precision": "fp8"}, "precision='fp8'; choose one of fp32, bf16, fp16"),
+        ({"precision": "fp16"}, "needs a GPU"),
+        ({"clip_norm": 1.0, "sync": AllReduce()}, "clip_norm belongs to the strategy"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_a_config_error_before_anything_is_made(
+    settings: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    for kind, said in on_ranks(1, error_of, tmp_path / "run", **settings):
+        assert kind == "ConfigError", said
+        assert re.search(text, said), said
+    assert list(tmp_path.iterdir()) == []
+
+
+def data_errors(folder: Path, which: str) -> list[tuple[str, str]]:
+    return [error_of(folder / "run", **{which: dataset}) for dataset in ([], (k for k in range(3)))]
+
+
+@pytest.mark.parametrize("which", ["train_data", "eval_data"])
+def test_data_without_samples_or_length_is_a_data_error_before_anything_is_made(which: str, tmp_path: Path) -> None:
+    ((empty, endless),) = on_ranks(1, data_errors, tmp_path, which)
+    assert endless[0] == "DataError"
+    assert "cannot tell its length" in endless[1]
+    assert empty[0] == "DataError"
+    assert "empty" in empty[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def try_again(folder: Path, where: str) -> list[tuple[str, str]]:
+    wrong: dict[str, Any] = {
+        "constructor": {"model": make_model().requires_grad_(False)},
+        "loop": {"step_fn": lambda m, b: None},
+    }
+    return [error_of(folder / "run", **wrong[where]), error_of(folder / "run", max_steps=1)]
+
+
+@pytest.mark.parametrize(("where", "kind"), [("constructor", "ConfigError"), ("loop", "StepError")])
+def test_after_an_error_the_same_process_can_try_again(where: str, kind: str, tmp_path: Path) -> None:
+    """As in a notebook: the mistake is put right and the cell is run once more."""
+    ((error, again),) = on_ranks(1, try_again, tmp_path, where)
+    assert error[0] == kind
+    assert again == ("", "")
+
+
+def two_at_once(folder: Path) -> tuple[str, str]:
+    first = trainer(folder / "run", max_steps=1)
+    error = error_of(folder / "run")
+    first.fit()
+    assert error_of(folder / "run", max_steps=2) == ("", "")
+    return error
+
+
+def test_two_runs_at_once_in_one_directory_are_refused(tmp_path: Path) -> None:
+    ((kind, said),) = on_ranks(1, two_at_once, tmp_path)
+    assert kind == "RunDirError"
+    assert re.search(r"is alive: pid \d+", said)
+
+
+# --- actions
+
+
+def fire(folder: Path) -> dict[str, list[int]]:
+    fired: dict[str, list[int]] = {"each": [], "steps": [], "epochs": [], "end": [], "seconds": []}
+    epochs: list[tuple[int, bool, bool]] = []
+
+    def each(state: TrainState) -> None:
+        fired["each"].append(state.step)
+        epochs.append((state.epoch, state.epoch_ended, state.last))
+
+    def note(name: str) -> Callable[[TrainState], None]:
+        return lambda state: fired[name].append(state.step)
+
+    actions = [each, every(note("steps"), steps=5), every(note("epochs"), epochs=2), every(note("end"), at_end=True),
+               every(note("seconds"), seconds=0.0)]  # fmt: skip
+    fit(folder / "run", actions=actions)
+    return {**fired, "epoch": [e for e, _, _ in epochs], "ended": [s + 1 for s, (_, ended, _) in enumerate(epochs) if ended],
+            "last": [s + 1 for s, (_, _, last) in enumerate(epochs) if last]}  # fmt: skip
+
+
+def test_actions_are_called_on_every_rank_when_they_are_due(tmp_path: Path) -> None:
+    for answer in on_ranks(2, fire, tmp_path):
+        assert answer == {
+            "each": list(range(1, 13)), "steps": [5, 10], "epochs": [8], "end": [12], "seconds": list(range(1, 13)),
+            "epoch": [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3], "ended": [4, 8, 12], "last": [12],
+        }  # fmt: skip
+
+
+def halving(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def rates_seen(folder: Path) -> list[float]:
+    rates: list[float] = []
+    fit(folder / "run", scheduler=halving, max_steps=3, actions=[lambda s: rates.append(s.optimizer.param_groups[0]["lr"])])
+    return rates
+
+
+def test_the_schedule_is_stepped_before_the_actions_see_the_step(tmp_path: Path) -> None:
+    assert on_ranks(1, rates_seen, tmp_path) == [[0.01, 0.005, 0.0025]]
+
+
+def log_sparsely(folder: Path) -> str:
+    return fit(folder / "run", log_every=3)[1]
+
+
+def test_figures_are_logged_at_their_interval_and_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    said = on_ranks(2, log_sparsely, tmp_path)[0]
+    _, means = plain_loop(3)
+    sizes = [8, 8, 8, 5] * 3
+    logged = losses(tmp_path / "run")
+    assert [step for step, _ in logged] == [3, 4, 6, 8, 9, 12]
+    before = 0
+    for step, loss in logged:
+        total = sum(m * s for m, s in zip(means[before:step], sizes[before:step], strict=True))
+        assert abs(loss - total / sum(sizes[before:step])) < 1e-10
+        before = step
+    for record in records(tmp_path / "run"):
+        assert record["life"] == 1
+        assert record["lr"] == 0.02
+        assert 0 <= record["clock_s"] < 60
+        assert {"share/data wait", "share/all-reduce", "share/saving"} <= set(record)
+        assert all(0 <= value <= 1 for name, value in record.items() if name.startswith("share/"))
+    assert [r["epoch"] for r in records(tmp_path / "run")] == [0, 1, 1, 2, 2, 3]
+    for epoch in range(3):
+        mean = sum(m * s for m, s in zip(means[4 * epoch : 4 * epoch + 4], sizes[:4], strict=True)) / SAMPLES
+        assert re.search(rf"epoch {epoch + 1}: 4 steps, .* elapsed .*loss {mean:.4g}", said), said
+    assert re.search(r"\d+ parameters, fp32 on cpu; 29 samples, 4 steps an epoch\nglobal batch 8 over 2 ranks", said)
+    assert re.search(r"done: 12 steps, .*computing.*, loss [\d.]+\nsaved in .*step-00000012", said)
+
+
+def spoilt_loss(folder: Path) -> Flat:
+    calls = 0
+
+    def sometimes(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        nonlocal calls
+        calls += 1
+        loss, count = step_fn(model, batch)
+        return (loss * math.nan if calls == 2 and comm.rank() == 1 else loss), count
+
+    return fit(folder / "run", step_fn=sometimes, max_steps=4)[0]
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_leaves_its_step_out_and_is_logged(tmp_path: Path) -> None:
+    first, second = on_ranks(2, spoilt_loss, tmp_path)
+    assert np.isfinite(first).all()
+    assert np.array_equal(first, second)
+    assert [loss == "nan" for _, loss in losses(tmp_path / "run")] == [False, True, False, False]
+
+
+# --- saving
+
+
+def save_often(folder: Path) -> list[str]:
+    fit(folder / "run", save_every_s=0.0)
+    return sorted(p.name for p in (folder / "run" / "checkpoints").iterdir())
+
+
+def test_a_run_saves_while_it_trains_and_keeps_the_newest(tmp_path: Path) -> None:
+    assert on_ranks(2, save_often, tmp_path)[0] == ["step-00000011", "step-00000012"]
+
+
+def failing_saves(folder: Path, always: bool) -> tuple[str, str]:
+    t = trainer(folder / "run", save_every_s=0.0)
+    save = t.checkpoints.save
+
+    def failing(parts: Any, step: int, info: Any) -> Any:
+        if always or step < 12:
+            raise CheckpointError("cannot write: the disk is full")
+        return save(parts, step, info)
+
+    t.checkpoints.save = failing  # type: ignore[method-assign, assignment]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            t.fit()
+        except CheckpointError as error:
+            return str(error), out.getvalue()
+    return "", out.getvalue()
+
+
+def test_a_save_that_fails_is_a_warning_on_the_way_and_an_error_at_the_end(tmp_path: Path) -> None:
+    for rank, (error, said) in enumerate(on_ranks(2, failing_saves, tmp_path / "a", False)):
+        assert error == ""
+        assert said.count("warning: cannot write: the disk is full; training goes on") == (11 if rank == 0 else 0)
+    for error, _ in on_ranks(2, failing_saves, tmp_path / "b", True):
+        assert error == "cannot write: the disk is full"
+
+
+def three_steps(folder: Path) -> tuple[Flat, str]:
+    return fit(folder / "run", scheduler=cosine, max_steps=3)
+
+
+def test_a_checkpoint_of_the_trainer_is_read_by_torch_alone(tmp_path: Path) -> None:
+    parameters, _ = on_ranks(2, three_steps, tmp_path)[0]
+    path = tmp_path / "run" / "checkpoints" / "step-00000003"
+    states = {p.stem: torch.load(p, weights_only=True) for p in path.glob("*.pt")}
+    assert set(states) == {"train", "model", "optimizer", "loader", "log", "sync", "scheduler", "rng"}
+    model = make_model()
+    model.load_state_dict(states["model"])
+    assert np.array_equal(flat(model), parameters)
+    assert states["train"]["step"] == 3
+    assert json.loads((path / "manifest.json").read_text())["info"]["precision"] == "fp32"
+
+
+def bf16(folder: Path) -> tuple[Flat, str]:
+    fit(folder / "run", max_steps=2, model=make_model(dtype=torch.float32), train_data=data(dtype=torch.float32))
+    return fit(folder / "run", max_steps=4, precision="bf16", model=make_model(dtype=torch.float32),
+               train_data=data(dtype=torch.float32))  # fmt: skip
+
+
+def test_a_run_that_goes_on_in_other_numerics_says_so(tmp_path: Path) -> None:
+    assert "not bit for bit as if it had never stopped: precision fp32 -> bf16" in on_ranks(2, bf16, tmp_path)[0][1]
+
+
+def with_tensorboard(folder: Path) -> tuple[Flat, str]:
+    return fit(folder / "run", max_steps=3, tensorboard=True)
+
+
+def test_tensorboard_has_the_figures_too(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    on_ranks(1, with_tensorboard, tmp_path)
+    events = EventAccumulator(str(tmp_path / "run" / "telemetry"))
+    events.Reload()
+    seen = [(e.step, pytest.approx(e.value, rel=1e-6)) for e in events.Scalars("loss")]
+    assert seen == losses(tmp_path / "run")
+    assert len(seen) == 3
+
+
+def with_numpy_rate(folder: Path) -> tuple[str, str]:
+    model = make_model()
+    for steps in (2, 4):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=np.float64(1e-3))
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                Trainer(model, optimizer, step_fn, data(), global_batch_size=8, max_steps=steps, run_dir=folder / "run").fit()
+        except CheckpointError as error:  # refused when it is saved: right too
+            assert steps == 2
+            return "", str(error)
+        except ConfigError as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_learning_rate_out_of_numpy_does_not_spoil_the_checkpoints(tmp_path: Path) -> None:
+    assert [kind for kind, _ in on_ranks(1, with_numpy_rate, tmp_path)] == [""]
