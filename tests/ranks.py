@@ -77,6 +77,7 @@ def _rank(
 
     import rankwise
 
+    multiprocessing.set_start_method("fork", force=True)  # for loader workers; a forkserver's would begin with an import
     torch.set_num_threads(1)
     rankwise.init()
     try:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import RankError, on_ranks
 from torch import nn
 
-from ranks import RankError, on_ranks
 from rankwise import comm
 from rankwise.errors import WorldError
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
 from ranks import on_ranks
+
 from rankwise import comm
 from rankwise.errors import CheckpointError, MainProcessError
 from rankwise.guards import main_process_only, run_on_main

@@ -8,8 +8,8 @@ import sys
 from types import TracebackType
 
 import pytest
-
 from ranks import on_ranks
+
 from rankwise import log
 from rankwise.errors import ConfigError
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rankwise.actions import every
+from rankwise.errors import ConfigError
 from rankwise.state import TrainState
 
 
@@ -50,7 +51,12 @@ def test_every_so_many_epochs(state: TrainState) -> None:
 def test_at_the_end_once_though_two_triggers_are_due(state: TrainState) -> None:
     assert fired(state, steps(10), at_end=True) == [9]
     assert fired(state, steps(9), steps=3, epochs=1, at_end=True) == [2, 5, 8]
-    assert fired(state, steps(10)) == []
+
+
+def test_an_action_that_would_never_be_called_is_an_error() -> None:
+    for triggers in ({}, {"steps": 0}, {"epochs": 0}, {"seconds": -1.0}):
+        with pytest.raises(ConfigError):
+            every(lambda state: None, **triggers)
 
 
 def test_seconds_are_those_of_the_agreed_clock(state: TrainState) -> None:

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from ranks import on_ranks
 from rankwise import Trainer, comm, every, train
 from rankwise.data import Order
 from rankwise.errors import CheckpointError, ConfigError, Stopped
@@ -610,11 +610,11 @@ def test_after_an_error_the_same_process_can_try_again(where: str, kind: str, tm
 
 
 def two_at_once(folder: Path) -> tuple[str, str]:
-    first = trainer(folder / "run", max_steps=1)
-    error = error_of(folder / "run")
-    first.fit()
+    """A second one is started while the first is in its loop."""
+    errors: list[tuple[str, str]] = []
+    trainer(folder / "run", max_steps=1, actions=[lambda state: errors.append(error_of(folder / "run"))]).fit()
     assert error_of(folder / "run", max_steps=2) == ("", "")
-    return error
+    return errors[0]
 
 
 def test_two_runs_at_once_in_one_directory_are_refused(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from rankwise import comm
+from rankwise import comm, seed
 from rankwise.data import Loader
-from rankwise.errors import StepError
+from rankwise.errors import ConfigError, StepError
 from rankwise.precision import Precision
 from rankwise.state import TrainState
 from rankwise.sync import SyncStrategy
@@ -39,6 +39,11 @@ def every(
 
     Seconds are those of the main rank's clock as of the last log interval, so that all ranks agree.
     """
+    given = [n for n in (steps, epochs, seconds) if n is not None]
+    if not given and not at_end:
+        raise ConfigError("every(action): say when, for example every(action, steps=100)")
+    if any(n < 0 for n in given) or steps == 0 or epochs == 0:
+        raise ConfigError(f"every(steps={steps}, epochs={epochs}, seconds={seconds}): give numbers above 0")
     last_s = 0.0
 
     def triggered(state: TrainState) -> None:
@@ -174,15 +179,16 @@ class Evaluate:
         self._sync.equalise(state.model)
         training = state.model.training
         state.model.eval()
+        streams = seed.rng_state()
         try:
-            with torch.no_grad(), torch.random.fork_rng(), self._precision.autocast():
+            with torch.no_grad(), self._precision.autocast():
                 for micro_batches in self._make_loader():
                     for batch in micro_batches:
                         for name, (total, count) in self._figures_of(state, batch).items():
-                            pair = torch.stack([_float64(total), _float64(count)])
-                            totals.setdefault(name, []).append(pair)
+                            totals.setdefault(name, []).append(_pair(total, count))
         finally:
             state.model.train(training)
+            seed.set_rng_state(streams)
         names = sorted({name for names in comm.all_gather_object(list(totals)) for name in names})
         nothing = torch.zeros(2, dtype=torch.float64)
         rows = [torch.stack(totals[n]).sum(0).cpu() if n in totals else nothing for n in names]
@@ -201,5 +207,7 @@ class Evaluate:
         return figures
 
 
-def _float64(value: float | torch.Tensor) -> torch.Tensor:
-    return torch.as_tensor(value).detach().double()
+def _pair(total: float | torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
+    """Both in float64 on the device where one of them is; nothing waits for it here."""
+    device = next((v.device for v in (total, count) if isinstance(v, torch.Tensor)), None)
+    return torch.stack([torch.as_tensor(v, device=device).detach().double() for v in (total, count)])

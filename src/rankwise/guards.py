@@ -50,11 +50,27 @@ def run_on_main(
             _inside = False
     answer = _to_all(answer)
     value = _value_of(answer)
-    if post_func is not None and (run_post_on_main or comm.rank() != 0):
-        post_func(*(post_args or ()), **(post_kwargs or {}))
     if post_func is not None:
-        comm.barrier()
+        here = run_post_on_main or comm.rank() != 0
+        _everywhere(functools.partial(post_func, *(post_args or ()), **(post_kwargs or {})) if here else None)
     return value  # type: ignore[no-any-return]
+
+
+def _everywhere(work: Callable[[], Any] | None) -> None:
+    """Collective. Do the work (or none); if it raises on any rank, all ranks raise: that rank its own, the others its text."""
+    error: BaseException | None = None
+    text = ""
+    try:
+        if work is not None:
+            work()
+    except BaseException as problem:  # whatever it is, the other ranks wait
+        error, text = problem, traceback.format_exc()
+    texts = comm.all_gather_object(text)
+    if error is not None:
+        raise error
+    for rank, other in enumerate(texts):
+        if other:
+            raise MainProcessError(f"the function that follows raised on rank {rank}:\n{other}")
 
 
 def _to_all(answer: tuple[bool, Any, str]) -> tuple[bool, Any, str]:

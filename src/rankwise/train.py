@@ -84,7 +84,8 @@ class Trainer:
         log.errors_without_traceback()
         if max_epochs is None and max_steps is None:
             raise ConfigError("say how long to train: max_epochs=... or max_steps=...")
-        for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps), ("log_every", log_every)):
+        numbers = {"max_epochs": max_epochs, "max_steps": max_steps, "log_every": log_every, "eval_every": eval_every}
+        for name, value in numbers.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: give a whole number from 1 up")
         self.world = comm.init()
@@ -109,12 +110,14 @@ class Trainer:
         self.sync = sync if sync is not None else AllReduce(clip_norm, nominal, loss_scale)
         if sync is not None and clip_norm is not None:
             raise ConfigError("clip_norm belongs to the strategy when you give one: sync=AllReduce(clip_norm=...)")
-        self.run, self._lease, life = _open_run(self.world, run_dir, fresh)
+        self.run = RunDir(_run_path(self.world, run_dir))
+        self._fresh = fresh
+        self._lease: Lease | None = None
         self.checkpoints = Checkpoints(self.run.checkpoints)
         self.stop = StopSignal(self.world)
         self.meters = Meters("loss")
         self.state = TrainState(self.sync.wrap(model.to(self.device)), optimizer)
-        self._writers = _writers(self.run, life) if self.world.is_main else []
+        self._writers: list[Writer] = []  # opened by `fit`, on the main rank
         self._progress = Progress(agent_row(self.world))
         evaluate = None
         if eval_data is not None:
@@ -186,12 +189,15 @@ class Trainer:
     def _open(self) -> Iterator[TrainState]:
         """Collective. Begin; and, however the loop ends, close what is open."""
         try:
+            life, self._lease = _claim(self.run, self.world, self._fresh)
+            if self.world.is_main:
+                self._writers += _writers(self.run, life)
             self._begin(self.state)
             yield self.state
         finally:
             self._progress.close()
-            for writer in self._writers:
-                writer.close()
+            while self._writers:
+                self._writers.pop().close()
             self.stop.leave()
             if self._lease is not None:
                 self._lease.release()
@@ -201,6 +207,7 @@ class Trainer:
         seed.seed_rank(self._seed, self.world.rank)
         manifest = self.checkpoints.load_latest(state.parts)
         self._saved_step = state.step if manifest is not None else -1
+        self._saved_in: Path | None = None
         state.model.train()
         self._say_plan(state)
         if manifest is not None:
@@ -216,7 +223,7 @@ class Trainer:
     def _say_end(self, state: TrainState) -> None:
         if not self.world.is_main:
             return
-        where = _short(self.checkpoints.all()[-1])
+        where = _short(self._saved_in or self.checkpoints.folder)
         if self.stop.signum:
             self._progress.say(f"stopped after step {state.step}, saved in {where}")
             if self.world.run_dir is None:  # no launcher that will say it
@@ -233,7 +240,7 @@ class Trainer:
         self._log.reduce(state)
         self.sync.equalise(state.model)
         try:
-            self.checkpoints.save(state.parts, state.step, self._numerics())
+            self._saved_in = self.checkpoints.save(state.parts, state.step, self._numerics())
         except CheckpointError as error:
             if self._done(state) or self.stop.signum:
                 raise
@@ -287,32 +294,32 @@ def _global_batch(batch_size: int | None, global_batch_size: int | None, accumul
     return batch_size * accumulate * world.world_size
 
 
-def _open_run(world: World, run_dir: str | os.PathLike[str] | None, fresh: bool) -> tuple[RunDir, Lease | None, int]:
-    """Collective. (the run directory, the right to write in it, the number of this life).
+def _run_path(world: World, run_dir: str | os.PathLike[str] | None) -> Path:
+    """The folder that an agent of ours has made; elsewhere the one asked for, or ./runs/<the script's stem>."""
+    if world.run_dir is None:
+        return Path(run_dir).absolute() if run_dir is not None else default_run_dir(Path(_script()).stem)
+    if run_dir is not None and Path(run_dir).absolute() != world.run_dir:
+        log.say(f"writing in {_short(world.run_dir)}, which the launcher made; for run_dir={run_dir} type --run-dir {run_dir}")
+    return world.run_dir
 
-    An agent of ours has made it and holds it already. Elsewhere the main rank does both.
-    """
+
+def _claim(run: RunDir, world: World, fresh: bool) -> tuple[int, Lease | None]:
+    """Collective. (the number of this life, the main rank's right to write there). An agent of ours holds it already."""
     if world.run_dir is not None:
-        run = RunDir(world.run_dir)
-        if run_dir is not None and Path(run_dir).absolute() != run.path:
-            log.say(f"writing in {_short(run.path)}, which the launcher made; for run_dir={run_dir} type --run-dir {run_dir}")
         if fresh:
             run_on_main(_set_aside, [run])
-        return run, None, run.lives()[-1].life
-    path = Path(run_dir).absolute() if run_dir is not None else default_run_dir(Path(_script()).stem)
+        return run.lives()[-1].life, None
     lease: Lease | None = None
 
     def prepare() -> int:
         nonlocal lease
-        run = RunDir(path)
         aside = run.prepare(fresh)
         if aside is not None:
             log.say(f"the older run was moved to {_short(aside)}")
         lease = run.take()
         return run.begin_life(world.world_size, tuple(sys.argv)).life
 
-    life = run_on_main(prepare)
-    return RunDir(path), lease, life
+    return run_on_main(prepare), lease
 
 
 def _set_aside(run: RunDir) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ranks  # its forkserver, for writers that are killed
 import torch
+from ranks import on_ranks
 from torch import nn
 
-import ranks  # its forkserver, for writers that are killed
-from ranks import on_ranks
 from rankwise import comm, seed
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests

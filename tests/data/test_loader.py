@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import on_ranks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from ranks import on_ranks
 from rankwise.data import Loader
 from rankwise.data.loader import share
 from rankwise.errors import ConfigError, DataError

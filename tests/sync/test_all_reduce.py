@@ -13,10 +13,10 @@ import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
-from ranks import on_ranks
 from rankwise import comm
 from rankwise.data.loader import share
 from rankwise.errors import ConfigError, StepError
@@ -465,25 +465,6 @@ def test_the_count_is_exact_in_a_model_of_half_precision(dtype: torch.dtype) -> 
     model = sync.wrap(model)
     sync.backward(model(torch.ones(1, 2, dtype=dtype)).sum(), 100_001)
     assert sync.step(model, torch.optim.SGD(model.parameters(), lr=0.0)).total == 100_001
-
-
-class SometimesUsed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(2, 1)
-        self.unused = nn.Linear(2, 1)
-
-
-def test_a_parameter_without_a_gradient_is_left_alone_as_in_a_plain_loop() -> None:
-    torch.manual_seed(0)
-    model = SometimesUsed()
-    before = model.unused.weight.detach().clone()
-    sync = AllReduce()
-    sync.wrap(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
-    sync.backward(model.used(torch.ones(1, 2)).sum(), 1)
-    sync.step(model, optimizer)
-    assert torch.equal(model.unused.weight, before)
 
 
 # --- buffers, state, the clock

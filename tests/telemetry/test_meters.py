@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
 from ranks import on_ranks
+
 from rankwise import comm
 from rankwise.telemetry import Meters
 from rankwise.telemetry.meters import mean

@@ -45,7 +45,9 @@ class Manifest:
     """What differs from run to run and may change numbers: threads, precision, settings."""
 
     def text(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
+        """With a checksum of itself."""
+        record = asdict(self)
+        return json.dumps({**record, "xxh3_128": _record_sum(record)}, indent=1) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -54,12 +56,18 @@ class Manifest:
             record = json.loads(path.read_text())
             if record["version"] != VERSION:
                 raise CheckpointError(f"{path}: version {record['version']}, this rankwise reads version {VERSION}")
+            if record.pop("xxh3_128") != _record_sum(record):
+                raise CheckpointError(f"{path} is damaged")
             record["files"] = {name: FileRecord(**file) for name, file in record["files"].items()}
             return cls(**record)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged ({error})") from None
+
+
+def _record_sum(record: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(record, sort_keys=True).encode())
 
 
 def tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

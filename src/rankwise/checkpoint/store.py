@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import time
 import uuid
@@ -21,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rankwise import comm, log, seed
@@ -31,6 +33,7 @@ from rankwise.guards import run_on_main
 from rankwise.state import Stateful
 
 _RNG = "rng"
+_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # what else lies there is somebody's own
 
 
 class Checkpoints:
@@ -69,6 +72,7 @@ class Checkpoints:
 
     def _write(self, final: Path, states: Mapping[str, Any], step: int, info: dict[str, Any]) -> None:
         temporary = self.folder / f"tmp.{uuid.uuid4().hex}"
+        states = {name: _plain(state, name) for name, state in states.items()}
         try:
             self._remove_leftovers()
             temporary.mkdir(parents=True)
@@ -81,9 +85,10 @@ class Checkpoints:
             _fsync(temporary)
             os.rename(temporary, final)
             _fsync(self.folder)
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
+        except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of an OSError
             raise CheckpointError(_why_not(final, states, error)) from None
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # not there if all went well
 
     def _remove_leftovers(self) -> None:
         """What a killed writer left. Only one run writes here (rundir's lease), so nobody is in there."""
@@ -92,10 +97,8 @@ class Checkpoints:
 
     def _free_name(self, step: int) -> Path:
         """A step may be saved again (a life that went on from an older checkpoint): beside the first, which goes after."""
-        count = 1
-        while (name := self.folder / (f"step-{step:08d}" + (f"-{count}" if count > 1 else ""))).exists():
-            count += 1
-        return name
+        count = max((time for path in self.all() for saved, time in [_order(path)] if saved == step), default=0) + 1
+        return self.folder / (f"step-{step:08d}" + (f"-{count}" if count > 1 else ""))
 
     def _prune(self, newest: Path) -> None:
         """Keep the last few up to `newest`. What lies after it is damaged (else it had been loaded): it is not counted."""
@@ -113,7 +116,7 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Every checkpoint's folder, the oldest first. Not verified."""
-        return sorted((path for path in self.folder.glob("step-*") if path.is_dir()), key=_order)
+        return sorted((p for p in self.folder.glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir()), key=_order)
 
     def find_latest(self) -> tuple[Path, Manifest] | None:
         """The newest that verifies; each one passed over is said. None if there is none at all.
@@ -144,17 +147,17 @@ class Checkpoints:
         if found is None:
             return None
         folder, manifest = found
-        error = ""
+        error: ConfigError | CheckpointError | None = None
         try:
             for name, part in parts.items():
                 _load_part(folder, name, part)
             self._load_stream(folder, manifest)
         except (ConfigError, CheckpointError) as problem:
-            error = str(problem)
+            error = problem
         # One rank that cannot read must not leave the others in their first collective.
-        errors = [e for e in comm.all_gather_object(error) if e]
-        if errors:
-            raise ConfigError(errors[0])
+        for first in comm.all_gather_object(error):
+            if first is not None:
+                raise first
         return manifest
 
     def _load_stream(self, folder: Path, manifest: Manifest) -> None:
@@ -171,8 +174,27 @@ class Checkpoints:
 
 def _order(folder: Path) -> tuple[int, int]:
     """(step, which time it was saved) of step-00000400 or step-00000400-2."""
-    step, _, again = folder.name.removeprefix("step-").partition("-")
-    return (int(step), int(again or 1)) if (step + again).isdecimal() else (-1, 0)
+    found = _NAME.fullmatch(folder.name)
+    assert found is not None
+    return int(found[1]), int(found[2] or 1)
+
+
+def _plain(state: Any, path: str) -> Any:
+    """The state without numpy's numbers, which `weights_only` would refuse to read; an array is refused here, by its path."""
+    if isinstance(state, np.generic):
+        return state.item()
+    if isinstance(state, np.ndarray):
+        raise CheckpointError(f"{path} is a numpy array, which could not be loaded again; keep it as a tensor")
+    if isinstance(state, dict):
+        changed = {key: new for key, value in state.items() if (new := _plain(value, f"{path}/{key}")) is not value}
+        if changed:
+            state = state.copy()
+            state.update(changed)
+    elif isinstance(state, list | tuple) and not hasattr(state, "_fields"):
+        parts = [_plain(value, f"{path}/{index}") for index, value in enumerate(state)]
+        if any(new is not old for new, old in zip(parts, state, strict=True)):
+            return type(state)(parts)
+    return state
 
 
 def _write_file(path: Path, state: Any) -> FileRecord:
@@ -185,21 +207,37 @@ def _write_file(path: Path, state: Any) -> FileRecord:
         file.flush()
         os.fsync(file.fileno())
         size = file.tell()
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # of many types: what cannot be loaded again is no checkpoint
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"{path.stem} could not be loaded again: {text[:300]}") from None
     return FileRecord(size, manifests.file_sum(path), sums)
 
 
 def _size(state: Any) -> int:
-    """Bytes that a state needs on disk, to within a few per cent, never less than its tensors."""
+    """Bytes that a state needs on disk, to within a few per cent: its tensors, and what else is in it."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in manifests.tensors(state)}
-    return sum(storages.values()) + 256 * len(storages) + 4096
+    return sum(storages.values()) + 256 * len(storages) + 4096 + _size_of_others(state)
 
 
-def _why_not(final: Path, states: Mapping[str, Any], error: OSError) -> str:
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return f"cannot write {final}: {error.strerror}"
+def _size_of_others(state: Any) -> int:
+    if isinstance(state, Mapping):
+        return sum(_size_of_others(key) + _size_of_others(value) for key, value in state.items())
+    if isinstance(state, list | tuple | set):
+        return sum(map(_size_of_others, state))
+    return len(state) if isinstance(state, str | bytes) else 2
+
+
+def _why_not(final: Path, states: Mapping[str, Any], error: OSError | RuntimeError) -> str:
     need = sum(map(_size, states.values()))
     parent = next(p for p in final.parents if p.exists())
     free = shutil.disk_usage(parent).free
+    if isinstance(error, RuntimeError):
+        if free > need:
+            return f"cannot write {final}: {error}"
+    elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return f"cannot write {final}: {error.strerror}"
     return f"cannot write {final}: it needs {need / 1e6:.1f} MB and {free / 1e6:.1f} MB are free there"
 
 

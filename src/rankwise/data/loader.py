@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from rankwise import log
+from rankwise import seed as seeds
 from rankwise.data.order import Order
 from rankwise.device import to_device
 from rankwise.errors import ConfigError, DataError
@@ -50,13 +51,15 @@ class Loader:
         for name, value in (("global_batch_size", global_batch_size), ("accumulate", accumulate)):
             if value < 1:
                 raise ConfigError(f"{name}={value}: give a whole number from 1 up")
+        if seed < 0:
+            raise ConfigError(f"seed={seed}: give a whole number from 0 up")
         self._dataset = dataset
         self._order = Order(length(dataset), seed, shuffle)
         self._world = world
         self._accumulate = accumulate
         self._drop_last = drop_last
         self._workers = workers
-        self._fetch = _Fetch(dataset, collate_fn)
+        self._fetch = _Fetch(dataset, collate_fn, seed)
         self._device = device
         self.global_batch_size = global_batch_size
         self.max_epochs = max_epochs
@@ -88,6 +91,10 @@ class Loader:
     def __iter__(self) -> Iterator[list[Any]]:
         """Go on where `epoch` and `position` stand. Both are those after a step as soon as its batches are handed out."""
         while not self.finished:
+            if self._ends_epoch(self.position):  # loaded from where the last batch was not yet dropped
+                self.epoch += 1
+                self.position = 0
+                continue
             source = self._with_workers() if self._workers else self._in_process()
             began = time.perf_counter()
             for stop, micro_batches in source:
@@ -116,17 +123,19 @@ class Loader:
 
     def _in_process(self) -> Iterator[tuple[int, list[Any]]]:
         for stop, index_lists in self._steps():
-            yield stop, [self._placed(self._fetch(indices)) for indices in index_lists]
+            yield stop, [self._placed(self._fetch.batch(indices)) for indices in index_lists]
 
     def _with_workers(self) -> Iterator[tuple[int, list[Any]]]:
+        requests: Any = [(self.epoch, indices) for _, lists in self._steps() for indices in lists]
+        collate: Any = self._fetch
         loader: DataLoader[Any] = DataLoader(
             _Identity(),
-            batch_sampler=[indices for _, lists in self._steps() for indices in lists],
+            batch_sampler=requests,
             num_workers=self._workers,
-            collate_fn=self._fetch,
+            collate_fn=collate,
             pin_memory=self._device is not None and self._device.type == "cuda",
             # Its own generator: drawing the workers' seed must not move the stream that dropout draws from.
-            generator=torch.Generator().manual_seed(self._order.seed + self.epoch),
+            generator=torch.Generator().manual_seed(0),
         )
         batches = iter(loader)
         for stop, index_lists in self._steps():
@@ -164,11 +173,13 @@ class Loader:
 
 
 def length(dataset: Any) -> int:
-    """Samples in a map-style dataset. Raises DataError for what is none."""
+    """Samples in a map-style dataset. Raises DataError for what is none, and for an empty one."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise DataError(
             f"{type(dataset).__name__} cannot tell its length; give a dataset with __len__ and __getitem__ (or __getitems__)"
         )
+    if len(dataset) < 1:
+        raise DataError(f"the dataset ({type(dataset).__name__}) is empty: it has no sample")
     return len(dataset)
 
 
@@ -188,25 +199,40 @@ def _split(indices: list[int], parts: int) -> list[list[int]]:
 
 
 class _Identity(Dataset[int]):
-    """What the worker processes index: the indices themselves come back, and _Fetch makes a batch of them."""
+    """What the worker processes index: (epoch, indices) comes back as it is, and _Fetch makes a batch of it."""
 
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return indices
+    def __getitems__(self, request: Any) -> Any:
+        return request
 
     def __getitem__(self, index: int) -> int:
         return index
 
 
 class _Fetch:
-    """A list of indices -> a batch. Runs in this process or in a worker."""
+    """A list of indices -> a batch. Called in a worker with (epoch, indices); in this process `batch` with indices alone.
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> None:
+    In a worker random numbers are keyed by (seed, epoch, sample), or by a batch's first sample under `__getitems__`: they
+    depend neither on the rank nor on the worker that draws them, and are the same after a resume.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> None:
         self._dataset = dataset
         self._collate = collate_fn or default_collate
-        self._whole = isinstance(dataset, TensorDataset) and collate_fn is None
+        self._whole = type(dataset) is TensorDataset and collate_fn is None
         self._getitems = hasattr(dataset, "__getitems__")
+        self._seed = seed
+        self._epoch: int | None = None
 
-    def __call__(self, indices: Sequence[int]) -> Any:
+    def __call__(self, request: tuple[int, list[int]]) -> Any:
+        self._epoch, indices = request
+        self._key(indices[0])
+        return self.batch(indices)
+
+    def _key(self, sample: int) -> None:
+        if self._epoch is not None:
+            seeds.seed_everything(seeds.derive(self._seed, self._epoch, sample))
+
+    def batch(self, indices: Sequence[int]) -> Any:
         if self._whole:
             return self._dataset[indices]
         if self._getitems:
@@ -215,6 +241,7 @@ class _Fetch:
         return self._collate([self._sample(index) for index in indices])
 
     def _sample(self, index: int) -> Any:
+        self._key(index)
         try:
             return self._dataset[index]
         except Exception as error:

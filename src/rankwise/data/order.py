@@ -57,8 +57,14 @@ def _run(samples: int, seed: int, epoch: int, k: int) -> Indices:
     positions = np.arange(k * _RUN, min((k + 1) * _RUN, samples), dtype=np.int64)
     keys = np.random.SeedSequence([seed, epoch])
     if samples < _SMALL:
-        return np.random.default_rng(keys).permutation(samples)[positions]
-    return _permute(positions, samples, keys.generate_state(_ROUNDS, np.uint64).astype(np.uint64))
+        return _read_only(np.random.default_rng(keys).permutation(samples)[positions])
+    return _read_only(_permute(positions, samples, keys.generate_state(_ROUNDS, np.uint64).astype(np.uint64)))
+
+
+def _read_only(indices: Indices) -> Indices:
+    """It is kept: whoever is given a part of it must not change it."""
+    indices.flags.writeable = False
+    return indices
 
 
 def _permute(positions: Indices, samples: int, keys: npt.NDArray[np.uint64]) -> Indices:

@@ -41,6 +41,8 @@ class AllReduce:
         self._nominal = 2.0 ** round(math.log2(nominal))
         self._loss_scale = loss_scale
         self._buffers: list[_FlatGradient] = []
+        self._apart: torch.Tensor | None = None
+        """Where the count travels when no gradient is exact enough to carry it (a bf16 or fp16 model): a message of its own."""
         self._count: float | torch.Tensor = 0.0
         self._seed: torch.Tensor | None = None
         self.wait_s = 0.0
@@ -57,6 +59,9 @@ class AllReduce:
         # The most precise first: the count rides in it.
         order = sorted(kinds.items(), key=lambda item: -torch.finfo(item[0][0]).bits)
         self._buffers = [_FlatGradient(parameters) for _, parameters in order]
+        first = self._buffers[0].flat
+        if torch.finfo(first.dtype).bits < 32:
+            self._apart = torch.zeros(1, dtype=torch.float32, device=first.device)
         return model
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager[object]:
@@ -88,23 +93,26 @@ class AllReduce:
         buffers = self._buffers
         for buffer in buffers:
             buffer.collect()
-        buffers[0].flat[-1] = self._count
+        carrier = buffers[0].flat if self._apart is None else self._apart
+        carrier[-1] = self._count
         self._count = 0.0
         if dist.is_initialized():
             began = time.perf_counter()
             for buffer in buffers:
                 dist.all_reduce(buffer.flat)
+            if self._apart is not None:
+                dist.all_reduce(self._apart)
             self.wait_s += time.perf_counter() - began
-        result = self._judge(buffers)
+        result = self._judge(buffers, carrier)
         if result.finite and result.total > 0:
             optimizer.step()
         for buffer in buffers:
             buffer.flat.zero_()
         return result
 
-    def _judge(self, buffers: list[_FlatGradient]) -> StepResult:
+    def _judge(self, buffers: list[_FlatGradient], carrier: torch.Tensor) -> StepResult:
         """Make the gradients those of the mean loss, clipped. All ranks see the same sums, so all decide alike."""
-        count = float(buffers[0].flat[-1])  # waits for the device: the one host sync of a step
+        count = float(carrier[-1])  # waits for the device: the one host sync of a step
         norm = math.hypot(*(float(torch.linalg.vector_norm(buffer.gradient)) for buffer in buffers))
         finite = math.isfinite(norm) and math.isfinite(count)
         loss_scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
@@ -114,7 +122,7 @@ class AllReduce:
             self._seed = None
         norm *= factor
         if norm > self._clip_norm:
-            factor *= self._clip_norm / (norm + 1e-6)  # torch's clip_grad_norm_, to the bit
+            factor *= self._clip_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
         if finite and factor != 1.0:
             for buffer in buffers:
                 buffer.gradient.mul_(factor)
