@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -90,3 +91,23 @@ def report(run: str) -> None:
     from rankwise.report.terminal import print_report
 
     print_report(run)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="As JSON: rank, local_rank, world_size, ..., source, origin, error.")
+@click.option("--allow-independent", is_flag=True,
+              help="One of several processes that nothing has joined is then a training of its own.")  # fmt: skip
+def explain(as_json: bool, allow_independent: bool) -> None:
+    """Tell which rank a process started here is, and from which variable each number comes.
+
+    Put it where the script would stand: srun rankwise explain. Exit status 2 means that the script would not start.
+    """
+    import os
+
+    from rankwise import world
+    from rankwise.report.explain import as_record, as_text
+
+    told = world.explain(os.environ, allow_independent=allow_independent)
+    click.echo(json.dumps(as_record(told), indent=2) if as_json else as_text(told))
+    if told.error is not None:
+        raise told.error

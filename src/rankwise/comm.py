@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rankwise import world as world_
+from rankwise.errors import WorldError
 from rankwise.world import World
 
 T = TypeVar("T")
@@ -25,11 +26,18 @@ def init(backend: str | None = None, timeout_s: float = 1800.0) -> World:
     """Collective. Join the other ranks, if there are any, and return which rank this is. A second call changes nothing.
 
     `backend` is torch's; by default gloo for tensors on the CPU and NCCL for those on a GPU. `timeout_s` bounds each
-    collective. Raises WorldError when the environment does not say which rank this process is.
+    collective. Raises WorldError when the environment does not say which rank this process is, or where rank 0 listens.
     """
     world = world_.discover(os.environ)
     if world.world_size == 1 or dist.is_initialized():
         return world
+    if world.master_addr is None or world.master_port is None:
+        lacks = [n for n, v in (("MASTER_ADDR", world.master_addr), ("MASTER_PORT", world.master_port)) if v is None]
+        raise WorldError(
+            f"rank {world.rank} of {world.world_size} ({world.source}) but no {' and no '.join(lacks)}: "
+            "the ranks cannot find each other; set MASTER_ADDR (rank 0's host) and MASTER_PORT (a free port there) "
+            "before the launcher, or start it with: rankwise run script.py"
+        )
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     dist.init_process_group(

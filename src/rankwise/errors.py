@@ -3,6 +3,7 @@
 RankwiseError            exit status 2 unless a subclass says otherwise
   ConfigError            a setting that cannot work
   WorldError             this process cannot tell which rank it is, or the ranks disagree
+    NotJoinedError       it is one of several that were asked for, and would train alone
   RunDirError            the run directory cannot be used
   DataError              the dataset or its order
   StepError              a step function, or a rank's count of samples, broke its contract
@@ -30,6 +31,10 @@ class ConfigError(RankwiseError):
 
 class WorldError(RankwiseError):
     """The environment does not say, or says wrongly, which rank this process is."""
+
+
+class NotJoinedError(WorldError):
+    """One process of a job of several that nothing has joined: it would train alone. `allow_independent` permits it."""
 
 
 class RunDirError(RankwiseError):

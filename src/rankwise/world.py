@@ -1,17 +1,34 @@
-"""Who am I among the ranks. `discover` asks the schedulers in order and writes nothing.
+"""Who am I among the ranks. `discover` asks the schedulers in order and writes nothing; `explain` says why.
 
 world = discover(os.environ);  print(world.rank, world.world_size, world.source)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from rankwise import schedulers
+from rankwise.errors import NotJoinedError, WorldError
 from rankwise.page import Page, Row
 from rankwise.rundir import ENV_RUN_DIR, RunDir
+from rankwise.schedulers.ranks import Ranks, shown, single
+
+ARGUMENTS = "arguments"
+"""The source of a world that was given by hand."""
+
+
+class Given(TypedDict, total=False):
+    """A world given by hand: the four numbers, and the address of rank 0 whole or not at all. None is as not given."""
+
+    rank: int | None
+    world_size: int | None
+    local_rank: int | None
+    local_world_size: int | None
+    master_addr: str | None
+    master_port: int | None
 
 
 @dataclass(frozen=True)
@@ -22,9 +39,11 @@ class World:
     world_size: int
     local_rank: int
     local_world_size: int
-    node_rank: int
+    node_rank: int | None
+    """None where the launcher does not tell it (Open MPI and MPICH on several nodes)."""
+
     source: str
-    """The scheduler whose variables said so."""
+    """The scheduler whose variables said so, or "arguments"."""
 
     master_addr: str | None = None
     master_port: int | None = None
@@ -32,6 +51,8 @@ class World:
     """The run directory that rankwise's launcher made; None when something else started this process."""
 
     origin: Mapping[str, str] = field(default_factory=dict)
+    note: str | None = None
+    """What a person should know of this choice; None where the numbers speak for themselves."""
 
     @property
     def is_main(self) -> bool:
@@ -41,11 +62,93 @@ class World:
     def is_local_main(self) -> bool:
         return self.local_rank == 0
 
+    @classmethod
+    def discover(cls, env: Mapping[str, str], *, allow_independent: bool = False, **given: Unpack[Given]) -> World:
+        """`discover` under the name of what it returns."""
+        return discover(env, allow_independent=allow_independent, **given)
 
-def discover(env: Mapping[str, str]) -> World:
-    """The first scheduler that `env` speaks of decides. Raises WorldError where it speaks half."""
-    name, scheduler = next((name, module) for name, module in schedulers.ORDER.items() if module.detect(env))
-    ranks = scheduler.ranks(env)
+
+@dataclass(frozen=True)
+class NotTaken:
+    """A scheduler that was not believed."""
+
+    scheduler: str
+    found: Mapping[str, str]
+    """Those of its variables that are set."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which rank a process is, or why that cannot be told, with the evidence."""
+
+    source: str
+    """The scheduler that was believed, or "arguments"."""
+
+    found: Mapping[str, str]
+    """Those of its variables that are set."""
+
+    outcome: World | WorldError
+    not_taken: tuple[NotTaken, ...]
+    """Every other scheduler, in the order of belief."""
+
+    @property
+    def world(self) -> World | None:
+        return self.outcome if isinstance(self.outcome, World) else None
+
+    @property
+    def error(self) -> WorldError | None:
+        return self.outcome if isinstance(self.outcome, WorldError) else None
+
+
+def discover(env: Mapping[str, str], *, allow_independent: bool = False, **given: Unpack[Given]) -> World:
+    """The world of a process with this environment; the first scheduler that `env` speaks of decides.
+
+    Numbers given by hand outrank them all. Raises WorldError where `env`, or what is given, speaks half, and NotJoinedError,
+    unless `allow_independent`, for one of several processes that nothing has joined: each would train alone.
+    """
+    outcome = explain(env, allow_independent=allow_independent, **given).outcome
+    if isinstance(outcome, WorldError):
+        raise outcome
+    return outcome
+
+
+def explain(env: Mapping[str, str], *, allow_independent: bool = False, **given: Unpack[Given]) -> Explanation:
+    """What `discover` returns or raises for the same arguments, and why. Pure; raises nothing."""
+    by_hand = any(value is not None for value in given.values())
+    claims = [name for name, module in schedulers.ORDER.items() if module.detect(env)]
+    source = ARGUMENTS if by_hand else claims[0]
+
+    def asked() -> Ranks:
+        return _from_arguments(given) if by_hand else _ask(source, env)
+
+    return Explanation(
+        source=source,
+        found={} if by_hand else _found(source, env),
+        outcome=_outcome(asked, source, env, allow_independent),
+        not_taken=tuple(
+            NotTaken(name, _found(name, env), _why_not(name, env, source if name in claims else None))
+            for name in schedulers.ORDER
+            if name != source
+        ),
+    )
+
+
+def _ask(scheduler: str, env: Mapping[str, str]) -> Ranks:
+    ranks: Ranks = schedulers.ORDER[scheduler].ranks(env)
+    return ranks
+
+
+def _outcome(asked: Callable[[], Ranks], source: str, env: Mapping[str, str], allow_independent: bool) -> World | WorldError:
+    try:
+        ranks = asked()
+    except NotJoinedError as error:
+        if not allow_independent:
+            return error
+        ranks = single("a process on its own, as was allowed", f"without leave to be alone this is an error: {error}")
+    except WorldError as error:
+        return error
     run_dir = env.get(ENV_RUN_DIR)
     return World(
         rank=ranks.rank,
@@ -53,12 +156,48 @@ def discover(env: Mapping[str, str]) -> World:
         local_rank=ranks.local_rank,
         local_world_size=ranks.local_world_size,
         node_rank=ranks.node_rank,
-        source=name,
+        source=source,
         master_addr=ranks.master_addr,
         master_port=ranks.master_port,
         run_dir=Path(run_dir) if run_dir is not None else None,
         origin=ranks.origin,
+        note=ranks.note,
     )
+
+
+def _from_arguments(given: Given) -> Ranks:
+    rank, world_size = given.get("rank"), given.get("world_size")
+    local_rank, local_world_size = given.get("local_rank"), given.get("local_world_size")
+    master_addr, master_port = given.get("master_addr"), given.get("master_port")
+    whole = (master_addr is None) == (master_port is None)
+    if rank is None or world_size is None or local_rank is None or local_world_size is None or not whole:
+        needed = ["rank", "world_size", "local_rank", "local_world_size", *([] if whole else ["master_addr", "master_port"])]
+        has = {name: str(value) for name, value in given.items() if value is not None}
+        raise WorldError(
+            f"{shown(has, has)} but not {', '.join(name for name in needed if name not in has)} as arguments: "
+            "give all of them, or none and let the launcher's variables say it"
+        )
+    one_node = local_world_size == world_size
+    origin = {name: f"the argument {name}" for name, value in given.items() if value is not None}
+    origin["node_rank"] = "all ranks are on one node" if one_node else "no argument tells it"
+    node_rank = 0 if one_node else None
+    return Ranks(rank, world_size, local_rank, local_world_size, node_rank, master_addr, master_port, origin=origin)
+
+
+def _found(scheduler: str, env: Mapping[str, str]) -> dict[str, str]:
+    return {name: env[name] for name in schedulers.ORDER[scheduler].VARIABLES if name in env}
+
+
+def _why_not(scheduler: str, env: Mapping[str, str], believed: str | None) -> str:
+    """`believed`: the source that outranks this scheduler; None if it makes no claim itself."""
+    if believed is None:
+        needs = f"needs {schedulers.ORDER[scheduler].NEEDS}"
+        return f"{needs}: not enough of them set" if _found(scheduler, env) else f"{needs}: not set"
+    try:
+        ranks = _ask(scheduler, env)
+    except WorldError:
+        return f"{believed} is believed first; by itself this would be an error"
+    return f"{believed} is believed first; by itself this would be rank {ranks.rank} of {ranks.world_size}"
 
 
 def agent_row(world: World) -> Row | None:

@@ -3,7 +3,14 @@
 A scheduler is a module with
 
     detect(env) -> bool          does this environment speak of it? pure
-    ranks(env) -> Ranks          which rank is this process, each number with the variable that it came from; pure
+    ranks(env) -> Ranks          which rank is this process, each number with the variable that it came from; pure;
+                                 raises NotJoinedError for one of several processes that nothing has joined
+    VARIABLES                    the names in which it speaks, in the order in which a person reads them
+    NEEDS                        in words, what must be set for `detect`
+
+and, where it starts the processes but gives no address of rank 0,
+
+    tasks(env) -> Tasks | None   how many it started, and which of them this is; pure, never raises
 
 and, where jobs can be handed to it,
 
@@ -17,9 +24,16 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from rankwise.schedulers import local, torchrun
+from rankwise.schedulers import local, mpich, openmpi, sge, slurm, torchrun
 from rankwise.schedulers.ranks import Ranks
 
-ORDER: dict[str, ModuleType] = {"torchrun": torchrun, "local": local}
+ORDER: dict[str, ModuleType] = {
+    "torchrun": torchrun,
+    "openmpi": openmpi,
+    "mpich": mpich,
+    "slurm": slurm,
+    "sge": sge,
+    "local": local,
+}
 
 __all__ = ["ORDER", "Ranks"]

@@ -10,7 +10,10 @@ from collections.abc import Mapping
 
 from rankwise import processes
 from rankwise.plan import Plan
-from rankwise.schedulers.ranks import Ranks
+from rankwise.schedulers.ranks import Ranks, single
+
+VARIABLES = ()
+NEEDS = "nothing"
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -19,8 +22,7 @@ def detect(env: Mapping[str, str]) -> bool:
 
 
 def ranks(env: Mapping[str, str]) -> Ranks:
-    origin = dict.fromkeys(("rank", "world_size", "local_rank", "local_world_size", "node_rank"), "a single process")
-    return Ranks(0, 1, 0, 1, 0, origin=origin)
+    return single("a single process")
 
 
 def render(plan: Plan) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rankwise.errors import WorldError
+from rankwise.errors import NotJoinedError, WorldError
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,16 @@ class Ranks:
     world_size: int
     local_rank: int
     local_world_size: int
-    node_rank: int
+    node_rank: int | None
+    """None where the launcher does not tell it and it cannot be derived."""
+
     master_addr: str | None = None
     master_port: int | None = None
     origin: Mapping[str, str] = field(default_factory=dict)
     """For each number the variable that it came from, or how it was derived."""
+
+    note: str | None = None
+    """What a person should know of these numbers; None where they speak for themselves."""
 
     def __post_init__(self) -> None:
         for name, size in (("rank", "world_size"), ("local_rank", "local_world_size")):
@@ -31,6 +36,61 @@ class Ranks:
                     f"{found}: a {name.replace('_', ' ')} lies between 0 and {size} - 1; "
                     "start the script with one launcher alone, for example: rankwise run script.py"
                 )
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """How many processes a launcher started, and which of them this is, as its variables say."""
+
+    index: int
+    count: int
+    found: str
+    """Both variables with their values."""
+
+
+def single(origin: str, note: str | None = None) -> Ranks:
+    """A process that is alone; `origin` says how that is known."""
+    names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank")
+    return Ranks(0, 1, 0, 1, 0, origin=dict.fromkeys(names, origin), note=note)
+
+
+def tasks_of(env: Mapping[str, str], index: str, count: str) -> Tasks | None:
+    """The two variables as numbers; None unless both are. Never raises: who asks believes another launcher more."""
+    if not (env.get(index, "").isdecimal() and env.get(count, "").isdecimal()):
+        return None
+    return Tasks(int(env[index]), int(env[count]), shown(env, (index, count)))
+
+
+def address(env: Mapping[str, str], launcher: str) -> tuple[str | None, int | None, dict[str, str]]:
+    """Where rank 0 listens, for a launcher that counts ranks and gives no address: MASTER_ADDR, MASTER_PORT, the origins."""
+    origin = {
+        field: name if name in env else f"{launcher} gives none: set {name}"
+        for field, name in (("master_addr", "MASTER_ADDR"), ("master_port", "MASTER_PORT"))
+    }
+    return env.get("MASTER_ADDR"), whole_number(env, "MASTER_PORT") if "MASTER_PORT" in env else None, origin
+
+
+def require(env: Mapping[str, str], names: Sequence[str], launcher: str) -> None:
+    """WorldError unless every one of the variables is set, which this launcher sets together."""
+    missing = [name for name in names if name not in env]
+    if missing:
+        raise WorldError(
+            f"{shown(env, names)} but not {', '.join(missing)}: {launcher} sets all of them, so this is not the environment "
+            "that it gave; start the script with it directly, or unset them all"
+        )
+
+
+def not_joined(found: str, meaning: str, cure: str) -> NotJoinedError:
+    """The error of a process that would train alone though several were asked for."""
+    return NotJoinedError(
+        f"{found}: {meaning}, so this process would train alone; {cure} "
+        "(if alone is meant: --allow-independent, in Python allow_independent=True)"
+    )
+
+
+def shown(env: Mapping[str, str], names: Iterable[str]) -> str:
+    """Those of the variables that are set, as NAME=value."""
+    return ", ".join(f"{name}={env[name]}" for name in names if name in env)
 
 
 def whole_number(env: Mapping[str, str], name: str) -> int:

@@ -5,18 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rankwise.errors import WorldError
-from rankwise.schedulers.ranks import Ranks, whole_number
+from rankwise.schedulers import mpich, openmpi, slurm
+from rankwise.schedulers.ranks import Ranks, Tasks, whole_number
 
 _TRIPLE = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+VARIABLES = (*_TRIPLE, "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+NEEDS = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 
 
 def detect(env: Mapping[str, str]) -> bool:
-    """True if any of the triple is set: a part of it is an error that `ranks` explains."""
-    return any(name in env for name in _TRIPLE)
+    """True if any of the triple is set: a part of it is an error that `ranks` explains.
+
+    An address alone is no claim where a launcher that knows no address has counted the ranks: it completes theirs.
+    """
+    return "RANK" in env or "WORLD_SIZE" in env or ("MASTER_ADDR" in env and _started(env) is None)
+
+
+def _started(env: Mapping[str, str]) -> Tasks | None:
+    """What the innermost launcher that starts one process a task says of this one."""
+    return next((tasks for module in (openmpi, mpich, slurm) if (tasks := module.tasks(env)) is not None), None)
 
 
 def ranks(env: Mapping[str, str]) -> Ranks:
-    """Raises WorldError for a half-set triple, a value that is no number, a rank that is not below the world size."""
+    """Raises WorldError for a half-set triple, a value that is no number, a rank that is not below the world size, and for
+    a triple that a batch script exported, so that all tasks have the same.
+    """
     missing = [name for name in (*_TRIPLE, "MASTER_PORT") if name not in env]
     if missing:
         found = ", ".join(f"{name}={env[name]}" for name in _TRIPLE if name in env)
@@ -32,7 +45,7 @@ def ranks(env: Mapping[str, str]) -> Ranks:
         origin[field] = name if name in env else how
         return whole_number(env, name) if name in env else default
 
-    return Ranks(
+    claimed = Ranks(
         rank=rank,
         world_size=world_size,
         local_rank=optional("local_rank", "LOCAL_RANK", rank, "RANK, as LOCAL_RANK is not set"),
@@ -42,10 +55,34 @@ def ranks(env: Mapping[str, str]) -> Ranks:
         master_port=whole_number(env, "MASTER_PORT"),
         origin=origin,
     )
+    _check_not_exported(env, claimed)
+    return claimed
+
+
+def _check_not_exported(env: Mapping[str, str], ranks: Ranks) -> None:
+    """WorldError if the tasks of a launcher cannot have been given this triple one by one.
+
+    One rank a task: the world is the tasks, the rank the task's. An agent a task: the world is tasks x local world size.
+    """
+    tasks = _started(env)
+    if tasks is None or tasks.count == 1 or "TORCHELASTIC_RUN_ID" in env:  # that one an agent sets, anew for each rank
+        return
+    if ranks.world_size == tasks.count:
+        fits = ranks.rank == tasks.index
+    elif "LOCAL_WORLD_SIZE" in env:
+        fits = ranks.world_size == tasks.count * ranks.local_world_size
+    else:
+        fits = "LOCAL_RANK" in env and ranks.world_size % tasks.count == 0
+    if not fits:
+        raise WorldError(
+            f"RANK={ranks.rank} and WORLD_SIZE={ranks.world_size}, but {tasks.found}: exported by a batch script: "
+            "all tasks have the same rank; take RANK and WORLD_SIZE out of it (unset RANK WORLD_SIZE), "
+            "then each task takes its own from its launcher; MASTER_ADDR and MASTER_PORT may stay"
+        )
 
 
 def variables(ranks: Ranks, restart: int, max_restarts: int, run_id: str) -> dict[str, str]:
-    """What a rank finds in its environment: the whole of torchrun's list."""
+    """What a rank finds in its environment: the whole of torchrun's list. `ranks` as an agent makes them: nothing is None."""
     nodes = max(1, ranks.world_size // ranks.local_world_size)
     return {
         "RANK": str(ranks.rank),

@@ -1,0 +1,50 @@
+"""MPICH's and Intel MPI's mpirun (Hydra): what it tells each rank that it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rankwise.schedulers.ranks import Ranks, Tasks, address, not_joined, require, shown, single, tasks_of, whole_number
+
+VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+NEEDS = "PMI_RANK and MPI_LOCALRANKID"
+
+
+def detect(env: Mapping[str, str]) -> bool:
+    """True for what Hydra sets. `srun --mpi=pmi2` sets PMI_RANK too: within a Slurm step it takes a local rank as well."""
+    if "MPI_LOCALRANKID" in env:
+        return True
+    return ("PMI_RANK" in env or "PMI_SIZE" in env) and "SLURM_STEP_ID" not in env
+
+
+def tasks(env: Mapping[str, str]) -> Tasks | None:
+    return tasks_of(env, "PMI_RANK", "PMI_SIZE") if detect(env) else None
+
+
+def ranks(env: Mapping[str, str]) -> Ranks:
+    """Raises WorldError for a part of the variables, a value that is no number, a rank that is not below its size."""
+    require(env, ("PMI_RANK", "PMI_SIZE"), "MPICH")
+    if "MPI_LOCALRANKID" not in env and "MPI_LOCALNRANKS" not in env:
+        return _another_launcher(env)
+    require(env, VARIABLES, "MPICH")
+    rank, world_size, local_rank, local_world_size = (whole_number(env, name) for name in VARIABLES)
+    # `-hosts a,b` deals ranks out in turn: neither rank // local size nor rank % nodes is the node.
+    one_node = local_world_size == world_size
+    master_addr, master_port, where = address(env, "MPICH")
+    origin = dict(zip(("rank", "world_size", "local_rank", "local_world_size"), VARIABLES, strict=True))
+    origin["node_rank"] = "all ranks are on one node" if one_node else "MPICH does not tell it"
+    node_rank = 0 if one_node else None
+    return Ranks(
+        rank, world_size, local_rank, local_world_size, node_rank, master_addr, master_port, origin={**origin, **where}
+    )
+
+
+def _another_launcher(env: Mapping[str, str]) -> Ranks:
+    """PMI's rank and size without a local rank: another launcher that speaks PMI, and nobody knows which device is ours."""
+    if whole_number(env, "PMI_SIZE") == 1:
+        return single("PMI_SIZE")
+    raise not_joined(
+        f"{shown(env, VARIABLES)} but no MPI_LOCALRANKID",
+        "a launcher that is neither MPICH's nor Intel's, which does not tell the local rank",
+        "start it with mpirun, or set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
+    )

@@ -1,0 +1,84 @@
+"""Open MPI's variables."""
+
+from __future__ import annotations
+
+import pytest
+
+from environments import OPENMPI, OPENMPI_BY_NODE, OPENMPI_IN_SBATCH, OPENMPI_IN_SGE, Env, openmpi
+from rankwise.errors import WorldError
+from rankwise.schedulers import openmpi as scheduler
+from rankwise.world import discover
+
+SIZED = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
+@pytest.mark.parametrize(("rank", "local"), [(0, (0, 2)), (1, (1, 2)), (2, (0, 1))])
+def test_each_rank_finds_its_numbers(rank: int, local: tuple[int, int]) -> None:
+    ranks = scheduler.ranks(OPENMPI[rank])
+    assert (ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size) == (rank, 3, *local)
+    assert tuple(ranks.origin[name] for name in ("rank", "world_size", "local_rank", "local_world_size")) == SIZED
+
+
+def test_the_index_of_the_node_is_not_known_and_that_is_said() -> None:
+    for env in (*OPENMPI, *OPENMPI_BY_NODE):  # rank // local size would be wrong by node, OMPI_COMM_WORLD_NODE_RANK always
+        ranks = scheduler.ranks(env)
+        assert ranks.node_rank is None
+        assert ranks.origin["node_rank"] == "Open MPI does not tell it"
+
+
+def test_on_one_node_the_index_of_the_node_is_known() -> None:
+    ranks = scheduler.ranks(openmpi(1, 2, 1, 2))
+    assert ranks.node_rank == 0
+    assert ranks.origin["node_rank"] == "all ranks are on one node"
+
+
+def test_it_gives_no_address_and_takes_one_that_is_set() -> None:
+    ranks = scheduler.ranks(OPENMPI[2])
+    assert (ranks.master_addr, ranks.master_port) == (None, None)
+    assert ranks.origin["master_addr"] == "Open MPI gives none: set MASTER_ADDR"
+    ranks = scheduler.ranks({**OPENMPI[2], "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
+    assert (ranks.master_addr, ranks.master_port) == ("node1", 29500)
+    assert (ranks.origin["master_addr"], ranks.origin["master_port"]) == ("MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_inside_sbatch_its_ranks_outrank_the_batch_shell_and_the_step_of_one_task(rank: int) -> None:
+    world = discover(OPENMPI_IN_SBATCH[rank])
+    assert (world.source, world.rank, world.world_size, world.local_rank) == ("openmpi", rank, 4, rank % 2)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_inside_sge_its_ranks_outrank_the_slots(rank: int) -> None:
+    world = discover(OPENMPI_IN_SGE[rank])
+    assert (world.source, world.rank, world.world_size) == ("openmpi", rank, 3)
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_part_of_its_variables_is_an_error_that_names_what_is_missing(name: str) -> None:
+    env = {key: value for key, value in OPENMPI[1].items() if key != name}
+    assert scheduler.detect(env)
+    with pytest.raises(WorldError, match=rf" but not {name}: Open MPI sets all of them"):
+        scheduler.ranks(env)
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_value_that_is_no_number_is_an_error_that_shows_it(name: str) -> None:
+    with pytest.raises(WorldError, match=rf"^{name}='x' is no whole number"):
+        scheduler.ranks({**OPENMPI[1], name: "x"})
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "3"}, "OMPI_COMM_WORLD_RANK=3 and OMPI_COMM_WORLD_SIZE=3: a rank lies"),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "OMPI_COMM_WORLD_LOCAL_RANK=2 and OMPI_COMM_WORLD_LOCAL_SIZE=2: a local rank"),
+    ],
+)
+def test_a_rank_that_is_not_below_its_size_is_an_error_that_shows_both(change: Env, found: str) -> None:
+    with pytest.raises(WorldError, match=f"^{found}"):
+        scheduler.ranks({**OPENMPI[1], **change})
+
+
+def test_pmix_alone_is_not_open_mpi() -> None:
+    assert not scheduler.detect({"PMIX_RANK": "2", "OMPI_MCA_btl": "tcp"})
+    assert scheduler.tasks({"PMIX_RANK": "2"}) is None

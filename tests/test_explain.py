@@ -1,0 +1,331 @@
+"""`rankwise explain`, and the rules by which a process is told which rank it is: the whole truth table."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from types import MappingProxyType
+
+import pytest
+
+import environments as seen
+from conftest import Run
+from environments import Env
+from rankwise import rundir, schedulers
+from rankwise.errors import NotJoinedError, WorldError
+from rankwise.report.explain import as_record, as_text
+from rankwise.world import World, discover, explain
+
+TRIPLE = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x",
+}  # fmt: skip
+
+# --- the order of belief
+
+
+@pytest.mark.parametrize(
+    ("env", "source", "rank", "world_size"),
+    [
+        ({}, "local", 0, 1),
+        (TRIPLE, "torchrun", 5, 8),
+        ({**seen.OPENMPI_IN_SBATCH[2], **TRIPLE}, "torchrun", 5, 8),
+        ({**seen.MPICH_IN_SBATCH[2], **TRIPLE}, "torchrun", 5, 8),
+        ({**seen.SLURM_AGENTS[1], **TRIPLE}, "torchrun", 5, 8),
+        ({**seen.SLURM_BATCH, **TRIPLE}, "torchrun", 5, 8),
+        ({**seen.SGE_TASK, **TRIPLE}, "torchrun", 5, 8),
+        (seen.OPENMPI[2], "openmpi", 2, 3),
+        ({**seen.OPENMPI[2], **seen.MPICH[0]}, "openmpi", 2, 3),
+        (seen.OPENMPI_IN_SBATCH[1], "openmpi", 1, 4),
+        (seen.OPENMPI_IN_SBATCH[3], "openmpi", 3, 4),
+        (seen.OPENMPI_IN_SGE[2], "openmpi", 2, 3),
+        (seen.MPICH[2], "mpich", 2, 3),
+        (seen.MPICH_IN_SBATCH[3], "mpich", 3, 4),
+        ({**seen.SGE_SCRIPT, **seen.MPICH[1]}, "mpich", 1, 3),
+        (seen.SLURM_STEP[3], "slurm", 3, 4),
+        ({**seen.SGE_SCRIPT, **seen.SLURM_STEP[3]}, "slurm", 3, 4),
+        (seen.SLURM_OVERLAP, "slurm", 0, 1),
+        (seen.SLURM_ARRAY, "slurm", 0, 1),
+        (seen.SGE_ONE_HOST, "sge", 0, 1),
+    ],
+)
+def test_the_most_trusted_launcher_that_speaks_is_believed(env: Env, source: str, rank: int, world_size: int) -> None:
+    world = discover(env)
+    assert (world.source, world.rank, world.world_size) == (source, rank, world_size)
+
+
+UNTOLD = [
+    seen.SLURM_BATCH, seen.SLURM_BATCH_WRAP, seen.SLURM_SALLOC, seen.SLURM_INTERACTIVE,
+    {**seen.SLURM_OVERLAP, "SLURM_PROCID": "1"}, seen.SGE_SCRIPT, seen.SGE_TASK, {"PMI_RANK": "1", "PMI_SIZE": "2"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("env", UNTOLD)
+def test_no_process_of_several_trains_alone_without_leave(env: Env) -> None:
+    with pytest.raises(NotJoinedError, match="this process would train alone"):
+        discover(env)
+    world = discover(env, allow_independent=True)
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (0, 1, 0, 1)
+    assert set(world.origin.values()) == {"a process on its own, as was allowed"}
+    assert str(explain(env).error) in str(world.note)
+
+
+@pytest.mark.parametrize("names", [("RANK",), ("WORLD_SIZE",), ("RANK", "WORLD_SIZE"), ("RANK", "WORLD_SIZE", "MASTER_ADDR")])
+@pytest.mark.parametrize("under", [{}, seen.OPENMPI[1], seen.SLURM_STEP[1], seen.SLURM_BATCH, seen.SGE_SCRIPT])
+def test_leave_to_be_alone_does_not_excuse_a_half_set_triple(names: tuple[str, ...], under: Env) -> None:
+    with pytest.raises(WorldError, match="MASTER_PORT"):
+        discover({**under, **{name: TRIPLE[name] for name in names}}, allow_independent=True)
+
+
+@pytest.mark.parametrize("under", [seen.OPENMPI[1], seen.MPICH[1], seen.SLURM_STEP[1]])
+def test_an_address_alone_completes_a_launcher_that_counts_ranks(under: Env) -> None:
+    world = discover({**under, "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
+    assert (world.rank, world.master_addr, world.master_port) == (1, "node1", 29500)
+    assert discover({**under, "MASTER_ADDR": "node1"}).master_port is None  # comm.init asks for it
+
+
+@pytest.mark.parametrize("under", [{}, seen.SLURM_BATCH, seen.SLURM_SALLOC, seen.SLURM_OVERLAP, seen.SGE_SCRIPT])
+def test_an_address_where_nobody_counts_ranks_is_half_a_triple(under: Env) -> None:
+    with pytest.raises(WorldError, match=r"^MASTER_ADDR=node1 but not RANK, WORLD_SIZE: "):
+        discover({**under, "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
+
+
+@pytest.mark.parametrize("under", [seen.OPENMPI[1], seen.MPICH[1], seen.SLURM_STEP[1]])
+@pytest.mark.parametrize(("rank", "world_size"), [("0", "1"), ("0", "16")])
+def test_a_triple_that_one_shell_exported_for_all_tasks_is_an_error(under: Env, rank: str, world_size: str) -> None:
+    exported = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    with pytest.raises(WorldError, match=r"exported by a batch script: all tasks have the same rank; .*unset RANK WORLD_SIZE"):
+        discover({**under, **exported}, allow_independent=True)
+
+
+# --- numbers given by hand
+
+
+@pytest.mark.parametrize("env", [{}, TRIPLE, {"RANK": "1"}, seen.SLURM_BATCH, seen.OPENMPI[1]])
+def test_numbers_given_by_hand_outrank_everything(env: Env) -> None:
+    world = World.discover(env, rank=2, world_size=6, local_rank=0, local_world_size=2, master_addr="h", master_port=7)
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank) == (2, 6, 0, 2, None)
+    assert (world.source, world.master_addr, world.master_port) == ("arguments", "h", 7)
+    assert world.origin["rank"] == "the argument rank"
+    assert {other.scheduler for other in explain(env, rank=1).not_taken} == set(schedulers.ORDER)
+
+
+def test_the_address_may_be_left_out_and_one_node_is_node_0() -> None:
+    world = discover({}, rank=1, world_size=2, local_rank=1, local_world_size=2)
+    assert (world.node_rank, world.master_addr) == (0, None)
+
+
+def test_numbers_given_by_half_are_an_error_that_names_what_is_missing() -> None:
+    with pytest.raises(WorldError, match=r"^rank=1, world_size=2 but not local_rank, local_world_size as arguments: give all"):
+        discover(TRIPLE, rank=1, world_size=2)
+    with pytest.raises(WorldError, match=r" but not master_port as arguments: "):
+        discover({}, rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="h")
+    with pytest.raises(WorldError, match=r"^the argument rank=2 and the argument world_size=2: a rank lies"):
+        discover({}, rank=2, world_size=2, local_rank=0, local_world_size=2)
+
+
+def test_none_is_as_not_given() -> None:
+    assert discover(TRIPLE, rank=None, master_addr=None).source == "torchrun"
+
+
+# --- the explanation
+
+
+@pytest.mark.parametrize("env", [{}, TRIPLE, {"RANK": "x"}, *UNTOLD, seen.OPENMPI_IN_SBATCH[2], {"SLURM_STEP_ID": "?"}])
+def test_explain_and_discover_are_the_same_rules(env: Env) -> None:
+    told = explain(MappingProxyType(env))
+    assert (told.world is None) is not (told.error is None)
+    if told.world is not None:
+        assert World.discover(env) == discover(env) == told.world
+    else:
+        with pytest.raises(WorldError) as caught:
+            discover(env)
+        assert str(caught.value) == str(told.error)
+    assert [told.source, *(other.scheduler for other in told.not_taken)].count(told.source) == 1
+    assert sorted([told.source, *(other.scheduler for other in told.not_taken)]) == sorted(schedulers.ORDER)
+
+
+def test_an_explanation_does_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        explain({}).source = "x"  # type: ignore[misc]
+
+
+def test_what_was_rejected_says_what_it_would_have_meant() -> None:
+    why = {other.scheduler: other for other in explain(seen.OPENMPI_IN_SBATCH[2]).not_taken}
+    assert why["slurm"].found["SLURM_STEP_NUM_TASKS"] == "1"
+    assert why["slurm"].why == "openmpi is believed first; by itself this would be rank 0 of 1"
+    assert why["torchrun"].found == {}
+    assert why["torchrun"].why == "needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: not set"
+    why = {other.scheduler: other for other in explain({**seen.SLURM_STEP[2], "PMI_RANK": "2", "PMI_SIZE": "4"}).not_taken}
+    assert why["mpich"].found == {"PMI_RANK": "2", "PMI_SIZE": "4"}
+    assert why["mpich"].why == "needs PMI_RANK and MPI_LOCALRANKID: not enough of them set"
+    why = {other.scheduler: other for other in explain(seen.OPENMPI_IN_SBATCH[0]).not_taken}
+    assert why["slurm"].why == "openmpi is believed first; by itself this would be an error"
+
+
+def test_only_the_variables_of_launchers_are_shown() -> None:
+    secret = {"API_TOKEN": "hunter2", "MY_RANK": "hunter2", "SLURM_JWT": "hunter2", "PMIX_SERVER_URI2": "hunter2"}
+    told = explain({**seen.OPENMPI_IN_SBATCH[2], **secret})
+    assert "hunter2" not in as_text(told) + json.dumps(as_record(told))
+
+
+def test_a_long_value_is_cut_in_the_text_alone() -> None:
+    told = explain({**seen.OPENMPI[0], "SLURM_JOB_ID": "1", "SLURM_GTIDS": ",".join(map(str, range(500)))})
+    assert max(map(len, as_text(told).splitlines())) < 260
+    assert "499" in as_record(told)["not_taken"][2]["found"]["SLURM_GTIDS"]
+
+
+# --- as its user sees it
+
+STEP_TEXT = """\
+rank 2 of 4: local rank 0 of 2, node 1 (source: slurm)
+
+                             from which variable
+  rank              2        SLURM_PROCID
+  local rank        0        SLURM_LOCALID
+  world size        4        SLURM_STEP_NUM_TASKS
+  local world size  2        SLURM_GTIDS, counted
+  node rank         1        SLURM_NODEID
+  master address    unknown  Slurm gives none: set MASTER_ADDR
+  master port       unknown  Slurm gives none: set MASTER_PORT
+
+not taken
+  torchrun  needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: not set
+  openmpi   needs OMPI_COMM_WORLD_RANK: not set
+  mpich     needs PMI_RANK and MPI_LOCALRANKID: not set
+  sge       needs PE_HOSTFILE or JOB_SCRIPT=QRSH: not set
+  local     slurm is believed first; by itself this would be rank 0 of 1
+"""
+
+
+def told_under(rankwise: Run, env: Env, *options: str) -> subprocess.CompletedProcess[str]:
+    return rankwise("explain", *options, env={"PATH": os.environ["PATH"], **env})
+
+
+def test_the_whole_text(rankwise: Run) -> None:
+    done = told_under(rankwise, seen.SLURM_STEP[2])
+    assert (done.stdout, done.stderr, done.returncode) == (STEP_TEXT, "", 0)
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({}, "a single process: rank 0 of 1 (source: local)"),
+        (TRIPLE, "rank 5 of 8: local rank 1 of 4, node 1 (source: torchrun)"),
+        (seen.OPENMPI_IN_SBATCH[2], "rank 2 of 4: local rank 0 of 2, node not known (source: openmpi)"),
+        (seen.MPICH_IN_SBATCH[3], "rank 3 of 4: local rank 1 of 2, node not known (source: mpich)"),
+        (seen.OPENMPI_IN_SGE[2], "rank 2 of 3: local rank 0 of 1, node not known (source: openmpi)"),
+        (seen.SLURM_UNEVEN[4], "rank 4 of 5: local rank 0 of 1, node 2 (source: slurm)"),
+        (
+            seen.SLURM_OVERLAP,
+            "note: a step of one task in a job with SLURM_NTASKS_PER_NODE=2, SLURM_JOB_NUM_NODES=2: it trains",
+        ),
+        (seen.SLURM_ARRAY, "note: task 3 of job array 15: each is a world of its own"),
+        (seen.SGE_ONE_HOST, "note: NSLOTS=3 slots on this host and one process"),
+    ],
+)
+def test_who_knows_its_rank_is_told_it(rankwise: Run, env: Env, said: str) -> None:
+    done = told_under(rankwise, env)
+    assert said in done.stdout
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("env", "found", "cure"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK=1, WORLD_SIZE=2 but not MASTER_ADDR, MASTER_PORT", "set all, or none"),
+        ({**TRIPLE, "RANK": "one"}, "RANK='one' is no whole number", "unset it"),
+        ({**TRIPLE, "RANK": "8"}, "RANK=8 and WORLD_SIZE=8", "rankwise run script.py"),
+        (
+            {**seen.SLURM_STEP[2], **TRIPLE, "TORCHELASTIC_RUN_ID": None},
+            "RANK=5 and WORLD_SIZE=8, but SLURM_PROCID=2",
+            "unset RANK",
+        ),
+        (seen.SLURM_BATCH, "this is the batch shell on node1", "put srun before the command: srun python script.py"),
+        (seen.SLURM_SALLOC, "this is salloc's shell", "put srun before the command: srun python script.py"),
+        (seen.SGE_SCRIPT, "this is the job's script, on the first of its 2 hosts", "mpirun python script.py"),
+        (seen.SGE_TASK, "its rank must come from its starter", "qrsh -v"),
+    ],
+)
+def test_who_does_not_is_told_what_was_found_and_what_to_type(rankwise: Run, env: Env, found: str, cure: str) -> None:
+    done = told_under(rankwise, {name: value for name, value in env.items() if value is not None})
+    assert done.returncode == 2
+    assert done.stdout.startswith("no rank can be told (source: ")
+    assert "\nnot taken\n" in done.stdout
+    assert done.stderr.startswith("rankwise: ")
+    assert found in done.stderr
+    assert cure in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_leave_to_be_alone_is_given_on_the_command_line(rankwise: Run) -> None:
+    done = told_under(rankwise, seen.SLURM_BATCH, "--allow-independent")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("a single process: rank 0 of 1 (source: slurm)\n")
+    assert "note: without leave to be alone this is an error: SLURM_NTASKS=6" in done.stdout
+
+
+def test_the_record_has_every_number_and_where_it_comes_from(rankwise: Run) -> None:
+    done = told_under(rankwise, {**TRIPLE, rundir.ENV_RUN_DIR: "/runs/a b"}, "--json")
+    record = json.loads(done.stdout)
+    assert list(record) == [
+        "rank", "local_rank", "world_size", "local_world_size", "node_rank", "master_addr", "master_port", "source", "run_dir",
+        "origin", "note", "error", "found", "not_taken",
+    ]  # fmt: skip
+    assert [record[name] for name in list(record)[:9]] == [5, 1, 8, 4, 1, "10.0.0.1", 29500, "torchrun", "/runs/a b"]
+    assert record["origin"]["local_world_size"] == "LOCAL_WORLD_SIZE"
+    assert record["error"] is None
+    assert record["found"]["RANK"] == "5"
+    assert record["not_taken"][-1] == {
+        "scheduler": "local", "found": {}, "why": "torchrun is believed first; by itself this would be rank 0 of 1",
+    }  # fmt: skip
+
+
+def test_the_record_of_an_error_has_no_numbers_and_the_status_is_2(rankwise: Run) -> None:
+    done = told_under(rankwise, seen.SLURM_BATCH, "--json")
+    record = json.loads(done.stdout)
+    assert done.returncode == 2
+    assert done.stderr == f"rankwise: {record['error']}\n"
+    assert (record["rank"], record["world_size"], record["source"]) == (None, None, "slurm")
+    assert record["found"]["SLURM_NTASKS"] == "6"
+
+
+# --- what a script does with it
+
+SCRIPT = """
+import sys, rankwise, torch
+try:
+    world = rankwise.init()
+except rankwise.RankwiseError as error:
+    sys.exit(str(error))
+total = rankwise.all_reduce(torch.tensor([float(world.rank)]))
+print(world.rank, world.world_size, world.source, total.item())
+"""
+
+
+def started(env: Env) -> subprocess.Popen[str]:
+    env = {"PATH": os.environ["PATH"], **env}
+    return subprocess.Popen([sys.executable, "-c", SCRIPT], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_ranks_that_no_address_was_given_are_told_to_set_one() -> None:
+    _, said = (process := started(seen.OPENMPI[2])).communicate(timeout=120)
+    assert process.returncode == 1
+    assert said.startswith(
+        "rank 2 of 3 (openmpi) but no MASTER_ADDR and no MASTER_PORT: the ranks cannot find each other; set "
+    )
+    assert "rankwise run script.py" in said
+
+
+def test_with_the_address_that_was_asked_for_the_tasks_of_a_step_find_each_other() -> None:
+    with socket.socket() as holder:  # bound and never listening: the port stays ours until the store listens on it
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}
+        processes = [started({**seen.SLURM_STEP[rank], "SLURM_STEP_NUM_TASKS": "2", **address}) for rank in range(2)]
+        ends = [process.communicate(timeout=120) for process in processes]
+    assert [stdout for stdout, _ in ends] == ["0 2 slurm 1.0\n", "1 2 slurm 1.0\n"], ends
