@@ -10,11 +10,11 @@ import sys
 from dataclasses import FrozenInstanceError
 from types import MappingProxyType
 
-import pytest
-
 import environments as seen
+import pytest
 from conftest import Run
 from environments import Env
+
 from rankwise import rundir, schedulers
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.report.explain import as_record, as_text

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from environments import MPICH, MPICH_IN_SBATCH, MPICH_ROUND_ROBIN, SGE_SCRIPT, SLURM_STEP, Env, mpich
+
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.schedulers import mpich as scheduler
 from rankwise.world import discover

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from environments import OPENMPI, OPENMPI_BY_NODE, OPENMPI_IN_SBATCH, OPENMPI_IN_SGE, Env, openmpi
+
 from rankwise.errors import WorldError
 from rankwise.schedulers import openmpi as scheduler
 from rankwise.world import discover

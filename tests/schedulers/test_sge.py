@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from environments import SGE_ARRAY, SGE_ONE_HOST, SGE_SCRIPT, SGE_SERIAL, SGE_TASK, Env
+
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.schedulers import sge
 from rankwise.world import discover

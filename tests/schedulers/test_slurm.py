@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from environments import (
     SLURM_AGENTS,
     SLURM_ARBITRARY,
@@ -20,6 +19,7 @@ from environments import (
     SLURM_UNEVEN,
     Env,
 )
+
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.schedulers import Ranks, slurm
 from rankwise.world import discover
