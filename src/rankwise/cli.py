@@ -44,7 +44,7 @@ class _Run(click.Command):
 @click.option(
     "--nproc",
     metavar="N|auto",
-    help="Ranks on this machine; auto, the default, is one a GPU, or one a physical core where there is no GPU.",
+    help="Ranks on this machine; auto is one a GPU, or one a physical core where there is no GPU.  [default: auto]",
 )
 @click.option("--gpus", metavar="0,2", help="The GPUs to use, by number; all by default.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT.py is the name of a module, as for python -m.")
@@ -52,20 +52,20 @@ class _Run(click.Command):
 @click.option("--run-dir", metavar="DIR", help="Where the run writes; ./runs/RUN by default.")
 @click.option("--fresh", is_flag=True, help="Move an older run aside and start anew, instead of going on with it.")
 @click.option("--config", metavar="FILE.toml", help="Settings of a run, by the names of these options; options win.")
-@click.option("--max-restarts", type=int, metavar="K", help="How often to start all ranks again after a failure; 0.")
+@click.option("--max-restarts", type=int, metavar="K", help="How often to start all ranks again after a failure.  [default: 0]")
 @click.option(
     "--grace",
     "grace_s",
     type=float,
     metavar="SECONDS",
-    help="How long ranks may take to stop when asked, before they are killed; 120.",
+    help="How long ranks may take to stop when asked, before they are killed.  [default: 120]",
 )
 @click.option(
     "--start-method",
     metavar="fork|spawn",
-    help="fork the ranks from one process that has imported torch (the default), or start each by itself.",
+    help="Fork the ranks from one process that has imported torch, or start each by itself.  [default: fork]",
 )
-@click.option("--tee", metavar="main|all", help="Show the output of rank 0 (the default), or of all ranks, line by line.")
+@click.option("--tee", metavar="main|all", help="Show the output of rank 0, or of all ranks, line by line.  [default: main]")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py [ITS ARGUMENTS]...")
 def run(config: str | None, **options: Any) -> None:
     """Run SCRIPT.py on every device of this machine; after a --, any command.
