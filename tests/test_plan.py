@@ -23,6 +23,7 @@ PLAN = Plan(
     threads=2,
     fork=True,
     grace_s=120.0,
+    stall_warn_s=120.0,
     tee="main",
     environment={"CUDA_VISIBLE_DEVICES": "0,2"},
     max_restarts=3,

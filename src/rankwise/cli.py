@@ -61,6 +61,13 @@ class _Run(click.Command):
     help="How long ranks may take to stop when asked, before they are killed.  [default: 120]",
 )
 @click.option(
+    "--stall-warn",
+    "stall_warn_s",
+    type=float,
+    metavar="SECONDS",
+    help="After how long without progress to tell which rank keeps the others waiting; 0 is never.  [default: 120]",
+)
+@click.option(
     "--start-method",
     metavar="fork|spawn",
     help="Fork the ranks from one process that has imported torch, or start each by itself.  [default: fork]",

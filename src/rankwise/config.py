@@ -48,6 +48,9 @@ class RunConfig:
     grace_s: float = 120.0
     """How long ranks may take to stop when asked, before they are killed."""
 
+    stall_warn_s: float = 120.0
+    """After how long without any progress it is told which rank keeps the others waiting; 0 is never."""
+
     start_method: str = "fork"
     """`fork` from a warm process, or `spawn`: each rank is a process of its own."""
 
@@ -73,6 +76,8 @@ class RunConfig:
                 raise ConfigError(f"--gpus {self.gpus}: give the numbers of GPUs, each once, for example --gpus 0,2")
         if not self.grace_s > 0:
             raise ConfigError(f"--grace {self.grace_s:g}: give the seconds that ranks may take to stop, above 0")
+        if not self.stall_warn_s >= 0:
+            raise ConfigError(f"--stall-warn {self.stall_warn_s:g}: give seconds, or 0 for never")
         if self.max_restarts < 0:
             raise ConfigError(f"--max-restarts {self.max_restarts}: give how often to start again, from 0 up")
         for name, value, choices in (

@@ -181,6 +181,11 @@ class Row:
         self._words[self._base + _TEXT_LENGTH] = len(data)
         self._words[self._base + _TEXT_COUNT] += 1
 
+    @property
+    def said(self) -> int:
+        """Changes with every line that `say` leaves."""
+        return self._words[self._base + _TEXT_COUNT]
+
     def heard(self, seen: int) -> tuple[int, str | None]:
         """(count, line) if a line newer than count `seen` is there whole, else (seen, None)."""
         count = self._words[self._base + _TEXT_COUNT]

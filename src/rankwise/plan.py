@@ -53,6 +53,9 @@ class Plan:
     grace_s: float
     """From a request to stop until the ranks are killed."""
 
+    stall_warn_s: float
+    """After how long without any progress it is told which rank keeps the others waiting; 0 is never."""
+
     tee: str
     """Whose output the agent shows on its own: `main` (rank 0), `all`, or `none`."""
 

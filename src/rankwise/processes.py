@@ -39,12 +39,37 @@ def die_with_parent(parent_pid: int) -> None:
 
 def start_time(pid: int) -> int | None:
     """Clock ticks after boot at which `pid` started; None if there is none. With the pid it names a process for good."""
+    fields = _stat(pid)
+    return None if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def state(pid: int) -> str:
+    """The kernel's letter for what `pid` does (R, S, D, T, Z, ...); empty when it is gone."""
+    fields = _stat(pid)
+    return fields[0].decode() if fields else ""
+
+
+def cpu_s(pid: int) -> float:
+    """Processor seconds that `pid` has used; 0 when it is gone."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def command(pid: int) -> str:
+    """The program that `pid` runs, as `ps` has it; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat after the command, which may hold anything."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return None
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+        return []
+    return stat[stat.rindex(b")") + 2 :].split()
 
 
 def boot_id() -> str:

@@ -158,6 +158,10 @@ class RunDir:
     def log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
 
+    def stacks(self, rank: int) -> Path:
+        """Where a rank's fault handler writes its Python stacks when its agent asks."""
+        return self.logs / f".rank-{rank}.stacks"
+
     def exception(self, rank: int) -> Path:
         """Where a rank that dies of an exception leaves it for its agent."""
         return self.logs / f".rank-{rank}.exception.json"

@@ -30,6 +30,7 @@ def plan(folder: str) -> Plan:
         threads=1,
         fork=True,
         grace_s=1.0,
+        stall_warn_s=120.0,
         tee="main",
         environment={"CUDA_VISIBLE_DEVICES": "0,2"},
         max_restarts=3,

@@ -22,6 +22,7 @@ from rankwise import processes
 from rankwise.agent import verdict
 from rankwise.agent.console import Console, LogFollower
 from rankwise.agent.crew import Crew, Rank
+from rankwise.agent.stall import StallWatch
 from rankwise.agent.starter import Spec, Starter
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from rankwise.page import Page
@@ -115,6 +116,7 @@ class Agent:
             "environment": environment,
             "log": str(self._run.log(rank)),
             "exception": str(self._run.exception(rank)),
+            "stacks": str(self._run.stacks(rank)),
             "stdin": rank == 0,
             "threads": self._plan.threads,
             "go_mark": [self._page.path, self._page.go_offset],
@@ -152,6 +154,7 @@ class Agent:
     def _watch(self, crew: Crew, life: Life, console: Console | None) -> Life:
         """The loop. Returns when no rank is left, or when nobody wants them any more."""
         first_failure = ended = 0.0
+        stalls = StallWatch(self._run, crew, crew.progress, self._tells_steps, self._plan.stall_warn_s, self._say)
         while True:
             self._wait()
             if self._launcher_ended():
@@ -161,6 +164,7 @@ class Agent:
             if not crew.reap(self._starter.warm_pid):
                 self._without_warm_process(crew)
             crew.look_at_memory()
+            stalls.look()
             if console is not None:
                 console.show()
             if self._asked and not crew.started:
@@ -180,6 +184,9 @@ class Agent:
             if self._stop_began and now > self._stop_began + self._plan.grace_s:
                 self._say(f"{_listed(crew.alive)} did not stop within {self._plan.grace_s:g} s: killed")
                 crew.signal_all(signal.SIGKILL)
+
+    def _tells_steps(self) -> bool:
+        return bool(self._page.joined())
 
     def _wait(self) -> None:
         for key, _ in self._selector.select(TICK_S):

@@ -12,8 +12,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rankwise import processes
@@ -25,6 +26,13 @@ from rankwise.rundir import RunDir
 
 _LOG_TAIL_BYTES = 8192
 _MEMORY_EVERY_S = 1.0
+
+
+def _bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 @dataclass
@@ -134,6 +142,13 @@ class Crew:
             for rank in self.alive:
                 if rank.pid:
                     rank.resident_bytes = memory.resident_bytes(rank.pid) or rank.resident_bytes
+
+    def progress(self) -> Hashable:
+        """Differs from the last time if any rank has begun a step, left a figure, or printed something."""
+        rows = [self._page.row(rank.rank) for rank in self.ranks]
+        return tuple(
+            (row.claim, row.said, _bytes(self._run.log(rank.rank))) for row, rank in zip(rows, self.ranks, strict=True)
+        )
 
     # --- what their ends say
 

@@ -11,7 +11,7 @@ alone, and torch. Over CHANNEL go JSON lines; nothing executable crosses it.
     agent -> warm    {"ranks": [spec, ...]}                          fork them
     warm -> agent    {"pids": [pid, ...]} or {"failed": "why"}
 
-A spec: environment (all of it), log (path), exception (path), stdin (bool), threads (int or null), go_mark and
+A spec: environment (all of it), log (path), exception (path), stacks (path), stdin (bool), threads (int or null), go_mark and
 group_mark (each a path and an offset in it: the byte there is set when the rank may begin; the rank sets it if it ever
 made a process group).
 
@@ -72,6 +72,8 @@ def _become_command(command):
     for signum in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
     faulthandler.disable()
+    faulthandler.unregister(signal.SIGRTMIN + 3)
+    signal.signal(signal.SIGRTMIN + 3, signal.SIG_IGN)
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -208,6 +210,9 @@ def _become_rank(spec, agent):
         assert getattr(sys, name).fileno() == fd
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable(file=2)
+    # For the agent, when nothing moves. Not USR1 or USR2: those belong to schedulers and to scripts.
+    stacks = os.open(spec["stacks"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    faulthandler.register(signal.SIGRTMIN + 3, file=stacks, all_threads=True)
     _wait_for_go(*spec["go_mark"])
     gc.enable()
     if "torch" in sys.modules:

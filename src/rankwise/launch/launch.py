@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import FrameType
@@ -52,6 +52,7 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
             fork=bool(program.interpreter) and program.keep_cold is None and config.start_method == "fork",
             max_restarts=config.max_restarts,
             grace_s=config.grace_s,
+            stall_warn_s=config.stall_warn_s,
             tee=config.tee,
             launcher_pid=os.getpid(),
         )
@@ -70,15 +71,17 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
             _say(f"warning: {nproc} ranks share {_count(devices.cores(), 'core')}: each step waits for the slowest")
         if program.keep_cold is not None:
             _say(f"{program.keep_cold}: each rank imports torch by itself")
-        with _forwarding() as forward:
-            agent = forward(int(local.submit(str(run.job))))
-            with contextlib.suppress(OSError):
-                write_text(run.code, code.describe(Path(program.name).absolute().parent))
-            status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
+        forward = _Forward()
+        agent = forward.to(int(local.submit(str(run.job))))
+        with contextlib.suppress(OSError):
+            write_text(run.code, code.describe(Path(program.name).absolute().parent))
+        status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
         return _conclude(run, status, lives, config)
     finally:
         processes.end_tree()
         lease.release()
+        for signum in _FORWARDED:  # the run is over: one Ctrl-C more must not make this process look killed
+            signal.signal(signum, signal.SIG_IGN)
 
 
 def _conclude(run: RunDir, status: int, lives_before: int, config: RunConfig) -> int:
@@ -129,29 +132,21 @@ class _Forward:
     def __init__(self) -> None:
         self._agent = 0
         self._early: list[int] = []
+        for signum in _FORWARDED:
+            signal.signal(signum, self._on_signal)
 
-    def __call__(self, agent: int) -> int:
+    def to(self, agent: int) -> int:
+        """From now on to this process, the launcher's child."""
         self._agent = agent
         for signum in self._early:
             processes.send(agent, signum)
         return agent
 
-    def on_signal(self, signum: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         if self._agent:
             processes.send(self._agent, signum)
         else:
             self._early.append(signum)
-
-
-@contextlib.contextmanager
-def _forwarding() -> Iterator[_Forward]:
-    forward = _Forward()
-    before = {signum: signal.signal(signum, forward.on_signal) for signum in _FORWARDED}
-    try:
-        yield forward
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def _short(path: Path) -> str:

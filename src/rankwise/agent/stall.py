@@ -1,0 +1,239 @@
+"""A run that does not fail and does not go on: which rank keeps the others waiting, and where it is.
+
+    watch = StallWatch(run, crew, progress, warn_s=120.0, say=print);  watch.look()      # every tick
+
+A stopped rank shows in /proc at once. For the rest, when nothing has moved for `warn_s` (no step, no figure, no output), the
+ranks' Python stacks are taken three times: those that stand in a collective wait, the others are what they wait for. It only
+tells; it ends nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rankwise import processes
+from rankwise.agent.crew import Crew, Rank
+from rankwise.rundir import RunDir, write_text
+
+STACK_SIGNAL = signal.SIGRTMIN + 3  # not USR1 or USR2: those belong to schedulers and to scripts
+"""At it a rank's faulthandler writes its stack (warm.py); it answers inside a C call and under a held GIL too."""
+
+_SAMPLES = 3
+_SAMPLE_EVERY_S = 0.3
+_LOOK_EVERY_S = 1.0
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_CURRENT = re.compile(r"^Current thread .*\n((?:  File .*\n)+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}" + (f" in {self.function}" if self.function != "<module>" else "")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One rank over the samples of a stall."""
+
+    rank: int
+    stacks: tuple[tuple[Frame, ...], ...]
+    """The main thread's, innermost frame first, once a sample; an empty one where no answer came."""
+
+    cpu_share: float
+    """Of one processor, over the samples."""
+
+    children: tuple[str, ...] = ()
+    """Commands of the processes that it has started."""
+
+    @property
+    def waits_in(self) -> str | None:
+        """The collective it stands in, None if it is in none."""
+        if not self.stacks or not self.stacks[-1]:
+            return None
+        inner = self.stacks[-1]
+        if "/torch/distributed/" in inner[0].file:
+            depth = next((i for i, frame in enumerate(inner) if "/torch/distributed/" not in frame.file), len(inner))
+            names = [frame.function for frame in inner[:depth] if frame.function != "wrapper"]
+            return names[-1] if names else "a collective"
+        if inner[0].file.endswith("/torch/autograd/graph.py") and self.cpu_share < 0.1:
+            return "backward"
+        return None
+
+    @property
+    def place(self) -> Frame | None:
+        """The innermost frame that is not a library's."""
+        if not self.stacks:
+            return None
+        stack = self.stacks[-1]
+        own = [f for f in stack if "/site-packages/" not in f.file and "/lib/python" not in f.file and "<frozen" not in f.file]
+        return own[0] if own else (stack[0] if stack else None)
+
+    @property
+    def moves(self) -> bool:
+        """Whether two samples differ: then it is at work."""
+        return len(set(self.stacks)) > 1
+
+    def told(self) -> str:
+        place = f" at {self.place}" if self.place is not None else ""
+        if self.waits_in is not None:
+            return f"rank {self.rank} waits in {self.waits_in}{place}"
+        if not any(self.stacks):
+            return f"rank {self.rank} does not answer"
+        loader = any("/torch/utils/data/dataloader.py" in frame.file for frame in self.stacks[-1])
+        doing = "waiting for its loader workers, " if loader else ""
+        running = f", running {', '.join(self.children[:3])}" if self.children and not loader else ""
+        cpu = "idle" if self.cpu_share < 0.05 else f"{100 * self.cpu_share:.0f}% CPU"
+        return f"rank {self.rank} is{place} ({doing}{cpu}, the same in {len(self.stacks)} samples{running})"
+
+
+def judge(ranks: Sequence[Observation], sure: bool) -> str | None:
+    """What holds the run up, in one line; None if nothing can be said.
+
+    `sure`: the ranks tell their steps, so that it is certain that nothing moves. Otherwise only ranks that stand in a
+    collective while another does not are a stall: a script may be silent for long.
+    """
+    if any(rank.moves for rank in ranks):
+        return None
+    waiting = [rank for rank in ranks if rank.waits_in is not None]
+    late = [rank for rank in ranks if rank.waits_in is None]
+    if waiting and late:
+        others = "; ".join(rank.told() for rank in waiting[:3]) + (f"; and {len(waiting) - 3} more" if len(waiting) > 3 else "")
+        return "; ".join(rank.told() for rank in late) + f"; {others}"
+    if waiting and len(ranks) > 1:
+        if len({(rank.waits_in, rank.place) for rank in waiting}) > 1:
+            return "the ranks are in different collectives: " + "; ".join(rank.told() for rank in waiting)
+        return f"all ranks wait in {waiting[0].waits_in} at {waiting[0].place}: the network, or tensors that do not match"
+    return "; ".join(rank.told() for rank in late) if sure else None
+
+
+def parse(dump: str) -> tuple[Frame, ...]:
+    """The main thread's stack in what faulthandler wrote, innermost first; empty if there is none."""
+    blocks = _CURRENT.findall(dump)
+    return tuple(Frame(file, int(line), function) for file, line, function in _FRAME.findall(blocks[-1])) if blocks else ()
+
+
+@dataclass
+class _Watched:
+    """What is known of one rank between looks."""
+
+    stopped_since: float | None = None
+    told: bool = False
+    stacks: list[tuple[Frame, ...]] = field(default_factory=list)
+    offset: int = 0
+    cpu_s: float = 0.0
+
+
+class StallWatch:
+    """`progress()`: what changes when a rank does something; `sure()`: whether the ranks tell their steps."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        crew: Crew,
+        progress: Callable[[], Hashable],
+        sure: Callable[[], bool],
+        warn_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._run = run
+        self._crew = crew
+        self._progress = progress
+        self._sure = sure
+        self._warn_s = warn_s
+        self._say = say
+        self._watched = {rank.rank: _Watched() for rank in crew.ranks}
+        self._seen: Hashable = None
+        self._moved = time.monotonic()
+        self._next_look = 0.0
+        self._sampling_since = 0.0
+
+    def look(self) -> None:
+        """Cheap, and at most once a second, until there is something to look into."""
+        now = time.monotonic()
+        if now < self._next_look or not self._crew.started:
+            return
+        self._next_look = now + (_SAMPLE_EVERY_S if self._sampling_since else _LOOK_EVERY_S)
+        stopped = [rank for rank in self._crew.alive if self._is_stopped(rank, now)]
+        progress = self._progress()
+        if progress != self._seen or stopped:
+            self._seen, self._moved, self._sampling_since = progress, now, 0.0
+        elif self._warn_s and now - self._moved >= self._warn_s:
+            self._sample(now)
+
+    def _is_stopped(self, rank: Rank, now: float) -> bool:
+        watched = self._watched[rank.rank]
+        if processes.state(rank.pid) not in ("T", "t"):
+            if watched.told and watched.stopped_since is not None:
+                self._say(f"rank {rank.rank} goes on after {now - watched.stopped_since:.0f} s")
+            watched.stopped_since, watched.told = None, False
+            return False
+        if watched.stopped_since is None:
+            watched.stopped_since = now
+        elif not watched.told:
+            watched.told = True
+            self._say(f"rank {rank.rank} is stopped (SIGSTOP); the others wait for it. To wake it, type: kill -CONT {rank.pid}")
+        return True
+
+    # --- stacks
+
+    def _sample(self, now: float) -> None:
+        """One step of taking samples: read the answers to the last question, then ask again or judge."""
+        if not self._sampling_since:
+            self._sampling_since = now
+            for rank in self._crew.alive:
+                watched = self._watched[rank.rank]
+                watched.stacks, watched.cpu_s = [], processes.cpu_s(rank.pid)
+                watched.offset = self._size(rank)
+                processes.send(rank.pid, STACK_SIGNAL)
+            return
+        for rank in self._crew.alive:
+            watched = self._watched[rank.rank]
+            watched.stacks.append(parse(self._read(rank, watched.offset)))
+            watched.offset = self._size(rank)
+            if len(watched.stacks) < _SAMPLES:
+                processes.send(rank.pid, STACK_SIGNAL)
+        if all(len(self._watched[rank.rank].stacks) >= _SAMPLES for rank in self._crew.alive):
+            self._tell(now)
+
+    def _tell(self, now: float) -> None:
+        elapsed = now - self._sampling_since
+        observed = [
+            Observation(
+                rank.rank,
+                tuple(self._watched[rank.rank].stacks),
+                (processes.cpu_s(rank.pid) - self._watched[rank.rank].cpu_s) / elapsed,
+                tuple(processes.command(child) for child in processes.children(rank.pid)),
+            )
+            for rank in self._crew.alive
+        ]
+        verdict = judge(observed, self._sure())
+        if verdict is not None:
+            stacks = "\n".join(f"# rank {r.rank}\n{self._run.stacks(r.rank).read_text()}" for r in self._crew.alive)
+            write_text(self._run.logs / "stall.txt", stacks)
+            self._say(f"no progress for {now - self._moved:.0f} s: {verdict}. Stacks: {self._run.logs / 'stall.txt'}")
+        self._sampling_since = 0.0
+        self._warn_s *= 2  # again, but not for ever
+
+    def _size(self, rank: Rank) -> int:
+        try:
+            return self._run.stacks(rank.rank).stat().st_size
+        except OSError:
+            return 0
+
+    def _read(self, rank: Rank, offset: int) -> str:
+        try:
+            with open(self._run.stacks(rank.rank), errors="replace") as file:
+                file.seek(offset, os.SEEK_SET)
+                return file.read()
+        except OSError:
+            return ""

@@ -1,0 +1,90 @@
+"""Which rank keeps the others waiting, judged by what their stacks say."""
+
+from __future__ import annotations
+
+from rankwise.agent.stall import Frame, Observation, judge, parse
+
+ALL_REDUCE = (
+    Frame("/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce"),
+    Frame("/v/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", 83, "wrapper"),
+    Frame("/home/me/train.py", 88, "main"),
+    Frame("/home/me/train.py", 99, "<module>"),
+)
+LOOP = (Frame("/home/me/train.py", 61, "spin"), Frame("/home/me/train.py", 99, "<module>"))
+BACKWARD = (
+    Frame("/v/lib/python3.11/site-packages/torch/autograd/graph.py", 9, "_engine_run_backward"),
+    Frame("/home/me/train.py", 70, "<module>"),
+)
+
+
+def seen(rank: int, *stacks: tuple[Frame, ...], cpu: float = 0.0, children: tuple[str, ...] = ()) -> Observation:
+    return Observation(rank, stacks * 3 if len(stacks) == 1 else stacks, cpu, children)
+
+
+def test_the_rank_that_is_in_no_collective_is_what_the_others_wait_for() -> None:
+    said = judge([seen(0, ALL_REDUCE), seen(1, LOOP, cpu=1.0), seen(2, ALL_REDUCE)], sure=False)
+    assert said == (
+        "rank 1 is at train.py:61 in spin (100% CPU, the same in 3 samples); "
+        "rank 0 waits in all_reduce at train.py:88 in main; rank 2 waits in all_reduce at train.py:88 in main"
+    )
+
+
+def test_an_idle_backward_waits_and_a_busy_one_computes() -> None:
+    assert judge([seen(0, BACKWARD, cpu=0.01), seen(1, LOOP, cpu=1.0)], sure=False) is not None
+    assert judge([seen(0, BACKWARD, cpu=0.9), seen(1, LOOP, cpu=1.0)], sure=False) is None
+
+
+def test_ranks_at_work_are_no_stall() -> None:
+    other = (Frame("/home/me/train.py", 62, "spin"),)
+    assert judge([seen(0, ALL_REDUCE), seen(1, LOOP, other, LOOP, cpu=1.0)], sure=True) is None
+
+
+def test_a_silent_script_without_collectives_is_a_stall_only_if_its_steps_are_known() -> None:
+    assert judge([seen(0, LOOP), seen(1, LOOP)], sure=False) is None
+    assert judge([seen(0, LOOP), seen(1, LOOP)], sure=True) is not None
+
+
+def test_different_collectives_are_named_with_their_lines() -> None:
+    broadcast = (
+        Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 1, "broadcast"),
+        Frame("/home/me/train.py", 90, "<module>"),
+    )
+    assert judge([seen(0, ALL_REDUCE), seen(1, broadcast)], sure=False) == (
+        "the ranks are in different collectives: rank 0 waits in all_reduce at train.py:88 in main; "
+        "rank 1 waits in broadcast at train.py:90"
+    )
+
+
+def test_all_in_one_collective_is_the_network_or_a_mismatch() -> None:
+    said = judge([seen(0, ALL_REDUCE), seen(1, ALL_REDUCE)], sure=False)
+    assert said == "all ranks wait in all_reduce at train.py:88 in main: the network, or tensors that do not match"
+
+
+def test_what_a_rank_waits_for_is_told_with_it() -> None:
+    child = judge([seen(0, ALL_REDUCE), seen(1, LOOP, children=("sleep", "sh"))], sure=False)
+    assert child is not None
+    assert "idle, the same in 3 samples, running sleep, sh" in child
+    workers = (Frame("/x/site-packages/torch/utils/data/dataloader.py", 7, "_try_get_data"), *LOOP)
+    loader = judge([seen(0, ALL_REDUCE), seen(1, workers, children=("python",))], sure=False)
+    assert loader is not None
+    assert "rank 1 is at train.py:61 in spin (waiting for its loader workers, " in loader
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    assert judge([seen(0, ALL_REDUCE), seen(1, ())], sure=False) == (
+        "rank 1 does not answer; rank 0 waits in all_reduce at train.py:88 in main"
+    )
+
+
+def test_a_single_rank_without_steps_is_never_a_stall() -> None:
+    assert judge([seen(0, ALL_REDUCE)], sure=False) is None
+
+
+def test_the_main_threads_stack_is_read_from_a_dump() -> None:
+    dump = (
+        'Thread 0x0001 (most recent call first):\n  File "/x/threading.py", line 1 in wait\n\n'
+        'Current thread 0x0002 (most recent call first):\n  File "/a b/train.py", line 5 in f\n'
+        '  File "/a b/train.py", line 9 in <module>\n'
+    )
+    assert parse(dump) == (Frame("/a b/train.py", 5, "f"), Frame("/a b/train.py", 9, "<module>"))
+    assert parse("") == ()

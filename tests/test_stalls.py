@@ -1,0 +1,63 @@
+"""Runs that do not fail and do not go on: the rank that holds them up is named with its line."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from launched import launch, wait_for
+
+__all__ = ["launch"]  # a fixture
+
+STALL = """
+import os, subprocess, sys, threading, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.all_reduce(torch.ones(1))
+if rank == 1:
+    REASON
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("while True: pass", "rank 1 is at script.py:7 ("),
+        ("time.sleep(600)", "rank 1 is at script.py:7 (idle"),
+        ("sum(range(10**14))", "rank 1 is at script.py:7 ("),
+        ("lock = threading.Lock(); lock.acquire(); lock.acquire()", "rank 1 is at script.py:7 (idle"),
+        ("subprocess.run(['sleep', '600'])", "running sleep"),
+    ],
+    ids=["an endless loop", "a sleep", "a C call that holds the GIL", "a lock", "a subprocess"],
+)
+def test_the_late_rank_is_named_with_its_line_and_those_that_wait_with_theirs(launch, reason: str, said: str) -> None:
+    run = launch(STALL.replace("REASON", reason), options=("--nproc", "2", "--stall-warn", "1"))
+    line = wait_for(lambda: [line for line in run.output().splitlines() if "no progress for" in line], "a verdict")[0]
+    assert said in line
+    assert "rank 0 waits in all_reduce at script.py:8" in line
+    assert (run.run.logs / "stall.txt").read_text().count("Current thread") >= 6
+    wait_for(lambda: run.process.send_signal(signal.SIGINT) or run.process.poll() is not None, "the second to be obeyed")
+    assert run.wait() == 130
+
+
+def test_a_stopped_rank_is_named_long_before_anything_times_out_and_so_is_its_return(launch) -> None:
+    run = launch("import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)")
+    pid = run.pids()[1]
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(
+        lambda: f"rank 1 is stopped (SIGSTOP); the others wait for it. To wake it, type: kill -CONT {pid}" in run.output(), "it"
+    )
+    os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: "rank 1 goes on after" in run.output(), "its return")
+    (run.folder / "go").touch()
+    assert run.wait() == 0
+
+
+def test_a_script_that_is_silent_while_it_computes_is_left_in_peace(launch) -> None:
+    run = launch(
+        "import time; end = time.time() + 4\nwhile time.time() < end: pass", options=("--nproc", "2", "--stall-warn", "1")
+    )
+    assert run.wait() == 0
+    assert "no progress" not in run.output()
