@@ -34,7 +34,7 @@ def script(tmp_path: Path) -> Path:
     [
         ((), ("run", "report", "--version", "--help")),
         (("run",), ("SCRIPT.py", "--nproc", "--gpus", "-m", "--name", "--run-dir", "--fresh", "--config", "--help")),
-        (("run",), ("--max-restarts", "--grace", "--start-method", "--tee")),
+        (("run",), ("--max-restarts", "--grace", "--start-method", "--tee", "--stall-warn", "--master-port")),
         (("report",), ("RUN", "--help")),
     ],
 )
@@ -54,7 +54,7 @@ def test_help_mentions_every_option_that_there_is() -> None:
     options = {option for verb in (run, report) for parameter in verb.params for option in parameter.opts}
     assert options == {
         "--nproc", "--gpus", "-m", "--name", "--run-dir", "--fresh", "--config", "--max-restarts", "--grace", "--start-method",
-        "--tee", "argv", "run",
+        "--tee", "--stall-warn", "--master-port", "--allow-independent", "argv", "run",
     }  # fmt: skip
 
 

@@ -330,3 +330,65 @@ def test_breakpoint_in_rank_0_talks_to_the_terminal(tmp_path: Path) -> None:
     read_until(b"after 42")
     assert os.waitpid(pid, 0)[1] == 0
     os.close(terminal)
+
+
+def test_an_explicit_port_is_used_and_a_taken_one_is_refused_before_anything_is_started(
+    launch, rankwise, tmp_path: Path
+) -> None:
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        (tmp_path / "script.py").write_text("print('never')")
+        refused = rankwise("run", "--nproc", "2", "--master-port", port, "script.py")
+    assert refused.returncode == 2
+    assert f"--master-port {port}: address already in use" in refused.stderr
+    assert "never" not in refused.stdout
+    run = launch(
+        "import os, torch.distributed as dist; dist.init_process_group('gloo'); print('port', os.environ['MASTER_PORT'])",
+        options=("--nproc", "2", "--master-port", port),
+    )
+    assert run.wait() == 0, run.output()
+    assert f"port {port}" in run.output()
+
+
+def test_of_two_launchers_that_ask_for_one_port_at_once_the_second_is_refused(launch, rankwise, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    first = launch("import time; time.sleep(600)", options=("--nproc", "1", "--master-port", port))
+    first.pids()
+    second = rankwise("run", "--nproc", "1", "--name", "second", "--master-port", port, str(tmp_path / "script.py"))
+    assert second.returncode == 2
+    assert f"--master-port {port}" in second.stderr
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "1",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+        },
+        {
+            "OMPI_COMM_WORLD_RANK": "0",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        },
+    ],
+    ids=["torchrun", "mpirun"],
+)
+def test_a_launcher_that_was_itself_started_several_times_refuses_to_make_several_runs(
+    rankwise, tmp_path: Path, variables
+) -> None:
+    (tmp_path / "script.py").write_text("print('alone')")
+    env = {**os.environ, **variables}
+    refused = rankwise("run", "--nproc", "1", "script.py", env=env)
+    assert refused.returncode == 2
+    assert "each would start a run of its own" in refused.stderr
+    assert rankwise("run", "--nproc", "1", "--allow-independent", "script.py", env=env).stdout == "alone\n"

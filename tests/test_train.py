@@ -11,6 +11,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -811,3 +813,13 @@ def with_numpy_rate(folder: Path) -> tuple[str, str]:
 
 def test_a_learning_rate_out_of_numpy_does_not_spoil_the_checkpoints(tmp_path: Path) -> None:
     assert [kind for kind, _ in on_ranks(1, with_numpy_rate, tmp_path)] == [""]
+
+
+def test_a_step_makes_few_python_calls_beyond_those_of_a_hand_written_loop() -> None:
+    """An exact count; what a step costs in time is a benchmark's business."""
+    bench = Path(__file__).parents[1] / "benchmarks" / "trainer_step" / "calls.py"
+    done = subprocess.run([sys.executable, str(bench)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    extra = re.search(r": ([+-]\d+\.\d) a step", done.stdout)
+    assert extra is not None
+    assert float(extra[1]) <= 30

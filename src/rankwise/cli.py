@@ -48,6 +48,7 @@ class _Run(click.Command):
 )
 @click.option("--gpus", metavar="0,2", help="The GPUs to use, by number; all by default.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT.py is the name of a module, as for python -m.")
+@click.option("--master-port", type=int, metavar="PORT", help="Port of the ranks' rendezvous.  [default: a free one]")
 @click.option("--name", metavar="RUN", help="Name of the run; the script's stem by default.")
 @click.option("--run-dir", metavar="DIR", help="Where the run writes; ./runs/RUN by default.")
 @click.option("--fresh", is_flag=True, help="Move an older run aside and start anew, instead of going on with it.")
@@ -66,6 +67,11 @@ class _Run(click.Command):
     type=float,
     metavar="SECONDS",
     help="After how long without progress to tell which rank keeps the others waiting; 0 is never.  [default: 120]",
+)
+@click.option(
+    "--allow-independent",
+    is_flag=True,
+    help="Start even as one of several tasks of srun, mpirun or torchrun: each is then a run of its own.",
 )
 @click.option(
     "--start-method",

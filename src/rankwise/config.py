@@ -42,6 +42,12 @@ class RunConfig:
     fresh: bool = False
     """Move an older run of the same name aside and start from nothing, instead of going on with it."""
 
+    master_port: int = 0
+    """The port of the ranks' rendezvous; 0 is one that is free."""
+
+    allow_independent: bool = False
+    """Start although another launcher has started several of this process, which makes several separate runs."""
+
     max_restarts: int = 0
     """How often all ranks are started again after a failure."""
 
@@ -76,6 +82,8 @@ class RunConfig:
                 raise ConfigError(f"--gpus {self.gpus}: give the numbers of GPUs, each once, for example --gpus 0,2")
         if not self.grace_s > 0:
             raise ConfigError(f"--grace {self.grace_s:g}: give the seconds that ranks may take to stop, above 0")
+        if not 0 <= self.master_port < 65536:
+            raise ConfigError(f"--master-port {self.master_port}: a port lies between 1 and 65535; leave it out for a free one")
         if not self.stall_warn_s >= 0:
             raise ConfigError(f"--stall-warn {self.stall_warn_s:g}: give seconds, or 0 for never")
         if self.max_restarts < 0:

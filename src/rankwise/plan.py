@@ -47,6 +47,9 @@ class Plan:
     fork: bool
     """Fork the ranks from a warm process; otherwise each is started by itself."""
 
+    master_port: int
+    """Of the ranks' rendezvous; 0 is one that is free."""
+
     max_restarts: int
     """How often all ranks are started again after a failure."""
 

@@ -24,7 +24,7 @@ from rankwise.agent.console import Console, LogFollower
 from rankwise.agent.crew import Crew, Rank
 from rankwise.agent.stall import StallWatch
 from rankwise.agent.starter import Spec, Starter
-from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
 from rankwise.page import Page
 from rankwise.plan import Plan
 from rankwise.rundir import ENV_RUN_DIR, Failure, Life, RunDir
@@ -53,13 +53,16 @@ class Agent:
         processes.become_subreaper()
         self._page = Page.create(self._plan.nproc)
         self._listen()
+        explicit = _hold_port(self._plan.master_port) if self._plan.master_port else None
         self._starter = Starter(self._plan)  # first of all: it imports torch while the rest is made ready
         if self._starter.channel is not None:
             self._selector.register(self._starter.channel, selectors.EVENT_READ)
         restart = 0
         try:
             while True:
-                status, failure = self._live(restart)
+                # A new port each time, unless one was asked for: a dead rank's children may hold the old.
+                with _hold_port(0) if explicit is None else contextlib.nullcontext(explicit) as port:
+                    status, failure = self._live(restart, port.getsockname()[1])
                 if failure is None or restart == self._plan.max_restarts or self._launcher_ended():
                     return status
                 restart += 1
@@ -125,15 +128,14 @@ class Agent:
 
     # --- one life
 
-    def _live(self, restart: int) -> tuple[int, Failure | None]:
+    def _live(self, restart: int, port: int) -> tuple[int, Failure | None]:
         """From the start of the ranks to the end of the last: (exit status, the failure if there was one)."""
         self._page.reset()
         self._run.write_failure(None)
         crew = Crew(self._plan, self._run, self._page)
-        port = _hold_port()  # a new one each time: a dead rank's children may hold the old
         console = self._open_console()
         life = self._run.begin_life(self._plan.nproc, self._plan.argv, self._page.path)
-        self._starter.start([self._spec(r, port.getsockname()[1], restart) for r in range(self._plan.nproc)])
+        self._starter.start([self._spec(r, port, restart) for r in range(self._plan.nproc)])
         try:
             life = self._watch(crew, life, console)
         finally:
@@ -141,7 +143,6 @@ class Agent:
             self._end_all_but_the_warm_process()
             if console is not None:
                 console.close()
-            port.close()
         status, outcome, failure = self._outcome(crew, life)
         self._run.write_failure(failure)
         with contextlib.suppress(OSError):
@@ -305,12 +306,22 @@ class Agent:
             print(f"rankwise: {text}", file=sys.stderr, flush=True)
 
 
-def _hold_port() -> socket.socket:
-    """A port of this host that stays ours: bound, never listening, so that torch's TCPStore can listen on it with
-    SO_REUSEADDR while every other `bind(0)` passes it by. A crash leaves none of it behind."""
+def _hold_port(port: int) -> socket.socket:
+    """A port of this host that stays ours (0: any): bound, never listening, so that torch's TCPStore can listen on it with
+    SO_REUSEADDR while every other `bind(0)` passes it by. A crash leaves none of it behind.
+
+    Bound before the option is set: two holders that both had it would both succeed. ConfigError when the port is taken.
+    """
     holder = socket.socket()
+    try:
+        holder.bind(("", port))
+    except OSError as error:
+        holder.close()
+        raise ConfigError(
+            f"--master-port {port}: {(error.strerror or 'taken').lower()} (by another program, or until a minute ago by one that has "
+            "ended); choose another, or leave it out for a free one"
+        ) from None
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("", 0))
     return holder
 
 

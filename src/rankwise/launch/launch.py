@@ -18,17 +18,20 @@ from types import FrameType
 
 from rankwise import processes
 from rankwise.config import RunConfig
-from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, WorldError
 from rankwise.launch import code, devices, script
 from rankwise.plan import Plan
 from rankwise.rundir import Failure, RunDir, write_json, write_text
 from rankwise.schedulers import local
+from rankwise.world import explain
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def launch(config: RunConfig, env: Mapping[str, str]) -> int:
     """Run the script on all devices of this machine; returns the exit status, having said what became of the run."""
+    if not config.allow_independent:
+        _refuse_lonely_runs(env)
     program = script.find(config)
     environment = devices.visible(config.gpus, env)
     nproc, why = devices.ranks_for(config.nproc, {**env, **environment})
@@ -50,6 +53,7 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
             nproc=nproc,
             threads=threads,
             fork=bool(program.interpreter) and program.keep_cold is None and config.start_method == "fork",
+            master_port=config.master_port,
             max_restarts=config.max_restarts,
             grace_s=config.grace_s,
             stall_warn_s=config.stall_warn_s,
@@ -82,6 +86,18 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
         lease.release()
         for signum in _FORWARDED:  # the run is over: one Ctrl-C more must not make this process look killed
             signal.signal(signum, signal.SIG_IGN)
+
+
+def _refuse_lonely_runs(env: Mapping[str, str]) -> None:
+    """Several launchers, each with all ranks, would be as many runs in one directory."""
+    found = explain(env)
+    if found.world is not None and found.world.world_size > 1:
+        raise WorldError(
+            f"this is one of {found.world.world_size} processes that were started together (by what {found.source} looks like: "
+            f"{', '.join(f'{k}={v}' for k, v in found.found.items())}), and each would start a run of its own; start rankwise "
+            "once, or let that launcher start the script itself: python script.py (if separate runs are meant: "
+            "--allow-independent)"
+        )
 
 
 def _conclude(run: RunDir, status: int, lives_before: int, config: RunConfig) -> int:
