@@ -33,6 +33,7 @@ def plan(folder: str) -> Plan:
         stall_warn_s=120.0,
         tee="main",
         environment={"CUDA_VISIBLE_DEVICES": "0,2"},
+        master_port=0,
         max_restarts=3,
         launcher_pid=0,
     )
