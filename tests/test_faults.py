@@ -287,7 +287,7 @@ def test_what_cannot_run_is_one_line_and_status_2_before_anything_is_started(ran
 
 def test_a_config_file_sets_what_the_command_line_does_not(rankwise, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os; print(os.environ['WORLD_SIZE'])")
-    (tmp_path / "run.toml").write_text('nproc = 3\nname = "from-file"\ngrace_s = 5\n')
+    (tmp_path / "run.toml").write_text('nproc = 3\nname = "from-file"\ngrace = 5\nmax-restarts = 1\n')
     done = rankwise("run", "--config", "run.toml", "script.py")
     assert done.stdout == "3\n"
     assert (tmp_path / "runs" / "from-file").is_dir()
@@ -296,6 +296,8 @@ def test_a_config_file_sets_what_the_command_line_does_not(rankwise, tmp_path: P
     wrong = rankwise("run", "--config", "run.toml", "script.py")
     assert wrong.returncode == 2
     assert "run.toml: nprocs is no setting of a run; the settings: nproc, " in wrong.stderr
+    (tmp_path / "run.toml").write_text("nproc = 'two'\n")
+    assert "--config run.toml: --nproc two: give a number" in rankwise("run", "--config", "run.toml", "script.py").stderr
 
 
 def test_ranks_that_never_met_are_said_to_be_separate_runs(launch) -> None:

@@ -433,3 +433,19 @@ def test_fresh_with_a_file_in_the_way_says_how_to_choose_another(tmp_path: Path)
     (tmp_path / "train").touch()
     with pytest.raises(RunDirError, match="--run-dir PATH"):
         RunDir(tmp_path / "train").prepare(fresh=True)
+
+
+def test_a_folder_with_other_things_is_neither_written_to_nor_moved_aside(tmp_path: Path) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "train.py").touch()
+    for fresh in (False, True):
+        with pytest.raises(RunDirError, match="holds other things than a run; choose an empty folder"):
+            RunDir(tmp_path / "project").prepare(fresh)
+    assert names(tmp_path / "project") == ["train.py"]
+
+
+def test_the_folder_one_stands_in_is_not_moved_away(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.path)
+    with pytest.raises(RunDirError, match="the folder you are in"):
+        run.prepare(fresh=True)
+    assert run.logs.is_dir()

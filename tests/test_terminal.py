@@ -143,7 +143,15 @@ def test_a_stream_that_is_no_file_has_no_terminal() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0:00:00"), (0.4, "0:00:00"), (59.6, "0:01:00"), (61, "0:01:01"), (3599.5, "1:00:00"), (90061, "25:01:01")],
+    [
+        (0, "0.0 s"),
+        (0.4, "0.4 s"),
+        (59.9, "59.9 s"),
+        (59.96, "0:01:00"),
+        (61, "0:01:01"),
+        (3599.5, "1:00:00"),
+        (90061, "25:01:01"),
+    ],
 )
 def test_a_clock_has_hours_minutes_and_seconds(seconds: float, text: str) -> None:
     assert clock(seconds) == text

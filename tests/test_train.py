@@ -306,7 +306,7 @@ def test_a_run_goes_on_with_the_same_global_batches_on_another_number_of_ranks(b
     assert [step for step, _ in got] == [step for step, _ in plain]
     assert max(abs(a - b) for (_, a), (_, b) in zip(got, plain, strict=True)) < 1e-9
     said = answers[0][1]
-    assert f"the checkpoint was made by {before} rank" in said
+    assert f"the checkpoint was made on {before} rank" in said
     assert "going on from step 6 (epoch 2)" in said
 
 
@@ -334,8 +334,9 @@ def test_a_finished_run_started_again_trains_nothing_and_says_so(settings: dict[
     for rank, ((first, _, calls), (again, said, more)) in enumerate(on_ranks(2, finished_twice, tmp_path, **settings)):
         assert np.array_equal(first, again)
         assert calls == more == steps
-        assert (f"going on from step {steps} " in said) == (rank == 0)
-        assert ("nothing is left to train" in said) == (rank == 0)
+        assert (f"already done: {steps} steps; for more, raise max_steps or max_epochs" in said) == (rank == 0)
+        assert "going on" not in said
+        assert "done: " not in said.replace("already done: ", "")
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, steps + 1))
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{steps:08d}"]
 
@@ -823,3 +824,65 @@ def test_a_step_makes_few_python_calls_beyond_those_of_a_hand_written_loop() -> 
     extra = re.search(r": ([+-]\d+\.\d) a step", done.stdout)
     assert extra is not None
     assert float(extra[1]) <= 30
+
+
+def with_nan_at(step: int, run_dir: Path) -> tuple[str, int]:
+    def nan_step(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        seen.append(1)
+        loss, count = step_fn(model, batch)
+        return (loss * float("nan") if len(seen) == step and comm.rank() == 1 else loss), count
+
+    seen: list[int] = []
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        made = trainer(run_dir, max_steps=6)
+        made._step_fn = nan_step
+        state = made.fit()
+    return out.getvalue(), state.steps_left_out
+
+
+def test_a_step_that_is_left_out_is_said_counted_and_told_at_the_end(tmp_path: Path) -> None:
+    (said, left_out), (_, other) = on_ranks(2, with_nan_at, 3, tmp_path / "run")
+    assert left_out == other == 1
+    assert "warning: step 3 is left out on all ranks: the gradient is not finite (1 so far)" in said
+    assert "1 steps left out" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"eval_every": 5}, "evaluate nothing without eval_data"),
+        ({"workers": -1}, "workers=-1"),
+    ],
+)
+def test_a_setting_without_effect_is_an_error(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+    ((kind, text),) = on_ranks(1, error_of, tmp_path / "run", **settings)
+    assert kind == "ConfigError"
+    assert said in text
+
+
+def strangers(run_dir: Path) -> str:
+    other = nn.Linear(2, 2)
+    try:
+        Trainer(
+            nn.Linear(2, 2),
+            torch.optim.SGD(other.parameters(), lr=0.1),
+            step_fn,
+            [1],
+            batch_size=1,
+            max_steps=1,
+            run_dir=run_dir,
+        )
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_of_another_model_is_an_error(tmp_path: Path) -> None:
+    assert "the optimizer holds no parameter of the model" in on_ranks(1, strangers, tmp_path)[0]
+
+
+def test_the_life_of_a_plain_run_has_its_end(tmp_path: Path) -> None:
+    on_ranks(1, finished_twice, tmp_path)
+    lives = json.loads((tmp_path / "run" / "world.json").read_text())["lives"]
+    assert [life["status"] for life in lives] == [0, 0]
+    assert all(life["ended"] and life["outcome"].startswith("ended after step") for life in lives)

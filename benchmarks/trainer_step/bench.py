@@ -94,17 +94,17 @@ def step_fn(model, batch):
 
 def trainer_loop(turns: Turns, world, data: Rows, folder: str) -> None:
     def hand_over(state) -> None:
-        if state.step % TURN == 0:
+        if state.step % TURN == 0 and state.step < TURN * TURNS:
             turns.over("Trainer")
-            if state.step < TURN * TURNS:
-                turns.wait("Trainer")
+            turns.wait("Trainer")
 
     trainer = rankwise.Trainer(
         *parts(), step_fn, data, batch_size=BATCH, max_steps=TURN * TURNS, actions=[hand_over], run_dir=folder, fresh=True,
         save_every_s=1.0,
     )  # fmt: skip
     turns.wait("Trainer")
-    trainer.fit()
+    trainer.fit()  # its last turn ends with it: what it saves at the end must not meet the other loop's collectives
+    turns.over("Trainer")
 
 
 def main() -> None:
@@ -120,7 +120,7 @@ def main() -> None:
     trainer_loop(turns, world, data, folder)
     raw.join()
     warm = 5
-    pairs = list(zip(turns.times["Trainer"], turns.times["raw"], strict=True))[warm:]
+    pairs = list(zip(turns.times["Trainer"], turns.times["raw"], strict=True))[warm:-1]
     ratios = [a / b for a, b in pairs]
     tenth = {name: statistics.quantiles(times[warm:], n=10)[0] for name, times in turns.times.items()}
     if world.is_main:

@@ -58,22 +58,34 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def _joined() -> bool:
+    """Whether there are others to talk to. Raises WorldError when a launcher says so and `init` was not called: each rank
+    would go on alone."""
+    if dist.is_initialized():
+        return True
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise WorldError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} but this rank has not joined the others; call rankwise.init() first"
+        )
+    return False
+
+
 def barrier() -> None:
     """Collective. Return when all ranks have called it."""
-    if dist.is_initialized():
+    if _joined():
         dist.barrier()
 
 
 def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     """Collective. Reduce `tensor` in place over all ranks and return it. `op`: sum, min, max."""
-    if dist.is_initialized():
+    if _joined():
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()))
     return tensor
 
 
 def broadcast(tensors: Sequence[torch.Tensor], src: int = 0) -> None:
     """Collective. Make every tensor what it is on rank `src`, in place; one message for each dtype and device."""
-    if not dist.is_initialized():
+    if not _joined():
         return
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -88,7 +100,7 @@ def broadcast(tensors: Sequence[torch.Tensor], src: int = 0) -> None:
 
 def broadcast_object(value: T, src: int = 0) -> T:
     """Collective. Rank `src`'s value on every rank, by pickle; the argument of the other ranks is passed over."""
-    if not dist.is_initialized():
+    if not _joined():
         return value
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src)
@@ -97,7 +109,7 @@ def broadcast_object(value: T, src: int = 0) -> T:
 
 def all_gather_object(value: T) -> list[T]:
     """Collective. Every rank's value, in the order of ranks, by pickle."""
-    if not dist.is_initialized():
+    if not _joined():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -141,11 +141,23 @@ def read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: it cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: it is not TOML: {error}") from None
+    settings = {_field(name): value for name, value in settings.items()}
     for name in settings:
         if name not in _SETTINGS:
-            raise ConfigError(f"--config {path}: {name} is no setting of a run; the settings: {', '.join(_SETTINGS)}")
+            options = ", ".join(setting.removesuffix("_s").replace("_", "-") for setting in _SETTINGS)
+            raise ConfigError(f"--config {path}: {name} is no setting of a run; the settings: {options}")
     if isinstance(settings.get("nproc"), int):
         settings["nproc"] = str(settings["nproc"])
     if isinstance(settings.get("gpus"), list):
         settings["gpus"] = ",".join(map(str, settings["gpus"]))
+    try:
+        RunConfig(argv=("checked",), **settings)
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: {error}") from None
     return settings
+
+
+def _field(name: str) -> str:
+    """`max-restarts` and `grace`, as on the command line, or `max_restarts` and `grace_s`."""
+    field = name.replace("-", "_")
+    return f"{field}_s" if f"{field}_s" in _SETTINGS else field

@@ -170,6 +170,12 @@ class RunDir:
         """Make the folders; with `fresh` move an older run aside first and return where it is now."""
         aside = None
         try:
+            if self._is_something_else():
+                raise RunDirError(
+                    f"{self.path} holds other things than a run; choose an empty folder, or a new one, with --run-dir PATH"
+                )
+            if fresh and self.path.is_dir() and self.path.samefile(Path.cwd()):
+                raise RunDirError(f"--fresh would move {self.path}, the folder you are in; run it from another")
             if fresh and self.path.is_dir():
                 if (holder := self.holder()) is not None and not holder.is_gone():
                     raise self._in_use(holder)
@@ -185,6 +191,12 @@ class RunDir:
         if not os.access(self.path, os.W_OK):
             raise RunDirError(f"the run directory {self.path} is not writable; choose another with --run-dir PATH")
         return aside
+
+    def _is_something_else(self) -> bool:
+        """A folder with content that no run has left: to write there, or to move it aside, would be a mistake."""
+        if not self.path.is_dir() or any(p.exists() for p in (self.world, self.config, self.checkpoints, self.logs)):
+            return False
+        return any(not p.name.startswith(".") for p in self.path.iterdir())
 
     def _free_name(self) -> Path:
         stamp = time.strftime("%Y-%m-%d-%H%M%S")

@@ -36,6 +36,9 @@ class TrainState:
     epoch_ended: bool = False
     """Whether the step just done was the last of its epoch."""
 
+    steps_left_out: int = 0
+    """Steps whose gradient was not finite, or over nothing: the optimizer did not move."""
+
     last: bool = False
     """Whether the step just done was the last of the run."""
 
@@ -46,9 +49,10 @@ class TrainState:
     """The newest reduced figures (loss, eval_loss, ...): equal on all ranks."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "epoch": self.epoch, "metrics": dict(self.metrics)}
+        return {"step": self.step, "epoch": self.epoch, "steps_left_out": self.steps_left_out, "metrics": dict(self.metrics)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self.epoch = state["epoch"]
+        self.steps_left_out = state["steps_left_out"]
         self.metrics = dict(state["metrics"])

@@ -51,6 +51,11 @@ class Terminal:
             self._put(_CLEAR_LINE if self._shown and not self._status else b"")
             self._show()
 
+    def end_line(self) -> None:
+        """What is printed next, by whomever, begins a line."""
+        if not self._at_line_start:
+            self.write(b"\n")
+
     def _show(self) -> None:
         self._shown = bool(self._status)
         if self._shown:
@@ -69,7 +74,9 @@ class Terminal:
 
 
 def clock(seconds: float) -> str:
-    """h:mm:ss."""
+    """`4.2 s`, from a minute up `h:mm:ss`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 

@@ -15,6 +15,7 @@ import contextlib
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,13 +35,15 @@ from rankwise.device import local_device
 from rankwise.errors import CheckpointError, ConfigError, StepError
 from rankwise.guards import run_on_main
 from rankwise.precision import LossScale, Precision
-from rankwise.rundir import Lease, RunDir
+from rankwise.rundir import Lease, Life, RunDir
 from rankwise.state import Stateful, TrainState
 from rankwise.stop import StopSignal
-from rankwise.sync import AllReduce, SyncStrategy
+from rankwise.sync import AllReduce, StepResult, SyncStrategy
 from rankwise.telemetry import JsonlWriter, Meters, Progress, TensorBoardWriter, TimeBreakdown
 from rankwise.telemetry.writers import Writer
 from rankwise.world import World, agent_row
+
+_LEFT_OUT_IN_A_ROW = 100  # steps; then it is no accident
 
 
 class Trainer:
@@ -88,11 +91,17 @@ class Trainer:
         for name, value in numbers.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: give a whole number from 1 up")
+        if eval_data is None and (eval_fn is not None or eval_every is not None):
+            raise ConfigError("eval_fn and eval_every evaluate nothing without eval_data=...")
+        if workers < 0:
+            raise ConfigError(f"workers={workers}: give how many processes fetch ahead, 0 for none")
+        _check_optimizer(model, optimizer)
         self.world = comm.init()
         self.device = local_device(self.world)
         self.max_steps = max_steps
         self._seed = seed
         self._step_fn = step_fn
+        self._accumulate = accumulate
         self._precision = Precision.of(precision, self.device)
         self.loader = Loader(
             train_data,
@@ -153,8 +162,7 @@ class Trainer:
                         loss_sum, count = self._forward(state.model, batch)
                         self.sync.backward(loss_sum, count)
                     self.meters.add(loss=(loss_sum.detach(), count))
-                self.sync.step(state.model, state.optimizer)
-                self._advance(state)
+                self._advance(state, self.sync.step(state.model, state.optimizer))
                 for action in self.actions:  # schedule, log, evaluate, the user's own, save: each an action
                     action(state)
             self.stop.finish()
@@ -174,8 +182,12 @@ class Trainer:
             )
         return result
 
-    def _advance(self, state: TrainState) -> None:
+    def _advance(self, state: TrainState, result: StepResult) -> None:
         state.step += 1
+        if not result.finite or result.total <= 0:
+            self._say_left_out(state, result)
+        else:
+            self._left_out_in_a_row = 0
         state.epoch = self.loader.epoch
         state.epoch_ended = self.loader.position == 0
         state.last = self._done(state)
@@ -183,23 +195,38 @@ class Trainer:
     def _done(self, state: TrainState) -> bool:
         return self.loader.finished or (self.max_steps is not None and state.step >= self.max_steps)
 
+    def _say_left_out(self, state: TrainState, result: StepResult) -> None:
+        """All ranks see the same result, so all raise or none does."""
+        why = "the gradient is not finite" if not result.finite else f"its counts sum to {result.total:g}"
+        state.steps_left_out += 1
+        self._left_out_in_a_row += 1
+        if self._left_out_in_a_row >= _LEFT_OUT_IN_A_ROW:
+            raise StepError(f"{why}, for {_LEFT_OUT_IN_A_ROW} steps in a row: look at the loss, the learning rate and the data")
+        if self._left_out_in_a_row <= 3:
+            self._progress.say(f"warning: step {state.step} is left out on all ranks: {why} ({state.steps_left_out} so far)")
+
     # --- before and after the loop
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[TrainState]:
         """Collective. Begin; and, however the loop ends, close what is open."""
+        life, self._lease = _claim(self.run, self.world, self._fresh)
+        outcome, status = "ended by an exception", 1
         try:
-            life, self._lease = _claim(self.run, self.world, self._fresh)
             if self.world.is_main:
-                self._writers += _writers(self.run, life)
+                self._writers += _writers(self.run, life.life)
             self._begin(self.state)
             yield self.state
+            outcome, status = f"ended after step {self.state.step}", 0
+            if self.stop.signum:
+                outcome, status = f"stopped after step {self.state.step}", int(str(self.stop.stopped().code))
         finally:
             self._progress.close()
             while self._writers:
                 self._writers.pop().close()
             self.stop.leave()
             if self._lease is not None:
+                self.run.update_life(life, ended=time.time(), status=status, outcome=outcome)
                 self._lease.release()
 
     def _begin(self, state: TrainState) -> None:
@@ -208,11 +235,14 @@ class Trainer:
         manifest = self.checkpoints.load_latest(state.parts)
         self._saved_step = state.step if manifest is not None else -1
         self._saved_in: Path | None = None
+        self._left_out_in_a_row = 0
         state.model.train()
         self._say_plan(state)
         if manifest is not None:
-            done = ", which is its last: nothing is left to train" if self._done(state) else ""
-            log.say(f"going on from step {state.step} (epoch {state.epoch + 1}){done}")
+            if self._done(state):
+                log.say(f"already done: {state.step} steps; for more, raise max_steps or max_epochs; for a new run: --fresh")
+            else:
+                log.say(f"going on from step {state.step} (epoch {state.epoch + 1})")
             now = self._numerics()
             differs = [f"{k} {manifest.info[k]} -> {v}" for k, v in now.items() if manifest.info.get(k, v) != v]
             if differs:
@@ -229,7 +259,11 @@ class Trainer:
             if self.world.run_dir is None:  # no launcher that will say it
                 self._progress.say(f"to go on, type: {shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])}")
             return
+        if self._saved_in is None:  # nothing was left to do
+            return
         figures = ", ".join(f"{name} {value:.4g}" for name, value in state.metrics.items())
+        if state.steps_left_out:
+            figures += f", {state.steps_left_out} steps left out"
         self._progress.say(f"done: {state.step} steps, {self._breakdown.since_start().text()}, {figures}\nsaved in {where}")
 
     def _save(self, state: TrainState) -> None:
@@ -282,7 +316,15 @@ class Trainer:
             f"{_amount(parameters)} parameters, {self._precision.name} on {self.device.type}; "
             f"{loader.samples} samples, {loader.steps_per_epoch} steps an epoch\n"
             f"global batch {loader.global_batch_size} over {world.world_size} rank{'s' * (world.world_size > 1)}"
+            f"{f', {self._accumulate} micro-batches each' if self._accumulate > 1 else ''}"
         )
+
+
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises ConfigError for an optimizer that moves nothing of this model."""
+    mine = {id(p) for p in model.parameters()}
+    if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError("the optimizer holds no parameter of the model: make it of model.parameters(), after the model")
 
 
 def _global_batch(batch_size: int | None, global_batch_size: int | None, accumulate: int, world: World) -> int:
@@ -303,21 +345,21 @@ def _run_path(world: World, run_dir: str | os.PathLike[str] | None) -> Path:
     return world.run_dir
 
 
-def _claim(run: RunDir, world: World, fresh: bool) -> tuple[int, Lease | None]:
-    """Collective. (the number of this life, the main rank's right to write there). An agent of ours holds it already."""
+def _claim(run: RunDir, world: World, fresh: bool) -> tuple[Life, Lease | None]:
+    """Collective. (this life, the main rank's right to write there). An agent of ours holds it already."""
     if world.run_dir is not None:
         if fresh:
             run_on_main(_set_aside, [run])
-        return run.lives()[-1].life, None
+        return run.lives()[-1], None
     lease: Lease | None = None
 
-    def prepare() -> int:
+    def prepare() -> Life:
         nonlocal lease
         aside = run.prepare(fresh)
         if aside is not None:
             log.say(f"the older run was moved to {_short(aside)}")
         lease = run.take()
-        return run.begin_life(world.world_size, tuple(sys.argv)).life
+        return run.begin_life(world.world_size, tuple(sys.argv))
 
     return run_on_main(prepare), lease
 

@@ -96,7 +96,7 @@ def test_all_that_is_new_is_shown_at_once_however_long(piped: Watched) -> None:
 def test_what_a_rank_printed_last_is_shown_when_the_console_closes(piped: Watched) -> None:
     piped.print(b"last words")
     piped.console.close()
-    assert piped.seen() == b"last words"
+    assert piped.seen() == b"last words\n"  # what rankwise says next begins a line
 
 
 def test_progress_is_no_part_of_what_goes_into_a_pipe(piped: Watched) -> None:

@@ -603,3 +603,17 @@ def test_a_failure_of_the_main_rank_is_raised_on_every_rank(tmp_path: Path) -> N
     answers = on_ranks(2, fail_on_ranks, tmp_path)
     assert answers[0] == answers[1]
     assert [text.split(" ")[0] for _, text in answers[0]] == ["cannot", "no"]
+
+
+def test_a_damaged_checkpoint_is_not_one_of_those_that_are_kept(folder: Path) -> None:
+    for step in (1, 2):
+        saved(folder, step)
+    path = folder / "step-00000002" / "part.pt"
+    path = path if path.exists() else next((folder / "step-00000002").glob("*.pt"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    checkpoints = Checkpoints(folder, keep_last=2)
+    assert checkpoints.load_latest(of_step(0)) is not None
+    checkpoints.save(of_step(3), 3)
+    assert [p.name for p in checkpoints.all()] == ["step-00000001", "step-00000003"]

@@ -68,6 +68,6 @@ def test_the_text_names_the_shares_and_leaves_out_what_took_nothing() -> None:
     assert Span(1738.0, {"data wait": 6.952, "all-reduce": 43.45, "saving": 0.0}).text() == (
         "0:28:58 elapsed (97.1% computing, 0.4% data wait, 2.5% all-reduce)"
     )
-    assert Span(0.0, {"data wait": 0.0}).text() == "0:00:00 elapsed (0.0% computing)"
+    assert Span(0.0, {"data wait": 0.0}).text() == "0.0 s elapsed (0.0% computing)"
     assert Span(10.0, {"data wait": 11.0}).computing_s == 0.0
     assert Span(36_000.0, {}).text() == "10:00:00 elapsed (100.0% computing)"

@@ -47,6 +47,7 @@ class Agent:
         self._asked: list[int] = []  # stop signals received, in order
         self._stop_signal = 0
         self._stop_began = 0.0
+        self._killed_as_asked = False
 
     def run(self) -> int:
         """Start the ranks, again after a failure if that was asked for; return when nothing below this process is left."""
@@ -239,6 +240,7 @@ class Agent:
         if self._asked[1:].count(signal.SIGINT):
             self._say("interrupted again: killing all ranks")
             del self._asked[1:]
+            self._killed_as_asked = True
             crew.signal_all(signal.SIGKILL)
             return
         if self._page.stopping:
@@ -249,6 +251,8 @@ class Agent:
             return  # some are still on their way to the first gate
         if joined:
             self._page.stop(self._stop_signal)
+            name = signal.Signals(self._stop_signal).name
+            self._say(f"{name}: all ranks stop after the step they are in, and save; Ctrl-C again kills them")
         for rank in crew.alive:
             if rank.rank not in joined and not rank.sent:
                 crew.signal(rank, self._stop_signal)
@@ -285,6 +289,8 @@ class Agent:
         interrupted = self._stop_signal == signal.SIGINT
         agreed = EXIT_INTERRUPTED if interrupted else EXIT_PREEMPTED
         name = signal.Signals(self._stop_signal).name
+        if self._killed_as_asked:
+            return EXIT_INTERRUPTED, "ended by a second Ctrl-C, without a last checkpoint"
         if len(ends) < self._plan.nproc:
             return 128 + self._stop_signal, f"stopped by {name} before all ranks had started"
         if all(end.exit_code == agreed for end in ends):
@@ -318,7 +324,7 @@ def _hold_port(port: int) -> socket.socket:
     except OSError as error:
         holder.close()
         raise ConfigError(
-            f"--master-port {port}: {(error.strerror or 'taken').lower()} (by another program, or until a minute ago by one that has "
+            f"--master-port {port}: {str(error.strerror).lower()} (by another program, or until a minute ago by one that has "
             "ended); choose another, or leave it out for a free one"
         ) from None
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -83,3 +83,4 @@ class Console:
         self._terminal.status("")
         for follower in self._followers:
             self._terminal.write(follower.close())
+        self._terminal.end_line()

@@ -217,6 +217,7 @@ def _become_rank(spec, agent):
     gc.enable()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(spec["threads"])
+        sys.modules["torch"].default_generator.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # as in a fresh process: different in each
     if "multiprocessing.process" in sys.modules:
@@ -286,7 +287,7 @@ def _exception_status(error, spec):
         "log_bytes": os.fstat(2).st_size,  # what comes after it is this exception, which others will tell
         "type": type(error).__qualname__,
         "message": str(error),
-        "traceback": None if brief else text,
+        "traceback": text,
         "where": _where(error),
         "time": time.time(),
     }

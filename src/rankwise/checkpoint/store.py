@@ -44,6 +44,7 @@ class Checkpoints:
             raise ConfigError(f"keep_last={keep_last}: at least one checkpoint must stay")
         self.folder = folder
         self._keep_last = keep_last
+        self._damaged: set[Path] = set()  # known to the main rank
         self.wait_s = 0.0
         """Seconds that the loop has spent in saving so far."""
 
@@ -101,9 +102,10 @@ class Checkpoints:
         return self.folder / (f"step-{step:08d}" + (f"-{count}" if count > 1 else ""))
 
     def _prune(self, newest: Path) -> None:
-        """Keep the last few up to `newest`. What lies after it is damaged (else it had been loaded): it is not counted."""
+        """Keep the last few up to `newest`. What is damaged is not counted, and goes once something newer is whole; what lies
+        after `newest` is damaged too, else it had been loaded."""
         older = [path for path in self.all() if _order(path) < _order(newest)]
-        again = [path for path in older if _order(path)[0] == _order(newest)[0]]
+        again = [path for path in older if _order(path)[0] == _order(newest)[0] or path in self._damaged]
         kept = [path for path in older if path not in again]
         for old in again + kept[: len(kept) - (self._keep_last - 1)]:
             # Out of sight in one step: a kill in the middle of a deletion must not leave half a checkpoint by its name.
@@ -129,6 +131,7 @@ class Checkpoints:
                 manifest = manifests.verify(folder)
             except CheckpointError as error:
                 damaged.append(str(error))
+                self._damaged.add(folder)
                 log.warn(f"checkpoint passed over: {error}")
             else:
                 return folder, manifest
@@ -167,7 +170,7 @@ class Checkpoints:
             seed.set_rng_state(mine)
         if manifest.world_size != comm.world_size():
             log.say(
-                f"the checkpoint was made by {manifest.world_size} ranks and this is {comm.world_size()}: same data order and "
+                f"the checkpoint was made on {manifest.world_size} rank(s), this is {comm.world_size()}: same data order and "
                 "global batches, but other dropout and another order of additions"
             )
 

@@ -174,6 +174,8 @@ class Loader:
 
 def length(dataset: Any) -> int:
     """Samples in a map-style dataset. Raises DataError for what is none, and for an empty one."""
+    if isinstance(dataset, DataLoader):
+        raise DataError("a DataLoader shards nothing by itself; give its dataset, and the batch size to the Trainer or Loader")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise DataError(
             f"{type(dataset).__name__} cannot tell its length; give a dataset with __len__ and __getitem__ (or __getitems__)"

@@ -18,7 +18,7 @@ from types import FrameType
 
 from rankwise import processes
 from rankwise.config import RunConfig
-from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, WorldError
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, WorldError
 from rankwise.launch import code, devices, script
 from rankwise.plan import Plan
 from rankwise.rundir import Failure, RunDir, write_json, write_text
@@ -65,6 +65,7 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
         write_text(run.job, local.render(plan), mode=0o755)
         if aside is not None:
             _say(f"the older run was moved to {_short(aside)}")
+        _compare_with_earlier_lives(run, program)
         lives = len(run.lives())
         going_on = f", life {lives + 1}" if lives else ""
         _say(f"{program.name} on {_count(nproc, 'rank')} ({why}), {_count(threads, 'thread')} each, "
@@ -86,6 +87,24 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
         lease.release()
         for signum in _FORWARDED:  # the run is over: one Ctrl-C more must not make this process look killed
             signal.signal(signum, signal.SIG_IGN)
+
+
+def _compare_with_earlier_lives(run: RunDir, program: script.Program) -> None:
+    """A run is one training. Raises ConfigError when its directory belongs to another script; other arguments are said."""
+    lives = run.lives()
+    if not lives:
+        return
+    before, now = lives[-1].argv, program.argv
+    if Path(before[0]).name != Path(now[0]).name or (now[0] == "-m" and before[:2] != now[:2]):
+        raise ConfigError(
+            f"the run in {_short(run.path)} is of {shlex.join(before)} and this is {program.name}; give this one another name "
+            "with --name NAME, or move the older aside with --fresh"
+        )
+    if before[1:] != now[1:]:
+        _say(
+            f"warning: the run in {_short(run.path)} was last started as `{shlex.join(before)}`, now as `{shlex.join(now)}`; "
+            "it goes on with what its checkpoints hold. For a training of its own: --name NAME, or --fresh"
+        )
 
 
 def _refuse_lonely_runs(env: Mapping[str, str]) -> None:
@@ -112,7 +131,7 @@ def _conclude(run: RunDir, status: int, lives_before: int, config: RunConfig) ->
         return status  # the agent has said why it could not begin
     if failure is not None:
         _say_failure(failure)
-    elif status in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
+    elif status in (EXIT_PREEMPTED, EXIT_INTERRUPTED) and life.outcome.startswith("stopped"):
         _say(f"{life.outcome}; to go on, type: {_resume_command(config)}")
     elif status != 0 or ";" in life.outcome:
         _say(life.outcome)
@@ -123,8 +142,18 @@ def _say_failure(failure: Failure) -> None:
     print(file=sys.stderr)
     if failure.traceback is not None:
         print(failure.traceback.rstrip("\n"), file=sys.stderr)
+    elif failure.log is not None and failure.rank != 0:  # rank 0's are above
+        print(_last_lines(Path(failure.log)), end="", file=sys.stderr)
     _say(f"{failure.summary}, on {failure.host}")
     _say(f"its output is in {_short(Path(failure.log or ''))}; exit status {failure.exit_status}")
+
+
+def _last_lines(log: Path, count: int = 5, most_bytes: int = 4096) -> str:
+    """The end of a rank's log: why a rank left without an exception is often there."""
+    with open(log, "rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - most_bytes, 0))
+        lines = file.read().decode(errors="replace").splitlines()[-count:]
+    return "".join(f"  {line}\n" for line in lines)
 
 
 def _resume_command(config: RunConfig) -> str:

@@ -117,6 +117,8 @@ def _examine_module(program: Program) -> Program:
 def examine(script: str) -> ScriptFacts:
     """Raises ConfigError in one line for a script that cannot run at all."""
     path = Path(script)
+    if not script:
+        raise ConfigError("the name of the script is empty; type: rankwise run script.py [its arguments]")
     if path.is_dir():
         raise ConfigError(f"{script} is a folder; give the script that trains, for example {script.rstrip('/')}/train.py")
     try:
@@ -130,7 +132,8 @@ def examine(script: str) -> ScriptFacts:
     except (SyntaxError, ValueError) as error:
         where = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         what = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ConfigError(f"{script}{where}: syntax error: {what}") from None
+        hint = "" if path.suffix in (".py", "") else f"; for a command that is no Python script: rankwise run -- ./{script}"
+        raise ConfigError(f"{script}{where}: syntax error: {what}{hint}") from None
     line = _environment_write_before_torch(tree)
     return ScriptFacts(keep_cold=f"line {line} sets environment variables before torch is imported" if line else None)
 
