@@ -314,7 +314,7 @@ class Trainer:
         world, loader = self.world, self.loader
         log.say(
             f"{_amount(parameters)} parameters, {self._precision.name} on {self.device.type}; "
-            f"{loader.samples} samples, {loader.steps_per_epoch} steps an epoch\n"
+            f"{loader.samples} samples, {loader.steps_per_epoch} step{'s' * (loader.steps_per_epoch != 1)} an epoch\n"
             f"global batch {loader.global_batch_size} over {world.world_size} rank{'s' * (world.world_size > 1)}"
             f"{f', {self._accumulate} micro-batches each' if self._accumulate > 1 else ''}"
         )

@@ -48,6 +48,7 @@ class Agent:
         self._stop_signal = 0
         self._stop_began = 0.0
         self._killed_as_asked = False
+        self._grace_is_over = False
 
     def run(self) -> int:
         """Start the ranks, again after a failure if that was asked for; return when nothing below this process is left."""
@@ -183,7 +184,8 @@ class Agent:
                 ended = now
             if ended and now > ended + TERM_TO_KILL_S:
                 crew.signal_all(signal.SIGKILL)
-            if self._stop_began and now > self._stop_began + self._plan.grace_s:
+            if self._stop_began and not self._grace_is_over and now > self._stop_began + self._plan.grace_s:
+                self._grace_is_over = True
                 self._say(f"{_listed(crew.alive)} did not stop within {self._plan.grace_s:g} s: killed")
                 crew.signal_all(signal.SIGKILL)
 
@@ -291,6 +293,8 @@ class Agent:
         name = signal.Signals(self._stop_signal).name
         if self._killed_as_asked:
             return EXIT_INTERRUPTED, "ended by a second Ctrl-C, without a last checkpoint"
+        if self._grace_is_over:
+            return 128 + signal.SIGKILL, f"ended by {name}, but not within the grace of {self._plan.grace_s:g} s: killed"
         if len(ends) < self._plan.nproc:
             return 128 + self._stop_signal, f"stopped by {name} before all ranks had started"
         if all(end.exit_code == agreed for end in ends):
