@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 _CLEAR_LINE = b"\r\x1b[K"
@@ -71,6 +72,14 @@ class Terminal:
                     os.set_blocking(self._fd, True)
             except OSError:
                 self.closed = True
+
+
+def short(path: Path) -> str:
+    """Relative to here where that is possible: shorter to read."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
 
 
 def clock(seconds: float) -> str:

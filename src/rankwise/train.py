@@ -41,6 +41,7 @@ from rankwise.stop import StopSignal
 from rankwise.sync import AllReduce, StepResult, SyncStrategy
 from rankwise.telemetry import JsonlWriter, Meters, Progress, TensorBoardWriter, TimeBreakdown
 from rankwise.telemetry.writers import Writer
+from rankwise.terminal import short
 from rankwise.world import World, agent_row
 
 _LEFT_OUT_IN_A_ROW = 100  # steps; then it is no accident
@@ -128,15 +129,7 @@ class Trainer:
         self.state = TrainState(self.sync.wrap(model.to(self.device)), optimizer)
         self._writers: list[Writer] = []  # opened by `fit`, on the main rank
         self._progress = Progress(agent_row(self.world))
-        evaluate = None
-        if eval_data is not None:
-            length(eval_data)  # an error now, not after the first epoch
-            evaluate = Evaluate(
-                eval_fn or self._eval_loss,
-                lambda: Loader(eval_data, self.world, global_batch_size=max(nominal // accumulate, 1), shuffle=False,
-                               max_epochs=1, workers=workers, collate_fn=collate_fn, device=self.device),
-                self.sync, self._precision, self._progress, self._writers,
-            )  # fmt: skip
+        evaluate = self._evaluation(eval_data, eval_fn, max(nominal // accumulate, 1), workers, collate_fn)
         self._breakdown = self._new_breakdown(evaluate)
         self._log = Log(self.meters, self._breakdown, self._progress, self._writers, every_steps=log_every)
         self.actions: list[Action] = [self._log]
@@ -253,7 +246,7 @@ class Trainer:
     def _say_end(self, state: TrainState) -> None:
         if not self.world.is_main:
             return
-        where = _short(self._saved_in or self.checkpoints.folder)
+        where = short(self._saved_in or self.checkpoints.folder)
         if self.stop.signum:
             self._progress.say(f"stopped after step {state.step}, saved in {where}")
             if self.world.run_dir is None:  # no launcher that will say it
@@ -293,6 +286,22 @@ class Trainer:
             "device": self.device.type,
             "precision": self._precision.name,
         }
+
+    def _evaluation(
+        self, data: Any, eval_fn: Callable[[Any, Any], Mapping[str, Pair]] | None, size: int, workers: int, collate_fn: Any
+    ) -> Evaluate | None:
+        """None without data. `size`: samples of one batch over all ranks."""
+        if data is None:
+            return None
+        length(data)  # an error now, not after the first epoch
+
+        def once() -> Loader:
+            return Loader(
+                data, self.world, global_batch_size=size, shuffle=False, max_epochs=1, workers=workers, collate_fn=collate_fn,
+                device=self.device,
+            )  # fmt: skip
+
+        return Evaluate(eval_fn or self._eval_loss, once, self.sync, self._precision, self._progress, self._writers)
 
     def _new_breakdown(self, evaluate: Evaluate | None) -> TimeBreakdown:
         sources = {
@@ -341,7 +350,7 @@ def _run_path(world: World, run_dir: str | os.PathLike[str] | None) -> Path:
     if world.run_dir is None:
         return Path(run_dir).absolute() if run_dir is not None else default_run_dir(Path(_script()).stem)
     if run_dir is not None and Path(run_dir).absolute() != world.run_dir:
-        log.say(f"writing in {_short(world.run_dir)}, which the launcher made; for run_dir={run_dir} type --run-dir {run_dir}")
+        log.say(f"writing in {short(world.run_dir)}, which the launcher made; for run_dir={run_dir} type --run-dir {run_dir}")
     return world.run_dir
 
 
@@ -357,7 +366,7 @@ def _claim(run: RunDir, world: World, fresh: bool) -> tuple[Life, Lease | None]:
         nonlocal lease
         aside = run.prepare(fresh)
         if aside is not None:
-            log.say(f"the older run was moved to {_short(aside)}")
+            log.say(f"the older run was moved to {short(aside)}")
         lease = run.take()
         return run.begin_life(world.world_size, tuple(sys.argv))
 
@@ -395,11 +404,3 @@ def _described(result: Any) -> str:
 
 def _amount(n: int) -> str:
     return f"{n / 1e6:.2f} M" if n >= 10_000 else str(n)
-
-
-def _short(path: Path) -> str:
-    """Relative to here where that is shorter to read."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

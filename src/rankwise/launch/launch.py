@@ -23,6 +23,7 @@ from rankwise.launch import code, devices, script
 from rankwise.plan import Plan
 from rankwise.rundir import Failure, RunDir, write_json, write_text
 from rankwise.schedulers import local
+from rankwise.terminal import short
 from rankwise.world import explain
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -64,12 +65,12 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
         write_json(run.plan, plan.record())
         write_text(run.job, local.render(plan), mode=0o755)
         if aside is not None:
-            _say(f"the older run was moved to {_short(aside)}")
+            _say(f"the older run was moved to {short(aside)}")
         _compare_with_earlier_lives(run, program)
         lives = len(run.lives())
         going_on = f", life {lives + 1}" if lives else ""
         _say(f"{program.name} on {_count(nproc, 'rank')} ({why}), {_count(threads, 'thread')} each, "
-             f"in {_short(run.path)}{going_on}")  # fmt: skip
+             f"in {short(run.path)}{going_on}")  # fmt: skip
         if 0 < (gpus := devices.gpus({**env, **environment})) < nproc:
             _say(f"warning: {nproc} ranks share {_count(gpus, 'GPU')}; NCCL refuses that. --nproc {gpus} is one a GPU")
         elif nproc > devices.cores():
@@ -97,12 +98,12 @@ def _compare_with_earlier_lives(run: RunDir, program: script.Program) -> None:
     before, now = lives[-1].argv, program.argv
     if Path(before[0]).name != Path(now[0]).name or (now[0] == "-m" and before[:2] != now[:2]):
         raise ConfigError(
-            f"the run in {_short(run.path)} is of {shlex.join(before)} and this is {program.name}; give this one another name "
+            f"the run in {short(run.path)} is of {shlex.join(before)} and this is {program.name}; give this one another name "
             "with --name NAME, or move the older aside with --fresh"
         )
     if before[1:] != now[1:]:
         _say(
-            f"warning: the run in {_short(run.path)} was last started as `{shlex.join(before)}`, now as `{shlex.join(now)}`; "
+            f"warning: the run in {short(run.path)} was last started as `{shlex.join(before)}`, now as `{shlex.join(now)}`; "
             "it goes on with what its checkpoints hold. For a training of its own: --name NAME, or --fresh"
         )
 
@@ -145,7 +146,7 @@ def _say_failure(failure: Failure) -> None:
     elif failure.log is not None and failure.rank != 0:  # rank 0's are above
         print(_last_lines(Path(failure.log)), end="", file=sys.stderr)
     _say(f"{failure.summary}, on {failure.host}")
-    _say(f"its output is in {_short(Path(failure.log or ''))}; exit status {failure.exit_status}")
+    _say(f"its output is in {short(Path(failure.log or ''))}; exit status {failure.exit_status}")
 
 
 def _last_lines(log: Path, count: int = 5, most_bytes: int = 4096) -> str:
@@ -192,14 +193,6 @@ class _Forward:
             processes.send(self._agent, signum)
         else:
             self._early.append(signum)
-
-
-def _short(path: Path) -> str:
-    """Relative to here if that is shorter to read."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
 
 
 def _count(n: int, what: str) -> str:
