@@ -44,6 +44,7 @@ class Agent:
     def __init__(self, plan: Plan, run: RunDir) -> None:
         self._plan = plan
         self._run = run
+        self._terminal = Terminal(sys.stdout)
         self._asked: list[int] = []  # stop signals received, in order
         self._stop_signal = 0
         self._stop_began = 0.0
@@ -105,7 +106,7 @@ class Agent:
             LogFollower(self._run.log(r), self._run.exception(r), f"[rank {r}] " if self._plan.tee == "all" else "")
             for r in shown
         ]
-        return Console(followers, self._page.row(0), Terminal(sys.stdout))
+        return Console(followers, self._page.row(0), self._terminal)
 
     def _spec(self, rank: int, port: int, restart: int) -> Spec:
         n = self._plan.nproc
@@ -312,6 +313,7 @@ class Agent:
         return f"; none of the {n} ever made a process group: they were {n} separate runs of the same script"
 
     def _say(self, text: str) -> None:
+        self._terminal.status("")  # the progress line comes again with the next figures
         with contextlib.suppress(OSError):
             print(f"rankwise: {text}", file=sys.stderr, flush=True)
 
