@@ -297,13 +297,14 @@ def test_the_record_of_an_error_has_no_numbers_and_the_status_is_2(rankwise: Run
 # --- what a script does with it
 
 SCRIPT = """
-import sys, rankwise, torch
+import os, sys, rankwise, torch
 try:
     world = rankwise.init()
 except rankwise.RankwiseError as error:
     sys.exit(str(error))
 total = rankwise.all_reduce(torch.tensor([float(world.rank)]))
-print(world.rank, world.world_size, world.source, total.item())
+print(world.rank, world.world_size, world.source, total.item(), flush=True)
+os._exit(0)  # taking torch apart is torch's own: with gloo it aborts now and then ("terminate called without ...")
 """
 
 
