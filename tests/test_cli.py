@@ -54,7 +54,7 @@ def test_help_mentions_every_option_that_there_is() -> None:
     options = {option for verb in (run, report) for parameter in verb.params for option in parameter.opts}
     assert options == {
         "--nproc", "--gpus", "-m", "--name", "--run-dir", "--fresh", "--config", "--max-restarts", "--grace", "--start-method",
-        "--tee", "--stall-warn", "--master-port", "--allow-independent", "argv", "run",
+        "--tee", "--stall-warn", "--master-port", "--allow-independent", "--check-collectives", "argv", "run",
     }  # fmt: skip
 
 

@@ -69,6 +69,11 @@ class _Run(click.Command):
     help="After how long without progress to tell which rank keeps the others waiting; 0 is never.  [default: 120]",
 )
 @click.option(
+    "--check-collectives",
+    is_flag=True,
+    help="Compare what the ranks ask of each other (operation, shape, dtype, root, line); end at the first difference.",
+)
+@click.option(
     "--allow-independent",
     is_flag=True,
     help="Start even as one of several tasks of srun, mpirun or torchrun: each is then a run of its own.",

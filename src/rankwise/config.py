@@ -57,6 +57,9 @@ class RunConfig:
     stall_warn_s: float = 120.0
     """After how long without any progress it is told which rank keeps the others waiting; 0 is never."""
 
+    check_collectives: bool = False
+    """Compare what the ranks ask of each other (operation, shape, dtype, call site); the first difference ends the run."""
+
     start_method: str = "fork"
     """`fork` from a warm process, or `spawn`: each rank is a process of its own."""
 

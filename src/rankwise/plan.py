@@ -59,6 +59,9 @@ class Plan:
     stall_warn_s: float
     """After how long without any progress it is told which rank keeps the others waiting; 0 is never."""
 
+    check_collectives: bool
+    """Compare what the ranks ask of each other."""
+
     tee: str
     """Whose output the agent shows on its own: `main` (rank 0), `all`, or `none`."""
 

@@ -31,6 +31,7 @@ def plan(folder: str) -> Plan:
         fork=True,
         grace_s=1.0,
         stall_warn_s=120.0,
+        check_collectives=False,
         tee="main",
         environment={"CUDA_VISIBLE_DEVICES": "0,2"},
         master_port=0,

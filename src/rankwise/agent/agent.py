@@ -20,6 +20,7 @@ from typing import Any
 
 from rankwise import processes
 from rankwise.agent import verdict
+from rankwise.agent.collectives import Ledger, Mismatch
 from rankwise.agent.console import Console, LogFollower
 from rankwise.agent.crew import Crew, Rank
 from rankwise.agent.stall import StallWatch
@@ -50,6 +51,8 @@ class Agent:
         self._stop_began = 0.0
         self._killed_as_asked = False
         self._grace_is_over = False
+        self._ledger: Ledger | None = None
+        self._mismatch: Mismatch | None = None
 
     def run(self) -> int:
         """Start the ranks, again after a failure if that was asked for; return when nothing below this process is left."""
@@ -127,6 +130,7 @@ class Agent:
             "threads": self._plan.threads,
             "go_mark": [self._page.path, self._page.go_offset],
             "group_mark": [self._page.path, self._page.row(rank).groups_offset],
+            "notes": self._ledger.place(rank) if self._ledger is not None else None,
         }
 
     # --- one life
@@ -137,6 +141,9 @@ class Agent:
         self._run.write_failure(None)
         crew = Crew(self._plan, self._run, self._page)
         console = self._open_console()
+        self._mismatch = None
+        if self._plan.check_collectives:
+            self._ledger = Ledger(self._plan.nproc)
         life = self._run.begin_life(self._plan.nproc, self._plan.argv, self._page.path)
         self._starter.start([self._spec(r, port, restart) for r in range(self._plan.nproc)])
         try:
@@ -146,6 +153,9 @@ class Agent:
             self._end_all_but_the_warm_process()
             if console is not None:
                 console.close()
+            if self._ledger is not None:
+                self._mismatch = self._ledger.look(at_end=True)
+                self._ledger.close()
         status, outcome, failure = self._outcome(crew, life)
         self._run.write_failure(failure)
         with contextlib.suppress(OSError):
@@ -180,6 +190,9 @@ class Agent:
             now = time.monotonic()
             if crew.any_failed and not first_failure and not self._stop_began:
                 first_failure = now
+            if self._ledger is not None and not ended and self._ledger.look() is not None:
+                crew.signal_all(signal.SIGTERM)
+                ended = now
             if first_failure and not ended and now > first_failure + EVIDENCE_S:
                 crew.signal_all(signal.SIGTERM)
                 ended = now
@@ -267,6 +280,8 @@ class Agent:
         if self._launcher_ended():
             return 1, "the launcher was killed", None
         ends = crew.evidence()
+        if self._mismatch is not None:
+            return self._failed_to_match(self._mismatch, life)
         if self._stop_signal and (stopped := self._stopped(ends)) is not None:
             return *stopped, None
         culprit = verdict.judge(ends)
@@ -285,6 +300,14 @@ class Agent:
             log=str(self._run.log(culprit.rank)),
             life=life.life,
         )
+        return failure.exit_status, failure.summary, failure
+
+    def _failed_to_match(self, mismatch: Mismatch, life: Life) -> tuple[int, str, Failure]:
+        """It comes before all that the ranks say themselves: what they say follows from it."""
+        failure = Failure(
+            rank=mismatch.rank, host=life.host, summary=mismatch.summary, exit_status=1,
+            log=str(self._run.log(mismatch.rank)), life=life.life,
+        )  # fmt: skip
         return failure.exit_status, failure.summary, failure
 
     def _stopped(self, ends: list[verdict.Evidence]) -> tuple[int, str] | None:

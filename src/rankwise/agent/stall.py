@@ -112,7 +112,10 @@ def judge(ranks: Sequence[Observation], sure: bool) -> str | None:
     if waiting and len(ranks) > 1:
         if len({(rank.waits_in, rank.place) for rank in waiting}) > 1:
             return "the ranks are in different collectives: " + "; ".join(rank.told() for rank in waiting)
-        return f"all ranks wait in {waiting[0].waits_in} at {waiting[0].place}: the network, or tensors that do not match"
+        return (
+            f"all ranks wait in {waiting[0].waits_in} at {waiting[0].place}: the network, or what they ask for does not match "
+            "(rankwise run --check-collectives tells)"
+        )
     return "; ".join(rank.told() for rank in late) if sure else None
 
 

@@ -13,7 +13,8 @@ alone, and torch. Over CHANNEL go JSON lines; nothing executable crosses it.
 
 A spec: environment (all of it), log (path), exception (path), stacks (path), stdin (bool), threads (int or null), go_mark and
 group_mark (each a path and an offset in it: the byte there is set when the rank may begin; the rank sets it if it ever
-made a process group).
+made a process group), notes (null, or where this rank notes each collective before it enters it: a path, the start of its
+part, and the sizes in it; agent/collectives.py reads them).
 
 The process stays single-threaded (OMP_NUM_THREADS=1, and it never runs a parallel region), as threads do not survive a
 fork. Ranks are forked twice: the middle process announces them and ends, they fall to the agent, which alone reaps them.
@@ -28,8 +29,10 @@ import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import io
 import json
+import mmap
 import os
 import runpy
 import signal
@@ -55,7 +58,7 @@ def main():
     if mode == "once":
         spec = _read_spec(fd)
         _become_rank(spec, agent)
-        sys.meta_path.insert(0, _KeepGroupsAfterImport())
+        sys.meta_path.insert(0, _AfterImport(_C10D, functools.partial(_prepare_distributed, notes=spec["notes"])))
         _run(command, spec)
     spec = _serve(socket.socket(fileno=fd), agent)
     if spec is not None:
@@ -104,8 +107,6 @@ def _serve(channel, agent):
     except BaseException as error:  # what a folder named like a library raises is the script's business
         _send(channel, {"failed": f"{type(error).__name__}: {error}"})
         return None
-    _keep_process_groups(sys.modules[_C10D])
-    sys.modules["torch.distributed"].destroy_process_group = sys.modules[_C10D].destroy_process_group
     gc.freeze()  # the ranks' collector never touches these pages: they stay shared
     _send(channel, {"ready": True})
     lines = channel.makefile("r")
@@ -116,6 +117,9 @@ def _serve(channel, agent):
             lines.close()
             channel.close()
             _become_rank(spec, agent)
+            _prepare_distributed(sys.modules[_C10D], spec["notes"])
+            for name in _COLLECTIVES.keys() | {"destroy_process_group"}:
+                setattr(sys.modules["torch.distributed"], name, getattr(sys.modules[_C10D], name))
             return spec
         status = os.waitpid(middle, 0)[1]
         if status != 0:
@@ -145,11 +149,15 @@ def _keep_process_groups(c10d):
     c10d.destroy_process_group = destroy_process_group
 
 
-class _KeepGroupsAfterImport(importlib.abc.MetaPathFinder):
-    """For a rank that imports torch by itself: does the same as soon as it has."""
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """For a rank that imports torch by itself: `prepare(module)` as soon as it has."""
+
+    def __init__(self, name, prepare):
+        self._name = name
+        self._prepare = prepare
 
     def find_spec(self, name, path=None, target=None):
-        if name != _C10D:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -157,10 +165,111 @@ class _KeepGroupsAfterImport(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             execute(module)
-            _keep_process_groups(module)
+            self._prepare(module)
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+# Each collective: the parameter whose tensors must be alike on all ranks (None: they may differ), and that of the root.
+_COLLECTIVES = {
+    "all_reduce": ("tensor", None),
+    "broadcast": ("tensor", "src"),
+    "reduce": ("tensor", "dst"),
+    "all_gather": ("tensor_list", None),
+    "all_gather_into_tensor": ("input_tensor", None),
+    "reduce_scatter": ("output", None),
+    "reduce_scatter_tensor": ("output", None),
+    "gather": ("tensor", "dst"),
+    "scatter": ("tensor", "src"),
+    "all_to_all": (None, None),
+    "all_to_all_single": (None, None),
+    "barrier": (None, None),
+    "monitored_barrier": (None, None),
+    "all_gather_object": (None, None),
+    "broadcast_object_list": (None, "src"),
+    "gather_object": (None, "dst"),
+    "scatter_object_list": (None, "src"),
+}
+
+
+def _prepare_distributed(c10d, notes):
+    """What a rank's torch.distributed does besides: keep destroyed groups, and note collectives if that was asked for."""
+    _keep_process_groups(c10d)
+    if notes is not None:
+        ring = _Notes(**notes)
+        for name, (same, root) in _COLLECTIVES.items():
+            setattr(c10d, name, _noted(c10d, name, same, root, ring))
+
+
+class _Notes:
+    """A ring in memory shared with the agent: a count of all notes so far, and the last few, each in a slot."""
+
+    def __init__(self, path, start, header_bytes, slots, slot_bytes):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._map = mmap.mmap(fd, 0)
+        os.close(fd)
+        self._count = memoryview(self._map)[start : start + 8].cast("q")
+        self._first = start + header_bytes
+        self._slots = slots
+        self._slot_bytes = slot_bytes
+        self._lock = threading.Lock()
+        self.inside = threading.local()  # object collectives call others
+        self.numbers = {}  # collectives so far, by group
+
+    def add(self, group, size, what, site):
+        with self._lock:
+            self.numbers[group] = number = self.numbers.get(group, 0) + 1
+            head = f"{group}\t{number}\t{size}\t{what}\t"
+            data = (head + site[len(head) - self._slot_bytes :]).encode()[: self._slot_bytes]
+            start = self._first + self._count[0] % self._slots * self._slot_bytes
+            self._map[start : start + self._slot_bytes] = data.ljust(self._slot_bytes, b"\0")
+            self._count[0] += 1  # last: the agent reads what is counted
+
+
+def _noted(c10d, name, same, root, notes):
+    """The collective, noted by whoever calls it from outside of torch."""
+    function = getattr(c10d, name)
+    parameters = inspect.signature(function).parameters
+    names = list(parameters)
+    op = parameters["op"].default if "op" in parameters else None
+    torch = os.path.dirname(os.path.dirname(c10d.__file__)) + os.sep
+
+    @functools.wraps(function)
+    def noted(*args, **kwargs):
+        if getattr(notes.inside, "now", False):
+            return function(*args, **kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        group = given.get("group") or (c10d.group.WORLD if c10d.is_initialized() else None)
+        if group is not None and group != c10d.GroupMember.NON_GROUP_MEMBER:
+            words = [str(given.get("op", op)).rpartition(".")[2].lower()] if op is not None else []
+            words += [_described(given.get(same))] if same is not None else []
+            if root is not None:
+                place = given.get(root, given.get(f"group_{root}", 0))
+                words.append(f"{root} {place}")
+            notes.add(group.group_name, group.size(), f"{name}({', '.join(words)})", _site(torch))
+        notes.inside.now = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            notes.inside.now = False
+
+    return noted
+
+
+def _described(value):
+    """`float32[4, 8]`, or `2 x float32[4, 8]` for a list."""
+    if isinstance(value, (list, tuple)):
+        return f"{len(value)} x {_described(value[0])}" if value else "nothing"
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if hasattr(value, "dtype") else str(value)
+
+
+def _site(torch):
+    """`file:line` of the innermost frame that is neither torch's nor ours."""
+    frame = sys._getframe(2)
+    while frame is not None and (frame.f_code.co_filename.startswith(torch) or frame.f_code.co_filename == __file__):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
 
 
 def _fork_ranks(channel, specs):

@@ -58,6 +58,7 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
             max_restarts=config.max_restarts,
             grace_s=config.grace_s,
             stall_warn_s=config.stall_warn_s,
+            check_collectives=config.check_collectives,
             tee=config.tee,
             launcher_pid=os.getpid(),
         )
@@ -143,7 +144,7 @@ def _say_failure(failure: Failure) -> None:
     print(file=sys.stderr)
     if failure.traceback is not None:
         print(failure.traceback.rstrip("\n"), file=sys.stderr)
-    elif failure.log is not None and failure.rank != 0:  # rank 0's are above
+    elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # rank 0's are above
         print(_last_lines(Path(failure.log)), end="", file=sys.stderr)
     _say(f"{failure.summary}, on {failure.host}")
     _say(f"its output is in {short(Path(failure.log or ''))}; exit status {failure.exit_status}")
@@ -164,10 +165,9 @@ def _resume_command(config: RunConfig) -> str:
         value = getattr(config, field.name)
         if value == field.default or field.name in ("argv", "module", "command", "fresh"):
             continue
-        words += [
-            f"--{field.name.removesuffix('_s').replace('_', '-')}",
-            f"{value:g}" if isinstance(value, float) else str(value),
-        ]
+        words.append(f"--{field.name.removesuffix('_s').replace('_', '-')}")
+        if value is not True:
+            words.append(f"{value:g}" if isinstance(value, float) else str(value))
     words += ["-m"] if config.module else ["--"] if config.command else []
     return shlex.join([*words, *config.argv])
 

@@ -1,0 +1,179 @@
+"""Whether the ranks ask the same of each other (`--check-collectives`): each notes what it enters, here it is compared.
+
+    ledger = Ledger(ranks=4);  spec["notes"] = ledger.place(rank)      # warm.py writes there
+    mismatch = ledger.look()                                           # every tick
+
+gloo adds float32 to int32, and a sum to a maximum, without a word, and pairs whatever two reductions come at the same time:
+numbers are wrong and nothing says so. Nothing is sent for this and no rank waits for it: notes lie in shared memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SLOTS = 2048
+SLOT_BYTES = 256
+_HEADER_BYTES = 64
+_RANK_BYTES = _HEADER_BYTES + SLOTS * SLOT_BYTES
+
+_DEFAULT_GROUP = "0"  # torch's name for it
+
+_EVIDENCE_S = 0.3
+"""From the first difference: what the other ranks enter instead tells who is the odd one."""
+
+_SITE_MAY_DIFFER = ("barrier", "monitored_barrier", "broadcast", "reduce", "gather", "scatter")
+"""`if rank == 0: barrier()` further down, and a root that calls from a line of its own, are usual and harmless; so are the
+object variants of these."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """One collective that a rank is about to enter."""
+
+    group: str
+    number: int
+    """Counts the collectives of this group on this rank, from 1."""
+
+    size: int
+    """Ranks in the group."""
+
+    what: str
+    """`all_reduce(sum, float32[4])`"""
+
+    site: str
+    """`/home/me/train.py:31`, the innermost line that is not torch's."""
+
+    @classmethod
+    def of(cls, line: str) -> Note:
+        group, number, size, what, site = line.split("\t")
+        return cls(group, int(number), int(size), what, site)
+
+    def agrees(self, other: Note) -> bool:
+        if self.what != other.what:
+            return False
+        return self.site == other.site or self.what.partition("(")[0].startswith(_SITE_MAY_DIFFER)
+
+    @property
+    def place(self) -> str:
+        return Path(self.site).name
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Ranks that met in one collective and did not mean the same."""
+
+    rank: int
+    """One that is in the minority; the highest where there is none."""
+
+    summary: str
+
+
+class Comparison:
+    """Pure: notes go in, in any order of ranks; the first collective that differs comes out."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._open: OrderedDict[tuple[str, int], dict[int, Note]] = OrderedDict()
+        self._differs: tuple[str, int] | None = None
+
+    def add(self, rank: int, note: Note) -> None:
+        key = (note.group, note.number)
+        notes = self._open.setdefault(key, {})
+        notes[rank] = note
+        if self._differs is None and not note.agrees(next(iter(notes.values()))):
+            self._differs = key
+        if len(notes) == min(note.size, self._ranks) and key != self._differs:
+            del self._open[key]
+        elif len(self._open) > 2 * SLOTS and self._differs is None:  # of a group whose other ranks are on other nodes
+            self._open.popitem(last=False)
+
+    @property
+    def differs(self) -> bool:
+        return self._differs is not None
+
+    def mismatch(self) -> Mismatch:
+        """Only when it differs."""
+        assert self._differs is not None
+        return _tell(self._open[self._differs])
+
+
+def _tell(notes: Mapping[int, Note]) -> Mismatch:
+    groups: list[list[int]] = []
+    for rank in sorted(notes):
+        group = next((g for g in groups if notes[g[0]].agrees(notes[rank])), None)
+        if group is None:
+            groups.append([rank])
+        else:
+            group.append(rank)
+    groups.sort(key=lambda g: (len(g), -g[0]))  # the minority first; of two alike the one without rank 0
+    odd, others = groups[0], groups[-1]
+    one, other = notes[odd[0]], notes[others[0]]
+    told = f"{_call(odd)} {one.what} at {one.place} where {_call(others)} "
+    if one.what == other.what:
+        told += f"it at {other.place}: two different ones are mixed"
+    else:
+        told += f"{other.what} at {other.place}"
+    more = "" if len(groups) == 2 else f"; {_call([r for g in groups[1:-1] for r in g])} something else again"
+    which = f"collective {one.number}" + ("" if one.group == _DEFAULT_GROUP else f" of group {one.group}")
+    return Mismatch(odd[0], f"the ranks do not match in {which}: {told}{more}")
+
+
+def _call(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} calls"
+    shown = ", ".join(map(str, ranks[:4]))
+    return f"ranks {shown}{f' and {len(ranks) - 4} more' if len(ranks) > 4 else ''} call"
+
+
+class Ledger:
+    """The shared memory of one life: a ring of notes for each rank, written by that rank alone."""
+
+    def __init__(self, ranks: int) -> None:
+        self._fd = os.memfd_create("rankwise-collectives")  # without a name in any file system
+        os.ftruncate(self._fd, ranks * _RANK_BYTES)
+        self._map = mmap.mmap(self._fd, ranks * _RANK_BYTES)
+        self._counts = memoryview(self._map).cast("q")
+        self._ranks = ranks
+        self._read = [0] * ranks
+        self._comparison = Comparison(ranks)
+        self._found = 0.0
+
+    def place(self, rank: int) -> dict[str, str | int]:
+        """Where rank `rank` writes (warm.py, which imports nothing of ours)."""
+        return {
+            "path": f"/proc/{os.getpid()}/fd/{self._fd}",
+            "start": rank * _RANK_BYTES,
+            "header_bytes": _HEADER_BYTES,
+            "slots": SLOTS,
+            "slot_bytes": SLOT_BYTES,
+        }
+
+    def look(self, at_end: bool = False) -> Mismatch | None:
+        """Read what is new. A difference is told once the other ranks have had the time to show what they enter instead."""
+        for rank in range(self._ranks):
+            self._read_rank(rank)
+        if not self._comparison.differs:
+            return None
+        self._found = self._found or time.monotonic()
+        return self._comparison.mismatch() if at_end or time.monotonic() >= self._found + _EVIDENCE_S else None
+
+    def _read_rank(self, rank: int) -> None:
+        written = self._counts[rank * _RANK_BYTES // 8]
+        # What was written over in the meantime is lost: the next notes are compared again.
+        for number in range(max(self._read[rank], written - SLOTS + 64), written):
+            start = rank * _RANK_BYTES + _HEADER_BYTES + number % SLOTS * SLOT_BYTES
+            line = self._map[start : start + SLOT_BYTES].rstrip(b"\0").decode(errors="replace")
+            if self._counts[rank * _RANK_BYTES // 8] < number + SLOTS:  # else it may have changed while it was read
+                self._comparison.add(rank, Note.of(line))
+        self._read[rank] = written
+
+    def close(self) -> None:
+        self._counts.release()
+        self._map.close()
+        os.close(self._fd)
