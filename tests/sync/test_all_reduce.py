@@ -31,6 +31,7 @@ TOKENS = [3, 1, 7, 2, 5, 1, 1, 9, 4, 2, 6, 8, 1]
 
 ACCUMULATE = (1, 2, 4)
 CLIP = (None, 0.05, 1e6)
+WAYS = ("flat", "ddp")
 
 
 def sequences() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -103,6 +104,7 @@ def parallel_loop(
     nominal: float = 1.0,
     spoil: bool = True,
     after_step: Callable[[torch.optim.Optimizer], None] | None = None,
+    reduction: str = "auto",
 ) -> tuple[Flat, list[StepResult]]:
     """The same on this rank's part of each global batch."""
     rank, world_size = comm.rank(), comm.world_size()
@@ -111,7 +113,7 @@ def parallel_loop(
         with torch.no_grad():  # wrap makes ranks equal, whatever they began with
             for parameter in model.parameters():
                 parameter.add_(rank)
-    sync = AllReduce(clip_norm, nominal)
+    sync = AllReduce(clip_norm, nominal, reduction=reduction)
     model = sync.wrap(model)
     optimizer = adamw(model)
     data = sequences()
@@ -131,16 +133,16 @@ def parallel_loop(
     return parameters, results
 
 
-def all_configurations() -> dict[tuple[int, float | None, float], tuple[Flat, list[StepResult]]]:
+def all_configurations(reduction: str) -> dict[tuple[int, float | None, float], tuple[Flat, list[StepResult]]]:
     return {
-        (accumulate, clip, nominal): parallel_loop(accumulate, clip, nominal)
+        (accumulate, clip, nominal): parallel_loop(accumulate, clip, nominal, reduction=reduction)
         for accumulate, clip, nominal in itertools.product(ACCUMULATE, CLIP, (1.0, 37.0))
     }
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_parameters_are_those_of_a_plain_loop_over_the_global_batch(n: int) -> None:
-    answers = on_ranks(n, all_configurations)
+@pytest.mark.parametrize(("n", "reduction"), [(1, "auto"), *itertools.product((2, 3, 4), WAYS)])
+def test_parameters_are_those_of_a_plain_loop_over_the_global_batch(n: int, reduction: str) -> None:
+    answers = on_ranks(n, all_configurations, reduction)
     for clip in CLIP:
         expected, figures = plain_loop(clip)
         if clip == 0.05:
@@ -181,7 +183,7 @@ COLLECTIVES = [
 ]  # fmt: skip
 
 
-def count_collectives() -> list[list[str]]:
+def count_collectives(reduction: str) -> list[list[str]]:
     """The calls of torch.distributed in each step, and what the backend itself saw of one."""
     called: list[str] = []
 
@@ -194,8 +196,8 @@ def count_collectives() -> list[list[str]]:
 
     for name in COLLECTIVES:
         setattr(dist, name, counted(name, getattr(dist, name)))
-    model = plain_model()
-    sync = AllReduce(clip_norm=0.05)
+    model = nn.Sequential(plain_model(), nn.BatchNorm1d(4).double())
+    sync = AllReduce(clip_norm=0.05, reduction=reduction)
     model = sync.wrap(model)
     optimizer = adamw(model)
     steps = []
@@ -204,18 +206,21 @@ def count_collectives() -> list[list[str]]:
         called.clear()
         for k in range(size):
             with sync.accumulating(last=k == size - 1):
-                sync.backward(*loss_of(model, [data[k]]))
+                sync.backward(*loss_of(model, [data[0]]))
         sync.step(model, optimizer)
         steps.append(list(called))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        sync.backward(*loss_of(model, [data[0]]))
+        for last in (False, True):
+            with sync.accumulating(last):
+                sync.backward(*loss_of(model, [data[0]]))
         sync.step(model, optimizer)
     events = [e.name for e in profile.events() if e.name.startswith("gloo:") or e.name.startswith("c10d::")]
     return [*steps, sorted(events)]
 
 
-def test_a_step_is_one_all_reduce_and_no_other_message() -> None:
-    for answer in on_ranks(2, count_collectives):
+@pytest.mark.parametrize("reduction", WAYS)
+def test_a_step_is_one_all_reduce_and_no_other_message_with_batch_norm_too(reduction: str) -> None:
+    for answer in on_ranks(2, count_collectives, reduction):
         assert answer[:3] == [["all_reduce"]] * 3
         assert [e for e in answer[3] if e.startswith("gloo:")] == ["gloo:all_reduce"]
         assert [e for e in answer[3] if e.startswith("c10d::")] in ([], ["c10d::allreduce_"])
@@ -224,10 +229,10 @@ def test_a_step_is_one_all_reduce_and_no_other_message() -> None:
 # --- gradients that are not finite
 
 
-def spoilt_steps(bad: float, spoil_count: bool) -> list[Any]:
+def spoilt_steps(bad: float, spoil_count: bool, reduction: str) -> list[Any]:
     """Steps 0 and 2 are good; in step 1 the last rank alone has a bad gradient (or count)."""
     model = plain_model()
-    sync = AllReduce(clip_norm=1.0)
+    sync = AllReduce(clip_norm=1.0, reduction=reduction)
     model = sync.wrap(model)
     optimizer = adamw(model)
     seen: list[Any] = []
@@ -246,10 +251,10 @@ def spoilt_steps(bad: float, spoil_count: bool) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(n: int) -> None:
+@pytest.mark.parametrize(("n", "reduction"), [(1, "auto"), (3, "flat"), (3, "ddp")])
+def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(n: int, reduction: str) -> None:
     for bad, spoil_count in ((math.nan, False), (math.inf, False), (-math.inf, False), (math.nan, True)):
-        answers = on_ranks(n, spoilt_steps, bad, spoil_count)
+        answers = on_ranks(n, spoilt_steps, bad, spoil_count, reduction)
         for answer in answers:
             assert [finite for finite, *_ in answer] == [True, False, True]
             assert [kept for _, kept, *_ in answer] == [False, True, False]
@@ -257,9 +262,9 @@ def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(n:
             assert np.array_equal(answer[2][3], answers[0][2][3])
 
 
-def step_over_nothing() -> tuple[StepResult, bool]:
+def step_over_nothing(reduction: str) -> tuple[StepResult, bool]:
     model = plain_model()
-    sync = AllReduce()
+    sync = AllReduce(reduction=reduction)
     model = sync.wrap(model)
     before = flat_parameters(model)
     result = sync.step(model, adamw(model))
@@ -267,31 +272,32 @@ def step_over_nothing() -> tuple[StepResult, bool]:
 
 
 def test_a_step_over_nothing_changes_nothing() -> None:
-    for n in (1, 2):
-        assert on_ranks(n, step_over_nothing) == [(StepResult(0.0, 0.0, True), True)] * n
+    for n, reduction in ((1, "auto"), (2, "flat"), (2, "ddp")):
+        assert on_ranks(n, step_over_nothing, reduction) == [(StepResult(0.0, 0.0, True), True)] * n
 
 
 # --- users who take the gradients into their own hands
 
 
-def zero_grad_between_steps(set_to_none: bool) -> Flat:
-    return parallel_loop(2, 0.05, after_step=lambda optimizer: optimizer.zero_grad(set_to_none=set_to_none))[0]
+def zero_grad_between_steps(set_to_none: bool, reduction: str) -> Flat:
+    after = lambda optimizer: optimizer.zero_grad(set_to_none=set_to_none)  # noqa: E731
+    return parallel_loop(2, 0.05, after_step=after, reduction=reduction)[0]
 
 
 def test_zero_grad_between_steps_does_no_harm() -> None:
     expected = plain_loop(0.05)[0]
-    for n in (1, 2):
+    for n, reduction in ((1, "auto"), (2, "flat"), (2, "ddp")):
         for set_to_none in (True, False):
-            for answer in on_ranks(n, zero_grad_between_steps, set_to_none):
+            for answer in on_ranks(n, zero_grad_between_steps, set_to_none, reduction):
                 assert distance(answer, expected) < 1e-10
 
 
-def discarded_gradient(set_to_none: bool) -> tuple[list[float], list[float]]:
+def discarded_gradient(set_to_none: bool, reduction: str) -> tuple[list[float], list[float]]:
     """Gradients after a step in which a first backward was discarded, and in which it never was."""
     both = []
     for discard in (True, False):
         model = plain_model()
-        sync = AllReduce()
+        sync = AllReduce(reduction=reduction)
         model = sync.wrap(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         before = flat_parameters(model)
@@ -306,16 +312,16 @@ def discarded_gradient(set_to_none: bool) -> tuple[list[float], list[float]]:
 
 
 def test_zero_grad_after_a_backward_discards_that_gradient() -> None:
-    for n in (1, 2):
+    for n, reduction in ((1, "auto"), (2, "flat"), (2, "ddp")):
         for set_to_none in (True, False):
-            for discarded, never in on_ranks(n, discarded_gradient, set_to_none):
+            for discarded, never in on_ranks(n, discarded_gradient, set_to_none, reduction):
                 assert discarded == never
                 assert any(discarded)
 
 
-def replaced_gradient() -> bool:
+def replaced_gradient(reduction: str) -> bool:
     model = plain_model()
-    sync = AllReduce()
+    sync = AllReduce(reduction=reduction)
     model = sync.wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     expected = []
@@ -329,7 +335,8 @@ def replaced_gradient() -> bool:
 
 
 def test_a_gradient_that_the_user_replaced_is_the_one_that_counts() -> None:
-    assert on_ranks(2, replaced_gradient) == [True, True]
+    for reduction in WAYS:
+        assert on_ranks(2, replaced_gradient, reduction) == [True, True]
 
 
 # --- models of all shapes
@@ -393,14 +400,15 @@ def tied_plain(clip: float | None) -> Flat:
     return each_parameter(model)
 
 
-def tied_parallel(clip: float | None) -> tuple[Flat, bool, list[str]]:
+def tied_parallel(clip: float | None, reduction: str) -> tuple[Flat, bool, list[str]]:
     model = tied_model()
-    sync = AllReduce(clip)
+    sync = AllReduce(clip, reduction=reduction)
     wrapped: Any = sync.wrap(model)
     optimizer = grouped(wrapped)
     for _ in range(4):
         low, high = share(0, len(WORDS), comm.rank(), comm.world_size())
-        sync.backward(*word_loss(wrapped, WORDS[low:high]))
+        with sync.accumulating(last=True):
+            sync.backward(*word_loss(wrapped, WORDS[low:high]))
         sync.step(wrapped, optimizer)
     tied = wrapped.head.weight is wrapped.embedding.weight
     return each_parameter(wrapped), tied, list(wrapped.state_dict())
@@ -411,8 +419,8 @@ def test_tied_frozen_and_mixed_parameters_in_groups_are_those_of_a_plain_loop(cl
     expected = tied_plain(clip)
     begun = each_parameter(tied_model())
     names = [name for name, _ in tied_model().named_parameters()]
-    for n in (1, 2, 3):
-        for parameters, tied, keys in on_ranks(n, tied_parallel, clip):
+    for n, reduction in ((1, "auto"), *itertools.product((2, 3), WAYS)):
+        for parameters, tied, keys in on_ranks(n, tied_parallel, clip, reduction):
             assert tied
             assert keys == list(tied_model().state_dict())  # no prefix
             for name, ours, plain, before in zip(names, parameters, expected, begun, strict=True):
@@ -422,10 +430,10 @@ def test_tied_frozen_and_mixed_parameters_in_groups_are_those_of_a_plain_loop(cl
                 assert np.array_equal(ours, before) == name.startswith("frozen"), name
 
 
-def single_dtype() -> Flat:
+def single_dtype(reduction: str = "auto") -> Flat:
     model = tied_model()
     model.scale = nn.Parameter(model.scale.detach().double())
-    sync = AllReduce(0.01)
+    sync = AllReduce(0.01, reduction=reduction)
     wrapped: Any = sync.wrap(model)
     optimizer = grouped(wrapped)
     for _ in range(4):
@@ -437,9 +445,98 @@ def single_dtype() -> Flat:
 
 def test_tied_and_frozen_parameters_in_float64_are_exact() -> None:
     expected = single_dtype()
-    for n in (2, 3):
-        for answer in on_ranks(n, single_dtype):
+    for n, reduction in itertools.product((2, 3), WAYS):
+        for answer in on_ranks(n, single_dtype, reduction):
             assert distance(answer, expected) < 1e-10
+
+
+# --- parameters without a gradient
+
+
+class Choosing(nn.Module):
+    """Which half a sample goes through depends on the sample; one layer is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList([nn.Linear(6, 4).double(), nn.Linear(6, 4).double()])
+        self.never = nn.Linear(3, 3).double()
+        self.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, half: int) -> torch.Tensor:
+        out: torch.Tensor = self.halves[half](x) + self.bias
+        return out
+
+
+CHOICES = ((0, 0, 0, 0), (0, 1, 0, 1), (1, 1, 1, 1), (1, 0, 0, 0), (0, 0, 0, 1))
+"""For each step, the half that each of its four micro-batches takes."""
+
+
+def choosing(positions: range, sync: AllReduce | None) -> Flat:
+    """AdamW with weight decay, which moves a parameter whose gradient is zero and not one that has none."""
+    torch.manual_seed(3)
+    model = Choosing()
+    if sync is not None:
+        sync.wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.3)
+    generator = torch.Generator().manual_seed(1)
+    parameters = []
+    for choices in CHOICES:
+        batches = [torch.randn(2, 6, dtype=torch.float64, generator=generator) for _ in choices]
+        optimizer.zero_grad() if sync is None else None
+        for i in positions:
+            loss = model(batches[i], choices[i]).square().sum()
+            if sync is None:
+                (loss / 8).backward()
+            else:
+                with sync.accumulating(last=i == positions[-1]):
+                    sync.backward(loss, 2)
+        sync.step(model, optimizer) if sync is not None else optimizer.step()
+        parameters.append(flat_parameters(model))
+    return parameters
+
+
+def choosing_on_ranks(reduction: str) -> Flat:
+    low, high = share(0, 4, comm.rank(), comm.world_size())
+    return choosing(range(low, high), AllReduce(reduction=reduction))
+
+
+@pytest.mark.parametrize(("n", "reduction"), [(1, "auto"), *itertools.product((2, 3, 4), WAYS)])
+def test_a_parameter_without_a_gradient_on_any_rank_is_left_alone_as_in_a_plain_loop(n: int, reduction: str) -> None:
+    expected = choosing(range(4), None)
+    answers = on_ranks(n, choosing_on_ranks, reduction)
+    for answer in answers:
+        assert distance(answer, expected) < 1e-10
+        assert same(answer, answers[0])
+
+
+def test_parameters_without_a_gradient_are_named_once(capfd: pytest.CaptureFixture[str]) -> None:
+    choosing(range(4), AllReduce())
+    said = [line for line in capfd.readouterr().out.splitlines() if "no gradient" in line]
+    assert len(said) == 1
+    assert "4 of 7 parameters" in said[0]
+    assert "halves.1.weight, halves.1.bias, never.weight, never.bias;" in said[0]
+
+
+def test_a_way_of_reducing_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="reduction='ring'; choose one of auto, flat, ddp"):
+        AllReduce(reduction="ring")
+
+
+def descriptions() -> list[str]:
+    said = []
+    for reduction in ("auto", "flat", "ddp"):
+        sync = AllReduce(reduction=reduction)
+        sync.wrap(plain_model())
+        said.append(sync.describe())
+    return said
+
+
+def test_the_way_is_said_where_there_is_a_choice() -> None:
+    assert on_ranks(1, descriptions) == [["", "", ""]]
+    flat = "gradients: one all-reduce of 0.000784 MB a step"
+    assert on_ranks(2, descriptions)[0] == [
+        flat, flat, "gradients: DDP, 0.000736 MB in buckets of 25 MB during the backward pass"
+    ]  # fmt: skip
 
 
 def test_a_model_with_nothing_to_train_is_a_config_error() -> None:
@@ -458,13 +555,20 @@ def test_a_loss_that_is_no_sum_is_a_step_error() -> None:
         sync.backward(model(x).sum().detach(), 3)
 
 
+def count_in(dtype: torch.dtype, reduction: str) -> float:
+    model = nn.Linear(2, 1).to(dtype)
+    sync = AllReduce(nominal=100_000, reduction=reduction)
+    model = sync.wrap(model)
+    with sync.accumulating(last=True):
+        sync.backward(model(torch.ones(1, 2, dtype=dtype)).sum(), 100_001)
+    return sync.step(model, torch.optim.SGD(model.parameters(), lr=0.0)).total
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_count_is_exact_in_a_model_of_half_precision(dtype: torch.dtype) -> None:
-    model = nn.Linear(2, 1).to(dtype)
-    sync = AllReduce(nominal=100_000)
-    model = sync.wrap(model)
-    sync.backward(model(torch.ones(1, 2, dtype=dtype)).sum(), 100_001)
-    assert sync.step(model, torch.optim.SGD(model.parameters(), lr=0.0)).total == 100_001
+    assert count_in(dtype, "auto") == 100_001
+    for reduction in WAYS:
+        assert on_ranks(2, count_in, dtype, reduction) == [200_002, 200_002]
 
 
 # --- buffers, state, the clock
@@ -486,10 +590,10 @@ def test_equalise_makes_running_statistics_those_of_the_first_rank() -> None:
     assert on_ranks(2, buffers) == [[[1.0, 1.0], [1.0, 1.0], True], [[2.0, 2.0], [1.0, 1.0], True]]
 
 
-def scaled_loop(scale: float | None) -> tuple[Flat, float, dict[str, Any]]:
+def scaled_loop(scale: float | None, reduction: str) -> tuple[Flat, float, dict[str, Any]]:
     loss_scale = LossScale(scale, growth_interval=2) if scale is not None else None
     model = plain_model()
-    sync = AllReduce(0.05, loss_scale=loss_scale)
+    sync = AllReduce(0.05, loss_scale=loss_scale, reduction=reduction)
     model = sync.wrap(model)
     optimizer = adamw(model)
     parameters = []
@@ -503,9 +607,10 @@ def scaled_loop(scale: float | None) -> tuple[Flat, float, dict[str, Any]]:
     return parameters, loss_scale.scale if loss_scale is not None else 1.0, sync.state_dict()
 
 
-def test_a_loss_scale_changes_no_parameter_and_is_the_same_on_all_ranks() -> None:
-    plain = on_ranks(2, scaled_loop, None)
-    scaled = on_ranks(2, scaled_loop, 1024.0)
+@pytest.mark.parametrize("reduction", WAYS)
+def test_a_loss_scale_changes_no_parameter_and_is_the_same_on_all_ranks(reduction: str) -> None:
+    plain = on_ranks(2, scaled_loop, None, reduction)
+    scaled = on_ranks(2, scaled_loop, 1024.0, reduction)
     assert scaled[0][1] == scaled[1][1] == 1024.0  # 2 finite steps doubled it, the overflow halved it
     assert plain[0][2] == {}
     for (a, _, _), (b, _, _) in zip(plain, scaled, strict=True):

@@ -1,18 +1,17 @@
-"""Every step the exact gradient of the whole global batch, by one flat all-reduce in which the count rides.
+"""Every step the exact gradient of the whole global batch.
 
     sync = AllReduce(clip_norm=1.0);  model = sync.wrap(model)
     sync.backward(loss_sum, count);   sync.step(model, optimizer)
 
-Gradients are views of one buffer (one a dtype and device) with one more element for the count, so that what a step was over is
-known without a message of its own, and a rank without a sample needs no forward pass: its buffer is zero. The layout is the
-same on every step and after every resume, and with it the order of additions.
+A loss sum is differentiated, not a mean: the sums of all ranks and the counts they are over add up, and one division gives the
+mean's gradient, for any number of ranks, micro-batches and samples. Two ways of adding up: flat.py and ddp.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,12 +19,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from rankwise import comm
+from rankwise import comm, log
 from rankwise.errors import ConfigError, StepError
 from rankwise.precision import LossScale
+from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction
+from rankwise.sync.flat import FlatReduction
+from rankwise.sync.reduction import Reduction, Tail
 from rankwise.sync.strategy import StepResult
 
 _NOTHING = contextlib.nullcontext()
+_REDUCTIONS = ("auto", "flat", "ddp")
+_NAMED = 4  # parameters without a gradient that are named one by one
 
 
 class AllReduce:
@@ -33,47 +37,63 @@ class AllReduce:
 
     `clip_norm`: largest global norm of the mean gradient; None or <= 0 does not clip. `nominal`: a constant, the same on
     all ranks, near the count of a step; the gradients that are summed are divided by it (a power of two changes no bit).
-    `loss_scale` for fp16.
+    `loss_scale` for fp16. `reduction`: `flat`, one message after the backward pass; `ddp`, buckets during it; `auto` takes ddp
+    on GPUs for more gradients than one of DDP's buckets holds. On a single rank nothing is sent.
+
+    A parameter that got no gradient on any rank in a step is left alone, as in a loop on one device, and named once.
     """
 
-    def __init__(self, clip_norm: float | None = None, nominal: float = 1.0, loss_scale: LossScale | None = None) -> None:
+    def __init__(
+        self,
+        clip_norm: float | None = None,
+        nominal: float = 1.0,
+        loss_scale: LossScale | None = None,
+        reduction: str = "auto",
+    ) -> None:
+        if reduction not in _REDUCTIONS:
+            raise ConfigError(f"reduction={reduction!r}; choose one of {', '.join(_REDUCTIONS)}")
         self._clip_norm = clip_norm if clip_norm is not None and clip_norm > 0 else math.inf
         self._nominal = 2.0 ** round(math.log2(nominal))
         self._loss_scale = loss_scale
-        self._buffers: list[_FlatGradient] = []
-        self._apart: torch.Tensor | None = None
-        """Where the count travels when no gradient is exact enough to carry it (a bf16 or fp16 model): a message of its own."""
-        self._count: float | torch.Tensor = 0.0
+        self._way = reduction
         self._seed: torch.Tensor | None = None
-        self.wait_s = 0.0
+        self._names: dict[int, str] = {}
+        self._told_unused = False
+
+    @property
+    def wait_s(self) -> float:
+        return self._reduction.wait_s
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Collective. Rank 0's parameters and buffers everywhere; gradients become views of the flat buffers."""
+        """Collective. Rank 0's parameters and buffers everywhere; returns the model itself."""
         comm.broadcast([*model.parameters(), *model.buffers()])
-        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        if not kinds:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if not parameters:
             raise ConfigError("the model has no parameter that requires a gradient: there is nothing to train")
-        # The most precise first: the count rides in it.
-        order = sorted(kinds.items(), key=lambda item: -torch.finfo(item[0][0]).bits)
-        self._buffers = [_FlatGradient(parameters) for _, parameters in order]
-        first = self._buffers[0].flat
-        if torch.finfo(first.dtype).bits < 32:
-            self._apart = torch.zeros(1, dtype=torch.float32, device=first.device)
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._reduction: Reduction = DdpReduction(model) if self._takes_ddp(parameters) else FlatReduction(parameters)
         return model
 
+    def _takes_ddp(self, parameters: Sequence[nn.Parameter]) -> bool:
+        if self._way != "auto" or not dist.is_initialized():
+            return self._way == "ddp" and dist.is_initialized()
+        size = sum(p.numel() * p.element_size() for p in parameters)
+        return parameters[0].device.type != "cpu" and size > BUCKET_BYTES
+
+    def describe(self) -> str:
+        return f"gradients: {self._reduction.describe()}" if dist.is_initialized() else ""
+
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager[object]:
-        return _NOTHING  # nothing moves before `step`
+        if last:
+            self._reduction.expect()
+        return _NOTHING
 
     def backward(self, loss_sum: torch.Tensor, count: float | torch.Tensor) -> None:
         seed = self._seed
         if seed is None or seed.dtype != loss_sum.dtype or seed.device != loss_sum.device:
             self._seed = seed = self._new_seed(loss_sum)
         # A seed costs no node in the graph; dividing the loss would.
-        loss_sum.backward(seed)  # type: ignore[no-untyped-call]
-        self._count = self._count + count
+        self._reduction.backward(loss_sum, seed, count)
 
     def _new_seed(self, loss_sum: torch.Tensor) -> torch.Tensor:
         if loss_sum.dim() != 0 or not loss_sum.requires_grad:
@@ -86,34 +106,26 @@ class AllReduce:
 
     @torch.no_grad()
     def step(self, model: nn.Module, optimizer: Optimizer) -> StepResult:
-        """Collective: one all-reduce a buffer (one for nearly every model), and nothing else.
+        """Collective: the gradient's reduction (one message, or DDP's buckets), in which all else rides, and nothing more.
 
         A gradient that is not finite, or over nothing, is left out on all ranks.
         """
-        buffers = self._buffers
-        for buffer in buffers:
-            buffer.collect()
-        carrier = buffers[0].flat if self._apart is None else self._apart
-        carrier[-1] = self._count
-        self._count = 0.0
-        if dist.is_initialized():
-            began = time.perf_counter()
-            for buffer in buffers:
-                dist.all_reduce(buffer.flat)
-            if self._apart is not None:
-                dist.all_reduce(self._apart)
-            self.wait_s += time.perf_counter() - began
-        result = self._judge(buffers, carrier)
+        tail = self._reduction.reduce()
+        result, complete = self._judge(self._reduction.gradients(), tail)
         if result.finite and result.total > 0:
+            if not complete:
+                self._leave_alone(tail.without_gradient())
             optimizer.step()
-        for buffer in buffers:
-            buffer.flat.zero_()
+        self._reduction.release()
         return result
 
-    def _judge(self, buffers: list[_FlatGradient], carrier: torch.Tensor) -> StepResult:
-        """Make the gradients those of the mean loss, clipped. All ranks see the same sums, so all decide alike."""
-        count = float(carrier[-1])  # waits for the device: the one host sync of a step
-        norm = math.hypot(*(float(torch.linalg.vector_norm(buffer.gradient)) for buffer in buffers))
+    def _judge(self, gradients: list[torch.Tensor], tail: Tail) -> tuple[StepResult, bool]:
+        """Make the gradients those of the mean loss, clipped; (the result, whether each parameter has one). All ranks see the
+        same sums, so all decide alike."""
+        square = sum(_square(gradient) for gradient in gradients)
+        # The one host sync of a step.
+        complete, count, square = torch.stack([*tail.ends.double().unbind(), torch.as_tensor(square)]).tolist()
+        norm = math.sqrt(square)
         finite = math.isfinite(norm) and math.isfinite(count)
         loss_scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
         factor = self._nominal / (loss_scale * count) if count > 0 else 0.0
@@ -124,9 +136,22 @@ class AllReduce:
         if norm > self._clip_norm:
             factor *= self._clip_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
         if finite and factor != 1.0:
-            for buffer in buffers:
-                buffer.gradient.mul_(factor)
-        return StepResult(count, norm, finite)
+            torch._foreach_mul_(gradients, factor)
+        return StepResult(count, norm, finite), complete > 0
+
+    def _leave_alone(self, indices: Sequence[int]) -> None:
+        parameters = self._reduction.parameters
+        for index in indices:
+            parameters[index].grad = None
+        if indices and not self._told_unused:
+            self._told_unused = True
+            names = [self._names[id(parameters[index])] for index in indices]
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            log.warn(
+                f"{len(names)} of {len(parameters)} parameters got no gradient in this step, on any rank: "
+                f"{', '.join(names[:_NAMED])}{more}; the optimizer leaves them alone (where that is meant, "
+                "requires_grad_(False) before the optimizer is made says so)"
+            )
 
     def equalise(self, model: nn.Module) -> None:
         """Collective. Rank 0's buffers (running statistics) everywhere; nothing for a model without buffers."""
@@ -141,25 +166,7 @@ class AllReduce:
             self._seed = None
 
 
-class _FlatGradient:
-    """The gradients of parameters of one dtype and device, end to end, and one element more."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self._parameters = parameters
-        sizes = [p.numel() for p in parameters]
-        first = parameters[0]
-        self.flat = torch.zeros(sum(sizes) + 1, dtype=first.dtype, device=first.device)
-        self.gradient = self.flat[:-1]
-        pieces = torch.split(self.gradient, sizes)
-        self._views = [v.view_as(p) for v, p in zip(pieces, parameters, strict=True)]
-        self.collect()
-
-    def collect(self) -> None:
-        """Bring home gradients that were put elsewhere: `optimizer.zero_grad()` unties them."""
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.grad is not view:
-                if parameter.grad is None:
-                    view.zero_()
-                else:
-                    view.copy_(parameter.grad)
-                parameter.grad = view
+def _square(gradient: torch.Tensor) -> torch.Tensor:
+    """The squared norm, in a type that holds it."""
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+    return norm.double().square()

@@ -26,8 +26,9 @@ class StepResult(NamedTuple):
 class SyncStrategy(Protocol):
     """A loss sum and its count go in on each rank; the optimizer steps on the gradient of the whole global batch."""
 
-    wait_s: float
-    """Seconds that the loop has spent in communication so far, waiting for other ranks included."""
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the loop has spent in communication so far, waiting for other ranks included."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Collective. Make the model equal on all ranks and ready to train; returns what the step function is given."""
@@ -40,6 +41,9 @@ class SyncStrategy(Protocol):
 
     def step(self, model: nn.Module, optimizer: Optimizer) -> StepResult:
         """Collective. Reduce, judge, clip, step; gradients are zero afterwards."""
+
+    def describe(self) -> str:
+        """How, in a few words, for what is printed at the start; empty if there is nothing to say."""
 
     def equalise(self, model: nn.Module) -> None:
         """Collective. Make equal what ranks hold apart between steps (buffers), before evaluation and saving."""

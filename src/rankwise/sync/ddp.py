@@ -1,0 +1,131 @@
+"""Gradients by torch's DistributedDataParallel, in buckets while the backward pass goes on: for large models on GPUs.
+
+DDP's reducer is used, not its forward: the model stays the one it was (no `module.` prefix, its own methods), and a rank
+without a sample, or with a parameter that got no gradient, joins in with zeros instead of an error. Its buckets are settled at
+once, not after the first step: else a resumed run would add in another order than one that never stopped (seen on 3 ranks).
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from rankwise.sync.reduction import Tail
+
+BUCKET_BYTES = 25 * 2**20
+"""DDP's own size of a bucket."""
+
+_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
+_NO_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False}
+
+
+class DdpReduction:
+    """A Reduction that overlaps with the backward pass of the last micro-batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        ddp = DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=True, **_NO_BUFFERS)
+        ddp.register_comm_hook(None, lambda _, bucket: self._on_bucket(bucket))  # DDP would refuse annotations as text
+        self._reducer = ddp.reducer
+        self._reducer._push_all_rebuilt_params()
+        self._reducer._rebuild_buckets()
+        self._ddp = ddp  # the reducer lives with it
+        self._before: list[torch.Tensor | None] | None = None
+        """The gradients when the last backward pass began: what it replaced, it has given to the reducer. None: not begun."""
+        self._touched: list[bool] | None = None
+        self._reduced = False
+        self._count: float | torch.Tensor = 0.0
+        self._message: torch.Tensor | None = None
+        """The last bucket and the tail behind it, in one."""
+        self._tail: Tail | None = None
+        self._apart: torch.Tensor | None = None
+        """The tail in a message of its own, when the last bucket is not exact enough to carry a count (bf16, fp16)."""
+        self.wait_s = 0.0
+
+    def expect(self) -> None:
+        self._before = [p.grad for p in self.parameters]
+        self._reducer.prepare_for_forward()
+        self._reducer.prepare_for_backward([])
+
+    def backward(self, loss_sum: torch.Tensor, seed: torch.Tensor, count: float | torch.Tensor) -> None:
+        self._count = self._count + count  # first: it rides in a message that the backward pass sends
+        loss_sum.backward(seed)  # type: ignore[no-untyped-call]
+
+    def reduce(self) -> Tail:
+        began = time.perf_counter()
+        if not self._reduced:
+            self._touched = [p.grad is not None for p in self.parameters]
+            if self._before is None:  # no sample here, or a loop that did not say which micro-batch is the last
+                self.expect()
+            assert self._before is not None
+            _add_nothing([p for p, before in zip(self.parameters, self._before, strict=True) if p.grad is before])
+        assert self._tail is not None
+        assert self._reduced, "DDP's reducer has not sent all of its buckets"
+        if self._apart is not None:
+            self._apart.zero_()
+            self._tail.write(self._count, self._touched)
+            dist.all_reduce(self._apart)
+        self.wait_s += time.perf_counter() - began
+        self._before = self._touched = None
+        self._reduced = False
+        self._count = 0.0
+        return self._tail
+
+    def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The reducer has all of this rank's gradients of a bucket; the last bucket comes last."""
+        buffer = bucket.buffer()
+        if not bucket.is_last():
+            return _summed(buffer, buffer)
+        self._reduced = True
+        if self._tail is None:
+            self._make_tail(buffer)
+        assert self._tail is not None
+        if self._message is None:
+            return _summed(buffer, buffer)
+        n = buffer.numel()
+        self._message[:n].copy_(buffer)
+        self._message[n:].zero_()
+        self._tail.write(self._count, self._touched)
+        return _summed(self._message, self._message[:n])
+
+    def _make_tail(self, buffer: torch.Tensor) -> None:
+        length = len(self.parameters) + 2
+        if torch.finfo(buffer.dtype).bits >= 32:
+            self._message = torch.zeros(buffer.numel() + length, dtype=buffer.dtype, device=buffer.device)
+            self._tail = Tail(self._message[-length:])
+        else:
+            self._apart = torch.zeros(length, dtype=torch.float32, device=buffer.device)
+            self._tail = Tail(self._apart)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def release(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def describe(self) -> str:
+        size = sum(p.numel() * p.element_size() for p in self.parameters)
+        return f"DDP, {size / 1e6:.3g} MB in buckets of {BUCKET_BYTES >> 20} MB during the backward pass"
+
+
+def _summed(message: torch.Tensor, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Begin to sum `message` over ranks; the future holds `result`, a part of it, when that is done."""
+    work = dist.all_reduce(message, async_op=True)
+    assert work is not None
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda _: result)
+    return future
+
+
+def _add_nothing(parameters: Sequence[nn.Parameter]) -> None:
+    """A backward pass that gives each parameter a gradient of zero, as the reducer waits for one."""
+    with torch.enable_grad():
+        torch.autograd.backward([p.reshape(-1)[:0].sum() for p in parameters])
