@@ -19,7 +19,7 @@ LAYERS = {
     "schedulers": 1.2,
     "world": 1.5,
     "comm": 2,
-    "guards": 3.5, "log": 3, "seed": 3, "device": 3, "precision": 3, "state": 3,
+    "guards": 3.5, "settings": 3.5, "log": 3, "seed": 3, "device": 3, "precision": 3, "state": 3, "optimizer": 3, "model": 3.5,
     "launch": 3, "agent": 3, "report": 3,
     "data": 4, "sync": 4, "checkpoint": 4, "telemetry": 4, "stop": 4,
     "actions": 4.5,
@@ -29,8 +29,8 @@ LAYERS = {
 }  # fmt: skip
 
 TORCH_ALLOWED = {
-    "comm", "guards", "log", "seed", "device", "precision", "state", "data", "sync", "checkpoint", "telemetry", "stop",
-    "actions", "train",
+    "comm", "guards", "log", "seed", "device", "precision", "state", "optimizer", "model", "settings", "data", "sync",
+    "checkpoint", "telemetry", "stop", "actions", "train",
 }  # fmt: skip
 """Besides agent/warm.py, which runs in a process of its own."""
 

@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rankwise import comm, log, seed
+from rankwise import optimizer as optimizers
 from rankwise.actions import Action, Evaluate, Log, Pair, every
 from rankwise.checkpoint import Checkpoints
 from rankwise.config import default_run_dir
@@ -34,8 +35,10 @@ from rankwise.data.loader import length
 from rankwise.device import local_device
 from rankwise.errors import CheckpointError, ConfigError, StepError
 from rankwise.guards import run_on_main
+from rankwise.model import is_synced, prepare
 from rankwise.precision import LossScale, Precision
 from rankwise.rundir import Lease, Life, RunDir
+from rankwise.settings import Settings, plain
 from rankwise.state import Stateful, TrainState
 from rankwise.stop import StopSignal
 from rankwise.sync import AllReduce, StepResult, SyncStrategy
@@ -53,8 +56,11 @@ class Trainer:
     step_fn(model, batch) -> (loss sum, the count it is over). eval_fn(model, batch) -> {name: (sum, count)}; by default the
     loss of `step_fn`. `scheduler` steps once an optimizer step. Give `batch_size` (of one rank and micro-batch) or
     `global_batch_size` (of all ranks and accumulated micro-batches), and `max_epochs` or `max_steps` or both. `precision`:
-    fp32, bf16, fp16. `actions` run after each step, after the Trainer's own. A run directory that holds checkpoints is gone on
-    with, unless `fresh`.
+    fp32, bf16, fp16. `lr_scale`: none, linear or sqrt, by how many times the global batch is that of one rank (with
+    `batch_size`). `reduction`: auto, flat or ddp (sync/all_reduce.py). `compile`: True, or torch.compile's arguments. `fused`:
+    the optimizer's fused kernel; by default where there is one and nobody has chosen. `sync_batchnorm`: batch statistics of
+    all ranks, on GPUs. `actions` run after each step, after the Trainer's own. A run directory that holds checkpoints is gone
+    on with, unless `fresh`.
     """
 
     def __init__(
@@ -74,6 +80,12 @@ class Trainer:
         max_steps: int | None = None,
         precision: str = "fp32",
         clip_norm: float | None = None,
+        lr_scale: str = "none",
+        reduction: str = "auto",
+        compile: bool | Mapping[str, Any] = False,
+        fused: bool | None = None,
+        sync_batchnorm: bool = False,
+        drop_last: bool = False,
         sync: SyncStrategy | None = None,
         actions: Sequence[Action] = (),
         seed: int = 0,
@@ -96,7 +108,7 @@ class Trainer:
             raise ConfigError("eval_fn and eval_every evaluate nothing without eval_data=...")
         if workers < 0:
             raise ConfigError(f"workers={workers}: give how many processes fetch ahead, 0 for none")
-        _check_optimizer(model, optimizer)
+        optimizers.check(model, optimizer)
         self.world = comm.init()
         self.device = local_device(self.world)
         self.max_steps = max_steps
@@ -104,12 +116,14 @@ class Trainer:
         self._step_fn = step_fn
         self._accumulate = accumulate
         self._precision = Precision.of(precision, self.device)
+        self._lr_text = ""
         self.loader = Loader(
             train_data,
             self.world,
             global_batch_size=_global_batch(batch_size, global_batch_size, accumulate, self.world),
             accumulate=accumulate,
             seed=seed,
+            drop_last=drop_last,
             max_epochs=max_epochs,
             workers=workers,
             collate_fn=collate_fn,
@@ -117,16 +131,23 @@ class Trainer:
         )
         nominal = self.loader.global_batch_size
         loss_scale = LossScale() if precision == "fp16" else None
-        self.sync = sync if sync is not None else AllReduce(clip_norm, nominal, loss_scale)
-        if sync is not None and clip_norm is not None:
-            raise ConfigError("clip_norm belongs to the strategy when you give one: sync=AllReduce(clip_norm=...)")
+        self.sync: SyncStrategy = sync if sync is not None else AllReduce(clip_norm, nominal, loss_scale, reduction)
+        if sync is not None and (clip_norm is not None or reduction != "auto"):
+            raise ConfigError("clip_norm and reduction belong to the strategy when you give one: sync=AllReduce(clip_norm=...)")
         self.run = RunDir(_run_path(self.world, run_dir))
         self._fresh = fresh
         self._lease: Lease | None = None
         self.checkpoints = Checkpoints(self.run.checkpoints)
         self.stop = StopSignal(self.world)
         self.meters = Meters("loss")
-        self.state = TrainState(self.sync.wrap(model.to(self.device)), optimizer)
+        fixed = {"clip_norm": clip_norm, "lr_scale": lr_scale, "drop_last": drop_last, **optimizers.settings(optimizer)}
+        fixed |= {"batch_size": batch_size} if batch_size is not None else {"global_batch_size": global_batch_size}
+        fixed |= {"scheduler": type(scheduler).__name__}
+        self._settings = Settings(fixed, plain(scheduler.state_dict()) if scheduler is not None else {})
+        model = prepare(model, self.device, self.world, sync_batchnorm, compile)
+        self._prepare_optimizer(optimizer, scheduler, fused, lr_scale, batch_size)
+        self.state = TrainState(self.sync.wrap(model), optimizer)
+        self._check_rest()
         self._writers: list[Writer] = []  # opened by `fit`, on the main rank
         self._progress = Progress(agent_row(self.world))
         evaluate = self._evaluation(eval_data, eval_fn, max(nominal // accumulate, 1), workers, collate_fn)
@@ -139,10 +160,39 @@ class Trainer:
             self.actions.append(every(evaluate, steps=eval_every, epochs=None if eval_every else 1, at_end=True))
         self.actions += [*actions, every(self._save, seconds=save_every_s)]
         parts: dict[str, Stateful | None] = {
-            "train": self.state, "model": model, "optimizer": optimizer, "loader": self.loader, "log": self._log,
-            "sync": self.sync, "scheduler": scheduler,
+            "settings": self._settings, "train": self.state, "model": model, "optimizer": optimizer, "loader": self.loader,
+            "log": self._log, "sync": self.sync, "scheduler": scheduler,
         }  # fmt: skip
         self.state.parts = {name: part for name, part in parts.items() if part is not None}
+
+    def _check_rest(self) -> None:
+        """A forward pass that waits for the other ranks must not be left out on one of them."""
+        loader = self.loader
+        rest = loader.samples % loader.global_batch_size
+        if is_synced(self.state.model) and 0 < rest < self.world.world_size * self._accumulate and not loader.drop_last:
+            raise ConfigError(
+                f"SyncBatchNorm needs a sample on every rank, but the last global batch of an epoch has {rest} for "
+                f"{self.world.world_size} ranks; type drop_last=True, or choose another batch size"
+            )
+
+    def _prepare_optimizer(
+        self, optimizer: Optimizer, scheduler: Any, fused: bool | None, lr_scale: str, batch_size: int | None
+    ) -> None:
+        if fused is None:
+            optimizers.fuse(optimizer)
+        else:
+            for group in optimizer.param_groups:
+                group["fused"] = fused
+        factor = optimizers.lr_factor(lr_scale, self.world.world_size)
+        if lr_scale != "none" and batch_size is None:
+            raise ConfigError(
+                f"lr_scale={lr_scale!r} goes with batch_size: a global batch of {self.loader.global_batch_size} is the same on "
+                "any number of ranks, and so is its learning rate"
+            )
+        if factor != 1.0:
+            before = optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"])
+            optimizers.scale_lr(optimizer, scheduler, factor)
+            self._lr_text = f"learning rate {before:g} x {factor:.4g} = {before * factor:.4g} ({lr_scale} in the ranks)"
 
     def fit(self) -> TrainState:
         """Collective. Train until the last step or an agreed stop; everything is saved when it returns, or raises Stopped."""
@@ -227,6 +277,7 @@ class Trainer:
         seed.seed_rank(self._seed, self.world.rank)
         manifest = self.checkpoints.load_latest(state.parts)
         self._saved_step = state.step if manifest is not None else -1
+        self._begun_at = state.step
         self._saved_in: Path | None = None
         self._left_out_in_a_row = 0
         state.model.train()
@@ -257,7 +308,10 @@ class Trainer:
         figures = ", ".join(f"{name} {value:.4g}" for name, value in state.metrics.items())
         if state.steps_left_out:
             figures += f", {state.steps_left_out} steps left out"
-        self._progress.say(f"done: {state.step} steps, {self._breakdown.since_start().text()}, {figures}\nsaved in {where}")
+        before = f" ({self._begun_at} of them before)" if self._begun_at else ""
+        self._progress.say(
+            f"done: {state.step} steps{before}, {self._breakdown.since_start().text()}, {figures}\nsaved in {where}"
+        )
 
     def _save(self, state: TrainState) -> None:
         """Collective. Save unless this step is saved already. A periodic save that fails is a warning: older checkpoints
@@ -285,6 +339,9 @@ class Trainer:
             "threads": torch.get_num_threads(),
             "device": self.device.type,
             "precision": self._precision.name,
+            "ranks": self.world.world_size,
+            "fused": optimizers.is_fused(self.state.optimizer),
+            "reduction": self.sync.describe(),
         }
 
     def _evaluation(
@@ -320,20 +377,24 @@ class Trainer:
 
     def _say_plan(self, state: TrainState) -> None:
         parameters = sum(p.numel() for p in state.model.parameters())
-        world, loader = self.world, self.loader
+        loader = self.loader
         log.say(
             f"{_amount(parameters)} parameters, {self._precision.name} on {self.device.type}; "
-            f"{loader.samples} samples, {loader.steps_per_epoch} step{'s' * (loader.steps_per_epoch != 1)} an epoch\n"
-            f"global batch {loader.global_batch_size} over {world.world_size} rank{'s' * (world.world_size > 1)}"
-            f"{f', {self._accumulate} micro-batches each' if self._accumulate > 1 else ''}"
+            f"{loader.samples} samples, {loader.steps_per_epoch} step{'s' * (loader.steps_per_epoch != 1)} an epoch"
         )
+        log.say("; ".join(text for text in (self._batch_text(), self.sync.describe()) if text))
+        if self._lr_text:
+            log.say(self._lr_text)
 
-
-def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises ConfigError for an optimizer that moves nothing of this model."""
-    mine = {id(p) for p in model.parameters()}
-    if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-        raise ConfigError("the optimizer holds no parameter of the model: make it of model.parameters(), after the model")
+    def _batch_text(self) -> str:
+        """`global batch 64 = 16 x 2 ranks x 2 accumulated`"""
+        whole, ranks = self.loader.global_batch_size, self.world.world_size
+        parts = [f"{ranks} ranks"] if ranks > 1 else []
+        parts += [f"{self._accumulate} accumulated"] if self._accumulate > 1 else []
+        if not parts:
+            return f"global batch {whole}"
+        each, rest = divmod(whole, ranks * self._accumulate)
+        return f"global batch {whole} = {f'{each} or {each + 1}' if rest else each} x {' x '.join(parts)}"
 
 
 def _global_batch(batch_size: int | None, global_batch_size: int | None, accumulate: int, world: World) -> int:

@@ -57,7 +57,7 @@ class Loader:
         self._order = Order(length(dataset), seed, shuffle)
         self._world = world
         self._accumulate = accumulate
-        self._drop_last = drop_last
+        self.drop_last = drop_last
         self._workers = workers
         self._fetch = _Fetch(dataset, collate_fn, seed)
         self._device = device
@@ -82,7 +82,7 @@ class Loader:
     @property
     def steps_per_epoch(self) -> int:
         whole, rest = divmod(self.samples, self.global_batch_size)
-        return whole + (1 if rest and not self._drop_last else 0)
+        return whole + (1 if rest and not self.drop_last else 0)
 
     @property
     def finished(self) -> bool:
@@ -109,7 +109,7 @@ class Loader:
                     break
 
     def _ends_epoch(self, stop: int) -> bool:
-        return stop >= self.samples or (self._drop_last and stop + self.global_batch_size > self.samples)
+        return stop >= self.samples or (self.drop_last and stop + self.global_batch_size > self.samples)
 
     def _steps(self) -> Iterator[tuple[int, list[list[int]]]]:
         """For each step left of this epoch: the position after it, and the indices of this rank's micro-batches."""

@@ -2,7 +2,8 @@
 
 DDP's reducer is used, not its forward: the model stays the one it was (no `module.` prefix, its own methods), and a rank
 without a sample, or with a parameter that got no gradient, joins in with zeros instead of an error. Its buckets are settled at
-once, not after the first step: else a resumed run would add in another order than one that never stopped (seen on 3 ranks).
+once, not by what the first step does: a resumed run would else add in another order than one that never stopped (seen on 3
+ranks and more), and the reducer would go on collecting that order for ever.
 """
 
 from __future__ import annotations

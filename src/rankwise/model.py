@@ -1,0 +1,51 @@
+"""What is done to a model before training: its device, its batch norms, its compiler. The parameters stay the same objects.
+
+model = prepare(model, device, world, sync_batchnorm=True, compile={"mode": "max-autotune"})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from rankwise import log
+from rankwise.errors import ConfigError
+from rankwise.world import World
+
+
+def prepare(
+    model: nn.Module,
+    device: torch.device,
+    world: World,
+    sync_batchnorm: bool = False,
+    compile: bool | Mapping[str, Any] = False,
+) -> nn.Module:
+    """Move it; with `sync_batchnorm` take batch statistics over all ranks, where that works (GPUs); compile it if asked.
+
+    `compile`: True, or the arguments of torch.compile. Raises ConfigError for a SyncBatchNorm on the CPU.
+    """
+    model = model.to(device)
+    if sync_batchnorm and world.world_size > 1:
+        if device.type == "cuda":
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        else:
+            log.say("sync_batchnorm is left out: it works on GPUs only; each rank has the statistics of its own part")
+    elif world.world_size > 1 and not is_synced(model) and any(isinstance(m, _BatchNorm) for m in model.modules()):
+        log.say("BatchNorm normalises by each rank's own part of a batch: results depend on the number of ranks")
+    if is_synced(model) and device.type != "cuda":
+        raise ConfigError(
+            "the model holds a SyncBatchNorm, which works on GPUs only, and this rank is on the CPU; make it a BatchNorm, and "
+            "let Trainer(sync_batchnorm=True) convert it where that works"
+        )
+    if compile is not False:
+        model.compile(**({} if compile is True else dict(compile)))  # in place: no `_orig_mod.` prefix in its state
+    return model
+
+
+def is_synced(model: nn.Module) -> bool:
+    """Whether its forward pass waits for the other ranks: then each must have a sample in every micro-batch."""
+    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())

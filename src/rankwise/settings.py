@@ -1,0 +1,58 @@
+"""What makes a training this one and no other: settings that are saved with it, and that a run which goes on must share.
+
+parts = {"settings": Settings(fixed={"lr": 0.1}, kept={"T_max": 100}), ...}      # first: before anything is loaded
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rankwise import log
+from rankwise.errors import ConfigError
+
+
+class Settings:
+    """Stateful. `fixed` must be what they were; of `kept`, those of the saved run hold, and a difference is said.
+
+    What only one of the two knows is passed over: a setting that is new in a later version changes no older run.
+    """
+
+    def __init__(self, fixed: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+        self._fixed = dict(fixed)
+        self._kept = dict(kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fixed": self._fixed, "kept": self._kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError where a fixed setting was another one."""
+        changed = differences(state["fixed"], self._fixed)
+        if changed:
+            before = ", ".join(f"{name} {_shown(old)}" for name, old, _ in changed)
+            now = ", ".join(f"{name} {_shown(new)}" for name, _, new in changed)
+            raise ConfigError(
+                f"this run was begun with {before}, and the script now says {now}: another training; set it back, or start "
+                "anew with --fresh, or beside it with --name NAME"
+            )
+        for name, old, new in differences(state["kept"], self._kept):
+            log.say(f"{name} stays {_shown(old)}, as this run was begun (the script now says {_shown(new)})")
+        self._kept.update(state["kept"])
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(name, before, now) of each setting that both have and that differs."""
+    return [(name, before[name], value) for name, value in now.items() if name in before and before[name] != value]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Those entries of a state that are numbers or words, and no private ones."""
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, int | float | str) and not isinstance(value, bool) and not name.startswith("_")
+    }
