@@ -104,7 +104,6 @@ class AllReduce:
         scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
         return torch.full((), scale / self._nominal, dtype=loss_sum.dtype, device=loss_sum.device)
 
-    @torch.no_grad()
     def step(self, model: nn.Module, optimizer: Optimizer) -> StepResult:
         """Collective: the gradient's reduction (one message, or DDP's buckets), in which all else rides, and nothing more.
 
@@ -122,10 +121,9 @@ class AllReduce:
     def _judge(self, gradients: list[torch.Tensor], tail: Tail) -> tuple[StepResult, bool]:
         """Make the gradients those of the mean loss, clipped; (the result, whether each parameter has one). All ranks see the
         same sums, so all decide alike."""
-        square = sum(_square(gradient) for gradient in gradients)
-        # The one host sync of a step.
-        complete, count, square = torch.stack([*tail.ends.double().unbind(), torch.as_tensor(square)]).tolist()
-        norm = math.sqrt(square)
+        norm_there = _norm(gradients)
+        complete, count = tail.ends.tolist()  # waits for the device, once a step
+        norm = norm_there.item()
         finite = math.isfinite(norm) and math.isfinite(count)
         loss_scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
         factor = self._nominal / (loss_scale * count) if count > 0 else 0.0
@@ -166,7 +164,8 @@ class AllReduce:
             self._seed = None
 
 
-def _square(gradient: torch.Tensor) -> torch.Tensor:
-    """The squared norm, in a type that holds it."""
-    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
-    return norm.double().square()
+def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Of all together, in a type that holds it; nothing waits for it here."""
+    dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+    norms = torch._foreach_norm(gradients, 2, dtype)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

@@ -33,6 +33,7 @@ class FlatReduction:
         self._apart = None if exact else torch.zeros(tail, dtype=torch.float32, device=first.device)
         self._tail = Tail(first[-tail:] if self._apart is None else self._apart)
         self._count: float | torch.Tensor = 0.0
+        self._together = dist.is_initialized()
         self.wait_s = 0.0
 
     def expect(self) -> None:
@@ -48,7 +49,7 @@ class FlatReduction:
             touched += buffer.collect()
         self._tail.write(self._count, None if all(touched) else touched)
         self._count = 0.0
-        if dist.is_initialized():
+        if self._together:
             began = time.perf_counter()
             for buffer in self._buffers:
                 dist.all_reduce(buffer.flat)
@@ -94,7 +95,7 @@ class _Buffer:
                 if parameter.grad is None:
                     view.zero_()
                 else:
-                    view.copy_(parameter.grad)
+                    view.copy_(parameter.grad.detach())
                 if touched:
                     touched[i] = parameter.grad is not None
                 parameter.grad = view
