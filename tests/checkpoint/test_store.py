@@ -191,6 +191,15 @@ def test_the_newest_is_loaded_and_the_oldest_are_pruned(folder: Path) -> None:
         Checkpoints(folder, 0)
 
 
+@pytest.mark.parametrize("keep_last", [1, 2, 3, 4, 5, 6, 7, 20])
+def test_as_many_stay_as_are_to_be_kept_however_many_there_are(folder: Path, keep_last: int) -> None:
+    checkpoints = Checkpoints(folder, keep_last)
+    for step in range(1, 9):
+        checkpoints.save(of_step(step), step)
+        kept = [f"step-{s:08d}" for s in range(max(1, step - keep_last + 1), step + 1)]
+        assert [path.name for path in checkpoints.all()] == kept
+
+
 @pytest.mark.parametrize("times", [2, 3, 4])
 def test_a_step_that_is_saved_again_is_the_one_that_is_loaded(folder: Path, times: int) -> None:
     checkpoints = saved(folder, 1)

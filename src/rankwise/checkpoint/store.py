@@ -107,7 +107,7 @@ class Checkpoints:
         older = [path for path in self.all() if _order(path) < _order(newest)]
         again = [path for path in older if _order(path)[0] == _order(newest)[0] or path in self._damaged]
         kept = [path for path in older if path not in again]
-        for old in again + kept[: len(kept) - (self._keep_last - 1)]:
+        for old in again + kept[: max(0, len(kept) - (self._keep_last - 1))]:
             # Out of sight in one step: a kill in the middle of a deletion must not leave half a checkpoint by its name.
             hidden = self.folder / f"tmp.{uuid.uuid4().hex}"
             with contextlib.suppress(OSError):
