@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import ranks  # its forkserver, for writers that are killed
 import torch
+from boxes import Box, loaded, of_step, step_in
 from ranks import on_ranks
 from torch import nn
 
@@ -26,33 +27,6 @@ from rankwise import comm, seed
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
 from rankwise.errors import CheckpointError, ConfigError
-
-
-class Box:
-    """Anything Stateful."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state: Any = {"value": state}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state  # type: ignore[no-any-return]
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
-def of_step(step: int, numbers: int = 200) -> dict[str, Box]:
-    """Two parts of which every element says which step they are of."""
-    return {"model": Box(torch.full((numbers,), float(step))), "loader": Box({"step": step, "list": [torch.tensor([step])]})}
-
-
-def step_in(parts: dict[str, Box]) -> int:
-    """The step that these parts are of; they must be of one."""
-    values = {float(v) for v in parts["model"].state["value"]}
-    values |= {parts["loader"].state["value"]["step"], float(parts["loader"].state["value"]["list"][0])}
-    assert len(values) == 1, "parts of different steps"
-    return int(values.pop())
-
 
 FILES = ["manifest.json", "model.pt", "loader.pt", "rng.pt"]
 
@@ -70,17 +44,6 @@ def saved(folder: Path, *steps: int, keep_last: int = 9) -> Checkpoints:
     for step in steps:
         assert checkpoints.save(of_step(step), step) == folder / f"step-{step:08d}"
     return checkpoints
-
-
-def loaded(folder: Path) -> int | None:
-    """The step that load_latest finds, its parts all of that step; None if none."""
-    parts = of_step(-1)
-    manifest = Checkpoints(folder).load_latest(parts)
-    if manifest is None:
-        assert step_in(parts) == -1
-        return None
-    assert step_in(parts) == manifest.step
-    return manifest.step
 
 
 @pytest.fixture
@@ -239,7 +202,7 @@ def newest(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["model.pt", "loader.pt", "rng.pt", "manifest.json"])
-@pytest.mark.parametrize("damage", ["missing", "emptied", "truncated", "byte", "zeroed", "folder"])
+@pytest.mark.parametrize("damage", ["missing", "emptied", "truncated", "byte", "zeroed", "hole", "folder"])
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
     folder: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,8 +214,11 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
     if damage == "folder":
         path.mkdir()
     elif damage != "missing":
-        data[len(data) // 2] ^= 0x80
-        path.write_bytes({"emptied": b"", "truncated": data[:-100], "byte": data, "zeroed": bytes(len(data))}[damage])
+        middle = len(data) // 2
+        hole = data[: middle - 50] + bytes(100) + data[middle + 50 :]
+        data[middle] ^= 0x80
+        kinds = {"emptied": b"", "truncated": data[:-100], "byte": data, "zeroed": bytes(len(data)), "hole": hole}
+        path.write_bytes(kinds[damage])
     assert loaded(folder) == 1
     said = capsys.readouterr().out
     assert "warning: checkpoint passed over" in said
@@ -320,8 +286,7 @@ def test_the_damaged_tensor_is_named_where_a_bit_lies_in_one(folder: Path, capsy
     path.write_bytes(data)
     assert loaded(folder) == 1
     said = capsys.readouterr().out
-    assert f"{path} is damaged" in said
-    assert "in tensor value" in said or "does not even load" in said
+    assert f"{path} is damaged in tensor value" in said
 
 
 def test_when_all_are_damaged_the_error_says_what_to_type(folder: Path) -> None:
