@@ -53,8 +53,9 @@ class Trainer:
     step_fn(model, batch) -> (loss sum, the count it is over). eval_fn(model, batch) -> {name: (sum, count)}; by default the
     loss of `step_fn`. `scheduler` steps once an optimizer step. Give `batch_size` (of one rank and micro-batch) or
     `global_batch_size` (of all ranks and accumulated micro-batches), and `max_epochs` or `max_steps` or both. `precision`:
-    fp32, bf16, fp16. `actions` run after each step, after the Trainer's own. A run directory that holds checkpoints is gone on
-    with, unless `fresh`.
+    fp32, bf16, fp16. The last `keep_last` checkpoints stay, and the one with the best `keep_best`, a figure such as eval_loss:
+    one more is saved after each evaluation that is the best so far. `actions` run after each step, after the Trainer's own. A
+    run directory that holds checkpoints is gone on with, unless `fresh`.
     """
 
     def __init__(
@@ -82,6 +83,9 @@ class Trainer:
         log_every: int = 50,
         eval_every: int | None = None,
         save_every_s: float = 300.0,
+        keep_last: int = 2,
+        keep_best: str | None = None,
+        larger_is_better: bool | None = None,
         workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
@@ -97,6 +101,8 @@ class Trainer:
         if workers < 0:
             raise ConfigError(f"workers={workers}: give how many processes fetch ahead, 0 for none")
         _check_optimizer(model, optimizer)
+        if keep_best is not None and not actions:  # an action may measure anything
+            _check_keep_best(keep_best, eval_data is not None, eval_fn is not None)
         self.world = comm.init()
         self.device = local_device(self.world)
         self.max_steps = max_steps
@@ -123,7 +129,8 @@ class Trainer:
         self.run = RunDir(_run_path(self.world, run_dir))
         self._fresh = fresh
         self._lease: Lease | None = None
-        self.checkpoints = Checkpoints(self.run.checkpoints)
+        self.checkpoints = Checkpoints(self.run.checkpoints, keep_last, keep_best, larger_is_better)
+        self._keep_best = keep_best
         self.stop = StopSignal(self.world)
         self.meters = Meters("loss")
         self.state = TrainState(self.sync.wrap(model.to(self.device)), optimizer)
@@ -138,6 +145,8 @@ class Trainer:
         if evaluate is not None:
             self.actions.append(every(evaluate, steps=eval_every, epochs=None if eval_every else 1, at_end=True))
         self.actions += [*actions, every(self._save, seconds=save_every_s)]
+        if keep_best is not None and keep_best != "loss":  # that of training is new each log interval: no occasion to save
+            self.actions.append(self._save_if_best)
         parts: dict[str, Stateful | None] = {
             "train": self.state, "model": model, "optimizer": optimizer, "loader": self.loader, "log": self._log,
             "sync": self.sync, "scheduler": scheduler,
@@ -258,6 +267,9 @@ class Trainer:
         if state.steps_left_out:
             figures += f", {state.steps_left_out} steps left out"
         self._progress.say(f"done: {state.step} steps, {self._breakdown.since_start().text()}, {figures}\nsaved in {where}")
+        if self._keep_best is not None:
+            best = self.checkpoints.best()
+            self._progress.say(f"best {self._keep_best}: {short(best) if best else 'none was measured'}")
 
     def _save(self, state: TrainState) -> None:
         """Collective. Save unless this step is saved already. A periodic save that fails is a warning: older checkpoints
@@ -267,13 +279,21 @@ class Trainer:
         self._log.reduce(state)
         self.sync.equalise(state.model)
         try:
-            self._saved_in = self.checkpoints.save(state.parts, state.step, self._numerics())
+            self._saved_in = self.checkpoints.save(state.parts, state.step, self._numerics(), state.metrics_now())
         except CheckpointError as error:
             if self._done(state) or self.stop.signum:
                 raise
             self._progress.say(f"warning: {error}; training goes on")
         else:
             self._saved_step = state.step
+
+    def _save_if_best(self, state: TrainState) -> None:
+        """Collective. After an evaluation that is the best so far. The first one must have measured `keep_best`."""
+        figures = state.metrics_now()
+        evaluated = any(name.startswith("eval_") for name in figures)
+        expected = self._keep_best in figures or (evaluated and self._keep_best not in state.measured)
+        if expected and self.checkpoints.is_best(figures):
+            self._save(state)
 
     def _eval_loss(self, model: Any, batch: Any) -> dict[str, Pair]:
         return {"loss": self._forward(model, batch)}
@@ -334,6 +354,18 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     mine = {id(p) for p in model.parameters()}
     if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError("the optimizer holds no parameter of the model: make it of model.parameters(), after the model")
+
+
+def _check_keep_best(name: str, evaluates: bool, by_eval_fn: bool) -> None:
+    """Raises ConfigError for a figure that nothing will measure."""
+    if name == "loss":
+        return
+    if not evaluates:
+        raise ConfigError(f"keep_best={name!r}: nothing is evaluated without eval_data; 'loss' is that of training")
+    if not name.startswith("eval_"):
+        raise ConfigError(f"keep_best={name!r}: the figures of an evaluation begin with eval_; is it 'eval_{name}'?")
+    if not by_eval_fn and name != "eval_loss":
+        raise ConfigError(f"keep_best={name!r}: without eval_fn the one figure of an evaluation is 'eval_loss'")
 
 
 def _global_batch(batch_size: int | None, global_batch_size: int | None, accumulate: int, world: World) -> int:
