@@ -1,10 +1,13 @@
-"""Things to save of which every element says of which step it is."""
+"""Things to save of which every element says of which step it is; and a disk that is soon full."""
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from rankwise.checkpoint import Checkpoints
@@ -45,3 +48,15 @@ def loaded(folder: Path) -> int | None:
         return None
     assert step_in(parts) == manifest.step
     return manifest.step
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """2 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"a small disk needs the right to mount: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 import ranks  # its forkserver, for writers that are killed
 import torch
-from boxes import Box, loaded, of_step, step_in
+from boxes import Box, loaded, of_step, small_disk, step_in
 from ranks import on_ranks
 from torch import nn
 
@@ -27,6 +26,8 @@ from rankwise import comm, seed
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
 from rankwise.errors import CheckpointError, ConfigError
+
+__all__ = ["small_disk"]  # a fixture
 
 FILES = ["manifest.json", "model.pt", "loader.pt", "rng.pt"]
 
@@ -420,18 +421,6 @@ def test_a_writer_killed_while_it_replaces_a_step_leaves_a_whole_checkpoint(fold
 # --- disks that are full
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """2 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, text=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"a small disk needs the right to mount: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
 @pytest.mark.parametrize("kind", ["one tensor", "many tensors", "text", "numbers"])
 def test_a_full_disk_is_an_error_in_bytes_and_leaves_all_as_it_was(small_disk: Path, kind: str) -> None:
     folder = small_disk / "checkpoints"
@@ -512,6 +501,23 @@ def test_each_rank_goes_on_with_its_own_random_stream(folder: Path, capfd: pytes
     assert [a[1] for a in more[:2]] == [b[1] for b in before]
     assert more[2][1] not in [b[1] for b in before]
     assert on_ranks(1, load_on_ranks, folder)[0][1] == before[0][1]
+
+
+def load_with_another_listing(folder: Path) -> int:
+    """What a network file system may show: the newest is not there yet for other ranks."""
+    checkpoints = Checkpoints(folder)
+    if comm.rank() > 0:
+        checkpoints.all = lambda: [folder / "step-00000001"]  # type: ignore[method-assign]
+    parts = of_step(-1)
+    manifest = checkpoints.load_latest(parts)
+    assert manifest is not None
+    assert manifest.step == step_in(parts)
+    return manifest.step
+
+
+def test_the_main_rank_chooses_for_all_though_they_list_the_folder_otherwise(folder: Path) -> None:
+    saved(folder, 1, 2)
+    assert on_ranks(3, load_with_another_listing, folder) == [2, 2, 2]
 
 
 def load_errors(folder: Path, change: str) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from boxes import small_disk
 from ranks import on_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -19,6 +21,8 @@ import rankwise
 from rankwise import train
 from rankwise.checkpoint import manifest as manifests
 from rankwise.state import TrainState
+
+__all__ = ["small_disk"]  # a fixture
 
 FILES = ["manifest.json", "model.pt", "optimizer.pt", "scheduler.pt", "loader.pt", "log.pt", "sync.pt", "train.pt", "rng.pt"]
 
@@ -32,7 +36,7 @@ def step_fn(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
     return model(batch[0]).square().sum(), len(batch[0])
 
 
-def fit(folder: Path, max_steps: int, **settings: Any) -> tuple[list[float], str]:
+def fit(folder: Path, max_steps: int, said: io.StringIO | None = None, **settings: Any) -> tuple[list[float], str]:
     """(the parameters in the end, what was said). In a process of its own."""
     train.find_spec = lambda name: None  # type: ignore[assignment, misc]  # importing TensorBoard takes longer than the test
     torch.manual_seed(0)
@@ -40,7 +44,7 @@ def fit(folder: Path, max_steps: int, **settings: Any) -> tuple[list[float], str
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     settings = {"global_batch_size": 8, "log_every": 1, "save_every_s": 1e9, **settings}
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    with contextlib.redirect_stdout(said or io.StringIO()) as out:
         state = rankwise.Trainer(
             model, optimizer, step_fn, data(), scheduler=scheduler, max_steps=max_steps, run_dir=folder, **settings
         ).fit()
@@ -92,6 +96,47 @@ def saved_files(folder: Path) -> list[str]:
 
 def test_the_files_that_are_damaged_here_are_all_that_there_are(tmp_path: Path) -> None:
     assert on_ranks(1, saved_files, tmp_path) == [sorted(FILES)]
+
+
+# --- a disk that is full
+
+
+def fit_on_a_full_disk(disk: Path, freed_at: int) -> tuple[str, str]:
+    """(the error, what was said). 5 steps, each saved; the disk is full from step 2 on until it is freed."""
+    filler = disk / "filler"
+
+    def fill(state: TrainState) -> None:
+        if state.step == 2 and not filler.exists() and rankwise.init().is_main:
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            os.truncate(filler, filler.stat().st_size - 4 * 4096)  # the run's records are small; a checkpoint is not
+        if state.step == freed_at and rankwise.init().is_main:
+            filler.unlink()
+
+    out = io.StringIO()
+    kind, text = error_of(fit, disk / "run", 5, save_every_s=0, log_every=1, actions=[fill], said=out)
+    return f"{kind}: {text}", out.getvalue()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_full_disk_is_a_warning_until_there_is_room_again(n: int, small_disk: Path) -> None:
+    for rank, (error, said) in enumerate(on_ranks(n, fit_on_a_full_disk, small_disk, 4)):
+        assert error == ": "
+        if rank == 0:
+            assert said.count("MB are free there; training goes on") == 2
+            assert "step-00000003: it needs" in said
+    assert sorted(p.name for p in (small_disk / "run" / "checkpoints").iterdir()) == names(4, 5)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_disk_that_stays_full_is_an_error_on_every_rank_and_the_last_checkpoint_stays(n: int, small_disk: Path) -> None:
+    for error, _ in on_ranks(n, fit_on_a_full_disk, small_disk, 99):
+        assert error.startswith("CheckpointError: cannot write ")
+        assert "step-00000005: it needs" in error
+    folder = small_disk / "run" / "checkpoints"
+    assert [p.name for p in folder.iterdir()] == names(1)
+    assert manifests.verify(folder / "step-00000001").step == 1
 
 
 # --- the best
