@@ -26,6 +26,7 @@ import psutil
 import torch
 
 from rankwise.checkpoint import manifest as manifests
+from rankwise.errors import CheckpointError
 from rankwise.rundir import RunDir
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -35,6 +36,17 @@ DEADLINE_S = 60.0
 
 class WrongError(Exception):
     """What must not be."""
+
+
+def processes(folder: Path) -> list[psutil.Process]:
+    """All that have to do with runs below a folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = [*process.cmdline(), process.environ().get("RANKWISE_RUN_DIR", "")]
+            if process.pid != os.getpid() and any(f"{folder}/" in word for word in words):
+                found.append(process)
+    return found
 
 
 class Training:
@@ -54,16 +66,6 @@ class Training:
         with self.out.open("w") as out:
             words = [sys.executable, "-m", "rankwise", "run", "--nproc", "2", "--run-dir", str(self.run.path)]
             return psutil.Popen([*words, SCRIPT, *self._words], stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-
-    def processes(self) -> list[psutil.Process]:
-        """All that belong to it."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                words = [*process.cmdline(), process.environ().get("RANKWISE_RUN_DIR", "")]
-                if process.pid != os.getpid() and any(str(self.run.path) in word for word in words):
-                    found.append(process)
-        return found
 
     def saving(self) -> list[Path]:
         with contextlib.suppress(OSError):
@@ -119,7 +121,7 @@ def wait_and_kill(training: Training, launcher: psutil.Popen, victim: str, delay
             if launcher.poll() is not None or time.monotonic() > until:
                 break
         pids = pids if victim == "launcher" or pids != [launcher.pid] else pick(training, launcher, victim)
-        time.sleep(random.uniform(0.0, 0.015))
+        time.sleep(random.uniform(0.0, 0.03))  # a save takes that long
     if launcher.poll() is not None:
         return None
     for pid in pids:
@@ -131,9 +133,9 @@ def wait_and_kill(training: Training, launcher: psutil.Popen, victim: str, delay
 def wait_until_gone(training: Training, launcher: psutil.Popen) -> float:
     """Seconds until nothing is left of it."""
     began = time.monotonic()
-    while launcher.poll() is None or training.processes():
+    while launcher.poll() is None or processes(training.run.path.parent):
         if time.monotonic() - began > DEADLINE_S:
-            left = [(p.pid, p.cmdline()) for p in training.processes()]
+            left = [(p.pid, p.cmdline()) for p in processes(training.run.path.parent)]
             for pid, _ in left:
                 os.kill(pid, signal.SIGKILL)
             raise WrongError(f"left in ps {DEADLINE_S:.0f} s after a kill: {left}")
@@ -231,9 +233,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         try:
             print(bench(Path(folder), options.kills, options.in_save, options.steps))
-        except WrongError as problem:
+        except (WrongError, CheckpointError) as problem:
             print(f"WRONG: {problem}")
             return 1
+        finally:
+            for process in processes(Path(folder)):
+                process.kill()
     return 0
 
 
