@@ -766,10 +766,10 @@ def failing_saves(folder: Path, always: bool) -> tuple[str, str]:
     t = trainer(folder / "run", save_every_s=0.0)
     save = t.checkpoints.save
 
-    def failing(parts: Any, step: int, info: Any) -> Any:
+    def failing(parts: Any, step: int, *more: Any) -> Any:
         if always or step < 12:
             raise CheckpointError("cannot write: the disk is full")
-        return save(parts, step, info)
+        return save(parts, step, *more)
 
     t.checkpoints.save = failing  # type: ignore[method-assign, assignment]
     with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -49,12 +49,14 @@ def parts():
 
 
 class Turns:
-    """Two threads of which one runs; each hands over after TURN steps, and notes how long they took."""
+    """Threads of which one runs; each hands over to the next after TURN steps, and notes how long they took."""
 
-    def __init__(self) -> None:
-        self.events = {"raw": threading.Event(), "Trainer": threading.Event()}
-        self.times: dict[str, list[float]] = {"raw": [], "Trainer": []}
-        self.began = {"raw": 0.0, "Trainer": 0.0}
+    def __init__(self, names: list[str], turns: int = TURNS) -> None:
+        self.names = names
+        self.turns = turns
+        self.events = {name: threading.Event() for name in names}
+        self.times: dict[str, list[float]] = {name: [] for name in names}
+        self.began = dict.fromkeys(names, 0.0)
 
     def wait(self, name: str) -> None:
         self.events[name].wait()
@@ -63,28 +65,33 @@ class Turns:
 
     def over(self, name: str) -> None:
         self.times[name].append((time.perf_counter() - self.began[name]) / TURN)
-        self.events["raw" if name == "Trainer" else "Trainer"].set()
+        self.events[self.names[(self.names.index(name) + 1) % len(self.names)]].set()
+
+    def after_step(self, name: str, step: int) -> None:
+        """Hand over if the turn is at its end; not the last one, of which what the loop does at its end is a part."""
+        if step % TURN == 0 and step < TURN * self.turns:
+            self.over(name)
+            self.wait(name)
 
 
 def raw_loop(turns: Turns, world, data: Rows) -> None:
+    turns.wait("raw")  # what is made before the first step is collectives too: nobody else's may come between
     model, optimizer = parts()
     wrapped = DistributedDataParallel(model) if world.world_size > 1 else model
     sampler = DistributedSampler(data) if world.world_size > 1 else None
     loader = DataLoader(data, BATCH, shuffle=sampler is None, sampler=sampler, collate_fn=lambda batch: batch)
     step = 0
-    turns.wait("raw")
-    while True:
+    while step < TURN * turns.turns:
         for x, y in loader:
             loss = F.cross_entropy(wrapped(x), y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            if step % TURN == 0:
-                turns.over("raw")
-                if step == TURN * TURNS:
-                    return
-                turns.wait("raw")
+            turns.after_step("raw", step)
+            if step == TURN * turns.turns:
+                break
+    turns.over("raw")
 
 
 def step_fn(model, batch):
@@ -93,16 +100,12 @@ def step_fn(model, batch):
 
 
 def trainer_loop(turns: Turns, world, data: Rows, folder: str) -> None:
-    def hand_over(state) -> None:
-        if state.step % TURN == 0 and state.step < TURN * TURNS:
-            turns.over("Trainer")
-            turns.wait("Trainer")
-
-    trainer = rankwise.Trainer(
-        *parts(), step_fn, data, batch_size=BATCH, max_steps=TURN * TURNS, actions=[hand_over], run_dir=folder, fresh=True,
-        save_every_s=1.0,
-    )  # fmt: skip
+    hand_over = lambda state: turns.after_step("Trainer", state.step)  # noqa: E731
     turns.wait("Trainer")
+    trainer = rankwise.Trainer(
+        *parts(), step_fn, data, batch_size=BATCH, max_steps=TURN * turns.turns, actions=[hand_over], save_every_s=1.0,
+        run_dir=folder, fresh=True,
+    )  # fmt: skip
     trainer.fit()  # its last turn ends with it: what it saves at the end must not meet the other loop's collectives
     turns.over("Trainer")
 
@@ -111,7 +114,7 @@ def main() -> None:
     world = rankwise.init()
     torch.set_num_threads(1)
     folder = str(world.run_dir) if world.run_dir else rankwise.broadcast_object(tempfile.mkdtemp())
-    turns = Turns()
+    turns = Turns(["raw", "Trainer"])
     data = Rows(16384)
     # The Trainer in the main thread, where signals can be had; the hand-written loop beside it.
     raw = threading.Thread(target=raw_loop, args=(turns, world, data))

@@ -112,7 +112,7 @@ class Log:
         for name, (total, count) in sums.items():
             before = self._epoch.get(name, (0.0, 0.0))
             self._epoch[name] = (before[0] + total, before[1] + count)
-            state.metrics[name] = mean(total, count)
+            state.measure({name: mean(total, count)})
         span = self._breakdown.since_last()
         figures = {**{name: state.metrics[name] for name in sums}, "lr": float(state.optimizer.param_groups[0]["lr"])}
         shares = {f"share/{name}": s / span.elapsed_s for name, s in span.parts_s.items() if span.elapsed_s}
@@ -167,7 +167,7 @@ class Evaluate:
     def __call__(self, state: TrainState) -> None:
         began = time.perf_counter()
         figures = {f"eval_{name}": mean(*pair) for name, pair in self._totals(state).items()}
-        state.metrics.update(figures)
+        state.measure(figures)
         for writer in self._writers:
             writer.write(state.step, figures)
         self._progress.say(f"step {state.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,6 +48,18 @@ class TrainState:
 
     metrics: dict[str, float] = field(default_factory=dict)
     """The newest reduced figures (loss, eval_loss, ...): equal on all ranks."""
+
+    measured: dict[str, int] = field(default_factory=dict)
+    """The step of which each of them is."""
+
+    def measure(self, figures: Mapping[str, float]) -> None:
+        """Add figures of this step to `metrics`. An action of yours may: the best checkpoint can be chosen by them."""
+        self.metrics.update(figures)
+        self.measured.update(dict.fromkeys(figures, self.step))
+
+    def metrics_now(self) -> dict[str, float]:
+        """Those of `metrics` that are of this very step."""
+        return {name: self.metrics[name] for name, step in self.measured.items() if step == self.step}
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "epoch": self.epoch, "steps_left_out": self.steps_left_out, "metrics": dict(self.metrics)}

@@ -59,8 +59,9 @@ class Trainer:
     fp32, bf16, fp16. `lr_scale`: none, linear or sqrt, by how many times the global batch is that of one rank (with
     `batch_size`). `reduction`: auto, flat or ddp (sync/all_reduce.py). `compile`: True, or torch.compile's arguments. `fused`:
     the optimizer's fused kernel; by default where there is one and nobody has chosen. `sync_batchnorm`: batch statistics of
-    all ranks, on GPUs. `actions` run after each step, after the Trainer's own. A run directory that holds checkpoints is gone
-    on with, unless `fresh`.
+    all ranks, on GPUs. The last `keep_last` checkpoints stay, and the one with the best `keep_best`, a figure such as
+    eval_loss: one more is saved after each evaluation that is the best so far. `actions` run after each step, after the
+    Trainer's own. A run directory that holds checkpoints is gone on with, unless `fresh`.
     """
 
     def __init__(
@@ -94,6 +95,9 @@ class Trainer:
         log_every: int = 50,
         eval_every: int | None = None,
         save_every_s: float = 300.0,
+        keep_last: int = 2,
+        keep_best: str | None = None,
+        larger_is_better: bool | None = None,
         workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
@@ -109,6 +113,8 @@ class Trainer:
         if workers < 0:
             raise ConfigError(f"workers={workers}: give how many processes fetch ahead, 0 for none")
         optimizers.check(model, optimizer)
+        if keep_best is not None and not actions:  # an action may measure anything
+            _check_keep_best(keep_best, eval_data is not None, eval_fn is not None)
         self.world = comm.init()
         self.device = local_device(self.world)
         self.max_steps = max_steps
@@ -137,7 +143,8 @@ class Trainer:
         self.run = RunDir(_run_path(self.world, run_dir))
         self._fresh = fresh
         self._lease: Lease | None = None
-        self.checkpoints = Checkpoints(self.run.checkpoints)
+        self.checkpoints = Checkpoints(self.run.checkpoints, keep_last, keep_best, larger_is_better)
+        self._keep_best = keep_best
         self.stop = StopSignal(self.world)
         self.meters = Meters("loss")
         fixed = {"clip_norm": clip_norm, "lr_scale": lr_scale, "drop_last": drop_last, **optimizers.settings(optimizer)}
@@ -159,6 +166,8 @@ class Trainer:
         if evaluate is not None:
             self.actions.append(every(evaluate, steps=eval_every, epochs=None if eval_every else 1, at_end=True))
         self.actions += [*actions, every(self._save, seconds=save_every_s)]
+        if keep_best is not None and keep_best != "loss":  # that of training is new each log interval: no occasion to save
+            self.actions.append(self._save_if_best)
         parts: dict[str, Stateful | None] = {
             "settings": self._settings, "train": self.state, "model": model, "optimizer": optimizer, "loader": self.loader,
             "log": self._log, "sync": self.sync, "scheduler": scheduler,
@@ -312,6 +321,9 @@ class Trainer:
         self._progress.say(
             f"done: {state.step} steps{before}, {self._breakdown.since_start().text()}, {figures}\nsaved in {where}"
         )
+        if self._keep_best is not None:
+            best = self.checkpoints.best()
+            self._progress.say(f"best {self._keep_best}: {short(best) if best else 'none was measured'}")
 
     def _save(self, state: TrainState) -> None:
         """Collective. Save unless this step is saved already. A periodic save that fails is a warning: older checkpoints
@@ -321,13 +333,21 @@ class Trainer:
         self._log.reduce(state)
         self.sync.equalise(state.model)
         try:
-            self._saved_in = self.checkpoints.save(state.parts, state.step, self._numerics())
+            self._saved_in = self.checkpoints.save(state.parts, state.step, self._numerics(), state.metrics_now())
         except CheckpointError as error:
             if self._done(state) or self.stop.signum:
                 raise
             self._progress.say(f"warning: {error}; training goes on")
         else:
             self._saved_step = state.step
+
+    def _save_if_best(self, state: TrainState) -> None:
+        """Collective. After an evaluation that is the best so far. The first one must have measured `keep_best`."""
+        figures = state.metrics_now()
+        evaluated = any(name.startswith("eval_") for name in figures)
+        expected = self._keep_best in figures or (evaluated and self._keep_best not in state.measured)
+        if expected and self.checkpoints.is_best(figures):
+            self._save(state)
 
     def _eval_loss(self, model: Any, batch: Any) -> dict[str, Pair]:
         return {"loss": self._forward(model, batch)}
@@ -395,6 +415,18 @@ class Trainer:
             return f"global batch {whole}"
         each, rest = divmod(whole, ranks * self._accumulate)
         return f"global batch {whole} = {f'{each} or {each + 1}' if rest else each} x {' x '.join(parts)}"
+
+
+def _check_keep_best(name: str, evaluates: bool, by_eval_fn: bool) -> None:
+    """Raises ConfigError for a figure that nothing will measure."""
+    if name == "loss":
+        return
+    if not evaluates:
+        raise ConfigError(f"keep_best={name!r}: nothing is evaluated without eval_data; 'loss' is that of training")
+    if not name.startswith("eval_"):
+        raise ConfigError(f"keep_best={name!r}: the figures of an evaluation begin with eval_; is it 'eval_{name}'?")
+    if not by_eval_fn and name != "eval_loss":
+        raise ConfigError(f"keep_best={name!r}: without eval_fn the one figure of an evaluation is 'eval_loss'")
 
 
 def _global_batch(batch_size: int | None, global_batch_size: int | None, accumulate: int, world: World) -> int:

@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import ranks  # its forkserver, for writers that are killed
 import torch
+from boxes import Box, loaded, of_step, small_disk, step_in
 from ranks import on_ranks
 from torch import nn
 
@@ -27,32 +27,7 @@ from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
 from rankwise.errors import CheckpointError, ConfigError
 
-
-class Box:
-    """Anything Stateful."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state: Any = {"value": state}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state  # type: ignore[no-any-return]
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
-def of_step(step: int, numbers: int = 200) -> dict[str, Box]:
-    """Two parts of which every element says which step they are of."""
-    return {"model": Box(torch.full((numbers,), float(step))), "loader": Box({"step": step, "list": [torch.tensor([step])]})}
-
-
-def step_in(parts: dict[str, Box]) -> int:
-    """The step that these parts are of; they must be of one."""
-    values = {float(v) for v in parts["model"].state["value"]}
-    values |= {parts["loader"].state["value"]["step"], float(parts["loader"].state["value"]["list"][0])}
-    assert len(values) == 1, "parts of different steps"
-    return int(values.pop())
-
+__all__ = ["small_disk"]  # a fixture
 
 FILES = ["manifest.json", "model.pt", "loader.pt", "rng.pt"]
 
@@ -70,17 +45,6 @@ def saved(folder: Path, *steps: int, keep_last: int = 9) -> Checkpoints:
     for step in steps:
         assert checkpoints.save(of_step(step), step) == folder / f"step-{step:08d}"
     return checkpoints
-
-
-def loaded(folder: Path) -> int | None:
-    """The step that load_latest finds, its parts all of that step; None if none."""
-    parts = of_step(-1)
-    manifest = Checkpoints(folder).load_latest(parts)
-    if manifest is None:
-        assert step_in(parts) == -1
-        return None
-    assert step_in(parts) == manifest.step
-    return manifest.step
 
 
 @pytest.fixture
@@ -191,6 +155,15 @@ def test_the_newest_is_loaded_and_the_oldest_are_pruned(folder: Path) -> None:
         Checkpoints(folder, 0)
 
 
+@pytest.mark.parametrize("keep_last", [1, 2, 3, 4, 5, 6, 7, 20])
+def test_as_many_stay_as_are_to_be_kept_however_many_there_are(folder: Path, keep_last: int) -> None:
+    checkpoints = Checkpoints(folder, keep_last)
+    for step in range(1, 9):
+        checkpoints.save(of_step(step), step)
+        kept = [f"step-{s:08d}" for s in range(max(1, step - keep_last + 1), step + 1)]
+        assert [path.name for path in checkpoints.all()] == kept
+
+
 @pytest.mark.parametrize("times", [2, 3, 4])
 def test_a_step_that_is_saved_again_is_the_one_that_is_loaded(folder: Path, times: int) -> None:
     checkpoints = saved(folder, 1)
@@ -230,7 +203,7 @@ def newest(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["model.pt", "loader.pt", "rng.pt", "manifest.json"])
-@pytest.mark.parametrize("damage", ["missing", "emptied", "truncated", "byte", "zeroed", "folder"])
+@pytest.mark.parametrize("damage", ["missing", "emptied", "truncated", "byte", "zeroed", "hole", "folder"])
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
     folder: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,8 +215,11 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
     if damage == "folder":
         path.mkdir()
     elif damage != "missing":
-        data[len(data) // 2] ^= 0x80
-        path.write_bytes({"emptied": b"", "truncated": data[:-100], "byte": data, "zeroed": bytes(len(data))}[damage])
+        middle = len(data) // 2
+        hole = data[: middle - 50] + bytes(100) + data[middle + 50 :]
+        data[middle] ^= 0x80
+        kinds = {"emptied": b"", "truncated": data[:-100], "byte": data, "zeroed": bytes(len(data)), "hole": hole}
+        path.write_bytes(kinds[damage])
     assert loaded(folder) == 1
     said = capsys.readouterr().out
     assert "warning: checkpoint passed over" in said
@@ -311,8 +287,7 @@ def test_the_damaged_tensor_is_named_where_a_bit_lies_in_one(folder: Path, capsy
     path.write_bytes(data)
     assert loaded(folder) == 1
     said = capsys.readouterr().out
-    assert f"{path} is damaged" in said
-    assert "in tensor value" in said or "does not even load" in said
+    assert f"{path} is damaged in tensor value" in said
 
 
 def test_when_all_are_damaged_the_error_says_what_to_type(folder: Path) -> None:
@@ -446,18 +421,6 @@ def test_a_writer_killed_while_it_replaces_a_step_leaves_a_whole_checkpoint(fold
 # --- disks that are full
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """2 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, text=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"a small disk needs the right to mount: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
 @pytest.mark.parametrize("kind", ["one tensor", "many tensors", "text", "numbers"])
 def test_a_full_disk_is_an_error_in_bytes_and_leaves_all_as_it_was(small_disk: Path, kind: str) -> None:
     folder = small_disk / "checkpoints"
@@ -538,6 +501,23 @@ def test_each_rank_goes_on_with_its_own_random_stream(folder: Path, capfd: pytes
     assert [a[1] for a in more[:2]] == [b[1] for b in before]
     assert more[2][1] not in [b[1] for b in before]
     assert on_ranks(1, load_on_ranks, folder)[0][1] == before[0][1]
+
+
+def load_with_another_listing(folder: Path) -> int:
+    """What a network file system may show: the newest is not there yet for other ranks."""
+    checkpoints = Checkpoints(folder)
+    if comm.rank() > 0:
+        checkpoints.all = lambda: [folder / "step-00000001"]  # type: ignore[method-assign]
+    parts = of_step(-1)
+    manifest = checkpoints.load_latest(parts)
+    assert manifest is not None
+    assert manifest.step == step_in(parts)
+    return manifest.step
+
+
+def test_the_main_rank_chooses_for_all_though_they_list_the_folder_otherwise(folder: Path) -> None:
+    saved(folder, 1, 2)
+    assert on_ranks(3, load_with_another_listing, folder) == [2, 2, 2]
 
 
 def load_errors(folder: Path, change: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,9 @@ class Manifest:
     files: dict[str, FileRecord]
     info: dict[str, Any]
     """What differs from run to run and may change numbers: threads, precision, settings."""
+
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """The figures that were measured at this very step; None for one that is not finite."""
 
     def text(self) -> str:
         """With a checksum of itself."""

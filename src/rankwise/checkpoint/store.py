@@ -4,6 +4,11 @@
     manifest = checkpoints.load_latest({"model": model, "optimizer": optimizer, "loader": loader})
     checkpoints.save({"model": model, ...}, step=400)
 
+Which stay: the last few, and the best by a figure, if one is named:
+
+    checkpoints = Checkpoints(folder, keep_last=2, keep_best="eval_accuracy", larger_is_better=True)
+    checkpoints.save(parts, step=400, metrics={"eval_accuracy": 0.93});  checkpoints.best()
+
     checkpoints/step-00000400/{manifest.json, model.pt, optimizer.pt, ..., rng.pt}
 
 One file for each Stateful thing, written by the main rank; `torch.load(weights_only=True)` reads it.
@@ -13,12 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import re
 import shutil
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +34,7 @@ import torch
 
 from rankwise import comm, log, seed
 from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint.best import Best
 from rankwise.checkpoint.manifest import FileRecord, Manifest
 from rankwise.errors import CheckpointError, ConfigError
 from rankwise.guards import run_on_main
@@ -37,22 +45,35 @@ _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # what else lies there is someb
 
 
 class Checkpoints:
-    """`keep_last`: how many stay; the newest is never deleted."""
+    """`keep_last`: how many stay; the newest is never deleted. `keep_best`: the name of a figure (`eval_loss`); the checkpoint
+    with the least of it stays too, or that with the most if `larger_is_better`, which only a loss need not say."""
 
-    def __init__(self, folder: Path, keep_last: int = 2) -> None:
+    def __init__(
+        self, folder: Path, keep_last: int = 2, keep_best: str | None = None, larger_is_better: bool | None = None
+    ) -> None:
         if keep_last < 1:
             raise ConfigError(f"keep_last={keep_last}: at least one checkpoint must stay")
         self.folder = folder
         self._keep_last = keep_last
-        self._damaged: set[Path] = set()  # known to the main rank
+        self._best = Best.of(keep_best, larger_is_better)
+        self._damaged: set[Path] = set()  # known to the main rank, as is the next
+        self._whole: set[Path] = set()
+        self._durable = False
         self.wait_s = 0.0
         """Seconds that the loop has spent in saving so far."""
 
     # --- saving
 
-    def save(self, parts: Mapping[str, Stateful], step: int, info: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self,
+        parts: Mapping[str, Stateful],
+        step: int,
+        info: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Path:
         """Collective. Write all parts and every rank's random state; returns the checkpoint's folder.
 
+        `metrics`: figures of the parts as they are now, for `keep_best`; one of an earlier step would praise the wrong parts.
         Raises CheckpointError on every rank when it cannot be written; nothing half-written is left, older ones stay.
         """
         began = time.perf_counter()
@@ -62,7 +83,10 @@ class Checkpoints:
             final = self._free_name(step)
             states = {name: part.state_dict() for name, part in parts.items()}
             states[_RNG] = {str(rank): stream for rank, stream in enumerate(streams)}
-            self._write(final, states, step, dict(info or {}))
+            record = Manifest(
+                manifests.VERSION, step, comm.world_size(), torch.__version__, {}, dict(info or {}), _finite(metrics or {})
+            )
+            self._write(final, states, record)
             self._prune(final)
             return final
 
@@ -71,16 +95,16 @@ class Checkpoints:
         finally:
             self.wait_s += time.perf_counter() - began
 
-    def _write(self, final: Path, states: Mapping[str, Any], step: int, info: dict[str, Any]) -> None:
+    def _write(self, final: Path, states: Mapping[str, Any], record: Manifest) -> None:
         temporary = self.folder / f"tmp.{uuid.uuid4().hex}"
         states = {name: _plain(state, name) for name, state in states.items()}
         try:
             self._remove_leftovers()
-            temporary.mkdir(parents=True)
+            self._make_folder()
+            temporary.mkdir()
             files = {f"{name}.pt": _write_file(temporary / f"{name}.pt", state) for name, state in states.items()}
-            record = Manifest(manifests.VERSION, step, comm.world_size(), torch.__version__, files, info)
             with open(temporary / manifests.NAME, "w") as file:
-                file.write(record.text())
+                file.write(replace(record, files=files).text())
                 file.flush()
                 os.fsync(file.fileno())
             _fsync(temporary)
@@ -90,6 +114,20 @@ class Checkpoints:
             raise CheckpointError(_why_not(final, states, error)) from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # not there if all went well
+        self._whole.add(final)
+        self._damaged.discard(final)
+
+    def _make_folder(self) -> None:
+        """Once, the folders above are flushed too: a power cut must not take away the folder in which all else is durable."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._durable:
+            return
+        for parent in self.folder.absolute().parents:
+            with contextlib.suppress(OSError):  # not readable: not ours, and older than this run
+                _fsync(parent)
+                if parent.is_mount():
+                    break
+        self._durable = True
 
     def _remove_leftovers(self) -> None:
         """What a killed writer left. Only one run writes here (rundir's lease), so nobody is in there."""
@@ -102,19 +140,23 @@ class Checkpoints:
         return self.folder / (f"step-{step:08d}" + (f"-{count}" if count > 1 else ""))
 
     def _prune(self, newest: Path) -> None:
-        """Keep the last few up to `newest`. What is damaged is not counted, and goes once something newer is whole; what lies
-        after `newest` is damaged too, else it had been loaded."""
+        """Keep the last few up to `newest`, and the best. What is damaged is not counted, and goes once something newer is
+        whole; what lies after `newest` is damaged too, else it had been loaded."""
+        best = self._find_best()
         older = [path for path in self.all() if _order(path) < _order(newest)]
         again = [path for path in older if _order(path)[0] == _order(newest)[0] or path in self._damaged]
         kept = [path for path in older if path not in again]
-        for old in again + kept[: len(kept) - (self._keep_last - 1)]:
+        for old in again + kept[: max(0, len(kept) - (self._keep_last - 1))]:
+            if old == best:
+                continue
             # Out of sight in one step: a kill in the middle of a deletion must not leave half a checkpoint by its name.
             hidden = self.folder / f"tmp.{uuid.uuid4().hex}"
             with contextlib.suppress(OSError):
                 os.rename(old, hidden)
+                _fsync(self.folder)  # nor must a power cut
             shutil.rmtree(hidden, ignore_errors=True)
 
-    # --- finding and loading
+    # --- finding
 
     def all(self) -> list[Path]:
         """Every checkpoint's folder, the oldest first. Not verified."""
@@ -123,33 +165,101 @@ class Checkpoints:
     def find_latest(self) -> tuple[Path, Manifest] | None:
         """The newest that verifies; each one passed over is said. None if there is none at all.
 
-        Raises CheckpointError when there are some and all are damaged.
+        Another process may save and prune meanwhile. Raises CheckpointError when there are some and all are damaged.
         """
-        damaged: list[str] = []
-        for folder in reversed(self.all()):
+        damaged: dict[Path, str] = {}
+        while left := [path for path in self.all() if path not in damaged]:
+            folder = left[-1]
             try:
-                manifest = manifests.verify(folder)
+                return folder, self._verified(folder)
             except CheckpointError as error:
-                damaged.append(str(error))
-                self._damaged.add(folder)
-                log.warn(f"checkpoint passed over: {error}")
-            else:
-                return folder, manifest
+                if folder.exists():
+                    damaged[folder] = str(error)
+                # else its writer has something newer by now: look again
         if damaged:
             raise CheckpointError(
-                f"no checkpoint in {self.folder} is whole ({damaged[0]}); start anew with --fresh, or beside it with --name"
+                f"no checkpoint in {self.folder} is whole ({next(iter(damaged.values()))}); "
+                "start anew with --fresh, or beside it with --name"
             )
         return None
+
+    def _verified(self, folder: Path) -> Manifest:
+        """Read it all. What is damaged is said, and remembered."""
+        try:
+            manifest = manifests.verify(folder)
+        except CheckpointError as error:
+            if folder.exists():
+                self._damaged.add(folder)
+                log.warn(f"checkpoint passed over: {error}")
+            raise
+        self._whole.add(folder)
+        return manifest
+
+    # --- the best
+
+    def best(self) -> Path | None:
+        """The folder of the best whole checkpoint by `keep_best`, of equal ones the earliest; None if none has that figure.
+
+        Reads what this process has not written or read before. Not collective: on other ranks than the main one it is what
+        they see.
+        """
+        if self._best is None:
+            raise ConfigError("best() needs to know by which figure: Checkpoints(folder, keep_best='eval_loss')")
+        return self._find_best()
+
+    def is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Collective. Whether a checkpoint with these metrics, the same on all ranks, would be the best so far.
+
+        Raises ConfigError when `keep_best` is not among them. Always False without it.
+        """
+        if self._best is None:
+            return False
+        self._best.check(metrics)
+        rank = self._best.rank(metrics)
+        return rank is not None and run_on_main(self._is_before, [self._best, rank])
+
+    def _is_before(self, best: Best, rank: float) -> bool:
+        folder = self._find_best()
+        known = best.rank(Manifest.read(folder).metrics) if folder is not None else None
+        return known is None or rank < known
+
+    def _find_best(self) -> Path | None:
+        if self._best is None:
+            return None
+        measured = {}
+        # Equal figures of one step: the copy that was saved last, as that is the one that is gone on from.
+        for folder in sorted(self.all(), key=lambda path: (_order(path)[0], -_order(path)[1])):
+            with contextlib.suppress(CheckpointError):  # damaged
+                measured[folder] = Manifest.read(folder).metrics
+        for folder in self._best.order(measured):
+            if folder in self._damaged:
+                continue
+            with contextlib.suppress(CheckpointError):
+                if folder not in self._whole:
+                    self._verified(folder)
+                return folder
+        return None
+
+    # --- loading
 
     def load_latest(self, parts: Mapping[str, Stateful]) -> Manifest | None:
         """Collective. Load the newest whole checkpoint into `parts` on every rank; returns its manifest, None if none.
 
         The main rank chooses and verifies, all load the same. Raises ConfigError when the parts are not those saved.
         """
-        found = run_on_main(self.find_latest)
-        if found is None:
-            return None
-        folder, manifest = found
+        while (found := run_on_main(self.find_latest)) is not None:
+            folder, manifest = found
+            try:
+                self._load(folder, manifest, parts)
+            except (ConfigError, CheckpointError):  # the same on all ranks
+                if run_on_main(folder.exists):
+                    raise
+            else:
+                return manifest
+        return None
+
+    def _load(self, folder: Path, manifest: Manifest, parts: Mapping[str, Stateful]) -> None:
+        """Collective."""
         error: ConfigError | CheckpointError | None = None
         try:
             for name, part in parts.items():
@@ -161,7 +271,6 @@ class Checkpoints:
         for first in comm.all_gather_object(error):
             if first is not None:
                 raise first
-        return manifest
 
     def _load_stream(self, folder: Path, manifest: Manifest) -> None:
         streams = _read(folder / f"{_RNG}.pt")
@@ -173,6 +282,11 @@ class Checkpoints:
                 f"the checkpoint was made on {manifest.world_size} rank(s), this is {comm.world_size()}: same data order and "
                 "global batches, but other dropout and another order of additions"
             )
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no word for the others."""
+    return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def _order(folder: Path) -> tuple[int, int]:

@@ -1,0 +1,55 @@
+"""Which of several checkpoints is the best: one figure that was measured when it was saved, and a direction.
+
+best = Best.of("eval_accuracy", larger_is_better=True)
+best.order({folder: manifest.metrics, ...})          # the best first
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rankwise.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Best:
+    """The figure by which checkpoints are compared."""
+
+    name: str
+    larger_is_better: bool
+
+    @classmethod
+    def of(cls, name: str | None, larger_is_better: bool | None) -> Best | None:
+        """None without a name. The direction is known of a loss alone: to guess it wrong would keep the worst."""
+        if name is None:
+            if larger_is_better is not None:
+                raise ConfigError(f"larger_is_better={larger_is_better} says nothing without keep_best: name a figure there")
+            return None
+        if larger_is_better is None:
+            if not name.endswith("loss"):
+                raise ConfigError(f"keep_best={name!r}: is more of it better? Say larger_is_better=True, or False")
+            larger_is_better = False
+        return cls(name, larger_is_better)
+
+    def rank(self, metrics: Mapping[str, float | None]) -> float | None:
+        """The figure, turned so that less is better; None where it was not measured, or is not finite: never the best."""
+        value = metrics.get(self.name)
+        if value is None or not math.isfinite(value):
+            return None
+        return -value if self.larger_is_better else value
+
+    def order(self, measured: Mapping[T, Mapping[str, float | None]]) -> list[T]:
+        """Those that have the figure, the best first; equal ones as they came."""
+        ranks = {key: rank for key, metrics in measured.items() if (rank := self.rank(metrics)) is not None}
+        return sorted(ranks, key=ranks.__getitem__)
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Raises ConfigError when the figure is not among those that there are."""
+        if self.name not in metrics:
+            there = ", ".join(sorted(metrics)) or "none"
+            raise ConfigError(f"keep_best={self.name!r}: nothing measures that; the figures that there are: {there}")

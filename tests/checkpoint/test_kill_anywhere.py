@@ -1,0 +1,18 @@
+"""SIGKILL at any moment of a run: a short version of benchmarks/kill_anywhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).parents[2] / "benchmarks" / "kill_anywhere" / "bench.py"
+
+
+def test_a_training_that_is_killed_again_and_again_is_the_one_that_was_never_killed(tmp_path: Path) -> None:
+    memory = Path("/dev/shm")  # a kill is no power cut: what is written is there, flushed to a disk or not
+    folder = memory if memory.is_dir() else tmp_path
+    words = ["--kills", "6", "--in-save", "2", "--steps", "200", "--folder", str(folder)]
+    done = subprocess.run([sys.executable, str(BENCH), *words], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "bit for bit" in done.stdout
