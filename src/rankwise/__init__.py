@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from rankwise.comm import broadcast as broadcast
     from rankwise.comm import broadcast_object as broadcast_object
     from rankwise.comm import init as init
+    from rankwise.comm import is_local_main as is_local_main
+    from rankwise.comm import is_main as is_main
+    from rankwise.comm import local_rank as local_rank
+    from rankwise.comm import local_world_size as local_world_size
+    from rankwise.comm import rank as rank
+    from rankwise.comm import world_size as world_size
     from rankwise.data import Loader as Loader
     from rankwise.device import local_device as local_device
     from rankwise.device import to_device as to_device
@@ -43,7 +49,10 @@ if TYPE_CHECKING:
 _HOME = {
     "rankwise.actions": ("Evaluate", "every"),
     "rankwise.checkpoint": ("Checkpoints",),
-    "rankwise.comm": ("all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object", "init"),
+    "rankwise.comm": (
+        "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object", "init", "is_local_main", "is_main",
+        "local_rank", "local_world_size", "rank", "world_size",
+    ),
     "rankwise.data": ("Loader",),
     "rankwise.device": ("local_device", "to_device"),
     "rankwise.errors": ("RankwiseError", "Stopped"),
@@ -56,7 +65,7 @@ _HOME = {
     "rankwise.telemetry": ("Meters",),
     "rankwise.train": ("Trainer",),
     "rankwise.world": ("World", "discover"),
-}
+}  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = sorted(_MODULE_OF)
