@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from rankwise.errors import RankwiseError as RankwiseError
     from rankwise.errors import Stopped as Stopped
     from rankwise.guards import main_process_only as main_process_only
+    from rankwise.guards import once_per_node as once_per_node
     from rankwise.guards import run_on_main as run_on_main
+    from rankwise.guards import run_once_per_node as run_once_per_node
     from rankwise.log import say as say
     from rankwise.log import warn as warn
     from rankwise.seed import seed_everything as seed_everything
@@ -56,7 +58,7 @@ _HOME = {
     "rankwise.data": ("Loader",),
     "rankwise.device": ("local_device", "to_device"),
     "rankwise.errors": ("RankwiseError", "Stopped"),
-    "rankwise.guards": ("main_process_only", "run_on_main"),
+    "rankwise.guards": ("main_process_only", "once_per_node", "run_on_main", "run_once_per_node"),
     "rankwise.log": ("say", "warn"),
     "rankwise.seed": ("seed_everything", "seed_rank"),
     "rankwise.state": ("TrainState",),
