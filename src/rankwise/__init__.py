@@ -36,8 +36,10 @@ if TYPE_CHECKING:
     from rankwise.guards import once_per_node as once_per_node
     from rankwise.guards import run_on_main as run_on_main
     from rankwise.guards import run_once_per_node as run_once_per_node
+    from rankwise.log import get_logger as get_logger
     from rankwise.log import say as say
     from rankwise.log import warn as warn
+    from rankwise.log import warning_once as warning_once
     from rankwise.seed import seed_everything as seed_everything
     from rankwise.seed import seed_rank as seed_rank
     from rankwise.state import TrainState as TrainState
@@ -59,7 +61,7 @@ _HOME = {
     "rankwise.device": ("local_device", "to_device"),
     "rankwise.errors": ("RankwiseError", "Stopped"),
     "rankwise.guards": ("main_process_only", "once_per_node", "run_on_main", "run_once_per_node"),
-    "rankwise.log": ("say", "warn"),
+    "rankwise.log": ("get_logger", "say", "warn", "warning_once"),
     "rankwise.seed": ("seed_everything", "seed_rank"),
     "rankwise.state": ("TrainState",),
     "rankwise.stop": ("StopSignal",),
