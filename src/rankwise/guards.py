@@ -152,7 +152,7 @@ def _settle(error: BaseException | None, group: Any) -> None:
         return
     if rank == comm.rank() and packed[0] is not None and error is not None:
         raise error
-    raise unpack_error(packed, "the main rank" if rank == 0 else f"rank {rank}", MainProcessError) from error
+    raise unpack_error(packed, "on the main rank" if rank == 0 else f"on rank {rank}", MainProcessError) from error
 
 
 Packed = tuple[bytes | None, str]
@@ -177,6 +177,6 @@ def unpack_error(packed: Packed, where: str, otherwise: type[Exception]) -> Base
     if pickled is not None:
         with contextlib.suppress(BaseException):
             error: BaseException = pickle.loads(pickled)
-            error.add_note(f"raised on {where}:\n{text}")
+            error.add_note(f"raised {where}:\n{text}")
             return error
-    return otherwise(f"raised on {where}:\n{text}")
+    return otherwise(f"raised {where}:\n{text}")

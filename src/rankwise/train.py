@@ -314,8 +314,8 @@ class Trainer:
         return TimeBreakdown(sources)
 
     def _total_steps(self) -> int | None:
-        epochs = self.loader.max_epochs
-        by_epochs = epochs * self.loader.steps_per_epoch if epochs is not None else None
+        epochs, steps = self.loader.max_epochs, self.loader.steps_per_epoch
+        by_epochs = epochs * steps if epochs is not None and steps is not None else None
         return min((n for n in (self.max_steps, by_epochs) if n is not None), default=None)
 
     def _say_plan(self, state: TrainState) -> None:
@@ -323,7 +323,7 @@ class Trainer:
         world, loader = self.world, self.loader
         log.say(
             f"{_amount(parameters)} parameters, {self._precision.name} on {self.device.type}; "
-            f"{loader.samples} samples, {loader.steps_per_epoch} step{'s' * (loader.steps_per_epoch != 1)} an epoch\n"
+            f"{_data(loader)}\n"
             f"global batch {loader.global_batch_size} over {world.world_size} rank{'s' * (world.world_size > 1)}"
             f"{f', {self._accumulate} micro-batches each' if self._accumulate > 1 else ''}"
         )
@@ -400,6 +400,14 @@ def _described(result: Any) -> str:
     if isinstance(result, tuple):
         return f"a tuple of {len(result)} ({', '.join(type(r).__name__ for r in result)})"
     return type(result).__name__
+
+
+def _data(loader: Loader) -> str:
+    steps = f", {loader.steps_per_epoch} step{'s' * (loader.steps_per_epoch != 1)} an epoch"
+    if not loader.is_stream:
+        return f"{loader.samples} samples{steps}"
+    long = "of unknown length" if loader.samples is None else f"of {loader.samples} samples{steps}, as it says"
+    return f"a stream {long}, in its own order"
 
 
 def _amount(n: int) -> str:
