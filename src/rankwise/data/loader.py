@@ -71,7 +71,7 @@ class Loader:
         self._order = None if samples is None else Order(samples, seed, shuffle is not False)
         self._world = world
         self._accumulate = accumulate
-        self._drop_last = drop_last
+        self.drop_last = drop_last
         self._workers = workers
         self._seed = seed
         if self._order is None:
@@ -106,7 +106,7 @@ class Loader:
         if self.samples is None:
             return None
         whole, rest = divmod(self.samples, self.global_batch_size)
-        return whole + (1 if rest and not self._drop_last else 0)
+        return whole + (1 if rest and not self.drop_last else 0)
 
     @property
     def finished(self) -> bool:
@@ -150,7 +150,7 @@ class Loader:
             start = stop
 
     def _leaves_nothing(self, order: Order, stop: int) -> bool:
-        return stop >= order.samples or (self._drop_last and stop + self.global_batch_size > order.samples)
+        return stop >= order.samples or (self.drop_last and stop + self.global_batch_size > order.samples)
 
     def _streamed(self) -> Iterator[Step]:
         """The steps that are left of this epoch of a stream: a request to a worker is a step."""
