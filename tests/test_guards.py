@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 from environments import openmpi
-from ranks import on_ranks, torchrun
+from ranks import RankError, on_ranks, torchrun
 
 from rankwise import comm
 from rankwise.errors import CheckpointError, MainProcessError
@@ -179,6 +180,21 @@ def test_all_ranks_raise_within_two_seconds_of_main_however_long_it_worked() -> 
         assert waited
         assert 0 <= seconds < 2.0
         assert rank == 0 or "in a_function_of_the_test\n    raise KeyError" in notes
+
+
+def main_dies() -> str:
+    try:
+        run_on_main(lambda: os._exit(1))
+    except RuntimeError as error:
+        return type(error).__name__
+    return "nothing was raised"
+
+
+def test_when_main_dies_at_its_work_nobody_waits_for_it() -> None:
+    with pytest.raises(RankError) as caught:
+        on_ranks(3, main_dies, timeout_s=30)
+    assert "rank 0:\nit died without a word" in str(caught.value)
+    assert "no answer" not in str(caught.value)
 
 
 def post_failure(error: str) -> tuple[tuple[str, Any, str, float], Any]:

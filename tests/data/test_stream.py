@@ -254,9 +254,11 @@ def test_a_checkpoint_of_a_stream_and_one_of_a_map_are_not_each_others() -> None
 
 
 class Broken(Numbers):
+    at = 11
+
     def __iter__(self) -> Iterator[int]:
         for number in range(self.samples):
-            if number == 11:
+            if number == self.at:
                 raise OSError(5, "cannot read the file")
             yield number
 
@@ -281,10 +283,13 @@ def test_a_stream_that_fails_is_named_with_the_sample(workers: int) -> None:
     assert taken == 2
 
 
-def test_a_stream_that_failed_begins_anew_when_it_is_asked_again() -> None:
-    dataset = Broken(23)
+@pytest.mark.parametrize("at", [0, 10, 11])
+def test_a_stream_that_failed_begins_anew_when_it_is_asked_again(at: int) -> None:
+    dataset = Broken(13)
+    dataset.at = at
     (loader,) = loaders(dataset, 1)
+    got: Steps = []
     with pytest.raises(OSError, match="cannot read"):
-        steps_of(loader)
-    dataset.samples = 11
-    assert steps_of(loader) == [[[10]]]
+        got.extend([batch.tolist() for batch in step] for step in loader)
+    dataset.at = -1
+    assert [s for step in got + steps_of(loader) for micro in step for s in micro] == list(range(13))
