@@ -74,12 +74,26 @@ class Plain:
         return iter(range(self.samples))
 
 
+class OwnIterator(Numbers):
+    """Its own iterator, which `iter()` sets back."""
+
+    def __iter__(self) -> OwnIterator:
+        self.number = -1
+        return self
+
+    def __next__(self) -> int:
+        self.number += 1
+        if self.number == self.samples:
+            raise StopIteration
+        return self.number
+
+
 def cut(numbers: list[int], size: int, drop_last: bool = False) -> list[list[int]]:
     batches = [numbers[i : i + size] for i in range(0, len(numbers), size)]
     return [batch for batch in batches if len(batch) == size or not drop_last]
 
 
-@pytest.mark.parametrize("kind", [Numbers, Plain])
+@pytest.mark.parametrize("kind", [Numbers, Plain, OwnIterator])
 def test_each_sample_of_an_epoch_once_in_the_order_of_the_stream_on_every_number_of_ranks(kind: Any) -> None:
     for samples, size, accumulate, drop_last in itertools.product((1, 4, 10, 13), (1, 4, 5, 40), (1, 3), (False, True)):
         if drop_last and samples < size:

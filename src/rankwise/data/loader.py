@@ -198,9 +198,11 @@ def length(dataset: Any) -> int | None:
     name = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise DataError("a DataLoader shards nothing by itself; give its dataset, and the batch size to the Trainer or Loader")
+    if isinstance(dataset, IterableDataset):
+        return None
     if isinstance(dataset, Iterator):
         raise DataError(f"{name} can be read once; give an IterableDataset, of which each `iter()` reads from the beginning")
-    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__")):
+    if hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__"):
         return None
     if not hasattr(dataset, "__len__"):
         raise DataError(

@@ -121,7 +121,8 @@ class Stream:
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
         with _no_worker():
-            self._iterator = iter(self._dataset)
+            # Not iter(): a dataset that is its own iterator would begin anew each time that islice asks it for one.
+            self._iterator = (sample for sample in self._dataset)
         self._epoch, self._pulled, self._ahead = epoch, 0, []
 
     def _take(self, n: int) -> list[Any]:
