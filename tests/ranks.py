@@ -3,7 +3,8 @@
     assert on_ranks(2, add_one, 3) == [4, 4]
 
 The processes are forked from a clean one that has imported torch (multiprocessing's forkserver), so `function` lives at the
-top of a module. What it raises on a rank is raised here, with the rank's traceback.
+top of a module. What it raises on a rank is raised here, with the rank's traceback. `environ` has for each rank what its
+launcher sets, in the place of torchrun's variables on one node; `init` goes to `rankwise.init`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,18 +25,35 @@ class RankError(AssertionError):
     """A rank raised; the text is its traceback."""
 
 
-def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
+def torchrun(rank: int, n: int, local_world_size: int) -> dict[str, str]:
+    """torchrun's variables, with `local_world_size` ranks a node."""
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank % local_world_size),
+        "LOCAL_WORLD_SIZE": str(local_world_size), "GROUP_RANK": str(rank // local_world_size),
+    }  # fmt: skip
+
+
+def on_ranks(
+    n: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    environ: Sequence[Mapping[str, str]] | None = None,
+    init: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
     """What `function(*args, **kwargs)` returns on each of n ranks, in their order."""
     holder = socket.socket()  # bound and never listening: the port stays ours until the store listens on it
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("", 0))
+    if environ is None:
+        environ = [torchrun(r, n, n) if n > 1 else {} for r in range(n)]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1])} if n > 1 else {}
     with holder:
         pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(n)]
+        calls = (function, args, kwargs, dict(init or {}))
         processes = [
-            _CONTEXT.Process(
-                target=_rank, args=(r, n, holder.getsockname()[1], pipes[r][1], os.getcwd(), function, args, kwargs)
-            )
-            for r in range(n)
+            _CONTEXT.Process(target=_rank, args=({**environ[r], **address}, pipes[r][1], os.getcwd(), *calls)) for r in range(n)
         ]
         for process in processes:
             process.start()
@@ -63,23 +81,19 @@ def _answer(rank: int, reader: Connection, timeout_s: float) -> tuple[bool, Any]
 
 
 def _rank(
-    rank: int, n: int, port: int, writer: Connection, cwd: str, function: Callable[..., Any], args: Any, kwargs: Any
+    environ: dict[str, str], writer: Connection, cwd: str, function: Callable[..., Any], args: Any, kwargs: Any, init: Any
 ) -> None:
     os.chdir(cwd)
     for name in ("RANKWISE_RUN_DIR", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    if n > 1:
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n), GROUP_RANK="0",
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        )  # fmt: skip
+    os.environ.update(environ)
     import torch
 
     import rankwise
 
     multiprocessing.set_start_method("fork", force=True)  # for loader workers; a forkserver's would begin with an import
     torch.set_num_threads(1)
-    rankwise.init()
+    rankwise.init(**init)
     try:
         answer = (True, function(*args, **kwargs))
     except BaseException:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, on_ranks
+from environments import SLURM_STEP, openmpi
+from ranks import RankError, on_ranks, torchrun
 from torch import nn
+from torch.utils.data import DataLoader
 
+import rankwise
 from rankwise import comm
-from rankwise.errors import WorldError
+from rankwise.errors import ConfigError, WorldError
 
 KINDS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -32,6 +37,7 @@ def everything() -> dict[str, Any]:
         "sum": comm.all_reduce(me.clone()).tolist(),
         "min": comm.all_reduce(me.clone(), "min").tolist(),
         "max": comm.all_reduce(me.clone(), "max").tolist(),
+        "mean": comm.all_reduce(me.clone(), "mean").tolist(),
         "in_place": comm.all_reduce(me) is me,
         "broadcast": [t.to(torch.float64).tolist() for t in broadcast],
         "parameter": (parameter.tolist(), parameter.requires_grad, parameter.is_leaf),
@@ -53,6 +59,7 @@ def test_every_collective_answers_the_same_on_one_rank_as_on_many(n: int) -> Non
             "sum": [n * (n - 1) / 2, n],
             "min": [0, 1],
             "max": [n - 1, 1],
+            "mean": [(n - 1) / 2, 1],
             "in_place": True,
             "broadcast": [[[1.0] * 3] * 2] * len(KINDS) + [0.0, [], [[0.0] * 3] * 4],
             "parameter": ([0.0, 0.0], True, True),
@@ -62,6 +69,166 @@ def test_every_collective_answers_the_same_on_one_rank_as_on_many(n: int) -> Non
             "none": False,
             "not_all": False,
         }
+
+
+def odd_tensors() -> dict[str, Any]:
+    """Each is 1 + rank everywhere, or True on the last rank alone."""
+    r, n = comm.rank(), comm.world_size()
+    base = torch.full((4, 6), 1.0 + r)
+    parameter = nn.Parameter(torch.full((3,), 1.0 + r))
+    last = torch.tensor([r == n - 1, True, False])
+    return {
+        "transposed": comm.all_reduce(base.clone().t()).tolist(),
+        "strided": [comm.all_reduce(base[::2, ::3]).tolist(), base.tolist()],
+        "empty": comm.all_reduce(torch.empty(0, 3)).shape,
+        "scalar": comm.all_reduce(torch.tensor(1.0 + r), "mean").item(),
+        "any": comm.all_reduce(last.clone(), "max").tolist(),
+        "all": comm.all_reduce(last.clone(), "min").tolist(),
+        "parameter": [comm.all_reduce(parameter).tolist(), parameter.grad_fn, parameter.requires_grad],
+        "dtypes": [comm.all_reduce(torch.full((2,), 1 + r).to(kind)).tolist() for kind in KINDS[:-1] + ODD_KINDS],
+        "complex": comm.all_reduce(torch.tensor(1 + 1j) * (1 + r), "mean").item(),
+    }
+
+
+ODD_KINDS = [torch.int8, torch.int16, torch.int32]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_tensor_of_any_shape_stride_and_dtype_is_reduced_in_place(n: int) -> None:
+    total = n * (n + 1) / 2
+    strided = [[total if r % 2 == 0 and c % 3 == 0 else -1.0 for c in range(6)] for r in range(4)]
+    for rank, answer in enumerate(on_ranks(n, odd_tensors)):
+        assert answer["transposed"] == [[total] * 4] * 6
+        assert answer["strided"][0] == [[total] * 2] * 2
+        assert answer["strided"][1] == [[1.0 + rank if v < 0 else v for v in row] for row in strided]
+        assert answer["empty"] == (0, 3)
+        assert answer["scalar"] == total / n
+        assert answer["any"] == [True, True, False]
+        assert answer["all"] == [n == 1, True, False]
+        assert answer["parameter"] == [[total] * 3, None, True]
+        assert answer["dtypes"] == [[total] * 2] * (len(KINDS) - 1 + len(ODD_KINDS))
+        assert answer["complex"] == (1 + 1j) * total / n
+
+
+def refused() -> list[str]:
+    texts = []
+    for tensor, op in ((torch.ones(1), "avg"), (torch.ones(1, dtype=torch.int64), "mean"), (torch.tensor([True]), "sum")):
+        with pytest.raises(ConfigError) as caught:
+            comm.all_reduce(tensor, op)
+        texts.append(str(caught.value))
+    return texts
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_reduction_that_there_is_not_is_an_error_that_says_which_there_are(n: int) -> None:
+    for texts in on_ranks(n, refused):
+        assert texts[0] == "all_reduce(op='avg'): there are sum, mean, min, max"
+        assert "tensor.float()" in texts[1]
+        assert "'max' (any), op='min' (all)" in texts[2]
+
+
+def identity() -> tuple[Any, ...]:
+    return (
+        rankwise.rank(), rankwise.world_size(), rankwise.local_rank(), rankwise.local_world_size(), rankwise.is_main(),
+        rankwise.is_local_main(),
+    )  # fmt: skip
+
+
+def identity_everywhere() -> list[tuple[Any, ...]]:
+    """After init, in forked loader workers, and as the same environment has it before init."""
+    workers = list(DataLoader([0, 1], num_workers=2, batch_size=1, collate_fn=lambda _: identity()))  # type: ignore[arg-type]
+    after = identity()
+    world = comm.init()
+    told = (
+        world.rank, world.world_size, world.local_rank, world.local_world_size, world.is_main, world.is_local_main
+    )  # fmt: skip
+    rankwise.barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    comm._world = None
+    rankwise.barrier = lambda: None  # type: ignore[assignment]  # the test's own, at its end
+    return [identity(), after, told, *workers]
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        [{}],
+        [torchrun(rank, 2, 2) for rank in range(2)],
+        [torchrun(rank, 4, 2) for rank in range(4)],
+        [openmpi(rank, 4, rank // 2, 2) for rank in range(4)],
+        [*SLURM_STEP],
+    ],
+    ids=["alone", "torchrun", "torchrun, two nodes", "mpirun by node", "srun"],
+)
+def test_a_process_knows_its_rank_before_and_after_init_and_in_its_workers(environ: list[dict[str, str]]) -> None:
+    n = len(environ)
+    locals_ = [0, 0, 1, 1] if "OMPI_COMM_WORLD_RANK" in environ[0] else [rank % 2 for rank in range(n)]
+    for rank, answers in enumerate(on_ranks(n, identity_everywhere, environ=environ)):
+        local = locals_[rank]
+        assert answers == [(rank, n, local, min(n, 2), rank == 0, local == 0)] * 5
+
+
+def own_group() -> tuple[int, str]:
+    """A script that makes its process group by hand, of which the environment says nothing."""
+    world = comm.init()
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    comm._world = None
+    store = dist.FileStore("store", 2)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=2)
+    with pytest.raises(WorldError) as caught:
+        rankwise.local_rank()
+    return rankwise.rank(), str(caught.value)
+
+
+def test_a_process_group_made_by_hand_gives_the_rank_and_no_wrong_local_rank() -> None:
+    for rank, (answer, text) in enumerate(on_ranks(2, own_group)):
+        assert answer == rank
+        assert f"the process group has rank {rank} of 2, the environment rank 0 of 1" in text
+
+
+def alone_for_a_while() -> list[Any]:
+    with comm.alone():
+        tensor = torch.tensor(1.0 + comm.rank())
+        comm.barrier()
+        comm.broadcast([tensor])
+        inside = [
+            comm.all_reduce(tensor).item(),
+            comm.broadcast_object(comm.rank()),
+            comm.all_gather_object("me"),
+            comm.rank(),
+        ]
+    return [*inside, comm.all_gather_object(comm.rank())]
+
+
+def test_a_rank_that_is_alone_for_a_while_answers_itself() -> None:
+    for rank, answer in enumerate(on_ranks(2, alone_for_a_while)):
+        assert answer == [1.0 + rank, rank, ["me"], rank, [0, 1]]
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [comm.barrier, lambda: comm.all_reduce(torch.ones(1)), lambda: comm.broadcast([]), lambda: comm.all_gather_object(1)],
+)
+def test_a_collective_before_init_among_several_ranks_is_an_error(
+    collective: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comm, "_world", None)
+    for name, value in {**torchrun(1, 2, 2), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(WorldError, match=r"rank 1 of 2 has not joined the others; call rankwise.init\(\) first"):
+        collective()
+
+
+def test_hosts_that_are_called_alike_and_unset_node_ranks_do_not_make_two_nodes_one() -> None:
+    grouped = comm._grouped
+    assert grouped([("a", 0), ("a", 1), ("b", 0), ("b", 1)]) == [[0, 1], [2, 3]]
+    assert grouped([("a", 0), ("b", 0), ("a", 1), ("b", 1)]) == [[0, 2], [1, 3]]
+    assert grouped([("same", 0), ("same", 1), ("same", 0), ("same", 1)]) == [[0, 1], [2, 3]]
+    assert grouped([("same", 0), ("same", 0), ("same", 1), ("same", 1)]) == [[0, 2], [1, 3]]
+    assert grouped([("a", 1), ("a", 0)]) == [[1, 0]]  # the first is local rank 0
 
 
 def broadcast_from_last() -> tuple[float, str]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import rankwise
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -33,19 +35,40 @@ def test_the_readmes_python_runs_on_two_ranks_and_on_one(number: int, tmp_path: 
     assert one.returncode == 0, one.stderr
 
 
-@pytest.mark.parametrize(
-    ("example", "words", "said"),
-    [
-        ("01_torchrun_script.py", (), "epoch 10: rank 0 of 2"),
-        ("02_own_loop.py", (), "done after 290 steps"),
-        ("03_trainer_digits.py", (), "done: 480 steps"),
-        ("04_gpt.py", ("--steps", "6"), "--- a sample ---"),
-    ],
-)
-def test_an_example_runs_on_two_ranks(example: str, words: tuple[str, ...], said: str) -> None:
+EXAMPLES: dict[str, tuple[tuple[str, ...], str]] = {
+    "01_torchrun_script.py": ((), "epoch 10: rank 0 of 2"),
+    "02_own_loop.py": ((), "done after 290 steps"),
+    "03_trainer_digits.py": ((), "done: 480 steps"),
+    "04_gpt.py": (("--steps", "6"), "--- a sample ---"),
+    "05_ranks.py": ((), "done: 3.1"),
+    "06_figures.py": ((), "done: 150 steps, accuracy 0.8"),
+}
+"""The words that each is given, and what it says."""
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_runs_on_two_ranks(example: str) -> None:
+    words, said = EXAMPLES[example]
     done = launched("--nproc", "2", str(ROOT / "examples" / example), *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert said in done.stdout
+
+
+@pytest.mark.parametrize("example", [name for name in EXAMPLES if not name.startswith("01")])  # that one needs a launcher
+def test_an_example_runs_as_plain_python(example: str) -> None:
+    words, said = EXAMPLES[example]
+    command = [sys.executable, str(ROOT / "examples" / example), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert said in done.stdout
+
+
+def test_every_example_is_run_here_and_together_they_show_every_public_part() -> None:
+    paths = sorted((ROOT / "examples").glob("*.py"))
+    assert [path.name for path in paths] == list(EXAMPLES)
+    shown = {name for path in paths for name in re.findall(r"rankwise\.(\w+)", path.read_text())}
+    apart = {"RankwiseError", "Stopped", "World", "discover", "local_device", "to_device", "run_on_main", "warn"}
+    assert set(rankwise.__all__) - shown <= apart
 
 
 def test_the_readme_shows_every_example() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
-from ranks import on_ranks
+from environments import openmpi
+from ranks import RankError, on_ranks, torchrun
 
 from rankwise import comm
 from rankwise.errors import CheckpointError, MainProcessError
-from rankwise.guards import main_process_only, run_on_main
+from rankwise.guards import main_process_only, once_per_node, run_on_main, run_once_per_node
 
 
 class NeedsTwoError(Exception):
@@ -71,43 +73,179 @@ def test_every_rank_has_the_value_that_main_computed(n: int) -> None:
         assert answer == [*expected, [0] if rank == 0 else []]
 
 
-def errors() -> list[tuple[str, Any, str, float]]:
-    outcomes = [
-        outcome(lambda: run_on_main(a_function_of_the_test)),
-        outcome(lambda: run_on_main(raise_, [CheckpointError("disk")])),
-        outcome(lambda: run_on_main(raise_, [SystemExit(3)])),
-        outcome(lambda: run_on_main(raise_, [KeyboardInterrupt()])),
-        outcome(lambda: run_on_main(lambda: raise_(OSError(28, "No space left on device")))),
-        outcome(lambda: run_on_main(lambda: raise_(NeedsTwoError(1, 2)))),
-        outcome(lambda: run_on_main(lambda: raise_(unpicklable_error()))),
-        outcome(lambda: run_on_main(lambda: 7)),  # and the guard works after all that
-    ]
-    comm.barrier()  # main lives on: nobody was saved by its death
+class OfTwoError(Exception):
+    """Pickles and comes back with another text: its constructor is called with the text of the first."""
+
+    def __init__(self, a: str, b: int = 0) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+class BadStateError(Exception):
+    """Its pickle cannot be read."""
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise RuntimeError("no state is taken")
+
+    def __reduce__(self) -> Any:
+        return BadStateError, self.args, {"state": 1}
+
+
+class OtherTypeError(Exception):
+    """Comes back as something else."""
+
+    def __reduce__(self) -> Any:
+        return ValueError, self.args
+
+
+class SilentError(Exception):
+    """Cannot be told as text, nor take a note."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def with_a_lambda() -> Exception:
+    error = LookupError("with a lambda")
+    error.key = lambda: 0  # type: ignore[attr-defined]
+    return error
+
+
+ERRORS: dict[str, tuple[Callable[[], BaseException], str, str]] = {
+    "our own": (lambda: CheckpointError("disk"), "CheckpointError", "disk"),
+    "SystemExit": (lambda: SystemExit(3), "SystemExit", "3"),
+    "KeyboardInterrupt": (KeyboardInterrupt, "KeyboardInterrupt", ""),
+    "StopIteration": (lambda: StopIteration(7), "StopIteration", "7"),
+    "OSError": (lambda: OSError(28, "No space left on device"), "OSError", "[Errno 28] No space left on device"),
+    "a group": (lambda: ExceptionGroup("two", [ValueError("a"), KeyError("b")]), "ExceptionGroup", "two (2 sub-exceptions)"),
+    "cannot be made again": (lambda: NeedsTwoError(1, 2), "MainProcessError", "NeedsTwoError: 1 and 2"),
+    "comes back different": (lambda: OfTwoError("x", 5), "MainProcessError", "OfTwoError: x and 5"),
+    "of another type": (lambda: OtherTypeError("odd"), "MainProcessError", "OtherTypeError: odd"),
+    "with a lock": (unpicklable_error, "MainProcessError", "ValueError: with a lock"),
+    "with a lambda": (with_a_lambda, "MainProcessError", "LookupError: with a lambda"),
+    "its state cannot be set": (lambda: BadStateError("odd"), "MainProcessError", "BadStateError: odd"),
+    "without a text": (SilentError, "MainProcessError", "SilentError"),
+}
+
+
+def errors(guard: Callable[..., Any]) -> dict[str, tuple[str, Any, str, float]]:
+    outcomes = {name: outcome(lambda make=make: guard(lambda: raise_(make()))) for name, (make, _, _) in ERRORS.items()}
+    outcomes["from a function"] = outcome(lambda: guard(a_function_of_the_test))
+    outcomes["value"] = outcome(lambda: guard(lambda: 7))  # and the guard works after all that
+    comm.barrier()  # who raised lives on: nobody was saved by its death
     return outcomes
 
 
-def test_an_exception_of_main_is_raised_on_every_rank_at_once() -> None:
-    kinds = [
-        "KeyError",
-        "CheckpointError",
-        "SystemExit",
-        "KeyboardInterrupt",
-        "OSError",
-        "MainProcessError",
-        "MainProcessError",
-    ]
-    for rank, outcomes in enumerate(on_ranks(3, errors)):
-        assert [o[0] for o in outcomes] == [*kinds, "value"]
-        assert outcomes[1][1] == "disk"
-        assert outcomes[4][1] == "[Errno 28] No space left on device"
-        assert outcomes[7][1] == 7
-        assert all(seconds < 2.0 for *_, seconds in outcomes)
-        assert "NeedsTwoError: 1 and 2" in outcomes[5][1]
-        assert "ValueError: with a lock" in outcomes[6][1]
+@pytest.mark.parametrize("guard", [run_on_main, run_once_per_node])
+def test_an_exception_is_raised_on_every_rank_at_once_and_of_one_type(guard: Callable[..., Any]) -> None:
+    for rank, outcomes in enumerate(on_ranks(3, errors, guard)):
+        assert outcomes.pop("value")[:2] == ("value", 7)
+        assert all(seconds < 2.0 for *_, seconds in outcomes.values())
+        kind, _, notes, _ = outcomes.pop("from a function")
+        assert kind == "KeyError"
         if rank > 0:
-            assert "a_function_of_the_test" in outcomes[0][2]
-            assert "KeyError: 'missing word'" in outcomes[0][2]
-            assert "raised on the main rank" in outcomes[0][2]
+            assert "raised on the main rank" in notes
+            assert "in a_function_of_the_test" in notes
+            assert "KeyError: 'missing word'" in notes
+        for name, (kind, text, notes, _) in outcomes.items():
+            _, expected_kind, expected_text = ERRORS[name]
+            assert kind == expected_kind, name
+            if kind == "MainProcessError":
+                assert "raised on the main rank" in text
+                assert expected_text in text, name
+            else:
+                assert text == expected_text, name
+                assert ("in raise_" in notes) == (rank > 0), name
+
+
+def slow_failure() -> tuple[str, Any, str, float, bool]:
+    """Seconds are those since main raised."""
+    raised_at: list[float] = []
+
+    def work() -> None:
+        time.sleep(3.0)  # longer than the process group's timeout
+        raised_at.append(time.time())
+        a_function_of_the_test()
+
+    began = time.time()
+    kind, text, notes, _ = outcome(lambda: run_on_main(work))
+    raised = time.time()
+    main_raised = comm.broadcast_object(raised_at[0] if raised_at else 0.0)  # main lives on, and so does every rank
+    return kind, text, notes, raised - main_raised, main_raised - began > 2.5
+
+
+def test_all_ranks_raise_within_two_seconds_of_main_however_long_it_worked() -> None:
+    answers = on_ranks(4, slow_failure, init={"timeout_s": 1.0})
+    for rank, (kind, text, notes, seconds, waited) in enumerate(answers):
+        assert (kind, text) == ("KeyError", "'missing word'")
+        assert waited
+        assert 0 <= seconds < 2.0
+        assert rank == 0 or "in a_function_of_the_test\n    raise KeyError" in notes
+
+
+def main_dies() -> str:
+    try:
+        run_on_main(lambda: os._exit(1))
+    except RuntimeError as error:
+        return type(error).__name__
+    return "nothing was raised"
+
+
+def test_when_main_dies_at_its_work_nobody_waits_for_it() -> None:
+    with pytest.raises(RankError) as caught:
+        on_ranks(3, main_dies, timeout_s=30)
+    assert "rank 0:\nit died without a word" in str(caught.value)
+    assert "no answer" not in str(caught.value)
+
+
+def post_failure(error: str) -> tuple[tuple[str, Any, str, float], Any]:
+    def post() -> None:
+        if comm.rank() == 2:
+            raise_(ERRORS[error][0]())
+
+    failed = outcome(lambda: run_on_main(lambda: "v", post_func=post))
+    return failed, run_on_main(lambda: "still works", post_func=post_nothing, run_post_on_main=True)
+
+
+def post_nothing() -> None:
+    comm.barrier()  # within a guarded function a rank is alone
+    assert comm.all_gather_object(comm.rank()) == [comm.rank()]
+    assert run_on_main(comm.rank) == comm.rank()
+
+
+@pytest.mark.parametrize("error", ["OSError", "with a lock", "SystemExit"])
+def test_a_post_func_that_raises_on_one_rank_raises_on_all(error: str) -> None:
+    _, kind, text = ERRORS[error]
+    for rank, (failed, after) in enumerate(on_ranks(4, post_failure, error)):
+        assert after == "still works"
+        assert failed[0] == kind
+        assert text in failed[1]
+        assert failed[3] < 2.0
+        assert rank == 2 or "raised on rank 2" in failed[1] + failed[2]
+
+
+class OnlyOnMain:
+    """A value that no other rank can read."""
+
+    def __reduce__(self) -> Any:
+        return read_on_main, ()
+
+
+def read_on_main() -> str:
+    if comm.rank() != 0:
+        raise ImportError("only main has it")
+    return "read"
+
+
+def unreadable_value() -> tuple[tuple[str, Any, str, float], Any]:
+    return outcome(lambda: run_on_main(OnlyOnMain)), run_on_main(lambda: "still works")
+
+
+def test_a_value_that_a_rank_cannot_unpickle_is_an_error_on_every_rank() -> None:
+    for (kind, text, _, _), after in on_ranks(3, unreadable_value):
+        assert kind == "MainProcessError"
+        assert "rank 1 cannot unpickle" in text
+        assert "only main has it" in text
+        assert after == "still works"
 
 
 def unpicklable_value() -> tuple[tuple[str, Any, str, float], Any]:
@@ -183,3 +321,120 @@ def test_on_a_single_process_the_exception_is_the_very_one_that_was_raised() -> 
     lock = threading.Lock()
     assert run_on_main(lambda: lock) is lock
     assert not isinstance(error, MainProcessError)
+
+
+# --- once a node
+
+TWO_NODES = [torchrun(rank, 4, 2) for rank in range(4)]
+UNEVEN = [{**torchrun(rank, 4, 4), "GROUP_RANK": "01"[rank > 2], "LOCAL_RANK": "0120"[rank]} for rank in range(4)]
+BY_NODE = [openmpi(rank, 4, rank // 2, 2) for rank in range(4)]
+"""mpirun --map-by node: no node rank, and here one host name: told apart by the local ranks."""
+
+
+def node_values() -> dict[str, Any]:
+    calls: list[str] = []
+    post: list[str] = []
+
+    @once_per_node
+    def unpack(word: str, *, times: int = 1) -> str:
+        """Its doc."""
+        calls.append(word)
+        return f"{word * times} of rank {comm.rank()}"
+
+    answers = {
+        "value": unpack("a", times=2),
+        "again": run_once_per_node(unpack, ["b"], {"times": 1}, post.append, ["p"], {}),
+        "post on all": run_once_per_node(lambda: None, post_func=post.append, post_args=["q"], run_post_on_main=True),
+        "big": sum(run_once_per_node(lambda: [comm.rank()] * 100_000)) // 100_000,
+        "name": (unpack.__name__, unpack.__doc__),
+        "in main": run_on_main(lambda: unpack("c")),
+        "main in it": run_once_per_node(lambda: run_on_main(lambda: comm.rank())),
+        "calls": calls,
+        "post": post,
+        "nodes": comm.nodes(),
+    }
+    comm.barrier()
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("environ", "nodes"),
+    [
+        ([{}], [[0]]),
+        ([torchrun(rank, 3, 3) for rank in range(3)], [[0, 1, 2]]),
+        (TWO_NODES, [[0, 1], [2, 3]]),
+        (UNEVEN, [[0, 1, 2], [3]]),
+        (BY_NODE, [[0, 2], [1, 3]]),
+    ],
+)
+def test_the_first_rank_of_each_node_works_and_the_node_has_its_value(
+    environ: list[dict[str, str]], nodes: list[list[int]]
+) -> None:
+    for rank, answer in enumerate(on_ranks(len(environ), node_values, environ=environ)):
+        first = next(node[0] for node in nodes if rank in node)
+        assert answer["nodes"] == nodes
+        assert answer["value"] == f"aa of rank {first}"
+        assert answer["again"] == f"b of rank {first}"
+        assert answer["big"] == first
+        assert answer["name"] == ("unpack", "Its doc.")
+        assert answer["in main"] == "c of rank 0"
+        assert answer["main in it"] == first
+        assert answer["calls"] == (["a", "b"] if rank == first else []) + (["c"] if rank == 0 else [])
+        assert answer["post"] == (["q"] if rank == first else ["p", "q"])
+
+
+def node_errors() -> list[tuple[str, Any, str, float]]:
+    def fail_on(*ranks: int) -> int:
+        if comm.rank() in ranks:
+            raise_(OSError(28, f"on rank {comm.rank()}") if comm.rank() == 2 else LookupError(f"on rank {comm.rank()}"))
+        return comm.rank()
+
+    outcomes = [
+        outcome(lambda: run_once_per_node(fail_on, [2])),
+        outcome(lambda: run_once_per_node(fail_on, [0])),
+        outcome(lambda: run_once_per_node(fail_on, [0, 2])),
+        outcome(lambda: run_once_per_node(fail_on, [1, 3])),  # who does not work cannot fail
+        outcome(lambda: run_once_per_node(fail_on, post_func=fail_on, post_args=[3])),
+        outcome(lambda: run_once_per_node(threading.Lock)),
+        outcome(lambda: run_once_per_node(lambda: threading.Lock() if comm.rank() == 2 else 0)),
+    ]
+    comm.barrier()
+    return outcomes
+
+
+def test_an_exception_on_any_node_ends_on_every_rank_of_every_node() -> None:
+    for rank, outcomes in enumerate(on_ranks(4, node_errors, environ=TWO_NODES)):
+        kinds = ["OSError", "LookupError", "LookupError", "value", "LookupError", "MainProcessError", "MainProcessError"]
+        assert [kind for kind, *_ in outcomes] == kinds
+        assert outcomes[0][1] == "[Errno 28] on rank 2"
+        assert rank == 2 or "raised on rank 2" in outcomes[0][2]
+        assert outcomes[2][1] == "on rank 0"  # of two errors the lowest rank's
+        assert outcomes[3][1] == rank // 2 * 2
+        assert outcomes[4][1] == "on rank 3"
+        assert "cannot be pickled" in outcomes[6][1]
+        assert all(seconds < 2.0 for *_, seconds in outcomes)
+
+
+def in_a_worker() -> tuple[str, Any, str, float]:
+    from torch.utils.data import DataLoader
+
+    def collate(samples: list[int]) -> Any:
+        return outcome(lambda: run_on_main(lambda: 1))
+
+    (answer,) = DataLoader([0], num_workers=1, collate_fn=collate)  # type: ignore[arg-type]
+    comm.barrier()
+    return answer
+
+
+def test_a_guard_in_a_loader_worker_is_an_error_and_no_dead_lock() -> None:
+    for kind, text, _, _ in on_ranks(2, in_a_worker):
+        assert kind == "WorldError"
+        assert "loader worker" in text
+
+
+@pytest.mark.parametrize("guard", [run_on_main, run_once_per_node])
+def test_a_single_process_runs_post_func_only_if_asked_and_nested_too(guard: Callable[..., Any]) -> None:
+    seen: list[str] = []
+    assert guard(lambda: "v", post_func=seen.append, post_args=["no"]) == "v"
+    guard(lambda: guard(lambda: None, post_func=seen.append, post_args=["yes"], run_post_on_main=True))
+    assert seen == ["yes"]

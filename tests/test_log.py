@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import sys
 from types import TracebackType
 
@@ -36,6 +37,59 @@ def test_the_main_rank_speaks_and_a_forced_line_names_its_rank() -> None:
 
 def test_a_single_rank_has_no_prefix() -> None:
     assert said() == ["a\nb\n", "a\nb\n", "warning: c\n", "warning: d\n"]
+
+
+def warned() -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for _ in range(3):
+            log.warning_once("slow disk")
+            log.warning_once("my disk", force=True)
+        log.warning_once("another")
+    return out.getvalue()
+
+
+def test_a_warning_is_given_once_a_text_and_process() -> None:
+    main, other = on_ranks(2, warned)
+    assert main == "warning: slow disk\n[rank 0] warning: my disk\nwarning: another\n"
+    assert other == "[rank 1] warning: my disk\n"
+
+
+def logged() -> list[str]:
+    records = io.StringIO()
+    logging.basicConfig(
+        stream=records, level=logging.INFO, format="%(levelname)s %(name)s %(funcName)s %(message)s", force=True
+    )
+    logger = log.get_logger("mine")
+    logger.info("step %d", 3)
+    logger.warning("slow")
+    logger.info("shard %s", "a%d", force=True)
+    logger.debug("unseen", force=True)
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logger.exception("failed")
+    return [
+        line for line in records.getvalue().split("\n") if line.startswith(("INFO", "WARN", "ERROR", "DEBUG", "ValueError"))
+    ]
+
+
+def test_a_logger_hears_the_main_rank_what_is_forced_and_errors() -> None:
+    main, other = on_ranks(2, logged)
+    assert main == [
+        "INFO mine logged step 3", "WARNING mine logged slow", "INFO mine logged [rank 0] shard a%d",
+        "ERROR mine logged failed", "ValueError: broken",
+    ]  # fmt: skip
+    assert other == ["INFO mine logged [rank 1] shard a%d", "ERROR mine logged [rank 1] failed", "ValueError: broken"]
+    assert on_ranks(1, logged) == [[line.replace("[rank 0] ", "") for line in main]]
+
+
+def test_a_line_is_printed_also_where_the_environment_speaks_half(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rankwise.comm._world", None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    log.say("before init")
+    assert capsys.readouterr().out == "before init\n"
 
 
 Hooked = list[tuple[type[BaseException], BaseException]]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import random
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from rankwise import seed
@@ -79,3 +81,48 @@ def test_a_derived_seed_is_equal_for_equal_words_and_unrelated_otherwise() -> No
     assert seed.derive(7, "rank", 0) == 9104323133979256287
     bits = np.array([[s >> b & 1 for b in range(63)] for s in seeds])
     assert abs(bits.mean(axis=0) - 0.5).max() < 5 * 0.5 / len(seeds) ** 0.5
+
+
+def test_cheap_seeding_is_that_of_everything_on_the_cpu() -> None:
+    seed.seed_everything(2**40 + 5)
+    expected = draw()
+    np.random.randn()  # leaves a cached gaussian, which seeding forgets
+    seed.seed_streams(2**40 + 5)
+    assert draw() == expected
+
+
+def test_cheap_seeding_does_not_ask_after_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("manual_seed", "manual_seed_all", "_lazy_call", "is_available"):
+        monkeypatch.setattr(torch.cuda, name, None)
+    seed.seed_streams(5)
+
+
+@pytest.mark.parametrize("gaussians", [0, 1, 2])
+@pytest.mark.parametrize("drawn_between", [0, 1, 2, 700])
+def test_what_is_drawn_beside_streams_put_aside_does_not_move_them(gaussians: int, drawn_between: int) -> None:
+    def numbers(beside: bool) -> list[list[float]]:
+        aside = seed.Aside()
+        seed.seed_everything(3)
+        told = []
+        for turn in range(4):
+            for _ in range(gaussians if turn != 1 else 0):  # a turn in which the training draws nothing
+                told.append([np.random.randn(), random.gauss(0, 1), *torch.randn(3).tolist()])
+            if beside:
+                aside.put()
+                seed.seed_streams(turn)
+                for _ in range(drawn_between):
+                    np.random.randn(), random.gauss(0, 1), torch.randn(3)
+                aside.back()
+        return [*told, draw()]
+
+    assert numbers(True) == numbers(False)
+
+
+def test_numpys_numbers_lie_where_they_are_copied_from() -> None:
+    """The layout that Aside relies on: 624 words, then the position."""
+    np.random.seed(9)
+    np.random.rand(5)
+    words = np.frombuffer(ctypes.string_at(seed._numpy_words(), seed._MT19937_BYTES), np.uint32)
+    _, keys, position, *_ = np.random.get_state(legacy=True)
+    assert words[:624].tolist() == keys.tolist()
+    assert words[624] == position

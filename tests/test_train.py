@@ -339,6 +339,26 @@ def test_the_global_batch_of_a_run_stays_though_ranks_come_and_go(tmp_path: Path
         assert ("global batch of 8 instead of 12" in said) == (rank == 0)
 
 
+def small_micro_batches(folder: Path, max_steps: int) -> tuple[Flat, str, list[int]]:
+    sizes: list[int] = []
+
+    def measured(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        sizes.append(len(batch[1]))
+        return step_fn(model, batch)
+
+    return *resumed(folder, max_steps, step_fn=measured, accumulate=2 if comm.world_size() > 1 else 1), sizes
+
+
+def test_micro_batches_are_no_larger_on_fewer_ranks_than_they_were(tmp_path: Path) -> None:
+    on_ranks(2, small_micro_batches, tmp_path, 5)
+    ((_, said, sizes),) = on_ranks(1, small_micro_batches, tmp_path, 10)
+    assert "global batch 8 = 2 x 4 accumulated" in said
+    assert max(sizes) == 2
+    (again, *_), _, _ = on_ranks(3, small_micro_batches, tmp_path, 12)
+    expected = on_ranks(1, resumed, tmp_path / "unbroken", 12)[0][0]
+    assert np.abs(again - expected).max() < 1e-9
+
+
 def finished_twice(folder: Path, **settings: Any) -> list[tuple[Flat, str, int]]:
     calls: list[int] = []
     actions = [lambda state: calls.append(state.step)]
@@ -621,7 +641,7 @@ def data_errors(folder: Path, which: str) -> list[tuple[str, str]]:
 def test_data_without_samples_or_length_is_a_data_error_before_anything_is_made(which: str, tmp_path: Path) -> None:
     ((empty, endless),) = on_ranks(1, data_errors, tmp_path, which)
     assert endless[0] == "DataError"
-    assert "cannot tell its length" in endless[1]
+    assert "can be read once" in endless[1]
     assert empty[0] == "DataError"
     assert "empty" in empty[1]
     assert list(tmp_path.iterdir()) == []

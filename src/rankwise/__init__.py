@@ -21,15 +21,25 @@ if TYPE_CHECKING:
     from rankwise.comm import broadcast as broadcast
     from rankwise.comm import broadcast_object as broadcast_object
     from rankwise.comm import init as init
+    from rankwise.comm import is_local_main as is_local_main
+    from rankwise.comm import is_main as is_main
+    from rankwise.comm import local_rank as local_rank
+    from rankwise.comm import local_world_size as local_world_size
+    from rankwise.comm import rank as rank
+    from rankwise.comm import world_size as world_size
     from rankwise.data import Loader as Loader
     from rankwise.device import local_device as local_device
     from rankwise.device import to_device as to_device
     from rankwise.errors import RankwiseError as RankwiseError
     from rankwise.errors import Stopped as Stopped
     from rankwise.guards import main_process_only as main_process_only
+    from rankwise.guards import once_per_node as once_per_node
     from rankwise.guards import run_on_main as run_on_main
+    from rankwise.guards import run_once_per_node as run_once_per_node
+    from rankwise.log import get_logger as get_logger
     from rankwise.log import say as say
     from rankwise.log import warn as warn
+    from rankwise.log import warning_once as warning_once
     from rankwise.seed import seed_everything as seed_everything
     from rankwise.seed import seed_rank as seed_rank
     from rankwise.state import TrainState as TrainState
@@ -43,12 +53,15 @@ if TYPE_CHECKING:
 _HOME = {
     "rankwise.actions": ("Evaluate", "every"),
     "rankwise.checkpoint": ("Checkpoints",),
-    "rankwise.comm": ("all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object", "init"),
+    "rankwise.comm": (
+        "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object", "init", "is_local_main", "is_main",
+        "local_rank", "local_world_size", "rank", "world_size",
+    ),
     "rankwise.data": ("Loader",),
     "rankwise.device": ("local_device", "to_device"),
     "rankwise.errors": ("RankwiseError", "Stopped"),
-    "rankwise.guards": ("main_process_only", "run_on_main"),
-    "rankwise.log": ("say", "warn"),
+    "rankwise.guards": ("main_process_only", "once_per_node", "run_on_main", "run_once_per_node"),
+    "rankwise.log": ("get_logger", "say", "warn", "warning_once"),
     "rankwise.seed": ("seed_everything", "seed_rank"),
     "rankwise.state": ("TrainState",),
     "rankwise.stop": ("StopSignal",),
@@ -56,7 +69,7 @@ _HOME = {
     "rankwise.telemetry": ("Meters",),
     "rankwise.train": ("Trainer",),
     "rankwise.world": ("World", "discover"),
-}
+}  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = sorted(_MODULE_OF)

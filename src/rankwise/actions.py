@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rankwise import comm, seed
+from rankwise import comm, log, seed
 from rankwise.data import Loader
 from rankwise.errors import ConfigError, StepError
 from rankwise.precision import Precision
@@ -144,23 +144,24 @@ class Evaluate:
     """Exact evaluation, sharded: every sample once, on whatever number of ranks; nothing is averaged twice.
 
     `eval_fn(model, batch)` returns {name: (sum, count)}; the figures are `eval_<name>` = sum / count over all samples. Random
-    numbers drawn in it do not move the training's streams.
+    numbers drawn in it do not move the training's streams. `make_loader()` returns a new Loader of one epoch; the rest is the
+    Trainer's, and can be left out in a loop of your own, but for `sync` if the model has buffers (running statistics).
     """
 
     def __init__(
         self,
         eval_fn: Callable[[Any, Any], Mapping[str, Pair]],
         make_loader: Callable[[], Loader],
-        sync: SyncStrategy,
-        precision: Precision,
-        progress: Progress,
-        writers: Sequence[Writer],
+        sync: SyncStrategy | None = None,
+        precision: Precision | None = None,
+        progress: Progress | None = None,
+        writers: Sequence[Writer] = (),
     ) -> None:
         self._eval_fn = eval_fn
         self._make_loader = make_loader
         self._sync = sync
-        self._precision = precision
-        self._progress = progress
+        self._precision = precision or Precision.of("fp32", torch.device("cpu"))
+        self._say = progress.say if progress is not None else log.say
         self._writers = writers
         self.wait_s = 0.0
 
@@ -170,13 +171,14 @@ class Evaluate:
         state.measure(figures)
         for writer in self._writers:
             writer.write(state.step, figures)
-        self._progress.say(f"step {state.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
+        self._say(f"step {state.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
         self.wait_s += time.perf_counter() - began
 
     def _totals(self, state: TrainState) -> dict[str, tuple[float, float]]:
         """Collective. (sum, count) of each name over all samples of all ranks."""
         totals: dict[str, list[torch.Tensor]] = {}
-        self._sync.equalise(state.model)
+        if self._sync is not None:
+            self._sync.equalise(state.model)
         training = state.model.training
         state.model.eval()
         streams = seed.rng_state()

@@ -8,7 +8,7 @@ RankwiseError            exit status 2 unless a subclass says otherwise
   DataError              the dataset or its order
   StepError              a step function, or a rank's count of samples, broke its contract
   CheckpointError        a checkpoint cannot be written or read
-  MainProcessError       work that only the main rank does failed there (raised on every other rank)
+  MainProcessError       work that only some ranks do failed there, with an exception that no other rank can be given
 Stopped                  not an error: training stopped as asked, everything is saved
 """
 
@@ -56,7 +56,7 @@ class CheckpointError(RankwiseError):
 
 
 class MainProcessError(RankwiseError):
-    """Work that only the main rank does raised there; the text is that rank's traceback."""
+    """Work that only some ranks do raised where it was done; the text is that rank's traceback."""
 
     exit_status = 1
 

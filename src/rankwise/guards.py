@@ -1,12 +1,16 @@
 """Work that only some ranks do, without dead-locks: the value or the exception reaches every rank.
 
     vocabulary = run_on_main(build_vocabulary, args=["corpus.txt"])
+    run_once_per_node(unpack, args=["data.tar", "/tmp/data"])
 
-A guard is called by all ranks. If the function raises on the main rank, every rank raises, at once, with its traceback.
+A guard is called by all ranks. If the function raises where it runs, every rank raises, at once, with its traceback; the
+others wait for it as long as it takes. Within a guarded function its rank is alone: another guard calls its function right
+there, and collectives answer as on one rank.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import traceback
@@ -18,8 +22,6 @@ from rankwise.errors import MainProcessError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_inside = False  # a guard within a guarded function runs on this rank alone: the others are not there to answer
 
 
 def run_on_main(
@@ -33,72 +35,36 @@ def run_on_main(
 ) -> R:
     """Collective. Call `func` on the main rank; return its value, or raise its exception, on every rank.
 
-    Then `post_func`, on the other ranks (and on the main rank too with `run_post_on_main`): for loading what `func` wrote.
-    The exception is the original where it survives a pickle, MainProcessError with main's traceback otherwise.
+    Then `post_func`, on the other ranks (and on the main rank too with `run_post_on_main`): for loading what `func` wrote; if
+    it raises on any rank, all raise. The exception is of the same type on every rank: the original, with the traceback of the
+    rank that raised it as a note, where it survives a pickle; MainProcessError with that traceback otherwise.
     """
-    global _inside
-    if _inside:
-        return func(*(args or ()), **(kwargs or {}))
-    answer: tuple[bool, Any, str] = (True, None, "")
-    if comm.rank() == 0:
-        _inside = True
-        try:
-            answer = (True, func(*(args or ()), **(kwargs or {})), "")
-        except BaseException as error:  # whatever it is, the other ranks wait for it
-            answer = (False, error, traceback.format_exc())
-        finally:
-            _inside = False
-    answer = _to_all(answer)
-    value = _value_of(answer)
-    if post_func is not None:
-        here = run_post_on_main or comm.rank() != 0
-        _everywhere(functools.partial(post_func, *(post_args or ()), **(post_kwargs or {})) if here else None)
-    return value  # type: ignore[no-any-return]
+    work = functools.partial(func, *(args or ()), **(kwargs or {}))
+    post = functools.partial(post_func, *(post_args or ()), **(post_kwargs or {})) if post_func is not None else None
+    groups = None if comm.is_alone() else [list(range(comm.world_size()))]
+    return _guarded(groups, work, post, run_post_on_main)
 
 
-def _everywhere(work: Callable[[], Any] | None) -> None:
-    """Collective. Do the work (or none); if it raises on any rank, all ranks raise: that rank its own, the others its text."""
-    error: BaseException | None = None
-    text = ""
-    try:
-        if work is not None:
-            work()
-    except BaseException as problem:  # whatever it is, the other ranks wait
-        error, text = problem, traceback.format_exc()
-    texts = comm.all_gather_object(text)
-    if error is not None:
-        raise error
-    for rank, other in enumerate(texts):
-        if other:
-            raise MainProcessError(f"the function that follows raised on rank {rank}:\n{other}")
+def run_once_per_node(
+    func: Callable[..., R],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    post_func: Callable[..., Any] | None = None,
+    post_args: Sequence[Any] | None = None,
+    post_kwargs: Mapping[str, Any] | None = None,
+    run_post_on_main: bool = False,
+) -> R:
+    """Collective. Call `func` on the first rank of each node; return its value on the ranks of that node.
 
-
-def _to_all(answer: tuple[bool, Any, str]) -> tuple[bool, Any, str]:
-    if comm.world_size() == 1:
-        return answer
-    ok, value, text = answer
-    if comm.rank() == 0 and not _survives_pickle(value):
-        if ok:
-            text = f"run_on_main: what the function returned ({type(value).__name__}) cannot be pickled for the other ranks"
-        answer = (False, MainProcessError(text), text)
-    answer = comm.broadcast_object(answer)
-    if comm.rank() != 0 and not answer[0] and not isinstance(answer[1], MainProcessError):
-        answer[1].add_note(f"raised on the main rank:\n{answer[2]}")
-    return answer
-
-
-def _value_of(answer: tuple[bool, Any, str]) -> Any:
-    ok, value, _ = answer
-    if not ok:
-        raise value
-    return value
-
-
-def _survives_pickle(value: Any) -> bool:
-    try:
-        return type(pickle.loads(pickle.dumps(value))) is type(value)
-    except Exception:  # pickle raises whatever a class of the user's raises
-        return False
+    For what every host needs for itself: unpacking onto a local disk, building an extension. The rest is as in `run_on_main`,
+    with a node's first rank in the place of the main rank; an exception on any node is raised on every rank of every node (of
+    several the lowest rank's). A node is what `comm.nodes` says: never more than one host, also where the launcher numbers no
+    nodes. The value travels to the other nodes too: return a path rather than the data.
+    """
+    work = functools.partial(func, *(args or ()), **(kwargs or {}))
+    post = functools.partial(post_func, *(post_args or ()), **(post_kwargs or {})) if post_func is not None else None
+    groups = None if comm.is_alone() else comm.nodes()
+    return _guarded(groups, work, post, run_post_on_main)
 
 
 def main_process_only(func: Callable[P, R]) -> Callable[P, R]:
@@ -109,3 +75,108 @@ def main_process_only(func: Callable[P, R]) -> Callable[P, R]:
         return run_on_main(func, args, kwargs)
 
     return wrapper
+
+
+def once_per_node(func: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: each call is `run_once_per_node`."""
+
+    @functools.wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        return run_once_per_node(func, args, kwargs)
+
+    return wrapper
+
+
+def _guarded(groups: list[list[int]] | None, work: Callable[[], R], post: Callable[[], Any] | None, on_first: bool) -> R:
+    """Collective. `work` on the first rank of each group (None: this rank is alone), its value on all ranks of the group."""
+    value: Any = None
+    packed, error = b"", None
+    if groups is None:
+        value = work()
+        if post is not None and on_first:
+            post()
+        return value  # type: ignore[no-any-return]
+    me = comm.rank()
+    first = any(group[0] == me for group in groups)
+    waiting = comm.patient()
+    if first:
+        value, packed, error = _attempt(work)
+    _settle(error, waiting)  # the first message of all: nobody is told to expect a value that there is not
+    for group in groups:
+        sent = comm.broadcast_object(packed, group[0], waiting)
+        if me in group:
+            packed = sent
+    error = None
+    try:
+        if not first:
+            value = _loaded(packed)
+        if post is not None and (on_first or not first):
+            with comm.alone():
+                post()
+    except BaseException as problem:  # whatever it is, the other ranks wait
+        error = problem
+    _settle(error, waiting)
+    return value  # type: ignore[no-any-return]
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, bytes, BaseException | None]:
+    """(value, the value pickled, None) or (None, nothing, what was raised)."""
+    try:
+        with comm.alone():
+            value = work()
+        try:
+            return value, pickle.dumps(value), None
+        except BaseException as error:  # pickle raises whatever a class of the user's raises
+            raise MainProcessError(
+                f"what the function returned ({type(value).__name__}) cannot be pickled for the other ranks: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    except BaseException as error:  # whatever it is, the other ranks wait for it
+        return None, b"", error
+
+
+def _loaded(packed: bytes) -> Any:
+    try:
+        return pickle.loads(packed)
+    except BaseException as error:
+        raise MainProcessError(
+            f"rank {comm.rank()} cannot unpickle what the function returned: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _settle(error: BaseException | None, group: Any) -> None:
+    """Collective. If any rank has an error, all ranks raise the lowest rank's."""
+    told = comm.all_gather_object(None if error is None else pack_error(error), group)
+    rank, packed = next(((r, p) for r, p in enumerate(told) if p is not None), (-1, None))
+    if packed is None:
+        return
+    if rank == comm.rank() and packed[0] is not None and error is not None:
+        raise error
+    raise unpack_error(packed, "on the main rank" if rank == 0 else f"on rank {rank}", MainProcessError) from error
+
+
+Packed = tuple[bytes | None, str]
+"""An exception for another process: its pickle, None where that would not bring back the same; its traceback."""
+
+
+def pack_error(error: BaseException) -> Packed:
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickled = pickle.dumps(error)
+        back = pickle.loads(pickled)
+        back.add_note("")  # a frozen one takes none
+        same = type(back) is type(error) and str(back) == str(error)
+    except BaseException:  # whatever a class of the user's raises on its way
+        same = False
+    return (pickled if same else None), text
+
+
+def unpack_error(packed: Packed, where: str, otherwise: type[Exception]) -> BaseException:
+    """The exception, with the traceback that it had in the other process; `otherwise`, of that text, if it did not survive."""
+    pickled, text = packed
+    if pickled is not None:
+        with contextlib.suppress(BaseException):
+            error: BaseException = pickle.loads(pickled)
+            error.add_note(f"raised {where}:\n{text}")
+            return error
+    return otherwise(f"raised {where}:\n{text}")

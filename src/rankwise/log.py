@@ -2,29 +2,80 @@
 
 log.say("resumed from step 400")              # main rank
 log.say("my shard is short", force=True)      # any rank, with its prefix
+log.get_logger(__name__).info("loaded")       # the same rule for Python's logging
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
+from collections.abc import MutableMapping
 from types import TracebackType
+from typing import Any
 
 from rankwise import comm
-from rankwise.errors import RankwiseError
+from rankwise.errors import RankwiseError, WorldError
+
+_warned: set[str] = set()
 
 
 def say(text: str, force: bool = False) -> None:
     """Print on the main rank; with `force` on every rank that calls, each line prefixed with `[rank k]`."""
-    if force and comm.world_size() > 1:
-        print("\n".join(f"[rank {comm.rank()}] {line}" for line in text.split("\n")), flush=True)
-    elif comm.rank() == 0:
+    rank, several = _here()
+    if force and several:
+        print(_prefixed(text, rank), flush=True)
+    elif rank == 0:
         print(text, flush=True)
 
 
 def warn(text: str, force: bool = False) -> None:
     """As `say`, marked as a warning."""
     say(f"warning: {text}", force)
+
+
+def warning_once(text: str, force: bool = False) -> None:
+    """As `warn`, the first time that this process is given this text, and never again."""
+    if text not in _warned:
+        _warned.add(text)
+        warn(text, force)
+
+
+def get_logger(name: str) -> RankLogger:
+    """Python's logger of this name, of which the main rank's records are heard, and of the others the errors.
+
+    Each call takes `force=True`: then the record is heard from every rank. What other ranks say is prefixed with `[rank k]`.
+    """
+    return RankLogger(logging.getLogger(name))
+
+
+class RankLogger(logging.LoggerAdapter[logging.Logger]):
+    """See `get_logger`."""
+
+    def log(  # type: ignore[override]
+        self, level: int, msg: object, *args: object, force: bool = False, **kwargs: Any
+    ) -> None:
+        rank, several = _here()
+        if rank > 0 and not force and level < logging.ERROR:
+            return
+        text = _prefixed(str(msg), rank) if several and (force or rank > 0) else msg
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the caller's line, not this one
+        super().log(level, text, *args, **kwargs)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return msg, kwargs
+
+
+def _here() -> tuple[int, bool]:
+    """(this rank, whether there are others). A line is printed also where nobody can tell: `init` raises soon enough."""
+    try:
+        return comm.rank(), comm.world_size() > 1
+    except WorldError:
+        return 0, False
+
+
+def _prefixed(text: str, rank: int) -> str:
+    return "\n".join(f"[rank {rank}] {line}" for line in text.split("\n"))
 
 
 def errors_without_traceback() -> None:

@@ -120,7 +120,6 @@ class Trainer:
         self.max_steps = max_steps
         self._seed = seed
         self._step_fn = step_fn
-        self._accumulate = accumulate
         self._precision = Precision.of(precision, self.device)
         self._lr_text = ""
         self.loader = Loader(
@@ -177,8 +176,8 @@ class Trainer:
     def _check_rest(self) -> None:
         """A forward pass that waits for the other ranks must not be left out on one of them."""
         loader = self.loader
-        rest = loader.samples % loader.global_batch_size
-        if is_synced(self.state.model) and 0 < rest < self.world.world_size * self._accumulate and not loader.drop_last:
+        rest = 1 if loader.is_stream or loader.samples is None else loader.samples % loader.global_batch_size
+        if is_synced(self.state.model) and 0 < rest < self.world.world_size * loader.accumulate and not loader.drop_last:
             raise ConfigError(
                 f"SyncBatchNorm needs a sample on every rank, but the last global batch of an epoch has {rest} for "
                 f"{self.world.world_size} ranks; type drop_last=True, or choose another batch size"
@@ -391,17 +390,14 @@ class Trainer:
         return TimeBreakdown(sources)
 
     def _total_steps(self) -> int | None:
-        epochs = self.loader.max_epochs
-        by_epochs = epochs * self.loader.steps_per_epoch if epochs is not None else None
+        epochs, steps = self.loader.max_epochs, self.loader.steps_per_epoch
+        by_epochs = epochs * steps if epochs is not None and steps is not None else None
         return min((n for n in (self.max_steps, by_epochs) if n is not None), default=None)
 
     def _say_plan(self, state: TrainState) -> None:
         parameters = sum(p.numel() for p in state.model.parameters())
         loader = self.loader
-        log.say(
-            f"{_amount(parameters)} parameters, {self._precision.name} on {self.device.type}; "
-            f"{loader.samples} samples, {loader.steps_per_epoch} step{'s' * (loader.steps_per_epoch != 1)} an epoch"
-        )
+        log.say(f"{_amount(parameters)} parameters, {self._precision.name} on {self.device.type}; {_data(loader)}")
         log.say("; ".join(text for text in (self._batch_text(), self.sync.describe()) if text))
         if self._lr_text:
             log.say(self._lr_text)
@@ -410,10 +406,10 @@ class Trainer:
         """`global batch 64 = 16 x 2 ranks x 2 accumulated`"""
         whole, ranks = self.loader.global_batch_size, self.world.world_size
         parts = [f"{ranks} ranks"] if ranks > 1 else []
-        parts += [f"{self._accumulate} accumulated"] if self._accumulate > 1 else []
+        parts += [f"{self.loader.accumulate} accumulated"] if self.loader.accumulate > 1 else []
         if not parts:
             return f"global batch {whole}"
-        each, rest = divmod(whole, ranks * self._accumulate)
+        each, rest = divmod(whole, ranks * self.loader.accumulate)
         return f"global batch {whole} = {f'{each} or {each + 1}' if rest else each} x {' x '.join(parts)}"
 
 
@@ -493,6 +489,14 @@ def _described(result: Any) -> str:
     if isinstance(result, tuple):
         return f"a tuple of {len(result)} ({', '.join(type(r).__name__ for r in result)})"
     return type(result).__name__
+
+
+def _data(loader: Loader) -> str:
+    steps = f", {loader.steps_per_epoch} step{'s' * (loader.steps_per_epoch != 1)} an epoch"
+    if not loader.is_stream:
+        return f"{loader.samples} samples{steps}"
+    long = "of unknown length" if loader.samples is None else f"of {loader.samples} samples{steps}, as it says"
+    return f"a stream {long}, in its own order"
 
 
 def _amount(n: int) -> str:

@@ -10,17 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batches import all_of, flat, global_batches, loaders, steps_of
 from ranks import on_ranks
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from rankwise.data import Loader
 from rankwise.data.loader import share
 from rankwise.errors import ConfigError, DataError
-from rankwise.world import World
-
-
-def world(rank: int, world_size: int) -> World:
-    return World(rank, world_size, rank, world_size, 0, source="test")
 
 
 class Items(Dataset[int]):
@@ -63,44 +58,6 @@ KINDS = {
     "tensors": lambda n: TensorDataset(torch.arange(n), torch.arange(n) * 2.0),
     "subset": lambda n: Subset(Items(2 * n), range(n)),
 }
-
-
-def numbers(batch: Any) -> list[int]:
-    """The samples of a batch of any of the kinds."""
-    if isinstance(batch, dict):
-        batch = batch["x"]
-    if isinstance(batch, list | tuple):
-        x, y = batch
-        assert torch.equal(x * 2.0, y)
-        batch = x
-    return batch.tolist()  # type: ignore[no-any-return]
-
-
-Steps = list[list[list[int]]]
-"""Of each step, the micro-batches."""
-
-
-def steps_of(loader: Loader, limit: int | None = None) -> Steps:
-    return [[numbers(batch) for batch in micro_batches] for micro_batches in itertools.islice(loader, limit)]
-
-
-def loaders(dataset: Any, world_size: int, **settings: Any) -> list[Loader]:
-    settings = {"max_epochs": 1, "global_batch_size": 5, **settings}
-    return [Loader(dataset, world(rank, world_size), **settings) for rank in range(world_size)]
-
-
-def global_batches(per_rank: list[Steps]) -> list[list[int]]:
-    """Of each step the samples of all ranks, rank after rank."""
-    assert len({len(steps) for steps in per_rank}) == 1, "ranks took different numbers of steps"
-    return [[s for rank in step for micro in rank for s in micro] for step in zip(*per_rank, strict=True)]
-
-
-def all_of(dataset: Any, world_size: int, limit: int | None = None, **settings: Any) -> list[list[int]]:
-    return global_batches([steps_of(loader, limit) for loader in loaders(dataset, world_size, **settings)])
-
-
-def flat(batches: list[list[int]]) -> list[int]:
-    return [s for batch in batches for s in batch]
 
 
 def reference(samples: int, size: int, seed: int, epochs: int, drop_last: bool = False) -> list[list[int]]:
@@ -241,32 +198,32 @@ def test_a_state_loaded_where_the_last_batch_is_dropped_does_not_hang() -> None:
     (second,) = loaders(Items(13), 1, drop_last=True, max_epochs=2)
     second.load_state_dict(first.state_dict())
     spins = 0
-    in_process = second._in_process
+    ordered = second._ordered
 
-    def counted() -> Iterator[Any]:
+    def counted(order: Any) -> Iterator[Any]:
         nonlocal spins
         spins += 1
         assert spins < 5, "it spins without a batch"
-        return in_process()
+        return ordered(order)
 
-    second._in_process = counted  # type: ignore[method-assign]
+    second._ordered = counted  # type: ignore[method-assign]
     assert [[s for micro in step for s in micro] for step in steps_of(second)] == reference(13, 5, 0, 2, True)[2:]
 
 
 # --- datasets that are none, or fail
 
 
-class Endless(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(10))
+class NoLength:
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 def test_what_cannot_be_trained_on_is_a_data_error() -> None:
     with pytest.raises(DataError, match="empty"):
         loaders(Items(0), 1)
-    with pytest.raises(DataError, match=r"Endless cannot tell its length.*__len__"):
-        loaders(Endless(), 1)
-    with pytest.raises(DataError, match="generator cannot tell its length"):
+    with pytest.raises(DataError, match=r"NoLength cannot tell its length.*__len__.*iterable"):
+        loaders(NoLength(), 1)
+    with pytest.raises(DataError, match="generator can be read once"):
         loaders((i for i in range(3)), 1)
     with pytest.raises(DataError, match="drop_last leaves nothing: 4 samples are fewer than a global batch of 5"):
         loaders(Items(4), 1, drop_last=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from rankwise.errors import DataError
 
 Indices = npt.NDArray[np.int64]
+Positions = TypeVar("Positions", range, list[int])
 
 _SMALL = 1024  # below it a permutation table is cheaper, and reaches every order
 _ROUNDS = 6  # 4 showed a chi-square at -3.8 sigma
@@ -50,6 +52,21 @@ class Order:
         offset = start // _RUN * _RUN
         joined = runs[0] if len(runs) == 1 else np.concatenate(runs)
         return joined[start - offset : stop - offset]
+
+
+def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Rank `rank`'s part of positions [start, stop): contiguous, sizes differ by one at most, empty if there are too few."""
+    n = stop - start
+    return start + n * rank // world_size, start + n * (rank + 1) // world_size
+
+
+def split(indices: Positions, parts: int) -> list[Positions]:
+    """Into `parts` runs of nearly equal length; those without a sample are left out."""
+    if parts == 1:
+        return [indices] if indices else []
+    n = len(indices)
+    runs = (indices[n * k // parts : n * (k + 1) // parts] for k in range(parts))
+    return [run for run in runs if run]
 
 
 @lru_cache(maxsize=8)

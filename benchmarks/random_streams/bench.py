@@ -1,0 +1,77 @@
+"""What does it cost that a dataset's random numbers are keyed, and leave the training's streams where they were?
+
+python benchmarks/random_streams/bench.py
+"""
+
+import random
+import statistics
+import sys
+import time
+
+import numpy as np
+import torch
+
+from rankwise import seed
+from rankwise.data.fetch import Fetch
+
+TURNS, CALLS, BATCH = 60, 200, 32
+
+
+class Rows:
+    def __len__(self):
+        return 1024
+
+    def __getitem__(self, index):
+        return index
+
+
+class QuietRows(Rows):
+    draws_nothing = True
+
+
+def all_the_same(key):
+    state = seed.rng_state()
+    seed.seed_everything(key)
+    seed.set_rng_state(state)
+
+
+def their_own_way(key):
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed.seed_streams(key)
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+
+
+aside = seed.Aside()
+
+
+def put_aside(key):
+    aside.put()
+    seed.seed_streams(key)
+    aside.back()
+
+
+keyed, quiet = Fetch(Rows(), list, 0), Fetch(QuietRows(), list, 0)
+indices = list(range(BATCH))
+CASES = {
+    "rng_state, seed_everything, set_rng_state": all_the_same,
+    "each generator's own get, seed and set": their_own_way,
+    "Aside.put, seed_streams, Aside.back": put_aside,
+    "torch.manual_seed": torch.manual_seed,
+    "seed_streams (a sample in a worker)": seed.seed_streams,
+    f"a batch of {BATCH} indices, keyed": lambda key: keyed.here((0, indices)),
+    f"a batch of {BATCH} indices, draws_nothing": lambda key: quiet.here((0, indices)),
+}
+
+times = {name: [] for name in CASES}
+for _ in range(TURNS):  # interleaved, so that a busy machine is busy for all
+    for name, call in CASES.items():
+        began = time.perf_counter()
+        for key in range(CALLS):
+            call(key)
+        times[name].append((time.perf_counter() - began) / CALLS * 1e6)
+print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, numpy {np.__version__}; {TURNS} turns of {CALLS} calls")
+print(f"{'':45s} us p10  median")
+for name, values in times.items():
+    print(f"{name:45s} {statistics.quantiles(values, n=10)[0]:7.1f} {statistics.median(values):7.1f}")

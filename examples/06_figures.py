@@ -1,0 +1,74 @@
+"""Figures over all ranks, in a loop of your own: a stream of data, mean losses, an exact evaluation.
+
+python examples/06_figures.py                 one device
+rankwise run examples/06_figures.py           all devices of this machine
+"""
+
+from collections.abc import Iterator
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset, TensorDataset
+
+import rankwise
+
+EPOCHS, EVERY = 5, 30
+
+
+class NoisyDigits(IterableDataset):
+    """A stream: the same on every rank, each of which keeps its share. Each sample is another in each epoch."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for k in torch.randperm(len(self.x)).tolist():  # drawn alike on all ranks
+            yield self.x[k] + 0.05 * torch.randn(64), self.y[k]
+
+
+def evaluate(model, batch):
+    """Sums, and the count that each is over."""
+    x, y = batch
+    scores = model(x)
+    loss = F.cross_entropy(scores, y, reduction="sum")
+    return {"loss": (loss, len(y)), "accuracy": ((scores.argmax(1) == y).sum(), len(y))}
+
+
+def main():
+    world = rankwise.init()
+    rankwise.seed_everything(0)
+    data = rankwise.run_on_main(load_digits)
+    x, y = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
+    train_data, eval_data = NoisyDigits(x[:1500], y[:1500]), TensorDataset(x[1500:], y[1500:])
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 10))
+    sync = rankwise.AllReduce(clip_norm=1.0)
+    model = sync.wrap(model)
+    state = rankwise.TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    rankwise.seed_rank(0, world.rank)  # dropout differs from rank to rank
+
+    evaluation = rankwise.Evaluate(
+        evaluate, lambda: rankwise.Loader(eval_data, world, global_batch_size=64, shuffle=False, max_epochs=1), sync
+    )
+    each_epoch = rankwise.every(evaluation, epochs=1)
+    meters = rankwise.Meters("loss")
+    loader = rankwise.Loader(train_data, world, global_batch_size=50, max_epochs=EPOCHS)
+    for micro_batches in loader:
+        for inputs, targets in micro_batches:
+            loss = F.cross_entropy(model(inputs), targets, reduction="sum")
+            sync.backward(loss, len(targets))
+            meters.add(loss=(loss.detach(), len(targets)))  # waits for no device and no rank
+        sync.step(model, state.optimizer)
+        state.step += 1
+        state.epoch, state.epoch_ended = loader.epoch, loader.position == 0
+        if state.step % EVERY == 0:
+            sums, _ = meters.reduce()  # one message of a few bytes
+            total, count = sums["loss"]
+            rankwise.say(f"step {state.step}: loss {total / count:.4f}")
+        each_epoch(state)
+    rankwise.say(f"done: {state.step} steps, accuracy {state.metrics['eval_accuracy']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

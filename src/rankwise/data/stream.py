@@ -1,0 +1,174 @@
+"""An iterable dataset cut into global batches, in the order in which it comes.
+
+    stream = Stream(dataset, None, seed=0, rank=1, world_size=4, drop_last=False)
+    step = stream(Request(epoch, start, size, accumulate=1))    # this rank's share of [start, start + size) in the stream
+
+Each rank and worker reads the whole stream and keeps its share, so that the batches do not depend on how many there are, the
+tail is split like any other batch, and all know by themselves where an epoch ends. What costs time belongs into `collate_fn`,
+which sees this rank's share alone: let the stream yield file names, offsets or bytes, and decode them there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import _utils, default_collate
+
+from rankwise import seed as seeds
+from rankwise.data.fetch import Noted
+from rankwise.data.order import share, split
+from rankwise.errors import DataError
+
+_SKIPPED_AT_ONCE = 16  # samples that are held while a resume or another worker's step is skipped
+
+
+class Step(NamedTuple):
+    """What one optimizer step takes."""
+
+    stop: int
+    """The position after it."""
+
+    last: bool
+    """Whether the epoch ends with it."""
+
+    micro_batches: list[Any]
+
+
+class Request(NamedTuple):
+    """One optimizer step of a stream."""
+
+    epoch: int
+    start: int
+    """Position of its first sample."""
+    size: int
+    """Samples of the global batch."""
+    accumulate: int
+    """Micro-batches of a rank."""
+
+
+class Stream:
+    """A Request -> this rank's part of that step; None if the epoch is over there.
+
+    `dataset.set_epoch(epoch)` is called, where there is one, before each pass. A pass draws from random streams that are keyed
+    by (seed, epoch) and alike on all ranks and workers: a shuffle buffer may use them. torch's get_worker_info() is None inside
+    the dataset, so that one which splits itself by workers yields the whole too.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        seed: int,
+        rank: int,
+        world_size: int,
+        drop_last: bool,
+    ) -> None:
+        self._dataset = dataset
+        self._own_collate = collate_fn
+        self._seed = seed
+        self._rank = rank
+        self._world_size = world_size
+        self._drop_last = drop_last
+        self._epoch = -1
+        self._iterator: Iterator[Any] = iter(())
+        self._pulled = 0  # samples of this pass, and those of them that are read ahead
+        self._ahead: list[Any] = []
+        self._training = seeds.Aside()
+        self._own = seeds.Aside()  # between two requests in this process
+        self._beside_collate = seeds.Aside()
+
+    def here(self, request: Request) -> Step | None:
+        self._training.put()
+        try:
+            if self._continues(request):
+                self._own.back()
+            return self(request)
+        finally:
+            self._own.put()
+            self._training.back()
+
+    def __call__(self, request: Request) -> Step | None:
+        epoch, start, size, accumulate = request
+        if not self._continues(request):
+            self._begin(epoch)
+        while self._position < start and self._take(min(start - self._position, _SKIPPED_AT_ONCE)):
+            pass
+        samples = self._take(size) if self._position == start else []
+        needed = size if self._drop_last else 1
+        self._ahead += self._pull(needed - len(self._ahead))
+        if len(samples) < needed:
+            self._check_not_empty(start, size)
+            return None
+        low, high = share(0, len(samples), self._rank, self._world_size)
+        runs = split(range(low, high), accumulate)
+        batches = [self._collated(epoch, start + run[0], samples[run[0] : run[-1] + 1]) for run in runs]
+        return Step(start + len(samples), len(self._ahead) < needed, batches)
+
+    def _check_not_empty(self, start: int, size: int) -> None:
+        name = type(self._dataset).__name__
+        if self._pulled == 0:
+            raise DataError(f"the dataset ({name}) is empty: its stream yields nothing")
+        if start == 0:
+            raise DataError(f"drop_last leaves nothing: the stream of {name} ends before a global batch of {size}")
+        if not self._drop_last:
+            raise DataError(
+                f"the stream of {name} ends after {self._pulled} samples, before position {start} of the checkpoint"
+            )
+
+    @property
+    def _position(self) -> int:
+        return self._pulled - len(self._ahead)
+
+    def _continues(self, request: Request) -> bool:
+        """Whether this pass gets there; otherwise a new one begins."""
+        return request.epoch == self._epoch and request.start >= self._position
+
+    def _begin(self, epoch: int) -> None:
+        seeds.seed_streams(seeds.derive(self._seed, epoch, "stream"))
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        with _no_worker():
+            # Not iter(): a dataset that is its own iterator would begin anew each time that islice asks it for one.
+            self._iterator = (sample for sample in self._dataset)
+        self._epoch, self._pulled, self._ahead = epoch, 0, []
+
+    def _take(self, n: int) -> list[Any]:
+        """The next n samples; fewer at the end."""
+        taken, self._ahead = self._ahead[:n], self._ahead[n:]
+        return taken + self._pull(n - len(taken))
+
+    def _pull(self, n: int) -> list[Any]:
+        pulled: list[Any] = []
+        with _no_worker(), Noted("in", (), self._dataset) as place:
+            try:
+                pulled.extend(islice(self._iterator, max(n, 0)))
+            except BaseException:
+                self._epoch = -1  # a generator that raised is over: another attempt needs a new one
+                place.indices = (self._pulled + len(pulled),)
+                raise
+        self._pulled += len(pulled)
+        return pulled
+
+    def _collated(self, epoch: int, start: int, samples: list[Any]) -> Any:
+        with Noted("in the collate function, of", range(start, start + len(samples)), self._dataset):
+            if self._own_collate is None:
+                return default_collate(samples)
+            self._beside_collate.put()  # what it draws must not move the pass, of which other ranks collate other samples
+            try:
+                seeds.seed_streams(seeds.derive(self._seed, epoch, start))
+                return self._own_collate(samples)
+            finally:
+                self._beside_collate.back()
+
+
+@contextlib.contextmanager
+def _no_worker() -> Iterator[None]:
+    """Hide from a dataset that it is in one of several workers. Collating sees it: batches go into shared memory at once."""
+    before, _utils.worker._worker_info = _utils.worker._worker_info, None
+    try:
+        yield
+    finally:
+        _utils.worker._worker_info = before
