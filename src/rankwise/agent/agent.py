@@ -50,6 +50,7 @@ class Agent:
         self._stop_began = 0.0
         self._killed_as_asked = False
         self._grace_is_over = False
+        self._stuck: set[int] = set()  # processes that nothing can end: nobody waits for them any more
 
     def run(self) -> int:
         """Start the ranks, again after a failure if that was asked for; return when nothing below this process is left."""
@@ -66,13 +67,13 @@ class Agent:
                 # A new port each time, unless one was asked for: a dead rank's children may hold the old.
                 with _hold_port(0) if explicit is None else contextlib.nullcontext(explicit) as port:
                     status, failure = self._live(restart, port.getsockname()[1])
-                if failure is None or restart == self._plan.max_restarts or self._launcher_ended():
+                if failure is None or restart == self._plan.max_restarts or self._stuck or self._launcher_ended():
                     return status
                 restart += 1
                 self._say(f"{failure.summary}; starting all ranks again, {restart} of {self._plan.max_restarts}")
         finally:
             self._starter.close()
-            if not processes.end_tree():
+            if not processes.end_tree(exclude=self._stuck):
                 self._say("a process of this run cannot be killed (state D: disk or driver); the host needs an operator")
 
     # --- set-up
@@ -143,6 +144,7 @@ class Agent:
             life = self._watch(crew, life, console)
         finally:
             crew.signal_all(signal.SIGKILL)
+            self._stuck |= crew.stuck_pids
             self._end_all_but_the_warm_process()
             if console is not None:
                 console.close()
@@ -153,10 +155,10 @@ class Agent:
         return status, failure
 
     def _end_all_but_the_warm_process(self) -> None:
-        processes.end_tree(exclude={self._starter.warm_pid or 0})
+        processes.end_tree(exclude={self._starter.warm_pid or 0, *self._stuck})
 
     def _watch(self, crew: Crew, life: Life, console: Console | None) -> Life:
-        """The loop. Returns when no rank is left, or when nobody wants them any more."""
+        """The loop. Returns when no rank is left that can end, or when nobody wants them any more."""
         first_failure = ended = 0.0
         stalls = StallWatch(self._run, crew, crew.progress, self._tells_steps, self._plan.stall_warn_s, self._say)
         while True:
@@ -167,7 +169,6 @@ class Agent:
                 life = self._on_started(crew, message, life)
             if not crew.reap(self._starter.warm_pid):
                 self._without_warm_process(crew)
-            crew.look_at_memory()
             stalls.look()
             if console is not None:
                 console.show()
@@ -175,7 +176,7 @@ class Agent:
                 self._stop_signal = self._asked[0]
                 return life  # asked to stop before any rank was there
             self._stop_if_asked(crew)
-            if not crew.alive:
+            if not crew.awaited:
                 return life
             now = time.monotonic()
             if crew.any_failed and not first_failure and not self._stop_began:
@@ -268,14 +269,14 @@ class Agent:
             return 1, "the launcher was killed", None
         ends = crew.evidence()
         if self._stop_signal and (stopped := self._stopped(ends)) is not None:
-            return *stopped, None
+            return stopped[0], stopped[1] + verdict.unkillable(ends), None
         culprit = verdict.judge(ends)
         if culprit is None:
             return 0, "all ranks ended with status 0" + self._strangers(), None
         failure = Failure(
             rank=culprit.rank,
             host=life.host,
-            summary=verdict.summary(culprit),
+            summary=verdict.summary(culprit, ends),
             exit_status=verdict.exit_status(culprit),
             exit_code=culprit.exit_code,
             signal=verdict.signal_name(culprit.signum) if culprit.signum is not None else None,
