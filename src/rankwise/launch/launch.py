@@ -19,7 +19,7 @@ from types import FrameType
 from rankwise import processes
 from rankwise.config import RunConfig
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, WorldError
-from rankwise.launch import code, devices, script
+from rankwise.launch import backend, code, devices, script
 from rankwise.plan import Plan
 from rankwise.rundir import Failure, RunDir, write_json, write_text
 from rankwise.schedulers import local
@@ -39,6 +39,7 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
     environment = devices.visible(config.gpus, env)
     nproc, why = devices.ranks_for(config.nproc, {**env, **environment})
     _refuse_too_few_files(nproc)
+    _refuse_nccl_without_gpu(program, {**env, **environment})
     threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else devices.cores() // nproc
     threads = max(1, threads)
     processes.become_subreaper()  # if the agent is killed, what it leaves falls to this process
@@ -119,6 +120,14 @@ def _refuse_too_few_files(nproc: int) -> None:
         raise ConfigError(
             f"a process may have only {files} files open (ulimit -n), and {_count(nproc, 'rank')} need {needed} to begin; "
             f"type: ulimit -n 4096"
+        )
+
+
+def _refuse_nccl_without_gpu(program: script.Program, env: Mapping[str, str]) -> None:
+    if program.nccl_line is not None and (why := backend.why_not_nccl(env, program.interpreter)) is not None:
+        raise ConfigError(
+            f"{program.name}, line {program.nccl_line}: it asks for the backend nccl, and {why}; write "
+            'init_process_group("gloo") there, or init_process_group() for what each machine has'
         )
 
 
