@@ -47,6 +47,13 @@ def test_help_mentions_every_option(words: tuple[str, ...], mentioned: tuple[str
         assert word in done.stdout
 
 
+def test_what_a_command_does_is_not_cut_in_the_list_of_commands(rankwise: Run) -> None:
+    done = rankwise("--help", env={**os.environ, "COLUMNS": "80"})
+    commands = done.stdout.partition("Commands:")[2].splitlines()[1:]
+    assert len(commands) >= 3
+    assert all(line.endswith(".") and not line.endswith("...") for line in commands)
+
+
 def test_help_mentions_every_option_that_there_is() -> None:
     """The list above is complete: an option added later is one that this test asks for."""
     from rankwise.cli import report, run

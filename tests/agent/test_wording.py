@@ -98,9 +98,9 @@ def test_a_script_of_a_package_is_told_how_to_run_as_its_module(tmp_path: Path) 
     (tmp_path / "lab" / "pkg").mkdir(parents=True)
     (tmp_path / "lab" / "__init__.py").touch()
     failed = record("ImportError", "attempted relative import with no known parent package")
-    assert reword(failed, 0, "lab/pkg/train.py").remark == "it belongs to a package; type: rankwise run -m lab.pkg.train"
+    assert reword(failed, 0, "lab/pkg/train.py").remark == "it belongs to a package: type `rankwise run -m lab.pkg.train`"
     inside = reword(failed, 0, "/srv/other/train.py").remark
-    assert inside == "it belongs to a package; type: cd /srv && rankwise run -m other.train"
+    assert inside == "it belongs to a package: type `cd /srv && rankwise run -m other.train`"
 
 
 def test_only_rank_0_has_the_terminal() -> None:

@@ -54,7 +54,7 @@ def reword(record: Mapping[str, Any], rank: int, script: str) -> Told:
             told, exception=f"{record['type']}: its model is not that of rank 0: parameter {name} has sizes {found[2]} here"
         )
     if "attempted relative import with no known parent package" in message:
-        return replace(told, remark=f"it belongs to a package; type: {_as_module(script)}")
+        return replace(told, remark=f"it belongs to a package: type `{_as_module(script)}`")
     if record["type"] == "EOFError" and rank > 0 and "reading a line" in message:
         return replace(told, remark="only rank 0 has the terminal: ask on rank 0 alone, and broadcast the answer")
     if (shortage := record.get("shortage")) is not None:
