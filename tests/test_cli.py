@@ -115,10 +115,13 @@ def test_an_error_is_one_line_with_status_2_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == [script]
 
 
-def test_a_syntax_error_in_the_script_is_one_line_with_status_2(rankwise: Run, script: Path) -> None:
+def test_a_syntax_error_in_the_script_is_shown_with_status_2(rankwise: Run, script: Path) -> None:
     script.write_text("import torch\nif True\n")
     done = rankwise("run", str(script))
-    assert (done.returncode, done.stderr) == (2, f"rankwise: {script}:2: syntax error: expected ':'\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"rankwise: {script}:2: syntax error: expected ':'\n    if True\n           ^\n",
+    )
 
 
 @pytest.mark.parametrize(

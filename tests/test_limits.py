@@ -257,7 +257,7 @@ def test_a_rank_that_has_no_descriptor_left_leaves_its_evidence_with_the_count_a
 
 
 @pytest.fixture
-def plain_user() -> Iterator[Callable[[int, str], subprocess.CompletedProcess[str]]]:
+def plain_user() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Runs a script on two ranks as a user who is not root and may have this many processes more than the user has now."""
     if os.getuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root and setpriv, to become a user whose processes are counted")
@@ -267,11 +267,11 @@ def plain_user() -> Iterator[Callable[[int, str], subprocess.CompletedProcess[st
     with tempfile.TemporaryDirectory() as folder:
         os.chown(folder, 64123, 64123)
 
-        def run(more: int, source: str) -> subprocess.CompletedProcess[str]:
+        def run(more: int, source: str, *options: str) -> subprocess.CompletedProcess[str]:
             Path(folder, "script.py").write_text(source)
             now = sum(len(os.listdir(f"/proc/{p.pid}/task")) for p in psutil.process_iter() if p.uids().real == 64123)
             command = [*become.split(), "prlimit", f"--nproc={now + more}", sys.executable, "-m", "rankwise", "run"]
-            command += ["--nproc", "2", "script.py"]
+            command += ["--nproc", "2", *options, "script.py"]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
             assert wait_for(lambda: not left_over(Path(folder)), "nothing left in ps")
             return done
@@ -290,6 +290,15 @@ def test_a_loader_worker_that_may_not_be_started_is_told_with_the_count_of_proce
     assert "raised BlockingIOError: [Errno 11] Resource temporarily unavailable (script.py:3); " in last
     assert re.search(r"; at most \d+ processes and threads of this user \(ulimit -u\), \d+ now, on ", last)
     assert done.stderr.count("Traceback") == 1
+
+
+def test_a_run_directory_that_may_not_be_written_is_one_line_that_says_what_to_type(plain_user) -> None:
+    done = plain_user(64, "print('never')", "--run-dir", "/rankwise-test-that-only-root-may-make")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "rankwise: the run directory /rankwise-test-that-only-root-may-make cannot be made or written (Permission denied: "
+        "/rankwise-test-that-only-root-may-make); choose another with --run-dir PATH\n"
+    )
 
 
 @pytest.mark.parametrize("more", [1, 2, 3, 4])
