@@ -301,10 +301,19 @@ def test_a_run_directory_that_may_not_be_written_is_one_line_that_says_what_to_t
     )
 
 
-@pytest.mark.parametrize("more", [1, 2, 3, 4])
+@pytest.mark.parametrize("more", [1, 2, 3])
 def test_ranks_that_may_not_be_started_are_one_line_with_the_count_of_processes(plain_user, more: int) -> None:
     done = plain_user(more, "print('never')")
     assert done.returncode in (1, 2)
     assert re.search(r"\nrankwise: cannot start .*: at most \d+ processes and threads of this user \(ulimit -u\)", done.stderr)
     assert "Traceback" not in done.stderr
     assert "never" not in done.stdout
+
+
+@pytest.mark.parametrize("more", [4, 5])  # the launcher, the agent, the warm process, the one that forks, and one rank
+def test_ranks_that_the_warm_process_may_not_all_fork_are_started_by_themselves_and_run_once(plain_user, more: int) -> None:
+    source = "import os\nwith open(os.environ['RANK'], 'a') as file: file.write('ran ')\nprint(open('0').read())"
+    done = plain_user(more, source)
+    assert done.returncode == 0, done.stderr
+    assert "no warm start (it cannot fork: Resource temporarily unavailable)" in done.stderr
+    assert done.stdout == "ran \n"

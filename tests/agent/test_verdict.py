@@ -168,6 +168,8 @@ def test_a_rank_that_nothing_can_end_is_told_beside_the_cause_and_as_the_cause()
     assert summary(ends[1], ends) == said
     assert unkillable(ends) == f"; {said}"
     assert exit_status(ends[1]) == 1
+    hung_at_its_end = replace(stuck(1), exception="ValueError: loss is nan")
+    assert summary(hung_at_its_end, [sent(0, 1.0), hung_at_its_end]) == f"rank 1 raised ValueError: loss is nan; {said}"
 
 
 # --- what happened to all

@@ -138,8 +138,8 @@ class Agent:
         self._run.write_failure(None)
         crew = Crew(self._plan, self._run, self._page)
         console = self._open_console()
-        life = self._run.begin_life(self._plan.nproc, self._plan.argv, self._page.path)
         self._starter.start([self._spec(r, port, restart) for r in range(self._plan.nproc)])
+        life = self._run.begin_life(self._plan.nproc, self._plan.argv, self._page.path)  # while they are forked: disks are slow
         try:
             life = self._watch(crew, life, console)
         finally:
@@ -176,6 +176,7 @@ class Agent:
                 self._stop_signal = self._asked[0]
                 return life  # asked to stop before any rank was there
             self._stop_if_asked(crew)
+            crew.notice_stuck()
             if not crew.awaited:
                 return life
             now = time.monotonic()
@@ -207,14 +208,12 @@ class Agent:
         """What the starter says: the warm process is ready, the ranks are there, or there is no warm process."""
         if "pids" in message:
             crew.announce(message["pids"])
-            life = self._run.update_life(life, pids=tuple(message["pids"]))
             self._page.go()
-            return life
+            return self._run.update_life(life, pids=tuple(message["pids"]))
         if "failed" in message and not crew.started:
             self._say(f"no warm start ({message['failed']}); each rank is started by itself")
-            crew.end_strays(keep=[self._starter.warm_pid or 0])
             self._forget_channel()
-            self._starter.fall_back()
+            self._start_cold()
         return life
 
     def _without_warm_process(self, crew: Crew) -> None:
@@ -223,8 +222,13 @@ class Agent:
         self._starter.close()
         if not crew.started:
             self._say("the warm process was killed; each rank is started by itself")
-            crew.end_strays(keep=[])
-            self._starter.fall_back()
+            self._start_cold()
+
+    def _start_cold(self) -> None:
+        """No rank is known yet: what a warm process has forked ends, and is reaped, before others take its place."""
+        self._starter.close()
+        processes.end_tree(exclude=self._stuck)
+        self._starter.fall_back()
 
     def _forget_channel(self) -> None:
         if self._starter.channel is not None:

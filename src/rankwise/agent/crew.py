@@ -103,9 +103,6 @@ class Crew:
     @property
     def awaited(self) -> list[Rank]:
         """Those that live and will end: all but the ones that SIGKILL does not reach."""
-        for rank in self.alive:
-            if rank.killed is not None and rank.stuck is None:
-                rank.stuck = _stuck(rank.pid, time.monotonic() - rank.killed)
         return [rank for rank in self.alive if rank.stuck is None]
 
     @property
@@ -151,6 +148,12 @@ class Crew:
         rank.status = status
         rank.peak_bytes = peak_bytes
         rank.ended = time.time()
+
+    def notice_stuck(self) -> None:
+        """Find the ranks that SIGKILL should have ended by now: nobody waits for them."""
+        for rank in self.awaited:
+            if rank.killed is not None:
+                rank.stuck = _stuck(rank.pid, time.monotonic() - rank.killed)
 
     def end_strays(self, keep: Collection[int]) -> None:
         """Kill what fell to this agent and is no living rank: a dead rank's loader workers keep its sockets open, and its

@@ -116,7 +116,7 @@ def exit_status(end: Evidence) -> int:
 
 def summary(culprit: Evidence, ends: Sequence[Evidence] = ()) -> str:
     """One line: what happened to which rank, where, at which step; `ends` tells whether it happened to all alike."""
-    stuck = "".join(f"; {_cannot_be_killed(e)}" for e in ends if e.stuck and e is not culprit)
+    stuck = unkillable([e for e in ends if e is not culprit or e.exception is not None])
     alike = culprit.exception is not None and len(ends) > 1 and all(e.exception == culprit.exception for e in ends)
     return (f"all {len(ends)} ranks" if alike else f"rank {culprit.rank}") + f" {_what(culprit)}{stuck}"
 
@@ -127,19 +127,19 @@ def unkillable(ends: Sequence[Evidence]) -> str:
 
 
 def _cannot_be_killed(end: Evidence) -> str:
-    return f"rank {end.rank} {_what(end)}"
+    return f"rank {end.rank} cannot be killed ({end.stuck}): the host needs an operator"
 
 
 def _what(end: Evidence) -> str:
     at = f" at step {end.step}" if end.step else ""
     where = f" ({end.where})" if end.where else ""
-    if end.stuck:
-        return f"cannot be killed ({end.stuck}){at}: the host needs an operator"
     if end.signum is not None:
         hint = end.remark or _USUAL.get(end.signum)
         return f"was killed by {signal_name(end.signum)}{at}{f': {hint}' if hint else ''}"
     if end.exception is not None:
         return f"raised {_first_line(end.exception)}{at}{where}{f'; {end.remark}' if end.remark else ''}"
+    if end.stuck:
+        return f"cannot be killed ({end.stuck}){at}: the host needs an operator"
     if end.exit_code == 0:
         return f"left with status 0{at} while the other ranks still expected it"
     return f"left with status {end.exit_code}{at}"

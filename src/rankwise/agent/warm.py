@@ -176,7 +176,9 @@ def _fork_ranks(channel, specs):
         try:
             pid = os.fork()
         except OSError as error:
-            _send(channel, {"failed": f"it cannot fork: {error.strerror}"})  # the agent ends those that are there
+            for begun in pids:  # they wait for the agent's go, and it would not tell them from those it starts instead
+                os.kill(begun, signal.SIGKILL)
+            _send(channel, {"failed": f"it cannot fork: {error.strerror}"})
             os._exit(0)
         if pid == 0:
             return spec
@@ -336,7 +338,8 @@ def _free_a_descriptor():
     try:
         os.close(os.dup(2))
     except OSError:
-        os.close(0)
+        with contextlib.suppress(OSError):
+            os.close(0)
 
 
 def _shortage(error):

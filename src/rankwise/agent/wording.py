@@ -23,6 +23,8 @@ _COUNTS = re.compile(
 )
 _SIZES = re.compile(r"params\[(\d+)\] in this process with sizes (\[.*?\]) appears not to match")
 _MOST_NAMES = 4
+_LONGEST_NOTE = 120
+_OURS = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def is_short_of_memory(exception: str) -> bool:
 def _note(record: Mapping[str, Any]) -> str | None:
     """The first line of what was noted on the exception (PEP 678), for example the sample."""
     lines = [line for note in record.get("notes") or () for line in str(note).splitlines()]
-    return lines[0] if lines else None
+    return lines[0][:_LONGEST_NOTE] if lines else None
 
 
 def _of_worker(told: Told, message: str, worker: str) -> Told:
@@ -92,12 +94,12 @@ def _of_worker(told: Told, message: str, worker: str) -> Told:
     return Told(
         "\n".join(said) or told.exception,
         f"{place} loader worker {worker}",
-        said[-1] if len(said) > 1 else told.remark,
+        said[1][:_LONGEST_NOTE] if len(said) == 2 else told.remark,
     )
 
 
 def _is_the_users(file: str) -> bool:
-    return not any(part in file for part in ("/site-packages/", "/lib/python", "<frozen", "/rankwise/"))
+    return not any(part in file for part in ("/site-packages/", "/lib/python", "<frozen", _OURS))
 
 
 def _unused(told: Told, listed: str, names: Mapping[str, str]) -> Told:
