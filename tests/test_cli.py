@@ -47,6 +47,13 @@ def test_help_mentions_every_option(words: tuple[str, ...], mentioned: tuple[str
         assert word in done.stdout
 
 
+def test_what_a_command_does_is_not_cut_in_the_list_of_commands(rankwise: Run) -> None:
+    done = rankwise("--help", env={**os.environ, "COLUMNS": "80"})
+    commands = done.stdout.partition("Commands:")[2].splitlines()[1:]
+    assert len(commands) >= 3
+    assert all(line.endswith(".") and not line.endswith("...") for line in commands)
+
+
 def test_help_mentions_every_option_that_there_is() -> None:
     """The list above is complete: an option added later is one that this test asks for."""
     from rankwise.cli import report, run
@@ -108,10 +115,13 @@ def test_an_error_is_one_line_with_status_2_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == [script]
 
 
-def test_a_syntax_error_in_the_script_is_one_line_with_status_2(rankwise: Run, script: Path) -> None:
+def test_a_syntax_error_in_the_script_is_shown_with_status_2(rankwise: Run, script: Path) -> None:
     script.write_text("import torch\nif True\n")
     done = rankwise("run", str(script))
-    assert (done.returncode, done.stderr) == (2, f"rankwise: {script}:2: syntax error: expected ':'\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"rankwise: {script}:2: syntax error: expected ':'\n    if True\n           ^\n",
+    )
 
 
 @pytest.mark.parametrize(

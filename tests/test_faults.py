@@ -67,6 +67,92 @@ def test_the_rank_that_is_the_cause_is_named_though_its_peers_die_of_it(launch, 
     assert not [pid for pid in ranks if processes.start_time(pid)]
 
 
+MODELS = """
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Linear(4, WIDTH)
+        self.extra = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(COUNT))
+    def forward(self, x):
+        x = self.body(x)
+        return self.extra[0](x) if USED else x
+model = DistributedDataParallel(Net())
+for step in range(5):
+    model(torch.ones(2, 4)).sum().backward()
+"""
+IN_INIT, IN_STEP = "(script.py:14)", "(script.py:16)"
+
+
+@pytest.mark.parametrize(
+    ("width", "count", "used", "said"),
+    [
+        ("4 + (rank == 1)", "1", "1", f"parameter body.weight (Linear) has sizes [5, 4] here {IN_INIT}, on "),
+        ("4", "1 + (rank == 1)", "1", f"its model is not that of rank 0: 6 parameters instead of 4 {IN_INIT}, on "),
+        ("4", "1", "rank != 1", f"did not use extra.0.weight (Linear), extra.0.bias (Linear) {IN_STEP}; DDP waits"),
+    ],
+    ids=["another shape", "another number of parameters", "an unused parameter"],
+)
+def test_a_model_that_differs_on_one_rank_is_one_line_with_the_rank_and_the_parameter(
+    launch, width: str, count: str, used: str, said: str
+) -> None:
+    run = launch(MODELS.replace("WIDTH", width).replace("COUNT", count).replace("USED", used), options=("--nproc", "3"))
+    assert run.wait() == 1
+    verdict = run.output().splitlines()[-2]
+    assert verdict.startswith("rankwise: rank 1 raised RuntimeError: its ")
+    assert said in verdict
+    assert json.loads(run.run.failure.read_text())["rank"] == 1
+    assert run.output().count("Traceback") == 1
+
+
+def test_an_exception_of_a_loader_worker_is_told_with_its_own_line_and_what_was_noted_on_it(launch) -> None:
+    run = launch(
+        """
+import os, time
+from torch.utils.data import DataLoader
+class Files:
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        try:
+            return {0: 0, 1: 1}[index]
+        except KeyError as error:
+            error.add_note(f"sample {index}")
+            raise
+if os.environ["RANK"] == "1":
+    for batch in DataLoader(Files(), num_workers=1): pass
+time.sleep(600)
+"""
+    )
+    assert run.wait() == 1
+    assert "rankwise: rank 1 raised KeyError: 2 (script.py:8, in loader worker 0); sample 2, on " in run.output()
+    assert "Caught KeyError in DataLoader worker" in run.output()  # the whole traceback is told too
+
+
+def test_the_same_error_on_all_ranks_is_told_as_one_of_all(launch) -> None:
+    run = launch("import os, time\nopen(os.environ['RANK'], 'w')\nwhile len([n for n in os.listdir() if n in '01']) < 2: pass\n"
+                 "import no_such_module")  # fmt: skip
+    assert run.wait() == 1
+    assert "all 2 ranks raised ModuleNotFoundError: No module named 'no_such_module' (script.py:4), on " in run.output()
+
+
+def test_a_question_asked_on_a_rank_without_the_terminal_is_told_to_be_that(launch) -> None:
+    run = launch("import os, time\nif os.environ['RANK'] == '1': input('go on? ')\ntime.sleep(600)")
+    assert run.wait() == 1
+    assert "rank 1 raised EOFError: EOF when reading a line (script.py:2); only rank 0 has the terminal" in run.output()
+
+
+def test_a_script_of_a_package_that_is_run_by_its_path_is_told_how_to_run_it(rankwise, tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").touch()
+    (tmp_path / "pkg" / "train.py").write_text("from . import data")
+    done = rankwise("run", "--nproc", "1", "pkg/train.py")
+    assert done.returncode == 1
+    assert "it belongs to a package: type `rankwise run -m pkg.train`" in done.stderr
+
+
 def test_a_crash_leaves_the_python_stack_in_the_ranks_log(launch) -> None:
     run = launch(fault("import ctypes; ctypes.string_at(0)"))
     assert run.wait() == 139
@@ -277,7 +363,7 @@ def test_what_cannot_run_is_one_line_and_status_2_before_anything_is_started(ran
     done = rankwise("run", *words)
     assert done.returncode == 2
     assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.count("\n") == (3 if "broken.py" in words else 1)  # the line, and a mark below it
     assert not (tmp_path / "runs").exists()
     assert done.stdout == ""
 

@@ -86,9 +86,10 @@ class _Run(click.Command):
 @click.option("--tee", metavar="main|all", help="Show the output of rank 0, or of all ranks, line by line.  [default: main]")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py [ITS ARGUMENTS]...")
 def run(config: str | None, **options: Any) -> None:
-    """Run SCRIPT.py on every device of this machine; after a --, any command.
+    """Run SCRIPT.py on every device of this machine.
 
-    What follows SCRIPT.py is its own. A run that was stopped goes on when the same command is typed again.
+    After a -- it may be any command. What follows SCRIPT.py is its own.
+    A run that was stopped goes on when the same command is typed again.
     """
     import os
 
@@ -116,8 +117,9 @@ def report(run: str) -> None:
 @click.option("--allow-independent", is_flag=True,
               help="One of several processes that nothing has joined is then a training of its own.")  # fmt: skip
 def explain(as_json: bool, allow_independent: bool) -> None:
-    """Tell which rank a process started here is, and from which variable each number comes.
+    """Tell which rank a process started here is, and why.
 
+    Each number is told with the variable that it comes from.
     Put it where the script would stand: srun rankwise explain. Exit status 2 means that the script would not start.
     """
     import os

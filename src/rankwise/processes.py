@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
+import resource
 import signal
 import time
 from collections.abc import Collection
@@ -49,6 +51,20 @@ def state(pid: int) -> str:
     return fields[0].decode() if fields else ""
 
 
+def blocked_in(pid: int) -> str | None:
+    """The kernel's function in which a thread of `pid` sleeps uninterruptibly (state D), None if none does.
+
+    All threads are looked at: the first may be a zombie while another waits for a disk.
+    """
+    for thread in _listdir(f"/proc/{pid}/task"):
+        fields = _stat(int(thread))
+        if fields and fields[0] == b"D":
+            with contextlib.suppress(OSError):
+                name = Path(f"/proc/{pid}/task/{thread}/wchan").read_text().strip()
+                return name if name not in ("", "0") else "the kernel"
+    return None
+
+
 def cpu_s(pid: int) -> float:
     """Processor seconds that `pid` has used; 0 when it is gone."""
     fields = _stat(pid)
@@ -70,6 +86,29 @@ def _stat(pid: int) -> list[bytes]:
     except OSError:
         return []
     return stat[stat.rindex(b")") + 2 :].split()
+
+
+def shortage(error: OSError) -> str | None:
+    """Which limit of this user a refused file or process has met, and how near it is now; None for other errors."""
+    if error.errno == errno.EMFILE:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"at most {limit} open files a process (ulimit -n)"
+    if error.errno == errno.EAGAIN:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        if 0 < limit < 2 * (tasks := _tasks()) + 64:
+            return f"at most {limit} processes and threads of this user (ulimit -u), {tasks} now"
+        return "a limit of processes, perhaps of this container (pids.max)"
+    return None
+
+
+def _tasks() -> int:
+    """Processes and threads of this user; the limit counts both."""
+    count = 0
+    for name in _listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdecimal() and os.stat(f"/proc/{name}").st_uid == os.getuid():
+                count += len(os.listdir(f"/proc/{name}/task"))
+    return count
 
 
 def boot_id() -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from rankwise.agent.verdict import FOLLOWER_SIGNS, Evidence, exit_status, judge, summary
+from rankwise.agent.verdict import FOLLOWER_SIGNS, Evidence, exit_status, judge, summary, unkillable
 
 FOLLOWS = "RuntimeError: [../gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:29500"
 
@@ -133,3 +133,70 @@ def test_the_exit_status_is_a_shells_and_never_0(evidence: Evidence, status: int
 
 def test_a_real_time_signal_is_named_by_its_number() -> None:
     assert "35" in summary(Evidence(0, None, signal.SIGRTMIN + 1, False, 1.0))
+
+
+# --- ranks that nothing can end
+
+
+def stuck(rank: int) -> Evidence:
+    return end(rank, 0.0, None, sent=True, stuck="state D in folio_wait_bit")
+
+
+@pytest.mark.parametrize(
+    ("ends", "culprit"),
+    [
+        ([raised(0, 1.0), stuck(1)], 0),
+        ([killed(0, 1.0), stuck(1)], 0),
+        ([end(0, 1.0, 3), stuck(1)], 0),
+        ([follower(0, 1.0), stuck(1)], 1),
+        ([follower(0, 1.0), stuck(1), end(2, 0.5, 0)], 1),
+        ([sent(0, 1.0), stuck(1)], 1),
+        ([end(0, 1.0, 0), stuck(1)], 1),
+    ],
+)
+def test_a_rank_that_nothing_can_end_is_the_cause_where_no_other_has_one_of_its_own(ends, culprit: int) -> None:
+    for order in (ends, ends[::-1]):
+        found = judge(order)
+        assert found is not None
+        assert found.rank == culprit
+
+
+def test_a_rank_that_nothing_can_end_is_told_beside_the_cause_and_as_the_cause() -> None:
+    said = "rank 1 cannot be killed (state D in folio_wait_bit): the host needs an operator"
+    ends = [raised(0, 1.0), stuck(1)]
+    assert summary(ends[0], ends) == f"rank 0 raised ValueError: loss is nan; {said}"
+    assert summary(ends[1], ends) == said
+    assert unkillable(ends) == f"; {said}"
+    assert exit_status(ends[1]) == 1
+    hung_at_its_end = replace(stuck(1), exception="ValueError: loss is nan")
+    assert summary(hung_at_its_end, [sent(0, 1.0), hung_at_its_end]) == f"rank 1 raised ValueError: loss is nan; {said}"
+
+
+# --- what happened to all
+
+
+def test_the_same_error_on_all_ranks_is_told_as_that_of_all() -> None:
+    ends = [raised(0, 1.0, where="train.py:1", step=3), raised(1, 2.0, where="train.py:1", step=3)]
+    assert summary(ends[0], ends) == "all 2 ranks raised ValueError: loss is nan at step 3 (train.py:1)"
+    assert summary(ends[0], [ends[0]]) == "rank 0 raised ValueError: loss is nan at step 3 (train.py:1)"
+    assert summary(ends[0], [*ends, sent(2, 3.0)]).startswith("rank 0 raised")
+    assert summary(ends[0], [ends[0], raised(1, 2.0, "ValueError: loss is inf")]).startswith("rank 0 raised")
+    killed_all = [killed(0, 1.0), killed(1, 1.0)]
+    assert summary(killed_all[0], killed_all).startswith("rank 0 was killed")
+
+
+def test_of_models_of_different_size_the_one_that_differs_from_most_is_the_cause() -> None:
+    said = "RuntimeError: DDP expects same model across all ranks, but Rank {} has {} params, while rank {} has inconsistent {}"
+    ends = [
+        raised(0, 1.0, said.format(0, 4, 2, 6)),
+        raised(1, 1.1, said.format(1, 4, 2, 6)),
+        raised(2, 1.2, said.format(2, 6, 0, 4), where="train.py:8"),
+    ]
+    found = judge(ends)
+    assert found is not None
+    assert summary(found, ends) == (
+        "rank 2 raised RuntimeError: its model is not that of rank 0: 6 parameters instead of 4 (train.py:8)"
+    )
+    two = judge([raised(0, 1.0, said.format(0, 4, 1, 6)), raised(1, 1.1, said.format(1, 6, 0, 4))])
+    assert two is not None
+    assert two.rank == 1

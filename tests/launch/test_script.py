@@ -30,17 +30,28 @@ def test_a_folder_is_an_error_that_says_what_to_give(typed: str) -> None:
     assert str(caught.value) == f"{typed} is a folder; give the script that trains, for example folder/train.py"
 
 
-def test_a_syntax_error_is_one_line_with_the_file_and_the_line() -> None:
+def test_a_syntax_error_is_shown_with_its_place() -> None:
     Path("train.py").write_text("import os\n\ndef f(:\n    pass\n")
     with pytest.raises(ConfigError) as caught:
         examine("train.py")
-    assert str(caught.value) == "train.py:3: syntax error: invalid syntax"
+    assert str(caught.value) == "train.py:3: syntax error: invalid syntax\n    def f(:\n          ^"
+
+
+def test_a_syntax_error_in_an_indented_or_endless_line_stays_short() -> None:
+    Path("train.py").write_text("if True:\n        x = = 1\n")
+    with pytest.raises(ConfigError) as caught:
+        examine("train.py")
+    assert str(caught.value).splitlines()[1:] == ["    x = = 1", "        ^"]
+    Path("train.py").write_text(f"x = = '{'x' * 500}'\n")
+    with pytest.raises(ConfigError) as caught:
+        examine("train.py")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("source", [b"a = 1\nb = \0\n", b"# coding: no-such\n", b'a = "\xff"\n'])
 def test_bytes_that_are_no_source_are_one_line_of_error(source: bytes) -> None:
     Path("train.py").write_bytes(source)
-    with pytest.raises(ConfigError, match=r"\Atrain\.py.*: syntax error: .*\Z"):
+    with pytest.raises(ConfigError, match=r"\Atrain\.py.*: syntax error: .*(\n    .*\n +\^)?\Z"):
         examine("train.py")
 
 

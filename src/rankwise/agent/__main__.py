@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from rankwise import processes
 from rankwise.agent.agent import Agent
 from rankwise.errors import RankwiseError
 from rankwise.plan import Plan
@@ -16,6 +17,11 @@ def main() -> int:
     except RankwiseError as error:
         print(f"rankwise: {error}", file=sys.stderr)
         return error.exit_status
+    except OSError as error:
+        if (shortage := processes.shortage(error)) is None:
+            raise
+        print(f"rankwise: cannot start or watch the ranks: {error.strerror}: {shortage}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

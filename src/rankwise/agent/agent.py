@@ -53,6 +53,7 @@ class Agent:
         self._grace_is_over = False
         self._ledger: Ledger | None = None
         self._mismatch: Mismatch | None = None
+        self._stuck: set[int] = set()  # processes that nothing can end: nobody waits for them any more
 
     def run(self) -> int:
         """Start the ranks, again after a failure if that was asked for; return when nothing below this process is left."""
@@ -69,13 +70,13 @@ class Agent:
                 # A new port each time, unless one was asked for: a dead rank's children may hold the old.
                 with _hold_port(0) if explicit is None else contextlib.nullcontext(explicit) as port:
                     status, failure = self._live(restart, port.getsockname()[1])
-                if failure is None or restart == self._plan.max_restarts or self._launcher_ended():
+                if failure is None or restart == self._plan.max_restarts or self._stuck or self._launcher_ended():
                     return status
                 restart += 1
                 self._say(f"{failure.summary}; starting all ranks again, {restart} of {self._plan.max_restarts}")
         finally:
             self._starter.close()
-            if not processes.end_tree():
+            if not processes.end_tree(exclude=self._stuck):
                 self._say("a process of this run cannot be killed (state D: disk or driver); the host needs an operator")
 
     # --- set-up
@@ -144,12 +145,13 @@ class Agent:
         self._mismatch = None
         if self._plan.check_collectives:
             self._ledger = Ledger(self._plan.nproc)
-        life = self._run.begin_life(self._plan.nproc, self._plan.argv, self._page.path)
         self._starter.start([self._spec(r, port, restart) for r in range(self._plan.nproc)])
+        life = self._run.begin_life(self._plan.nproc, self._plan.argv, self._page.path)  # while they are forked: disks are slow
         try:
             life = self._watch(crew, life, console)
         finally:
             crew.signal_all(signal.SIGKILL)
+            self._stuck |= crew.stuck_pids
             self._end_all_but_the_warm_process()
             if console is not None:
                 console.close()
@@ -163,10 +165,10 @@ class Agent:
         return status, failure
 
     def _end_all_but_the_warm_process(self) -> None:
-        processes.end_tree(exclude={self._starter.warm_pid or 0})
+        processes.end_tree(exclude={self._starter.warm_pid or 0, *self._stuck})
 
     def _watch(self, crew: Crew, life: Life, console: Console | None) -> Life:
-        """The loop. Returns when no rank is left, or when nobody wants them any more."""
+        """The loop. Returns when no rank is left that can end, or when nobody wants them any more."""
         first_failure = ended = 0.0
         stalls = StallWatch(self._run, crew, crew.progress, self._tells_steps, self._plan.stall_warn_s, self._say)
         while True:
@@ -177,7 +179,6 @@ class Agent:
                 life = self._on_started(crew, message, life)
             if not crew.reap(self._starter.warm_pid):
                 self._without_warm_process(crew)
-            crew.look_at_memory()
             stalls.look()
             if console is not None:
                 console.show()
@@ -185,7 +186,8 @@ class Agent:
                 self._stop_signal = self._asked[0]
                 return life  # asked to stop before any rank was there
             self._stop_if_asked(crew)
-            if not crew.alive:
+            crew.notice_stuck()
+            if not crew.awaited:
                 return life
             now = time.monotonic()
             if crew.any_failed and not first_failure and not self._stop_began:
@@ -219,14 +221,12 @@ class Agent:
         """What the starter says: the warm process is ready, the ranks are there, or there is no warm process."""
         if "pids" in message:
             crew.announce(message["pids"])
-            life = self._run.update_life(life, pids=tuple(message["pids"]))
             self._page.go()
-            return life
+            return self._run.update_life(life, pids=tuple(message["pids"]))
         if "failed" in message and not crew.started:
             self._say(f"no warm start ({message['failed']}); each rank is started by itself")
-            crew.end_strays(keep=[self._starter.warm_pid or 0])
             self._forget_channel()
-            self._starter.fall_back()
+            self._start_cold()
         return life
 
     def _without_warm_process(self, crew: Crew) -> None:
@@ -235,8 +235,13 @@ class Agent:
         self._starter.close()
         if not crew.started:
             self._say("the warm process was killed; each rank is started by itself")
-            crew.end_strays(keep=[])
-            self._starter.fall_back()
+            self._start_cold()
+
+    def _start_cold(self) -> None:
+        """No rank is known yet: what a warm process has forked ends, and is reaped, before others take its place."""
+        self._starter.close()
+        processes.end_tree(exclude=self._stuck)
+        self._starter.fall_back()
 
     def _forget_channel(self) -> None:
         if self._starter.channel is not None:
@@ -283,14 +288,14 @@ class Agent:
         if self._mismatch is not None:
             return self._failed_to_match(self._mismatch, life)
         if self._stop_signal and (stopped := self._stopped(ends)) is not None:
-            return *stopped, None
+            return stopped[0], stopped[1] + verdict.unkillable(ends), None
         culprit = verdict.judge(ends)
         if culprit is None:
             return 0, "all ranks ended with status 0" + self._strangers(), None
         failure = Failure(
             rank=culprit.rank,
             host=life.host,
-            summary=verdict.summary(culprit),
+            summary=verdict.summary(culprit, ends),
             exit_status=verdict.exit_status(culprit),
             exit_code=culprit.exit_code,
             signal=verdict.signal_name(culprit.signum) if culprit.signum is not None else None,

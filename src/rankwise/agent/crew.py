@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from rankwise import processes
-from rankwise.agent import memory
+from rankwise.agent import memory, wording
 from rankwise.agent.verdict import Evidence
 from rankwise.page import FINISHED, Page
 from rankwise.plan import Plan
 from rankwise.rundir import RunDir
 
 _LOG_TAIL_BYTES = 8192
-_MEMORY_EVERY_S = 1.0
+_MOST_COMPARED = 4
+_KILL_S = 3.0  # a process in state D that SIGKILL has not ended by then waits for a disk or a driver
+_KILL_LARGE_S = 60.0  # to give hundreds of GB back may take long: no state D, and no reason to give up early
 
 
 def _bytes(path: Path) -> int:
@@ -33,6 +35,20 @@ def _bytes(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def _stuck(pid: int, since_s: float) -> str | None:
+    """Why a process that was sent SIGKILL `since_s` ago will not end, None while it may."""
+    if since_s < _KILL_S:
+        return None
+    blocked = processes.blocked_in(pid)
+    if blocked is not None:
+        return f"state D in {blocked}"
+    return f"state {processes.state(pid)}" if since_s > _KILL_LARGE_S else None
 
 
 @dataclass
@@ -48,8 +64,14 @@ class Rank:
     sent: bool = False
     """Whether the agent sent it a signal while it lived."""
 
-    resident_bytes: int = 0
-    """What it last held in memory."""
+    killed: float | None = None
+    """When it was first sent SIGKILL (monotonic); None if never."""
+
+    stuck: str | None = None
+    """Why SIGKILL does not end it; None if it is not known to be so."""
+
+    peak_bytes: int = 0
+    """The most that it held in memory; known when it has ended."""
 
     @property
     def failed(self) -> bool:
@@ -63,9 +85,9 @@ class Crew:
         self.ranks = [Rank(r) for r in range(plan.nproc)]
         self._run = run
         self._page = page
-        self._dead_unknown: dict[int, int] = {}  # reaped before their pid was announced
+        self._script = plan.argv[0]
+        self._dead_unknown: dict[int, tuple[int, int]] = {}  # reaped before their pid was announced
         self._oom_kills = memory.oom_kills()
-        self._next_look = 0.0
         for rank in self.ranks:
             run.exception(rank.rank).unlink(missing_ok=True)
 
@@ -79,6 +101,15 @@ class Crew:
         return [rank for rank in self.ranks if rank.status is None]
 
     @property
+    def awaited(self) -> list[Rank]:
+        """Those that live and will end: all but the ones that SIGKILL does not reach."""
+        return [rank for rank in self.alive if rank.stuck is None]
+
+    @property
+    def stuck_pids(self) -> set[int]:
+        return {rank.pid for rank in self.ranks if rank.stuck is not None}
+
+    @property
     def any_failed(self) -> bool:
         return any(rank.failed for rank in self.ranks)
 
@@ -86,7 +117,7 @@ class Crew:
         for rank, pid in zip(self.ranks, pids, strict=True):
             rank.pid = pid
             if pid in self._dead_unknown:
-                self._note_end(rank, self._dead_unknown.pop(pid))
+                self._note_end(rank, *self._dead_unknown.pop(pid))
 
     def reap(self, warm_pid: int | None) -> bool:
         """Take the statuses of all that ended; what a dead rank leaves behind ends with it. False: the warm process ended."""
@@ -101,20 +132,28 @@ class Crew:
             if dead.si_pid == warm_pid:
                 warm_lives = False
                 break  # its status is the starter's to take
-            _, status = os.waitpid(dead.si_pid, 0)
+            _, status, usage = os.wait4(dead.si_pid, 0)
+            peak_bytes = usage.ru_maxrss * 1024
             rank = next((r for r in self.ranks if r.pid == dead.si_pid), None)
             if rank is None:
-                self._dead_unknown[dead.si_pid] = status
+                self._dead_unknown[dead.si_pid] = (status, peak_bytes)
             else:
-                self._note_end(rank, status)
+                self._note_end(rank, status, peak_bytes)
                 ended = True
         if ended:
             self.end_strays(keep=[warm_pid or 0])
         return warm_lives
 
-    def _note_end(self, rank: Rank, status: int) -> None:
+    def _note_end(self, rank: Rank, status: int, peak_bytes: int) -> None:
         rank.status = status
+        rank.peak_bytes = peak_bytes
         rank.ended = time.time()
+
+    def notice_stuck(self) -> None:
+        """Find the ranks that SIGKILL should have ended by now: nobody waits for them."""
+        for rank in self.awaited:
+            if rank.killed is not None:
+                rank.stuck = _stuck(rank.pid, time.monotonic() - rank.killed)
 
     def end_strays(self, keep: Collection[int]) -> None:
         """Kill what fell to this agent and is no living rank: a dead rank's loader workers keep its sockets open, and its
@@ -128,20 +167,13 @@ class Crew:
     def signal(self, rank: Rank, signum: int) -> None:
         if rank.pid and rank.status is None:
             rank.sent = True
+            if signum == signal.SIGKILL and rank.killed is None:
+                rank.killed = time.monotonic()
             processes.send(rank.pid, signum)
 
     def signal_all(self, signum: int) -> None:
         for rank in self.alive:
             self.signal(rank, signum)
-
-    def look_at_memory(self) -> None:
-        """Once a second: what a rank held is known only while it lives."""
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + _MEMORY_EVERY_S
-            for rank in self.alive:
-                if rank.pid:
-                    rank.resident_bytes = memory.resident_bytes(rank.pid) or rank.resident_bytes
 
     def progress(self) -> Hashable:
         """Differs from the last time if any rank has begun a step, left a figure, or printed something."""
@@ -153,40 +185,61 @@ class Crew:
     # --- what their ends say
 
     def evidence(self) -> list[Evidence]:
-        """Of every rank that has ended."""
-        return [self._evidence(rank) for rank in self.ranks if rank.status is not None]
+        """Of every rank that has ended, or that nothing can end."""
+        return [self._evidence(rank) for rank in self.ranks if rank.status is not None or rank.stuck is not None]
 
     def _evidence(self, rank: Rank) -> Evidence:
-        assert rank.status is not None
-        code = os.waitstatus_to_exitcode(rank.status)
+        code = os.waitstatus_to_exitcode(rank.status) if rank.status is not None else None
         record: dict[str, Any] = {}
         path = self._run.exception(rank.rank)
         with contextlib.suppress(OSError, ValueError):
             record = json.loads(path.read_text())
             path.unlink()
+        told = wording.reword(record, rank.rank, self._script) if record else None
         return Evidence(
             rank=rank.rank,
-            exit_code=code if code >= 0 else None,
-            signum=-code if code < 0 else None,
+            exit_code=code if code is not None and code >= 0 else None,
+            signum=-code if code is not None and code < 0 else None,
             sent=rank.sent,
             ended=rank.ended,
-            exception=f"{record['type']}: {record['message']}" if record else None,
-            where=record.get("where"),
+            exception=told.exception if told is not None else None,
+            where=told.where if told is not None else None,
             traceback=record.get("traceback"),
             raised=record.get("time"),
             step=self._step(rank.rank),
-            remark=self._remark(rank, -code),
+            remark=self._remark_on_exception(rank, told) if told is not None else self._remark_on_signal(rank, code),
+            stuck=rank.stuck if code is None else None,
         )
 
-    def _remark(self, rank: Rank, signum: int) -> str | None:
-        if signum == signal.SIGKILL and memory.oom_kills() > self._oom_kills:
-            held = ", ".join(f"rank {r.rank} last held {r.resident_bytes / 1e9:.1f} GB" for r in self.ranks)
-            limit = memory.limit_bytes()
-            return f"the kernel killed it for memory: {f'limit {limit / 1e9:.1f} GB, ' if limit else ''}{held}"
-        if signum == signal.SIGABRT:
+    def _remark_on_signal(self, rank: Rank, code: int | None) -> str | None:
+        if code == -signal.SIGKILL:
+            return self._killed_for_memory(rank)
+        if code == -signal.SIGABRT:
             said = re.findall(rb"what\(\): *(.+)", self._log_tail(rank.rank))
             return said[-1].decode(errors="replace").strip() if said else None
         return None
+
+    def _remark_on_exception(self, rank: Rank, told: wording.Told) -> str | None:
+        if wording.is_short_of_memory(told.exception):
+            return self._held(rank)
+        if "DataLoader worker" in told.exception and "is killed by signal: Killed" in told.exception:
+            return self._killed_for_memory(rank)
+        return told.remark
+
+    def _killed_for_memory(self, rank: Rank) -> str | None:
+        """None if the kernel has killed nothing for memory in this life."""
+        if memory.oom_kills() <= self._oom_kills:
+            return None
+        limit = memory.limit_bytes()
+        return f"the kernel killed it for memory: {f'limit {_gb(limit)}, ' if limit else ''}{self._held(rank)}"
+
+    def _held(self, rank: Rank) -> str:
+        """What a rank held in memory at most, and the others to compare with."""
+        others = [r for r in self.ranks if r is not rank]
+        listed = ", ".join(f"rank {r.rank}: {_gb(r.peak_bytes)}" for r in others)
+        if len(others) > _MOST_COMPARED:
+            listed = f"the others up to {_gb(max(r.peak_bytes for r in others))}"
+        return f"rank {rank.rank} held up to {_gb(rank.peak_bytes)}" + (f" ({listed})" if others else "")
 
     def _log_tail(self, rank: int) -> bytes:
         with open(self._run.log(rank), "rb") as file:

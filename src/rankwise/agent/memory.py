@@ -5,54 +5,83 @@ before = oom_kills();  ...;  if oom_kills() > before: the kernel killed somethin
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from pathlib import Path
 
-
-def oom_kills(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many processes the kernel has killed for memory in this process's cgroup (v2 or v1); 0 where it cannot be read."""
-    return max((_counter(path) for path in _files(proc, root, "memory.events", "memory.oom_control")), default=0)
+_NO_LIMIT = 1 << 60  # v1 has no word for it: the largest page-aligned number stands there
 
 
-def limit_bytes(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The cgroup's memory limit; None if there is none or it cannot be read."""
-    for path in _files(proc, root, "memory.max", "memory.limit_in_bytes"):
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdecimal() and int(text) < 1 << 60:
-            return int(text)
+def oom_kills(proc: Path = Path("/proc")) -> int:
+    """How many processes the kernel has killed for memory in this process's cgroup (v1 or v2).
+
+    Outside any memory cgroup it is those of the whole machine; 0 where nothing can be read. The kernel counts a kill where
+    the killed process was, whichever limit above it was the reason.
+    """
+    for folder in cgroups(proc):
+        for name in ("memory.events", "memory.oom_control"):
+            if (count := _field(folder / name, "oom_kill")) is not None:
+                return count
+        break
+    return _field(proc / "vmstat", "oom_kill") or 0
+
+
+def limit_bytes(proc: Path = Path("/proc")) -> int | None:
+    """The memory that this process's cgroup may hold: the least limit of it and of those around it; None without one."""
+    found = []
+    for folder in cgroups(proc):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _read(folder / name).strip()
+            if text.isdecimal() and int(text) < _NO_LIMIT:
+                found.append(int(text))
+    return min(found, default=None)
+
+
+def cgroups(proc: Path) -> Iterator[Path]:
+    """The folder of this process's memory cgroup, then those around it, as far out as they are mounted."""
+    paths: dict[str, str] = {}
+    for line in _read(proc / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    # Where both are mounted, memory belongs to v1 if v1 has it.
+    kind, controller = ("cgroup", "memory") if "memory" in paths else ("cgroup2", "")
+    if controller not in paths:
+        return
+    for line in _read(proc / "self/mountinfo").splitlines():
+        place, _, what = line.partition(" - ")
+        root, mount = place.split()[3:5]
+        file_system, _, options = what.split(" ", 2)
+        if file_system == kind and (kind == "cgroup2" or "memory" in options.split(",")):
+            top = Path(mount)
+            yield from _upwards(top / _below(paths[controller], root), top)
+            return
+
+
+def _below(path: str, root: str) -> str:
+    """`path` as seen from where the hierarchy's `root` is mounted; a container may see less than its whole path."""
+    if path == root:
+        return ""
+    prefix = root.rstrip("/") + "/"
+    return path[len(prefix) :] if path.startswith(prefix) else ""
+
+
+def _upwards(folder: Path, top: Path) -> Iterator[Path]:
+    yield folder
+    while folder != top:
+        folder = folder.parent
+        yield folder
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number behind a word, in a file of such lines; None if it is not there."""
+    for line in _read(path).splitlines():
+        word, _, number = line.partition(" ")
+        if word == name and number.isdecimal():
+            return int(number)
     return None
 
 
-def _files(proc: Path, root: Path, v2: str, v1: str) -> list[Path]:
+def _read(path: Path) -> str:
     try:
-        lines = proc.read_text().splitlines()
+        return path.read_text()
     except OSError:
-        return []
-    found = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            found.append(root / path.lstrip("/") / v2)
-        elif "memory" in controllers.split(","):
-            found.append(root / "memory" / path.lstrip("/") / v1)
-    return found
-
-
-def _counter(path: Path) -> int:
-    try:
-        words = dict(line.split() for line in path.read_text().splitlines())
-    except (OSError, ValueError):
-        return 0
-    return int(words.get("oom_kill", 0))
-
-
-def resident_bytes(pid: int) -> int:
-    """What a process holds in memory now; 0 when it is gone."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+        return ""

@@ -18,6 +18,7 @@ from typing import Any
 
 from rankwise.plan import Plan
 
+_KILL_S = 3.0
 _WARM = str(Path(__file__).with_name("warm.py"))
 
 Spec = dict[str, Any]
@@ -105,7 +106,8 @@ class Starter:
             self.channel = None
         if self._warm is not None:
             self._warm.kill()
-            self._warm.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # state D: it waits for a disk, nobody waits for it
+                self._warm.wait(timeout=_KILL_S)
             self._warm = None
 
 

@@ -7,8 +7,11 @@ first death seen is often a follower's. `judge` is pure: it reads what was colle
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from rankwise.agent import wording
 
 FOLLOWER_SIGNS = (
     "Connection closed by peer",
@@ -35,7 +38,7 @@ class Evidence:
 
     rank: int
     exit_code: int | None
-    """None if a signal ended it."""
+    """None if a signal ended it, or nothing could."""
 
     signum: int | None
     sent: bool
@@ -56,32 +59,52 @@ class Evidence:
     remark: str | None = None
     """What else is known of the reason."""
 
+    stuck: str | None = None
+    """`state D in WCHAN` of a process that SIGKILL did not end; it has no exit code and no signal."""
+
     @property
     def follows(self) -> bool:
         """Whether this end only says that a peer is gone."""
         return self.exception is not None and any(sign in self.exception for sign in FOLLOWER_SIGNS)
+
+    @property
+    def failed(self) -> bool:
+        return self.signum is not None or self.exit_code != 0
 
 
 def judge(ends: Sequence[Evidence]) -> Evidence | None:
     """The cause among the ranks that have ended, None if none of them failed.
 
     First a signal that was not ours, then an exception that is not a follower's, then a status other than 0, then a rank
-    that left with 0 while others failed for want of it, then the earliest follower.
+    that nothing can end, then one that left with 0 while others failed for want of it, then the earliest follower.
     """
-    failed = [e for e in ends if not e.sent and (e.signum is not None or e.exit_code != 0)]
-    if not failed:
-        failed = [e for e in ends if e.signum is not None or e.exit_code != 0]
+    failed = [e for e in ends if e.failed and (not e.sent or e.stuck)] or [e for e in ends if e.failed]
     if not failed:
         return None
     classes = (
         [e for e in failed if e.signum is not None and not e.sent],
         [e for e in failed if e.exception is not None and not e.follows],
         [e for e in failed if e.exception is None and e.exit_code],
+        [e for e in failed if e.stuck],
         [e for e in ends if e.exit_code == 0] if any(e.follows for e in failed) else [],
         failed,
     )
     found = next(c for c in classes if c)
-    return min(found, key=lambda e: (e.raised if e.raised is not None else e.ended, e.rank))
+    first = min(found, key=lambda e: (e.raised if e.raised is not None else e.ended, e.rank))
+    return (_with_the_odd_model(ends) if first.exception is not None else None) or first
+
+
+def _with_the_odd_model(ends: Sequence[Evidence]) -> Evidence | None:
+    """Where DDP found models of different size every rank raises: the cause is the rank that has another than most."""
+    counts = wording.parameter_counts({e.rank: e.exception for e in ends if e.exception is not None})
+    if not counts:
+        return None
+    usual = Counter(counts.values()).most_common(1)[0][0]
+    odd, number = next((rank, number) for rank, number in sorted(counts.items(), reverse=True) if number != usual)
+    other = min(rank for rank, number in counts.items() if number == usual)
+    end = next((e for e in ends if e.rank == odd), None)
+    said = f"RuntimeError: its model is not that of rank {other}: {number} parameters instead of {usual}"
+    return replace(end, exception=said) if end is not None and end.exception is not None else None
 
 
 def exit_status(end: Evidence) -> int:
@@ -91,18 +114,35 @@ def exit_status(end: Evidence) -> int:
     return end.exit_code or 1
 
 
-def summary(end: Evidence) -> str:
-    """One line: what happened to which rank, where, at which step."""
+def summary(culprit: Evidence, ends: Sequence[Evidence] = ()) -> str:
+    """One line: what happened to which rank, where, at which step; `ends` tells whether it happened to all alike."""
+    stuck = unkillable([e for e in ends if e is not culprit or e.exception is not None])
+    alike = culprit.exception is not None and len(ends) > 1 and all(e.exception == culprit.exception for e in ends)
+    return (f"all {len(ends)} ranks" if alike else f"rank {culprit.rank}") + f" {_what(culprit)}{stuck}"
+
+
+def unkillable(ends: Sequence[Evidence]) -> str:
+    """The ranks that nothing can end, each after a `; `; empty without any."""
+    return "".join(f"; {_cannot_be_killed(e)}" for e in ends if e.stuck)
+
+
+def _cannot_be_killed(end: Evidence) -> str:
+    return f"rank {end.rank} cannot be killed ({end.stuck}): the host needs an operator"
+
+
+def _what(end: Evidence) -> str:
     at = f" at step {end.step}" if end.step else ""
     where = f" ({end.where})" if end.where else ""
     if end.signum is not None:
         hint = end.remark or _USUAL.get(end.signum)
-        return f"rank {end.rank} was killed by {signal_name(end.signum)}{at}{f': {hint}' if hint else ''}"
+        return f"was killed by {signal_name(end.signum)}{at}{f': {hint}' if hint else ''}"
     if end.exception is not None:
-        return f"rank {end.rank} raised {_first_line(end.exception)}{at}{where}"
+        return f"raised {_first_line(end.exception)}{at}{where}{f'; {end.remark}' if end.remark else ''}"
+    if end.stuck:
+        return f"cannot be killed ({end.stuck}){at}: the host needs an operator"
     if end.exit_code == 0:
-        return f"rank {end.rank} left with status 0{at} while the other ranks still expected it"
-    return f"rank {end.rank} left with status {end.exit_code}{at}"
+        return f"left with status 0{at} while the other ranks still expected it"
+    return f"left with status {end.exit_code}{at}"
 
 
 def signal_name(signum: int) -> str:

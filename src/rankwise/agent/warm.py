@@ -34,6 +34,8 @@ import io
 import json
 import mmap
 import os
+import re
+import resource
 import runpy
 import signal
 import socket
@@ -111,7 +113,11 @@ def _serve(channel, agent):
     _send(channel, {"ready": True})
     lines = channel.makefile("r")
     for line in lines:
-        middle = os.fork()
+        try:
+            middle = os.fork()
+        except OSError as error:
+            _send(channel, {"failed": f"it cannot fork: {error.strerror}"})
+            continue
         if middle == 0:
             spec = _fork_ranks(channel, json.loads(line)["ranks"])
             lines.close()
@@ -276,7 +282,13 @@ def _fork_ranks(channel, specs):
     """In the middle process: fork all, announce them, end. Returns in each rank with its spec."""
     pids = []
     for spec in specs:
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            for begun in pids:  # they wait for the agent's go, and it would not tell them from those it starts instead
+                os.kill(begun, signal.SIGKILL)
+            _send(channel, {"failed": f"it cannot fork: {error.strerror}"})
+            os._exit(0)
         if pid == 0:
             return spec
         pids.append(pid)
@@ -388,6 +400,7 @@ def _exit_status(end):
 def _exception_status(error, spec):
     status = getattr(error, "exit_status", 1)  # our own errors carry one, and need no traceback
     brief = isinstance(status, int) and type(error).__module__.startswith("rankwise.")
+    _free_a_descriptor()
     text = _as_text(error, brief)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -399,7 +412,14 @@ def _exception_status(error, spec):
         "traceback": text,
         "where": _where(error),
         "time": time.time(),
+        "notes": [str(note) for note in getattr(error, "__notes__", ())],
+        "parameters": {},
+        "shortage": None,
     }
+    with contextlib.suppress(Exception):
+        record["parameters"] = _parameters_in(error)
+    with contextlib.suppress(Exception):
+        record["shortage"] = _shortage(error)
     temporary = spec["exception"] + ".tmp"
     with contextlib.suppress(OSError), open(temporary, "w") as file:
         json.dump(record, file)
@@ -420,6 +440,51 @@ def _where(error):
     script = getattr(sys.modules["__main__"], "__file__", None)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == script]
     return f"{os.path.basename(script)}:{frames[-1].lineno}" if frames else None
+
+
+def _free_a_descriptor():
+    """To tell an exception takes one: where none is left standard input is given up."""
+    try:
+        os.close(os.dup(2))
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.close(0)
+
+
+def _shortage(error):
+    """Where files or processes were refused: how many there may be, and are now (some may have gone with what failed)."""
+    text = str(error)
+    if "Too many open files" in text or "received 0 items of ancdata" in text:  # as multiprocessing says it
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"at most {limit} open files a process (ulimit -n), {len(os.listdir('/proc/self/fd')) - 1} here now"
+    if "Resource temporarily unavailable" not in text and "can't start new thread" not in text:
+        return None
+    tasks = 0
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdecimal() and os.stat(f"/proc/{name}").st_uid == os.getuid():
+                tasks += len(os.listdir(f"/proc/{name}/task"))
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if not 0 < limit < 2 * tasks + 64:
+        return None  # so far away that another limit must have been the reason
+    return f"at most {limit} processes and threads of this user (ulimit -u), {tasks} now"
+
+
+def _parameters_in(error):
+    """{number: "name (module)"} of the parameters that DDP has only numbers for in its message."""
+    numbers = set(re.findall(r"\d+", str(error)))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    models = [frame.f_locals.get("self") for frame in frames if frame.f_code.co_filename.endswith("nn/parallel/distributed.py")]
+    found, seen = {}, set()
+    for prefix, module in models[-1].module.named_modules() if models else ():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{prefix}.{name}" if prefix else name
+            if not parameter.requires_grad or id(parameter) in seen or f"{prefix}.{name}" in models[-1].parameters_to_ignore:
+                continue
+            if str(len(seen)) in numbers:
+                found[str(len(seen))] = f"{full} ({type(module).__name__})"
+            seen.add(id(parameter))
+    return found
 
 
 def _as_text(error, brief=False):

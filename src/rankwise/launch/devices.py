@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,6 +29,12 @@ def physical_cores() -> int:
     import psutil
 
     return min(psutil.cpu_count(logical=False) or cores(), cores())
+
+
+def open_files() -> int:
+    """How many files a process may have open (ulimit -n)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit if limit >= 0 else 1 << 31
 
 
 def visible(wanted: str | None, env: Mapping[str, str], dev: Path = Path("/dev")) -> dict[str, str]:

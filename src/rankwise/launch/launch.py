@@ -19,13 +19,15 @@ from types import FrameType
 from rankwise import processes
 from rankwise.config import RunConfig
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, WorldError
-from rankwise.launch import code, devices, script
+from rankwise.launch import backend, code, devices, script
 from rankwise.plan import Plan
 from rankwise.rundir import Failure, RunDir, write_json, write_text
 from rankwise.schedulers import local
 from rankwise.terminal import short
 from rankwise.world import explain
 
+_FEW_FILES = 1024  # what a login shell has
+_FILES_TO_BEGIN = 32
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -36,12 +38,15 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
     program = script.find(config)
     environment = devices.visible(config.gpus, env)
     nproc, why = devices.ranks_for(config.nproc, {**env, **environment})
+    _refuse_too_few_files(nproc)
+    _refuse_nccl_without_gpu(program, {**env, **environment})
     threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else devices.cores() // nproc
     threads = max(1, threads)
     processes.become_subreaper()  # if the agent is killed, what it leaves falls to this process
     run = RunDir(config.path(program.run_name))
     aside = run.prepare(config.fresh)
     lease = run.take()
+    sweep_s = 5.0
     try:
         plan = Plan(
             version=1,
@@ -69,26 +74,62 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
             _say(f"the older run was moved to {short(aside)}")
         _compare_with_earlier_lives(run, program)
         lives = len(run.lives())
-        going_on = f", life {lives + 1}" if lives else ""
-        _say(f"{program.name} on {_count(nproc, 'rank')} ({why}), {_count(threads, 'thread')} each, "
-             f"in {short(run.path)}{going_on}")  # fmt: skip
-        if 0 < (gpus := devices.gpus({**env, **environment})) < nproc:
-            _say(f"warning: {nproc} ranks share {_count(gpus, 'GPU')}; NCCL refuses that. --nproc {gpus} is one a GPU")
-        elif nproc > devices.cores():
-            _say(f"warning: {nproc} ranks share {_count(devices.cores(), 'core')}: each step waits for the slowest")
-        if program.keep_cold is not None:
-            _say(f"{program.keep_cold}: each rank imports torch by itself")
+        _announce(program, plan, why, lives, devices.gpus({**env, **environment}))
         forward = _Forward()
-        agent = forward.to(int(local.submit(str(run.job))))
+        agent = forward.to(_start_agent(run))
         with contextlib.suppress(OSError):
             write_text(run.code, code.describe(Path(program.name).absolute().parent))
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
+        if status >= 0:
+            sweep_s = 1.0  # an agent that ended by itself has left nothing but what nothing ends
         return _conclude(run, status, lives, config)
     finally:
-        processes.end_tree()
+        processes.end_tree(bound_s=sweep_s)
         lease.release()
         for signum in _FORWARDED:  # the run is over: one Ctrl-C more must not make this process look killed
             signal.signal(signum, signal.SIG_IGN)
+
+
+def _start_agent(run: RunDir) -> int:
+    try:
+        return int(local.submit(str(run.job)))
+    except OSError as error:
+        shortage = processes.shortage(error) or f"{run.job} could not be run"
+        raise ConfigError(f"cannot start the agent: {error.strerror}: {shortage}") from None
+
+
+def _announce(program: script.Program, plan: Plan, why: str, lives: int, gpus: int) -> None:
+    """What will run where; and what of this machine will be too little for it."""
+    nproc = plan.nproc
+    going_on = f", life {lives + 1}" if lives else ""
+    _say(f"{program.name} on {_count(nproc, 'rank')} ({why}), {_count(plan.threads, 'thread')} each, "
+         f"in {short(Path(plan.run_dir))}{going_on}")  # fmt: skip
+    if 0 < gpus < nproc:
+        _say(f"warning: {nproc} ranks share {_count(gpus, 'GPU')}; NCCL refuses that. --nproc {gpus} is one a GPU")
+    elif nproc > devices.cores():
+        _say(f"warning: {nproc} ranks share {_count(devices.cores(), 'core')}: each step waits for the slowest")
+    if (files := devices.open_files()) < _FEW_FILES:
+        _say(f"warning: only {files} open files a process (ulimit -n): loader workers may need more. Type: ulimit -n 4096")
+    if program.keep_cold is not None:
+        _say(f"{program.keep_cold}: each rank imports torch by itself")
+
+
+def _refuse_too_few_files(nproc: int) -> None:
+    """Each rank holds a connection to every other, beside what Python, torch and the agent need to begin at all."""
+    needed, files = _FILES_TO_BEGIN + nproc, devices.open_files()
+    if files < needed:
+        raise ConfigError(
+            f"a process may have only {files} files open (ulimit -n), and {_count(nproc, 'rank')} need {needed} to begin; "
+            f"type: ulimit -n 4096"
+        )
+
+
+def _refuse_nccl_without_gpu(program: script.Program, env: Mapping[str, str]) -> None:
+    if program.nccl_line is not None and (why := backend.why_not_nccl(env, program.interpreter)) is not None:
+        raise ConfigError(
+            f"{program.name}, line {program.nccl_line}: it asks for the backend nccl, and {why}; write "
+            'init_process_group("gloo") there, or init_process_group() for what each machine has'
+        )
 
 
 def _compare_with_earlier_lives(run: RunDir, program: script.Program) -> None:

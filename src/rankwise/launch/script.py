@@ -19,7 +19,9 @@ from pathlib import Path
 
 from rankwise.config import RunConfig
 from rankwise.errors import ConfigError
+from rankwise.launch import backend
 
+_LONGEST_SHOWN = 120
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?)?")
 
 
@@ -31,6 +33,9 @@ class Program:
     argv: tuple[str, ...]
     keep_cold: str | None = None
     """Why its ranks cannot be forked from a warm process; None if they can."""
+
+    nccl_line: int | None = None
+    """The line where it is certain to ask for NCCL; None if it may not."""
 
     @property
     def name(self) -> str:
@@ -45,9 +50,10 @@ class Program:
 
 @dataclass(frozen=True)
 class ScriptFacts:
-    """`keep_cold` says why the ranks of this script cannot be forked from a warm process; None if they can."""
+    """What a Program says of its source."""
 
     keep_cold: str | None
+    nccl_line: int | None = None
 
 
 def find(config: RunConfig) -> Program:
@@ -61,7 +67,8 @@ def find(config: RunConfig) -> Program:
         program = Program(ours, ("-m", *config.argv) if config.module else config.argv)
     if program.argv[0] == "-m":
         return _examine_module(program) if program.interpreter == ours else program
-    return Program(program.interpreter, program.argv, examine(program.argv[0]).keep_cold)
+    facts = examine(program.argv[0])
+    return Program(program.interpreter, program.argv, facts.keep_cold, facts.nccl_line)
 
 
 def _python_command(argv: tuple[str, ...]) -> Program | None:
@@ -110,8 +117,8 @@ def _examine_module(program: Program) -> Program:
             raise ConfigError(f"{name} is a package without __main__.py, which cannot be run")
     else:
         origin = spec.origin
-    keep_cold = examine(origin).keep_cold if origin is not None and origin.endswith(".py") else None
-    return Program(program.interpreter, program.argv, keep_cold)
+    facts = examine(origin) if origin is not None and origin.endswith(".py") else ScriptFacts(None)
+    return Program(program.interpreter, program.argv, facts.keep_cold, facts.nccl_line)
 
 
 def examine(script: str) -> ScriptFacts:
@@ -133,9 +140,25 @@ def examine(script: str) -> ScriptFacts:
         where = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         what = error.msg if isinstance(error, SyntaxError) else str(error)
         hint = "" if path.suffix in (".py", "") else f"; for a command that is no Python script: rankwise run -- ./{script}"
-        raise ConfigError(f"{script}{where}: syntax error: {what}{hint}") from None
+        raise ConfigError(f"{script}{where}: syntax error: {what}{hint}{_shown(error)}") from None
     line = _environment_write_before_torch(tree)
-    return ScriptFacts(keep_cold=f"line {line} sets environment variables before torch is imported" if line else None)
+    return ScriptFacts(
+        keep_cold=f"line {line} sets environment variables before torch is imported" if line else None,
+        # What it sees of the machine may be its own choice.
+        nccl_line=backend.asks_for_nccl(tree) if b"VISIBLE_DEVICES" not in source else None,
+    )
+
+
+def _shown(error: SyntaxError | ValueError) -> str:
+    """The line of the source with a mark below the place, as Python shows it; empty where that is not known."""
+    if not isinstance(error, SyntaxError) or not error.text or not error.offset:
+        return ""
+    text = error.text.rstrip("\n")
+    begin = len(text) - len(text.lstrip())
+    place = min(max(error.offset - 1, begin), len(text))
+    if len(text) - begin > _LONGEST_SHOWN:
+        return ""
+    return f"\n    {text[begin:]}\n    {' ' * (place - begin)}^"
 
 
 def _environment_write_before_torch(tree: ast.Module) -> int | None:

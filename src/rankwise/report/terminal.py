@@ -6,6 +6,7 @@ print_report("train")        # ./runs/train, or any folder
 from __future__ import annotations
 
 import shlex
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +17,13 @@ from rankwise.rundir import Life, RunDir
 from rankwise.terminal import clock
 
 _MOMENTS = 10
+_COLUMNS = 80
+_LEAST_ROOM = 30
 
 
 def print_report(run: str) -> None:
     """Raises RunDirError when there is no run of that name."""
-    print(report(find(run)))
+    print(report(find(run), shutil.get_terminal_size().columns))
 
 
 def find(run: str) -> RunDir:
@@ -36,10 +39,10 @@ def _runs_here() -> str:
     return ", ".join(names) or "none"
 
 
-def report(run: RunDir) -> str:
-    """The whole text."""
+def report(run: RunDir, columns: int = _COLUMNS) -> str:
+    """The whole text. How a life ended is shortened to fit `columns`; nothing else is that long."""
     lives = run.lives()
-    sections = [f"run {run.path.name} in {run.path}", _lives(run, lives)]
+    sections = [f"run {run.path.name} in {run.path}", _lives(run, lives, columns)]
     figures = run.read_metrics()
     if figures:
         sections += [_course(figures), _time(figures)]
@@ -52,13 +55,23 @@ def report(run: RunDir) -> str:
     return "\n\n".join(sections)
 
 
-def _lives(run: RunDir, lives: Sequence[Life]) -> str:
+def _lives(run: RunDir, lives: Sequence[Life], columns: int) -> str:
     rows = [["life", "started", "took", "ranks", "how it ended"]]
     for life in lives:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(life.started))
         took = clock(life.ended - life.started) if life.ended is not None else "-"
         rows.append([str(life.life), began, took, str(life.ranks), life.outcome or _open_end(run, life, lives[-1])])
-    return f"{shlex.join(lives[-1].argv)}\n\n{table(rows)}" if lives else "no life yet"
+    if not lives:
+        return "no life yet"
+    room = columns - sum(max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in rows), strict=True))
+    rows = [[*row[:-1], _shortened(row[-1], max(room, _LEAST_ROOM))] for row in rows]
+    return f"{shlex.join(lives[-1].argv)}\n\n{table(rows)}"
+
+
+def _shortened(text: str, columns: int) -> str:
+    """In one line of `columns`; the beginning says most."""
+    line = " ".join(text.split())
+    return line if len(line) <= columns else line[: columns - 3].rstrip() + "..."
 
 
 def _open_end(run: RunDir, life: Life, newest: Life) -> str:

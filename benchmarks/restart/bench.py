@@ -1,0 +1,65 @@
+"""From the request to fork the ranks again to the last rank's first step, against torchrun's cold launch to the same.
+
+python benchmarks/restart/bench.py [rounds] [ranks ...]
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+WORKER = str(Path(__file__).with_name("worker.py"))
+
+
+def first_step(folder: str, life: int, ranks: int) -> float:
+    marks = list(Path(folder).glob(f"first-{life}-*"))
+    assert len(marks) == ranks, f"{len(marks)} of {ranks} ranks did a step in life {life}"
+    return max(float(mark.read_text()) for mark in marks)
+
+
+def restart(ranks: int, folder: str) -> tuple[float, float]:
+    """(seconds from the fork request of the second life to its first step, from the first life's end to it)."""
+    command = [sys.executable, "-m", "rankwise", "run", "--nproc", str(ranks), "--max-restarts", "1", "--fresh"]
+    subprocess.run([*command, WORKER, folder, "die"], cwd=folder, capture_output=True, check=True)
+    before, after = json.loads(Path(folder, "runs", "worker", "world.json").read_text())["lives"]
+    first = first_step(folder, 1, ranks)
+    return first - after["started"], first - before["ended"]  # a life is written down right before its ranks are asked for
+
+
+def cold(ranks: int, folder: str) -> float:
+    """Seconds from the command to the first step under torchrun."""
+    began = time.time()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", WORKER, folder]
+    # Not checked: gloo's own teardown fails now and then under torchrun, after the first step is done and noted.
+    subprocess.run(command, cwd=folder, capture_output=True)
+    return first_step(folder, 0, ranks) - began
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for ranks in [int(word) for word in sys.argv[2:]] or [2, 4]:
+        restarts, colds = [], []
+        for _ in range(rounds):
+            for figures, measure in ((colds, cold), (restarts, restart)):
+                folder = tempfile.mkdtemp()
+                figures.append(measure(ranks, folder))
+                shutil.rmtree(folder)
+        ratios = [ours[0] / theirs for ours, theirs in zip(restarts, colds, strict=True)]
+        print(f"{ranks} ranks, {rounds} interleaved rounds: median (min .. max)")
+        print(f"  torchrun, launch to first step, s   {_spread(colds)}")
+        print(f"  restart, fork to first step, s      {_spread([r[0] for r in restarts])}")
+        print(f"  restart / torchrun                  {_spread(ratios)}")
+
+
+def _spread(figures: list[float]) -> str:
+    return f"{statistics.median(figures):.3f} ({min(figures):.3f} .. {max(figures):.3f})"
+
+
+if __name__ == "__main__":
+    main()

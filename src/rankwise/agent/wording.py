@@ -1,0 +1,124 @@
+"""What an exception of a rank says, for a reader in a hurry: the user's own error, names for numbers, what to type.
+
+told = reword(record, rank=1, script="pkg/train.py");  told.exception, told.where, told.remark
+
+`record` is what warm.py leaves of an exception. Pure: it reads the record, nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+_IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process (\d+)\.")
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
+_UNUSED = re.compile(r"Parameter(?:s| indices) which did not receive grad for rank \d+: (.+)")
+_COUNTS = re.compile(
+    r"DDP expects same model across all ranks, but Rank (\d+) has (\d+) params, while rank (\d+) has inconsistent (\d+)"
+)
+_SIZES = re.compile(r"params\[(\d+)\] in this process with sizes (\[.*?\]) appears not to match")
+_MOST_NAMES = 4
+_LONGEST_NOTE = 120
+_OURS = str(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True)
+class Told:
+    """An exception as a verdict tells it."""
+
+    exception: str
+    """`Type: message`."""
+
+    where: str | None
+    """The line of the script, `train.py:61`, and more of the place."""
+
+    remark: str | None = None
+    """What to make of it."""
+
+
+def reword(record: Mapping[str, Any], rank: int, script: str) -> Told:
+    """`script`: what the ranks run, as it was typed."""
+    message = str(record["message"]).strip()
+    told = Told(f"{record['type']}: {message}" if message else record["type"], record.get("where"), _note(record))
+    if found := _IN_WORKER.search(message):
+        return _of_worker(told, message, found[1])
+    names = record.get("parameters") or {}
+    if found := _UNUSED.search(message):
+        return _unused(told, found[1].strip(), names)
+    if found := _SIZES.search(message):
+        name = names.get(found[1], f"number {found[1]}")
+        return replace(
+            told, exception=f"{record['type']}: its model is not that of rank 0: parameter {name} has sizes {found[2]} here"
+        )
+    if "attempted relative import with no known parent package" in message:
+        return replace(told, remark=f"it belongs to a package: type `{_as_module(script)}`")
+    if record["type"] == "EOFError" and rank > 0 and "reading a line" in message:
+        return replace(told, remark="only rank 0 has the terminal: ask on rank 0 alone, and broadcast the answer")
+    if (shortage := record.get("shortage")) is not None:
+        return replace(told, remark=shortage)
+    return told
+
+
+def parameter_counts(exceptions: Mapping[int, str]) -> dict[int, int]:
+    """How many parameters the model of each rank has, where DDP found that they differ; empty for any other trouble."""
+    counts = {}
+    for exception in exceptions.values():
+        if found := _COUNTS.search(exception):
+            counts.update({int(found[1]): int(found[2]), int(found[3]): int(found[4])})
+    return counts
+
+
+def is_short_of_memory(exception: str) -> bool:
+    """Whether the machine's memory was refused (a GPU's is another matter)."""
+    return exception.startswith("MemoryError") or "can't allocate memory" in exception or "Cannot allocate memory" in exception
+
+
+def _note(record: Mapping[str, Any]) -> str | None:
+    """The first line of what was noted on the exception (PEP 678), for example the sample."""
+    lines = [line for note in record.get("notes") or () for line in str(note).splitlines()]
+    return lines[0][:_LONGEST_NOTE] if lines else None
+
+
+def _of_worker(told: Told, message: str, worker: str) -> Told:
+    """torch wraps what a loader worker raised in an exception of the same type that tells the worker's traceback."""
+    lines = message.rpartition("Traceback (most recent call last):\n")[2].splitlines()
+    last_of_frames = max((i for i, line in enumerate(lines) if line.startswith(" ")), default=-1)
+    said = [line for line in lines[last_of_frames + 1 :] if line]
+    own = [f"{Path(file).name}:{line}" for file, line in _FRAME.findall("\n".join(lines)) if _is_the_users(file)]
+    place = f"{own[-1]}, in" if own else "in"
+    return Told(
+        "\n".join(said) or told.exception,
+        f"{place} loader worker {worker}",
+        said[1][:_LONGEST_NOTE] if len(said) == 2 else told.remark,
+    )
+
+
+def _is_the_users(file: str) -> bool:
+    return not any(part in file for part in ("/site-packages/", "/lib/python", "<frozen", _OURS))
+
+
+def _unused(told: Told, listed: str, names: Mapping[str, str]) -> Told:
+    """torch has numbers, unless TORCH_DISTRIBUTED_DEBUG made it look for names."""
+    words = re.split(r"[, ]+", listed)
+    found = [names.get(word, f"number {word}" if word.isdecimal() else word) for word in words]
+    shown = ", ".join(found[:_MOST_NAMES]) + (f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else "")
+    return replace(
+        told,
+        exception=f"{told.exception.partition(':')[0]}: its last loss did not use {shown}",
+        remark="DDP waits for every gradient; if that is meant, pass find_unused_parameters=True to it",
+    )
+
+
+def _as_module(script: str) -> str:
+    """The command that runs a script as the module of its package."""
+    path = Path(os.path.abspath(script))
+    folder, names = path.parent.parent, [path.parent.name, path.stem]
+    while (folder / "__init__.py").exists():
+        folder, names = folder.parent, [folder.name, *names]
+    command = f"rankwise run -m {shlex.quote('.'.join(names))}"
+    return command if folder == Path.cwd() else f"cd {shlex.quote(str(folder))} && {command}"

@@ -1,0 +1,128 @@
+"""What an exception of a rank says, for a reader in a hurry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rankwise.agent.wording import Told, is_short_of_memory, parameter_counts, reword
+
+IN_WORKER = """Caught KeyError in DataLoader worker process 1.
+Original Traceback (most recent call last):
+  File "/venv/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", line 374, in _worker_loop
+    data = fetcher.fetch(index)
+           ^^^^^^^^^^^^^^^^^^^^
+  File "/home/ann/data.py", line 6, in __getitem__
+    return self.files[i]
+  File "/usr/lib/python3.11/json/decoder.py", line 355, in raw_decode
+    raise KeyError
+KeyError: 'audio_5'
+"""
+
+
+def record(kind: str, message: str, **more: object) -> dict[str, object]:
+    return {"type": kind, "message": message, "where": "train.py:9", **more}
+
+
+def test_an_exception_of_the_script_is_told_as_it_is() -> None:
+    assert reword(record("ValueError", "loss is nan"), 1, "train.py") == Told("ValueError: loss is nan", "train.py:9")
+    assert reword(record("MemoryError", ""), 0, "train.py").exception == "MemoryError"
+
+
+def test_what_a_loader_worker_raised_is_told_with_the_users_line_and_the_worker() -> None:
+    told = reword(record("KeyError", IN_WORKER), 1, "train.py")
+    assert told == Told("KeyError: 'audio_5'", "data.py:6, in loader worker 1")
+
+
+def test_what_was_noted_on_an_exception_is_told_too() -> None:
+    told = reword(record("KeyError", IN_WORKER + "sample 5 of the dataset\n"), 1, "train.py")
+    assert told.exception.splitlines() == ["KeyError: 'audio_5'", "sample 5 of the dataset"]
+    assert told.remark == "sample 5 of the dataset"
+    own = reword(record("ValueError", "bad", notes=["sample 7\nof 9", "more"]), 1, "train.py")
+    assert own.remark == "sample 7"
+
+
+def test_of_an_exception_that_followed_another_in_a_worker_the_last_is_told() -> None:
+    message = IN_WORKER + (
+        "\nDuring handling of the above exception, another exception occurred:\n\nTraceback (most recent call last):\n"
+        '  File "/home/ann/data.py", line 8, in __getitem__\n    raise RuntimeError("no audio") from None\n'
+        "RuntimeError: no audio\n"
+    )
+    assert reword(record("RuntimeError", message), 0, "t.py") == Told("RuntimeError: no audio", "data.py:8, in loader worker 1")
+
+
+UNUSED = (
+    "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that your "
+    "module has parameters that were not used in producing loss. \n{}\n In addition, you can set the environment variable"
+)
+
+
+def test_parameters_that_a_loss_did_not_use_have_their_names() -> None:
+    message = UNUSED.format("Parameter indices which did not receive grad for rank 1: 2 3")
+    names = {"2": "extra.weight (Linear)", "3": "extra.bias (Linear)"}
+    told = reword(record("RuntimeError", message, parameters=names), 1, "train.py")
+    assert told.exception == "RuntimeError: its last loss did not use extra.weight (Linear), extra.bias (Linear)"
+    assert told.remark is not None
+    assert "find_unused_parameters=True" in told.remark
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        ("Parameter indices which did not receive grad for rank 1: 2 3", "number 2, number 3"),
+        ("Parameters which did not receive grad for rank 1: extra.weight, extra.bias", "extra.weight, extra.bias"),
+        ("Parameter indices which did not receive grad for rank 0: 1 2 3 4 5 6", "2, number 3, number 4 and 2 more"),
+    ],
+)  # fmt: skip
+def test_without_names_from_the_model_torchs_words_do(listed: str, said: str) -> None:
+    assert reword(record("RuntimeError", UNUSED.format(listed)), 1, "t.py").exception.endswith(said)
+
+
+def test_a_parameter_of_another_shape_is_named() -> None:
+    message = "[1]: params[2] in this process with sizes [4, 4] appears not to match sizes of the same param in process 0."
+    told = reword(record("RuntimeError", message, parameters={"2": "head.weight (Linear)"}), 1, "t.py")
+    assert told.exception == (
+        "RuntimeError: its model is not that of rank 0: parameter head.weight (Linear) has sizes [4, 4] here"
+    )
+    assert "parameter number 2 has" in reword(record("RuntimeError", message), 1, "t.py").exception
+
+
+def test_models_with_different_numbers_of_parameters_are_counted() -> None:
+    said = "RuntimeError: DDP expects same model across all ranks, but Rank {} has {} params, while rank {} has inconsistent {}"
+    assert parameter_counts({0: said.format(0, 4, 2, 6), 1: said.format(1, 4, 2, 6)}) == {0: 4, 1: 4, 2: 6}
+    assert parameter_counts({0: "ValueError: loss is nan"}) == {}
+
+
+def test_a_script_of_a_package_is_told_how_to_run_as_its_module(tmp_path: Path) -> None:
+    (tmp_path / "lab" / "pkg").mkdir(parents=True)
+    (tmp_path / "lab" / "__init__.py").touch()
+    failed = record("ImportError", "attempted relative import with no known parent package")
+    assert reword(failed, 0, "lab/pkg/train.py").remark == "it belongs to a package: type `rankwise run -m lab.pkg.train`"
+    inside = reword(failed, 0, "/srv/other/train.py").remark
+    assert inside == "it belongs to a package: type `cd /srv && rankwise run -m other.train`"
+
+
+def test_only_rank_0_has_the_terminal() -> None:
+    failed = record("EOFError", "EOF when reading a line")
+    assert "only rank 0 has the terminal" in (reword(failed, 1, "t.py").remark or "")
+    assert reword(failed, 0, "t.py").remark is None
+
+
+def test_a_shortage_is_told_with_its_count() -> None:
+    told = reword(record("OSError", "[Errno 24] Too many open files: 'x'", shortage="40 of 40 files"), 1, "t.py")
+    assert told == Told("OSError: [Errno 24] Too many open files: 'x'", "train.py:9", "40 of 40 files")
+
+
+@pytest.mark.parametrize(
+    ("exception", "short"),
+    [
+        ("MemoryError", True),
+        ("RuntimeError: [enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried", True),
+        ("OSError: [Errno 12] Cannot allocate memory", True),
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", False),
+        ("ValueError: memory", False),
+    ],
+)
+def test_only_the_machines_memory_is_compared_between_ranks(exception: str, short: bool) -> None:
+    assert is_short_of_memory(exception) is short
