@@ -33,7 +33,7 @@ from rankwise.config import default_run_dir
 from rankwise.data import Loader
 from rankwise.data.loader import length
 from rankwise.device import local_device
-from rankwise.errors import CheckpointError, ConfigError, StepError
+from rankwise.errors import CheckpointError, ConfigError, RunDirError, StepError
 from rankwise.guards import run_on_main
 from rankwise.model import is_synced, prepare
 from rankwise.precision import LossScale, Precision
@@ -224,8 +224,11 @@ class Trainer:
         return state
 
     def _forward(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
-        with self._precision.autocast():
+        if self._precision.dtype is None:
             result = self._step_fn(model, batch)
+        else:
+            with self._precision.autocast():
+                result = self._step_fn(model, batch)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor)):
             raise StepError(
                 f"step_fn returned {_described(result)}; return (loss sum, count), for example "
@@ -277,7 +280,10 @@ class Trainer:
                 self._writers.pop().close()
             self.stop.leave()
             if self._lease is not None:
-                self.run.update_life(life, ended=time.time(), status=status, outcome=outcome)
+                try:
+                    self.run.update_life(life, ended=time.time(), status=status, outcome=outcome)
+                except RunDirError as error:  # a full disk: it must not hide what has ended the loop
+                    log.warn(f"how this life ended is not recorded: {error}")
                 self._lease.release()
 
     def _begin(self, state: TrainState) -> None:

@@ -597,3 +597,15 @@ def test_a_damaged_checkpoint_is_not_one_of_those_that_are_kept(folder: Path) ->
     assert checkpoints.load_latest(of_step(0)) is not None
     checkpoints.save(of_step(3), 3)
     assert [p.name for p in checkpoints.all()] == ["step-00000001", "step-00000003"]
+
+
+def test_what_was_loaded_does_not_hang_on_the_file(tmp_path: Path) -> None:
+    """Mapped memory of a file that another host prunes on NFS is a bus error."""
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save({"model": model, "optimizer": optimizer}, 1)
+    checkpoints.load_latest({"model": model, "optimizer": optimizer})
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()

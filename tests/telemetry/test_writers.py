@@ -75,3 +75,11 @@ def test_tensorboard_reads_the_events_back(tmp_path: Path) -> None:
     events.Reload()
     assert set(events.Tags()["scalars"]) >= {"loss"}
     assert [(e.step, round(e.value, 6)) for e in events.Scalars("loss")] == [(1, 1.0), (2, 0.5), (5, 0.2)]
+
+
+def test_a_full_disk_costs_the_figures_and_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    writer = JsonlWriter(Path("/dev/full"), 1)
+    for step in range(3):
+        writer.write(step, {"loss": 1.0})
+    writer.close()
+    assert capsys.readouterr().out == ("warning: figures are lost: /dev/full cannot be written: No space left on device\n")

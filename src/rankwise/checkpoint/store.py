@@ -17,6 +17,7 @@ One file for each Stateful thing, written by the main rank; `torch.load(weights_
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import math
 import os
@@ -31,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from rankwise import comm, log, seed
 from rankwise.checkpoint import manifest as manifests
@@ -374,7 +376,9 @@ def _load_part(folder: Path, name: str, part: Stateful) -> None:
             f"the checkpoint {folder} has no {name}; it was made by another program: --fresh starts anew, --name beside it"
         )
     try:
-        part.load_state_dict(_read(path))
+        state = _read(path)
+        # A module copies what it is given; another part may keep it, and must not hang on a file that goes when it is pruned.
+        part.load_state_dict(state if isinstance(part, nn.Module) else copy.deepcopy(state))
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(

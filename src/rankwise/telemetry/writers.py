@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+from rankwise import log
 
 
 class Writer(Protocol):
@@ -25,13 +28,27 @@ class JsonlWriter:
         if path.stat().st_size and not _ends_with_newline(path):
             self._file.write("\n")  # a killed writer's half line stays by itself
         self._life = life
+        self._path = path
+        self._told = False
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         record = {"life": self._life, "step": step, **{k: _plain(v) for k, v in figures.items()}}
-        self._file.write(json.dumps(record) + "\n")
+        with self._told_once():
+            self._file.write(json.dumps(record) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        with self._told_once():
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _told_once(self) -> Iterator[None]:
+        """A full disk costs figures, not the training."""
+        try:
+            yield
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                log.warn(f"figures are lost: {self._path} cannot be written: {error.strerror}")
 
 
 def _ends_with_newline(path: Path) -> bool:
