@@ -125,7 +125,7 @@ def count_keying(dataset: Any) -> int:
         calls += 1
 
     fetch._key = key  # type: ignore[method-assign]
-    fetch.here((0, [1, 2]))
+    next(fetch.here(iter([(0, [1, 2])])))
     assert torch.equal(torch.get_rng_state(), before)
     return calls
 

@@ -26,6 +26,8 @@ from rankwise.device import to_device
 from rankwise.errors import ConfigError, DataError
 from rankwise.world import World
 
+_PLANNED = 4096  # positions whose samples are looked up at once
+
 
 class Loader:
     """Iterates over optimizer steps; each is a list of this rank's micro-batches, empty for a rank without a sample.
@@ -145,10 +147,14 @@ class Loader:
 
     def _plan(self, order: Order, epoch: int, start: int) -> Iterator[tuple[int, list[list[int]]]]:
         """For each step left: the position after it, and the indices of this rank's micro-batches."""
+        size, world = self.global_batch_size, self._world
+        first, indices = start, list[int]()  # the global order from position `first` on: many steps of it cost what one does
         while not self._leaves_nothing(order, start):
-            stop = min(start + self.global_batch_size, order.samples)
-            low, high = share(start, stop, self._world.rank, self._world.world_size)
-            yield stop, split(order.indices(epoch, low, high).tolist(), self.accumulate)
+            stop = min(start + size, order.samples)
+            if stop > first + len(indices):
+                first, indices = start, order.indices(epoch, start, min(start + max(size, _PLANNED), order.samples)).tolist()
+            low, high = share(start, stop, world.rank, world.world_size)
+            yield stop, split(indices[low - first : high - first], self.accumulate)
             start = stop
 
     def _leaves_nothing(self, order: Order, stop: int) -> bool:
@@ -164,7 +170,7 @@ class Loader:
         return fetched(requests, fetcher, self._workers, pin=self._device is not None and self._device.type == "cuda")
 
     def _placed(self, batch: Any) -> Any:
-        return batch if self._device is None else to_device(batch, self._device)
+        return batch if self._device is None or self._device.type == "cpu" else to_device(batch, self._device)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -80,7 +80,11 @@ class Stream:
         self._own = seeds.Aside()  # between two requests in this process
         self._beside_collate = seeds.Aside()
 
-    def here(self, request: Request) -> Step | None:
+    def here(self, requests: Iterator[Request]) -> Iterator[Step | None]:
+        for request in requests:
+            yield self._here(request)
+
+    def _here(self, request: Request) -> Step | None:
         self._training.put()
         try:
             if self._continues(request):

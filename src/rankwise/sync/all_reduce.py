@@ -122,7 +122,7 @@ class AllReduce:
         """Make the gradients those of the mean loss, clipped; (the result, whether each parameter has one). All ranks see the
         same sums, so all decide alike."""
         norm_there = _norm(gradients)
-        complete, count = tail.ends.tolist()  # waits for the device, once a step
+        complete, count = tail.read()  # waits for the device, once a step
         norm = norm_there.item()
         finite = math.isfinite(norm) and math.isfinite(count)
         loss_scale = self._loss_scale.scale if self._loss_scale is not None else 1.0

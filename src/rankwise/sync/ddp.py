@@ -19,7 +19,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.sync.reduction import Tail
+from rankwise.sync.reduction import RidingTail
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's own size of a bucket."""
@@ -46,7 +46,7 @@ class DdpReduction:
         self._count: float | torch.Tensor = 0.0
         self._message: torch.Tensor | None = None
         """The last bucket and the tail behind it, in one."""
-        self._tail: Tail | None = None
+        self._tail: RidingTail | None = None
         self._apart: torch.Tensor | None = None
         """The tail in a message of its own, when the last bucket is not exact enough to carry a count (bf16, fp16)."""
         self.wait_s = 0.0
@@ -60,7 +60,7 @@ class DdpReduction:
         self._count = self._count + count  # first: it rides in a message that the backward pass sends
         loss_sum.backward(seed)  # type: ignore[no-untyped-call]
 
-    def reduce(self) -> Tail:
+    def reduce(self) -> RidingTail:
         began = time.perf_counter()
         if not self._reduced:
             self._touched = [p.grad is not None for p in self.parameters]
@@ -101,10 +101,10 @@ class DdpReduction:
         length = len(self.parameters) + 2
         if torch.finfo(buffer.dtype).bits >= 32:
             self._message = torch.zeros(buffer.numel() + length, dtype=buffer.dtype, device=buffer.device)
-            self._tail = Tail(self._message[-length:])
+            self._tail = RidingTail(self._message[-length:])
         else:
             self._apart = torch.zeros(length, dtype=torch.float32, device=buffer.device)
-            self._tail = Tail(self._apart)
+            self._tail = RidingTail(self._apart)
 
     def gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]

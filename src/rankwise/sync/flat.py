@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from rankwise.sync.reduction import Tail
+from rankwise.sync.reduction import LocalTail, RidingTail, Tail
 
 
 class FlatReduction:
@@ -25,15 +25,17 @@ class FlatReduction:
         # The most precise first: the tail rides in it.
         order = sorted(kinds.items(), key=lambda item: -torch.finfo(item[0][0]).bits)
         self.parameters = [p for _, group in order for p in group]
-        tail = len(self.parameters) + 2
-        exact = torch.finfo(order[0][0][0]).bits >= 32
+        self._together = dist.is_initialized()
+        tail = len(self.parameters) + 2 if self._together else 0
+        exact = not self._together or torch.finfo(order[0][0][0]).bits >= 32
         self._buffers = [_Buffer(group, tail if exact and i == 0 else 0) for i, (_, group) in enumerate(order)]
         first = self._buffers[0].flat
         # A message of its own when no gradient is exact enough to carry a count (a bf16 or fp16 model).
         self._apart = None if exact else torch.zeros(tail, dtype=torch.float32, device=first.device)
-        self._tail = Tail(first[-tail:] if self._apart is None else self._apart)
+        self._tail: Tail = LocalTail()
+        if self._together:
+            self._tail = RidingTail(first[-tail:] if self._apart is None else self._apart)
         self._count: float | torch.Tensor = 0.0
-        self._together = dist.is_initialized()
         self.wait_s = 0.0
 
     def expect(self) -> None:

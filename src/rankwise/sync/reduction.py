@@ -8,7 +8,34 @@ from typing import Protocol
 import torch
 
 
-class Tail:
+class Tail(Protocol):
+    """What a step was over, and which parameters got a gradient."""
+
+    def write(self, count: float | torch.Tensor, touched: Sequence[bool] | None) -> None:
+        """This rank's part. `touched`: which parameters got a gradient; None for all."""
+
+    def read(self) -> tuple[float, float]:
+        """(ranks that have a gradient for each parameter, the count of all ranks). Waits for the device."""
+
+    def without_gradient(self) -> list[int]:
+        """Parameters that got a gradient on no rank. Waits for the device: ask only if no rank has all of them."""
+
+
+class LocalTail:
+    """The Tail of a rank that is alone."""
+
+    def write(self, count: float | torch.Tensor, touched: Sequence[bool] | None) -> None:
+        self._count = count
+        self._touched = touched
+
+    def read(self) -> tuple[float, float]:
+        return float(self._touched is None), float(self._count)
+
+    def without_gradient(self) -> list[int]:
+        return [index for index, touched in enumerate(self._touched or ()) if not touched]
+
+
+class RidingTail:
     """What rides at the end of a gradient message: `[gradients for parameter 0, 1, ..., ranks that have all of them, count]`.
 
     With it no message of its own says what a step was over, and a parameter that got no gradient on any rank is known.
@@ -21,7 +48,7 @@ class Tail:
         self._source = torch.zeros_like(self._ends)
 
     def write(self, count: float | torch.Tensor, touched: Sequence[bool] | None) -> None:
-        """This rank's part, into a view that is zero. `touched`: which parameters got a gradient; None for all."""
+        """Into a view that is zero."""
         everything = 1.0 if touched is None else 0.0
         if isinstance(count, torch.Tensor):
             self._written = None
@@ -34,13 +61,11 @@ class Tail:
         if touched is not None:
             self._view[:-2] = torch.tensor(touched, dtype=self._view.dtype)
 
-    @property
-    def ends(self) -> torch.Tensor:
-        """Once reduced: (ranks that have a gradient for each parameter, the count of all ranks)."""
-        return self._ends
+    def read(self) -> tuple[float, float]:
+        complete, count = self._ends.tolist()
+        return complete, count
 
     def without_gradient(self) -> list[int]:
-        """Once reduced: parameters that got a gradient on no rank. Waits for the device: only if no rank has all of them."""
         return torch.nonzero(self._view[:-2] == 0).flatten().tolist()
 
 
