@@ -28,7 +28,7 @@ def restart(ranks: int, folder: str) -> tuple[float, float]:
     subprocess.run([*command, WORKER, folder, "die"], cwd=folder, capture_output=True, check=True)
     before, after = json.loads(Path(folder, "runs", "worker", "world.json").read_text())["lives"]
     first = first_step(folder, 1, ranks)
-    return first - after["started"], first - before["ended"]  # a life is written down right before its ranks are asked for
+    return first - after["started"], first - before["ended"]  # a life begins right after its ranks were asked for
 
 
 def cold(ranks: int, folder: str) -> float:
