@@ -190,6 +190,14 @@ def test_a_rank_that_no_signal_ends_is_named_and_nobody_waits_for_it(launch, fro
     assert run.output().count("Traceback") == 1
 
 
+def test_a_rank_that_does_not_come_out_of_the_kernel_is_told_while_the_run_goes_on(launch, frozen_disk) -> None:
+    run, _ = _hung(launch, frozen_disk, "raise ValueError('loss is nan')")
+    said = wait_for(lambda: [line for line in run.output().splitlines() if "the kernel" in line], "a word")[0]
+    assert re.search(r"rank 1 has not come out of the kernel for [4-9] s \(state D in \S+\): a disk, a network file", said)
+    (run.folder / "go").touch()
+    assert run.process.wait(timeout=25) == 1
+
+
 def test_a_rank_that_no_signal_ends_is_the_cause_when_there_is_no_other(launch, frozen_disk) -> None:
     run, _ = _hung(launch, frozen_disk, "raise RuntimeError('Timed out waiting 6000ms for recv')", "--max-restarts", "3")
     (run.folder / "go").touch()

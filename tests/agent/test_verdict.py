@@ -107,6 +107,27 @@ def test_one_line_says_what_happened_to_which_rank(evidence: Evidence, said: str
     assert summary(evidence) == said
 
 
+IN_ALL_REDUCE = """Traceback (most recent call last):
+  File "train.py", line 88, in <module>
+    dist.all_reduce(x)
+  File "/v/site-packages/torch/distributed/c10d_logger.py", line 83, in wrapper
+    return func(*args, **kwargs)
+  File "/v/site-packages/torch/distributed/distributed_c10d.py", line 3252, in all_reduce
+    work.wait()
+RuntimeError: Connection closed by peer [127.0.0.1]:4711
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_where_another_rank_waited_for_one_that_left_is_said(status: int) -> None:
+    left = end(1, 1.0, status, step=60)
+    waited = replace(raised(0, 1.1, "RuntimeError: Connection closed by peer", where="train.py:88"), traceback=IN_ALL_REDUCE)
+    assert judge([waited, left]) is left
+    assert summary(left, [waited, left]) == (
+        f"rank 1 left with status {status} at step 60 while rank 0 waited for it in all_reduce (train.py:88)"
+    )
+
+
 def test_a_long_message_is_cut_in_the_line() -> None:
     said = summary(raised(0, 1.0, "ValueError: " + "x" * 1000, where="train.py:1"))
     assert said.endswith("x... (train.py:1)")

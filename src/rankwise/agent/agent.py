@@ -358,11 +358,22 @@ def _hold_port(port: int) -> socket.socket:
     except OSError as error:
         holder.close()
         raise ConfigError(
-            f"--master-port {port}: {str(error.strerror).lower()} (by another program, or until a minute ago by one that has "
-            "ended); choose another, or leave it out for a free one"
+            f"--master-port {port}: {str(error.strerror).lower()} ({_user_of(port)}); choose another, or leave it out: "
+            "then one is taken that is free"
         ) from None
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return holder
+
+
+def _user_of(port: int) -> str:
+    """Who listens there, if this user may know."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.pid:
+                return f"by pid {connection.pid}, {' '.join(psutil.Process(connection.pid).cmdline()[:4])}"
+    return "by another program, or until a minute ago by one that has ended"
 
 
 def _listed(ranks: list[Rank]) -> str:

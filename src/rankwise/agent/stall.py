@@ -27,6 +27,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 3  # not USR1 or USR2: those belong to schedule
 _SAMPLES = 3
 _SAMPLE_EVERY_S = 0.3
 _LOOK_EVERY_S = 1.0
+_BLOCKED_S = 4.0
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _CURRENT = re.compile(r"^Current thread .*\n((?:  File .*\n)+)", re.MULTILINE)
 
@@ -131,6 +132,8 @@ class _Watched:
 
     stopped_since: float | None = None
     told: bool = False
+    blocked_since: float | None = None
+    blocked_told: bool = False
     stacks: list[tuple[Frame, ...]] = field(default_factory=list)
     offset: int = 0
     cpu_s: float = 0.0
@@ -167,6 +170,8 @@ class StallWatch:
             return
         self._next_look = now + (_SAMPLE_EVERY_S if self._sampling_since else _LOOK_EVERY_S)
         stopped = [rank for rank in self._crew.alive if self._is_stopped(rank, now)]
+        for rank in self._crew.alive:
+            self._look_for_block(rank, now)
         progress = self._progress()
         if progress != self._seen or stopped:
             self._seen, self._moved, self._sampling_since = progress, now, 0.0
@@ -186,6 +191,22 @@ class StallWatch:
             watched.told = True
             self._say(f"rank {rank.rank} is stopped (SIGSTOP); the others wait for it. To wake it, type: kill -CONT {rank.pid}")
         return True
+
+    def _look_for_block(self, rank: Rank, now: float) -> None:
+        """State D at every look: a short one is how any process waits for a disk."""
+        watched = self._watched[rank.rank]
+        if processes.state(rank.pid) != "D":
+            if watched.blocked_told and watched.blocked_since is not None:
+                self._say(f"rank {rank.rank} goes on after {now - watched.blocked_since:.0f} s")
+            watched.blocked_since, watched.blocked_told = None, False
+        elif watched.blocked_since is None:
+            watched.blocked_since = now
+        elif now - watched.blocked_since >= _BLOCKED_S and not watched.blocked_told:
+            watched.blocked_told = True
+            self._say(
+                f"rank {rank.rank} has not come out of the kernel for {now - watched.blocked_since:.0f} s (state D in "
+                f"{processes.blocked_in(rank.pid) or 'the kernel'}): a disk, a network file system or a driver does not answer"
+            )
 
     # --- stacks
 

@@ -118,7 +118,19 @@ def summary(culprit: Evidence, ends: Sequence[Evidence] = ()) -> str:
     """One line: what happened to which rank, where, at which step; `ends` tells whether it happened to all alike."""
     stuck = unkillable([e for e in ends if e is not culprit or e.exception is not None])
     alike = culprit.exception is not None and len(ends) > 1 and all(e.exception == culprit.exception for e in ends)
-    return (f"all {len(ends)} ranks" if alike else f"rank {culprit.rank}") + f" {_what(culprit)}{stuck}"
+    return (f"all {len(ends)} ranks" if alike else f"rank {culprit.rank}") + f" {_what(culprit)}{_missed(culprit, ends)}{stuck}"
+
+
+def _missed(culprit: Evidence, ends: Sequence[Evidence]) -> str:
+    """Where the others still expected a rank that left: `while rank 0 waited for it in all_reduce (train.py:88)`."""
+    if culprit.exit_code is None or culprit.exception is not None:
+        return ""
+    waiting = next((e for e in ends if e.follows and e.rank != culprit.rank), None)
+    if waiting is None:
+        return " while the other ranks still expected it" if culprit.exit_code == 0 else ""
+    collective = wording.collective_of(waiting.traceback or "")
+    where = f" ({waiting.where})" if waiting.where else ""
+    return f" while rank {waiting.rank} waited for it{f' in {collective}' if collective else ''}{where}"
 
 
 def unkillable(ends: Sequence[Evidence]) -> str:
@@ -140,8 +152,6 @@ def _what(end: Evidence) -> str:
         return f"raised {_first_line(end.exception)}{at}{where}{f'; {end.remark}' if end.remark else ''}"
     if end.stuck:
         return f"cannot be killed ({end.stuck}){at}: the host needs an operator"
-    if end.exit_code == 0:
-        return f"left with status 0{at} while the other ranks still expected it"
     return f"left with status {end.exit_code}{at}"
 
 

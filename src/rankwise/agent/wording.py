@@ -17,6 +17,7 @@ from typing import Any
 
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process (\d+)\.")
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
+_CALL = re.compile(r'^  File "(.+)", line \d+, in (\w+)$', re.MULTILINE)
 _UNUSED = re.compile(r"Parameter(?:s| indices) which did not receive grad for rank \d+: (.+)")
 _COUNTS = re.compile(
     r"DDP expects same model across all ranks, but Rank (\d+) has (\d+) params, while rank (\d+) has inconsistent (\d+)"
@@ -39,6 +40,12 @@ class Told:
 
     remark: str | None = None
     """What to make of it."""
+
+
+def collective_of(traceback: str) -> str | None:
+    """The collective of torch.distributed in which an exception was raised."""
+    found = [name for file, name in _CALL.findall(traceback) if "/torch/distributed/" in file and name != "wrapper"]
+    return found[-1] if found else None
 
 
 def reword(record: Mapping[str, Any], rank: int, script: str) -> Told:
