@@ -477,3 +477,38 @@ def test_a_launcher_that_was_itself_started_several_times_refuses_to_make_severa
     assert refused.returncode == 2
     assert "each would start a run of its own" in refused.stderr
     assert rankwise("run", "--nproc", "1", "--allow-independent", "script.py", env=env).stdout == "alone\n"
+
+
+def test_an_error_of_ours_is_told_once_though_every_rank_raises_it(launch) -> None:
+    run = launch("import rankwise\nraise rankwise.RankwiseError('lr=-1: give a learning rate above 0')")
+    assert run.wait() == 2
+    output = run.output()
+    assert output.count("lr=-1: give a learning rate above 0") == 1
+    assert "rankwise: all 2 ranks raised RankwiseError: lr=-1: give a learning rate above 0 (script.py:2), on " in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_raises_at_one_index_is_told_with_the_sample_on_the_rank_that_drew_it(launch, workers: int) -> None:
+    script = f"""
+import torch, rankwise
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 40
+    def __getitem__(self, index):
+        if index == 7:
+            raise KeyError("no file for it")
+        return torch.ones(3)
+model = torch.nn.Linear(3, 1)
+step = lambda model, x: (model(x).sum(), len(x))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rankwise.Trainer(model, optimizer, step, Rows(), global_batch_size=4, max_epochs=1, workers={workers}).fit()
+"""
+    run = launch(script)
+    assert run.wait() == 1
+    output = run.output()
+    failure = run.run.read_failure()
+    assert failure is not None
+    assert "raised KeyError: 'no file for it'" in failure.summary
+    assert "in sample 7 of Rows" in failure.summary
+    assert failure.summary in output
+    assert "Connection" not in output

@@ -12,7 +12,7 @@ from typing import TextIO
 
 import pytest
 
-from rankwise.terminal import Terminal, clock, progress_line
+from rankwise.terminal import Terminal, clock, progress_line, size
 
 CLEAR = b"\r\x1b[K"
 
@@ -194,3 +194,9 @@ def test_the_module_is_loaded_without_tqdm() -> None:
     """An agent without a person that watches never draws a line."""
     source = "import rankwise.terminal, sys; sys.exit('tqdm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", source]).returncode == 0
+
+
+def test_a_size_has_a_unit_and_three_digits() -> None:
+    assert [size(n) for n in (0, 999, 1000, 2_600_000, 25 << 20, 3 * 10**9)] == [
+        "0 B", "999 B", "1 kB", "2.6 MB", "26.2 MB", "3 GB",
+    ]  # fmt: skip

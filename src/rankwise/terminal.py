@@ -82,6 +82,14 @@ def short(path: Path) -> str:
         return str(path)
 
 
+def size(n: int) -> str:
+    """`36 B`, `2.6 MB`: bytes with a unit, three digits."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= factor:
+            return f"{n / factor:.3g} {unit}"
+    return f"{n} B"
+
+
 def clock(seconds: float) -> str:
     """`4.2 s`, from a minute up `h:mm:ss`."""
     if seconds < 59.95:

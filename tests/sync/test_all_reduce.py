@@ -533,9 +533,9 @@ def descriptions() -> list[str]:
 
 def test_the_way_is_said_where_there_is_a_choice() -> None:
     assert on_ranks(1, descriptions) == [["", "", ""]]
-    flat = "gradients: one all-reduce of 0.000784 MB a step"
+    flat = "gradients: one all-reduce of 784 B a step"
     assert on_ranks(2, descriptions)[0] == [
-        flat, flat, "gradients: DDP, 0.000736 MB in buckets of 25 MB during the backward pass"
+        flat, flat, "gradients: DDP, 736 B in buckets of 25 MB during the backward pass"
     ]  # fmt: skip
 
 

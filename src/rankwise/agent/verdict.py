@@ -163,6 +163,6 @@ def signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
-def _first_line(text: str, width: int = 160) -> str:
+def _first_line(text: str, width: int = 320) -> str:
     line = text.strip().split("\n", 1)[0]
     return line if len(line) <= width else line[: width - 3] + "..."

@@ -184,11 +184,18 @@ def _conclude(run: RunDir, status: int, lives_before: int, config: RunConfig) ->
 def _say_failure(failure: Failure) -> None:
     print(file=sys.stderr)
     if failure.traceback is not None:
-        print(failure.traceback.rstrip("\n"), file=sys.stderr)
+        if not _is_told(failure):
+            print(failure.traceback.rstrip("\n"), file=sys.stderr)
     elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # rank 0's are above
         print(_last_lines(Path(failure.log)), end="", file=sys.stderr)
     _say(f"{failure.summary}, on {failure.host}")
     _say(f"its output is in {short(Path(failure.log or ''))}; exit status {failure.exit_status}")
+
+
+def _is_told(failure: Failure) -> bool:
+    """Whether all that the traceback says is in the summary: an error of ours, which is one line and a place."""
+    first, _, _ = (failure.traceback or "").partition("\n")
+    return first.startswith("error: ") and first.removeprefix("error: ") in failure.summary
 
 
 def _last_lines(log: Path, count: int = 5, most_bytes: int = 4096) -> str:

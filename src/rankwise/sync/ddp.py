@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.sync.reduction import RidingTail
+from rankwise.terminal import size
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's own size of a bucket."""
@@ -114,8 +115,8 @@ class DdpReduction:
             parameter.grad = None
 
     def describe(self) -> str:
-        size = sum(p.numel() * p.element_size() for p in self.parameters)
-        return f"DDP, {size / 1e6:.3g} MB in buckets of {BUCKET_BYTES >> 20} MB during the backward pass"
+        whole = sum(p.numel() * p.element_size() for p in self.parameters)
+        return f"DDP, {size(whole)} in buckets of {BUCKET_BYTES >> 20} MB during the backward pass"
 
 
 def _summed(message: torch.Tensor, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rankwise.sync.reduction import LocalTail, RidingTail, Tail
+from rankwise.terminal import size
 
 
 class FlatReduction:
@@ -70,8 +71,8 @@ class FlatReduction:
             self._apart.zero_()
 
     def describe(self) -> str:
-        size = sum(b.flat.numel() * b.flat.element_size() for b in self._buffers)
-        return f"one all-reduce of {size / 1e6:.3g} MB a step"
+        whole = sum(b.flat.numel() * b.flat.element_size() for b in self._buffers)
+        return f"one all-reduce of {size(whole)} a step"
 
 
 class _Buffer:
