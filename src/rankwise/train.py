@@ -302,6 +302,8 @@ class Trainer:
             else:
                 log.say(f"going on from step {state.step} (epoch {state.epoch + 1})")
             now = self._numerics()
+            if manifest.world_size != self.world.world_size:
+                del now["reduction"]  # it follows from that, which has been said
             differs = [f"{k} {manifest.info[k]} -> {v}" for k, v in now.items() if manifest.info.get(k, v) != v]
             if differs:
                 log.say(f"not bit for bit as if it had never stopped: {', '.join(differs)}")
@@ -364,7 +366,6 @@ class Trainer:
             "threads": torch.get_num_threads(),
             "device": self.device.type,
             "precision": self._precision.name,
-            "ranks": self.world.world_size,
             "fused": optimizers.is_fused(self.state.optimizer),
             "reduction": self.sync.describe(),
         }

@@ -1,0 +1,99 @@
+"""The agreed stop where no agent of ours is: ranks of torchrun, mpirun or a shell on one node keep the gate themselves."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launched import wait_for
+from ranks import on_ranks
+
+from rankwise import StopSignal, comm, discover
+from rankwise.rundir import RunDir
+
+
+def loop(who: int, signum: int, at: int, together: bool, steps: int = 100_000) -> tuple[int, int]:
+    """(steps done when all stopped, for which signal). `who` is sent it in step `at`; `together`: with a collective a step."""
+    stop = StopSignal(discover(os.environ))
+    step = 0
+    while not stop.agreed(step) and step < steps:
+        step += 1
+        if step == at and comm.rank() == who:
+            os.kill(os.getpid(), signum)
+        if together:
+            comm.all_reduce(torch.ones(1))
+        elif step >= at:
+            time.sleep(random.random() * 0.004)
+    stop.finish()
+    done = comm.all_gather_object(step)  # what a save does
+    assert len(set(done)) == 1
+    stop.leave()
+    return step, stop.signum
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(("who", "signum"), [(0, signal.SIGTERM), (2, signal.SIGUSR1), (1, signal.SIGUSR2), (2, signal.SIGINT)])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step_without_an_agent(who: int, signum: int, together: bool) -> None:
+    answers = on_ranks(3, loop, who, signum, 20, together)
+    assert len(set(answers)) == 1
+    step, received = answers[0]
+    assert step >= 20
+    assert received == signum
+
+
+def test_nobody_stops_early_when_nobody_is_signalled() -> None:
+    assert on_ranks(3, loop, 99, signal.SIGTERM, 1, True, steps=50) == [(50, 0)] * 3
+
+
+def afterwards(number: int) -> bool:
+    """Whether this process has its own way with the signal again."""
+    loop(0, signal.SIGUSR1, 5, True)
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return heard == [1]
+
+
+def test_after_leave_a_signal_is_for_the_process_itself() -> None:
+    assert on_ranks(2, afterwards, 1) == [True, True]
+
+
+SCRIPT = """
+import torch, rankwise
+from torch.utils.data import TensorDataset
+model = torch.nn.Linear(4, 1)
+data = TensorDataset(torch.randn(64, 4))
+step = lambda model, batch: (model(batch[0]).square().sum(), len(batch[0]))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+rankwise.Trainer(model, optimizer, step, data, global_batch_size=8, max_steps=10**9, log_every=10).fit()
+"""
+
+
+def test_sigterm_to_torchrun_stops_a_training_after_one_step_saved_and_it_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    run = RunDir(tmp_path / "runs" / "train")
+    last = 0
+    for life in (1, 2):
+        out = open(tmp_path / "out.txt", "w")  # noqa: SIM115  # for the child
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"]
+        with out, subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=out, start_new_session=True) as torchrun:
+            wait_for(lambda: [r for r in run.read_metrics() if r["life"] == life], f"steps of life {life}")  # noqa: B023
+            torchrun.terminate()
+            torchrun.wait(timeout=60)
+        said = (tmp_path / "out.txt").read_text()
+        step = run_step(run)
+        assert f"stopped after step {step}, saved in" in said, said
+        assert step > last
+        assert (f"going on from step {last}" in said) == (life == 2)
+        last = step
+
+
+def run_step(run: RunDir) -> int:
+    return max(int(path.name[5:13]) for path in run.checkpoints.glob("step-*"))
