@@ -156,7 +156,10 @@ def _gathered(tensors: Sequence[torch.Tensor], requests: Iterator[tuple[int, lis
         index = torch.tensor([i for some in wanted for i in some])
         lengths = [len(some) for some in wanted]
         gathered = (tensor.index_select(0, index.to(tensor.device)) for tensor in tensors)
-        yield from zip(*(torch.split(rows, lengths) for rows in gathered), strict=True)
+        for batch in zip(*(torch.split(rows, lengths) for rows in gathered), strict=True):
+            # Memory of its own, aligned as ever: a matrix product rounds by where its rows lie, and after a resume a batch lies
+            # elsewhere in what was gathered (other bits were seen on 3 ranks).
+            yield tuple(rows.clone() for rows in batch)
 
 
 def promises(dataset: Any, attribute: str) -> bool:
