@@ -2,6 +2,7 @@
 
     python benchmarks/trainer_step/bench.py                          one rank, against a plain loop
     rankwise run --nproc 2 benchmarks/trainer_step/bench.py          two ranks, against DDP
+    python benchmarks/trainer_step/bench.py tensors                  on a TensorDataset, as people write it
 
 Both loops live in this process and take turns of 40 steps; the same tiny model (MLP 16-32-4), data set, batch size of a rank
 (16) and optimizer (SGD): nothing hides a loop's own cost. The hand-written loop uses torch's DataLoader.
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import rankwise
 
@@ -81,7 +82,8 @@ def raw_loop(turns: Turns, world, data: Rows) -> None:
     model, optimizer = parts()
     wrapped = DistributedDataParallel(model) if world.world_size > 1 else model
     sampler = DistributedSampler(data) if world.world_size > 1 else None
-    loader = DataLoader(data, BATCH, shuffle=sampler is None, sampler=sampler, collate_fn=lambda batch: batch)
+    collate = (lambda batch: batch) if isinstance(data, Rows) else None
+    loader = DataLoader(data, BATCH, shuffle=sampler is None, sampler=sampler, collate_fn=collate)
     step = 0
     while step < TURN * turns.turns:
         for x, y in loader:
@@ -118,6 +120,8 @@ def main() -> None:
     folder = str(world.run_dir) if world.run_dir else rankwise.broadcast_object(tempfile.mkdtemp())
     turns = Turns(["raw", "Trainer"])
     data = Rows(16384)
+    if sys.argv[1:] == ["tensors"]:
+        data = TensorDataset(data.x, data.y)
     # The Trainer in the main thread, where signals can be had; the hand-written loop beside it.
     raw = threading.Thread(target=raw_loop, args=(turns, world, data))
     raw.start()
