@@ -418,7 +418,7 @@ def test_another_training_in_the_same_run_directory_is_an_error_on_every_rank(tm
     for change, text in (
         ("model", "size mismatch"), ("seed", "seed=0 and this run has seed=5"),
         ("data", "samples=29 and this run has samples=30"),
-        ("scheduler", "begun with scheduler NoneType, and the script now says scheduler CosineAnnealingLR"),
+        ("scheduler", "begun with scheduler None, and the script now says scheduler CosineAnnealingLR"),
         ("learning rate", "begun with lr 0.02, weight_decay 0.1, and the script now says lr 0.01, weight_decay 0.2"),
         ("optimizer", "begun with optimizer AdamW"),
         ("batch", "begun with global_batch_size 8, and the script now says global_batch_size 16"),
@@ -618,6 +618,7 @@ def test_a_function_that_breaks_its_contract_is_told_what_to_return(tmp_path: Pa
         ({"clip_norm": 1.0, "sync": AllReduce()}, "clip_norm and reduction belong to the strategy"),
         ({"reduction": "flat", "sync": AllReduce()}, "clip_norm and reduction belong to the strategy"),
         ({"reduction": "ring"}, "reduction='ring'; choose one of auto, flat, ddp"),
+        ({"fused": True, "optimizer": torch.optim.Adamax}, "fused=True, but Adamax has no fused kernel"),
         ({"lr_scale": "cubic"}, "lr_scale='cubic'; choose one of none, linear, sqrt"),
         ({"lr_scale": "linear"}, "lr_scale='linear' goes with batch_size"),
         ({"model": nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3))}, "SyncBatchNorm, which works on GPUs only"),

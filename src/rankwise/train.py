@@ -148,7 +148,7 @@ class Trainer:
         self.meters = Meters("loss")
         fixed = {"clip_norm": clip_norm, "lr_scale": lr_scale, "drop_last": drop_last, **optimizers.settings(optimizer)}
         fixed |= {"batch_size": batch_size} if batch_size is not None else {"global_batch_size": global_batch_size}
-        fixed |= {"scheduler": type(scheduler).__name__}
+        fixed |= {"scheduler": type(scheduler).__name__ if scheduler is not None else None}
         self._settings = Settings(fixed, plain(scheduler.state_dict()) if scheduler is not None else {})
         model = prepare(model, self.device, self.world, sync_batchnorm, compile)
         self._prepare_optimizer(optimizer, scheduler, fused, lr_scale, batch_size)
@@ -186,11 +186,7 @@ class Trainer:
     def _prepare_optimizer(
         self, optimizer: Optimizer, scheduler: Any, fused: bool | None, lr_scale: str, batch_size: int | None
     ) -> None:
-        if fused is None:
-            optimizers.fuse(optimizer)
-        else:
-            for group in optimizer.param_groups:
-                group["fused"] = fused
+        optimizers.fuse(optimizer, fused)
         factor = optimizers.lr_factor(lr_scale, self.world.world_size)
         if lr_scale != "none" and batch_size is None:
             raise ConfigError(
