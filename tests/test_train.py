@@ -905,14 +905,15 @@ def test_an_optimizer_is_fused_where_it_can_be_and_nobody_chose(tmp_path: Path) 
     assert np.abs(one[1] - other[1]).max() < 1e-12
 
 
-def compiled(folder: Path) -> tuple[Flat, Flat, list[str]]:
+def compiled(folder: Path, reduction: str) -> tuple[Flat, Flat, list[str]]:
     plain, _ = fit(folder / "plain")
-    state = trainer(folder / "compiled", compile={"backend": "aot_eager"}).fit()
+    state = trainer(folder / "compiled", compile={"backend": "aot_eager"}, reduction=reduction).fit()
     return plain, flat(state.model), list(state.model.state_dict())
 
 
-def test_a_compiled_model_trains_alike_and_is_saved_under_its_own_names(tmp_path: Path) -> None:
-    for plain, ours, names in on_ranks(2, compiled, tmp_path):
+@pytest.mark.parametrize("reduction", ["flat", "ddp"])
+def test_a_compiled_model_trains_alike_and_is_saved_under_its_own_names(reduction: str, tmp_path: Path) -> None:
+    for plain, ours, names in on_ranks(2, compiled, tmp_path, reduction):
         assert np.abs(plain - ours).max() < 1e-9
         assert names == list(make_model().state_dict())
 
