@@ -28,6 +28,7 @@ _FOREIGN = (
 @pytest.fixture(autouse=True)
 def _empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no-configuration"))  # not that of whoever runs the tests
     for name in list(os.environ):
         if name.startswith(_FOREIGN):
             monkeypatch.delenv(name)

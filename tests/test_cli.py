@@ -33,7 +33,22 @@ def script(tmp_path: Path) -> Path:
     ("words", "mentioned"),
     [
         ((), ("run", "report", "--version", "--help")),
-        (("run",), ("SCRIPT.py", "--nproc", "--gpus", "-m", "--name", "--run-dir", "--fresh", "--config", "--help")),
+        (
+            ("run",),
+            (
+                "SCRIPT.py",
+                "--nproc",
+                "--nproc-per-node",
+                "--nproc_per_node",
+                "--gpus",
+                "-m",
+                "--name",
+                "--run-dir",
+                "--fresh",
+                "--config",
+                "--help",
+            ),
+        ),
         (("run",), ("--max-restarts", "--grace", "--start-method", "--tee", "--stall-warn", "--master-port")),
         (("report",), ("RUN", "--help")),
     ],
@@ -60,7 +75,8 @@ def test_help_mentions_every_option_that_there_is() -> None:
 
     options = {option for verb in (run, report) for parameter in verb.params for option in parameter.opts}
     assert options == {
-        "--nproc", "--gpus", "-m", "--name", "--run-dir", "--fresh", "--config", "--max-restarts", "--grace", "--start-method",
+        "--nproc", "--nproc-per-node", "--nproc_per_node",
+            "--gpus", "-m", "--name", "--run-dir", "--fresh", "--config", "--max-restarts", "--grace", "--start-method",
         "--tee", "--stall-warn", "--master-port", "--allow-independent", "--check-collectives", "argv", "run",
     }  # fmt: skip
 
@@ -206,3 +222,19 @@ def test_a_folder_whose_name_is_no_utf_8_is_no_traceback(tmp_path: Path) -> None
         [sys.executable, "-m", "rankwise", "run", "--nproc", "1", "train.py"], cwd=folder, capture_output=True, text=True
     )
     assert "Traceback" not in done.stderr, done.stderr[-200:]
+
+
+@pytest.mark.parametrize("spelling", ["--nproc-per-node", "--nproc_per_node"])
+def test_torchruns_own_name_of_the_option_works(spelling: str, rankwise: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os; print('one of', os.environ['WORLD_SIZE'])")
+    told = rankwise("run", spelling, "2", "script.py")
+    assert told.returncode == 0
+    assert "one of 2" in told.stdout
+
+
+def test_a_site_file_spares_the_user_an_option(rankwise: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os; print('one of', os.environ['WORLD_SIZE'])")
+    (tmp_path / "configuration").mkdir()
+    (tmp_path / "configuration" / "rankwise.toml").write_text("nproc = 3")
+    told = rankwise("run", "script.py", env={**os.environ, "XDG_CONFIG_HOME": str(tmp_path / "configuration")})
+    assert "one of 3" in told.stdout

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.config import RunConfig, default_run_dir
+from rankwise.config import RunConfig, default_run_dir, site_settings
 from rankwise.errors import ConfigError
 
 
@@ -71,3 +71,36 @@ def test_the_run_directory_is_settled_where_the_command_was_typed(tmp_path: Path
 def test_an_empty_run_dir_is_an_error() -> None:
     with pytest.raises(ConfigError):
         RunConfig(argv=("train.py",), run_dir="")
+
+
+def site(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "rankwise.toml").write_text(text)
+    return folder
+
+
+def test_a_site_file_holds_defaults_that_the_users_own_and_then_a_run_override(tmp_path: Path) -> None:
+    system = site(tmp_path / "etc", "nproc = 4\ngrace = 60\ntee = 'all'\n")
+    user = site(tmp_path / "home", "nproc = 3\n")
+    layers = site_settings({"XDG_CONFIG_HOME": str(user), "HOME": "/nowhere"}, system)
+    config = RunConfig.of(*layers, {"grace_s": 10.0}, {"argv": ("train.py",)})
+    assert (config.nproc, config.grace_s, config.tee) == ("3", 10.0, "all")
+
+
+def test_the_users_site_file_is_in_their_home_where_nothing_else_is_said(tmp_path: Path) -> None:
+    site(tmp_path / ".config", "nproc = 5\n")
+    assert site_settings({"HOME": str(tmp_path)}, tmp_path / "none") == [{"nproc": "5"}]
+    assert site_settings({}, tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("text", ["name = 'x'", "fresh = true", "run-dir = 'x'"])
+def test_what_belongs_to_one_run_is_refused_in_a_site_file(text: str, tmp_path: Path) -> None:
+    system = site(tmp_path / "etc", text)
+    with pytest.raises(ConfigError, match=f"^{system}/rankwise.toml: .* belongs to one run; give it on the command line$"):
+        site_settings({}, system)
+
+
+def test_a_malformed_site_file_is_named(tmp_path: Path) -> None:
+    system = site(tmp_path / "etc", "nproc = = 2")
+    with pytest.raises(ConfigError, match=f"^{system}/rankwise.toml: it is not TOML: "):
+        site_settings({}, system)

@@ -43,6 +43,9 @@ class _Run(click.Command):
 @main.command(cls=_Run, context_settings={**_HELP, "allow_interspersed_args": False}, options_metavar="[OPTIONS]")
 @click.option(
     "--nproc",
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "nproc",
     metavar="N|auto",
     help="Ranks on this machine; auto is one a GPU, or one a physical core where there is no GPU.  [default: auto]",
 )
@@ -93,11 +96,12 @@ def run(config: str | None, **options: Any) -> None:
     """
     import os
 
-    from rankwise.config import RunConfig, read_file
+    from rankwise.config import RunConfig, read_file, site_settings
     from rankwise.launch.launch import launch
 
     given = {name: value for name, value in options.items() if value is not None and value is not False}
-    sys.exit(launch(RunConfig.of(read_file(config) if config else {}, given), os.environ))
+    layers = [*site_settings(os.environ), read_file(config) if config else {}, given]
+    sys.exit(launch(RunConfig.of(*layers), os.environ))
 
 
 @main.command()

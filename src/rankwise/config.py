@@ -1,6 +1,6 @@
-"""What a user may set for one `rankwise run`: a frozen dataclass <- defaults < run file < command line.
+"""What a user may set for one `rankwise run`: a frozen dataclass <- defaults < site files < run file < command line.
 
-config = RunConfig.of(read_file("run.toml"), {"argv": ("train.py", "--lr", "1e-3"), "nproc": "2"})
+config = RunConfig.of(*site_settings(os.environ), read_file("run.toml"), {"argv": ("train.py", "--lr", "1e-3"), "nproc": "2"})
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ class RunConfig:
         return Path(self.run_dir).absolute() if self.run_dir is not None else default_run_dir(self.name or name)
 
 
+_SITE_FILE = "rankwise.toml"
+
 _TYPES: dict[str, Any] = {
     "tuple[str, ...]": tuple,
     "bool": bool,
@@ -135,20 +137,43 @@ _SETTINGS = [field.name for field in fields(RunConfig) if field.name not in ("ar
 """What a file may hold: all but what is to be run."""
 
 
+_OF_ONE_RUN = ("name", "run_dir", "fresh")
+"""What a site file may not hold: all runs would share it."""
+
+
+def site_settings(env: Mapping[str, str], system: Path = Path("/etc")) -> list[dict[str, Any]]:
+    """The settings of the system's and of the user's `rankwise.toml`, as far as there are such: a cluster's defaults, once.
+
+    /etc/rankwise.toml, then rankwise.toml in $XDG_CONFIG_HOME (~/.config where it is not set), which wins.
+    """
+    user = Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME", "/"), ".config"))
+    found = [path for path in (system / _SITE_FILE, user / _SITE_FILE) if path.is_file()]
+    for path in found:
+        settings = _read(path, str(path))
+        for name in _OF_ONE_RUN:
+            if name in settings:
+                raise ConfigError(f"{path}: {name.replace('_', '-')} belongs to one run; give it on the command line")
+    return [_read(path, str(path)) for path in found]
+
+
 def read_file(path: str) -> dict[str, Any]:
     """The settings of a TOML file: `nproc = 4`, `fresh = true`, ... ConfigError says which line it fails on."""
+    return _read(Path(path), f"--config {path}")
+
+
+def _read(path: Path, called: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             settings = tomllib.load(file)
     except OSError as error:
-        raise ConfigError(f"--config {path}: it cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{called}: it cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: it is not TOML: {error}") from None
+        raise ConfigError(f"{called}: it is not TOML: {error}") from None
     settings = {_field(name): value for name, value in settings.items()}
     for name in settings:
         if name not in _SETTINGS:
             options = ", ".join(setting.removesuffix("_s").replace("_", "-") for setting in _SETTINGS)
-            raise ConfigError(f"--config {path}: {name} is no setting of a run; the settings: {options}")
+            raise ConfigError(f"{called}: {name} is no setting of a run; the settings: {options}")
     if isinstance(settings.get("nproc"), int):
         settings["nproc"] = str(settings["nproc"])
     if isinstance(settings.get("gpus"), list):
@@ -156,7 +181,7 @@ def read_file(path: str) -> dict[str, Any]:
     try:
         RunConfig(argv=("checked",), **settings)
     except ConfigError as error:
-        raise ConfigError(f"--config {path}: {error}") from None
+        raise ConfigError(f"{called}: {error}") from None
     return settings
 
 
