@@ -146,7 +146,7 @@ def test_a_syntax_error_in_the_script_is_shown_with_status_2(rankwise: Run, scri
         (["run", "--nprocs", "2", "SCRIPT"], "--nprocs"),
         (["run", "--nproc"], "--nproc"),
         (["run", "--grace", "x", "SCRIPT"], "--grace"),
-        (["report"], "RUN"),
+        (["train.py"], "train.py is no command; type: rankwise run train.py"),
         (["report", "a", "bcd"], "bcd"),
         (["runn"], "runn"),
     ],

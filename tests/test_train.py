@@ -305,7 +305,7 @@ def test_no_figure_is_lost_or_repeated_when_a_signal_stops_a_run_between_two_log
         before = step
     # The epoch that was cut in two is told as one.
     mean = sum(m * s for m, s in zip(means[:4], sizes[:4], strict=True)) / SAMPLES
-    assert re.search(rf"epoch 1: 4 steps, .* elapsed .*loss {mean:.4g}\n", second), second
+    assert re.search(rf"epoch 1: 4 steps, loss {mean:.4g}, .* elapsed ", second), second
 
 
 def resumed(folder: Path, max_steps: int, more: str = "", **settings: Any) -> tuple[Flat, str]:
@@ -567,9 +567,11 @@ def test_running_statistics_are_equal_on_all_ranks_when_evaluated_and_saved(eval
 
 
 RESULTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "loss": (lambda loss: loss, r"step_fn returned Tensor; return \(loss sum, count\), for example"),
+    "loss": (lambda loss: loss, r"step_fn returned Tensor of shape \(\); return \(loss sum, count\), for example"),
     "none": (lambda loss: None, "step_fn returned NoneType"),
-    "three": (lambda loss: (loss, 1, 2), r"a tuple of 3 \(Tensor, int, int\)"),
+    "three": (lambda loss: (loss, 1, 2), r"a tuple of 3 \(Tensor of shape \(\), int, int\)"),
+    "scores": (lambda loss: (loss, torch.ones(4, 3)), r"a tuple of 2 \(Tensor of shape \(\), Tensor of shape \(4, 3\)\)"),
+    "nothing": (lambda loss: (loss, 0), "its counts sum to 0, in each of the 12 steps: nothing was trained"),
     "float": (lambda loss: (loss.item(), 1), r"a tuple of 2 \(float, int\)"),
     "list": (lambda loss: [loss, 1], "step_fn returned list"),
     "vector": (lambda loss: (loss.reshape(1), 1), r"must be a scalar .* shape \(1,\)"),
@@ -596,6 +598,7 @@ def test_a_function_that_breaks_its_contract_is_told_what_to_return(tmp_path: Pa
         kind, said = steps[name]
         assert kind == "StepError", name
         assert re.search(text, said), said
+    assert "eval_fn returned float for 'loss', which is no pair" in evals["no pair"][1]
     for kind, said in evals.values():
         assert kind == "StepError"
         assert re.search("eval_fn returned .*; return a mapping of pairs", said), said
@@ -610,7 +613,7 @@ def test_a_function_that_breaks_its_contract_is_told_what_to_return(tmp_path: Pa
         ({"log_every": 0}, "log_every=0"),
         ({"eval_data": [1], "eval_every": 0}, "eval_every=0"),
         ({"global_batch_size": None}, "either batch_size .* or global_batch_size"),
-        ({"batch_size": 4}, "either batch_size .* or global_batch_size"),
+        ({"batch_size": 4}, "batch_size=4 .* and global_batch_size=8 .* are both given: leave one out"),
         ({"global_batch_size": 0}, "global_batch_size=0"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"precision": "fp8"}, "precision='fp8'; choose one of fp32, bf16, fp16"),
@@ -745,7 +748,7 @@ def test_figures_are_logged_at_their_interval_and_at_the_end_of_an_epoch(tmp_pat
     assert [r["epoch"] for r in records(tmp_path / "run")] == [0, 1, 1, 2, 2, 3]
     for epoch in range(3):
         mean = sum(m * s for m, s in zip(means[4 * epoch : 4 * epoch + 4], sizes[:4], strict=True)) / SAMPLES
-        assert re.search(rf"epoch {epoch + 1}: 4 steps, .* elapsed .*loss {mean:.4g}", said), said
+        assert re.search(rf"epoch {epoch + 1}: 4 steps, loss {mean:.4g}, .* elapsed ", said), said
     assert re.search(
         r"\d+ parameters, fp32 on cpu; 29 samples, 4 steps an epoch\nglobal batch 8 = 4 x 2 ranks; gradients: one", said
     )
@@ -844,6 +847,20 @@ def longer_schedule(folder: Path) -> list[str]:
     said = [fit(folder / "run", max_steps=n, max_epochs=None, scheduler=until(n), fused=fused)[1]
             for n, fused in ((2, True), (4, False), (6, False))]  # fmt: skip
     return [*said, str([round(lr, 9) for _, lr in losses(folder / "run", "lr")])]
+
+
+def killed_and_begun_anew(folder: Path) -> str:
+    def fall(state: TrainState) -> None:
+        raise KeyError("a crash before anything is saved")
+
+    assert error_of(folder / "run", actions=[fall])[0] == "KeyError"
+    return fit(folder / "run")[1]
+
+
+def test_a_life_that_has_nothing_to_go_on_from_says_so(tmp_path: Path) -> None:
+    assert (
+        "no checkpoint of an earlier life to go on from: from the beginning" in on_ranks(1, killed_and_begun_anew, tmp_path)[0]
+    )
 
 
 def test_a_schedule_that_was_begun_holds_and_that_is_said(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ class Log:
     def _end_epoch(self, state: TrainState) -> None:
         means = ", ".join(f"{name} {mean(*pair):.4g}" for name, pair in self._epoch.items())
         span = self._epoch_time.since_last()
-        self._progress.say(f"epoch {state.epoch}: {self._epoch_steps} steps, {span.text()}, {means}")
+        self._progress.say(f"epoch {state.epoch}: {self._epoch_steps} steps, {means}, {span.text()}")
         self._last_line = time.monotonic()
         self._epoch = {}
         self._epoch_steps = 0
@@ -201,9 +201,12 @@ class Evaluate:
 
     def _figures_of(self, state: TrainState, batch: Any) -> Mapping[str, Pair]:
         figures = self._eval_fn(state.model, batch)
-        if not isinstance(figures, Mapping) or not all(isinstance(p, tuple) and len(p) == 2 for p in figures.values()):
+        pairs = figures if isinstance(figures, Mapping) else {}
+        odd = next((name for name, pair in pairs.items() if not (isinstance(pair, tuple) and len(pair) == 2)), None)
+        if odd is not None or not isinstance(figures, Mapping):
+            what = type(figures).__name__ if odd is None else f"{type(pairs[odd]).__name__} for {odd!r}, which is no pair"
             raise StepError(
-                f"eval_fn returned {type(figures).__name__}; return a mapping of pairs: "
+                f"eval_fn returned {what}; return a mapping of pairs: "
                 '{"loss": (loss_sum, count), "accuracy": (correct, count)}'
             )
         return figures

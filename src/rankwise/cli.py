@@ -23,6 +23,11 @@ class _Group(click.Group):
             click.echo(f"rankwise: {error}", err=True)
             sys.exit(error.exit_status)
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args[0].endswith(".py"):
+            ctx.fail(f"{args[0]} is no command; type: rankwise run {args[0]}")
+        return super().resolve_command(ctx, args)
+
 
 @click.group(cls=_Group, context_settings=_HELP)
 @click.version_option(package_name="rankwise", message="%(prog)s %(version)s")
@@ -105,11 +110,11 @@ def run(config: str | None, **options: Any) -> None:
 
 
 @main.command()
-@click.argument("run", metavar="RUN")
-def report(run: str) -> None:
+@click.argument("run", metavar="[RUN]", required=False)
+def report(run: str | None) -> None:
     """Tell what a run did: its lives, its loss, where its time went.
 
-    RUN is a name under ./runs, or a folder.
+    RUN is a name under ./runs, or a folder; it may be left out where there is one run alone.
     """
     from rankwise.report.terminal import print_report
 

@@ -35,7 +35,10 @@ def prepare(
         else:
             log.say("sync_batchnorm is left out: it works on GPUs only; each rank has the statistics of its own part")
     elif world.world_size > 1 and not is_synced(model) and any(isinstance(m, _BatchNorm) for m in model.modules()):
-        log.say("BatchNorm normalises by each rank's own part of a batch: results depend on the number of ranks")
+        log.say(
+            "BatchNorm normalises by each rank's own part of a batch: results depend on the number of ranks "
+            "(sync_batchnorm=True takes all of it, on GPUs)"
+        )
     if is_synced(model) and device.type != "cuda":
         raise ConfigError(
             "the model holds a SyncBatchNorm, which works on GPUs only, and this rank is on the CPU; make it a BatchNorm, and "

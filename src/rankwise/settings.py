@@ -36,7 +36,10 @@ class Settings:
                 "anew with --fresh, or beside it with --name NAME"
             )
         for name, old, new in differences(state["kept"], self._kept):
-            log.say(f"{name} stays {_shown(old)}, as this run was begun (the script now says {_shown(new)})")
+            log.warn(
+                f"{name} stays {_shown(old)}, as this run was begun (the script now says {_shown(new)}); a schedule that is "
+                "trained beyond its end may rise again. For another one start anew with --fresh, or beside it with --name NAME"
+            )
         self._kept.update(state["kept"])
 
 

@@ -48,6 +48,7 @@ from rankwise.terminal import short
 from rankwise.world import World, agent_row
 
 _LEFT_OUT_IN_A_ROW = 100  # steps; then it is no accident
+_LEFT_OUT_TOLD = 3  # of them, one by one
 
 
 class Trainer:
@@ -149,7 +150,8 @@ class Trainer:
         fixed = {"clip_norm": clip_norm, "lr_scale": lr_scale, "drop_last": drop_last, **optimizers.settings(optimizer)}
         fixed |= {"batch_size": batch_size} if batch_size is not None else {"global_batch_size": global_batch_size}
         fixed |= {"scheduler": type(scheduler).__name__ if scheduler is not None else None}
-        self._settings = Settings(fixed, plain(scheduler.state_dict()) if scheduler is not None else {})
+        kept = plain(scheduler.state_dict()) if scheduler is not None else {}
+        self._settings = Settings(fixed, {f"{type(scheduler).__name__}'s {name}": value for name, value in kept.items()})
         model = prepare(model, self.device, self.world, sync_batchnorm, compile)
         self._prepare_optimizer(optimizer, scheduler, fused, lr_scale, batch_size)
         self.state = TrainState(self.sync.wrap(model), optimizer)
@@ -225,7 +227,9 @@ class Trainer:
         else:
             with self._precision.autocast():
                 result = self._step_fn(model, batch)
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor)):
+        if not (
+            isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor) and _is_count(result[1])
+        ):
             raise StepError(
                 f"step_fn returned {_described(result)}; return (loss sum, count), for example "
                 '(F.cross_entropy(model(x), y, reduction="sum"), len(y))'
@@ -234,13 +238,13 @@ class Trainer:
 
     def _advance(self, state: TrainState, result: StepResult) -> None:
         state.step += 1
+        state.epoch = self.loader.epoch
+        state.epoch_ended = self.loader.position == 0
+        state.last = self._done(state)
         if not result.finite or result.total <= 0:
             self._say_left_out(state, result)
         else:
             self._left_out_in_a_row = 0
-        state.epoch = self.loader.epoch
-        state.epoch_ended = self.loader.position == 0
-        state.last = self._done(state)
 
     def _done(self, state: TrainState) -> bool:
         return self.loader.finished or (self.max_steps is not None and state.step >= self.max_steps)
@@ -252,8 +256,14 @@ class Trainer:
         self._left_out_in_a_row += 1
         if self._left_out_in_a_row >= _LEFT_OUT_IN_A_ROW:
             raise StepError(f"{why}, for {_LEFT_OUT_IN_A_ROW} steps in a row: look at the loss, the learning rate and the data")
-        if self._left_out_in_a_row <= 3:
-            self._progress.say(f"warning: step {state.step} is left out on all ranks: {why} ({state.steps_left_out} so far)")
+        if state.last and self._left_out_in_a_row == state.step - self._begun_at:
+            raise StepError(f"{why}, in each of the {self._left_out_in_a_row} steps: nothing was trained")
+        if self._left_out_in_a_row <= _LEFT_OUT_TOLD:
+            more = f"; more are only counted, and {_LEFT_OUT_IN_A_ROW} in a row end the run"
+            self._progress.say(
+                f"warning: step {state.step} is left out on all ranks: {why} ({state.steps_left_out} so far)"
+                f"{more if self._left_out_in_a_row == _LEFT_OUT_TOLD else ''}"
+            )
 
     # --- before and after the loop
 
@@ -292,11 +302,13 @@ class Trainer:
         self._left_out_in_a_row = 0
         state.model.train()
         self._say_plan(state)
-        if manifest is not None:
-            if self._done(state):
-                log.say(f"already done: {state.step} steps; for more, raise max_steps or max_epochs; for a new run: --fresh")
-            else:
-                log.say(f"going on from step {state.step} (epoch {state.epoch + 1})")
+        if manifest is None and len(self.run.lives()) > 1:
+            log.say("no checkpoint of an earlier life to go on from: from the beginning")
+        elif manifest is not None and self._done(state):
+            anew = "--fresh" if self.world.run_dir is not None else "fresh=True"
+            log.say(f"already done: {state.step} steps; for more, raise max_steps or max_epochs; for a new run: {anew}")
+        elif manifest is not None:
+            log.say(f"going on from step {state.step} (epoch {state.epoch + 1})")
             now = self._numerics()
             if manifest.world_size != self.world.world_size:
                 del now["reduction"]  # it follows from that, which has been said
@@ -423,13 +435,18 @@ def _check_keep_best(name: str, evaluates: bool, by_eval_fn: bool) -> None:
     if not evaluates:
         raise ConfigError(f"keep_best={name!r}: nothing is evaluated without eval_data; 'loss' is that of training")
     if not name.startswith("eval_"):
-        raise ConfigError(f"keep_best={name!r}: the figures of an evaluation begin with eval_; is it 'eval_{name}'?")
+        raise ConfigError(f"keep_best={name!r}: a figure of an evaluation is called eval_ and the name that eval_fn gives it")
     if not by_eval_fn and name != "eval_loss":
         raise ConfigError(f"keep_best={name!r}: without eval_fn the one figure of an evaluation is 'eval_loss'")
 
 
 def _global_batch(batch_size: int | None, global_batch_size: int | None, accumulate: int, world: World) -> int:
-    if (batch_size is None) == (global_batch_size is None):
+    if batch_size is not None and global_batch_size is not None:
+        raise ConfigError(
+            f"batch_size={batch_size} (of one rank) and global_batch_size={global_batch_size} (of all ranks together) are both "
+            "given: leave one out"
+        )
+    if batch_size is None and global_batch_size is None:
         raise ConfigError("give either batch_size (of one rank) or global_batch_size (of all ranks together)")
     if global_batch_size is not None:
         return global_batch_size
@@ -488,17 +505,21 @@ def _writers(run: RunDir, life: int) -> list[Writer]:
     return writers
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
 def _described(result: Any) -> str:
     if isinstance(result, tuple):
-        return f"a tuple of {len(result)} ({', '.join(type(r).__name__ for r in result)})"
-    return type(result).__name__
+        return f"a tuple of {len(result)} ({', '.join(map(_described, result))})"
+    return f"Tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
 
 
 def _data(loader: Loader) -> str:
     steps = f", {loader.steps_per_epoch} step{'s' * (loader.steps_per_epoch != 1)} an epoch"
     if not loader.is_stream:
         return f"{loader.samples} samples{steps}"
-    long = "of unknown length" if loader.samples is None else f"of {loader.samples} samples{steps}, as it says"
+    long = "of unknown length" if loader.samples is None else f"of {loader.samples} samples (its __len__){steps}"
     return f"a stream {long}, in its own order"
 
 

@@ -241,3 +241,17 @@ def test_columns_are_as_wide_as_their_widest_cell_figures_to_the_right_words_to_
         " 100          b",
         "  20  +12.25",
     ]
+
+
+def test_the_only_run_needs_no_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunDirError, match="which run\\? type: rankwise report RUN; the runs here: none"):
+        print_report(None)
+    for name in ("first", "second"):
+        run = RunDir(Path("runs", name))
+        run.prepare(fresh=False)
+        run.begin_life(1, ("train.py",))
+        if name == "first":
+            print_report(None)
+            assert "run first in runs/first" in capsys.readouterr().out
+    with pytest.raises(RunDirError, match="the runs here: first, second"):
+        print_report(None)

@@ -281,8 +281,8 @@ class Checkpoints:
             seed.set_rng_state(mine)
         if manifest.world_size != comm.world_size():
             log.say(
-                f"the checkpoint was made on {manifest.world_size} rank(s), this is {comm.world_size()}: same data order and "
-                "global batches, but other dropout and another order of additions"
+                f"the checkpoint was made on {_ranks(manifest.world_size)}, this is {_ranks(comm.world_size())}: the same "
+                "global batches in the same order; random layers and rounding differ"
             )
 
 
@@ -385,6 +385,10 @@ def _load_part(folder: Path, name: str, part: Stateful) -> None:
             f"{name} does not fit its checkpoint {path}: {text[:400]}; undo the change, or start anew with --fresh, "
             "or beside it with --name NAME"
         ) from None
+
+
+def _ranks(n: int) -> str:
+    return f"{n} rank" if n == 1 else f"{n} ranks"
 
 
 def _fsync(folder: Path) -> None:

@@ -173,7 +173,7 @@ def _conclude(run: RunDir, status: int, lives_before: int, config: RunConfig) ->
     if life is None or life.status is None:
         return status  # the agent has said why it could not begin
     if failure is not None:
-        _say_failure(failure)
+        _say_failure(run, failure)
     elif status in (EXIT_PREEMPTED, EXIT_INTERRUPTED) and life.outcome.startswith("stopped"):
         _say(f"{life.outcome}; to go on, type: {_resume_command(config)}")
     elif status != 0 or ";" in life.outcome:
@@ -181,7 +181,7 @@ def _conclude(run: RunDir, status: int, lives_before: int, config: RunConfig) ->
     return status
 
 
-def _say_failure(failure: Failure) -> None:
+def _say_failure(run: RunDir, failure: Failure) -> None:
     print(file=sys.stderr)
     if failure.traceback is not None:
         if not _is_told(failure):
@@ -189,6 +189,10 @@ def _say_failure(failure: Failure) -> None:
     elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # rank 0's are above
         print(_last_lines(Path(failure.log)), end="", file=sys.stderr)
     _say(f"{failure.summary}, on {failure.host}")
+    if failure.step is not None:
+        saved = sorted(path.name for path in run.checkpoints.glob("step-*"))
+        _say(f"saved: {saved[-1]}; the same command goes on from there" if saved else
+             "nothing was saved yet: the same command starts from the beginning")  # fmt: skip
     _say(f"its output is in {short(Path(failure.log or ''))}; exit status {failure.exit_status}")
 
 

@@ -21,9 +21,9 @@ _COLUMNS = 80
 _LEAST_ROOM = 30
 
 
-def print_report(run: str) -> None:
-    """Raises RunDirError when there is no run of that name."""
-    print(report(find(run), shutil.get_terminal_size().columns))
+def print_report(run: str | None) -> None:
+    """Raises RunDirError when there is no run of that name, or several and none is named."""
+    print(report(find(run) if run is not None else _the_only_one(), shutil.get_terminal_size().columns))
 
 
 def find(run: str) -> RunDir:
@@ -32,6 +32,13 @@ def find(run: str) -> RunDir:
         if RunDir(path).world.exists():
             return RunDir(path)
     raise RunDirError(f"there is no run in {run} or {Path('runs', run)} (no world.json); the runs here: {_runs_here()}")
+
+
+def _the_only_one() -> RunDir:
+    found = list(Path("runs").glob("*/world.json"))
+    if len(found) != 1:
+        raise RunDirError(f"which run? type: rankwise report RUN; the runs here: {_runs_here()}")
+    return RunDir(found[0].parent)
 
 
 def _runs_here() -> str:
