@@ -50,8 +50,8 @@ def test_a_task_of_a_step_finds_its_numbers(envs: list[Env], rank: int) -> None:
         "local_rank": "SLURM_LOCALID",
         "local_world_size": "SLURM_GTIDS, counted",
         "node_rank": "SLURM_NODEID",
-        "master_addr": "Slurm gives none: set MASTER_ADDR",
-        "master_port": "Slurm gives none: set MASTER_PORT",
+        "master_addr": "Slurm gives none: rank 0 announces it, or set MASTER_ADDR",
+        "master_port": "Slurm gives none: rank 0 announces it, or set MASTER_PORT",
     }
 
 
