@@ -84,7 +84,7 @@ def ancestors(pid: int) -> list[list[str]]:
     found = []
     while (fields := _stat(pid)) and (pid := int(fields[1])) > 0:
         with contextlib.suppress(OSError):
-            found.append(os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).rstrip("\0").split("\0"))
+            found.append(os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).removesuffix("\0").split("\0"))
     return found
 
 

@@ -78,3 +78,9 @@ def test_a_value_that_is_no_number_is_an_error_that_shows_it(name: str) -> None:
 def test_a_rank_that_is_not_below_its_size_is_an_error_that_shows_both() -> None:
     with pytest.raises(WorldError, match=r"^PMI_RANK=3 and PMI_SIZE=3: a rank lies"):
         scheduler.ranks({**MPICH[1], "PMI_RANK": "3"})
+
+
+def test_the_name_of_a_start_is_where_mpirun_listens_for_the_proxy_above_the_ranks() -> None:
+    proxy = ["/usr/bin/hydra_pmi_proxy", "--control-port", "vm:40995", "--rmk", "user", "--proxy-id", "1"]
+    assert scheduler.start(MPICH[0], [["sh", "-c", "python train.py"], proxy, ["mpirun", "-np", "2"]]) == "mpich-vm:40995"
+    assert scheduler.start(MPICH[0], [["bash"], ["x", "--control-port"]]) is None
