@@ -18,6 +18,7 @@ LAYERS = {
     "config": 1, "plan": 1, "rundir": 1,
     "schedulers": 1.2,
     "world": 1.5,
+    "rendezvous": 1.7,
     "comm": 2,
     "guards": 3.5, "settings": 3.5, "log": 3, "seed": 3, "device": 3, "precision": 3, "state": 3, "optimizer": 3, "model": 3.5,
     "launch": 3, "agent": 3, "report": 3,

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from types import MappingProxyType
 
 import environments as seen
@@ -190,8 +191,8 @@ rank 2 of 4: local rank 0 of 2, node 1 (source: slurm)
   world size        4        SLURM_STEP_NUM_TASKS
   local world size  2        SLURM_GTIDS, counted
   node rank         1        SLURM_NODEID
-  master address    unknown  Slurm gives none: set MASTER_ADDR
-  master port       unknown  Slurm gives none: set MASTER_PORT
+  master address    unknown  Slurm gives none: rank 0 announces it, or set MASTER_ADDR
+  master port       unknown  Slurm gives none: rank 0 announces it, or set MASTER_PORT
 
 not taken
   torchrun  needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: not set
@@ -313,13 +314,21 @@ def started(env: Env) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", SCRIPT], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_ranks_that_no_address_was_given_are_told_to_set_one() -> None:
-    _, said = (process := started(seen.OPENMPI[2])).communicate(timeout=120)
+@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
+def test_half_an_address_is_refused(name: str) -> None:
+    _, said = (process := started({**seen.SLURM_STEP[1], name: "1"})).communicate(timeout=120)
     assert process.returncode == 1
-    assert said.startswith(
-        "rank 2 of 3 (openmpi) but no MASTER_ADDR and no MASTER_PORT: the ranks cannot find each other; set "
-    )
-    assert "rankwise run script.py" in said
+    other = {"MASTER_ADDR": "MASTER_PORT", "MASTER_PORT": "MASTER_ADDR"}[name]
+    assert said.startswith(f"rank 1 of 4 (slurm) but no {other}: set ")
+    assert "or neither" in said
+
+
+def test_without_an_address_the_tasks_of_a_step_find_each_other_by_a_file_that_is_gone_then(tmp_path: Path) -> None:
+    nowhere = {"HOME": str(tmp_path / "home")}
+    processes = [started({**seen.SLURM_STEP[rank], "SLURM_STEP_NUM_TASKS": "2", **nowhere}) for rank in range(2)]
+    ends = [process.communicate(timeout=120) for process in processes]
+    assert [stdout for stdout, _ in ends] == ["0 2 slurm 1.0\n", "1 2 slurm 1.0\n"], ends
+    assert not list(tmp_path.iterdir())
 
 
 def test_with_the_address_that_was_asked_for_the_tasks_of_a_step_find_each_other() -> None:

@@ -323,3 +323,13 @@ def test_a_process_whose_parent_has_ended_already_leaves_at_once() -> None:
     with python(_PARENT_ENDED_BEFORE) as top:
         assert line_of(top) == [0, 1]
         top.communicate()
+
+
+def test_the_commands_above_a_process_are_listed_from_its_parent_on() -> None:
+    code = "import os; from rankwise import processes; print(processes.ancestors(os.getpid())[0][1:])"
+    inner = subprocess.run(
+        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])", "a b", ""],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert inner.stdout.rstrip().endswith("'a b', '']")
+    assert processes.ancestors(2**30) == []

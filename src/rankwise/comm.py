@@ -8,10 +8,14 @@ for a while (inside a guarded function) is a single rank.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing
 import os
 import platform
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,12 +23,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from rankwise import processes, rendezvous, schedulers
 from rankwise import world as world_
 from rankwise.errors import ConfigError, WorldError
-from rankwise.world import World
+from rankwise.world import Given, World
 
 T = TypeVar("T")
 
+_LAST_TENSORS_S = 0.1
 _PATIENCE = timedelta(days=3650)
 
 _world: World | None = None  # what init found: the identity of this process and of the loader workers that it forks
@@ -34,39 +40,161 @@ _patient: tuple[Any, Any] = (None, None)  # (the process group it belongs to, th
 _nodes: tuple[Any, list[list[int]]] = (None, [])
 
 
-def init(backend: str | None = None, timeout_s: float = 1800.0) -> World:
+def init(
+    backend: str | None = None,
+    timeout_s: float = 1800.0,
+    *,
+    rdzv: str | None = None,
+    join_timeout_s: float = 300.0,
+    rank: int | None = None,
+    world_size: int | None = None,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+) -> World:
     """Collective. Join the other ranks, if there are any, and return which rank this is. A second call changes nothing.
 
     `backend` is torch's; by default gloo for tensors on the CPU and NCCL for those on a GPU. `timeout_s` bounds each
-    collective. Raises WorldError when the environment does not say which rank this process is, or where rank 0 listens.
+    collective. Where the launcher gives no address (mpirun, srun, `torch.multiprocessing.spawn`) rank 0 announces its own in a
+    file, or listens at `rdzv`, "HOST:PORT"; `join_timeout_s` bounds the wait for the others then.
+
+    The numbers are for who is given them, and not by variables: `rank` and `world_size` are enough in what
+    `torch.multiprocessing.spawn` started on one machine. Raises WorldError when it cannot be told which rank this process is,
+    or ranks do not come, and names those.
     """
     global _world, _pid
     if dist.is_initialized():
         return _here()
-    world = world_.discover(os.environ)
+    if local_rank is None and local_world_size is None and multiprocessing.parent_process() is not None:
+        local_rank, local_world_size = rank, world_size  # the children of one process: all on this host
+    given = Given(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size)
+    world = world_.discover(os.environ, **given)
+    if world.rank == 0 and world.source == "openmpi":
+        _say_if_bound_to_one_core()
     if world.world_size > 1:
-        _join(world, backend, timeout_s)
+        world = _join(_asked(world, rdzv), backend, timeout_s, join_timeout_s)
+        if world.run_dir is None:
+            # A thread of gloo that drops its last tensor when Python has begun to end is unwound there and aborts the process
+            # (seen at the end of one training in three under mpirun). Ranks of our agent leave by _exit.
+            atexit.register(time.sleep, _LAST_TENSORS_S)
     _world, _pid = world, os.getpid()
     return world
 
 
-def _join(world: World, backend: str | None, timeout_s: float) -> None:
-    if world.master_addr is None or world.master_port is None:
-        lacks = [n for n, v in (("MASTER_ADDR", world.master_addr), ("MASTER_PORT", world.master_port)) if v is None]
+def _asked(world: World, rdzv: str | None) -> World:
+    """`world` with the address of rank 0 that the script gave. Raises ConfigError unless it is HOST:PORT."""
+    if rdzv is None:
+        return world
+    host, _, port = rdzv.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"rdzv={rdzv!r}: it is HOST:PORT, rank 0's host and a free port there, for example node1:29500")
+    origin = {**world.origin, "master_addr": "rdzv", "master_port": "rdzv"}
+    return replace(world, master_addr=host.strip("[]"), master_port=int(port), origin=origin)
+
+
+def _join(world: World, backend: str | None, timeout_s: float, join_timeout_s: float) -> World:
+    lacks = [n for n, v in (("MASTER_ADDR", world.master_addr), ("MASTER_PORT", world.master_port)) if v is None]
+    if len(lacks) == 1:
         raise WorldError(
-            f"rank {world.rank} of {world.world_size} ({world.source}) but no {' and no '.join(lacks)}: "
-            "the ranks cannot find each other; set MASTER_ADDR (rank 0's host) and MASTER_PORT (a free port there) "
-            "before the launcher, or start it with: rankwise run script.py"
+            f"rank {world.rank} of {world.world_size} ({world.source}) but no {lacks[0]}: set MASTER_ADDR (rank 0's host) and "
+            "MASTER_PORT (a free port there) before the launcher, or neither: then rank 0 announces where it listens"
         )
+    timeout = timedelta(seconds=timeout_s)
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(
-        backend,
-        init_method="env://",
-        rank=world.rank,
-        world_size=world.world_size,
-        timeout=timedelta(seconds=timeout_s),
+    if world.origin.get("master_addr") == "MASTER_ADDR" and world.source == "torchrun":
+        # Who set these may have made the store itself, as torchrun's agent does: torch knows.
+        dist.init_process_group(
+            backend, init_method="env://", rank=world.rank, world_size=world.world_size, timeout=timeout
+        )  # fmt: skip
+        return world
+    world, store = _meet(world, timeout, join_timeout_s) if lacks else (world, _store_at(world, timeout, join_timeout_s))
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
+    return world
+
+
+def _meet(world: World, timeout: timedelta, join_timeout_s: float) -> tuple[World, Any]:
+    """Without an address: rank 0's store, on a port that the kernel chose, and the world with what was learned."""
+    start = _start(world)
+    if start is None:
+        raise WorldError(
+            f"rank {world.rank} of {world.world_size} ({world.source}): nothing that was found names this start of the script, "
+            f"so the ranks cannot find each other; {rendezvous.CURE}"
+        )
+    home = Path(os.environ["HOME"]) if os.environ.get("HOME") else None
+    folders = rendezvous.folders(world, Path.cwd(), home)
+    name = rendezvous.file_name(start)
+    if world.rank == 0:
+        with rendezvous.Gathering(world, name, folders) as gathering:
+            gathering.wait(join_timeout_s)
+            store = _tcp_store(world, "127.0.0.1", 0, timeout)
+            meeting = gathering.release(store.port)
+    else:
+        meeting = rendezvous.join(world, name, folders, join_timeout_s)
+        store = _tcp_store(world, meeting.master_addr, meeting.master_port, timeout)
+    if meeting.interface is not None:
+        # gloo tells the others the address of this host's own name, which /etc/hosts may have at 127.0.1.1.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
+    origin = {**world.origin, "master_addr": "rank 0 announced it", "master_port": "rank 0 announced it"}
+    if world.node_rank is None:
+        origin["node_rank"] = "hosts in the order of their lowest rank"
+    node_rank = meeting.node_rank if world.node_rank is None else world.node_rank
+    address = (meeting.master_addr, meeting.master_port)
+    return replace(world, node_rank=node_rank, master_addr=address[0], master_port=address[1], origin=origin), store
+
+
+def _start(world: World) -> str | None:
+    """What this start of the script is called by all of its ranks; None where nothing says so."""
+    if world.source == world_.ARGUMENTS:
+        parent = multiprocessing.parent_process()
+        return f"spawn-{platform.node()}-{parent.pid}-{processes.start_time(parent.pid or 0)}" if parent is not None else None
+    start: Callable[..., str | None] = getattr(schedulers.ORDER[world.source], "start", lambda *_: None)
+    return start(os.environ, processes.ancestors(os.getpid()))
+
+
+def _store_at(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
+    """At an address that was given: rank 0's store, when all ranks have come to it."""
+    address, port = world.master_addr or "", world.master_port or 0
+    deadline = time.monotonic() + join_timeout_s
+    if world.rank == 0:
+        try:
+            store = _tcp_store(world, "127.0.0.1", port, timeout)
+        except RuntimeError as error:
+            raise WorldError(
+                f"rank 0 cannot listen on port {port} of {platform.node()} ({world.origin['master_port']}): "
+                f"{str(error).splitlines()[0]}; choose another port, or give none: then one is taken that is free"
+            ) from None
+    else:
+        rendezvous.reach(world, address, port, join_timeout_s)
+        store = _tcp_store(world, address, port, timeout)
+    store.set(f"rankwise/{world.rank}", "")
+    missing = list(range(world.world_size))
+    told = time.monotonic() + rendezvous.SAY_EVERY_S
+    while missing := [rank for rank in missing if not store.check([f"rankwise/{rank}"])]:
+        waits = f"{rendezvous.who(missing)} of {world.world_size} ({world.source}) to come to {address}, port {port}"
+        if (now := time.monotonic()) > deadline:
+            raise WorldError(f"rank {world.rank} has waited {join_timeout_s:g} s for {waits}")
+        if now > told and world.rank == 0:
+            told = now + rendezvous.SAY_EVERY_S
+            rendezvous.say(f"rank 0 waits for {waits}")
+        time.sleep(0.05)
+    return store
+
+
+def _tcp_store(world: World, host: str, port: int, timeout: timedelta) -> Any:
+    """torch's store: made by rank 0, on a port that the kernel chooses if it is 0, and reached by the others."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, world.world_size, is_master=world.rank == 0, timeout=timeout, wait_for_workers=False
     )
+
+
+def _say_if_bound_to_one_core() -> None:
+    """Open MPI binds each rank to a core when there are at most two; the choice stays the user's."""
+    with contextlib.suppress(OSError):
+        if len(os.sched_getaffinity(0)) == 1 < (cores := len(os.sched_getaffinity(os.getppid()))):
+            rendezvous.say(
+                "Open MPI has bound each rank to one core, and the loader workers that it starts with it "
+                f"(it does so with -np 1 and 2); with mpirun --bind-to none they use all {cores}"
+            )
 
 
 def rank() -> int:

@@ -79,6 +79,15 @@ def command(pid: int) -> str:
         return ""
 
 
+def ancestors(pid: int) -> list[list[str]]:
+    """The command lines of those above `pid`, its parent's first, as far as they can be read."""
+    found = []
+    while (fields := _stat(pid)) and (pid := int(fields[1])) > 0:
+        with contextlib.suppress(OSError):
+            found.append(os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).removesuffix("\0").split("\0"))
+    return found
+
+
 def _stat(pid: int) -> list[bytes]:
     """The fields of /proc/PID/stat after the command, which may hold anything."""
     try:

@@ -32,7 +32,7 @@ def test_the_index_of_the_node_is_not_known_and_that_is_said() -> None:
 
 
 def test_it_gives_no_address_and_takes_one_that_is_set() -> None:
-    assert scheduler.ranks(MPICH[0]).origin["master_port"] == "MPICH gives none: set MASTER_PORT"
+    assert scheduler.ranks(MPICH[0]).origin["master_port"] == "MPICH gives none: rank 0 announces it, or set MASTER_PORT"
     ranks = scheduler.ranks({**MPICH[0], "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
     assert (ranks.master_addr, ranks.master_port) == ("node1", 29500)
 
@@ -78,3 +78,9 @@ def test_a_value_that_is_no_number_is_an_error_that_shows_it(name: str) -> None:
 def test_a_rank_that_is_not_below_its_size_is_an_error_that_shows_both() -> None:
     with pytest.raises(WorldError, match=r"^PMI_RANK=3 and PMI_SIZE=3: a rank lies"):
         scheduler.ranks({**MPICH[1], "PMI_RANK": "3"})
+
+
+def test_the_name_of_a_start_is_where_mpirun_listens_for_the_proxy_above_the_ranks() -> None:
+    proxy = ["/usr/bin/hydra_pmi_proxy", "--control-port", "vm:40995", "--rmk", "user", "--proxy-id", "1"]
+    assert scheduler.start(MPICH[0], [["sh", "-c", "python train.py"], proxy, ["mpirun", "-np", "2"]]) == "mpich-vm:40995"
+    assert scheduler.start(MPICH[0], [["bash"], ["x", "--control-port"]]) is None

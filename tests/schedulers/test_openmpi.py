@@ -35,7 +35,7 @@ def test_on_one_node_the_index_of_the_node_is_known() -> None:
 def test_it_gives_no_address_and_takes_one_that_is_set() -> None:
     ranks = scheduler.ranks(OPENMPI[2])
     assert (ranks.master_addr, ranks.master_port) == (None, None)
-    assert ranks.origin["master_addr"] == "Open MPI gives none: set MASTER_ADDR"
+    assert ranks.origin["master_addr"] == "Open MPI gives none: rank 0 announces it, or set MASTER_ADDR"
     ranks = scheduler.ranks({**OPENMPI[2], "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
     assert (ranks.master_addr, ranks.master_port) == ("node1", 29500)
     assert (ranks.origin["master_addr"], ranks.origin["master_port"]) == ("MASTER_ADDR", "MASTER_PORT")
@@ -82,3 +82,13 @@ def test_a_rank_that_is_not_below_its_size_is_an_error_that_shows_both(change: E
 def test_pmix_alone_is_not_open_mpi() -> None:
     assert not scheduler.detect({"PMIX_RANK": "2", "OMPI_MCA_btl": "tcp"})
     assert scheduler.tasks({"PMIX_RANK": "2"}) is None
+
+
+def test_the_name_of_a_start_is_the_same_for_its_ranks_and_another_with_another_random_key() -> None:
+    keyed = [{**env, "OMPI_MCA_orte_precondition_transports": "e323a13b5b26f06d-aa34531e83ca2f71"} for env in OPENMPI]
+    names = {scheduler.start(env, []) for env in keyed}
+    assert len(names) == 1
+    assert str(names.pop()).startswith("openmpi-162267137-")
+    assert scheduler.start({**keyed[0], "OMPI_MCA_orte_precondition_transports": "0-0"}, []) != scheduler.start(keyed[0], [])
+    assert scheduler.start({"PMIX_NAMESPACE": "prterun-node1-77@1"}, []) == "openmpi-prterun-node1-77@1"
+    assert scheduler.start({}, []) is None

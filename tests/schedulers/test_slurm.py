@@ -50,8 +50,8 @@ def test_a_task_of_a_step_finds_its_numbers(envs: list[Env], rank: int) -> None:
         "local_rank": "SLURM_LOCALID",
         "local_world_size": "SLURM_GTIDS, counted",
         "node_rank": "SLURM_NODEID",
-        "master_addr": "Slurm gives none: set MASTER_ADDR",
-        "master_port": "Slurm gives none: set MASTER_PORT",
+        "master_addr": "Slurm gives none: rank 0 announces it, or set MASTER_ADDR",
+        "master_port": "Slurm gives none: rank 0 announces it, or set MASTER_PORT",
     }
 
 
@@ -259,3 +259,12 @@ def test_a_triple_that_the_batch_script_exported_is_an_error_that_says_so(export
 
 def test_a_step_that_cannot_be_read_does_not_disturb_a_complete_triple() -> None:
     assert discover({**SLURM_STEP[2], "SLURM_STEP_NUM_TASKS": "x", **triple(1, 2)}).rank == 1
+
+
+def test_the_name_of_a_start_is_one_for_its_tasks_and_another_after_a_requeue_or_in_another_step() -> None:
+    assert {slurm.start(env, []) for env in SLURM_STEP} == {"slurm-cluster-3.0-0"}
+    task = {**SLURM_STEP[0], "SLURM_CLUSTER_NAME": "tc"}
+    assert slurm.start({**task, "SLURM_RESTART_COUNT": "1"}, []) == "slurm-tc-3.0-1"
+    assert slurm.start({**task, "SLURM_STEP_ID": "2"}, []) == "slurm-tc-3.2-0"
+    assert slurm.start({**task, "SLURM_JOB_ID": "4", "SLURM_HET_JOB_ID": "3"}, []) == "slurm-tc-3.0-0"
+    assert slurm.start({}, []) is None

@@ -11,6 +11,9 @@ A scheduler is a module with
 and, where it starts the processes but gives no address of rank 0,
 
     tasks(env) -> Tasks | None   how many it started, and which of them this is; pure, never raises
+    start(env, ancestors) -> str | None
+                                 a name that all processes of this very start have in common, and no other start that may be
+                                 alive; `ancestors` are the command lines above this process, the nearest first; pure
 
 and, where jobs can be handed to it,
 

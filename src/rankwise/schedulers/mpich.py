@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from rankwise.schedulers.ranks import Ranks, Tasks, address, not_joined, require, shown, single, tasks_of, whole_number
 
@@ -37,6 +38,17 @@ def ranks(env: Mapping[str, str]) -> Ranks:
     return Ranks(
         rank, world_size, local_rank, local_world_size, node_rank, master_addr, master_port, origin={**origin, **where}
     )
+
+
+def start(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
+    """Where mpirun listens for its proxies: Hydra puts no name of the job into the environment, but each proxy, the process
+    above a node's ranks, is given mpirun's HOST:PORT as an argument.
+    """
+    for command in ancestors:
+        for word, value in pairwise(command):
+            if word == "--control-port":
+                return f"mpich-{value}"
+    return None
 
 
 def _another_launcher(env: Mapping[str, str]) -> Ranks:

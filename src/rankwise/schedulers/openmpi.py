@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 
 from rankwise.schedulers.ranks import Ranks, Tasks, address, require, tasks_of, whole_number
 
@@ -38,3 +39,12 @@ def ranks(env: Mapping[str, str]) -> Ranks:
     return Ranks(
         rank, world_size, local_rank, local_world_size, node_rank, master_addr, master_port, origin={**origin, **where}
     )
+
+
+def start(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
+    """The job's name and a part of its random key. The name alone is 16 bits of a hash of mpirun's host and process."""
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
+    if job is None:
+        return None
+    key = env.get("OMPI_MCA_orte_precondition_transports", "")  # Open MPI 5 has none: its name holds host and process in full
+    return "-".join(["openmpi", job, *([hashlib.sha256(key.encode()).hexdigest()[:12]] if key else [])])

@@ -64,7 +64,7 @@ def tasks_of(env: Mapping[str, str], index: str, count: str) -> Tasks | None:
 def address(env: Mapping[str, str], launcher: str) -> tuple[str | None, int | None, dict[str, str]]:
     """Where rank 0 listens, for a launcher that counts ranks and gives no address: MASTER_ADDR, MASTER_PORT, the origins."""
     origin = {
-        field: name if name in env else f"{launcher} gives none: set {name}"
+        field: name if name in env else f"{launcher} gives none: rank 0 announces it, or set {name}"
         for field, name in (("master_addr", "MASTER_ADDR"), ("master_port", "MASTER_PORT"))
     }
     return env.get("MASTER_ADDR"), whole_number(env, "MASTER_PORT") if "MASTER_PORT" in env else None, origin

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rankwise.errors import WorldError
 from rankwise.schedulers.ranks import Ranks, Tasks, address, not_joined, require, shown, single, tasks_of, whole_number
@@ -58,6 +58,15 @@ def ranks(env: Mapping[str, str]) -> Ranks:
     if whole_number(env, "SLURM_STEP_NUM_TASKS") == 1:
         return _one_task(env)
     return _task(env)
+
+
+def start(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
+    """Cluster, job, step, and how often the job was requeued: a requeued job keeps its number and counts its steps anew."""
+    job = env.get("SLURM_HET_JOB_ID") or env.get("SLURM_JOB_ID")  # the parts of a heterogeneous job share the first
+    if job is None or "SLURM_STEP_ID" not in env:
+        return None
+    cluster, restart = env.get("SLURM_CLUSTER_NAME", "cluster"), env.get("SLURM_RESTART_COUNT", "0")
+    return f"slurm-{cluster}-{job}.{env['SLURM_STEP_ID']}-{restart}"
 
 
 def _in_step(env: Mapping[str, str]) -> bool:

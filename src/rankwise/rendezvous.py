@@ -1,0 +1,521 @@
+"""How ranks find rank 0 where their launcher gives no address: rank 0 listens, and says where in a file that all can read.
+
+    with Gathering(world, start, folders) as gathering:      # rank 0
+        gathering.wait(300);  meeting = gathering.release(store_port)
+    meeting = join(world, start, folders, 300)               # the others
+
+The file (mode 0600, whole or absent) has rank 0's addresses, a port that the kernel chose, and a secret. It is named after
+the start: what all its ranks have in common and no other living job has. A rank believes a file only when who answers at its
+address proves that it knows the secret, so one that a former job left is passed over; rank 0 removes its own when it is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import json
+import os
+import platform
+import re
+import secrets
+import selectors
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from rankwise import processes
+from rankwise.errors import RunDirError, WorldError
+from rankwise.rundir import write_text
+from rankwise.world import World
+
+FOLDER = ".rankwise"
+SAY_EVERY_S = 5.0
+"""How long a wait is silent."""
+
+_LEFT_BEHIND_S = 86400.0  # a file of this age is of a rank 0 that was killed before it could remove it
+_POLL_S = 0.05
+_ANSWER_S = 5.0  # an address at which nothing answers is given up; longer than a lost packet takes to be sent again
+_VERDICT_S = 15.0  # rank 0 names who is missing: the others give it this much longer
+_LINE_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a rank knows when all have been found."""
+
+    master_addr: str
+    """The address of rank 0's host by which this rank has reached it."""
+
+    master_port: int
+    """Where the store listens."""
+
+    node_rank: int
+    """Hosts count in the order of their lowest rank."""
+
+    interface: str | None
+    """The network interface that leads to the other hosts; None if all ranks are on one, or it has no name."""
+
+
+def folders(world: World, cwd: Path, home: Path | None) -> list[Path]:
+    """Where the file may be: folders that all nodes see on most clusters, and on a single host one that can be written."""
+    places = [place / FOLDER for place in (cwd, home) if place is not None]
+    if _on_one_host(world):
+        places.append(Path(tempfile.gettempdir()) / f"{FOLDER}-{os.geteuid()}")
+    return list(dict.fromkeys(places))
+
+
+def say(text: str) -> None:
+    print(f"rankwise: {text}", file=sys.stderr, flush=True)
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """`1, 4-7, 9`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in runs)
+
+
+def who(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {listed(ranks)}"
+
+
+CURE = (
+    "set MASTER_ADDR (rank 0's host) and MASTER_PORT (a free port there) before the launcher, or call "
+    'rankwise.init(rdzv="HOST:PORT") with them'
+)
+
+
+# --- rank 0
+
+
+@dataclass
+class _Guest:
+    """A connection; a rank once it has proved that it knows the secret."""
+
+    conn: socket.socket
+    nonce: str
+    buffer: bytes = b""
+    rank: int | None = None
+    host: str = ""
+    home: str = ""
+    local: str = ""
+
+
+@dataclass
+class Gathering:
+    """Rank 0's side: everybody is told where, then waited for, then let go together."""
+
+    world: World
+    start: str
+    folders: Sequence[Path]
+    files: list[Path] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self._secret = secrets.token_hex(16)
+        self._guests: dict[socket.socket, _Guest] = {}
+        self._refused = ""
+        self._listener = _listen(loopback=_on_one_host(self.world))
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        try:
+            self._publish()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for path in self.files:
+            _remove(path, self._secret)
+        for conn in [*self._guests, self._listener]:
+            conn.close()
+        self._selector.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when every rank is here. Raises WorldError that names those that are not after `timeout_s`, to all ranks."""
+        began = time.monotonic()
+        told = began + SAY_EVERY_S
+        while missing := self.missing():
+            now = time.monotonic()
+            if now >= began + timeout_s:
+                raise WorldError(self._verdict(missing, timeout_s))
+            if now >= told:
+                told = now + SAY_EVERY_S
+                say(f"rank 0 has waited {now - began:.0f} s for {self._of(missing)}; {self._where()}{self._refused}")
+            for key, _ in self._selector.select(min(told, began + timeout_s) - now):
+                self._accept() if key.fileobj is self._listener else self._hear(self._guests[key.fileobj])  # type: ignore[index]
+
+    def missing(self) -> list[int]:
+        """The ranks that are not here: never came, or left again."""
+        here = {guest.rank for guest in self._guests.values()}
+        return [rank for rank in range(1, self.world.world_size) if rank not in here]
+
+    def release(self, port: int) -> Meeting:
+        """Tell every rank that the store listens at `port`. Rank 0 itself reaches it by loopback."""
+        ranks = {guest.rank: guest for guest in self._guests.values() if guest.rank is not None}
+        homes = list(dict.fromkeys([home(), *(ranks[rank].home for rank in sorted(ranks))]))
+        outside = next((g.local for g in ranks.values() if not _is_loopback(g.local)), None)
+        interface = interface_of(outside) if outside is not None else None
+        for guest in ranks.values():
+            go = {"port": port, "node_rank": homes.index(guest.home), "hosts": len(homes), "interface": interface}
+            _send(guest.conn, {"go": go})
+        return Meeting("127.0.0.1", port, 0, interface if len(homes) > 1 else None)
+
+    def _publish(self) -> None:
+        addresses = ["127.0.0.1"] if _on_one_host(self.world) else own_addresses()
+        port = self._listener.getsockname()[1]
+        record = {
+            "addresses": addresses, "port": port, "secret": self._secret, "home": home(), "host": platform.node(),
+            "pid": os.getpid(),
+        }  # fmt: skip
+        problems = []
+        for folder in self.folders:
+            try:
+                self.files.append(_write(folder / self.start, json.dumps(record)))
+            except (OSError, RunDirError) as error:
+                problems.append(str(error))
+            if self.files and _on_one_host(self.world):
+                break  # one that can be written can be read there
+        if not self.files:
+            raise WorldError(f"rank 0 has nowhere to say where it listens: {'; '.join(problems)}; {CURE}")
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            conn, _ = self._listener.accept()
+            conn.setblocking(False)
+            guest = _Guest(conn, secrets.token_hex(16), local=_plain(conn.getsockname()[0]))
+            self._guests[conn] = guest
+            self._selector.register(conn, selectors.EVENT_READ)
+            _send(conn, {"challenge": guest.nonce})
+
+    def _hear(self, guest: _Guest) -> None:
+        try:
+            data = guest.conn.recv(_LINE_BYTES)
+            guest.buffer += data
+            if not data or len(guest.buffer) > _LINE_BYTES:
+                raise OSError("it left")
+            if guest.rank is None and b"\n" in guest.buffer:
+                self._admit(guest, json.loads(guest.buffer))
+        except (OSError, ValueError, KeyError, TypeError):  # it left, or is none of ours
+            self._drop(guest)
+
+    def _admit(self, guest: _Guest, told: dict[str, Any]) -> None:
+        rank, size = int(told["rank"]), int(told["world_size"])
+        if not hmac.compare_digest(str(told["proof"]), _proof(self._secret, self.start, guest.nonce, str(rank))):
+            raise ValueError("it does not know the secret")
+        answer = {"proof": _proof(self._secret, self.start, str(told["nonce"]))}
+        place = f"process {told['pid']} on {told['host']}"
+        other = next((g for g in self._guests.values() if g.rank == rank), None)
+        refusal = None
+        if size != self.world.world_size or not 0 < rank < size:
+            refusal = f"{place} is rank {rank} of {size}, rank 0 on {platform.node()} is one of {self.world.world_size}"
+        elif other is not None:
+            refusal = f"{place} is rank {rank}, and so is a process on {other.host}: two starts of the script under one name"
+        if refusal is not None:
+            self._refused = f"; refused: {refusal}"
+            _send(guest.conn, {**answer, "refused": f"{refusal}; start the script once in a job step, or {CURE}"})
+            raise ValueError(refusal)
+        guest.host, guest.home, guest.rank = str(told["host"]), str(told["home"]), rank
+        _send(guest.conn, answer)
+
+    def _drop(self, guest: _Guest) -> None:
+        if guest.rank is not None:
+            self._refused = f"; rank {guest.rank} on {guest.host} was here and left"
+        self._selector.unregister(guest.conn)
+        del self._guests[guest.conn]
+        guest.conn.close()
+
+    def _of(self, missing: Sequence[int]) -> str:
+        return f"{who(missing)} of {self.world.world_size} ({self.world.source})"
+
+    def _where(self) -> str:
+        port = self._listener.getsockname()[1]
+        return f"it listens on {platform.node()}, port {port}, and says so in {' and '.join(map(str, self.files))}"
+
+    def _verdict(self, missing: Sequence[int], timeout_s: float) -> str:
+        text = (
+            f"{self._of(missing)} did not come to rank 0 within {timeout_s:g} s; {self._where()}{self._refused}; if all ranks "
+            f"run, a node does not see that folder, or cannot reach {platform.node()}: {CURE}"
+        )
+        for guest in self._guests.values():
+            if guest.rank is not None:
+                with contextlib.suppress(OSError):
+                    _send(guest.conn, {"refused": text})
+        return text
+
+
+# --- the other ranks
+
+
+def join(world: World, start: str, folders: Sequence[Path], timeout_s: float) -> Meeting:
+    """Find rank 0 and wait until all are there. Raises WorldError when it is not found in time, with where it was looked for,
+    and with rank 0's own words when others are missing.
+    """
+    began = time.monotonic()
+    told = began + SAY_EVERY_S
+    speaks = world.rank == 1 or world.local_rank == 0
+    while True:
+        why = []
+        for folder in folders:
+            try:
+                meeting = _knock(folder / start, world, start, began + timeout_s)
+            except _NotHereError as reason:
+                why.append(str(reason))
+            else:
+                return meeting
+        now = time.monotonic()
+        looked = f"{'; '.join(why)} (as seen on {platform.node()})"
+        if now >= began + timeout_s:
+            raise WorldError(
+                f"rank {world.rank} of {world.world_size} ({world.source}) has not found rank 0 within {timeout_s:g} s: "
+                f"{looked}; a folder that all nodes see under one path is needed, or {CURE}"
+            )
+        if now >= told:
+            told = now + SAY_EVERY_S
+            if speaks:
+                say(f"rank {world.rank} has waited {now - began:.0f} s for rank 0: {looked}")
+        time.sleep(_POLL_S)
+
+
+def reach(world: World, address: str, port: int, timeout_s: float) -> None:
+    """Return when something listens at an address that was given. Raises WorldError when nothing does in time."""
+    began = time.monotonic()
+    told = began + SAY_EVERY_S
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=_ANSWER_S).close()
+        except OSError as error:
+            why = str(error.strerror or error).lower()
+        else:
+            return
+        now = time.monotonic()
+        text = f"rank 0 at {address}, port {port} ({world.origin.get('master_addr')}): {why} (from {platform.node()})"
+        if now >= began + timeout_s:
+            raise WorldError(
+                f"rank {world.rank} of {world.world_size} ({world.source}) has not reached {text} within {timeout_s:g} s; "
+                "the address is of rank 0's host, and the port must be free there and open to the other hosts"
+            )
+        if now >= told:
+            told = now + SAY_EVERY_S
+            if world.rank == 1 or world.local_rank == 0:
+                say(f"rank {world.rank} has waited {now - began:.0f} s for {text}")
+        time.sleep(_POLL_S)
+
+
+class _NotHereError(Exception):
+    """Rank 0 is not found by this file, or not yet."""
+
+
+def _knock(path: Path, world: World, start: str, deadline: float) -> Meeting:
+    record = _read(path)
+    try:
+        addresses, port, secret = list(record["addresses"]), int(record["port"]), str(record["secret"])
+    except (KeyError, TypeError, ValueError):
+        raise _NotHereError(f"{path} is none of ours") from None
+    if record.get("home") == home():
+        addresses.insert(0, "127.0.0.1")
+    why = "no address"
+    for address in dict.fromkeys(addresses):
+        with contextlib.closing(_Caller(address)) as caller:
+            try:
+                caller.prove(port, secret, start, world)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                text = getattr(error, "strerror", None) or str(error)
+                why = f"at {address}, port {port}: {text.lower()}"
+                continue
+            try:
+                return caller.let_go(max(deadline - time.monotonic(), 0) + _VERDICT_S, home() == record.get("home"))
+            except OSError:
+                why = f"rank 0 on {record.get('host')} was there and left"
+    raise _NotHereError(f"{path} leads to no rank 0 ({why})")
+
+
+class _Caller:
+    """This rank's connection to rank 0, by one of its addresses."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._conn: socket.socket | None = None
+        self._buffer = b""
+
+    def prove(self, port: int, secret: str, start: str, world: World) -> None:
+        """Raises OSError or ValueError unless who answers there knows the secret, WorldError when it refuses this rank."""
+        self._conn = socket.create_connection((self._address, port), timeout=_ANSWER_S)
+        nonce = secrets.token_hex(16)
+        proof = _proof(secret, start, str(self._receive(_ANSWER_S)["challenge"]), str(world.rank))
+        me = {"rank": world.rank, "world_size": world.world_size, "host": platform.node(), "home": home(), "pid": os.getpid()}
+        _send(self._conn, {**me, "nonce": nonce, "proof": proof})
+        answer = self._receive(_ANSWER_S)
+        if not hmac.compare_digest(str(answer["proof"]), _proof(secret, start, nonce)):
+            raise ValueError("another program answers there")
+        if "refused" in answer:
+            raise WorldError(str(answer["refused"]))
+
+    def let_go(self, timeout_s: float, same_host: bool) -> Meeting:
+        """Wait until all are there. OSError when rank 0 is gone before, WorldError with its words when it gives up."""
+        assert self._conn is not None
+        told = self._receive(timeout_s)
+        if "refused" in told:
+            raise WorldError(str(told["refused"]))
+        go = told["go"]
+        own = interface_of(_plain(self._conn.getsockname()[0])) if not same_host else go["interface"]
+        return Meeting(self._address, int(go["port"]), int(go["node_rank"]), own if go["hosts"] > 1 else None)
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        assert self._conn is not None
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            self._conn.settimeout(max(deadline - time.monotonic(), 0.001))
+            data = self._conn.recv(_LINE_BYTES)
+            if not data or len(self._buffer) > _LINE_BYTES:
+                raise OSError("it hung up")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise ValueError("another program answers there")
+        return message
+
+    def close(self) -> None:
+        if self._conn is not None:
+            self._conn.close()
+
+
+# --- the file
+
+
+def _write(path: Path, text: str) -> Path:
+    """Raises OSError or RunDirError where the folder cannot be made or written."""
+    for attempt in range(3):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        for old in path.parent.iterdir():
+            with contextlib.suppress(OSError):
+                if time.time() - old.stat().st_mtime > _LEFT_BEHIND_S:
+                    old.unlink()
+        try:
+            write_text(path, text, mode=0o600)
+            break
+        except RunDirError:
+            if path.parent.exists() or attempt == 2:  # else another start was done with the folder just now
+                raise
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Raises _NotHereError when there is no such file, or it is another user's."""
+    for folder in (path.parent.parent, path.parent):  # NFS asks the server anew what is in a folder when it is opened
+        with contextlib.suppress(OSError):
+            os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise _NotHereError(f"{path}: {str(error.strerror).lower()}") from None
+    with open(fd, encoding="utf-8") as file:
+        owner = os.fstat(fd).st_uid
+        if owner != os.geteuid():
+            raise _NotHereError(f"{path} belongs to user {owner}, and this is {os.geteuid()}")
+        try:
+            record = json.load(file)
+        except ValueError:
+            record = None
+    if not isinstance(record, dict):
+        raise _NotHereError(f"{path} is none of ours")
+    return record
+
+
+def _remove(path: Path, secret: str) -> None:
+    """Ours alone: a later start of the same name may have written its own. The folder goes when it is empty."""
+    with contextlib.suppress(_NotHereError, OSError):
+        if _read(path).get("secret") == secret:
+            path.unlink()
+    with contextlib.suppress(OSError):
+        path.parent.rmdir()
+
+
+# --- messages and addresses
+
+
+def file_name(start: str) -> str:
+    """`start` as the name of a file: nothing in it leads elsewhere, and it is not too long."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", start).lstrip(".")
+    return name if len(name) <= 100 and name == start else f"{name[:80]}-{hashlib.sha256(start.encode()).hexdigest()[:12]}"
+
+
+def _proof(secret: str, *words: str) -> str:
+    return hmac.new(secret.encode(), "\0".join(words).encode(), "sha256").hexdigest()
+
+
+def _send(conn: socket.socket, message: dict[str, Any]) -> None:
+    conn.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _on_one_host(world: World) -> bool:
+    return world.local_world_size == world.world_size
+
+
+def home() -> str:
+    """This host's network: processes with the same one reach each other by loopback. A container may have its own."""
+    try:
+        network = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        network = 0
+    return f"{platform.node()} {processes.boot_id()} {network}"
+
+
+def _listen(loopback: bool) -> socket.socket:
+    """On a port that the kernel chose; on all interfaces only where other hosts must come in."""
+    if loopback:
+        return socket.create_server(("127.0.0.1", 0), backlog=1024)
+    with contextlib.suppress(OSError):  # no IPv6 here
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def own_addresses() -> list[str]:
+    """Those by which other hosts may reach this one, that of the default route first. Names are not asked: /etc/hosts may
+    have this host's own name at 127.0.1.1."""
+    import psutil
+
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    found = [
+        entry.address.partition("%")[0]
+        for name, entries in psutil.net_if_addrs().items()
+        if name in up
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    found = [a for a in found if not _is_loopback(a) and not ipaddress.ip_address(a).is_link_local]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # documentation's own network; nothing is sent
+        found.sort(key=lambda address: address != probe.getsockname()[0])
+    return found
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this address."""
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return None
+
+
+def _plain(address: str) -> str:
+    """An IPv4 address as itself where an IPv6 socket shows it as ::ffff:10.0.0.1."""
+    return address.removeprefix("::ffff:") if "." in address else address.partition("%")[0]
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback

@@ -1,0 +1,75 @@
+"""The same script under a bare mpirun, of Open MPI and of MPICH, without mpi4py."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from clusters import PYTHON, ROOT, Start, mpich, nothing_is_left, openmpi, ranks, script
+
+__all__ = ["mpich", "openmpi", "script"]  # fixtures
+
+pytestmark = pytest.mark.cluster
+
+FOUR = [[rank, 4, rank, 4, 0, 10] for rank in range(4)]
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpirun(request: pytest.FixtureRequest) -> Start:
+    start: Start = request.getfixturevalue(request.param)
+    return start
+
+
+def test_four_ranks_meet_and_end_well_and_nothing_is_left(mpirun: Start, script: str) -> None:
+    done = mpirun("-np", "4", PYTHON, script)
+    assert ranks(done) == FOUR
+    assert nothing_is_left()
+
+
+def test_jobs_at_once_in_one_folder_do_not_meet_each_other(mpirun: Start, script: str) -> None:
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(mpirun, "-np", str(n), PYTHON, script) for n in (2, 3, 2)]
+    for n, job in zip((2, 3, 2), jobs, strict=True):
+        assert ranks(job.result()) == [[rank, n, rank, n, 0, n * (n + 1) // 2] for rank in range(n)]
+    assert nothing_is_left()
+
+
+def test_the_trainer_example_trains_on_four_ranks(mpirun: Start) -> None:
+    done = mpirun("-np", "4", PYTHON, str(ROOT / "examples" / "03_trainer_digits.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "global batch 64 = 16 x 4 ranks" in done.stdout
+    assert done.stdout.count("done: 480 steps") == 1
+
+
+def test_the_line_of_returnns_documentation_works_as_it_stands(openmpi: Start, script: str) -> None:
+    line = (
+        "-np 4 -bind-to none -map-by slot -x NCCL_DEBUG=INFO -x LD_LIBRARY_PATH -x PATH -x HOROVOD_TIMELINE -x DEBUG "
+        "-mca pml ob1 -mca btl ^openib"
+    )
+    done = openmpi(*line.split(), PYTHON, script)
+    assert ranks(done) == FOUR
+    assert "one core" not in done.stderr
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core: there is nothing to bind away")
+def test_ranks_that_open_mpi_binds_to_one_core_are_told_once_with_the_cure(openmpi: Start, script: str) -> None:
+    line = "Open MPI has bound each rank to one core"
+    bound = openmpi("-np", "2", PYTHON, script, OMPI_MCA_rmaps_base_oversubscribe="0")
+    assert bound.stderr.count(line) == 1, bound.stderr
+    assert "mpirun --bind-to none" in bound.stderr
+    assert line not in openmpi("-np", "2", "--bind-to", "none", PYTHON, script).stderr
+
+
+def test_a_rank_that_never_comes_is_named(mpich: Start) -> None:
+    Path("late.py").write_text(
+        "import os, sys, rankwise\n"
+        "if os.environ['PMI_RANK'] == '1': sys.exit(0)\n"
+        "try: rankwise.init(join_timeout_s=3)\n"
+        "except rankwise.RankwiseError as error: sys.exit(str(error))\n"
+    )
+    done = mpich("-np", "3", PYTHON, "late.py")
+    assert done.returncode != 0
+    assert done.stderr.count("rank 1 of 3 (mpich) did not come to rank 0 within 3 s; it listens on ") == 2
+    assert nothing_is_left()

@@ -1,0 +1,73 @@
+"""The same script under a bare srun over two hosts, and mpirun within a Slurm job."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from clusters import PYTHON, ROOT, Start, mpich, nothing_is_left, openmpi, ranks, script, slurm
+
+__all__ = ["mpich", "openmpi", "script", "slurm"]  # fixtures
+
+pytestmark = pytest.mark.cluster
+
+TWO_BY_TWO = [[0, 4, 0, 2, 0, 10], [1, 4, 1, 2, 0, 10], [2, 4, 0, 2, 1, 10], [3, 4, 1, 2, 1, 10]]
+
+
+def test_tasks_on_two_hosts_meet_though_each_hosts_own_name_is_a_loopback_address(slurm: Start, script: str) -> None:
+    assert ranks(slurm("srun", "-N2", "--ntasks-per-node=2", PYTHON, script)) == TWO_BY_TWO
+    assert nothing_is_left()
+
+
+def test_rank_0_on_the_second_host_announces_that_hosts_address(slurm: Start, script: str) -> None:
+    Path("hosts").write_text("node2\nnode2\nnode1\n")
+    done = slurm("srun", "-m", "arbitrary", "-N2", "-n3", PYTHON, script, SLURM_HOSTFILE="hosts")
+    assert ranks(done) == [[0, 3, 0, 2, 1, 6], [1, 3, 1, 2, 1, 6], [2, 3, 0, 1, 0, 6]]
+
+
+def test_steps_at_once_in_one_folder_do_not_meet_each_other(slurm: Start, script: str) -> None:
+    with ThreadPoolExecutor() as pool:
+        steps = [pool.submit(slurm, "srun", "-N2", "--ntasks-per-node=1", PYTHON, script) for _ in range(3)]
+    for step in steps:
+        assert ranks(step.result()) == [[0, 2, 0, 1, 0, 3], [1, 2, 0, 1, 1, 3]]
+    assert nothing_is_left()
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+def test_mpirun_in_a_slurm_job_starts_one_world_over_its_hosts(
+    slurm: Start, request: pytest.FixtureRequest, launcher: str, script: str
+) -> None:
+    request.getfixturevalue(launcher)
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = slurm("salloc", "-N2", "--ntasks-per-node=2", f"mpirun.{launcher}", PYTHON, script, **root)
+    assert ranks(done) == TWO_BY_TWO
+    assert nothing_is_left()
+
+
+def test_a_folder_that_the_hosts_do_not_share_is_an_error_that_says_so_and_what_to_type(slurm: Start) -> None:
+    Path("here.py").write_text(
+        "import os, sys, rankwise\n"
+        "os.makedirs('/scratch/here', exist_ok=True)\n"  # each host's own
+        "os.chdir('/scratch/here'); os.environ['HOME'] = '/scratch'\n"
+        "try: rankwise.init(join_timeout_s=7)\n"
+        "except rankwise.RankwiseError as error: sys.exit(str(error))\n"
+    )
+    done = slurm("srun", "-N2", "--ntasks-per-node=1", PYTHON, "here.py")
+    assert done.returncode != 0
+    assert "rank 1 of 2 (slurm) did not come to rank 0 within 7 s; it listens on node1" in done.stderr
+    assert "rankwise: rank 0 has waited 5 s for rank 1 of 2 (slurm)" in done.stderr
+    assert "rank 1 of 2 (slurm) has not found rank 0 within 7 s: /scratch/here/.rankwise/slurm-tc-" in done.stderr
+    assert "no such file or directory (as seen on node2)" in done.stderr
+    assert 'rankwise.init(rdzv="HOST:PORT")' in done.stderr
+    there = "import rankwise\nprint(rankwise.init(rdzv='node1:29511', join_timeout_s=30).world_size)"
+    Path("there.py").write_text(f"import os; os.chdir('/scratch')\n{there}")
+    cured = slurm("srun", "-N2", "--ntasks-per-node=1", PYTHON, "there.py", GLOO_SOCKET_IFNAME="eth0")
+    assert cured.stdout.split() == ["2", "2"], cured.stderr
+
+
+def test_the_trainer_example_trains_over_two_hosts(slurm: Start) -> None:
+    done = slurm("srun", "-N2", "--ntasks-per-node=1", PYTHON, str(ROOT / "examples" / "03_trainer_digits.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "global batch 64 = 32 x 2 ranks" in done.stdout
+    assert done.stdout.count("done: 480 steps") == 1

@@ -1,0 +1,121 @@
+"""The real thing on one machine: Open MPI and MPICH here, Slurm over two virtual hosts. Debian, root.
+
+Packages that are missing are installed; where that, or a network namespace, cannot be had, the tests are skipped with the
+reason. Hosts and daemons are ended by their process ids when the session is over; packages stay.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+HOSTS = Path(__file__).parent / "cluster" / "hosts"
+ROOT = Path(__file__).parents[1]
+STATE = Path("/run/tc-hosts")
+LOCK = Path("/run/lock/rankwise-tests")
+
+Ended = subprocess.CompletedProcess[str]
+Start = Callable[..., Ended]
+
+
+def install(*packages: str) -> None:
+    """Skips the test where they are missing and cannot be installed."""
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        pytest.skip(f"{', '.join(packages)}: missing, and to install them needs root on Debian")
+    apt = ["apt-get", "-o", "DPkg::Lock::Timeout=300"]
+    environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for words in (["install"], ["update"], ["install"]):
+        command = [*apt, *words, *(["-y", "--no-install-recommends", *packages] if words == ["install"] else [])]
+        done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=400)
+        if done.returncode == 0 and words == ["install"]:
+            return
+    pytest.skip(f"{', '.join(packages)} cannot be installed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+
+
+def started(*command: str, **environ: str) -> Ended:
+    """The command with this folder as its own and an empty home; its end is waited for."""
+    home = Path.cwd().parent / "home"
+    home.mkdir(exist_ok=True)
+    env = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": "/tmp", **environ}
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=240
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def openmpi() -> Start:
+    """Calls Open MPI's mpirun; more ranks than cores are allowed."""
+    if shutil.which("mpirun.openmpi") is None:
+        install("openmpi-bin")
+    # As root on a machine of few cores; as variables, so that a command line stays as it is written elsewhere.
+    allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+
+    def mpirun(*words: str, **environ: str) -> Ended:
+        return started("mpirun.openmpi", *words, **{**allow, **environ})
+
+    return mpirun
+
+
+@pytest.fixture(scope="session")
+def mpich() -> Start:
+    """Calls MPICH's mpirun."""
+    if shutil.which("mpirun.mpich") is None:
+        install("mpich")
+
+    def mpirun(*words: str, **environ: str) -> Ended:
+        return started("mpirun.mpich", *words, **environ)
+
+    return mpirun
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Start]:
+    """Brings up two hosts with Slurm, on each of which its own name is 127.0.1.1, and calls a command there as a user does."""
+    if os.geteuid() != 0:
+        pytest.skip("a Slurm of virtual hosts needs root")
+    with open(LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the hosts' names, addresses and daemons are this machine's
+        if STATE.exists():
+            pytest.skip(f"{STATE} is there: virtual hosts of somebody else are up; tests/cluster/hosts/slurm-down removes them")
+        up = subprocess.run(
+            [HOSTS / "slurm-up", "2", "--gpus", "0", "--", "--no-ssh", "--debian-hosts"],
+            capture_output=True, text=True, timeout=400, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            if up.returncode != 0:
+                pytest.skip((up.stderr.strip().splitlines() or ["slurm-up said nothing"])[-1])
+            yield started
+        finally:
+            subprocess.run([HOSTS / "slurm-down"], check=True, capture_output=True, timeout=120)
+
+
+@pytest.fixture
+def script() -> str:
+    """Joins, adds up the ranks, and says what it knows in one line."""
+    Path("train.py").write_text(
+        "import rankwise, torch\n"
+        "world = rankwise.init(join_timeout_s=60)\n"
+        "total = rankwise.all_reduce(torch.tensor(1.0 + world.rank)).item()\n"
+        "print(world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank, total, flush=True)\n"
+    )
+    return str(Path("train.py").resolve())
+
+
+def ranks(done: Ended) -> list[list[int]]:
+    """What `script` said, by rank."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted([int(float(word)) for word in line.split()] for line in done.stdout.splitlines() if line[:1].isdigit())
+
+
+def nothing_is_left() -> bool:
+    return not [*Path.cwd().glob(".rankwise*"), *(Path.cwd().parent / "home").glob(".rankwise*")]
+
+
+PYTHON = sys.executable

@@ -1,0 +1,62 @@
+"""The script that joins under whatever Python itself starts ranks with: spawn, torch's old launcher, torchrun."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+SPAWN = """
+import os, sys, rankwise, torch, torch.multiprocessing as mp
+
+def train(rank, world_size):
+    world = rankwise.init(rank=rank, world_size=world_size)
+    total = rankwise.all_reduce(torch.tensor(1.0 + world.rank)).item()
+    print(world.rank, world.world_size, world.local_rank, world.local_world_size, world.source, total, flush=True)
+
+if __name__ == "__main__":
+    mp.spawn(train, args=(2,), nprocs=2)
+"""
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200)
+
+
+def test_what_spawn_starts_joins_by_the_numbers_it_is_given() -> None:
+    Path("train.py").write_text(SPAWN)
+    done = run("train.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 2 0 2 arguments 3.0", "1 2 1 2 arguments 3.0"]
+    assert [path.name for path in Path.cwd().iterdir()] == ["train.py"]
+
+
+def test_numbers_by_hand_that_nothing_joins_are_an_error_that_asks_for_an_address() -> None:
+    done = run("-c", "import rankwise; rankwise.init(rank=1, world_size=2, local_rank=1, local_world_size=2)")
+    assert done.returncode != 0
+    assert "rank 1 of 2 (arguments): nothing that was found names this start of the script" in done.stderr
+    assert 'rankwise.init(rdzv="HOST:PORT")' in done.stderr
+
+
+@pytest.mark.parametrize("rdzv", ["29500", "node1", "node1:x", ":29500", "node1:0", "node1:70000"])
+def test_an_address_that_is_none_is_refused_before_anybody_waits(rdzv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import rankwise
+    from rankwise import comm
+
+    monkeypatch.setattr(comm, "_world", None)
+    with pytest.raises(rankwise.RankwiseError, match=r"it is HOST:PORT, .* for example node1:29500"):
+        rankwise.init(rank=1, world_size=2, local_rank=1, local_world_size=2, rdzv=rdzv)
+
+
+@pytest.mark.parametrize(
+    "launcher", [("torch.distributed.launch", "--nproc_per_node=2"), ("torch.distributed.run", "--nproc-per-node=2")]
+)
+def test_under_torchs_launchers_the_trainer_example_trains_whatever_arguments_they_add(launcher: tuple[str, str]) -> None:
+    done = run("-W", "ignore", "-m", *launcher, "--standalone", str(ROOT / "examples" / "03_trainer_digits.py"))
+    assert done.returncode == 0, done.stderr
+    assert "global batch 64 = 32 x 2 ranks" in done.stdout
+    assert done.stdout.count("done: 480 steps") == 1
