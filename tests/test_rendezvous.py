@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -215,6 +218,34 @@ def test_a_file_of_yesterday_is_cleared_away_and_one_of_today_is_not(folder: Pat
         os.utime(folder / name, (time.time() - age_s,) * 2)
     with Gathering(world_of(0), START, [folder]):
         assert sorted(os.listdir(folder)) == [START, "today"]
+
+
+WAITS = """
+import sys
+from pathlib import Path
+from rankwise.rendezvous import Gathering
+from rankwise.world import World
+with Gathering(World(0, 2, 0, 2, None, "slurm"), "killed", [Path(sys.argv[1])]) as gathering:
+    print("waits", flush=True)
+    gathering.wait(60)
+"""
+
+
+@pytest.mark.parametrize(("signum", "left"), [(signal.SIGTERM, []), (signal.SIGKILL, ["killed"])])
+def test_rank_0_that_is_ended_as_it_waits_clears_up_and_what_a_killed_one_leaves_its_next_neighbour_clears(
+    folder: Path, signum: signal.Signals, left: list[str]
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WAITS, str(folder)], stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        with Gathering(world_of(0), START, [folder]):  # a living neighbour's file is left alone
+            assert sorted(os.listdir(folder)) == ["killed", START]
+        process.send_signal(signum)
+        assert process.wait(LONG_S) == -signum
+    assert (os.listdir(folder) if folder.exists() else []) == left
+    with Gathering(world_of(0), START, [folder]):
+        assert os.listdir(folder) == [START]
 
 
 def test_a_file_of_another_user_or_a_link_is_not_believed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,11 @@ import platform
 import re
 import secrets
 import selectors
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -128,16 +130,28 @@ class Gathering:
         self._listener = _listen(loopback=_on_one_host(self.world))
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._armed = (
+            threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        )
         try:
+            if self._armed:
+                signal.signal(signal.SIGTERM, self._on_sigterm)
             self._publish()
         except BaseException:
             self.__exit__()
             raise
         return self
 
+    def _on_sigterm(self, *_: object) -> None:
+        """A cancelled or requeued job leaves no file, and dies by that signal as it would have."""
+        self.__exit__()
+        os.kill(os.getpid(), signal.SIGTERM)
+
     def __exit__(self, *_: object) -> None:
         for path in self.files:
             _remove(path, self._secret)
+        if self._armed:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for conn in [*self._guests, self._listener]:
             conn.close()
         self._selector.close()
@@ -177,7 +191,7 @@ class Gathering:
         port = self._listener.getsockname()[1]
         record = {
             "addresses": addresses, "port": port, "secret": self._secret, "home": home(), "host": platform.node(),
-            "pid": os.getpid(),
+            "pid": os.getpid(), "processes": _inode("/proc/self/ns/pid"),
         }  # fmt: skip
         problems = []
         for folder in self.folders:
@@ -399,17 +413,22 @@ def _write(path: Path, text: str) -> Path:
     """Raises OSError or RunDirError where the folder cannot be made or written."""
     for attempt in range(3):
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        for old in path.parent.iterdir():
-            with contextlib.suppress(OSError):
-                if time.time() - old.stat().st_mtime > _LEFT_BEHIND_S:
-                    old.unlink()
         try:
+            _clear_away(path.parent)
             write_text(path, text, mode=0o600)
             break
-        except RunDirError:
+        except (OSError, RunDirError):
             if path.parent.exists() or attempt == 2:  # else another start was done with the folder just now
                 raise
     return path
+
+
+def _clear_away(folder: Path) -> None:
+    """What killed ones left."""
+    for old in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > _LEFT_BEHIND_S or _is_of_a_dead_process(old):
+                old.unlink()
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -432,6 +451,16 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise _NotHereError(f"{path} is none of ours")
     return record
+
+
+def _is_of_a_dead_process(path: Path) -> bool:
+    """Whether rank 0 of that file was on this host, and is gone."""
+    try:
+        record = _read(path)
+        here = (record["home"], record["processes"]) == (home(), _inode("/proc/self/ns/pid"))
+        return here and processes.start_time(int(record["pid"])) is None
+    except (_NotHereError, KeyError, TypeError, ValueError):
+        return False
 
 
 def _remove(path: Path, secret: str) -> None:
@@ -466,11 +495,15 @@ def _on_one_host(world: World) -> bool:
 
 def home() -> str:
     """This host's network: processes with the same one reach each other by loopback. A container may have its own."""
+    return f"{platform.node()} {processes.boot_id()} {_inode('/proc/self/ns/net')}"
+
+
+def _inode(path: str) -> int:
+    """Names a namespace; 0 where it cannot be read."""
     try:
-        network = os.stat("/proc/self/ns/net").st_ino
+        return os.stat(path).st_ino
     except OSError:
-        network = 0
-    return f"{platform.node()} {processes.boot_id()} {network}"
+        return 0
 
 
 def _listen(loopback: bool) -> socket.socket:
