@@ -107,8 +107,8 @@ def trainer_loop(turns: Turns, world, data: Rows, folder: str) -> None:
     hand_over = lambda state: turns.after_step("Trainer", state.step)  # noqa: E731
     turns.wait("Trainer")
     trainer = rankwise.Trainer(
-        *parts(), step_fn, data, batch_size=BATCH, max_steps=TURN * turns.turns, actions=[hand_over], save_every_s=1.0,
-        run_dir=folder, fresh=True,
+        *parts(), step_fn, data, batch_size=BATCH, max_steps=TURN * turns.turns, actions=[hand_over], run_dir=folder,
+        fresh=True, save_every_s=float(len(turns.names)),  # a second of its own: it runs for one turn in so many
     )  # fmt: skip
     trainer.fit()  # its last turn ends with it: what it saves at the end must not meet the other loop's collectives
     turns.over("Trainer")

@@ -8,7 +8,7 @@ All of them live in this process, and in DDP on two ranks, and take turns of 40 
 optimizer are those of bench.py. Each has what it does by itself:
 
     raw              torch's DataLoader; nothing else
-    Trainer          rankwise: log each 50 steps, progress line, a checkpoint a second, the agreed stop
+    Trainer          rankwise: log each 50 steps, progress line, a checkpoint each second of its own, the agreed stop
     Fabric           a loop of one's own; no log, no bar, no checkpoint
     Accelerate       a loop of one's own; no log, no bar, no checkpoint
     Ignite           a bare Engine; no log, no bar, no checkpoint
