@@ -240,7 +240,10 @@ def error_of(function: Callable[..., Any], *args: Any, **settings: Any) -> tuple
         ({"keep_last": 0}, "keep_last=0"),
         ({"keep_best": "eval_loss"}, "keep_best='eval_loss': nothing is evaluated without eval_data"),
         ({"keep_best": "los", "larger_is_better": False}, "keep_best='los': nothing is evaluated"),
-        ({"keep_best": "accuracy", "larger_is_better": True, "eval_data": data()}, "is it 'eval_accuracy'?"),
+        (
+            {"keep_best": "accuracy", "larger_is_better": True, "eval_data": data()},
+            "is called eval_ and the name that eval_fn gives",
+        ),
         ({"keep_best": "eval_x", "larger_is_better": True, "eval_data": data()}, "without eval_fn the one figure"),
         ({"keep_best": "eval_accuracy", "eval_data": data(), "eval_fn": len}, "is more of it better"),
         ({"larger_is_better": True}, "larger_is_better=True says nothing without keep_best"),
