@@ -11,8 +11,10 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -20,6 +22,7 @@ HOSTS = Path(__file__).parent / "cluster" / "hosts"
 ROOT = Path(__file__).parents[1]
 STATE = Path("/run/tc-hosts")
 LOCK = Path("/run/lock/rankwise-tests")
+LOCK_S = 240.0
 
 Ended = subprocess.CompletedProcess[str]
 Start = Callable[..., Ended]
@@ -81,7 +84,7 @@ def slurm() -> Iterator[Start]:
     if os.geteuid() != 0:
         pytest.skip("a Slurm of virtual hosts needs root")
     with open(LOCK, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the hosts' names, addresses and daemons are this machine's
+        _take(lock)  # the hosts' names, addresses and daemons are this machine's
         if STATE.exists():
             pytest.skip(f"{STATE} is there: virtual hosts of somebody else are up; tests/cluster/hosts/slurm-down removes them")
         up = subprocess.run(
@@ -94,6 +97,18 @@ def slurm() -> Iterator[Start]:
             yield started
         finally:
             subprocess.run([HOSTS / "slurm-down"], check=True, capture_output=True, timeout=120)
+
+
+def _take(lock: TextIO) -> None:
+    """Wait for other tests on this machine, but not for ever: what a killed one left may hold the lock."""
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                pytest.fail(f"another run of these tests has held {LOCK} for {LOCK_S:g} s; /proc/locks names its process")
+            time.sleep(0.5)
 
 
 @pytest.fixture
