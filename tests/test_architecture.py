@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "rankwise"
 # An import points down, to a smaller number; a package may import its own files.
 LAYERS = {
     "errors": 0,
-    "processes": 0.5, "page": 0.5, "terminal": 0.5,
+    "machine": 0.5, "processes": 0.5, "page": 0.5, "terminal": 0.5,
     "config": 1, "plan": 1, "rundir": 1,
     "schedulers": 1.2,
     "world": 1.5,

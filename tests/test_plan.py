@@ -9,16 +9,24 @@ from pathlib import Path
 import pytest
 
 from rankwise.errors import RunDirError
-from rankwise.plan import Plan
+from rankwise.plan import Host, Plan
 from rankwise.rundir import write_json
 
 PLAN = Plan(
-    version=1,
+    version=2,
     run_id="0123abc",
     run_dir="/runs/a b",
     argv=("train.py", "--lr", "1e-3", "", "a b;'\"$(x)", "größe"),
     interpreter=("/usr/bin/python3", "-u"),
     cwd="/home/me",
+    name="train",
+    on="local",
+    nodes=1,
+    min_nodes=1,
+    hosts=(Host("a", 2), Host("b", 0)),
+    node_rank=-1,
+    job={"partition": "main"},
+    master_addr="",
     nproc=4,
     threads=2,
     fork=True,
@@ -41,7 +49,7 @@ def test_a_plan_read_back_is_the_plan_that_was_written(tmp_path: Path) -> None:
 
 def test_a_plan_is_plain_json_with_its_version(tmp_path: Path) -> None:
     record = json.loads(json.dumps(PLAN.record()))
-    assert record["version"] == 1
+    assert record["version"] == 2
     assert record.keys() == {field.name for field in dataclasses.fields(Plan)}
 
 
@@ -72,7 +80,7 @@ def test_a_missing_plan_is_an_error_that_names_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"version": 2}, {"version": None}, {"nodes": 2}, {"nproc": ...}, {"version": ...}],
+    [{"version": 3}, {"version": None}, {"kind": 2}, {"nproc": ...}, {"version": ...}],
     ids=["a later version", "no version number", "a field of a later one", "a field missing", "the version missing"],
 )
 def test_a_plan_of_another_version_is_refused(change: dict[str, object], tmp_path: Path) -> None:

@@ -14,11 +14,20 @@ from rankwise.errors import RunDirError
 
 
 @dataclass(frozen=True)
+class Host:
+    """One node as the user or the scheduler names it."""
+
+    name: str
+    slots: int
+    """Ranks there; 0: as many as it has devices."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """Plain values only: it is JSON on disk, and the agent believes every word."""
 
     version: int
-    """Of this record: 1."""
+    """Of this record: 2."""
 
     run_id: str
     """Unique for each call of the launcher."""
@@ -38,17 +47,41 @@ class Plan:
     cwd: str
     """Absolute path of the folder that the script runs in."""
 
+    name: str
+    """Of the run; what a scheduler shows."""
+
+    on: str
+    """The scheduler that starts the agents, one of `schedulers.BY_NAME`."""
+
+    nodes: int
+    """Agents to wait for, one a node (or one a task where the scheduler was asked for one task a device)."""
+
+    min_nodes: int
+    """Fewer than `nodes`: a lost node may be done without down to so many."""
+
+    hosts: tuple[Host, ...]
+    """The nodes in the order of their ranks where the user names them; empty where the scheduler chooses them."""
+
+    node_rank: int
+    """Which of the nodes this agent is where each is started by hand; -1 where the scheduler or the head says it."""
+
     nproc: int
-    """Ranks on this node."""
+    """Ranks on each node; 0 where each node counts its own devices, or has its own number in `hosts`."""
 
     threads: int
-    """OMP_NUM_THREADS of each rank."""
+    """OMP_NUM_THREADS of each rank; 0: the cores of the node shared among its ranks."""
+
+    job: dict[str, Any]
+    """What the scheduler was asked for, by the names of RunConfig; nothing that is None."""
 
     fork: bool
     """Fork the ranks from a warm process; otherwise each is started by itself."""
 
+    master_addr: str
+    """The host of the first agent where the nodes are started by hand; else empty."""
+
     master_port: int
-    """Of the ranks' rendezvous; 0 is one that is free."""
+    """Of the ranks' rendezvous, or where the nodes are started by hand of the agents'; 0 is one that is free."""
 
     max_restarts: int
     """How often all ranks are started again after a failure."""
@@ -79,8 +112,14 @@ class Plan:
             record: Any = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise RunDirError(f"{path}: no plan can be read there ({error})") from None
-        if not isinstance(record, dict) or record.get("version") != 1 or record.keys() != {f.name for f in fields(cls)}:
+        return cls.of(record, str(path))
+
+    @classmethod
+    def of(cls, record: Any, path: str) -> Plan:
+        """From what `record()` gave; `path` is where it was found. Raises RunDirError."""
+        if not isinstance(record, dict) or record.get("version") != 2 or record.keys() != {f.name for f in fields(cls)}:
             raise RunDirError(f"{path} was not written by this version of rankwise; start the run again")
         record["argv"] = tuple(record["argv"])
         record["interpreter"] = tuple(record["interpreter"])
+        record["hosts"] = tuple(Host(**host) for host in record["hosts"])
         return cls(**record)

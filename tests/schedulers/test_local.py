@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from rankwise.plan import Plan
+from rankwise.plan import Host, Plan
 from rankwise.schedulers import local
 
 GOLDEN = Path(__file__).with_name("golden") / "local.sh"
@@ -20,12 +20,20 @@ DEADLINE_S = 30.0
 
 def plan(folder: str) -> Plan:
     return Plan(
-        version=1,
+        version=2,
         run_id="x",
         run_dir=f"{folder}/runs/`touch y` & *",
         argv=("train.py",),
         interpreter=(sys.executable,),
         cwd=folder,
+        name="train",
+        on="local",
+        nodes=1,
+        min_nodes=1,
+        hosts=(Host("a", 2), Host("b", 0)),
+        node_rank=-1,
+        job={"partition": "main"},
+        master_addr="",
         nproc=2,
         threads=1,
         fork=True,

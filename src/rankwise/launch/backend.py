@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rankwise.launch import devices
+from rankwise import machine
 
 _CALL = re.compile(r"((torch\.)?(distributed|dist)\.)?init_process_group")
 _BRANCHES = (
@@ -30,7 +30,7 @@ _LEAVING_CALL = re.compile(r"(sys\.)?exit|quit|os\._exit|os\.exec\w+|os\.abort")
 
 def why_not_nccl(env: Mapping[str, str], interpreter: Sequence[str], dev: Path = Path("/dev")) -> str | None:
     """Why no rank can use NCCL here; None if one may."""
-    if env.get("CUDA_VISIBLE_DEVICES") is not None and devices.gpus(env, dev) == 0:
+    if env.get("CUDA_VISIBLE_DEVICES") is not None and machine.gpus(env, dev) == 0:
         return f"CUDA_VISIBLE_DEVICES={env['CUDA_VISIBLE_DEVICES']} hides every GPU"
     # AMD's driver, Jetson's and the one of Windows' Linux have other names than /dev/nvidia0.
     if not any(any(dev.glob(name)) for name in ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")):

@@ -16,10 +16,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from types import FrameType
 
-from rankwise import processes
+from rankwise import machine, processes
 from rankwise.config import RunConfig
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, WorldError
-from rankwise.launch import backend, code, devices, script
+from rankwise.launch import backend, code, script
 from rankwise.plan import Plan
 from rankwise.rundir import Failure, RunDir, write_json, write_text
 from rankwise.schedulers import local
@@ -36,11 +36,11 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
     if not config.allow_independent:
         _refuse_lonely_runs(env)
     program = script.find(config)
-    environment = devices.visible(config.gpus, env)
-    nproc, why = devices.ranks_for(config.nproc, {**env, **environment})
+    environment = machine.visible(config.gpus, env)
+    nproc, why = machine.ranks_for(config.nproc, {**env, **environment})
     _refuse_too_few_files(nproc)
     _refuse_nccl_without_gpu(program, {**env, **environment})
-    threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else devices.cores() // nproc
+    threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else machine.cores() // nproc
     threads = max(1, threads)
     processes.become_subreaper()  # if the agent is killed, what it leaves falls to this process
     run = RunDir(config.path(program.run_name))
@@ -48,25 +48,7 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
     lease = run.take()
     sweep_s = 5.0
     try:
-        plan = Plan(
-            version=1,
-            run_id=uuid.uuid4().hex,
-            run_dir=str(run.path),
-            argv=program.argv,
-            interpreter=program.interpreter,
-            environment=environment,
-            cwd=os.getcwd(),
-            nproc=nproc,
-            threads=threads,
-            fork=bool(program.interpreter) and program.keep_cold is None and config.start_method == "fork",
-            master_port=config.master_port,
-            max_restarts=config.max_restarts,
-            grace_s=config.grace_s,
-            stall_warn_s=config.stall_warn_s,
-            check_collectives=config.check_collectives,
-            tee=config.tee,
-            launcher_pid=os.getpid(),
-        )
+        plan = _plan(config, program, run, environment, nproc, threads)
         write_json(run.config, asdict(config))
         write_json(run.plan, plan.record())
         write_text(run.job, local.render(plan), mode=0o755)
@@ -74,7 +56,7 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
             _say(f"the older run was moved to {short(aside)}")
         _compare_with_earlier_lives(run, program)
         lives = len(run.lives())
-        _announce(program, plan, why, lives, devices.gpus({**env, **environment}))
+        _announce(program, plan, why, lives, machine.gpus({**env, **environment}))
         forward = _Forward()
         agent = forward.to(_start_agent(run))
         with contextlib.suppress(OSError):
@@ -88,6 +70,38 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
         lease.release()
         for signum in _FORWARDED:  # the run is over: one Ctrl-C more must not make this process look killed
             signal.signal(signum, signal.SIG_IGN)
+
+
+def _plan(
+    config: RunConfig, program: script.Program, run: RunDir, environment: dict[str, str], nproc: int, threads: int
+) -> Plan:
+    return Plan(
+        version=2,
+        run_id=uuid.uuid4().hex,
+        run_dir=str(run.path),
+        argv=program.argv,
+        interpreter=program.interpreter,
+        environment=environment,
+        cwd=os.getcwd(),
+        name=run.path.name,
+        on="local",
+        nodes=1,
+        min_nodes=1,
+        hosts=(),
+        node_rank=-1,
+        job={},
+        master_addr="",
+        nproc=nproc,
+        threads=threads,
+        fork=bool(program.interpreter) and program.keep_cold is None and config.start_method == "fork",
+        master_port=config.master_port,
+        max_restarts=config.max_restarts,
+        grace_s=config.grace_s,
+        stall_warn_s=config.stall_warn_s,
+        check_collectives=config.check_collectives,
+        tee=config.tee,
+        launcher_pid=os.getpid(),
+    )
 
 
 def _start_agent(run: RunDir) -> int:
@@ -106,9 +120,9 @@ def _announce(program: script.Program, plan: Plan, why: str, lives: int, gpus: i
          f"in {short(Path(plan.run_dir))}{going_on}")  # fmt: skip
     if 0 < gpus < nproc:
         _say(f"warning: {nproc} ranks share {_count(gpus, 'GPU')}; NCCL refuses that. --nproc {gpus} is one a GPU")
-    elif nproc > devices.cores():
-        _say(f"warning: {nproc} ranks share {_count(devices.cores(), 'core')}: each step waits for the slowest")
-    if (files := devices.open_files()) < _FEW_FILES:
+    elif nproc > machine.cores():
+        _say(f"warning: {nproc} ranks share {_count(machine.cores(), 'core')}: each step waits for the slowest")
+    if (files := machine.open_files()) < _FEW_FILES:
         _say(f"warning: only {files} open files a process (ulimit -n): loader workers may need more. Type: ulimit -n 4096")
     if program.keep_cold is not None:
         _say(f"{program.keep_cold}: each rank imports torch by itself")
@@ -116,7 +130,7 @@ def _announce(program: script.Program, plan: Plan, why: str, lives: int, gpus: i
 
 def _refuse_too_few_files(nproc: int) -> None:
     """Each rank holds a connection to every other, beside what Python, torch and the agent need to begin at all."""
-    needed, files = _FILES_TO_BEGIN + nproc, devices.open_files()
+    needed, files = _FILES_TO_BEGIN + nproc, machine.open_files()
     if files < needed:
         raise ConfigError(
             f"a process may have only {files} files open (ulimit -n), and {_count(nproc, 'rank')} need {needed} to begin; "

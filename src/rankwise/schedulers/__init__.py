@@ -15,12 +15,19 @@ and, where it starts the processes but gives no address of rank 0,
                                  a name that all processes of this very start have in common, and no other start that may be
                                  alive; `ancestors` are the command lines above this process, the nearest first; pure
 
-and, where jobs can be handed to it,
+and, where a run can be handed to it (those of BY_NAME),
 
-    render(plan) -> str          the whole text that starts the run; pure, compared with a golden file
-    submit(path) -> str          hand over that text; returns the job's id
-    state(job_id) -> str         "running" or "ended"
+    render(plan) -> str          the whole text that starts the agents; pure, compared with a golden file
+    attached(env) -> bool        the agents run below whoever runs that text, nothing is queued: a shell, ssh, mpirun, or inside
+                                 an allocation; pure
+    submit(path) -> str          hand over that text; returns the job's id (where attached: the process id of a shell)
+    state(job_id) -> State       what became of the job; asks the scheduler, which may have forgotten it
     cancel(job_id) -> None       ask it to stop
+
+and, where the head's agent starts those of the other nodes itself,
+
+    hosts(plan, env) -> tuple[Host, ...]   the nodes in the order of their ranks; pure but for the file that `env` names
+    reach(host, command) -> list[str]      the command that runs `command` there, its stdin and stdout passed through
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.launch import devices
+from rankwise import machine
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def dev(tmp_path: Path) -> Path:
 
 
 def test_each_device_file_of_a_gpu_is_one_and_its_helpers_are_none(dev: Path, tmp_path: Path) -> None:
-    assert devices.gpus({}, dev) == 3
-    assert devices.gpus({}, tmp_path / "none") == 0
+    assert machine.gpus({}, dev) == 3
+    assert machine.gpus({}, tmp_path / "none") == 0
 
 
 @pytest.mark.parametrize(
@@ -40,30 +40,30 @@ def test_each_device_file_of_a_gpu_is_one_and_its_helpers_are_none(dev: Path, tm
     ],
 )
 def test_what_is_visible_counts_and_not_what_is_there(visible: str, count: int, dev: Path) -> None:
-    assert devices.gpus({"CUDA_VISIBLE_DEVICES": visible}, dev) == count
+    assert machine.gpus({"CUDA_VISIBLE_DEVICES": visible}, dev) == count
 
 
 def test_cores_are_those_that_this_process_may_use() -> None:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        assert devices.cores() == 1
-        assert devices.physical_cores() == 1
+        assert machine.cores() == 1
+        assert machine.physical_cores() == 1
     finally:
         os.sched_setaffinity(0, before)
-    assert devices.cores() == len(before)
-    assert 1 <= devices.physical_cores() <= devices.cores()
+    assert machine.cores() == len(before)
+    assert 1 <= machine.physical_cores() <= machine.cores()
 
 
 def test_a_number_of_ranks_is_obeyed() -> None:
-    assert devices.ranks_for("3", {"CUDA_VISIBLE_DEVICES": "0"}) == (3, "as asked")
+    assert machine.ranks_for("3", {"CUDA_VISIBLE_DEVICES": "0"}) == (3, "as asked")
 
 
 def test_auto_is_a_rank_for_each_gpu() -> None:
-    assert devices.ranks_for("auto", {"CUDA_VISIBLE_DEVICES": "2,5"}) == (2, "auto: one a GPU")
+    assert machine.ranks_for("auto", {"CUDA_VISIBLE_DEVICES": "2,5"}) == (2, "auto: one a GPU")
 
 
 def test_auto_without_a_gpu_is_a_rank_for_each_physical_core() -> None:
-    count, why = devices.ranks_for("auto", {"CUDA_VISIBLE_DEVICES": ""})
-    assert count == devices.physical_cores()
+    count, why = machine.ranks_for("auto", {"CUDA_VISIBLE_DEVICES": ""})
+    assert count == machine.physical_cores()
     assert why == "auto: no GPU here, so one a physical core"
