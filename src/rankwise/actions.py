@@ -201,15 +201,18 @@ class Evaluate:
 
     def _figures_of(self, state: TrainState, batch: Any) -> Mapping[str, Pair]:
         figures = self._eval_fn(state.model, batch)
-        pairs = figures if isinstance(figures, Mapping) else {}
-        odd = next((name for name, pair in pairs.items() if not (isinstance(pair, tuple) and len(pair) == 2)), None)
-        if odd is not None or not isinstance(figures, Mapping):
-            what = type(figures).__name__ if odd is None else f"{type(pairs[odd]).__name__} for {odd!r}, which is no pair"
-            raise StepError(
-                f"eval_fn returned {what}; return a mapping of pairs: "
-                '{"loss": (loss_sum, count), "accuracy": (correct, count)}'
-            )
+        if not isinstance(figures, Mapping):
+            raise _no_figures(type(figures).__name__)
+        for name, pair in figures.items():
+            if not (isinstance(pair, tuple) and len(pair) == 2):
+                raise _no_figures(f"{type(pair).__name__} for {name!r}, which is no pair")
         return figures
+
+
+def _no_figures(what: str) -> StepError:
+    return StepError(
+        f'eval_fn returned {what}; return a mapping of pairs: {{"loss": (loss_sum, count), "accuracy": (correct, count)}}'
+    )
 
 
 def _pair(total: float | torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:

@@ -147,13 +147,12 @@ def site_settings(env: Mapping[str, str], system: Path = Path("/etc")) -> list[d
     /etc/rankwise.toml, then rankwise.toml in $XDG_CONFIG_HOME (~/.config where it is not set), which wins.
     """
     user = Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME", "/"), ".config"))
-    found = [path for path in (system / _SITE_FILE, user / _SITE_FILE) if path.is_file()]
-    for path in found:
-        settings = _read(path, str(path))
+    found = {path: _read(path, str(path)) for path in (system / _SITE_FILE, user / _SITE_FILE) if path.is_file()}
+    for path, settings in found.items():
         for name in _OF_ONE_RUN:
             if name in settings:
                 raise ConfigError(f"{path}: {name.replace('_', '-')} belongs to one run; give it on the command line")
-    return [_read(path, str(path)) for path in found]
+    return list(found.values())
 
 
 def read_file(path: str) -> dict[str, Any]:

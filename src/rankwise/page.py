@@ -28,6 +28,9 @@ _TEXT_BYTES = _ROW_WORDS * 8 - _TEXT_OFFSET
 _RANKS, _HOLD, _STOP, _REASON, _GO = range(5)
 _CLAIM, _FLAG, _JOINED, _GROUPS, _TEXT_LENGTH, _TEXT_COUNT = range(6)
 
+JOIN_S = 5.0
+"""How long who keeps the gate waits for ranks that reach it a little later than the first."""
+
 FINISHED = 2**62
 """The claim of a rank that has left its loop: whatever is agreed, it has done it."""
 

@@ -158,6 +158,16 @@ class RunDir:
     def log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
 
+    def log_tail(self, rank: int, most_bytes: int) -> bytes:
+        """The end of what a rank printed."""
+        with open(self.log(rank), "rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - most_bytes, 0))
+            return file.read()
+
+    def saved(self) -> list[str]:
+        """The names of its checkpoints, the oldest first. Not verified."""
+        return sorted(path.name for path in self.checkpoints.glob("step-*"))
+
     def stacks(self, rank: int) -> Path:
         """Where a rank's fault handler writes its Python stacks when its agent asks."""
         return self.logs / f".rank-{rank}.stacks"

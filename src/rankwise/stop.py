@@ -22,11 +22,10 @@ from types import FrameType
 
 from rankwise import comm
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Stopped
-from rankwise.page import Page, Row
+from rankwise.page import JOIN_S, Page, Row
 from rankwise.world import World, agent_row
 
 _BEAT_S = 0.05
-_JOIN_S = 5.0  # as the agent's
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
@@ -137,6 +136,6 @@ class _Gatekeeper:
                 continue
             asked = asked or time.monotonic()
             # Ranks that have not come to their first gate are not in it yet; one that never comes must not hold the others.
-            if len(self._page.joined()) == self._page.ranks or time.monotonic() > asked + _JOIN_S:
+            if len(self._page.joined()) == self._page.ranks or time.monotonic() > asked + JOIN_S:
                 self._page.stop(signum)
                 return

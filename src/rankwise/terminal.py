@@ -82,6 +82,11 @@ def short(path: Path) -> str:
         return str(path)
 
 
+def count(n: int, what: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
 def size(n: int) -> str:
     """`36 B`, `2.6 MB`: bytes with a unit, three digits."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

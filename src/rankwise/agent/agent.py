@@ -26,7 +26,7 @@ from rankwise.agent.crew import Crew, Rank
 from rankwise.agent.stall import StallWatch
 from rankwise.agent.starter import Spec, Starter
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
-from rankwise.page import Page
+from rankwise.page import JOIN_S, Page
 from rankwise.plan import Plan
 from rankwise.rundir import ENV_RUN_DIR, Failure, Life, RunDir
 from rankwise.schedulers import Ranks, torchrun
@@ -36,7 +36,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, si
 TICK_S = 0.05
 EVIDENCE_S = 0.3  # from the first death: what the others say of it comes within this
 TERM_TO_KILL_S = 3.0
-JOIN_S = 5.0  # ranks that reach the gate a little later than the first
 
 
 class Agent:
@@ -142,7 +141,6 @@ class Agent:
         self._run.write_failure(None)
         crew = Crew(self._plan, self._run, self._page)
         console = self._open_console()
-        self._mismatch = None
         if self._plan.check_collectives:
             self._ledger = Ledger(self._plan.nproc)
         self._starter.start([self._spec(r, port, restart) for r in range(self._plan.nproc)])
@@ -192,10 +190,7 @@ class Agent:
             now = time.monotonic()
             if crew.any_failed and not first_failure and not self._stop_began:
                 first_failure = now
-            if self._ledger is not None and not ended and self._ledger.look() is not None:
-                crew.signal_all(signal.SIGTERM)
-                ended = now
-            if first_failure and not ended and now > first_failure + EVIDENCE_S:
+            if not ended and (self._finds_mismatch() or (first_failure and now > first_failure + EVIDENCE_S)):
                 crew.signal_all(signal.SIGTERM)
                 ended = now
             if ended and now > ended + TERM_TO_KILL_S:
@@ -204,6 +199,9 @@ class Agent:
                 self._grace_is_over = True
                 self._say(f"{_listed(crew.alive)} did not stop within {self._plan.grace_s:g} s: killed")
                 crew.signal_all(signal.SIGKILL)
+
+    def _finds_mismatch(self) -> bool:
+        return self._ledger is not None and self._ledger.look() is not None
 
     def _tells_steps(self) -> bool:
         return bool(self._page.joined())

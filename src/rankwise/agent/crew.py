@@ -215,7 +215,7 @@ class Crew:
         if code == -signal.SIGKILL:
             return self._killed_for_memory(rank)
         if code == -signal.SIGABRT:
-            said = re.findall(rb"what\(\): *(.+)", self._log_tail(rank.rank))
+            said = re.findall(rb"what\(\): *(.+)", self._run.log_tail(rank.rank, _LOG_TAIL_BYTES))
             return said[-1].decode(errors="replace").strip() if said else None
         return None
 
@@ -240,11 +240,6 @@ class Crew:
         if len(others) > _MOST_COMPARED:
             listed = f"the others up to {_gb(max(r.peak_bytes for r in others))}"
         return f"rank {rank.rank} held up to {_gb(rank.peak_bytes)}" + (f" ({listed})" if others else "")
-
-    def _log_tail(self, rank: int) -> bytes:
-        with open(self._run.log(rank), "rb") as file:
-            file.seek(max(file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES, 0))
-            return file.read()
 
     def _step(self, rank: int) -> int | None:
         """The step it was in, or after which it stopped; None if it never said."""

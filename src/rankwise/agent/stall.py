@@ -127,13 +127,19 @@ def parse(dump: str) -> tuple[Frame, ...]:
 
 
 @dataclass
+class _Held:
+    """Since when the kernel has held a rank in one way, and whether that was told."""
+
+    since: float | None = None
+    told: bool = False
+
+
+@dataclass
 class _Watched:
     """What is known of one rank between looks."""
 
-    stopped_since: float | None = None
-    told: bool = False
-    blocked_since: float | None = None
-    blocked_told: bool = False
+    stopped: _Held = field(default_factory=_Held)
+    blocked: _Held = field(default_factory=_Held)
     stacks: list[tuple[Frame, ...]] = field(default_factory=list)
     offset: int = 0
     cpu_s: float = 0.0
@@ -170,8 +176,6 @@ class StallWatch:
             return
         self._next_look = now + (_SAMPLE_EVERY_S if self._sampling_since else _LOOK_EVERY_S)
         stopped = [rank for rank in self._crew.alive if self._is_stopped(rank, now)]
-        for rank in self._crew.alive:
-            self._look_for_block(rank, now)
         progress = self._progress()
         if progress != self._seen or stopped:
             self._seen, self._moved, self._sampling_since = progress, now, 0.0
@@ -179,34 +183,30 @@ class StallWatch:
             self._sample(now)
 
     def _is_stopped(self, rank: Rank, now: float) -> bool:
-        watched = self._watched[rank.rank]
-        if processes.state(rank.pid) not in ("T", "t"):
-            if watched.told and watched.stopped_since is not None:
-                self._say(f"rank {rank.rank} goes on after {now - watched.stopped_since:.0f} s")
-            watched.stopped_since, watched.told = None, False
-            return False
-        if watched.stopped_since is None:
-            watched.stopped_since = now
-        elif not watched.told:
-            watched.told = True
+        """Tell of a rank that the kernel does not let run: stopped, or in state D at every look (a short D is any disk)."""
+        watched, state = self._watched[rank.rank], processes.state(rank.pid)
+        stopped = state in ("T", "t")
+        if self._is_new(rank, watched.stopped, stopped, 0.0, now):
             self._say(f"rank {rank.rank} is stopped (SIGSTOP); the others wait for it. To wake it, type: kill -CONT {rank.pid}")
-        return True
-
-    def _look_for_block(self, rank: Rank, now: float) -> None:
-        """State D at every look: a short one is how any process waits for a disk."""
-        watched = self._watched[rank.rank]
-        if processes.state(rank.pid) != "D":
-            if watched.blocked_told and watched.blocked_since is not None:
-                self._say(f"rank {rank.rank} goes on after {now - watched.blocked_since:.0f} s")
-            watched.blocked_since, watched.blocked_told = None, False
-        elif watched.blocked_since is None:
-            watched.blocked_since = now
-        elif now - watched.blocked_since >= _BLOCKED_S and not watched.blocked_told:
-            watched.blocked_told = True
+        if self._is_new(rank, watched.blocked, state == "D", _BLOCKED_S, now):
             self._say(
-                f"rank {rank.rank} has not come out of the kernel for {now - watched.blocked_since:.0f} s (state D in "
+                f"rank {rank.rank} has not come out of the kernel for {now - (watched.blocked.since or now):.0f} s (state D in "
                 f"{processes.blocked_in(rank.pid) or 'the kernel'}): a disk, a network file system or a driver does not answer"
             )
+        return stopped
+
+    def _is_new(self, rank: Rank, held: _Held, holds: bool, after_s: float, now: float) -> bool:
+        """Whether it is to be told now: once, at the first look after `after_s`. That a told rank goes on is said here."""
+        if not holds:
+            if held.told and held.since is not None:
+                self._say(f"rank {rank.rank} goes on after {now - held.since:.0f} s")
+            held.since, held.told = None, False
+        elif held.since is None:
+            held.since = now
+        elif not held.told and now - held.since >= after_s:
+            held.told = True
+            return True
+        return False
 
     # --- stacks
 

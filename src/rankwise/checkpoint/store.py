@@ -41,6 +41,7 @@ from rankwise.checkpoint.manifest import FileRecord, Manifest
 from rankwise.errors import CheckpointError, ConfigError
 from rankwise.guards import run_on_main
 from rankwise.state import Stateful
+from rankwise.terminal import count
 
 _RNG = "rng"
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # what else lies there is somebody's own
@@ -280,9 +281,10 @@ class Checkpoints:
         if mine is not None:
             seed.set_rng_state(mine)
         if manifest.world_size != comm.world_size():
+            then, now = count(manifest.world_size, "rank"), count(comm.world_size(), "rank")
             log.say(
-                f"the checkpoint was made on {_ranks(manifest.world_size)}, this is {_ranks(comm.world_size())}: the same "
-                "global batches in the same order; random layers and rounding differ"
+                f"the checkpoint was made on {then}, this is {now}: the same global batches in the same order; "
+                "random layers and rounding differ"
             )
 
 
@@ -385,10 +387,6 @@ def _load_part(folder: Path, name: str, part: Stateful) -> None:
             f"{name} does not fit its checkpoint {path}: {text[:400]}; undo the change, or start anew with --fresh, "
             "or beside it with --name NAME"
         ) from None
-
-
-def _ranks(n: int) -> str:
-    return f"{n} rank" if n == 1 else f"{n} ranks"
 
 
 def _fsync(folder: Path) -> None:

@@ -23,11 +23,12 @@ from rankwise.launch import backend, code, script
 from rankwise.plan import Plan
 from rankwise.rundir import Failure, RunDir, write_json, write_text
 from rankwise.schedulers import local
-from rankwise.terminal import short
+from rankwise.terminal import count, short
 from rankwise.world import explain
 
 _FEW_FILES = 1024  # what a login shell has
 _FILES_TO_BEGIN = 32
+_LOG_TAIL_BYTES = 4096
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -116,12 +117,12 @@ def _announce(program: script.Program, plan: Plan, why: str, lives: int, gpus: i
     """What will run where; and what of this machine will be too little for it."""
     nproc = plan.nproc
     going_on = f", life {lives + 1}" if lives else ""
-    _say(f"{program.name} on {_count(nproc, 'rank')} ({why}), {_count(plan.threads, 'thread')} each, "
+    _say(f"{program.name} on {count(nproc, 'rank')} ({why}), {count(plan.threads, 'thread')} each, "
          f"in {short(Path(plan.run_dir))}{going_on}")  # fmt: skip
     if 0 < gpus < nproc:
-        _say(f"warning: {nproc} ranks share {_count(gpus, 'GPU')}; NCCL refuses that. --nproc {gpus} is one a GPU")
+        _say(f"warning: {nproc} ranks share {count(gpus, 'GPU')}; NCCL refuses that. --nproc {gpus} is one a GPU")
     elif nproc > machine.cores():
-        _say(f"warning: {nproc} ranks share {_count(machine.cores(), 'core')}: each step waits for the slowest")
+        _say(f"warning: {nproc} ranks share {count(machine.cores(), 'core')}: each step waits for the slowest")
     if (files := machine.open_files()) < _FEW_FILES:
         _say(f"warning: only {files} open files a process (ulimit -n): loader workers may need more. Type: ulimit -n 4096")
     if program.keep_cold is not None:
@@ -133,7 +134,7 @@ def _refuse_too_few_files(nproc: int) -> None:
     needed, files = _FILES_TO_BEGIN + nproc, machine.open_files()
     if files < needed:
         raise ConfigError(
-            f"a process may have only {files} files open (ulimit -n), and {_count(nproc, 'rank')} need {needed} to begin; "
+            f"a process may have only {files} files open (ulimit -n), and {count(nproc, 'rank')} need {needed} to begin; "
             f"type: ulimit -n 4096"
         )
 
@@ -201,10 +202,10 @@ def _say_failure(run: RunDir, failure: Failure) -> None:
         if not _is_told(failure):
             print(failure.traceback.rstrip("\n"), file=sys.stderr)
     elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # rank 0's are above
-        print(_last_lines(Path(failure.log)), end="", file=sys.stderr)
+        print(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES)), end="", file=sys.stderr)
     _say(f"{failure.summary}, on {failure.host}")
     if failure.step is not None:
-        saved = sorted(path.name for path in run.checkpoints.glob("step-*"))
+        saved = run.saved()
         _say(f"saved: {saved[-1]}; the same command goes on from there" if saved else
              "nothing was saved yet: the same command starts from the beginning")  # fmt: skip
     _say(f"its output is in {short(Path(failure.log or ''))}; exit status {failure.exit_status}")
@@ -216,12 +217,9 @@ def _is_told(failure: Failure) -> bool:
     return first.startswith("error: ") and first.removeprefix("error: ") in failure.summary
 
 
-def _last_lines(log: Path, count: int = 5, most_bytes: int = 4096) -> str:
-    """The end of a rank's log: why a rank left without an exception is often there."""
-    with open(log, "rb") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - most_bytes, 0))
-        lines = file.read().decode(errors="replace").splitlines()[-count:]
-    return "".join(f"  {line}\n" for line in lines)
+def _last_lines(log: bytes, count: int = 5) -> str:
+    """Why a rank left without an exception is often there."""
+    return "".join(f"  {line}\n" for line in log.decode(errors="replace").splitlines()[-count:])
 
 
 def _resume_command(config: RunConfig) -> str:
@@ -259,10 +257,6 @@ class _Forward:
             processes.send(self._agent, signum)
         else:
             self._early.append(signum)
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _say(text: str) -> None:

@@ -53,8 +53,7 @@ def report(run: RunDir, columns: int = _COLUMNS) -> str:
     figures = run.read_metrics()
     if figures:
         sections += [_course(figures), _time(figures)]
-    saved = sorted(path.name for path in run.checkpoints.glob("step-*"))
-    if saved:
+    if saved := run.saved():
         sections.append(f"checkpoints: {', '.join(saved)}")
     failure = run.read_failure()
     if failure is not None:

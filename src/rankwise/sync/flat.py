@@ -86,21 +86,18 @@ class _Buffer:
         self.gradient = self.flat[: sum(sizes)]
         # Not plain views: `.data` gives each a version counter of its own, which tells whether autograd has added to it.
         self._views = [piece.data.view_as(p) for piece, p in zip(torch.split(self.gradient, sizes), parameters, strict=True)]
-        self._versions: list[int] = []
-        self.collect()
         self.clear()
 
     def collect(self) -> list[bool]:
         """Bring home gradients that were put elsewhere (`optimizer.zero_grad()` unties them); which parameters have one."""
-        touched = [view._version != version for view, version in zip(self._views, self._versions, strict=False)]
+        touched = [view._version != version for view, version in zip(self._views, self._versions, strict=True)]
         for i, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             if parameter.grad is not view:
                 if parameter.grad is None:
                     view.zero_()
                 else:
                     view.copy_(parameter.grad.detach())
-                if touched:
-                    touched[i] = parameter.grad is not None
+                touched[i] = parameter.grad is not None
                 parameter.grad = view
         return touched
 
