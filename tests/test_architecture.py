@@ -15,7 +15,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "rankwise"
 LAYERS = {
     "errors": 0,
     "machine": 0.5, "processes": 0.5, "page": 0.5, "terminal": 0.5,
+    "network": 0.7,
     "config": 1, "plan": 1, "rundir": 1,
+    "channel": 1.1,
     "schedulers": 1.2,
     "world": 1.5,
     "rendezvous": 1.7,
@@ -78,7 +80,7 @@ def test_an_import_points_down(path: Path) -> None:
 
 def test_the_layer_test_finds_an_import_that_points_up() -> None:
     assert broken_layers(SOURCE / "world.py", ["rankwise.comm"])
-    assert broken_layers(SOURCE / "agent" / "agent.py", ["rankwise.launch.launch"])
+    assert broken_layers(SOURCE / "agent" / "head.py", ["rankwise.launch.launch"])
     assert broken_layers(SOURCE / "data" / "loader.py", ["rankwise.train"])
     assert not broken_layers(SOURCE / "data" / "loader.py", ["rankwise.data.order", "rankwise.comm"])
 
@@ -135,7 +137,7 @@ def modules_after(statement: str) -> set[str]:
 
 def test_the_command_the_launcher_and_the_agent_start_without_torch_and_numpy() -> None:
     modules = modules_after(
-        "import rankwise, rankwise.cli, rankwise.launch.launch, rankwise.agent.agent, rankwise.report.terminal"
+        "import rankwise, rankwise.cli, rankwise.launch.launch, rankwise.agent.head, rankwise.report.terminal"
     )
     assert not modules & {"torch", "numpy"}
 

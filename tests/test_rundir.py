@@ -18,7 +18,7 @@ import pytest
 
 from rankwise import processes
 from rankwise.errors import RunDirError
-from rankwise.rundir import Failure, Holder, Lease, RunDir, write_json, write_text
+from rankwise.rundir import Failure, Holder, Lease, Part, RunDir, write_json, write_text
 
 DEADLINE_S = 30.0
 _SPAWN = multiprocessing.get_context("spawn")
@@ -342,14 +342,17 @@ def test_of_two_processes_that_want_one_run_at_once_exactly_one_gets_it(
 
 def test_lives_are_counted_from_one_and_the_newest_is_changed(run: RunDir) -> None:
     assert run.lives() == []
-    first = run.begin_life(2, ("train.py", "--lr", "1"), "/proc/1/fd/3")
-    assert (first.life, first.ranks, first.page, first.ended, first.status) == (1, 2, "/proc/1/fd/3", None, None)
+    part = Part(host="h", first=0, ranks=2, page="/proc/1/fd/3")
+    first = run.begin_life(2, ("train.py", "--lr", "1"), (part,))
+    assert (first.life, first.ranks, first.parts, first.ended, first.status) == (1, 2, (part,), None, None)
     run.update_life(first, pids=(7, 8))
     second = run.begin_life(4, ("train.py",))
     changed = run.update_life(second, ended=second.started + 5, status=75, outcome="stopped by SIGTERM after step 3")
     lives = run.lives()
     assert [life.life for life in lives] == [1, 2]
     assert list(lives[0].pids) == [7, 8]
+    assert lives[0].parts == (part,)
+    assert (lives[0].part_of(1), lives[0].part_of(2)) == (part, None)
     assert list(lives[0].argv) == ["train.py", "--lr", "1"]
     assert (lives[0].status, lives[0].outcome) == (None, "")
     assert (lives[1].ended, lives[1].status, lives[1].outcome) == (changed.ended, 75, "stopped by SIGTERM after step 3")

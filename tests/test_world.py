@@ -10,7 +10,7 @@ import pytest
 
 from rankwise.errors import WorldError
 from rankwise.page import Page
-from rankwise.rundir import RunDir
+from rankwise.rundir import Part, RunDir
 from rankwise.schedulers import ORDER, Ranks
 from rankwise.schedulers.torchrun import variables
 from rankwise.world import World, agent_row, discover
@@ -93,6 +93,10 @@ def world_of(run: RunDir | None, local_rank: int = 0) -> World:
     return World(local_rank, 2, local_rank, 2, 0, "torchrun", run_dir=run.path if run is not None else None)
 
 
+def parts(page: str) -> tuple[Part, ...]:
+    return (Part(host="h", first=0, ranks=2, page=page),)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     made = RunDir(tmp_path / "run")
@@ -102,8 +106,8 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_a_rank_finds_its_row_in_the_page_of_its_agent(run: RunDir) -> None:
     page = Page.create(2)
-    run.begin_life(2, ("train.py",), "/proc/0/fd/0")  # an earlier one, long gone
-    run.begin_life(2, ("train.py",), page.path)
+    run.begin_life(2, ("train.py",), parts("/proc/0/fd/0"))  # an earlier one, long gone
+    run.begin_life(2, ("train.py",), parts(page.path))
     row = agent_row(world_of(run, local_rank=1))
     assert row is not None
     row.pass_gate(12)
@@ -115,5 +119,5 @@ def test_without_an_agent_there_is_no_row(run: RunDir) -> None:
     assert agent_row(world_of(run)) is None  # no life at all
     run.begin_life(2, ("train.py",))
     assert agent_row(world_of(run)) is None  # a life without an agent
-    run.begin_life(2, ("train.py",), "/proc/0/fd/0")
+    run.begin_life(2, ("train.py",), parts("/proc/0/fd/0"))
     assert agent_row(world_of(run)) is None  # an agent that is gone

@@ -105,12 +105,20 @@ class Page:
 
     def stop(self, signum: int) -> int:
         """Hold the gate, agree, release it. Returns S, after which step all stop; FINISHED if a rank is through."""
+        last = self.hold(signum)
+        self.release(last)
+        return last
+
+    def hold(self, signum: int) -> int:
+        """Hold the gate; returns the highest claim of this node's ranks. Of all nodes' claims the maximum is S."""
         self._words[_REASON] = signum
         self._words[_HOLD] = 1
         _membarrier()
-        last = max(self.row(r).claim for r in range(self.ranks))
+        return max(self.row(r).claim for r in range(self.ranks))
+
+    def release(self, last: int) -> None:
+        """All stop after step `last`; those at a gate up to there go on."""
         self._words[_STOP] = last + 1
-        return last
 
 
 class Row:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import json
 import os
 import platform
@@ -32,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from rankwise import processes
+from rankwise import network, processes
 from rankwise.errors import RunDirError, WorldError
 from rankwise.rundir import write_text
 from rankwise.world import World
@@ -127,7 +126,7 @@ class Gathering:
         self._secret = secrets.token_hex(16)
         self._guests: dict[socket.socket, _Guest] = {}
         self._refused = ""
-        self._listener = _listen(loopback=_on_one_host(self.world))
+        self._listener = network.listen(loopback=_on_one_host(self.world))
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._armed = (
@@ -178,20 +177,20 @@ class Gathering:
     def release(self, port: int) -> Meeting:
         """Tell every rank that the store listens at `port`. Rank 0 itself reaches it by loopback."""
         ranks = {guest.rank: guest for guest in self._guests.values() if guest.rank is not None}
-        homes = list(dict.fromkeys([home(), *(ranks[rank].home for rank in sorted(ranks))]))
-        outside = next((g.local for g in ranks.values() if not _is_loopback(g.local)), None)
-        interface = interface_of(outside) if outside is not None else None
+        homes = list(dict.fromkeys([network.home(), *(ranks[rank].home for rank in sorted(ranks))]))
+        outside = next((g.local for g in ranks.values() if not network.is_loopback(g.local)), None)
+        interface = network.interface_of(outside) if outside is not None else None
         for guest in ranks.values():
             go = {"port": port, "node_rank": homes.index(guest.home), "hosts": len(homes), "interface": interface}
             _send(guest.conn, {"go": go})
         return Meeting("127.0.0.1", port, 0, interface if len(homes) > 1 else None)
 
     def _publish(self) -> None:
-        addresses = ["127.0.0.1"] if _on_one_host(self.world) else own_addresses()
+        addresses = ["127.0.0.1"] if _on_one_host(self.world) else network.own_addresses()
         port = self._listener.getsockname()[1]
         record = {
-            "addresses": addresses, "port": port, "secret": self._secret, "home": home(), "host": platform.node(),
-            "pid": os.getpid(), "processes": _inode("/proc/self/ns/pid"),
+            "addresses": addresses, "port": port, "secret": self._secret, "home": network.home(), "host": platform.node(),
+            "pid": os.getpid(), "processes": network.inode("/proc/self/ns/pid"),
         }  # fmt: skip
         problems = []
         for folder in self.folders:
@@ -208,7 +207,7 @@ class Gathering:
         with contextlib.suppress(OSError):
             conn, _ = self._listener.accept()
             conn.setblocking(False)
-            guest = _Guest(conn, secrets.token_hex(16), local=_plain(conn.getsockname()[0]))
+            guest = _Guest(conn, secrets.token_hex(16), local=network.plain(conn.getsockname()[0]))
             self._guests[conn] = guest
             self._selector.register(conn, selectors.EVENT_READ)
             _send(conn, {"challenge": guest.nonce})
@@ -226,9 +225,9 @@ class Gathering:
 
     def _admit(self, guest: _Guest, told: dict[str, Any]) -> None:
         rank, size = int(told["rank"]), int(told["world_size"])
-        if not hmac.compare_digest(str(told["proof"]), _proof(self._secret, self.start, guest.nonce, str(rank))):
+        if not hmac.compare_digest(str(told["proof"]), network.proof(self._secret, self.start, guest.nonce, str(rank))):
             raise ValueError("it does not know the secret")
-        answer = {"proof": _proof(self._secret, self.start, str(told["nonce"]))}
+        answer = {"proof": network.proof(self._secret, self.start, str(told["nonce"]))}
         place = f"process {told['pid']} on {told['host']}"
         other = next((g for g in self._guests.values() if g.rank == rank), None)
         refusal = None
@@ -337,7 +336,7 @@ def _knock(path: Path, world: World, start: str, deadline: float) -> Meeting:
         addresses, port, secret = list(record["addresses"]), int(record["port"]), str(record["secret"])
     except (KeyError, TypeError, ValueError):
         raise _NotHereError(f"{path} is none of ours") from None
-    if record.get("home") == home():
+    if record.get("home") == network.home():
         addresses.insert(0, "127.0.0.1")
     why = "no address"
     for address in dict.fromkeys(addresses):
@@ -349,7 +348,7 @@ def _knock(path: Path, world: World, start: str, deadline: float) -> Meeting:
                 why = f"at {address}, port {port}: {text.lower()}"
                 continue
             try:
-                return caller.let_go(max(deadline - time.monotonic(), 0) + _VERDICT_S, home() == record.get("home"))
+                return caller.let_go(max(deadline - time.monotonic(), 0) + _VERDICT_S, network.home() == record.get("home"))
             except OSError:
                 why = f"rank 0 on {record.get('host')} was there and left"
     raise _NotHereError(f"{path} leads to no rank 0 ({why})")
@@ -367,11 +366,17 @@ class _Caller:
         """Raises OSError or ValueError unless who answers there knows the secret, WorldError when it refuses this rank."""
         self._conn = socket.create_connection((self._address, port), timeout=_ANSWER_S)
         nonce = secrets.token_hex(16)
-        proof = _proof(secret, start, str(self._receive(_ANSWER_S)["challenge"]), str(world.rank))
-        me = {"rank": world.rank, "world_size": world.world_size, "host": platform.node(), "home": home(), "pid": os.getpid()}
-        _send(self._conn, {**me, "nonce": nonce, "proof": proof})
+        proof = network.proof(secret, start, str(self._receive(_ANSWER_S)["challenge"]), str(world.rank))
+        me = {
+            "rank": world.rank,
+            "world_size": world.world_size,
+            "host": platform.node(),
+            "home": network.home(),
+            "pid": os.getpid(),
+        }
+        _send(self._conn, {**me, "home": network.home(), "nonce": nonce, "proof": proof})
         answer = self._receive(_ANSWER_S)
-        if not hmac.compare_digest(str(answer["proof"]), _proof(secret, start, nonce)):
+        if not hmac.compare_digest(str(answer["proof"]), network.proof(secret, start, nonce)):
             raise ValueError("another program answers there")
         if "refused" in answer:
             raise WorldError(str(answer["refused"]))
@@ -383,7 +388,7 @@ class _Caller:
         if "refused" in told:
             raise WorldError(str(told["refused"]))
         go = told["go"]
-        own = interface_of(_plain(self._conn.getsockname()[0])) if not same_host else go["interface"]
+        own = network.interface_of(network.plain(self._conn.getsockname()[0])) if not same_host else go["interface"]
         return Meeting(self._address, int(go["port"]), int(go["node_rank"]), own if go["hosts"] > 1 else None)
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
@@ -433,9 +438,7 @@ def _clear_away(folder: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     """Raises _NotHereError when there is no such file, or it is another user's."""
-    for folder in (path.parent.parent, path.parent):  # NFS asks the server anew what is in a folder when it is opened
-        with contextlib.suppress(OSError):
-            os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    network.refresh(path)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
@@ -457,7 +460,7 @@ def _is_of_a_dead_process(path: Path) -> bool:
     """Whether rank 0 of that file was on this host, and is gone."""
     try:
         record = _read(path)
-        here = (record["home"], record["processes"]) == (home(), _inode("/proc/self/ns/pid"))
+        here = (record["home"], record["processes"]) == (network.home(), network.inode("/proc/self/ns/pid"))
         return here and processes.start_time(int(record["pid"])) is None
     except (_NotHereError, KeyError, TypeError, ValueError):
         return False
@@ -481,74 +484,9 @@ def file_name(start: str) -> str:
     return name if len(name) <= 100 and name == start else f"{name[:80]}-{hashlib.sha256(start.encode()).hexdigest()[:12]}"
 
 
-def _proof(secret: str, *words: str) -> str:
-    return hmac.new(secret.encode(), "\0".join(words).encode(), "sha256").hexdigest()
-
-
 def _send(conn: socket.socket, message: dict[str, Any]) -> None:
     conn.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _on_one_host(world: World) -> bool:
     return world.local_world_size == world.world_size
-
-
-def home() -> str:
-    """This host's network: processes with the same one reach each other by loopback. A container may have its own."""
-    return f"{platform.node()} {processes.boot_id()} {_inode('/proc/self/ns/net')}"
-
-
-def _inode(path: str) -> int:
-    """Names a namespace; 0 where it cannot be read."""
-    try:
-        return os.stat(path).st_ino
-    except OSError:
-        return 0
-
-
-def _listen(loopback: bool) -> socket.socket:
-    """On a port that the kernel chose; on all interfaces only where other hosts must come in."""
-    if loopback:
-        return socket.create_server(("127.0.0.1", 0), backlog=1024)
-    with contextlib.suppress(OSError):  # no IPv6 here
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
-
-
-def own_addresses() -> list[str]:
-    """Those by which other hosts may reach this one, that of the default route first. Names are not asked: /etc/hosts may
-    have this host's own name at 127.0.1.1."""
-    import psutil
-
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    found = [
-        entry.address.partition("%")[0]
-        for name, entries in psutil.net_if_addrs().items()
-        if name in up
-        for entry in entries
-        if entry.family in (socket.AF_INET, socket.AF_INET6)
-    ]
-    found = [a for a in found if not _is_loopback(a) and not ipaddress.ip_address(a).is_link_local]
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # documentation's own network; nothing is sent
-        found.sort(key=lambda address: address != probe.getsockname()[0])
-    return found
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that has this address."""
-    import psutil
-
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in entries):
-            return name
-    return None
-
-
-def _plain(address: str) -> str:
-    """An IPv4 address as itself where an IPv6 socket shows it as ::ffff:10.0.0.1."""
-    return address.removeprefix("::ffff:") if "." in address else address.partition("%")[0]
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback

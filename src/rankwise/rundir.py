@@ -65,6 +65,19 @@ class _Record:
 
 
 @dataclass(frozen=True)
+class Part(_Record):
+    """What one agent has of a life."""
+
+    host: str
+    first: int
+    """The lowest of its ranks."""
+
+    ranks: int
+    page: str
+    """Where these ranks find the page shared with their agent."""
+
+
+@dataclass(frozen=True)
 class Life(_Record):
     """One start of the ranks: a run has several when it was stopped or restarted."""
 
@@ -78,8 +91,8 @@ class Life(_Record):
     ranks: int
     argv: tuple[str, ...]
     pids: tuple[int, ...] = ()
-    page: str = ""
-    """Where ranks find the page shared with their agent; empty without an agent."""
+    parts: tuple[Part, ...] = ()
+    """The nodes in the order of their ranks; empty without an agent."""
 
     ended: float | None = None
     status: int | None = None
@@ -87,6 +100,15 @@ class Life(_Record):
 
     outcome: str = ""
     """How it ended, in one line."""
+
+    @classmethod
+    def of(cls, record: Any) -> Self:
+        life = super().of(record)
+        return replace(life, parts=tuple(Part.of(part) for part in life.parts))
+
+    def part_of(self, rank: int) -> Part | None:
+        """The node that has this rank."""
+        return next((part for part in self.parts if part.first <= rank < part.first + part.ranks), None)
 
 
 @dataclass(frozen=True)
@@ -149,6 +171,7 @@ class RunDir:
         self.code = path / "code.txt"
         self.job = path / "job.sh"
         self.logs = path / "logs"
+        self.door = path / ".head.json"
         self.metrics = path / "metrics.jsonl"
         self.telemetry = path / "telemetry"
         self.failure = path / "failure.json"
@@ -261,9 +284,9 @@ class RunDir:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunDirError(f"{self.world} cannot be read ({error})") from None
 
-    def begin_life(self, ranks: int, argv: tuple[str, ...], page: str = "") -> Life:
+    def begin_life(self, ranks: int, argv: tuple[str, ...], parts: tuple[Part, ...] = ()) -> Life:
         lives = self.lives()
-        life = Life(len(lives) + 1, time.time(), socket.gethostname(), ranks, argv, page=page)
+        life = Life(len(lives) + 1, time.time(), socket.gethostname(), ranks, argv, parts=parts)
         self._write_lives([*lives, life])
         return life
 

@@ -8,6 +8,7 @@ terminal.write(b"a line above it\\n")
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -51,6 +52,11 @@ class Terminal:
         if self._at_line_start:
             self._put(_CLEAR_LINE if self._shown and not self._status else b"")
             self._show()
+
+    def progress(self, text: str) -> None:
+        """The status line of what `progress_line` takes, as JSON; empty removes it. What cannot be read is passed over."""
+        with contextlib.suppress(ValueError):  # too long for the page, and cut
+            self.status(progress_line(json.loads(text), self.columns) if text else "")
 
     def end_line(self) -> None:
         """What is printed next, by whomever, begins a line."""

@@ -205,6 +205,7 @@ def agent_row(world: World) -> Row | None:
     if world.run_dir is None:
         return None
     try:
-        return Page.open(RunDir(world.run_dir).lives()[-1].page).row(world.local_rank)
+        part = RunDir(world.run_dir).lives()[-1].part_of(world.rank)
+        return Page.open(part.page).row(world.rank - part.first) if part is not None else None
     except (OSError, IndexError):
         return None

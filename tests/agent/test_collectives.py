@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankwise.agent import warm
-from rankwise.agent.collectives import SLOTS, Comparison, Ledger, Note
+from rankwise.agent.collectives import SLOTS, Comparison, Ledger, Mismatch, Note, Rings
 
 
 def note(what: str = "all_reduce(sum, float32[4])", site: str = "/home/me/train.py:31", number: int = 1, size: int = 3) -> Note:
@@ -67,43 +67,48 @@ def test_a_group_whose_other_ranks_are_elsewhere_does_not_fill_the_memory() -> N
     assert len(comparison._open) <= 2 * SLOTS + 1
 
 
-def notes_of(ledger: Ledger, rank: int) -> warm._Notes:
-    return warm._Notes(**ledger.place(rank))
+def notes_of(rings: Rings, rank: int) -> warm._Notes:
+    return warm._Notes(**rings.place(rank))
+
+
+def after_reading(rings: Rings, ledger: Ledger) -> Mismatch | None:
+    ledger.add(rings.read())
+    return ledger.look(at_end=True)
 
 
 def test_what_a_rank_notes_reaches_the_agent() -> None:
-    ledger = Ledger(ranks=2)
-    writers = [notes_of(ledger, rank) for rank in range(2)]
+    rings, ledger = Rings(ranks=2), Ledger(ranks=2)
+    writers = [notes_of(rings, rank) for rank in range(2)]
     for _ in range(3 * SLOTS):
         for writer in writers:
             writer.add("0", 2, "all_reduce(sum, float32[4])", "/home/me/train.py:31")
-        assert ledger.look(at_end=True) is None
+        assert after_reading(rings, ledger) is None
     writers[0].add("0", 2, "all_reduce(sum, float32[4])", "/home/me/train.py:31")
     writers[1].add("0", 2, "all_reduce(max, float32[4])", "/home/me/train.py:31")
-    found = ledger.look(at_end=True)
+    found = after_reading(rings, ledger)
     assert found is not None
     assert found.summary.startswith(f"the ranks do not match in collective {3 * SLOTS + 1}: rank 1 calls all_reduce(max")
-    ledger.close()
+    rings.close()
 
 
 def test_a_reader_that_was_late_goes_on_with_the_newest() -> None:
-    ledger = Ledger(ranks=2)
-    writers = [notes_of(ledger, rank) for rank in range(2)]
+    rings, ledger = Rings(ranks=2), Ledger(ranks=2)
+    writers = [notes_of(rings, rank) for rank in range(2)]
     for _ in range(3 * SLOTS):
         for writer in writers:
             writer.add("0", 2, "all_reduce(sum, float32[4])", "/home/me/train.py:31")
-    assert ledger.look(at_end=True) is None
+    assert after_reading(rings, ledger) is None
     writers[0].add("0", 2, "barrier()", "/home/me/train.py:32")
     writers[1].add("0", 2, "broadcast(float32[4], src 1)", "/home/me/train.py:32")
-    assert ledger.look(at_end=True) is not None
-    ledger.close()
+    assert after_reading(rings, ledger) is not None
+    rings.close()
 
 
 def test_a_long_path_is_cut_at_its_beginning() -> None:
-    ledger = Ledger(ranks=2)
+    rings, ledger = Rings(ranks=2), Ledger(ranks=2)
     for rank in range(2):
-        notes_of(ledger, rank).add("0", 2, f"all_reduce(sum, float32[{rank}])", f"/{'folder/' * 60}train.py:31")
-    found = ledger.look(at_end=True)
+        notes_of(rings, rank).add("0", 2, f"all_reduce(sum, float32[{rank}])", f"/{'folder/' * 60}train.py:31")
+    found = after_reading(rings, ledger)
     assert found is not None
     assert "at train.py:31" in found.summary
-    ledger.close()
+    rings.close()

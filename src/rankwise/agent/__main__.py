@@ -1,19 +1,20 @@
-"""`python -m rankwise.agent RUN_DIR`: what job.sh becomes on a node."""
+"""`python -m rankwise.agent RUN_DIR`: what job.sh becomes on a node.
+
+python -m rankwise.agent RUN_DIR               the head, or a member: the plan and the scheduler's variables say which
+python -m rankwise.agent RUN_DIR --node 2      a member that its scheduler has started beside the head's launcher
+python -m rankwise.agent -                     a member that the head has started; stdin and stdout are their link
+"""
 
 import sys
-from pathlib import Path
 
 from rankwise import processes
-from rankwise.agent.agent import Agent
+from rankwise.agent import roles
 from rankwise.errors import RankwiseError
-from rankwise.plan import Plan
-from rankwise.rundir import RunDir
 
 
 def main() -> int:
     try:
-        run = RunDir(Path(sys.argv[1]))
-        return Agent(Plan.load(run.plan), run).run()
+        return roles.begin(sys.argv[1:])
     except RankwiseError as error:
         print(f"rankwise: {error}", file=sys.stderr)
         return error.exit_status

@@ -1,10 +1,11 @@
 """Whether the ranks ask the same of each other (`--check-collectives`): each notes what it enters, here it is compared.
 
-    ledger = Ledger(ranks=4);  spec["notes"] = ledger.place(rank)      # warm.py writes there
-    mismatch = ledger.look()                                           # every tick
+    rings = Rings(ranks=4);  spec["notes"] = rings.place(row)      # warm.py writes there
+    ledger = Ledger(ranks=8);  ledger.add(rings.read());  mismatch = ledger.look()      # every tick
 
 gloo adds float32 to int32, and a sum to a maximum, without a word, and pairs whatever two reductions come at the same time:
-numbers are wrong and nothing says so. Nothing is sent for this and no rank waits for it: notes lie in shared memory.
+numbers are wrong and nothing says so. The ranks send nothing for this and wait for nobody: their notes lie in memory that
+they share with their agent.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import mmap
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,7 +133,26 @@ def _call(ranks: list[int]) -> str:
 
 
 class Ledger:
-    """The shared memory of one life: a ring of notes for each rank, written by that rank alone."""
+    """The notes of all ranks of one life, compared."""
+
+    def __init__(self, ranks: int) -> None:
+        self._comparison = Comparison(ranks)
+        self._found = 0.0
+
+    def add(self, notes: Iterable[tuple[int, str]]) -> None:
+        for rank, line in notes:
+            self._comparison.add(rank, Note.of(line))
+
+    def look(self, at_end: bool = False) -> Mismatch | None:
+        """A difference is told once the other ranks have had the time to show what they enter instead."""
+        if not self._comparison.differs:
+            return None
+        self._found = self._found or time.monotonic()
+        return self._comparison.mismatch() if at_end or time.monotonic() >= self._found + _EVIDENCE_S else None
+
+
+class Rings:
+    """The shared memory of one life on one node: a ring of notes for each rank, written by that rank alone."""
 
     def __init__(self, ranks: int) -> None:
         self._fd = os.memfd_create("rankwise-collectives")  # without a name in any file system
@@ -141,37 +161,32 @@ class Ledger:
         self._counts = memoryview(self._map).cast("q")
         self._ranks = ranks
         self._read = [0] * ranks
-        self._comparison = Comparison(ranks)
-        self._found = 0.0
 
-    def place(self, rank: int) -> dict[str, str | int]:
-        """Where rank `rank` writes (warm.py, which imports nothing of ours)."""
+    def place(self, row: int) -> dict[str, str | int]:
+        """Where the rank of this row writes (warm.py, which imports nothing of ours)."""
         return {
             "path": f"/proc/{os.getpid()}/fd/{self._fd}",
-            "start": rank * _RANK_BYTES,
+            "start": row * _RANK_BYTES,
             "header_bytes": _HEADER_BYTES,
             "slots": SLOTS,
             "slot_bytes": SLOT_BYTES,
         }
 
-    def look(self, at_end: bool = False) -> Mismatch | None:
-        """Read what is new. A difference is told once the other ranks have had the time to show what they enter instead."""
-        for rank in range(self._ranks):
-            self._read_rank(rank)
-        if not self._comparison.differs:
-            return None
-        self._found = self._found or time.monotonic()
-        return self._comparison.mismatch() if at_end or time.monotonic() >= self._found + _EVIDENCE_S else None
+    def read(self) -> list[tuple[int, str]]:
+        """(row, note) of all that is new."""
+        return [(row, line) for row in range(self._ranks) for line in self._read_row(row)]
 
-    def _read_rank(self, rank: int) -> None:
-        written = self._counts[rank * _RANK_BYTES // 8]
+    def _read_row(self, row: int) -> list[str]:
+        written = self._counts[row * _RANK_BYTES // 8]
+        lines = []
         # What was written over in the meantime is lost: the next notes are compared again.
-        for number in range(max(self._read[rank], written - SLOTS + 64), written):
-            start = rank * _RANK_BYTES + _HEADER_BYTES + number % SLOTS * SLOT_BYTES
+        for number in range(max(self._read[row], written - SLOTS + 64), written):
+            start = row * _RANK_BYTES + _HEADER_BYTES + number % SLOTS * SLOT_BYTES
             line = self._map[start : start + SLOT_BYTES].rstrip(b"\0").decode(errors="replace")
-            if self._counts[rank * _RANK_BYTES // 8] < number + SLOTS:  # else it may have changed while it was read
-                self._comparison.add(rank, Note.of(line))
-        self._read[rank] = written
+            if self._counts[row * _RANK_BYTES // 8] < number + SLOTS:  # else it may have changed while it was read
+                lines.append(line)
+        self._read[row] = written
+        return lines
 
     def close(self) -> None:
         self._counts.release()

@@ -5,14 +5,13 @@ Ranks write into files, never into a pipe: none waits for a slow console, and no
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from rankwise.page import Row
-from rankwise.terminal import Terminal, progress_line
 
 _CHUNK = 1 << 16
 
@@ -55,10 +54,18 @@ class LogFollower:
         return self._prefix + rest + b"\n" if rest else b""
 
 
-class Console:
-    """The terminal, what is shown on it, and whose progress."""
+class Shown(Protocol):
+    """A terminal, or the way to one."""
 
-    def __init__(self, followers: Sequence[LogFollower], row: Row, terminal: Terminal) -> None:
+    def write(self, data: bytes) -> None: ...
+    def progress(self, text: str) -> None: ...
+    def end_line(self) -> None: ...
+
+
+class Console:
+    """Which logs are shown, and whose progress (None: of no rank of this node)."""
+
+    def __init__(self, followers: Sequence[LogFollower], row: Row | None, terminal: Shown) -> None:
         self._followers = followers
         self._row = row
         self._seen = 0
@@ -73,14 +80,14 @@ class Console:
                 self._terminal.write(data)
                 if not data:
                     busy.remove(follower)
-        self._seen, text = self._row.heard(self._seen)
-        if text is not None:
-            with contextlib.suppress(ValueError):  # too long for the page, and cut
-                self._terminal.status(progress_line(json.loads(text), self._terminal.columns) if text else "")
+        if self._row is not None:
+            self._seen, text = self._row.heard(self._seen)
+            if text is not None:
+                self._terminal.progress(text)
 
     def close(self) -> None:
         self.show()
-        self._terminal.status("")
+        self._terminal.progress("")
         for follower in self._followers:
             self._terminal.write(follower.close())
         self._terminal.end_line()

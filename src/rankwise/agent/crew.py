@@ -1,6 +1,6 @@
 """The ranks of one life: their processes, their ends, and the evidence that these leave.
 
-crew = Crew(plan, run, page);  crew.announce(pids)
+crew = Crew(range(4, 8), script, run, page);  crew.announce(pids)
 crew.reap();  crew.signal_all(SIGTERM);  evidence = crew.evidence()
 """
 
@@ -20,8 +20,7 @@ from typing import Any
 from rankwise import processes
 from rankwise.agent import memory, wording
 from rankwise.agent.verdict import Evidence
-from rankwise.page import FINISHED, Page
-from rankwise.plan import Plan
+from rankwise.page import FINISHED, Page, Row
 from rankwise.rundir import RunDir
 
 _LOG_TAIL_BYTES = 8192
@@ -79,13 +78,14 @@ class Rank:
 
 
 class Crew:
-    """All ranks of this node."""
+    """All ranks of this node; the rows of its page are theirs in order."""
 
-    def __init__(self, plan: Plan, run: RunDir, page: Page) -> None:
-        self.ranks = [Rank(r) for r in range(plan.nproc)]
+    def __init__(self, numbers: range, script: str, run: RunDir, page: Page) -> None:
+        self.ranks = [Rank(number) for number in numbers]
+        self._first = numbers.start
         self._run = run
         self._page = page
-        self._script = plan.argv[0]
+        self._script = script
         self._dead_unknown: dict[int, tuple[int, int]] = {}  # reaped before their pid was announced
         self._oom_kills = memory.oom_kills()
         for rank in self.ranks:
@@ -119,8 +119,10 @@ class Crew:
             if pid in self._dead_unknown:
                 self._note_end(rank, *self._dead_unknown.pop(pid))
 
-    def reap(self, warm_pid: int | None) -> bool:
-        """Take the statuses of all that ended; what a dead rank leaves behind ends with it. False: the warm process ended."""
+    def reap(self, warm_pid: int | None, kept: Collection[int] = ()) -> bool:
+        """Take the statuses of all that ended; what a dead rank leaves behind ends with it, but for those that are kept.
+        False: the warm process ended.
+        """
         warm_lives, ended = True, False
         while True:
             try:
@@ -141,7 +143,7 @@ class Crew:
                 self._note_end(rank, status, peak_bytes)
                 ended = True
         if ended:
-            self.end_strays(keep=[warm_pid or 0])
+            self.end_strays(keep=[warm_pid or 0, *kept])
         return warm_lives
 
     def _note_end(self, rank: Rank, status: int, peak_bytes: int) -> None:
@@ -177,10 +179,17 @@ class Crew:
 
     def progress(self) -> Hashable:
         """Differs from the last time if any rank has begun a step, left a figure, or printed something."""
-        rows = [self._page.row(rank.rank) for rank in self.ranks]
+        rows = [self._row(rank.rank) for rank in self.ranks]
         return tuple(
             (row.claim, row.said, _bytes(self._run.log(rank.rank))) for row, rank in zip(rows, self.ranks, strict=True)
         )
+
+    @property
+    def tells_steps(self) -> bool:
+        return bool(self._page.joined())
+
+    def _row(self, rank: int) -> Row:
+        return self._page.row(rank - self._first)
 
     # --- what their ends say
 
@@ -243,7 +252,7 @@ class Crew:
 
     def _step(self, rank: int) -> int | None:
         """The step it was in, or after which it stopped; None if it never said."""
-        claim = self._page.row(rank).claim
+        claim = self._row(rank).claim
         if claim in (0, FINISHED):
             return None
         return claim - 1 if self._page.stopping else claim

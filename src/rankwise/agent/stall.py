@@ -1,6 +1,7 @@
 """A run that does not fail and does not go on: which rank keeps the others waiting, and where it is.
 
-    watch = StallWatch(run, crew, progress, warn_s=120.0, say=print);  watch.look()      # every tick
+    watch = StallWatch(run, crew, warn_s=120.0, say=print, stalled=...);  watch.look()      # on each node, every tick
+    line = judge(observed_on_all_nodes, sure)                                              # at the head
 
 A stopped rank shows in /proc at once. For the rest, when nothing has moved for `warn_s` (no step, no figure, no output), the
 ranks' Python stacks are taken three times: those that stand in a collective wait, the others are what they wait for. It only
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from rankwise import processes
 from rankwise.agent.crew import Crew, Rank
-from rankwise.rundir import RunDir, write_text
+from rankwise.rundir import RunDir
 
 STACK_SIGNAL = signal.SIGRTMIN + 3  # not USR1 or USR2: those belong to schedulers and to scripts
 """At it a rank's faulthandler writes its stack (warm.py); it answers inside a C call and under a held GIL too."""
@@ -55,6 +56,9 @@ class Observation:
 
     children: tuple[str, ...] = ()
     """Commands of the processes that it has started."""
+
+    sure: bool = False
+    """Whether it tells its steps, so that it is certain that it does not move."""
 
     @property
     def waits_in(self) -> str | None:
@@ -146,23 +150,21 @@ class _Watched:
 
 
 class StallWatch:
-    """`progress()`: what changes when a rank does something; `sure()`: whether the ranks tell their steps."""
+    """`stalled(since_s, observations, stacks)`: nothing has moved here for so long, and this is where the ranks are."""
 
     def __init__(
         self,
         run: RunDir,
         crew: Crew,
-        progress: Callable[[], Hashable],
-        sure: Callable[[], bool],
         warn_s: float,
         say: Callable[[str], None],
+        stalled: Callable[[float, Sequence[Observation], str], None],
     ) -> None:
         self._run = run
         self._crew = crew
-        self._progress = progress
-        self._sure = sure
         self._warn_s = warn_s
         self._say = say
+        self._stalled = stalled
         self._watched = {rank.rank: _Watched() for rank in crew.ranks}
         self._seen: Hashable = None
         self._moved = time.monotonic()
@@ -176,7 +178,7 @@ class StallWatch:
             return
         self._next_look = now + (_SAMPLE_EVERY_S if self._sampling_since else _LOOK_EVERY_S)
         stopped = [rank for rank in self._crew.alive if self._is_stopped(rank, now)]
-        progress = self._progress()
+        progress = self._crew.progress()
         if progress != self._seen or stopped:
             self._seen, self._moved, self._sampling_since = progress, now, 0.0
         elif self._warn_s and now - self._moved >= self._warn_s:
@@ -237,14 +239,12 @@ class StallWatch:
                 tuple(self._watched[rank.rank].stacks),
                 (processes.cpu_s(rank.pid) - self._watched[rank.rank].cpu_s) / elapsed,
                 tuple(processes.command(child) for child in processes.children(rank.pid)),
+                self._crew.tells_steps,
             )
             for rank in self._crew.alive
         ]
-        verdict = judge(observed, self._sure())
-        if verdict is not None:
-            stacks = "\n".join(f"# rank {r.rank}\n{self._run.stacks(r.rank).read_text()}" for r in self._crew.alive)
-            write_text(self._run.logs / "stall.txt", stacks)
-            self._say(f"no progress for {now - self._moved:.0f} s: {verdict}. Stacks: {self._run.logs / 'stall.txt'}")
+        stacks = "\n".join(f"# rank {r.rank}\n{self._read(r, 0)}" for r in self._crew.alive)
+        self._stalled(now - self._moved, observed, stacks)
         self._sampling_since = 0.0
         self._warn_s *= 2  # again, but not for ever
 

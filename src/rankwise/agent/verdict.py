@@ -62,6 +62,9 @@ class Evidence:
     stuck: str | None = None
     """`state D in WCHAN` of a process that SIGKILL did not end; it has no exit code and no signal."""
 
+    lost: str | None = None
+    """Why its node cannot be reached any more; nothing else is known of such a rank."""
+
     @property
     def follows(self) -> bool:
         """Whether this end only says that a peer is gone."""
@@ -75,8 +78,9 @@ class Evidence:
 def judge(ends: Sequence[Evidence]) -> Evidence | None:
     """The cause among the ranks that have ended, None if none of them failed.
 
-    First a signal that was not ours, then an exception that is not a follower's, then a status other than 0, then a rank
-    that nothing can end, then one that left with 0 while others failed for want of it, then the earliest follower.
+    First a signal that was not ours, then an exception that is not a follower's, then a status other than 0, then a node that
+    was lost, then a rank that nothing can end, then one that left with 0 while others failed for want of it, then the earliest
+    follower.
     """
     failed = [e for e in ends if e.failed and (not e.sent or e.stuck)] or [e for e in ends if e.failed]
     if not failed:
@@ -85,6 +89,7 @@ def judge(ends: Sequence[Evidence]) -> Evidence | None:
         [e for e in failed if e.signum is not None and not e.sent],
         [e for e in failed if e.exception is not None and not e.follows],
         [e for e in failed if e.exception is None and e.exit_code],
+        [e for e in failed if e.lost],
         [e for e in failed if e.stuck],
         [e for e in ends if e.exit_code == 0] if any(e.follows for e in failed) else [],
         failed,
@@ -152,6 +157,8 @@ def _what(end: Evidence) -> str:
         return f"raised {_first_line(end.exception)}{at}{where}{f'; {end.remark}' if end.remark else ''}"
     if end.stuck:
         return f"cannot be killed ({end.stuck}){at}: the host needs an operator"
+    if end.lost:
+        return f"was lost with its node: {end.lost}"
     return f"left with status {end.exit_code}{at}"
 
 

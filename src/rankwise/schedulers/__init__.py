@@ -46,4 +46,6 @@ ORDER: dict[str, ModuleType] = {
     "local": local,
 }
 
-__all__ = ["ORDER", "Ranks"]
+BY_NAME: dict[str, ModuleType] = {"local": local, "slurm": slurm, "sge": sge, "openmpi": openmpi, "mpich": mpich}
+
+__all__ = ["BY_NAME", "ORDER", "Ranks"]

@@ -81,9 +81,12 @@ def _check_not_exported(env: Mapping[str, str], ranks: Ranks) -> None:
         )
 
 
-def variables(ranks: Ranks, restart: int, max_restarts: int, run_id: str) -> dict[str, str]:
-    """What a rank finds in its environment: the whole of torchrun's list. `ranks` as an agent makes them: nothing is None."""
-    nodes = max(1, ranks.world_size // ranks.local_world_size)
+def variables(ranks: Ranks, restart: int, max_restarts: int, run_id: str, nodes: int | None = None) -> dict[str, str]:
+    """What a rank finds in its environment: the whole of torchrun's list. `ranks` as an agent makes them: nothing is None.
+
+    `nodes` None: all nodes have as many ranks.
+    """
+    nodes = nodes or max(1, ranks.world_size // ranks.local_world_size)
     return {
         "RANK": str(ranks.rank),
         "LOCAL_RANK": str(ranks.local_rank),

@@ -1,0 +1,358 @@
+"""The head of a run: its decisions. Which ranks there are, when all stop, who is the cause, whether all begin again.
+
+    status = Head(plan, run, waiting, screen, roster).run()
+
+One thread, one selector. It knows nodes alone (node.py, remote.py): its own ranks and another host's look the same from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from itertools import chain
+
+from rankwise.agent import stall, verdict
+from rankwise.agent.collectives import Ledger, Mismatch
+from rankwise.agent.node import Part
+from rankwise.agent.roster import NodeError, Roster
+from rankwise.agent.stall import Observation
+from rankwise.agent.verdict import Evidence
+from rankwise.agent.waiting import Waiting
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from rankwise.page import JOIN_S
+from rankwise.plan import Plan
+from rankwise.rundir import Failure, Life, RunDir, write_text
+from rankwise.rundir import Part as PartRecord
+from rankwise.terminal import Terminal
+
+TICK_S = 0.05
+EVIDENCE_S = 0.3  # from the first death: what the others say of it comes within this
+TERM_TO_KILL_S = 3.0
+FINISH_S = 30.0  # to end what is left of a life, from the request until a node is given up
+STALLED_S = 5.0  # nodes that stand still say so within this of each other
+
+
+class Screen:
+    """The sink of the head: what any node tells goes to the terminal, or is kept for the head's judgement."""
+
+    busy = False
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self.ledger: Ledger | None = None
+        self.standing: dict[int, tuple[float, float, Sequence[Observation], str]] = {}
+        """By node: when it said that nothing moves there (monotonic), since how long, where its ranks are, their stacks."""
+
+    def say(self, text: str) -> None:
+        self._terminal.status("")  # the progress line comes again with the next figures
+        with contextlib.suppress(OSError):
+            print(f"rankwise: {text}", file=sys.stderr, flush=True)
+
+    def write(self, data: bytes) -> None:
+        self._terminal.write(data)
+
+    def progress(self, text: str) -> None:
+        self._terminal.progress(text)
+
+    def end_line(self) -> None:
+        self._terminal.end_line()
+
+    def notes(self, notes: Sequence[tuple[int, str]]) -> None:
+        if self.ledger is not None:
+            self.ledger.add(notes)
+
+    def stalled(self, index: int, since_s: float, observed: Sequence[Observation], stacks: str) -> None:
+        self.standing[index] = (time.monotonic(), since_s, observed, stacks)
+
+
+class Head:
+    """`run` returns the exit status of the run."""
+
+    def __init__(self, plan: Plan, run: RunDir, waiting: Waiting, screen: Screen, roster: Roster) -> None:
+        self._plan = plan
+        self._run = run
+        self._waiting = waiting
+        self._screen = screen
+        self._roster = roster
+        self._asked = waiting.asked  # stop signals received, in order
+        self._stop_signal = 0
+        self._stop_began = 0.0
+        self._killed_as_asked = False
+        self._grace_is_over = False
+        self._mismatch: Mismatch | None = None
+
+    def run(self) -> int:
+        """Start the ranks, again after a failure if that was asked for."""
+        restart = 0
+        while True:
+            try:
+                parts = self._roster.gather(lambda: bool(self._asked) or self._waiting.parent_ended)
+            except NodeError as error:
+                self._say(str(error))
+                return 1
+            if not parts:
+                self._stop_signal = self._asked[0] if self._asked else 0
+                return self._ended_before_it_began()
+            self._compare(parts)
+            status, failure = self._live(restart, parts)
+            stuck = any(part.end is not None and part.end.stuck for part in parts)
+            if failure is None or restart == self._plan.max_restarts or stuck or self._waiting.parent_ended:
+                return status
+            restart += 1
+            self._say(f"{failure.summary}; starting all ranks again, {restart} of {self._plan.max_restarts}")
+
+    def _compare(self, parts: Sequence[Part]) -> None:
+        """What all nodes should have alike."""
+        first = parts[0].introduction
+        for part in parts[1:]:
+            other = part.introduction
+            for what, value in first.versions.items():
+                if (theirs := other.versions.get(what)) != value:
+                    self._say(f"warning: {what} on {other.host} is {theirs or 'missing'}, on {first.host} {value}")
+
+    def _ended_before_it_began(self) -> int:
+        if self._waiting.parent_ended or not self._stop_signal:
+            return 1
+        self._say(f"stopped by {signal.Signals(self._stop_signal).name} before all nodes had come")
+        return 128 + self._stop_signal
+
+    # --- one life
+
+    def _live(self, restart: int, parts: Sequence[Part]) -> tuple[int, Failure | None]:
+        """From the start of the ranks to the end of the last: (exit status, the failure if there was one)."""
+        self._run.write_failure(None)
+        orders = self._roster.orders(parts, restart)
+        world_size = orders[0].world_size
+        self._screen.ledger = Ledger(world_size) if self._plan.check_collectives else None
+        self._screen.standing.clear()
+        self._held = self._released = False
+        self._signalled: set[int] = set()
+        records = tuple(
+            PartRecord(part.introduction.host, order.first, part.introduction.ranks, part.introduction.page)
+            for part, order in zip(parts, orders, strict=True)
+        )
+        todo = list(zip(parts, orders, strict=True))
+        try:
+            for part, order in todo:
+                if self._is_here(part):
+                    part.start(order, None)
+            life = self._run.begin_life(world_size, self._plan.argv, records)  # while they are forked: disks are slow
+            for part, order in todo:
+                if not self._is_here(part):
+                    part.start(order, life)
+            life = self._watch(parts, life)
+        finally:
+            self._finish(parts)
+        if self._screen.ledger is not None:
+            self._mismatch = self._screen.ledger.look(at_end=True)
+        status, outcome, failure = self._outcome(parts, life)
+        self._run.write_failure(failure)
+        with contextlib.suppress(OSError):
+            self._run.update_life(life, ended=time.time(), status=status, outcome=outcome)
+        return status, failure
+
+    def _is_here(self, part: Part) -> bool:
+        return part not in self._roster.remotes
+
+    def _finish(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            part.finish()
+        deadline = time.monotonic() + FINISH_S
+        while any(part.end is None and part.lost is None for part in parts) and time.monotonic() < deadline:
+            self._waiting.wait(TICK_S)
+            self._roster.look()
+
+    def _watch(self, parts: Sequence[Part], life: Life) -> Life:
+        """The loop. Returns when no rank is left that can end, or when nobody wants them any more."""
+        first_failure = ended = 0.0
+        lost: set[int] = set()
+        while True:
+            self._waiting.wait(TICK_S)
+            if self._waiting.parent_ended:
+                return life
+            self._roster.look()
+            for part in parts:
+                if self._is_here(part):
+                    part.look()
+            started = all(part.facts.pids for part in parts)
+            if started and not life.pids:
+                pids = tuple(chain.from_iterable(part.facts.pids for part in parts))
+                life = self._run.update_life(life, pids=pids)
+            self._tell_lost(parts, lost)
+            self._look_at_stall(parts)
+            self._asked += self._roster.asked
+            self._roster.asked.clear()
+            if self._asked and not started:
+                self._stop_signal = self._asked[0]
+                return life  # asked to stop before any rank was there
+            self._stop_if_asked(parts)
+            if not any(part.facts.awaited for part in parts):
+                return life
+            now = time.monotonic()
+            if any(part.facts.failed for part in parts) and not first_failure and not self._stop_began:
+                first_failure = now
+            if not ended and (self._finds_mismatch() or (first_failure and now > first_failure + EVIDENCE_S)):
+                self._signal_all(parts, signal.SIGTERM)
+                ended = now
+            if ended and now > ended + TERM_TO_KILL_S:
+                self._signal_all(parts, signal.SIGKILL)
+            if self._stop_began and not self._grace_is_over and now > self._stop_began + self._plan.grace_s:
+                self._grace_is_over = True
+                self._say(f"{_listed(_alive(parts))} did not stop within {self._plan.grace_s:g} s: killed")
+                self._signal_all(parts, signal.SIGKILL)
+
+    def _signal_all(self, parts: Sequence[Part], signum: int) -> None:
+        for part in parts:
+            part.signal(signum, part.facts.alive)
+
+    def _finds_mismatch(self) -> bool:
+        return self._screen.ledger is not None and self._screen.ledger.look() is not None
+
+    def _tell_lost(self, parts: Sequence[Part], told: set[int]) -> None:
+        for part in parts:
+            me = part.introduction
+            if part.lost is not None and me.index not in told:
+                told.add(me.index)
+                self._say(f"node {me.index}, {me.host}, was lost: {part.lost}")
+
+    def _look_at_stall(self, parts: Sequence[Part]) -> None:
+        """Where nothing moves on any node: which rank keeps the others waiting."""
+        standing = self._screen.standing
+        if not standing:
+            return
+        first = min(when for when, *_ in standing.values())
+        expected = [part.introduction.index for part in parts if part.facts.alive and part.lost is None]
+        if all(index in standing for index in expected):
+            observed = [o for index in sorted(standing) for o in standing[index][2]]
+            line = stall.judge(observed, sure=any(o.sure for o in observed))
+            if line is not None:
+                path = self._run.logs / "stall.txt"
+                write_text(path, "\n".join(standing[index][3] for index in sorted(standing)))
+                since_s = max(since for _, since, *_ in standing.values())
+                self._say(f"no progress for {since_s:.0f} s: {line}. Stacks: {path}")
+            standing.clear()
+        elif time.monotonic() > first + STALLED_S:
+            standing.clear()  # elsewhere something moves
+
+    # --- stopping
+
+    def _stop_if_asked(self, parts: Sequence[Part]) -> None:
+        """The first request stops all at the gate; a second Ctrl-C kills."""
+        if not self._asked and (flag := next((part.facts.flag for part in parts if part.facts.flag), 0)):
+            self._asked.append(flag)
+        if not self._asked:
+            return
+        if not self._stop_signal:
+            self._stop_signal = self._asked[0]
+            self._stop_began = time.monotonic()
+        if self._asked[1:].count(signal.SIGINT):
+            self._say("interrupted again: killing all ranks")
+            del self._asked[1:]
+            self._killed_as_asked = True
+            self._signal_all(parts, signal.SIGKILL)
+            return
+        joined = set(chain.from_iterable(part.facts.joined for part in parts))
+        if not self._held:
+            alive = set(_alive(parts))
+            if joined and not alive <= joined and time.monotonic() < self._stop_began + JOIN_S:
+                return  # some are still on their way to the first gate
+            self._hold(parts, joined)
+        if joined and not self._released and all(part.claim is not None for part in parts):
+            self._released = True
+            last = max(part.claim or 0 for part in parts)
+            for part in parts:
+                part.release(last)
+
+    def _hold(self, parts: Sequence[Part], joined: set[int]) -> None:
+        """Every node holds its gate; ranks that know nothing of a gate are sent the signal itself."""
+        self._held = bool(joined)
+        if joined:
+            for part in parts:
+                part.hold(self._stop_signal)
+            name = signal.Signals(self._stop_signal).name
+            self._say(f"{name}: all ranks stop after the step they are in, and save; Ctrl-C again kills them")
+        for part in parts:
+            outside = [rank for rank in part.facts.alive if rank not in joined and rank not in self._signalled]
+            if outside:
+                part.signal(self._stop_signal, outside)
+                self._signalled.update(outside)
+
+    # --- the end
+
+    def _outcome(self, parts: Sequence[Part], life: Life) -> tuple[int, str, Failure | None]:
+        """(exit status, how it ended in one line, the failure if it was one)."""
+        if self._waiting.parent_ended:
+            return 1, "the launcher was killed", None
+        ends = [evidence for part in parts if part.end is not None for evidence in part.end.evidence]
+        if self._mismatch is not None:
+            return self._failed_to_match(self._mismatch, life)
+        if self._stop_signal and (stopped := self._stopped(parts, ends, life.ranks)) is not None:
+            return stopped[0], stopped[1] + verdict.unkillable(ends), None
+        culprit = verdict.judge(ends)
+        if culprit is None:
+            return 0, "all ranks ended with status 0" + self._strangers(parts, life.ranks), None
+        failure = Failure(
+            rank=culprit.rank,
+            host=self._host(life, culprit.rank),
+            summary=verdict.summary(culprit, ends),
+            exit_status=verdict.exit_status(culprit),
+            exit_code=culprit.exit_code,
+            signal=verdict.signal_name(culprit.signum) if culprit.signum is not None else None,
+            exception=culprit.exception,
+            traceback=culprit.traceback,
+            step=culprit.step,
+            log=str(self._run.log(culprit.rank)),
+            life=life.life,
+        )
+        return failure.exit_status, failure.summary, failure
+
+    def _host(self, life: Life, rank: int) -> str:
+        part = life.part_of(rank)
+        return part.host if part is not None else life.host
+
+    def _failed_to_match(self, mismatch: Mismatch, life: Life) -> tuple[int, str, Failure]:
+        """It comes before all that the ranks say themselves: what they say follows from it."""
+        failure = Failure(
+            rank=mismatch.rank, host=self._host(life, mismatch.rank), summary=mismatch.summary, exit_status=1,
+            log=str(self._run.log(mismatch.rank)), life=life.life,
+        )  # fmt: skip
+        return failure.exit_status, failure.summary, failure
+
+    def _stopped(self, parts: Sequence[Part], ends: Sequence[Evidence], ranks: int) -> tuple[int, str] | None:
+        """(exit status, in one line) of a run that was asked to stop and did; None if it failed instead."""
+        interrupted = self._stop_signal == signal.SIGINT
+        agreed = EXIT_INTERRUPTED if interrupted else EXIT_PREEMPTED
+        name = signal.Signals(self._stop_signal).name
+        if self._killed_as_asked:
+            return EXIT_INTERRUPTED, "ended by a second Ctrl-C, without a last checkpoint"
+        if self._grace_is_over:
+            return 128 + signal.SIGKILL, f"ended by {name}, but not within the grace of {self._plan.grace_s:g} s: killed"
+        if len(ends) < ranks:
+            return 128 + self._stop_signal, f"stopped by {name} before all ranks had started"
+        if all(end.exit_code == agreed for end in ends):
+            return agreed, f"stopped by {name} after step {max(end.step or 0 for end in ends)}"
+        codes = [verdict.exit_status(end) for end in ends if end.exit_code != 0]
+        if not any(part.facts.joined for part in parts) and codes:  # a script without our parts: its own way to end
+            return (EXIT_INTERRUPTED if interrupted else codes[0]), f"ended by {name}"
+        return None
+
+    def _strangers(self, parts: Sequence[Part], ranks: int) -> str:
+        """Ranks that never met were as many separate runs: hardly ever what was meant."""
+        if ranks == 1 or not self._plan.interpreter or any(part.end is not None and part.end.groups for part in parts):
+            return ""
+        return f"; none of the {ranks} ever made a process group: they were {ranks} separate runs of the same script"
+
+    def _say(self, text: str) -> None:
+        self._screen.say(text)
+
+
+def _alive(parts: Sequence[Part]) -> list[int]:
+    return [rank for part in parts for rank in part.facts.alive]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, ranks))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

@@ -1,0 +1,389 @@
+"""One node's part of a run: its ranks, started, watched and ended as the head says.
+
+    node = Node(plan, run, index, waiting, sink)
+    node.start(orders);  node.look()          # every tick;  node.facts is what there is to know
+    node.hold(SIGTERM);  node.release(last)   # the gate of the agreed stop
+    node.finish();  node.end                  # nothing of this life is left; how each rank ended
+
+The head has one of these for its own ranks, and for every other node a `Remote`, which looks the same from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+from rankwise import machine, network, processes
+from rankwise.agent.collectives import Rings
+from rankwise.agent.console import Console, LogFollower, Shown
+from rankwise.agent.crew import Crew
+from rankwise.agent.stall import Observation, StallWatch
+from rankwise.agent.starter import Spec, Starter
+from rankwise.agent.verdict import Evidence
+from rankwise.agent.waiting import Waiting
+from rankwise.errors import ConfigError
+from rankwise.page import Page
+from rankwise.plan import Plan
+from rankwise.rundir import ENV_RUN_DIR, Life, RunDir
+from rankwise.schedulers import Ranks, torchrun
+
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What one life is for one node."""
+
+    restart: int
+    node_rank: int
+    """Hosts count in the order of their lowest rank."""
+
+    nodes: int
+    """Hosts in the run."""
+
+    first: int
+    """The lowest rank here."""
+
+    world_size: int
+    local_first: int
+    """The local rank of that rank: agents that share a host share its local ranks."""
+
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the ranks of one node; changes are worth telling."""
+
+    pids: tuple[int, ...] = ()
+    """Of all its ranks, once they are there."""
+
+    alive: tuple[int, ...] = ()
+    """Ranks that have not ended; those that have not begun are among them."""
+
+    awaited: bool = True
+    """Whether one of those will end: SIGKILL does not reach a process that waits for a disk."""
+
+    failed: bool = False
+    joined: tuple[int, ...] = ()
+    """Ranks that stop at the gate."""
+
+    flag: int = 0
+    """The signal that one of its ranks was sent directly."""
+
+
+@dataclass(frozen=True)
+class End:
+    """How one life ended on one node."""
+
+    evidence: tuple[Evidence, ...]
+    """Of every rank that has ended, or that nothing can end."""
+
+    groups: bool
+    """Whether any rank ever made a process group."""
+
+    stuck: bool
+    """Whether something of this life cannot be ended."""
+
+    port: int
+    """Held there for the next life."""
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What a node says of itself."""
+
+    index: int
+    host: str
+    home: str
+    """Which network it is in: nodes with the same one reach each other by loopback."""
+
+    ranks: int
+    why: str
+    """Why so many ranks."""
+
+    threads: int
+    page: str
+    port: int
+    """Held there for rank 0's store."""
+
+    versions: Mapping[str, str]
+    """Of what all nodes should have alike: rankwise, Python, the script."""
+
+    door: tuple[tuple[str, ...], int] | None = None
+    """Addresses and port by which the other nodes try how to reach the first."""
+
+
+class Sink(Shown, Protocol):
+    """Where a node tells what a person should see, and what the head must judge together with the other nodes."""
+
+    def say(self, text: str) -> None: ...
+    def notes(self, notes: Sequence[tuple[int, str]]) -> None: ...
+    def stalled(self, index: int, since_s: float, observed: Sequence[Observation], stacks: str) -> None: ...
+    @property
+    def busy(self) -> bool:
+        """Whether output of ranks should wait."""
+        ...
+
+
+class Part(Protocol):
+    """A node as the head sees it: its own, or another agent's."""
+
+    facts: Facts
+    claim: int | None
+    """The highest step that its ranks have begun, once it holds its gate."""
+
+    end: End | None
+    lost: str | None
+    """Why its agent cannot be reached any more."""
+
+    @property
+    def introduction(self) -> Introduction: ...
+    def start(self, orders: Orders, life: Life | None) -> None: ...
+    def look(self) -> None: ...
+    def signal(self, signum: int, ranks: Sequence[int]) -> None: ...
+    def hold(self, signum: int) -> None: ...
+    def release(self, last: int) -> None: ...
+    def finish(self) -> None: ...
+
+
+class Node:
+    """This host's part."""
+
+    lost: str | None = None
+
+    def __init__(self, plan: Plan, run: RunDir, index: int, waiting: Waiting, sink: Sink, ranks: int = 0) -> None:
+        """`ranks` 0: as many as the plan says, or as there are devices. ConfigError when the plan's port is taken."""
+        self._plan = plan
+        self._waiting = waiting
+        self.run = run
+        self.sink = sink
+        environment = {**os.environ, **plan.environment}
+        wanted = ranks or plan.nproc
+        self.ranks, why = machine.ranks_for(str(wanted) if wanted else "auto", environment)
+        self._threads = plan.threads or max(1, machine.cores() // self.ranks)
+        self._page = Page.create(self.ranks)
+        self._explicit = plan.master_port if index == 0 and plan.on != "manual" else 0
+        self._port = hold_port(self._explicit)
+        self._starter = Starter(plan)  # first of all: it imports torch while the rest is made ready
+        if self._starter.channel is not None:
+            waiting.register(self._starter.channel)
+        self.index, self._why = index, why
+        self.interface: str | None = None
+        """The network interface that leads to the other nodes."""
+
+        self.door: tuple[tuple[str, ...], int] | None = None
+        self.kept: set[int] = set()
+        """Children of this process that are no ranks, and live on between lives."""
+        self._crew: Crew | None = None
+        self._console: Console | None = None
+        self._rings: Rings | None = None
+        self._stuck: set[int] = set()  # processes that nothing can end: nobody waits for them any more
+        self.facts = Facts()
+        self.claim: int | None = None
+        self.end: End | None = None
+
+    @property
+    def introduction(self) -> Introduction:
+        port = self._port.getsockname()[1]
+        return Introduction(
+            self.index, platform.node(), network.home(), self.ranks, self._why, self._threads, self._page.path, port,
+            _versions(self._plan), self.door,
+        )  # fmt: skip
+
+    # --- one life
+
+    def start(self, orders: Orders, _life: Life | None) -> None:
+        """The ranks are asked for; they are there when `facts.pids` is."""
+        self._page.reset()
+        self._orders = orders
+        self.claim = self.end = None
+        numbers = range(orders.first, orders.first + self.ranks)
+        self._crew = Crew(numbers, self._plan.argv[0], self.run, self._page)
+        self._console = self._open_console(numbers)
+        self._rings = Rings(self.ranks) if self._plan.check_collectives else None
+        self._stalls = StallWatch(self.run, self._crew, self._plan.stall_warn_s, self.sink.say, self._stalled)
+        self._starter.start([self._spec(rank) for rank in numbers])
+        self.facts = Facts(alive=tuple(numbers))
+
+    def _open_console(self, numbers: range) -> Console:
+        shown = {"all": numbers, "main": [rank for rank in numbers if rank == 0], "none": ()}[self._plan.tee]
+        followers = [
+            LogFollower(self.run.log(r), self.run.exception(r), f"[rank {r}] " if self._plan.tee == "all" else "")
+            for r in shown
+        ]
+        row = self._page.row(0) if 0 in numbers and self._plan.tee != "none" else None
+        return Console(followers, row, self.sink)
+
+    def _spec(self, rank: int) -> Spec:
+        orders, row = self._orders, rank - self._orders.first
+        local_rank = orders.local_first + row
+        ranks = Ranks(
+            rank, orders.world_size, local_rank, orders.local_world_size, orders.node_rank,
+            master_addr=orders.master_addr, master_port=orders.master_port,
+        )  # fmt: skip
+        environment = {
+            "OMP_NUM_THREADS": str(self._threads),
+            **(dict.fromkeys(_INTERFACE_VARIABLES, self.interface) if self.interface and orders.nodes > 1 else {}),
+            **os.environ,
+            **self._plan.environment,
+            **torchrun.variables(ranks, orders.restart, self._plan.max_restarts, self._plan.run_id, orders.nodes),
+            ENV_RUN_DIR: str(self.run.path),
+        }
+        return {
+            "environment": environment,
+            "log": str(self.run.log(rank)),
+            "exception": str(self.run.exception(rank)),
+            "stacks": str(self.run.stacks(rank)),
+            "stdin": rank == 0,
+            "threads": self._threads,
+            "go_mark": [self._page.path, self._page.go_offset],
+            "group_mark": [self._page.path, self._page.row(row).groups_offset],
+            "notes": self._rings.place(row) if self._rings is not None else None,
+        }
+
+    def _stalled(self, since_s: float, observed: Sequence[Observation], stacks: str) -> None:
+        self.sink.stalled(self.index, since_s, observed, stacks)
+
+    def look(self) -> None:
+        """Take in what happened since the last time. Never waits."""
+        if self._crew is None or self.end is not None:
+            return
+        if (message := self._starter.receive()) is not None:
+            self._on_started(message)
+        if not self._crew.reap(self._starter.warm_pid, self.kept):
+            self._without_warm_process()
+        self._stalls.look()
+        if self._console is not None and not self.sink.busy:
+            self._console.show()
+        if self._rings is not None and (notes := self._rings.read()):
+            self.sink.notes([(self._orders.first + row, line) for row, line in notes])
+        self._crew.notice_stuck()
+        self.facts = Facts(
+            pids=tuple(rank.pid for rank in self._crew.ranks) if self._crew.started else (),
+            alive=tuple(rank.rank for rank in self._crew.alive),
+            awaited=bool(self._crew.awaited),
+            failed=self._crew.any_failed,
+            joined=tuple(self._orders.first + row for row in self._page.joined()),
+            flag=self._page.flagged(),
+        )
+
+    def _on_started(self, message: dict[str, Any]) -> None:
+        """What the starter says: the warm process is ready, the ranks are there, or there is no warm process."""
+        assert self._crew is not None
+        if "pids" in message:
+            self._crew.announce(message["pids"])
+            self._page.go()
+        elif "failed" in message and not self._crew.started:
+            self.sink.say(f"no warm start ({message['failed']}); each rank is started by itself")
+            self._forget_channel()
+            self._start_cold()
+
+    def _without_warm_process(self) -> None:
+        """It was killed. Ranks that are there go on without it; ranks that are not are started by themselves."""
+        assert self._crew is not None
+        self._forget_channel()
+        self._starter.close()
+        if not self._crew.started:
+            self.sink.say("the warm process was killed; each rank is started by itself")
+            self._start_cold()
+
+    def _start_cold(self) -> None:
+        """No rank is known yet: what a warm process has forked ends, and is reaped, before others take its place."""
+        self._starter.close()
+        processes.end_tree(exclude=self._stuck | self.kept)
+        self._starter.fall_back()
+
+    def _forget_channel(self) -> None:
+        if self._starter.channel is not None:
+            self._waiting.unregister(self._starter.channel)
+
+    def signal(self, signum: int, ranks: Sequence[int]) -> None:
+        if self._crew is not None:
+            for rank in self._crew.alive:
+                if rank.rank in ranks:
+                    self._crew.signal(rank, signum)
+
+    def hold(self, signum: int) -> None:
+        self.claim = self._page.hold(signum)
+
+    def release(self, last: int) -> None:
+        self._page.release(last)
+
+    def finish(self) -> None:
+        """End what is left of this life; `end` says how each rank ended."""
+        if self._crew is None or self.end is not None:
+            return
+        self._crew.signal_all(signal.SIGKILL)
+        self._stuck |= self._crew.stuck_pids
+        processes.end_tree(exclude={self._starter.warm_pid or 0, *self._stuck, *self.kept})
+        if self._console is not None:
+            self._console.close()
+        if self._rings is not None:
+            self.sink.notes([(self._orders.first + row, line) for row, line in self._rings.read()])
+            self._rings.close()
+        groups = any(self._page.row(row).groups for row in range(self.ranks))
+        if not self._explicit:  # a new port each time: a dead rank's children may hold the old
+            self._port.close()
+            self._port = hold_port(0)
+        self.end = End(tuple(self._crew.evidence()), groups, bool(self._stuck), self._port.getsockname()[1])
+
+    def close(self) -> None:
+        """Nothing below this process is left, but what nothing can end."""
+        self._starter.close()
+        self._port.close()
+        if not processes.end_tree(exclude=self._stuck | self.kept):
+            self.sink.say("a process of this run cannot be killed (state D: disk or driver); the host needs an operator")
+
+
+def _versions(plan: Plan) -> dict[str, str]:
+    script = Path(plan.cwd, plan.argv[0])
+    with contextlib.suppress(OSError):
+        digest = hashlib.sha256(script.read_bytes()).hexdigest()[:12]
+        return {"rankwise": version("rankwise"), "Python": platform.python_version(), script.name: digest}
+    return {"rankwise": version("rankwise"), "Python": platform.python_version()}
+
+
+def hold_port(port: int) -> socket.socket:
+    """A port of this host that stays ours (0: any): bound, never listening, so that torch's TCPStore can listen on it with
+    SO_REUSEADDR while every other `bind(0)` passes it by. A crash leaves none of it behind.
+
+    Bound before the option is set: two holders that both had it would both succeed. ConfigError when the port is taken.
+    """
+    holder = socket.socket()
+    try:
+        holder.bind(("", port))
+    except OSError as error:
+        holder.close()
+        raise port_taken(port, error) from None
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder
+
+
+def port_taken(port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--master-port {port}: {str(error.strerror).lower()} ({_user_of(port)}); choose another, or leave it out: "
+        "then one is taken that is free"
+    )
+
+
+def _user_of(port: int) -> str:
+    """Who listens there, if this user may know."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.pid:
+                return f"by pid {connection.pid}, {' '.join(psutil.Process(connection.pid).cmdline()[:4])}"
+    return "by another program, or until a minute ago by one that has ended"

@@ -1,0 +1,270 @@
+"""Another node's agent: what the head sees of it, and what that agent does. The two ends of one link.
+
+    part = Remote(link, introduction, sink)                     # at the head
+    status = Member(node, link, waiting, secret).run()          # there
+
+head -> member   {"welcome": run id, "run_dir": path} or {"refused": why}
+                 {"start": orders, "life": record} {"signal": n, "ranks": [...]} {"hold": n} {"release": step} {"finish": true}
+                 {"find": {addresses, port}} {"bye": status}
+member -> head   {"facts": ...} {"claim": step} {"end": ...} {"say": text} {"write": text} {"progress": text} {"notes": [...]}
+                 {"stalled": ...} {"asked": signal} {"route": [address, interface]}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rankwise import network
+from rankwise.agent.node import End, Facts, Introduction, Node, Orders, Sink
+from rankwise.agent.stall import Frame, Observation
+from rankwise.agent.verdict import Evidence
+from rankwise.agent.waiting import Waiting
+from rankwise.channel import Door, Link, Message, NobodyThere, knock
+from rankwise.errors import RunDirError
+from rankwise.plan import Plan
+from rankwise.rundir import Life, RunDir, write_json
+
+TICK_S = 0.05
+_BYE_S = 5.0
+
+
+class Remote:
+    """A part that another agent has."""
+
+    def __init__(self, link: Link, introduction: Introduction, sink: Sink) -> None:
+        self.link = link
+        self.introduction = introduction
+        self._sink = sink
+        self._first = 0
+        self.facts = Facts()
+        self.claim: int | None = None
+        self.end: End | None = None
+        self.lost: str | None = None
+        self.asked: list[int] = []
+        """Stop signals that its agent was sent."""
+
+        self.route: str | None = None
+        """The address by which it reaches the first node; None until it has said so, empty if there is none."""
+
+    def look(self) -> None:
+        for message in self.link.receive():
+            self._take(message)
+        self.link.beat()
+        if self.link.closed is not None and self.lost is None:
+            self.lost = self.link.closed
+            self.facts = Facts(pids=self.facts.pids, awaited=False, failed=True)
+            self.claim = self.claim or 0
+            if self.end is None:
+                self._end_as_lost()
+
+    def _end_as_lost(self) -> None:
+        ranks = range(self._first, self._first + self.introduction.ranks)
+        ends = (Evidence(rank, None, None, sent=False, ended=time.time(), lost=self.lost) for rank in ranks)
+        self.end = End(tuple(ends), groups=True, stuck=False, port=0)
+
+    def _take(self, message: Message) -> None:
+        for kind, value in message.items():
+            match kind:
+                case "facts":
+                    self.facts = _facts(value)
+                case "claim":
+                    self.claim = int(value)
+                case "end":
+                    evidence = tuple(Evidence(**record) for record in value["evidence"])
+                    self.end = End(evidence, bool(value["groups"]), bool(value["stuck"]), int(value["port"]))
+                    self.introduction = replace(self.introduction, port=self.end.port)
+                case "say":
+                    self._sink.say(f"{self.introduction.host}: {value}")
+                case "write":
+                    self._sink.write(str(value).encode(errors="surrogateescape"))
+                case "progress":
+                    self._sink.progress(str(value))
+                case "notes":
+                    self._sink.notes([(int(rank), str(line)) for rank, line in value])
+                case "stalled":
+                    observed = [_observation(record) for record in value["observed"]]
+                    self._sink.stalled(self.introduction.index, float(value["since_s"]), observed, str(value["stacks"]))
+                case "asked":
+                    self.asked.append(int(value))
+                case "route":
+                    self.route = str(value)
+
+    def start(self, orders: Orders, life: Life | None) -> None:
+        assert life is not None
+        self._first = orders.first
+        ranks = range(orders.first, orders.first + self.introduction.ranks)
+        self.facts, self.claim, self.end = Facts(alive=tuple(ranks)), None, None
+        if self.lost is not None:
+            self._end_as_lost()
+        self.link.send({"start": asdict(orders), "life": asdict(life)})
+
+    def signal(self, signum: int, ranks: Sequence[int]) -> None:
+        self.link.send({"signal": signum, "ranks": list(ranks)})
+
+    def hold(self, signum: int) -> None:
+        self.link.send({"hold": signum})
+
+    def release(self, last: int) -> None:
+        self.link.send({"release": last})
+
+    def finish(self) -> None:
+        if self.end is None:
+            self.link.send({"finish": True})
+
+    def find(self, addresses: Sequence[str], port: int) -> None:
+        self.link.send({"find": {"addresses": list(addresses), "port": port}})
+
+    def leave(self, status: int) -> None:
+        """The run is over; its agent ends with this status."""
+        self.link.send({"bye": status})
+        self.link.drain(_BYE_S)
+
+
+def _facts(record: dict[str, Any]) -> Facts:
+    return Facts(**{**record, **{key: tuple(record[key]) for key in ("pids", "alive", "joined")}})
+
+
+def _observation(record: dict[str, Any]) -> Observation:
+    stacks = tuple(tuple(Frame(**frame) for frame in stack) for stack in record["stacks"])
+    return Observation(**{**record, "stacks": stacks, "children": tuple(record["children"])})
+
+
+class Wire:
+    """The sink of a member: everything goes to the head."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def say(self, text: str) -> None:
+        self._link.send({"say": text})
+
+    def write(self, data: bytes) -> None:
+        if data:
+            self._link.send({"write": data.decode(errors="surrogateescape")})
+
+    def progress(self, text: str) -> None:
+        self._link.send({"progress": text})
+
+    def end_line(self) -> None:
+        """The head ends its own lines."""
+
+    def notes(self, notes: Sequence[tuple[int, str]]) -> None:
+        self._link.send({"notes": list(notes)})
+
+    def stalled(self, index: int, since_s: float, observed: Sequence[Observation], stacks: str) -> None:
+        self._link.send({"stalled": {"since_s": since_s, "observed": [asdict(o) for o in observed], "stacks": stacks}})
+
+    @property
+    def busy(self) -> bool:
+        return self._link.full
+
+
+class Member:
+    """An agent that does what the head says. A head that is gone ends it, and its ranks with it."""
+
+    def __init__(self, node: Node, link: Link, waiting: Waiting, secret: str, door: Door | None = None) -> None:
+        """`door`: by which others try whether they reach this node."""
+        self._door = door
+        self._node = node
+        self._link = link
+        self._waiting = waiting
+        self._secret = secret
+        self._told = Facts()
+        self._told_end: End | None = None
+        self._asked = 0
+        self._status: int | None = None
+        self._shared = False
+
+    def run(self) -> int:
+        """Until the head says goodbye; returns the exit status of the run, 1 when the head was lost."""
+        self._waiting.register(self._link)
+        try:
+            while self._status is None:
+                self._waiting.wait(TICK_S)
+                for message in self._link.receive():
+                    self._do(message)
+                if self._link.closed is not None:
+                    return 1 if self._status is None else self._status
+                for link, _ in self._door.callers() if self._door is not None else ():
+                    link.drain(0.1)
+                    link.close("it was only looked for")
+                self._node.look()
+                self._tell()
+            return self._status
+        finally:
+            self._node.finish()
+            self._node.close()
+
+    def _tell(self) -> None:
+        if self._node.facts != self._told:
+            self._told = self._node.facts
+            self._link.send({"facts": asdict(self._told)})
+        if self._node.end is not None and self._node.end is not self._told_end:
+            self._told_end = self._node.end
+            self._link.send({"end": asdict(self._told_end)})
+        for signum in self._waiting.asked[self._asked :]:
+            self._link.send({"asked": signum})
+        self._asked = len(self._waiting.asked)
+        self._link.beat()
+
+    def _do(self, message: Message) -> None:
+        for kind, value in message.items():
+            match kind:
+                case "start":
+                    self._start(Orders(**value), Life.of(message["life"]))
+                case "signal":
+                    self._node.signal(signal.Signals(value), message["ranks"])
+                case "hold":
+                    self._node.hold(int(value))
+                    self._link.send({"claim": self._node.claim})
+                case "release":
+                    self._node.release(int(value))
+                case "finish":
+                    self._node.finish()
+                case "find":
+                    self._find(value["addresses"], int(value["port"]))
+                case "bye":
+                    self._status = int(value)
+                case "welcome":
+                    self.settle(str(value), Path(message["run_dir"]))
+                case "refused":
+                    print(f"rankwise: {value}", file=sys.stderr, flush=True)
+                    self._status = 1
+
+    def settle(self, run_id: str, path: Path) -> None:
+        """Write where the head writes, if this host sees that folder; else in one of its own, which ranks must be told of."""
+        run = RunDir(path)
+        try:
+            self._shared = Plan.load(run.plan).run_id == run_id
+        except RunDirError:
+            self._shared = False
+        if self._shared:
+            self._node.run = run
+        else:
+            self._node.run.prepare(fresh=False)
+            self._link.send({"say": f"it does not see {path}: the logs of its ranks stay there, in {self._node.run.path}"})
+
+    def _start(self, orders: Orders, life: Life) -> None:
+        self._told, self._told_end = Facts(), None
+        if not self._shared:  # ranks find their page in it
+            write_json(self._node.run.world, {"lives": [asdict(life)]})
+        self._node.start(orders, life)
+
+    def _find(self, addresses: Sequence[str], port: int) -> None:
+        """Which of the first node's addresses leads there from here, and by which interface."""
+        try:
+            link, address, own = knock(addresses, port, self._secret, {"finds": self._node.introduction.index})
+        except NobodyThere as reason:
+            self._link.send({"say": f"the first node cannot be reached: {reason}", "route": ""})
+            return
+        link.close("it was only looked for")
+        with contextlib.suppress(OSError):
+            self._node.interface = network.interface_of(own)
+        self._link.send({"route": address})

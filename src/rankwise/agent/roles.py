@@ -1,0 +1,293 @@
+"""What an agent is when it begins: the head of a run, or a member; and how a member finds the head.
+
+status = begin(["runs/train"])
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rankwise import network, processes, schedulers
+from rankwise.agent.head import Head, Screen
+from rankwise.agent.node import Node, port_taken
+from rankwise.agent.remote import Member, Wire
+from rankwise.agent.roster import JOIN_TIMEOUT_S, Roster, introduced
+from rankwise.agent.waiting import STOP_SIGNALS, Waiting
+from rankwise.channel import Door, Link, Message, NobodyThere, knock, read_door
+from rankwise.errors import ConfigError, RunDirError
+from rankwise.plan import Host, Plan
+from rankwise.rundir import RunDir
+from rankwise.terminal import Terminal
+
+_SAY_EVERY_S = 10.0
+_POLL_S = 0.05
+
+_OF_THE_HOST = (
+    "HOME", "USER", "LOGNAME", "SHELL", "MAIL", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "TMPDIR", "TMP", "TEMP", "TERM",
+    "DISPLAY", "XAUTHORITY", "DBUS_SESSION_BUS_ADDRESS", "SSH_AUTH_SOCK", "SSH_AGENT_PID", "SSH_CONNECTION", "SSH_CLIENT",
+    "SSH_TTY",
+)  # fmt: skip
+"""What is said of one host, and is not passed on to another (nor is XDG_*)."""
+
+
+def begin(words: list[str]) -> int:
+    """Returns the exit status."""
+    if words == ["-"]:
+        return _guarded(_called)
+    run = RunDir(Path(words[0]))
+    if words[1:2] == ["--node"]:
+        return _calling(None, run, int(words[2]), _start_of_this_job(os.environ))
+    plan = Plan.load(run.plan)
+    scheduler = schedulers.BY_NAME[plan.on]
+    index = _index(plan, scheduler)
+    body: Callable[[], int] = lambda: (  # noqa: E731
+        _head(plan, run, scheduler) if index == 0 else _calling(plan, run, index, _start(scheduler, os.environ))
+    )
+    return body() if plan.launcher_pid else _guarded(body)
+
+
+def _index(plan: Plan, scheduler: ModuleType) -> int:
+    """Which node this is; the first has the head."""
+    if plan.node_rank >= 0:
+        return plan.node_rank
+    tasks = scheduler.tasks(os.environ) if plan.nodes > 1 and hasattr(scheduler, "tasks") else None
+    return tasks.index if tasks is not None else 0
+
+
+def _guarded(body: Callable[[], int]) -> int:
+    """In a child of this process, which sweeps up what that leaves if it is killed: nothing above it would, on this host."""
+    processes.become_subreaper()
+    guard = os.getpid()
+    agent = os.fork()
+    if agent == 0:
+        processes.die_with_parent(guard)
+        return body()
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, lambda number, _: processes.send(agent, number))
+    status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
+    processes.end_tree()
+    os._exit(status if status >= 0 else 128 - status)  # a status, never a signal: Grid Engine ends a whole job for one
+
+
+# --- the head
+
+
+def _head(plan: Plan, run: RunDir, scheduler: ModuleType) -> int:
+    processes.become_subreaper()
+    lease = run.take() if not plan.launcher_pid else None
+    screen = Screen(Terminal(sys.stdout))
+    waiting = Waiting(plan.launcher_pid)
+    secret = _secret_of_all(plan)
+    door, node, roster, status = None, None, None, 1
+    try:
+        hosts = dict(enumerate(scheduler.hosts(plan, os.environ))) if hasattr(scheduler, "reach") else {}
+        here = next((index for index, host in hosts.items() if network.is_here(host.name)), None)
+        index = here if hosts else 0
+        if plan.nodes > 1 and index == 0:
+            door = _open_door(plan, secret)
+            if not hosts and plan.on != "manual":
+                door.publish(run.door, plan.run_id, _start(scheduler, os.environ))
+        if index is not None:
+            node = Node(plan, run, index, waiting, screen, hosts[index].slots if index in hosts else 0)
+            if door is not None:
+                node.door = (tuple(door.addresses), door.port)
+
+        def greeting(there: int, host: Host) -> Message:
+            record = {**plan.record(), "launcher_pid": 0, "tee": plan.tee}
+            return {
+                "plan": record,
+                "node": there,
+                "ranks": host.slots,
+                "secret": secret,
+                "environment": _to_pass_on(os.environ),
+            }
+
+        elsewhere = {there: host for there, host in hosts.items() if there != here}
+        command = [sys.executable, "-m", "rankwise.agent", "-"]
+        roster = Roster(
+            plan,
+            run,
+            waiting,
+            screen,
+            node,
+            door,
+            elsewhere,
+            scheduler if elsewhere else None,
+            greeting,
+            command,
+        )
+        status = Head(plan, run, waiting, screen, roster).run()
+    finally:
+        if roster is not None:
+            roster.leave(status)
+        elif door is not None:
+            door.close()
+        if node is not None:
+            node.close()
+        if lease is not None:
+            lease.release()
+    return status
+
+
+def _open_door(plan: Plan, secret: str) -> Door:
+    port = plan.master_port if plan.on == "manual" else 0
+    try:
+        return Door(secret, port)
+    except OSError as error:
+        raise port_taken(port, error) from None
+
+
+def _secret_of_all(plan: Plan) -> str:
+    """Where each node is started by hand there is no way to pass one on but what all of them have: the same command."""
+    return plan.job.get("secret", "") if plan.on == "manual" else secrets.token_hex(16)
+
+
+def _start(scheduler: ModuleType, env: Mapping[str, str]) -> str:
+    """What all agents of this start have in common."""
+    return (scheduler.start(env, processes.ancestors(os.getpid())) if hasattr(scheduler, "start") else None) or ""
+
+
+def _start_of_this_job(env: Mapping[str, str]) -> str:
+    for scheduler in schedulers.ORDER.values():
+        if hasattr(scheduler, "tasks") and scheduler.tasks(env) is not None:
+            return _start(scheduler, env)
+    return ""
+
+
+def _to_pass_on(env: Mapping[str, str]) -> dict[str, str]:
+    """What an agent elsewhere is to find in its environment too: it is started by a login shell."""
+    return {name: value for name, value in env.items() if name not in _OF_THE_HOST and not name.startswith("XDG_")}
+
+
+# --- a member that calls
+
+
+def _calling(plan: Plan | None, run: RunDir, index: int, start: str) -> int:
+    """A member where something else has started every agent: it finds the head by the file in the run directory."""
+    processes.become_subreaper()
+    waiting = Waiting(plan.launcher_pid if plan is not None else os.getppid())
+    if plan is not None and plan.master_addr:
+        return _join(plan, run, index, waiting, [plan.master_addr], plan.master_port, _secret_of_all(plan))
+    record = _find_door(run, index, start, waiting)
+    plan = Plan.load(run.plan)
+    if plan.run_id != record["run_id"]:
+        raise RunDirError(f"{run.plan} is of another run than the head's; do all nodes see the same {run.path}?")
+    ways = [*(["127.0.0.1"] if record["home"] == network.home() else []), *record["addresses"]]
+    return _join(plan, run, index, waiting, ways, int(record["port"]), str(record["secret"]))
+
+
+def _join(plan: Plan, run: RunDir, index: int, waiting: Waiting, ways: Sequence[str], port: int, secret: str) -> int:
+    node = Node(plan, run, index, waiting, Screen(Terminal(sys.stdout)))
+    try:
+        patience = _Patience(index, waiting)
+        while True:
+            try:
+                link, _, own = knock(ways, port, secret, introduced(node.introduction))
+                break
+            except NobodyThere as reason:
+                patience.wait(str(reason))
+        node.interface = network.interface_of(own) if not network.is_loopback(own) else None
+        node.sink = Wire(link)
+        return Member(node, link, waiting, secret).run()
+    finally:
+        node.close()
+
+
+def _find_door(run: RunDir, index: int, start: str, waiting: Waiting) -> Mapping[str, Any]:
+    """The record of the door, once the head of this very start has said where it is."""
+    patience = _Patience(index, waiting)
+    while True:
+        try:
+            record = read_door(run.door)
+            if record["start"] == start:
+                return record
+            why = f"{run.door} is of another start"
+        except NobodyThere as reason:
+            why = str(reason)
+        patience.wait(why)
+
+
+class _Patience:
+    """Waits for the head: says so now and then, and not for ever."""
+
+    def __init__(self, index: int, waiting: Waiting) -> None:
+        self._index = index
+        self._waiting = waiting
+        self._began = time.monotonic()
+        self._told = self._began + _SAY_EVERY_S
+
+    def wait(self, why: str) -> None:
+        """Raises ConfigError when it has lasted too long; leaves when somebody asked to stop."""
+        now = time.monotonic()
+        if self._waiting.asked or self._waiting.parent_ended:
+            sys.exit(128 + (self._waiting.asked or [signal.SIGTERM])[0])
+        name = f"node {self._index} ({platform.node()})"
+        if now > self._began + JOIN_TIMEOUT_S:
+            raise ConfigError(
+                f"{name} has not found the first node's agent within {JOIN_TIMEOUT_S:g} s: {why}; all nodes must see the run "
+                "directory under one path, and reach the first node"
+            )
+        if now > self._told:
+            print(
+                f"rankwise: {name} has waited {now - self._began:.0f} s for the first node: {why}", file=sys.stderr, flush=True
+            )
+            self._told = now + _SAY_EVERY_S
+        self._waiting.wait(_POLL_S)
+
+
+# --- a member that was called
+
+
+def _called() -> int:
+    """The head has started this agent by ssh or qrsh: what it must know comes first over stdin."""
+    processes.become_subreaper()
+    link = Link(os.dup(0), os.dup(1))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # a rank that reads must not take the head's words
+    os.dup2(2, 1)
+    waiting = Waiting(0)
+    waiting.register(link)
+    greeting = _greeting(link, waiting)
+    os.environ.update({name: value for name, value in greeting["environment"].items() if name not in _OF_THE_HOST})
+    plan = Plan.of(greeting["plan"], "what the head said")
+    index, secret = int(greeting["node"]), str(greeting["secret"])
+    try:
+        os.chdir(plan.cwd)
+    except OSError as error:
+        raise ConfigError(
+            f"{platform.node()} has no {plan.cwd} ({str(error.strerror).lower()}): every host needs the script in the same "
+            "place, by a shared file system or a copy"
+        ) from None
+    node = Node(plan, RunDir(Path(plan.run_dir)), index, waiting, Wire(link), int(greeting["ranks"]))
+    door = None
+    try:
+        if index == 0:
+            door = Door(secret)
+            node.door = (tuple(door.addresses), door.port)
+            waiting.register(door)
+        link.send(introduced(node.introduction))
+        member = Member(node, link, waiting, secret, door)
+        member.settle(plan.run_id, Path(plan.run_dir))
+        return member.run()
+    finally:
+        if door is not None:
+            door.close()
+        node.close()
+
+
+def _greeting(link: Link, waiting: Waiting) -> Message:
+    while True:
+        waiting.wait(1.0)
+        for message in link.receive():
+            return message
+        if link.closed is not None or waiting.asked:
+            sys.exit(1)  # nobody is there to be told

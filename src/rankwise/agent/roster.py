@@ -1,0 +1,336 @@
+"""The nodes of a run, as they come: the head's own, those that call at its door, those that it starts itself (ssh, qrsh).
+
+roster = Roster(plan, run, waiting, screen, own, door, commands)
+parts = roster.gather(...)      # all that take part in the next life, in the order of their ranks
+roster.look()                   # every tick
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from rankwise import processes
+from rankwise.agent.node import Introduction, Node, Orders, Part, Sink
+from rankwise.agent.remote import Remote
+from rankwise.agent.waiting import Waiting
+from rankwise.channel import Door, Link, Message
+from rankwise.errors import RankwiseError
+from rankwise.plan import Host, Plan
+from rankwise.rundir import RunDir
+
+JOIN_TIMEOUT_S = 300.0
+"""How long a node may take to come; a queue may start the parts of a job one after the other."""
+
+REPLACE_S = 30.0
+"""How long a lost node is waited for where the run may go on without it."""
+
+_SAY_EVERY_S = 10.0
+_START_AGAIN_S = 5.0
+_ROUTE_S = 60.0
+_LEAVE_S = 5.0
+
+
+class NodeError(RankwiseError):
+    """A node did not come, or cannot be reached."""
+
+
+class Reaching(Protocol):
+    """What starts an agent elsewhere: a scheduler's file."""
+
+    def reach(self, host: str, command: Sequence[str]) -> list[str]: ...
+    def explain(self, host: str, words: str) -> str: ...
+
+
+@dataclass
+class _Called:
+    """An agent that the head has started on another host, by a process of its own here."""
+
+    host: Host
+    process: subprocess.Popen[bytes]
+    link: Link
+    words: Path
+    """What it and what started it say beside the link."""
+
+    began: float
+    part: Remote | None = None
+
+
+class Roster:
+    """`own` None: no rank is on the head's host. `hosts`: by index, those where the head starts the agent itself."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        run: RunDir,
+        waiting: Waiting,
+        sink: Sink,
+        own: Node | None,
+        door: Door | None,
+        hosts: Mapping[int, Host],
+        by: Reaching | None,
+        greeting: Callable[[int, Host], Message],
+        command: Sequence[str],
+    ) -> None:
+        self._plan = plan
+        self._run = run
+        self._waiting = waiting
+        self._sink = sink
+        self._own = own
+        self._door = door
+        self._hosts = hosts
+        self._by = by
+        self._greeting = greeting
+        self._command = command
+        self._called: dict[int, _Called] = {}
+        self._parts: dict[int, Part] = {own.index: own} if own is not None else {}
+        self._again: dict[int, float] = {}
+        self._waited: set[int] = set()
+        self.asked: list[int] = []
+        """Stop signals that other agents, or commands, have passed on."""
+
+        if door is not None:
+            waiting.register(door)
+        for index in hosts:
+            self._call(index)
+
+    @property
+    def remotes(self) -> list[Remote]:
+        return [part for part in self._parts.values() if isinstance(part, Remote)]
+
+    # --- how they come
+
+    def look(self) -> None:
+        """Let in who comes; take what they say."""
+        for link, hello in self._door.callers() if self._door is not None else ():
+            self._welcome(link, hello)
+        for index, called in list(self._called.items()):
+            if called.part is None:
+                self._hear(index, called)
+        for part in self.remotes:
+            part.look()
+            self.asked += part.asked
+            part.asked.clear()
+
+    def _welcome(self, link: Link, hello: Message) -> None:
+        if "stop" in hello:  # a command, `rankwise cancel` for one
+            self.asked.append(int(hello["stop"]))
+            link.drain(1.0)
+            link.close("it has said all")
+            return
+        if "finds" in hello:
+            link.drain(0.1)
+            link.close("it was only looked for")
+            return
+        introduction = _introduced(hello["hello"])
+        before = self._parts.get(introduction.index)
+        if before is not None and before.lost is None:
+            self._sink.say(
+                f"{introduction.host} came as node {introduction.index}, and so did {before.introduction.host}: it is sent away"
+            )
+            link.send({"refused": f"node {introduction.index} is {before.introduction.host} already"})
+            link.drain(1.0)
+            link.close("it came twice")
+            return
+        link.send({"welcome": self._plan.run_id, "run_dir": self._plan.run_dir})
+        part = Remote(link, introduction, self._sink)
+        part.route = str(hello["route"])
+        self._add(part)
+
+    def _add(self, part: Remote) -> None:
+        self._waiting.register(part.link)
+        self._parts[part.introduction.index] = part
+
+    def _call(self, index: int) -> None:
+        """Start the agent of this host; its stdin and stdout are the link."""
+        assert self._by is not None
+        host = self._hosts[index]
+        words = self._run.logs / f"node-{index}.txt"
+        with open(words, "wb") as said:
+            process = subprocess.Popen(
+                self._by.reach(host.name, self._command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        link = Link(process.stdout.fileno(), process.stdin.fileno())
+        if self._own is not None:
+            self._own.kept.add(process.pid)
+        link.send(self._greeting(index, host))
+        self._waiting.register(link)
+        self._called[index] = _Called(host, process, link, words, time.monotonic())
+
+    def _hear(self, index: int, called: _Called) -> None:
+        called.link.flush()
+        called.link.heard = time.monotonic()  # until it has come it has its own, longer time
+        for message in called.link.receive():
+            if "hello" in message and called.part is None:
+                called.part = Remote(called.link, _introduced(message["hello"]), self._sink)
+                self._parts[index] = called.part
+                self._again.pop(index, None)
+        if called.link.closed is not None and called.part is None:
+            self._drop_call(index)
+            why = self._last_words(called)
+            if self._plan.min_nodes == self._plan.nodes:
+                raise NodeError(f"node {index} ({called.host.name}) did not start: {why}")
+            if index not in self._again:
+                self._sink.say(f"node {index} ({called.host.name}) did not start: {why}; it is tried again")
+            self._again[index] = time.monotonic() + _START_AGAIN_S
+
+    def _last_words(self, called: _Called) -> str:
+        assert self._by is not None
+        words = called.words.read_text(errors="replace").strip()
+        return self._by.explain(called.host.name, words)
+
+    def _drop_call(self, index: int) -> None:
+        """Nothing of a call that has ended is left here."""
+        called = self._called.pop(index)
+        self._waiting.unregister(called.link)
+        called.link.close("it has ended")
+        for pipe in (called.process.stdin, called.process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        processes.send(called.process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired, ChildProcessError):
+            called.process.wait(timeout=_LEAVE_S)
+        if self._own is not None:
+            self._own.kept.discard(called.process.pid)
+
+    # --- who takes part
+
+    def gather(self, stopped: Callable[[], bool]) -> list[Part]:
+        """Wait for the nodes; empty when `stopped()` came first. Raises NodeError when too few come in time."""
+        began = time.monotonic()
+        told = began + _SAY_EVERY_S
+        self._forget_lost()
+        while True:
+            here = [self._parts[index] for index in sorted(self._parts) if self._parts[index].lost is None]
+            now = time.monotonic()
+            if len(here) >= self._plan.nodes or (len(here) >= self._plan.min_nodes and now > began + REPLACE_S):
+                here = here[: self._plan.nodes]
+                return here if self._routes_are_known(here, stopped) else []
+            if stopped():
+                return []
+            if now > began + JOIN_TIMEOUT_S:
+                raise NodeError(f"{self._missing(here)} did not come within {JOIN_TIMEOUT_S:g} s{self._where()}")
+            if now > told:
+                told = now + _SAY_EVERY_S
+                self._sink.say(f"waiting for {self._missing(here)}{self._where()}")
+            self._waiting.wait(0.05)
+            self.look()
+            self._call_again(now)
+
+    def _forget_lost(self) -> None:
+        for index, part in list(self._parts.items()):
+            if part.lost is not None:
+                del self._parts[index]
+                if isinstance(part, Remote):
+                    self._waiting.unregister(part.link)
+                if index in self._called:
+                    self._drop_call(index)
+                    self._again[index] = 0.0
+
+    def _call_again(self, now: float) -> None:
+        for index, when in self._again.items():
+            if index not in self._called and now > when:
+                self._again[index] = now + _START_AGAIN_S
+                self._call(index)
+
+    def _missing(self, here: Sequence[Part]) -> str:
+        came = {part.introduction.index for part in here}
+        missing = [
+            f"{index} ({self._hosts[index].name})" if index in self._hosts else str(index)
+            for index in range(self._plan.nodes)
+            if index not in came
+        ]
+        return f"node{'' if len(missing) == 1 else 's'} {', '.join(missing)} of {self._plan.nodes}"
+
+    def _where(self) -> str:
+        if self._door is None:
+            return ""
+        return f"; the first agent is on {', '.join(self._door.addresses)}, port {self._door.port}"
+
+    # --- how they reach each other
+
+    def _routes_are_known(self, parts: Sequence[Part], stopped: Callable[[], bool]) -> bool:
+        """Every node knows by which address it reaches the first one. False when `stopped()` came first."""
+        first = parts[0].introduction
+        others = [p for p in parts[1:] if isinstance(p, Remote) and p.introduction.home != first.home]
+        for part in others:
+            if part.route is None and first.door is not None:
+                part.find(*first.door)
+        deadline = time.monotonic() + _ROUTE_S
+        while any(part.route is None and part.lost is None for part in others):
+            if stopped():
+                return False
+            if time.monotonic() > deadline:
+                break
+            self._waiting.wait(0.05)
+            self.look()
+        for part in others:
+            if not part.route:
+                raise NodeError(
+                    f"{part.introduction.host} does not reach {first.host}, where rank 0 is, by any of its addresses "
+                    f"({', '.join(first.door[0]) if first.door else 'none'}): a firewall, or networks that do not meet; "
+                    f"type on {part.introduction.host}: ping {first.door[0][0] if first.door and first.door[0] else first.host}"
+                )
+        return True
+
+    def orders(self, parts: Sequence[Part], restart: int) -> list[Orders]:
+        """Which ranks each node has; nodes in the order of their ranks."""
+        first = parts[0].introduction
+        homes = list(dict.fromkeys(part.introduction.home for part in parts))
+        routes = {p.introduction.home: p.route for p in parts if isinstance(p, Remote) and p.introduction.home != first.home}
+        address = next((route for route in routes.values() if route), "127.0.0.1")
+        world_size = sum(part.introduction.ranks for part in parts)
+        done, local = 0, dict.fromkeys(homes, 0)
+        found = []
+        for part in parts:
+            me = part.introduction
+            found.append(
+                Orders(
+                    restart=restart,
+                    node_rank=homes.index(me.home),
+                    nodes=len(homes),
+                    first=done,
+                    world_size=world_size,
+                    local_first=local[me.home],
+                    local_world_size=sum(p.introduction.ranks for p in parts if p.introduction.home == me.home),
+                    master_addr=routes.get(me.home) or address,
+                    master_port=first.port,
+                )
+            )
+            done += me.ranks
+            local[me.home] += me.ranks
+        return found
+
+    # --- the end
+
+    def leave(self, status: int) -> None:
+        """The run is over: every other agent ends with this status, and nothing of them is left here."""
+        for part in self.remotes:
+            part.leave(status)
+        deadline = time.monotonic() + _LEAVE_S
+        for index, called in list(self._called.items()):
+            while called.link.closed is None and time.monotonic() < deadline and called.part is not None:
+                called.link.receive()
+                time.sleep(0.002)
+            self._drop_call(index)
+        if self._door is not None:
+            self._door.close()
+
+
+def _introduced(record: dict[str, Any]) -> Introduction:
+    door = record["door"]
+    return replace(Introduction(**record), door=(tuple(door[0]), int(door[1])) if door else None)
+
+
+def introduced(introduction: Introduction) -> Message:
+    """The first thing that a member says."""
+    return {"hello": asdict(introduction)}

@@ -1,0 +1,62 @@
+"""What an agent waits for, all of it in one selector, and the signals that it is sent.
+
+waiting = Waiting(parent_pid);  waiting.register(link);  waiting.wait(0.05);  waiting.asked
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+from types import FrameType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Waiting:
+    """`asked`: the stop signals received, in order. `parent_pid`: the process whose end is this agent's too; 0 for none."""
+
+    def __init__(self, parent_pid: int) -> None:
+        self.asked: list[int] = []
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, self._wakeup_writer = socket.socketpair()
+        for end in (self._wakeup, self._wakeup_writer):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, self._on_signal)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        self._parent: int | None = None
+        if parent_pid:
+            try:
+                self._parent = os.pidfd_open(parent_pid)
+                self._selector.register(self._parent, selectors.EVENT_READ)
+            except ProcessLookupError:
+                sys.exit(1)  # it is gone already: nobody wants this run
+
+    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        self.asked.append(signum)
+
+    def register(self, source: Any) -> None:
+        """A file descriptor, or what has one: `wait` returns when something comes there."""
+        self._selector.register(source, selectors.EVENT_READ)
+
+    def unregister(self, source: Any) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(source)
+
+    def wait(self, most_s: float) -> None:
+        for key, _ in self._selector.select(most_s):
+            if key.fileobj is self._wakeup:
+                with contextlib.suppress(BlockingIOError):
+                    self._wakeup.recv(4096)
+
+    @property
+    def parent_ended(self) -> bool:
+        return self._parent is not None and bool(select.select([self._parent], [], [], 0)[0])

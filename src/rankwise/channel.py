@@ -1,0 +1,268 @@
+"""How agents speak to each other: JSON lines over a connection that both ends have proved to be of the same run.
+
+    door = Door(secret, loopback=False);  door.publish(run, start)     # the head
+    for link, hello in door.callers(): ...
+    link = knock(addresses, port, secret, {"node": 1})                 # another agent, or a command that asks something
+    link.send({"facts": ...});  for message in link.receive(): ...
+
+A link never waits: what cannot be written yet is kept, what has not come is not there. Nothing executable crosses it: an agent
+learns which rank it starts, never what. ssh and qrsh carry a link in the stdin and stdout of what they start; everywhere else
+the other agents call the head, whose address, port and secret lie in the run directory in a file that its user alone may read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rankwise import network
+from rankwise.rundir import write_text
+
+BEAT_S = 1.0
+LOST_S = 15.0
+"""An agent that has said nothing for so long is lost; no TCP error comes from a host that lost its power or its cable."""
+
+FULL_BYTES = 1 << 20
+"""With so much unsent a link takes no output of ranks: their logs are files and can wait."""
+
+_LINE_BYTES = 64 << 20
+_ANSWER_S = 5.0
+
+Message = dict[str, Any]
+
+
+class Link:
+    """Both ends of a conversation have one. `closed` says why there is nobody at the other end, None while there is."""
+
+    def __init__(self, reader: int, writer: int, own: Sequence[socket.socket] = ()) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._own = own  # kept from being collected: the descriptors are theirs
+        self._inbox = b""
+        self._outbox = b""
+        self.closed: str | None = None
+        self.heard = time.monotonic()
+        self._spoke = 0.0
+        for fd in (reader, writer):
+            os.set_blocking(fd, False)
+
+    @classmethod
+    def over(cls, connection: socket.socket) -> Link:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return cls(connection.fileno(), connection.fileno(), [connection])
+
+    def fileno(self) -> int:
+        """To wait for what comes."""
+        return self._reader
+
+    def send(self, message: Message) -> None:
+        self._outbox += json.dumps(message).encode() + b"\n"
+        self._spoke = time.monotonic()
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what can be written now."""
+        while self._outbox and self.closed is None:
+            try:
+                self._outbox = self._outbox[os.write(self._writer, self._outbox) :]
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.close(f"its connection broke ({str(error.strerror).lower()})")
+
+    @property
+    def full(self) -> bool:
+        return len(self._outbox) > FULL_BYTES
+
+    def drain(self, bound_s: float) -> None:
+        """Wait until all is written, for so long at most."""
+        deadline = time.monotonic() + bound_s
+        while self._outbox and self.closed is None and time.monotonic() < deadline:
+            self.flush()
+            time.sleep(0.002)
+
+    def beat(self) -> None:
+        """Say that this end lives, if nothing else was said for a while."""
+        if time.monotonic() - self._spoke > BEAT_S:
+            self.send({})
+        else:
+            self.flush()
+
+    def receive(self) -> list[Message]:
+        """What has come since. Notices a dead or silent end."""
+        while self.closed is None:
+            try:
+                data = os.read(self._reader, 1 << 16)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self.close(f"its connection broke ({str(error.strerror).lower()})")
+                break
+            if not data:
+                self.close("its connection closed")
+            self._inbox += data
+            self.heard = time.monotonic()
+        if self.closed is None and time.monotonic() - self.heard > LOST_S:
+            self.close(f"it has said nothing for {LOST_S:g} s")
+        *lines, self._inbox = self._inbox.split(b"\n")
+        if len(self._inbox) > _LINE_BYTES:
+            self.close("it speaks without end")
+        messages = []
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                message = None
+            if isinstance(message, dict):
+                if message:
+                    messages.append(message)
+            else:
+                self.close(f"it said what is no message: {line[:80].decode(errors='replace')}")
+        return messages
+
+    def close(self, why: str) -> None:
+        if self.closed is None:
+            self.closed = why
+            for connection in self._own:
+                connection.close()
+
+
+# --- the head listens
+
+
+class Door:
+    """Where the other agents come in. Whoever does not know the secret is not let in."""
+
+    def __init__(self, secret: str, port: int = 0, loopback: bool = False) -> None:
+        """`port` 0 is one that the kernel chooses. OSError when it is taken."""
+        self._secret = secret
+        self._listener = network.listen(loopback, port)
+        self._listener.setblocking(False)
+        self._coming: list[tuple[Link, str, float, str]] = []
+        self._file: Path | None = None
+        self.port: int = self._listener.getsockname()[1]
+        self.addresses = ["127.0.0.1"] if loopback else network.own_addresses()
+        self.seen_at: str | None = None
+        """An address of this host, not loopback, by which somebody came in."""
+
+    def fileno(self) -> int:
+        return self._listener.fileno()
+
+    def publish(self, path: Path, run_id: str, start: str) -> None:
+        """Say in a file where the door is; `start` is what the agents of this very start have in common."""
+        record = {
+            "run_id": run_id, "start": start, "addresses": self.addresses, "port": self.port, "secret": self._secret,
+            "home": network.home(),
+        }  # fmt: skip
+        write_text(path, json.dumps(record), mode=0o600)
+        self._file = path
+
+    def callers(self) -> list[tuple[Link, Message]]:
+        """Those that have proved to be of this run, with the first thing they said. Never waits."""
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                break
+            link, nonce = Link.over(connection), secrets.token_hex(16)
+            here = network.plain(connection.getsockname()[0])
+            self._coming.append((link, nonce, time.monotonic() + _ANSWER_S, here))
+            link.send({"challenge": nonce})
+        admitted, waiting = [], []
+        for link, nonce, deadline, here in self._coming:
+            said = link.receive()
+            if said and self._knows(said[0], nonce):
+                link.send({"proof": network.proof(self._secret, "door", str(said[0].get("nonce")))})
+                if not network.is_loopback(here):
+                    self.seen_at = here
+                admitted.append((link, said[0]))
+            elif said or link.closed is not None or time.monotonic() > deadline:
+                link.close("it does not know the secret")
+            else:
+                waiting.append((link, nonce, deadline, here))
+        self._coming = waiting
+        return admitted
+
+    def _knows(self, said: Message, nonce: str) -> bool:
+        return hmac.compare_digest(str(said.get("proof")), network.proof(self._secret, "caller", nonce))
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError, ValueError):
+                if json.loads(self._file.read_text())["secret"] == self._secret:
+                    self._file.unlink()
+        for link, *_ in self._coming:
+            link.close("the door was shut")
+        self._listener.close()
+
+
+# --- the others call
+
+
+class NobodyThere(Exception):  # noqa: N818  it is no error: one tries again
+    """No door of this run was found by this address, or not yet."""
+
+
+def read_door(path: Path) -> Mapping[str, Any]:
+    """The record that `publish` wrote. Raises NobodyThere while there is none that can be read."""
+    try:
+        network.refresh(path)
+        with open(path, encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                raise NobodyThere(f"{path} belongs to another user")
+            record = json.load(file)
+        return {key: record[key] for key in ("run_id", "start", "addresses", "port", "secret", "home")}
+    except OSError as error:
+        raise NobodyThere(f"{path}: {str(error.strerror).lower()}") from None
+    except (ValueError, KeyError, TypeError):
+        raise NobodyThere(f"{path} is none of ours") from None
+
+
+def knock(
+    addresses: Sequence[str], port: int, secret: str, hello: Message, answer_s: float = _ANSWER_S
+) -> tuple[Link, str, str]:
+    """(link, the address that answered, this host's own address on the way there). Tries one address after the other; `hello`
+    is said with the one that answered as its route.
+
+    Raises NobodyThere with what each of them said.
+    """
+    problems = []
+    for address in dict.fromkeys(addresses):
+        try:
+            connection = socket.create_connection((address, port), timeout=answer_s)
+        except OSError as error:
+            problems.append(f"{address}, port {port}: {str(error.strerror or error).lower()}")
+            continue
+        own = network.plain(connection.getsockname()[0])
+        link = Link.over(connection)
+        if _is_proved(link, secret, {**hello, "route": address}, answer_s):
+            return link, address, own
+        link.close("it does not know the secret")
+        problems.append(f"{address}, port {port}: another program answers there, or another run")
+    raise NobodyThere("; ".join(problems) or "no address")
+
+
+def _is_proved(link: Link, secret: str, hello: Message, answer_s: float) -> bool:
+    """Prove, and have proved, that both know the secret."""
+    challenge = _next(link, answer_s)
+    nonce = secrets.token_hex(16)
+    link.send({**hello, "nonce": nonce, "proof": network.proof(secret, "caller", str(challenge.get("challenge")))})
+    return hmac.compare_digest(str(_next(link, answer_s).get("proof")), network.proof(secret, "door", nonce))
+
+
+def _next(link: Link, bound_s: float) -> Message:
+    """One message, or an empty one when none comes in time."""
+    deadline = time.monotonic() + bound_s
+    while time.monotonic() < deadline and link.closed is None:
+        if said := link.receive():
+            return said[0]
+        time.sleep(0.002)
+    return {}

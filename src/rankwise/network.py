@@ -1,0 +1,100 @@
+"""Facts about this host's network, and the proof that two ends know one secret.
+
+own_addresses()              # those by which other hosts may reach this one
+proof(secret, "door", nonce) # what only those who know the secret can say of a nonce
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import os
+import platform
+import socket
+from pathlib import Path
+
+from rankwise import processes
+
+
+def home() -> str:
+    """This host's network: processes with the same one reach each other by loopback. A container may have its own."""
+    return f"{platform.node()} {processes.boot_id()} {inode('/proc/self/ns/net')}"
+
+
+def inode(path: str) -> int:
+    """Names a namespace; 0 where it cannot be read."""
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return 0
+
+
+def listen(loopback: bool, port: int = 0) -> socket.socket:
+    """On `port`, or on one that the kernel chooses; on all interfaces only where other hosts must come in."""
+    if loopback:
+        return socket.create_server(("127.0.0.1", port), backlog=1024)
+    with contextlib.suppress(OSError):  # no IPv6 here
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", port), backlog=1024)
+
+
+def own_addresses() -> list[str]:
+    """Those by which other hosts may reach this one, that of the default route first. Names are not asked: /etc/hosts may
+    have this host's own name at 127.0.1.1."""
+    import psutil
+
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    found = [
+        entry.address.partition("%")[0]
+        for name, entries in psutil.net_if_addrs().items()
+        if name in up
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    found = [a for a in found if not is_loopback(a) and not ipaddress.ip_address(a).is_link_local]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # documentation's own network; nothing is sent
+        found.sort(key=lambda address: address != probe.getsockname()[0])
+    return found
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this address."""
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return None
+
+
+def plain(address: str) -> str:
+    """An IPv4 address as itself where an IPv6 socket shows it as ::ffff:10.0.0.1."""
+    return address.removeprefix("::ffff:") if "." in address else address.partition("%")[0]
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def is_here(name: str) -> bool:
+    """Whether this host goes by that name, or has that address."""
+    if name in ("localhost", platform.node(), platform.node().partition(".")[0]):
+        return True
+    try:
+        found = {plain(str(entry[4][0])) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    except OSError:  # a name that ssh's own configuration knows
+        return False
+    return any(is_loopback(address) for address in found) or not found.isdisjoint(own_addresses())
+
+
+def refresh(path: Path) -> None:
+    """NFS asks the server anew what is in a folder when the folder is opened: without it a new file may stay unseen."""
+    for folder in (path.parent.parent, path.parent):
+        with contextlib.suppress(OSError):
+            os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def proof(secret: str, *words: str) -> str:
+    return hmac.new(secret.encode(), "\0".join(words).encode(), "sha256").hexdigest()
