@@ -50,6 +50,7 @@ ORDER: dict[str, ModuleType] = {
 BY_NAME: dict[str, ModuleType] = {
     "local": local,
     "ssh": ssh,
+    "sge": sge,
 }
 """Those to which a run can be handed."""
 
