@@ -51,6 +51,8 @@ BY_NAME: dict[str, ModuleType] = {
     "local": local,
     "ssh": ssh,
     "sge": sge,
+    "openmpi": openmpi,
+    "mpich": mpich,
 }
 """Those to which a run can be handed."""
 
