@@ -1,13 +1,18 @@
-"""MPICH's and Intel MPI's variables."""
+"""MPICH's and Intel MPI's variables, and the mpirun that starts agents."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from environments import MPICH, MPICH_IN_SBATCH, MPICH_ROUND_ROBIN, SGE_SCRIPT, SLURM_STEP, Env, mpich
+from plans import TWO_HOSTS, golden, hostile, mpirun, plan
 
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.schedulers import mpich as scheduler
 from rankwise.world import discover
+
+__all__ = ["mpirun"]  # a fixture
 
 SIZED = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
@@ -84,3 +89,15 @@ def test_the_name_of_a_start_is_where_mpirun_listens_for_the_proxy_above_the_ran
     proxy = ["/usr/bin/hydra_pmi_proxy", "--control-port", "vm:40995", "--rmk", "user", "--proxy-id", "1"]
     assert scheduler.start(MPICH[0], [["sh", "-c", "python train.py"], proxy, ["mpirun", "-np", "2"]]) == "mpich-vm:40995"
     assert scheduler.start(MPICH[0], [["bash"], ["x", "--control-port"]]) is None
+
+
+def test_the_text_that_starts_an_agent_on_each_node_is_the_golden_one() -> None:
+    assert scheduler.render(plan(hosts=TWO_HOSTS)) == golden("mpich.sh")
+    assert scheduler.render(hostile()) == golden("mpich-hostile.sh")
+    assert scheduler.attached({})
+
+
+def test_mpirun_gets_each_word_as_it_is_and_an_empty_stdin(mpirun: Callable[..., list[str]]) -> None:
+    words = mpirun(scheduler.render(plan("/", "a b $(touch x)")))
+    assert words[:4] == ["-np", "2", "-ppn", "1"]
+    assert words[-3:] == ["-m", "rankwise.agent", "//a b $(touch x)"]

@@ -1,13 +1,18 @@
-"""Open MPI's variables."""
+"""Open MPI's variables, and the mpirun that starts agents."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from environments import OPENMPI, OPENMPI_BY_NODE, OPENMPI_IN_SBATCH, OPENMPI_IN_SGE, Env, openmpi
+from plans import TWO_HOSTS, golden, hostile, mpirun, plan
 
-from rankwise.errors import WorldError
+from rankwise.errors import ConfigError, WorldError
 from rankwise.schedulers import openmpi as scheduler
 from rankwise.world import discover
+
+__all__ = ["mpirun"]  # a fixture
 
 SIZED = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
@@ -92,3 +97,24 @@ def test_the_name_of_a_start_is_the_same_for_its_ranks_and_another_with_another_
     assert scheduler.start({**keyed[0], "OMPI_MCA_orte_precondition_transports": "0-0"}, []) != scheduler.start(keyed[0], [])
     assert scheduler.start({"PMIX_NAMESPACE": "prterun-node1-77@1"}, []) == "openmpi-prterun-node1-77@1"
     assert scheduler.start({}, []) is None
+
+
+def test_the_text_that_starts_an_agent_on_each_node_is_the_golden_one() -> None:
+    assert scheduler.render(plan(hosts=TWO_HOSTS)) == golden("openmpi.sh")
+    assert scheduler.render(hostile()) == golden("openmpi-hostile.sh")
+    assert scheduler.attached({})
+
+
+def test_mpirun_is_told_the_names_that_are_set_and_no_others(mpirun: Callable[..., list[str]]) -> None:
+    words = mpirun(scheduler.render(plan("/", "run")), PYTHONPATH="/a b", LD_LIBRARY_PATH="")
+    assert words[: words.index("-x") + 3] == [
+        "-np", "2", "--map-by", "ppr:1:node", "--bind-to", "none", "-x", "PYTHONPATH", words[-4],
+    ]  # fmt: skip
+    assert words[-3:] == ["-m", "rankwise.agent", "//run"]
+
+
+def test_root_is_told_what_to_type_for_open_mpi_refuses_it() -> None:
+    with pytest.raises(ConfigError, match=r"OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1$"):
+        scheduler.refuse_root({"OMPI_ALLOW_RUN_AS_ROOT": "1"}, 0)
+    scheduler.refuse_root({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}, 0)
+    scheduler.refuse_root({}, 1000)

@@ -44,8 +44,8 @@ class NodeError(RankwiseError):
 class Reaching(Protocol):
     """What starts an agent elsewhere: a scheduler's file."""
 
-    def reach(self, host: str, command: Sequence[str]) -> list[str]: ...
-    def explain(self, host: str, words: str) -> str: ...
+    def reach(self, host: str, command: list[str]) -> list[str]: ...
+    def refusal(self, host: str, words: str) -> str | None: ...
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Roster:
         hosts: Mapping[int, Host],
         by: Reaching | None,
         greeting: Callable[[int, Host], Message],
-        command: Sequence[str],
+        command: list[str],
     ) -> None:
         self._plan = plan
         self._run = run
@@ -185,7 +185,8 @@ class Roster:
     def _last_words(self, called: _Called) -> str:
         assert self._by is not None
         words = called.words.read_text(errors="replace").strip()
-        return self._by.explain(called.host.name, words)
+        own = words.splitlines()[-1].removeprefix("rankwise: ") if words else f"{called.process.args[0]} ended without a word"
+        return self._by.refusal(called.host.name, words) or own
 
     def _drop_call(self, index: int) -> None:
         """Nothing of a call that has ended is left here."""

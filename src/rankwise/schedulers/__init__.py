@@ -28,13 +28,14 @@ and, where the head's agent starts those of the other nodes itself,
 
     hosts(plan, env) -> tuple[Host, ...]   the nodes in the order of their ranks; pure but for the file that `env` names
     reach(host, command) -> list[str]      the command that runs `command` there, its stdin and stdout passed through
+    refusal(host, words) -> str | None     why that did not get there, by its words on stderr; None: they are the command's own
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-from rankwise.schedulers import local, mpich, openmpi, sge, slurm, torchrun
+from rankwise.schedulers import local, mpich, openmpi, sge, slurm, ssh, torchrun
 from rankwise.schedulers.ranks import Ranks
 
 ORDER: dict[str, ModuleType] = {
@@ -46,6 +47,14 @@ ORDER: dict[str, ModuleType] = {
     "local": local,
 }
 
-BY_NAME: dict[str, ModuleType] = {"local": local, "slurm": slurm, "sge": sge, "openmpi": openmpi, "mpich": mpich}
+BY_NAME: dict[str, ModuleType] = {
+    "local": local,
+    "ssh": ssh,
+    "slurm": slurm,
+    "sge": sge,
+    "openmpi": openmpi,
+    "mpich": mpich,
+}
+"""Those to which a run can be handed."""
 
 __all__ = ["BY_NAME", "ORDER", "Ranks"]

@@ -1,14 +1,27 @@
-"""MPICH's and Intel MPI's mpirun (Hydra): what it tells each rank that it starts."""
+"""MPICH's and Intel MPI's mpirun (Hydra): what it tells each rank that it starts, and how it starts one agent a node."""
 
 from __future__ import annotations
 
+import shlex
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from rankwise.plan import Plan
+from rankwise.schedulers import local
 from rankwise.schedulers.ranks import Ranks, Tasks, address, not_joined, require, shown, single, tasks_of, whole_number
 
 VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 NEEDS = "PMI_RANK and MPI_LOCALRANKID"
+OPTIONS = ("nodes", "hosts", "hostfile")
+
+# These two would end mpirun itself, and the agents with it; SIGINT, SIGTERM and SIGUSR1 it passes on.
+PASSED = {signal.SIGHUP: signal.SIGTERM, signal.SIGUSR2: signal.SIGUSR1}
+
+submit = local.submit
+state = local.state
+cancel = local.cancel
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -49,6 +62,20 @@ def start(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | N
             if word == "--control-port":
                 return f"mpich-{value}"
     return None
+
+
+def attached(env: Mapping[str, str]) -> bool:
+    """Always: mpirun runs below the launcher."""
+    return True
+
+
+def render(plan: Plan) -> str:
+    """A shell script that becomes mpirun, which starts one agent a node with the whole environment."""
+    where = ["-hosts", ",".join(host.name for host in plan.hosts)] if plan.hosts else []
+    mpirun = ["mpirun", "-np", str(plan.nodes), "-ppn", "1", *where]
+    agent = [sys.executable, "-m", "rankwise.agent", plan.run_dir]
+    # Ranks above 0 never see the end of mpirun's stdin.
+    return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\nexec {shlex.join([*mpirun, *agent])} </dev/null\n"
 
 
 def _another_launcher(env: Mapping[str, str]) -> Ranks:

@@ -1,10 +1,17 @@
-"""Open MPI's mpirun: what it tells each rank that it starts."""
+"""Open MPI's mpirun: what it tells each rank that it starts, and how it starts one agent a node."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import shlex
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 
+from rankwise.errors import ConfigError
+from rankwise.plan import Plan
+from rankwise.schedulers import local
 from rankwise.schedulers.ranks import Ranks, Tasks, address, require, tasks_of, whole_number
 
 # _NODE_RANK is not among them: it is the local rank under another name, not the index of the node.
@@ -15,6 +22,14 @@ VARIABLES = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
 NEEDS = "OMPI_COMM_WORLD_RANK"
+OPTIONS = ("nodes", "hosts", "hostfile")
+
+# mpirun kills the agents within two seconds of a SIGTERM, SIGINT or SIGHUP to it, and passes SIGUSR1 on to them.
+PASSED = {signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
+
+state = local.state
+
+_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -48,3 +63,39 @@ def start(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | N
         return None
     key = env.get("OMPI_MCA_orte_precondition_transports", "")  # Open MPI 5 has none: its name holds host and process in full
     return "-".join(["openmpi", job, *([hashlib.sha256(key.encode()).hexdigest()[:12]] if key else [])])
+
+
+def attached(env: Mapping[str, str]) -> bool:
+    """Always: mpirun runs below the launcher."""
+    return True
+
+
+def render(plan: Plan) -> str:
+    """A shell script that becomes mpirun, which starts one agent a node; the agents share the node's cores out themselves."""
+    where = ["-H", ",".join(host.name for host in plan.hosts)] if plan.hosts else []
+    mpirun = ["mpirun", "-np", str(plan.nodes), "--map-by", "ppr:1:node", "--bind-to", "none", *where]
+    agent = [sys.executable, "-m", "rankwise.agent", plan.run_dir]
+    # PATH goes along by itself. What a Python needs to start and to find rankwise goes where it is set; mpirun warns elsewhere.
+    export = " ".join(f"${{{name}:+-x {name}}}" for name in ("PYTHONPATH", "LD_LIBRARY_PATH"))
+    start = f"exec {shlex.join(mpirun)} \\\n  {export} \\\n  {shlex.join(agent)} </dev/null"
+    return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\n{start}\n"
+
+
+def submit(path: str) -> str:
+    """As a process of this machine. Raises ConfigError for root, whom Open MPI refuses unless two variables are set."""
+    refuse_root(os.environ, os.geteuid())
+    return local.submit(path)
+
+
+def refuse_root(env: Mapping[str, str], uid: int) -> None:
+    """Raises ConfigError where mpirun will refuse to run."""
+    if uid == 0 and any(env.get(name) != "1" for name in _ROOT):
+        raise ConfigError(
+            "Open MPI does not run as root unless it is told twice; be another user, or type before the command: "
+            + " ".join(f"{name}=1" for name in _ROOT)
+        )
+
+
+def cancel(job_id: str) -> None:
+    """Ask the agents to stop."""
+    os.kill(int(job_id), PASSED[signal.SIGTERM])

@@ -1,15 +1,49 @@
-"""Grid Engine (Son of Grid Engine and its kin): it counts hosts and slots and names no rank."""
+"""Grid Engine (Son of Grid Engine and its kin): it counts hosts and slots and names no rank.
+
+    rankwise run --on sge --slots 8 --pe mpi -l h_rt=10:00:00 -l h_vmem=15G train.py
+
+One agent a host. The job's script is the head's; it starts the others by `qrsh -inherit`, one rank a slot.
+"""
 
 from __future__ import annotations
 
+import re
+import shlex
+import socket
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
+from rankwise.errors import ConfigError, WorldError
+from rankwise.plan import Host, Plan
+from rankwise.schedulers.job import State, call, last_line, one_line, slug
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single, whole_number
 
 VARIABLES = ("PE_HOSTFILE", "JOB_SCRIPT", "NHOSTS", "NSLOTS", "SGE_TASK_ID")
 NEEDS = "PE_HOSTFILE or JOB_SCRIPT=QRSH"
+OPTIONS = ("slots", "pe", "resources", "queue", "account", "requeue", "setup")
 
-_CURE = "start the ranks with mpirun, which reads the job's host list: mpirun python script.py"
+_CURE = "start the ranks with what reads the job's host list: rankwise run script.py, or with MPI: mpirun python script.py"
+_RESERVED = ("none", "all", "template")
+_TIME = re.compile(r"(?:(?:(\d*):)?(\d*):)?(\d+)")
+_MISSING = "type this on a host from which jobs are submitted, after: source $SGE_ROOT/default/common/settings.sh"
+
+_CURES = (
+    (r'parallel environment ".*" does not exist', "those there are: qconf -spl"),
+    (r'unknown queue ".*"', "those there are: qconf -sql"),
+    (r'unknown resource ".*"', "those there are: qconf -sc"),
+    (r'attribute ".*" is not a', "for example -l h_rt=10:00:00 -l h_vmem=15G -l gpu=1"),
+    (
+        r"no suitable queues",
+        "no queue can ever run it: ask for fewer slots, less of a resource (-l), another --pe or -q; what there is: qhost -F",
+    ),
+    (r"range must be greater than zero|Numerical value invalid", "--slots is a number from 1 up"),
+    (r"Error reading answer list", "it holds a name that Grid Engine cannot take: letters, digits, `.`, `_` and `-` it can"),
+    (
+        r"qmaster.*(?:send error|not running|no connection)|commlib error|unable to contact",
+        "Grid Engine's server does not answer; is it up?",
+    ),
+)
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -45,3 +79,208 @@ def ranks(env: Mapping[str, str]) -> Ranks:
     if env.get("SGE_TASK_ID", "undefined") != "undefined":
         notes.append(f"task {env['SGE_TASK_ID']} of job array {env.get('JOB_ID', '?')}: each is a world of its own")
     return single("a Grid Engine job on one host", "; ".join(notes) or None)
+
+
+def attached(env: Mapping[str, str]) -> bool:
+    """True inside a job: in its script, in what that started, in a shell of qrsh or qlogin."""
+    return "PE_HOSTFILE" in env or all(name in env for name in ("JOB_ID", "QUEUE", "SGE_ROOT"))
+
+
+def allocated(env: Mapping[str, str]) -> int | None:
+    """The hosts of the job whose script this is; None outside of one, and in a task on another host."""
+    if not attached(env) or env.get("JOB_SCRIPT") == "QRSH":
+        return None
+    return max(1, whole_number(env, "NHOSTS")) if "NHOSTS" in env else 1
+
+
+def render(plan: Plan) -> str:
+    """The job's script: `cd RUN_DIR && qsub job.sh`. Raises ConfigError for what such a script cannot hold."""
+    lines = ["#!/bin/bash", *(f"#$ {option}" for option in _options(plan)), ""]
+    lines += [one_line(line, "--setup") for line in plan.job.get("setup", ())]
+    lines.append(f"cd {shlex.quote(one_line(plan.cwd, 'the folder'))} || exit 2")
+    # No process stands between: Grid Engine asks this one to stop, and its exit status is the job's (99: once more).
+    lines.append(f"exec {shlex.join([sys.executable, '-m', 'rankwise.agent', one_line(plan.run_dir, '--run-dir')])}")
+    return "\n".join(lines) + "\n"
+
+
+def _options(plan: Plan) -> list[str]:
+    job = plan.job
+    resources = [str(item) for item in job.get("resources", ())]
+    slots, pe = job.get("slots"), job.get("pe")
+    if slots is not None and str(slots) != "1" and pe is None:
+        raise ConfigError(
+            f"--slots {slots} without --pe: slots are given out by a parallel environment; those there are: qconf -spl"
+        )
+    if pe is not None and slots is None:
+        raise ConfigError(f"--pe {pe} without --slots: how many slots? For example: --pe {pe} --slots 8")
+    name = slug(plan.name)
+    if name.lower() in _RESERVED:
+        name = f"run-{name}"
+    options = [
+        "-S /bin/bash",
+        # Output goes beside this script by a relative path: in an absolute one `:` and `,` would have a meaning.
+        "-cwd",
+        "-o logs/job-$JOB_ID.log",
+        "-j y",
+        f"-N {name}",
+        "-v PATH",
+        "-w e",  # otherwise a job that no queue can ever run is taken, and waits for ever
+        f"-r {'y' if job.get('requeue') else 'n'}",
+        "-notify",
+    ]
+    if pe is not None:
+        options.append(f"-pe {_quoted(pe, '--pe')} {_quoted(str(slots), '--slots')}")
+    options += [f"-l {_quoted(item, '-l')}" for item in resources]
+    if (s_rt := _soft_limit_s(resources, plan.grace_s)) is not None:
+        options.append(f"-l s_rt={s_rt}")
+    if (queue := job.get("queue")) is not None:
+        options.append(f"-q {_quoted(queue, '-q')}")
+    if (account := job.get("account")) is not None:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", account):  # qsub's own answer to another: "Error reading answer list"
+            raise ConfigError(f"-A {account!r}: an account of Grid Engine is of letters, digits, `.`, `_` and `-`")
+        options.append(f"-A {account}")
+    return options
+
+
+def _quoted(value: str, what: str) -> str:
+    """One word in a `#$` line, where quotes hold blanks together and nothing can quote a quote."""
+    one_line(value, what)
+    if re.fullmatch(r"[A-Za-z0-9_.,:=@/*+%-]+", value):
+        return value
+    for quote in "\"'":
+        if quote not in value and value:
+            return f"{quote}{value}{quote}"
+    raise ConfigError(f"{what} {value!r}: Grid Engine has no way to write that; leave out one kind of quotes")
+
+
+def _soft_limit_s(resources: list[str], grace_s: float) -> int | None:
+    """When ranks are asked to stop: `grace_s` before h_rt, which kills. None: the user says it, or h_rt is no time."""
+    asked = dict(item.partition("=")[::2] for entry in resources for item in entry.split(","))
+    match = _TIME.fullmatch(asked.get("h_rt", ""))
+    if match is None or "s_rt" in asked:
+        return None
+    hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    limit_s = 3600 * hours + 60 * minutes + seconds
+    return max(limit_s - int(grace_s), limit_s // 2)
+
+
+def submit(path: str) -> str:
+    """Returns the job's id. Raises ConfigError, one line, for what qsub refuses."""
+    folder, name = Path(path).parent, Path(path).name
+    (folder / "logs").mkdir(exist_ok=True)  # a job whose output has no folder fails without a word (Eqw)
+    done = call(["qsub", "-terse", name], _MISSING, cwd=str(folder))
+    numbers = re.findall(r"^\d+", done.stdout, re.MULTILINE)
+    if done.returncode == 0 and numbers:
+        return str(numbers[-1])
+    raise ConfigError(refused(f"{done.stdout}\n{done.stderr}"))
+
+
+def refused(words: str) -> str:
+    """What qsub said to a job that it does not take, in one line with what to type."""
+    said = " ".join(words.split()).removesuffix("Exiting.").strip()
+    said = said.partition("Unable to run job: ")[2] or said or "it said nothing"
+    cure = next((f"; {cure}" for pattern, cure in _CURES if re.search(pattern, said)), "")
+    return f"qsub refuses the job: {said.rstrip('. ')}{cure}"
+
+
+def state(job_id: str) -> State:
+    """By qstat, then by qacct, which not every site keeps. Never raises."""
+    try:
+        listed = _listed(call(["qstat", "-xml"], _MISSING).stdout, job_id)
+        if listed is None:
+            return _accounted(call(["qacct", "-j", job_id], _MISSING).stdout)
+        if "E" not in listed:
+            return State("waiting" if "q" in listed else "running", listed)
+        reason = _error_reason(call(["qstat", "-j", job_id], _MISSING).stdout)
+    except ConfigError as error:
+        return State("unknown", str(error))
+    return State("stuck", f"{listed}: it will never start: {reason}; mend that, then type: qmod -cj {job_id}")
+
+
+def _listed(xml: str, job_id: str) -> str | None:
+    """The letters that `qstat -xml` shows of a job; of an array those of its most lively task. None: it is not there."""
+    from xml.etree import ElementTree  # an agent starts without it
+
+    try:
+        jobs = list(ElementTree.fromstring(xml).iter("job_list"))
+    except ElementTree.ParseError:
+        raise ConfigError(f"qstat -xml printed no XML but {xml[:80]!r}; is Grid Engine's server up?") from None
+    found = [job.findtext("state", "") for job in jobs if job.findtext("JB_job_number") == job_id]
+    return min(found, key=lambda letters: ("q" in letters, "E" in letters), default=None)
+
+
+def _error_reason(text: str) -> str:
+    """From `qstat -j`: why a job is in the state Eqw."""
+    match = re.search(r"^error reason[^:]*:\s*(?:[\d/]+ [\d:]+ \[[\d:]*\]: )?(?:error: )?(.*\S)", text, re.MULTILINE)
+    return match[1] if match else "qstat -j does not say why"
+
+
+def _accounted(text: str) -> State:
+    """The last record of `qacct -j`: the job's own, after those of its tasks on other hosts."""
+    record = dict(re.findall(r"^(\w+) +(.*\S)", text.rpartition("=====\n")[2], re.MULTILINE))
+    if not record.get("exit_status", "").split(" ")[0].isdecimal():
+        return State("unknown", "it is in no queue, and qacct has no record of it")
+    failed, _, why = record.get("failed", "0").partition(":")
+    return State("ended", "" if failed.strip() == "0" else why.strip(), int(record["exit_status"].split(" ")[0]))
+
+
+def cancel(job_id: str) -> None:
+    """qdel: with -notify the ranks are asked first. Nothing happens where the job is over."""
+    done = call(["qdel", job_id], _MISSING)
+    if done.returncode != 0 and "does not exist" not in f"{done.stdout}{done.stderr}":
+        raise ConfigError(f"qdel {job_id}: {last_line(done)}")
+
+
+def hosts(plan: Plan, env: Mapping[str, str]) -> tuple[Host, ...]:
+    """Those of PE_HOSTFILE with their slots, this one first: the head is where the job's script runs.
+
+    A host that gives slots of several queues has several lines. Raises WorldError.
+    """
+    here = env.get("HOSTNAME") or socket.gethostname()
+    if "PE_HOSTFILE" not in env:
+        return (Host(here, 1),)
+    path = env["PE_HOSTFILE"]
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise WorldError(
+            f"PE_HOSTFILE={path}: {error.strerror}; it is on the job's first host alone: start rankwise in the job's script"
+        ) from None
+    slots: dict[str, int] = {}
+    for line in text.splitlines():
+        match line.split():
+            case [name, count, *_] if count.isdecimal():
+                slots[name] = slots.get(name, 0) + int(count)
+            case [_, *_]:
+                raise WorldError(f"PE_HOSTFILE={path}: {line!r} is not `host slots queue processors`")
+    own = [name for name in slots if name.lower() == here.lower()]
+    own = own or [name for name in slots if _short(name) == _short(here)]  # one of them with its domain
+    if not own:
+        raise WorldError(
+            f"PE_HOSTFILE={path} names {', '.join(slots) or 'no host'}, and this is {here}; start rankwise in the job's script"
+        )
+    names = sorted(slots, key=lambda name: name != own[0])  # stable: the others keep Grid Engine's order
+    return tuple(Host(name, slots[name]) for name in names)
+
+
+def _short(name: str) -> str:
+    return name.lower().partition(".")[0]
+
+
+def reach(host: str, command: list[str]) -> list[str]:
+    """A shell there reads the line again. Another one stands above the command: if a task that qrsh has started dies by a
+    signal, Grid Engine kills the whole job, and a shell ends with a status of 128 + n instead.
+    """
+    words = ["/bin/sh", "-c", f"{shlex.join(command)}; exit $?"]
+    return ["qrsh", "-inherit", host, *(shlex.quote(word) for word in words)]
+
+
+def refusal(host: str, words: str) -> str | None:
+    """Why qrsh did not get there, in one line with what to type; None where its last words are not its own."""
+    match = re.search(r"^error: executing task of job (?P<job>\S+) failed: (?P<why>.*\S)", words, re.MULTILINE)
+    if match is None:
+        return None
+    return (
+        f"qrsh cannot start a task on {host}: {match['why']}; a host of the job lets it only under a parallel environment with "
+        f"control_slaves TRUE (qconf -sp PE), while its execution daemon is up: qhost -h {host}"
+    )

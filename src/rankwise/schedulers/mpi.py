@@ -1,0 +1,24 @@
+"""Which of the two `mpirun` is: Open MPI's and MPICH's take other options."""
+
+from __future__ import annotations
+
+from rankwise.errors import ConfigError
+from rankwise.schedulers.job import call
+
+_MISSING = "install Open MPI or MPICH, or type first what the site says: module load openmpi"
+
+
+def installed() -> str:
+    """`openmpi` or `mpich`, by what `mpirun --version` prints. Raises ConfigError where it is neither, or not there."""
+    done = call(["mpirun", "--version"], _MISSING)
+    return flavour(f"{done.stdout}\n{done.stderr}")
+
+
+def flavour(version: str) -> str:
+    """From the text of `mpirun --version`. Raises ConfigError."""
+    if "Open MPI" in version or "OpenRTE" in version or "PRRTE" in version:
+        return "openmpi"
+    if "HYDRA" in version or "MPICH" in version or "Intel(R) MPI" in version:
+        return "mpich"
+    said = next((line.strip() for line in version.splitlines() if line.strip()), "nothing")
+    raise ConfigError(f"--on mpi: `mpirun --version` says {said!r}, neither Open MPI nor MPICH; put one of them on PATH")

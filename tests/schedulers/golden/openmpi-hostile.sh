@@ -1,0 +1,5 @@
+#!/bin/sh
+cd '/home/a b/$(touch x);it'"'"'s "here"' || exit 2
+exec mpirun -np 2 --map-by ppr:1:node --bind-to none \
+  ${PYTHONPATH:+-x PYTHONPATH} ${LD_LIBRARY_PATH:+-x LD_LIBRARY_PATH} \
+  @PYTHON@ -m rankwise.agent '/home/a b/$(touch x);it'"'"'s "here"/runs/`touch y` & *' </dev/null

@@ -1,0 +1,5 @@
+#!/bin/sh
+cd /home/me || exit 2
+exec mpirun -np 2 --map-by ppr:1:node --bind-to none -H node1,node2 \
+  ${PYTHONPATH:+-x PYTHONPATH} ${LD_LIBRARY_PATH:+-x LD_LIBRARY_PATH} \
+  @PYTHON@ -m rankwise.agent /home/me/runs/train </dev/null

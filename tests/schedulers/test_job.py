@@ -1,0 +1,64 @@
+"""What the schedulers that take jobs have in common."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankwise.errors import ConfigError
+from rankwise.schedulers import BY_NAME, job
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("train", "train"),
+        ("a/b c", "a-b-c"),
+        (";$(touch x)", "touch-x"),
+        ("3d", "run-3d"),
+        ("ä", "run"),
+        ("", "run"),
+        ("-x", "x"),
+    ],
+)
+def test_a_name_becomes_one_that_means_nothing_to_a_shell_or_a_scheduler(name: str, plain: str) -> None:
+    assert job.slug(name) == plain
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a\rb", "a\x00", "\x1b[2J", "a\x7f"])
+def test_a_control_character_cannot_be_in_a_line_of_a_jobs_script(text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"--x {text!r}")):
+        job.one_line(text, "--x")
+
+
+def test_every_other_character_can() -> None:
+    assert job.one_line("a b\"'$(x)é", "--x") == "a b\"'$(x)é"
+
+
+def test_a_scheduler_whose_command_is_not_there_says_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^nosuch: No such file or directory; type this$"):
+        job.call(["nosuch"], "type this")
+    with pytest.raises(ConfigError, match=r"^/nosuch: No such file or directory; start the run again$"):
+        job.call([sys.executable], "type this", cwd="/nosuch")
+    monkeypatch.setattr(job, "_PATIENCE_S", 0.1)
+    (tmp_path / "slow").write_text("#!/bin/sh\nwhile :; do :; done\n")
+    (tmp_path / "slow").chmod(0o755)
+    with pytest.raises(ConfigError, match=r"slow has not answered for 0.1 s; is the scheduler's server up"):
+        job.call([str(tmp_path / "slow")], "type this")
+
+
+@pytest.mark.parametrize(("out", "err", "line"), [("a\n", "b\n\n", "b"), ("a\n", "", "a"), ("", "", "exit status 3")])
+def test_the_last_line_is_of_either_stream(out: str, err: str, line: str) -> None:
+    assert job.last_line(subprocess.CompletedProcess([], 3, out, err)) == line
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_scheduler_to_which_a_run_can_be_handed_has_all_that_is_asked_of_one(name: str) -> None:
+    missing = [word for word in ("render", "submit", "state", "cancel") if not callable(getattr(BY_NAME[name], word, None))]
+    assert not missing
+    both = [hasattr(BY_NAME[name], word) for word in ("hosts", "reach", "refusal")]
+    assert all(both) or not any(both)
