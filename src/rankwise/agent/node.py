@@ -208,6 +208,8 @@ class Node:
         """The ranks are asked for; they are there when `facts.pids` is."""
         self._page.reset()
         self._orders = orders
+        if orders.nodes > 1 and self.interface is None and not network.is_loopback(orders.master_addr):
+            self.interface = network.interface_of(orders.master_addr)  # rank 0 is here
         self.claim = self.end = None
         numbers = range(orders.first, orders.first + self.ranks)
         self._crew = Crew(numbers, self._plan.argv[0], self.run, self._page)

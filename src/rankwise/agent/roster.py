@@ -53,6 +53,7 @@ class _Called:
     """An agent that the head has started on another host, by a process of its own here."""
 
     host: Host
+    command: list[str]
     process: subprocess.Popen[bytes]
     link: Link
     words: Path
@@ -115,6 +116,8 @@ class Roster:
                 self._hear(index, called)
         for part in self.remotes:
             part.look()
+            if part.lost is not None:
+                self._waiting.unregister(part.link)
             self.asked += part.asked
             part.asked.clear()
 
@@ -152,10 +155,9 @@ class Roster:
         assert self._by is not None
         host = self._hosts[index]
         words = self._run.logs / f"node-{index}.txt"
+        command = self._by.reach(host.name, self._command)
         with open(words, "wb") as said:
-            process = subprocess.Popen(
-                self._by.reach(host.name, self._command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said
-            )
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said)
         assert process.stdin is not None
         assert process.stdout is not None
         link = Link(process.stdout.fileno(), process.stdin.fileno())
@@ -163,7 +165,7 @@ class Roster:
             self._own.kept.add(process.pid)
         link.send(self._greeting(index, host))
         self._waiting.register(link)
-        self._called[index] = _Called(host, process, link, words, time.monotonic())
+        self._called[index] = _Called(host, command, process, link, words, time.monotonic())
 
     def _hear(self, index: int, called: _Called) -> None:
         called.link.flush()
@@ -185,7 +187,7 @@ class Roster:
     def _last_words(self, called: _Called) -> str:
         assert self._by is not None
         words = called.words.read_text(errors="replace").strip()
-        own = words.splitlines()[-1].removeprefix("rankwise: ") if words else f"{called.process.args[0]} ended without a word"
+        own = words.splitlines()[-1].removeprefix("rankwise: ") if words else f"{called.command[0]} ended without a word"
         return self._by.refusal(called.host.name, words) or own
 
     def _drop_call(self, index: int) -> None:
@@ -225,7 +227,16 @@ class Roster:
                 self._sink.say(f"waiting for {self._missing(here)}{self._where()}")
             self._waiting.wait(0.05)
             self.look()
+            self._refuse_lost()
             self._call_again(now)
+
+    def _refuse_lost(self) -> None:
+        """A node that came and went again before the ranks were started: NodeError, unless others may take its place."""
+        for index, part in self._parts.items():
+            if part.lost is not None and self._plan.min_nodes == self._plan.nodes:
+                words = f"{part.lost}; {self._last_words(self._called[index])}" if index in self._called else part.lost
+                raise NodeError(f"node {index} ({part.introduction.host}) was lost before the ranks were started: {words}")
+        self._forget_lost()
 
     def _forget_lost(self) -> None:
         for index, part in list(self._parts.items()):

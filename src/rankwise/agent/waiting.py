@@ -44,8 +44,9 @@ class Waiting:
         self.asked.append(signum)
 
     def register(self, source: Any) -> None:
-        """A file descriptor, or what has one: `wait` returns when something comes there."""
-        self._selector.register(source, selectors.EVENT_READ)
+        """A file descriptor, or what has one: `wait` returns when something comes there. Twice is as once."""
+        with contextlib.suppress(KeyError):
+            self._selector.register(source, selectors.EVENT_READ)
 
     def unregister(self, source: Any) -> None:
         with contextlib.suppress(KeyError, ValueError):
