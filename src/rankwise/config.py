@@ -48,6 +48,12 @@ class RunConfig:
     allow_independent: bool = False
     """Start although another launcher has started several of this process, which makes several separate runs."""
 
+    join_timeout_s: float = 300.0
+    """How long the other nodes may take to come."""
+
+    node_wait_s: float = 30.0
+    """How long a missing node is waited for where the run may do with fewer (--nodes MIN:MAX)."""
+
     max_restarts: int = 0
     """How often all ranks are started again after a failure."""
 
@@ -83,6 +89,9 @@ class RunConfig:
             numbers = self.gpus.split(",")
             if not all(n.strip().isdecimal() for n in numbers) or len({int(n) for n in numbers}) < len(numbers):
                 raise ConfigError(f"--gpus {self.gpus}: give the numbers of GPUs, each once, for example --gpus 0,2")
+        for name, value in (("join-timeout", self.join_timeout_s), ("node-wait", self.node_wait_s)):
+            if not value >= 0:
+                raise ConfigError(f"--{name} {value:g}: give seconds, from 0 up")
         if not self.grace_s > 0:
             raise ConfigError(f"--grace {self.grace_s:g}: give the seconds that ranks may take to stop, above 0")
         if not 0 <= self.master_port < 65536:

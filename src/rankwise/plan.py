@@ -83,6 +83,12 @@ class Plan:
     master_port: int
     """Of the ranks' rendezvous, or where the nodes are started by hand of the agents'; 0 is one that is free."""
 
+    join_timeout_s: float
+    """How long the other nodes may take to come."""
+
+    node_wait_s: float
+    """How long a node is waited for where the run may go on without it."""
+
     max_restarts: int
     """How often all ranks are started again after a failure."""
 

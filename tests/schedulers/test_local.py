@@ -43,6 +43,8 @@ def plan(folder: str) -> Plan:
         tee="main",
         environment={"CUDA_VISIBLE_DEVICES": "0,2"},
         master_port=0,
+        join_timeout_s=300.0,
+        node_wait_s=30.0,
         max_restarts=3,
         launcher_pid=0,
     )

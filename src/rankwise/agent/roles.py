@@ -20,7 +20,7 @@ from rankwise import network, processes, schedulers
 from rankwise.agent.head import Head, Screen
 from rankwise.agent.node import Node, port_taken
 from rankwise.agent.remote import Member, Wire
-from rankwise.agent.roster import JOIN_TIMEOUT_S, Roster, introduced
+from rankwise.agent.roster import Roster, introduced
 from rankwise.agent.waiting import STOP_SIGNALS, Waiting
 from rankwise.channel import Door, Link, Message, NobodyThere, knock, read_door
 from rankwise.errors import ConfigError, RunDirError
@@ -29,6 +29,7 @@ from rankwise.rundir import RunDir
 from rankwise.terminal import Terminal
 
 _SAY_EVERY_S = 10.0
+_FIND_S = 300.0  # until the head has said where it is; how long it waits itself is in the plan
 _POLL_S = 0.05
 
 _OF_THE_HOST = (
@@ -231,9 +232,9 @@ class _Patience:
         if self._waiting.asked or self._waiting.parent_ended:
             sys.exit(128 + (self._waiting.asked or [signal.SIGTERM])[0])
         name = f"node {self._index} ({platform.node()})"
-        if now > self._began + JOIN_TIMEOUT_S:
+        if now > self._began + _FIND_S:
             raise ConfigError(
-                f"{name} has not found the first node's agent within {JOIN_TIMEOUT_S:g} s: {why}; all nodes must see the run "
+                f"{name} has not found the first node's agent within {_FIND_S:g} s: {why}; all nodes must see the run "
                 "directory under one path, and reach the first node"
             )
         if now > self._told:

@@ -25,16 +25,11 @@ from rankwise.errors import RankwiseError
 from rankwise.plan import Host, Plan
 from rankwise.rundir import RunDir
 
-JOIN_TIMEOUT_S = 300.0
-"""How long a node may take to come; a queue may start the parts of a job one after the other."""
-
-REPLACE_S = 30.0
-"""How long a lost node is waited for where the run may go on without it."""
-
 _SAY_EVERY_S = 10.0
 _START_AGAIN_S = 5.0
 _ROUTE_S = 60.0
 _LEAVE_S = 5.0
+_LAST_WORDS_S = 0.3
 
 
 class NodeError(RankwiseError):
@@ -59,7 +54,9 @@ class _Called:
     words: Path
     """What it and what started it say beside the link."""
 
-    began: float
+    ended: float = 0.0
+    """When that process was first seen to have ended (monotonic)."""
+
     part: Remote | None = None
 
 
@@ -114,6 +111,7 @@ class Roster:
         for index, called in list(self._called.items()):
             if called.part is None:
                 self._hear(index, called)
+            self._notice_end(called)
         for part in self.remotes:
             part.look()
             if part.lost is not None:
@@ -165,7 +163,7 @@ class Roster:
             self._own.kept.add(process.pid)
         link.send(self._greeting(index, host))
         self._waiting.register(link)
-        self._called[index] = _Called(host, command, process, link, words, time.monotonic())
+        self._called[index] = _Called(host, command, process, link, words)
 
     def _hear(self, index: int, called: _Called) -> None:
         called.link.flush()
@@ -183,6 +181,14 @@ class Roster:
             if index not in self._again:
                 self._sink.say(f"node {index} ({called.host.name}) did not start: {why}; it is tried again")
             self._again[index] = time.monotonic() + _START_AGAIN_S
+
+    def _notice_end(self, called: _Called) -> None:
+        """What carries the link has ended: nothing more comes, though something there may still hold its end of a pipe."""
+        if called.link.closed is None and called.process.poll() is not None:
+            now = time.monotonic()
+            called.ended = called.ended or now
+            if now > called.ended + _LAST_WORDS_S:
+                called.link.close(f"{Path(called.command[0]).name} to it ended")
 
     def _last_words(self, called: _Called) -> str:
         assert self._by is not None
@@ -215,13 +221,13 @@ class Roster:
         while True:
             here = [self._parts[index] for index in sorted(self._parts) if self._parts[index].lost is None]
             now = time.monotonic()
-            if len(here) >= self._plan.nodes or (len(here) >= self._plan.min_nodes and now > began + REPLACE_S):
+            if len(here) >= self._plan.nodes or (len(here) >= self._plan.min_nodes and now > began + self._plan.node_wait_s):
                 here = here[: self._plan.nodes]
                 return here if self._routes_are_known(here, stopped) else []
             if stopped():
                 return []
-            if now > began + JOIN_TIMEOUT_S:
-                raise NodeError(f"{self._missing(here)} did not come within {JOIN_TIMEOUT_S:g} s{self._where()}")
+            if now > began + self._plan.join_timeout_s:
+                raise NodeError(f"{self._missing(here)} did not come within {self._plan.join_timeout_s:g} s{self._where()}")
             if now > told:
                 told = now + _SAY_EVERY_S
                 self._sink.say(f"waiting for {self._missing(here)}{self._where()}")

@@ -96,6 +96,8 @@ def _plan(
         threads=threads,
         fork=bool(program.interpreter) and program.keep_cold is None and config.start_method == "fork",
         master_port=config.master_port,
+        join_timeout_s=config.join_timeout_s,
+        node_wait_s=config.node_wait_s,
         max_restarts=config.max_restarts,
         grace_s=config.grace_s,
         stall_warn_s=config.stall_warn_s,

@@ -1,0 +1,194 @@
+"""A run of several nodes: what its ranks are told, how it ends, what a lost node or a refused one means."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+from agents import Agents, agents
+from launched import wait_for
+
+from rankwise.page import Page
+from rankwise.plan import Host
+
+__all__ = ["agents"]  # a fixture
+
+New = Callable[[], Agents]
+A, B, C = Host("a", 2), Host("b", 1), Host("c", 1)
+
+TELL = """
+import json, os
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+print(json.dumps({name: os.environ[name] for name in names}), flush=True)
+"""
+
+WAIT = (
+    TELL
+    + """
+import time
+time.sleep(60)
+"""
+)
+
+GATE = """
+import os, sys, time
+from rankwise.world import agent_row, discover
+world = discover(os.environ)
+row, step = agent_row(world), 0
+row.join()
+while row.pass_gate(step + 1):
+    step += 1
+    time.sleep(0.001 * (1 + world.rank))
+print(step, flush=True)
+sys.exit(75)
+"""
+
+
+def told(run: Agents, rank: int) -> dict[str, str]:
+    found: dict[str, str] = json.loads(run.log(rank).splitlines()[-1])
+    return found
+
+
+def test_ranks_are_counted_over_the_hosts_in_their_order(agents: New) -> None:
+    run = agents().start(TELL, A, B, C)
+    assert run.wait() == (0, "")
+    world = [told(run, rank) for rank in range(4)]
+    assert [w["RANK"] for w in world] == ["0", "1", "2", "3"]
+    assert {w["WORLD_SIZE"] for w in world} == {"4"}
+    assert {(w["MASTER_ADDR"], w["MASTER_PORT"]) for w in world} == {("127.0.0.1", world[0]["MASTER_PORT"])}
+    # One machine after all: its local ranks are those of all its agents.
+    assert [(w["LOCAL_RANK"], w["LOCAL_WORLD_SIZE"]) for w in world] == [(str(n), "4") for n in range(4)]
+    life = run.run.lives()[-1]
+    assert (life.ranks, len(life.pids), [part.first for part in life.parts]) == (4, 4, [0, 2, 3])
+    assert (life.status, life.outcome.split(";")[0]) == (0, "all ranks ended with status 0")
+
+
+def test_a_rank_that_fails_elsewhere_is_the_cause_and_ends_all(agents: New) -> None:
+    source = WAIT.replace("time.sleep(60)", "time.sleep(60 if os.environ['RANK'] != '2' else 0.1)\nraise KeyError(7)")
+    run = agents().start(source, A, B)
+    status, _ = run.wait()
+    assert status == 1
+    failure = run.failure()
+    assert (failure.rank, failure.summary) == (2, "rank 2 raised KeyError: 7 (script.py:8)")
+    assert "KeyError: 7" in (failure.traceback or "")
+
+
+@pytest.mark.parametrize("tee", ["main", "all"])
+def test_what_ranks_print_elsewhere_is_shown_here_whole(agents: New, tee: str) -> None:
+    source = "for i in range(50000):\n    print(i, 'x' * 80)\n"
+    status, out = agents().start(source, A, B, tee=tee).wait()
+    assert status == 0
+    lines = out.splitlines()
+    prefixes = ["[rank 0] ", "[rank 1] ", "[rank 2] "] if tee == "all" else [""]
+    for prefix in prefixes:
+        own = [line for line in lines if line.startswith(prefix)]
+        assert [line.removeprefix(prefix).split()[0] for line in own] == [str(i) for i in range(50000)]
+
+
+def test_all_nodes_stop_after_the_same_step(agents: New) -> None:
+    run = agents().start(GATE, A, B, C)
+    run.pids()
+    wait_for(lambda: _has_joined(run), "the gate")
+    run.signal(signal.SIGTERM)
+    status, out = run.wait()
+    assert status == 75
+    steps = {run.log(rank).strip() for rank in range(4)}
+    assert len(steps) == 1
+    assert run.run.lives()[-1].outcome == f"stopped by SIGTERM after step {steps.pop()}"
+    assert out.count("SIGTERM: all ranks stop after the step they are in") == 1
+
+
+def test_a_signal_to_one_rank_elsewhere_stops_all(agents: New) -> None:
+
+    source = GATE.replace(
+        "row.join()", "row.join()\nimport signal\nsignal.signal(signal.SIGUSR1, lambda n, _: setattr(row, 'flag', n))"
+    )
+    run = agents().start(source, A, B)
+    pids = run.pids()
+    wait_for(lambda: _has_joined(run), "the gate")
+    os.kill(pids[2], signal.SIGUSR1)
+    assert run.wait()[0] == 75
+    assert len({run.log(rank) for rank in range(3)}) == 1
+
+
+def _has_joined(run: Agents) -> bool:
+    try:
+        return all(len(Page.open(part.page).joined()) == part.ranks for part in run.run.lives()[-1].parts)
+    except OSError:
+        return False
+
+
+def test_a_host_that_refuses_is_one_line_and_nothing_runs(agents: New) -> None:
+    run = agents()
+    run.refuse("b", "me@b: Permission denied (publickey).\n")
+    status, out = run.start(TELL, A, B).wait()
+    assert status == 1
+    assert (
+        out
+        == "rankwise: node 1 (b) did not start: b refuses the login: none of your keys is accepted there; type: ssh-copy-id b\n"
+    )
+    assert not run.run.log(0).exists()
+    assert run.run.lives() == []
+
+
+def test_a_host_without_our_python_is_told_in_its_own_words(agents: New) -> None:
+    run = agents()
+    run.refuse("b", "sh: 1: /opt/venv/bin/python: not found\n")
+    assert run.start(TELL, A, B).wait() == (
+        1, "rankwise: node 1 (b) did not start: sh: 1: /opt/venv/bin/python: not found\n",
+    )  # fmt: skip
+
+
+def test_a_node_that_is_lost_ends_the_run_and_is_named(agents: New) -> None:
+    run = agents().start(WAIT, A, B)
+    pids = run.pids()
+    run.lose("b")
+    status, out = run.wait()
+    assert status == 1
+    assert "rankwise: node 1, " in out
+    assert "was lost: ssh to it ended" in out
+    failure = run.failure()
+    assert (failure.rank, failure.summary) == (2, "rank 2 was lost with its node: ssh to it ended")
+    assert len(pids) == 3
+
+
+def test_all_ranks_of_all_nodes_start_again_after_a_failure(agents: New) -> None:
+    source = (
+        TELL
+        + "import sys\nsys.exit(3 if os.environ['RANK'] == '2' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)\n"
+    )
+    run = agents().start(source, A, B, max_restarts=1)
+    status, out = run.wait()
+    assert (status, [life.status for life in run.run.lives()]) == (0, [3, 0])
+    assert out == "rankwise: rank 2 left with status 3; starting all ranks again, 1 of 1\n"
+    assert {told(run, rank)["TORCHELASTIC_RESTART_COUNT"] for rank in range(3)} == {"1"}
+
+
+def test_a_lost_node_is_done_without_where_fewer_may_be(agents: New) -> None:
+    source = WAIT.replace("time.sleep(60)", "time.sleep(60 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))")
+    run = agents().start(source, A, B, C, min_nodes=2, max_restarts=1)
+    run.pids()
+    run.refuse("b", "ssh: connect to host b port 22: No route to host\n")
+    run.lose("b")
+    status, _ = run.wait()
+    assert (status, [life.ranks for life in run.run.lives()]) == (0, [4, 3])
+    assert [told(run, rank)["WORLD_SIZE"] for rank in range(3)] == ["3", "3", "3"]
+
+
+def test_a_lost_node_that_comes_back_takes_part_again(agents: New) -> None:
+    source = WAIT.replace("time.sleep(60)", "time.sleep(60 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))")
+    run = agents().start(source, A, B, min_nodes=1, max_restarts=1, node_wait_s=20.0)
+    run.pids()
+    run.lose("b")
+    status, _ = run.wait()
+    assert (status, [life.ranks for life in run.run.lives()]) == (0, [3, 3])
+
+
+def test_a_head_that_is_killed_leaves_nothing_on_any_node(agents: New) -> None:
+    run = agents().start(WAIT, A, B)
+    run.pids()
+    run.signal(signal.SIGKILL)  # its guard; nothing is left: the fixture looks
+    assert run.wait()[0] == -signal.SIGKILL

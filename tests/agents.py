@@ -1,0 +1,133 @@
+"""Agents of several nodes on one machine, for tests: each host is reached by an ssh that stays here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from launched import DEADLINE_S, left_over, wait_for
+
+from rankwise.plan import Host, Plan
+from rankwise.rundir import Failure, RunDir, write_json
+
+PLAN = Plan(
+    version=2,
+    run_id="0123",
+    run_dir="",
+    argv=("script.py",),
+    interpreter=(sys.executable,),
+    environment={},
+    cwd="",
+    name="train",
+    on="ssh",
+    nodes=1,
+    min_nodes=1,
+    hosts=(),
+    node_rank=-1,
+    nproc=0,
+    threads=1,
+    job={},
+    fork=False,  # nothing here needs torch, and a rank that starts by itself is there in a blink
+    master_addr="",
+    master_port=0,
+    join_timeout_s=20.0,
+    node_wait_s=4.0,
+    max_restarts=0,
+    grace_s=20.0,
+    stall_warn_s=0.0,
+    check_collectives=False,
+    tee="none",
+    launcher_pid=0,
+)
+
+_SSH = """#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+echo "$$" > "$HOSTS/$2.pid"
+if [ -e "$HOSTS/$2.refuses" ]; then cat "$HOSTS/$2.refuses" >&2; exit 255; fi
+exec sh -c "$3"
+"""
+
+
+class Agents:
+    """A run on hosts a, b, ... that are all this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run = RunDir(folder / "runs" / "train")
+        self.hosts = folder / "hosts"
+        self.hosts.mkdir()
+        ssh = folder / "bin" / "ssh"
+        ssh.parent.mkdir()
+        ssh.write_text(_SSH)
+        ssh.chmod(0o755)
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, source: str, *hosts: Host, **changes: object) -> Agents:
+        self.run.prepare(fresh=False)
+        (self.folder / "script.py").write_text(source)
+        changes = {"nodes": len(hosts), "min_nodes": len(hosts), **changes}
+        plan = replace(PLAN, run_dir=str(self.run.path), cwd=str(self.folder), hosts=hosts, **changes)  # type: ignore[arg-type]
+        write_json(self.run.plan, plan.record())
+        environment = {**os.environ, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "HOSTS": str(self.hosts)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rankwise.agent", str(self.run.path)], env=environment, cwd=self.folder,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        return self
+
+    def refuse(self, host: str, words: str) -> None:
+        """From now on ssh to this host ends with these words."""
+        (self.hosts / f"{host}.refuses").write_text(words)
+
+    def lose(self, host: str) -> None:
+        """Kill the ssh to this host."""
+        os.kill(int(wait_for(lambda: (self.hosts / f"{host}.pid").read_text(), "its ssh")), signal.SIGKILL)
+
+    def pids(self) -> list[int]:
+        """Of the ranks of the newest life, once they are there."""
+        return list(wait_for(lambda: self.run.world.exists() and self.run.lives()[-1].pids, "the ranks"))
+
+    def log(self, rank: int) -> str:
+        return self.run.log(rank).read_text() if self.run.log(rank).exists() else ""
+
+    def signal(self, signum: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(signum)
+
+    def wait(self) -> tuple[int, str]:
+        """(exit status, what was printed)."""
+        assert self.process is not None
+        out, _ = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, out
+
+    def failure(self) -> Failure:
+        found = self.run.read_failure()
+        assert found is not None
+        return found
+
+    def end(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if self.process is not None and self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Callable[..., Agents]]:
+    started: list[Agents] = []
+
+    def make() -> Agents:
+        started.append(Agents(tmp_path))
+        return started[-1]
+
+    yield make
+    for run in started:
+        run.end()
+    assert wait_for(lambda: not left_over(tmp_path), "nothing left in ps")
