@@ -1,7 +1,8 @@
-"""The real thing on one machine: Open MPI and MPICH here, Slurm over two virtual hosts. Debian, root.
+"""The real thing on one machine: Open MPI and MPICH here; Slurm, Grid Engine or ssh over two virtual hosts. Debian, root.
 
 Packages that are missing are installed; where that, or a network namespace, cannot be had, the tests are skipped with the
-reason. Hosts and daemons are ended by their process ids when the session is over; packages stay.
+reason. One of the three is up at a time, until a test asks for another or the session is over; then its hosts and daemons are
+ended by their process ids. Packages stay.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -81,25 +82,86 @@ def mpich() -> Start:
     return mpirun
 
 
-@pytest.fixture(scope="session")
-def slurm() -> Iterator[Start]:
-    """Brings up two hosts with Slurm, on each of which its own name is 127.0.1.1, and calls a command there as a user does."""
-    if os.geteuid() != 0:
-        pytest.skip("a Slurm of virtual hosts needs root")
-    with open(LOCK, "w") as lock:
-        _take(lock)  # the hosts' names, addresses and daemons are this machine's
+_UP = {
+    "slurm": ["slurm-up", "2", "--gpus", "0", "--", "--no-ssh", "--debian-hosts"],
+    "sge": ["sge-up", "2", "--", "--no-ssh"],
+    "hosts": ["hosts-up", "2"],
+}
+
+
+class _Machine:
+    """The hosts' names, addresses and daemons are this machine's: who has its lock has it alone, and one set of hosts."""
+
+    def __init__(self) -> None:
+        self._lock: TextIO | None = None
+        self._up: str | None = None
+        self._lacks: dict[str, str] = {}
+
+    def use(self, what: str, session: pytest.Session) -> None:
+        """From here on its hosts are those of `what`. Skips the test where that cannot be."""
+        if os.geteuid() != 0:
+            pytest.skip("virtual hosts need root")
+        if self._lock is None:
+            self._begin(session)
+        if self._up == what:
+            return
+        self._down()
+        if what not in self._lacks:
+            self._up = what
+            script, *words = _UP[what]
+            up = subprocess.run([HOSTS / script, *words], capture_output=True, text=True, timeout=400, stdin=subprocess.DEVNULL)
+            if up.returncode == 0:
+                return
+            self._down()
+            self._lacks[what] = (up.stderr.strip().splitlines() or [f"{script} said nothing"])[-1]
+        pytest.skip(self._lacks[what])
+
+    def _begin(self, session: pytest.Session) -> None:
+        lock = open(LOCK, "w")  # noqa: SIM115  # held until the session is over
+        _take(lock)
         if STATE.exists():
-            pytest.skip(f"{STATE} is there: virtual hosts of somebody else are up; tests/cluster/hosts/slurm-down removes them")
-        up = subprocess.run(
-            [HOSTS / "slurm-up", "2", "--gpus", "0", "--", "--no-ssh", "--debian-hosts"],
-            capture_output=True, text=True, timeout=400, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            lock.close()
+            pytest.skip(f"{STATE} is there: virtual hosts of somebody else are up; the *-down in {HOSTS} remove them")
+        self._lock = lock
+        session.addfinalizer(self._end)
+
+    def _down(self) -> None:
+        if self._up is not None:
+            script = _UP[self._up][0].replace("-up", "-down")
+            self._up = None
+            subprocess.run([HOSTS / script], check=True, capture_output=True, timeout=120)
+
+    def _end(self) -> None:
         try:
-            if up.returncode != 0:
-                pytest.skip((up.stderr.strip().splitlines() or ["slurm-up said nothing"])[-1])
-            yield started
+            self._down()
         finally:
-            subprocess.run([HOSTS / "slurm-down"], check=True, capture_output=True, timeout=120)
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
+
+
+_machine = _Machine()  # not a fixture: those that several modules import exist once a module
+
+
+@pytest.fixture
+def slurm(request: pytest.FixtureRequest) -> Start:
+    """Two hosts with Slurm, on each of which its own name is 127.0.1.1; calls a command here as a user does."""
+    _machine.use("slurm", request.session)
+    return started
+
+
+@pytest.fixture
+def sge(request: pytest.FixtureRequest) -> Start:
+    """Two hosts, node1 and node2, with Grid Engine; calls a command here, where jobs are submitted."""
+    _machine.use("sge", request.session)
+    return started
+
+
+@pytest.fixture
+def hosts(request: pytest.FixtureRequest) -> Start:
+    """Two hosts, node1 and node2, that this one reaches by ssh: their keys are known by their names; calls a command here."""
+    _machine.use("hosts", request.session)
+    return started
 
 
 def _take(lock: TextIO) -> None:

@@ -224,6 +224,7 @@ def test_a_job_without_a_parallel_environment_has_one_host_of_one_slot() -> None
     ("text", "said"),
     [
         ("a 1 q U\nb 2 q U\n", r"names a, b, and this is here; start rankwise in the job's script"),
+        ("here.x 1 q U\nhere.y 2 q U\n", r"names here.x, here.y, and this is here"),  # which of them?
         ("", "names no host, and this is here"),
         ("a one q U\n", "'a one q U' is not `host slots queue processors`"),
     ],

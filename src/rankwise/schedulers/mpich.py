@@ -16,7 +16,8 @@ VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 NEEDS = "PMI_RANK and MPI_LOCALRANKID"
 OPTIONS = ("nodes", "hosts", "hostfile")
 
-# These two would end mpirun itself, and the agents with it; SIGINT, SIGTERM and SIGUSR1 it passes on.
+# These two would end mpirun itself, and the agents with it; SIGINT, SIGTERM and SIGUSR1 it passes on. After any of these its
+# exit status is 0, whatever the agents' is: what became of the run is in the run directory alone.
 PASSED = {signal.SIGHUP: signal.SIGTERM, signal.SIGUSR2: signal.SIGUSR1}
 
 submit = local.submit
@@ -74,7 +75,7 @@ def render(plan: Plan) -> str:
     where = ["-hosts", ",".join(host.name for host in plan.hosts)] if plan.hosts else []
     mpirun = ["mpirun", "-np", str(plan.nodes), "-ppn", "1", *where]
     agent = [sys.executable, "-m", "rankwise.agent", plan.run_dir]
-    # Ranks above 0 never see the end of mpirun's stdin.
+    # Not that it ends for all: agents above the first wait for ever for the end of their stdin.
     return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\nexec {shlex.join([*mpirun, *agent])} </dev/null\n"
 
 

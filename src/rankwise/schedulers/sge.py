@@ -167,7 +167,7 @@ def _soft_limit_s(resources: list[str], grace_s: float) -> int | None:
 def submit(path: str) -> str:
     """Returns the job's id. Raises ConfigError, one line, for what qsub refuses."""
     folder, name = Path(path).parent, Path(path).name
-    (folder / "logs").mkdir(exist_ok=True)  # a job whose output has no folder fails without a word (Eqw)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)  # a job whose output has no folder fails without a word (Eqw)
     done = call(["qsub", "-terse", name], _MISSING, cwd=str(folder))
     numbers = re.findall(r"^\d+", done.stdout, re.MULTILINE)
     if done.returncode == 0 and numbers:
@@ -184,7 +184,9 @@ def refused(words: str) -> str:
 
 
 def state(job_id: str) -> State:
-    """By qstat, then by qacct, which not every site keeps. Never raises."""
+    """By qstat, then by qacct: `unknown` in the seconds between the two, and for ever where a site keeps no accounts. Never
+    raises.
+    """
     try:
         listed = _listed(call(["qstat", "-xml"], _MISSING).stdout, job_id)
         if listed is None:
@@ -255,7 +257,7 @@ def hosts(plan: Plan, env: Mapping[str, str]) -> tuple[Host, ...]:
                 raise WorldError(f"PE_HOSTFILE={path}: {line!r} is not `host slots queue processors`")
     own = [name for name in slots if name.lower() == here.lower()]
     own = own or [name for name in slots if _short(name) == _short(here)]  # one of them with its domain
-    if not own:
+    if len(own) != 1:
         raise WorldError(
             f"PE_HOSTFILE={path} names {', '.join(slots) or 'no host'}, and this is {here}; start rankwise in the job's script"
         )

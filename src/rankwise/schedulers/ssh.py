@@ -31,7 +31,7 @@ _NAME = r"(?:[A-Za-z0-9_.][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-
 _CLIENT = (
     "ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3",
     "-o", "ForwardAgent=no", "-o", "ForwardX11=no", "-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none",
-    "-o", "ControlMaster=no", "-o", "LogLevel=ERROR",
+    "-o", "ControlMaster=no", "-o", "LogLevel=INFO",
 )  # fmt: skip
 
 _CONNECT = r"^ssh: connect to host \S+ port (?P<port>\S+): "
@@ -66,6 +66,10 @@ _LAST_WORDS = (
     (
         rf"{_CONNECT}(?P<why>No route to host|Network is unreachable|Host is down)",
         "{host} cannot be reached ({why}); is it up, and may this machine reach it? To try: ssh {host} true",
+    ),
+    (
+        r"^Connection to \S+ closed by remote host|^client_loop: send disconnect: |^Read from remote host .*: Connection reset",
+        "{host} ended the connection: it, or its ssh server, went down; to try: ssh {host} true",
     ),
     (
         r"^(?:kex_exchange_identification: |Connection (?:closed|reset) by |banner exchange: )",
