@@ -74,8 +74,10 @@ HOSTILE = "a b/;$(touch x) %j 'it\\'s' \"here\""
                 name=";$(touch x)", job={"setup": ('export A="$(date)"; echo `hostname`',), "partition": "a b"},
             ),
         ),
+        ("within", plan(nproc=4, run_dir="/home/u/100%", job={"within": True})),
         ("requeue", plan(job={"requeue": True, "time": "20:00:00"})),
-        ("array", plan(nodes=1, min_nodes=1, run_dir="/home/u/runs/100%", job={"array": "0-7%2"})),
+        ("array", plan(nodes=1, min_nodes=1, job={"array": "0-7%2"})),
+        ("array-pattern", plan(nodes=1, min_nodes=1, run_dir="/home/u/runs/100%", job={"array": "0-7%2"})),
     ],
 )  # fmt: skip
 def test_the_text_of_a_job_is_the_golden_one(name: str, asked: Plan) -> None:

@@ -31,7 +31,7 @@ and, of these, where it applies,
     allocated(env) -> int | None the nodes that the job of this shell has; None in no such shell; pure
     PASSED                       where what runs the text is another starter (srun, mpirun) and not the agent itself: which
                                  signal makes it ask the agents to stop, by the one that the launcher got
-    WITHIN                       of OPTIONS, those that mean something where nothing is queued
+    WITHIN                       of OPTIONS, those that mean something within an allocation; `plan.job` has "within" there
     array_tasks(text) -> tuple[str, ...]   where `array` is one of OPTIONS: the numbers of a job array's tasks. Each is a run of
                                  its own in the run directory <run_dir>-<number>, as the job <job_id>_<number>
 

@@ -212,15 +212,13 @@ def attached(env: Mapping[str, str]) -> bool:
 
 
 def render(plan: Plan) -> str:
-    """A batch script; run in an allocation's shell it does the same there. Raises ConfigError for what cannot work.
-
-    The working folder of the job is the run directory until the script changes it: a pattern of Slurm's in its path (`%j`)
-    would be one in the name of the output.
-    """
+    """A batch script; run in an allocation's shell it does the same there. Raises ConfigError for what cannot work."""
     job = {name: value for name, value in plan.job.items() if value not in (None, False)}
     array = "array" in job
     folder = Path(plan.run_dir)
-    output = f"{_no_pattern(folder.name)}-%a/logs/job-%A_%a.log" if array else "logs/job-%j.log"
+    run_dir = shlex.quote(plan.run_dir) + ('-"$SLURM_ARRAY_TASK_ID"' if array else "")
+    output, redirection = _output(folder, run_dir, array)
+    redirection = [] if "within" in job else redirection
     lines = [
         "#!/bin/bash",
         _line("job-name", slug(plan.name)),
@@ -233,11 +231,24 @@ def render(plan: Plan) -> str:
         *([] if _ends_with_the_first(plan) else ["#SBATCH --no-kill"]),
         *map(_argument, job.get("sbatch_args", ())),
         "",
+        *redirection,
         *(one_line(text, "--setup") for text in job.get("setup", ())),
         f"cd {shlex.quote(plan.cwd)} || exit 2",
-        *_start(plan, job, f'{shlex.quote(plan.run_dir)}-"$SLURM_ARRAY_TASK_ID"' if array else shlex.quote(plan.run_dir)),
+        *_start(plan, job, run_dir),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _output(folder: Path, run_dir: str, array: bool) -> tuple[str, list[str]]:
+    """(--output, lines): where the job prints, and what the script does for it itself.
+
+    Slurm takes the working folder and the name together for one pattern: a `%` of a folder's is one of Slurm's then, and after
+    a backslash there are none. For such a folder the shell opens the file.
+    """
+    if not set("%\\") & set(str(folder)):
+        return (f"{folder.name}-%a/logs/job-%A_%a.log" if array else "logs/job-%j.log"), []
+    job_id = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if array else '"$SLURM_JOB_ID"'
+    return "/dev/null", [f"exec >>{run_dir}/logs/job-{job_id}.log 2>&1"]
 
 
 def _asked(job: Mapping[str, Any], plan: Plan) -> list[str]:
@@ -258,7 +269,12 @@ def _asked(job: Mapping[str, Any], plan: Plan) -> list[str]:
 
 
 def _cpus(job: Mapping[str, Any], plan: Plan) -> int | None:
-    """Cores of each node: unless told, one a rank as far as their number is known. Slurm by itself gives the agent one."""
+    """Cores of each node: unless told, one a rank as far as their number is known. Slurm by itself gives the agent one.
+
+    Within an allocation, unless told, all that it has there.
+    """
+    if "within" in job:
+        return job.get("cpus_per_task")
     gpus = str(job.get("gpus_per_node", "0")).rpartition(":")[2]
     return job.get("cpus_per_task") or plan.nproc or int(gpus) or None
 
@@ -272,6 +288,8 @@ def _start(plan: Plan, job: Mapping[str, Any], run_dir: str) -> list[str]:
     words = ["srun --export=ALL", f"--nodes={counts} --ntasks={counts} --ntasks-per-node=1"]
     if (cpus := _cpus(job, plan)) is not None:
         words.append(f"--cpus-per-task={cpus}")
+    elif "within" in job:
+        words.append("--cpu-bind=none")
     words.append("--kill-on-bad-exit=1" if _ends_with_the_first(plan) else "--kill-on-bad-exit=0 --no-kill")
     command = f"{' '.join(words)} \\\n  {shlex.join([sys.executable, '-m', 'rankwise.agent'])} {run_dir}"
     # Slurm gave the job from MIN to MAX; the user's own allocation may have more.
@@ -312,13 +330,6 @@ def _argument(text: str) -> str:
     if long is not None:
         return _line(long, value) if value else f"#SBATCH --{long}"
     return f"#SBATCH -{short}" + (_line("x", short_value).removeprefix("#SBATCH --x=") if short_value else "")
-
-
-def _no_pattern(name: str) -> str:
-    """A part of the output's path in which nothing is a pattern. A backslash would end all patterns."""
-    if "\\" in name:
-        raise ConfigError(f"--array: the run directory's name {name!r} has a backslash; give another with --name NAME")
-    return name.replace("%", "%%")
 
 
 _LONGEST_S = 366 * 86400

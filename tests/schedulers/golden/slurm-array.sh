@@ -4,9 +4,9 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --array=0-7%2
 #SBATCH --chdir=/home/u/runs
-#SBATCH --output=100%%-%a/logs/job-%A_%a.log
+#SBATCH --output=train-%a/logs/job-%A_%a.log
 #SBATCH --open-mode=append
 
 cd /home/u || exit 2
 exec srun --export=ALL --nodes=1 --ntasks=1 --ntasks-per-node=1 --kill-on-bad-exit=1 \
-  @PYTHON@ -m rankwise.agent /home/u/runs/100%-"$SLURM_ARRAY_TASK_ID"
+  @PYTHON@ -m rankwise.agent /home/u/runs/train-"$SLURM_ARRAY_TASK_ID"
