@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rankwise.config import SCHEDULERS, option
 from rankwise.rundir import RunDir
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -70,15 +72,43 @@ def test_what_a_command_does_is_not_cut_in_the_list_of_commands(rankwise: Run) -
 
 
 def test_help_mentions_every_option_that_there_is() -> None:
-    """The list above is complete: an option added later is one that this test asks for."""
+    """The list above, and the one below, are complete: an option added later is one that this test asks for."""
     from rankwise.cli import report, run
 
-    options = {option for verb in (run, report) for parameter in verb.params for option in parameter.opts}
+    apart = {parameter.name for parameter in run.params} & set(SCHEDULERS) | {"dry_run", "wait"}
+    parameters = [parameter for verb in (run, report) for parameter in verb.params if parameter.name not in apart]
+    options = {option for parameter in parameters for option in parameter.opts}
     assert options == {
         "--nproc", "--nproc-per-node", "--nproc_per_node",
             "--gpus", "-m", "--name", "--run-dir", "--fresh", "--config", "--max-restarts", "--grace", "--start-method",
-        "--tee", "--stall-warn", "--master-port", "--allow-independent", "--check-collectives", "argv", "run",
+        "--tee", "--stall-warn", "--master-port", "--master_port", "--allow-independent", "--check-collectives", "argv", "run",
     }  # fmt: skip
+
+
+def test_every_setting_that_only_some_schedulers_know_is_an_option_under_a_heading_of_the_help(rankwise: Run) -> None:
+    from rankwise.cli import run
+
+    options = {parameter.name: parameter.opts for parameter in run.params}
+    assert set(SCHEDULERS) <= set(options)
+    told = rankwise("run", "--help", env={**os.environ, "COLUMNS": "80"}).stdout
+    parts = re.split(r"^(This run|Several nodes|Slurm|Grid Engine):$", told, flags=re.MULTILINE)
+    assert parts[1::2] == ["This run", "Several nodes", "Slurm", "Grid Engine"]
+    assert all(len(line) <= 80 for line in told.splitlines())
+    for name in SCHEDULERS:
+        assert option(name) in options[name]
+        for spelling in options[name]:
+            assert len(re.findall(rf"(?<![\w-]){re.escape(spelling)}(?![\w-])", "".join(parts[4::2]))) >= 1, spelling
+    for spelling in (
+        "--node-rank",
+        "--node_rank",
+        "--master-addr",
+        "--master_addr",
+        "--nodes",
+        "--nnodes",
+        "--host",
+        "--hosts",
+    ):
+        assert spelling in parts[4]
 
 
 def test_the_module_is_the_same_command() -> None:
@@ -115,7 +145,7 @@ def test_the_version_is_that_of_the_package(rankwise: Run) -> None:
         (["run", "--run-dir", "SCRIPT/sub", "SCRIPT"],
          "the run directory SCRIPT/sub cannot be made or written (Not a directory: SCRIPT/sub/logs); "
          "choose another with --run-dir PATH"),
-        (["report", "other"], "there is no run in other or runs/other (no world.json); the runs here: none"),
+        (["report", "other"], "there is no run in other or runs/other (no world.json, no plan.json); the runs here: none"),
     ],
 )  # fmt: skip
 def test_an_error_is_one_line_with_status_2_and_leaves_nothing_behind(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.config import RunConfig, default_run_dir, site_settings
+from rankwise.config import RunConfig, default_run_dir, is_given, option, read_file, site_settings
 from rankwise.errors import ConfigError
 
 
@@ -104,3 +104,73 @@ def test_a_malformed_site_file_is_named(tmp_path: Path) -> None:
     system = site(tmp_path / "etc", "nproc = = 2")
     with pytest.raises(ConfigError, match=f"^{system}/rankwise.toml: it is not TOML: "):
         site_settings({}, system)
+
+
+# --- several nodes, and what only some schedulers know
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"nodes": "0"}, r"^--nodes 0: give a number of nodes, or the fewest and the most: 1:4$"),
+        ({"nodes": "4:2"}, r"^--nodes 4:2: "),
+        ({"nodes": "two"}, r"^--nodes two: "),
+        ({"node_rank": 1}, r"^--node-rank 1: of how many\? Type --nodes N too, on each node$"),
+        ({"nodes": "2", "node_rank": 2}, r"^--node-rank 2: of 2 nodes \(--nodes 2\) it lies between 0 and 1$"),
+        ({"nodes": "2", "node_rank": -1}, r"^--node-rank -1: "),
+        ({"hosts": "a", "hostfile": "b"}, r"^-H a and --hostfile b: give one of the two$"),
+        ({"gpus_per_node": "many"}, r"^--gpus-per-node many: give a number, or a type and a number: a100:4$"),
+        ({"cpus_per_task": 0}, r"^--cpus-per-task 0: give a number from 1 up$"),
+        ({"slots": -1}, r"^--slots -1: "),
+        ({"partition": "a\nb"}, r"^--partition 'a\\nb': give words in one line$"),
+        ({"setup": ("module load x", "a\rb")}, r"^--setup 'a\\rb': give words in one line$"),
+        ({"sbatch_args": ("",)}, r"^--sbatch-arg '': give words in one line$"),
+        ({"resources": ("h_rt=1\x00",)}, r"^-l 'h_rt=1\\x00': "),
+        ({"wait": True, "dry_run": True}, r"^--wait and --dry-run: "),
+    ],
+)
+def test_a_setting_of_several_nodes_that_cannot_work_is_named(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RunConfig(**{"argv": ("train.py",), **settings})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("nodes", "counts"), [(None, None), ("1", (1, 1)), ("2", (2, 2)), ("1:4", (1, 4))])
+def test_nodes_are_a_number_or_the_fewest_and_the_most(nodes: str | None, counts: tuple[int, int] | None) -> None:
+    assert RunConfig(argv=("train.py",), nodes=nodes).node_counts() == counts
+
+
+def test_what_only_some_schedulers_know_stands_apart_in_a_site_file(tmp_path: Path) -> None:
+    system = site(tmp_path / "etc", "on = 'slurm'\npartition = 'gpu'\ngpus-per-node = 4\nsetup = ['module load a', 'b']\n")
+    user = site(tmp_path / "home", "partition = 'long'\ngrace = 60\nsbatch-arg = '--exclusive'\n")
+    layers = site_settings({"XDG_CONFIG_HOME": str(user)}, system)
+    config = RunConfig.of(*layers, {"argv": ("train.py",)})
+    assert (config.on, config.partition, config.grace_s) == (None, None, 60)
+    assert config.site == {
+        "on": "slurm", "partition": "long", "gpus_per_node": "4", "setup": ("module load a", "b"),
+        "sbatch_args": ("--exclusive",),
+    }  # fmt: skip
+
+
+def test_the_file_of_a_run_says_it_as_the_command_line_does(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("on = 'slurm'\nnnodes = 2\ntime = 30\nresource = ['a=1']\nhost = ['a:2', 'b:2']\n")
+    assert read_file(str(path)) == {"on": "slurm", "nodes": "2", "time": "30", "resources": ("a=1",), "hosts": "a:2,b:2"}
+    path.write_text("setup = [1]\n")
+    with pytest.raises(ConfigError, match=r"--setup: 1 is no text; put it in quotes$"):
+        read_file(str(path))
+
+
+@pytest.mark.parametrize("text", ["array = '0-7'", "node-rank = 1\nnodes = 2", "dependency = 'afterok:1'", "dry-run = true"])
+def test_what_belongs_to_one_job_is_refused_in_a_site_file(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"belongs to one run; give it on the command line$"):
+        site_settings({}, site(tmp_path / "etc", text))
+
+
+def test_settings_are_called_as_they_are_typed() -> None:
+    assert [option(name) for name in ("max_restarts", "grace_s", "hosts", "sbatch_args", "resources", "cpus_per_task")] == [
+        "--max-restarts", "--grace", "-H", "--sbatch-arg", "-l", "--cpus-per-task",
+    ]  # fmt: skip
+
+
+def test_zero_is_a_setting_like_any_other() -> None:
+    assert [value for value in (None, False, (), 0, 0.0, "", True) if is_given(value)] == [0, 0.0, "", True]

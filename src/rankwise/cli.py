@@ -36,13 +36,84 @@ def main() -> None:
 
 
 class _Run(click.Command):
-    """Notes whether the words to run came after a `--`: then they are any command."""
+    """Notes whether the words to run came after a `--`: then they are any command. Its help has the options by heading."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = list(args)
         rest = super().parse_args(ctx, args)
         ctx.params["command"] = words[len(words) - len(ctx.params["argv"]) - 1 :][:1] == ["--"]
         return rest
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
+        apart = [name for names in _FAMILIES.values() for name in names]
+        families = {"This run": [p.name for p in options if p.name not in apart], **_FAMILIES}
+        for heading, names in families.items():
+            rows = [p.get_help_record(ctx) for p in options if p.name in names]
+            with formatter.section(heading):
+                formatter.write_dl([row for row in rows if row is not None])
+
+
+_OF_SCHEDULERS: dict[str, list[tuple[tuple[str, ...], Any, str]]] = {
+    "Several nodes": [
+        (("--on",), "SCHEDULER", "What starts them: local, ssh, slurm, sge, mpi, manual.  [default: ssh with -H, manual with "
+         "--node-rank, the allocation that this shell is in, what the site file says, else local]"),
+        (("-H", "--host", "--hosts"), "A:2,B:2", "Hosts to reach by ssh, and how many ranks on each."),
+        (("--hostfile",), "FILE", "A file of them: `host slots=2` a line."),
+        (("--nodes", "--nnodes"), "N|MIN:MAX", "How many nodes; MIN:MAX goes on while MIN of them are left."),
+        (("--gpus-per-node",), "[TYPE:]N", "GPUs of each node."),
+        (("--node-rank", "--node_rank"), int, "Started by hand on each node: which of them this is, from 0."),
+        (("--master-addr", "--master_addr"), "HOST", "Started by hand: the first of the nodes."),
+        (("--setup",), ["LINE"], "A line of shell for the job before it starts: \"module load cuda\". Repeatable."),
+        (("--requeue",), None, "Back into the queue when the time is over or others need the nodes, until it is done."),
+        (("--dry-run",), None, "Print the job's text, leave it in the run directory, and start nothing."),
+        (("--wait",), None, "Follow a queued job, and end with its exit status."),
+    ],
+    "Slurm": [
+        (("-p", "--partition"), "NAME", "Where the job waits for nodes."),
+        (("-t", "--time"), "TIME", "The longest it may take: minutes, h:m:s, d-h:m:s."),
+        (("-w", "--nodelist"), "A,B", "Nodes that it must have."),
+        (("-c", "--cpus-per-task"), int, "Cores of each node, for all its ranks."),
+        (("--mem",), "SIZE", "Memory of each node: 64G."),
+        (("-A", "--account"), "NAME", "Who pays."),
+        (("--qos",), "NAME", "Quality of service."),
+        (("-C", "--constraint"), "FEATURES", "What its nodes must be."),
+        (("-a", "--array"), "0-7", "As many runs, RUN-0 to RUN-7; each finds its number in SLURM_ARRAY_TASK_ID."),
+        (("-d", "--dependency"), "afterok:ID", "Start after other jobs."),
+        (("--sbatch-arg",), ["ARG"], "Another option of sbatch, such as --exclusive. Repeatable."),
+    ],
+    "Grid Engine": [
+        (("--slots",), int, "Slots of the parallel environment."),
+        (("--pe",), "NAME", "The parallel environment."),
+        (("-l", "--resource"), ["NAME=VALUE"], "A resource: h_rt=10:00:00. Repeatable."),
+        (("-q", "--queue"), "NAME", "Where the job waits for slots."),
+    ],
+}  # fmt: skip
+"""By heading: the spellings; a word for the value, a type, a list of a word where it is repeatable, None for a switch; help."""
+
+
+def _field(spellings: tuple[str, ...]) -> str:
+    """The setting of RunConfig that an option sets."""
+    return _FIELDS.get(spellings[0], next(s for s in spellings if s.startswith("--")).removeprefix("--").replace("-", "_"))
+
+
+_FIELDS = {"-H": "hosts", "--sbatch-arg": "sbatch_args", "-l": "resources"}
+_FAMILIES = {heading: [_field(row[0]) for row in rows] for heading, rows in _OF_SCHEDULERS.items()}
+
+
+def _options_of_schedulers(command: Any) -> Any:
+    """Adds them all, in their order."""
+    for rows in reversed(_OF_SCHEDULERS.values()):
+        for spellings, kind, text in reversed(rows):
+            more: dict[str, Any] = {"help": text}
+            if kind is None:
+                more["is_flag"] = True
+            elif kind is int:
+                more |= {"type": int, "metavar": "N"}
+            else:
+                more |= {"metavar": kind[0], "multiple": True} if isinstance(kind, list) else {"metavar": kind}
+            command = click.option(*spellings, _field(spellings), **more)(command)
+    return command
 
 
 @main.command(cls=_Run, context_settings={**_HELP, "allow_interspersed_args": False}, options_metavar="[OPTIONS]")
@@ -56,7 +127,14 @@ class _Run(click.Command):
 )
 @click.option("--gpus", metavar="0,2", help="The GPUs to use, by number; all by default.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT.py is the name of a module, as for python -m.")
-@click.option("--master-port", type=int, metavar="PORT", help="Port of the ranks' rendezvous.  [default: a free one]")
+@click.option(
+    "--master-port",
+    "--master_port",
+    "master_port",
+    type=int,
+    metavar="PORT",
+    help="Port of the ranks' rendezvous.  [default: a free one]",
+)
 @click.option("--name", metavar="RUN", help="Name of the run; the script's stem by default.")
 @click.option("--run-dir", metavar="DIR", help="Where the run writes; ./runs/RUN by default.")
 @click.option("--fresh", is_flag=True, help="Move an older run aside and start anew, instead of going on with it.")
@@ -92,19 +170,20 @@ class _Run(click.Command):
     help="Fork the ranks from one process that has imported torch, or start each by itself.  [default: fork]",
 )
 @click.option("--tee", metavar="main|all", help="Show the output of rank 0, or of all ranks, line by line.  [default: main]")
+@_options_of_schedulers
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py [ITS ARGUMENTS]...")
 def run(config: str | None, **options: Any) -> None:
-    """Run SCRIPT.py on every device of this machine.
+    """Run SCRIPT.py on every device of this machine, or of several.
 
     After a -- it may be any command. What follows SCRIPT.py is its own.
     A run that was stopped goes on when the same command is typed again.
     """
     import os
 
-    from rankwise.config import RunConfig, read_file, site_settings
+    from rankwise.config import RunConfig, is_given, read_file, site_settings
     from rankwise.launch.launch import launch
 
-    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    given = {name: value for name, value in options.items() if is_given(value) or name == "argv"}
     layers = [*site_settings(os.environ), read_file(config) if config else {}, given]
     sys.exit(launch(RunConfig.of(*layers), os.environ))
 
@@ -119,6 +198,52 @@ def report(run: str | None) -> None:
     from rankwise.report.terminal import print_report
 
     print_report(run)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="As JSON: run, path, alive, job, lives, last, failure, ...")
+@click.argument("run", metavar="[RUN]", required=False)
+def status(run: str | None, as_json: bool) -> None:
+    """Tell whether a run waits, runs or has ended.
+
+    RUN is a name under ./runs, or a folder; it may be left out where there is one run alone.
+    """
+    from rankwise.launch.status import as_text, facts
+    from rankwise.rundir import find_run
+
+    found = facts(find_run(run, "status"))
+    click.echo(json.dumps(found, indent=2) if as_json else as_text(found))
+
+
+@main.command()
+@click.option("--rank", type=click.IntRange(0), metavar="N", help="Of this rank.  [default: 0]")
+@click.option("--all", "everyone", is_flag=True, help="Of all ranks, each line with its rank.")
+@click.option("-f", "--follow", is_flag=True, help="Then show what comes, until the run has ended.")
+@click.argument("run", metavar="[RUN]", required=False)
+def logs(run: str | None, rank: int | None, everyone: bool, follow: bool) -> None:
+    """Print what the ranks of a run have printed.
+
+    RUN is a name under ./runs, or a folder; it may be left out where there is one run alone.
+    """
+    from rankwise.launch.follow import show_logs
+    from rankwise.rundir import find_run
+
+    if everyone and rank is not None:
+        raise click.UsageError(f"--all and --rank {rank}: give one of the two")
+    show_logs(find_run(run, "logs"), None if everyone else (rank or 0,), follow)
+
+
+@main.command()
+@click.argument("run", metavar="[RUN]", required=False)
+def cancel(run: str | None) -> None:
+    """Ask a run to stop, save and end, wherever it runs or waits.
+
+    RUN is a name under ./runs, or a folder; it may be left out where there is one run alone.
+    """
+    from rankwise.launch import status as of
+    from rankwise.rundir import find_run
+
+    click.echo(of.cancel(find_run(run, "cancel")))
 
 
 @main.command()

@@ -5,6 +5,8 @@ config = RunConfig.of(*site_settings(os.environ), read_file("run.toml"), {"argv"
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -72,6 +74,69 @@ class RunConfig:
     tee: str = "main"
     """Whose output is shown: `main` (rank 0) or `all`, each line with its rank."""
 
+    on: str | None = None
+    """What starts the agents: a name of `schedulers.BY_NAME`, or `mpi`; None: found out."""
+
+    hosts: str | None = None
+    """The hosts, and how many ranks on each: `host1:2,host2:2`."""
+
+    hostfile: str | None = None
+    """A file of them, one a line."""
+
+    nodes: str | None = None
+    """How many nodes: `2`, or from MIN to MAX: `1:4`."""
+
+    node_rank: int | None = None
+    """Which of the nodes this is, where each is started by hand."""
+
+    master_addr: str | None = None
+    """The first of these nodes."""
+
+    gpus_per_node: str | None = None
+    """GPUs of each node, a type before them if it matters: `4`, `a100:4`."""
+
+    partition: str | None = None
+    time: str | None = None
+    nodelist: str | None = None
+    cpus_per_task: int | None = None
+    """Cores of each node, for all its ranks: what Slurm calls a task is the agent of a node."""
+
+    mem: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    array: str | None = None
+    """Task numbers of a job array; each task is a run of its own."""
+
+    dependency: str | None = None
+
+    setup: tuple[str, ...] = ()
+    """Lines of shell that the job runs on its first node before anything else: `module load cuda`."""
+
+    sbatch_args: tuple[str, ...] = ()
+    """Further options of sbatch, one each: `--exclusive`, `--comment=a b`."""
+
+    slots: int | None = None
+    pe: str | None = None
+    """Grid Engine's parallel environment."""
+
+    resources: tuple[str, ...] = ()
+    """Grid Engine's `-l`, one each: `h_rt=10:00:00`."""
+
+    queue: str | None = None
+
+    requeue: bool = False
+    """Back into the queue when the time is over or another job needs the nodes, until the script has ended by itself."""
+
+    dry_run: bool = False
+    """Leave the run directory as it would be, print the job's text, start nothing."""
+
+    wait: bool = False
+    """Follow a queued job to its end."""
+
+    site: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Defaults of a site file for what only some schedulers know (SCHEDULERS); each takes what it knows."""
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
@@ -106,15 +171,84 @@ class RunConfig:
         ):
             if value not in choices:
                 raise ConfigError(f"--{name} {value}: choose {' or '.join(choices)}")
+        self._check_nodes()
+        self._check_job()
+
+    def _check_nodes(self) -> None:
+        if self.nodes is not None:
+            _, most = _counts(self.nodes)
+            if self.node_rank is not None and not 0 <= self.node_rank < most:
+                raise ConfigError(f"--node-rank {self.node_rank}: of {most} nodes (--nodes {self.nodes}) it lies between 0 and "
+                                  f"{most - 1}")  # fmt: skip
+        elif self.node_rank is not None:
+            raise ConfigError(f"--node-rank {self.node_rank}: of how many? Type --nodes N too, on each node")
+        if self.hosts is not None and self.hostfile is not None:
+            raise ConfigError(f"-H {self.hosts} and --hostfile {self.hostfile}: give one of the two")
+
+    def _check_job(self) -> None:
+        """Values that go into a job's text: each stays in its line."""
+        for name in SCHEDULERS:
+            value = getattr(self, name)
+            for text in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
+                if not isinstance(text, str):
+                    raise ConfigError(f"{option(name)}: {text!r} is no text; put it in quotes")
+                if not text.strip() or re.search(r"[\x00-\x08\x0a-\x1f\x7f]", text):
+                    raise ConfigError(f"{option(name)} {text!r}: give words in one line")
+        if self.gpus_per_node is not None and not re.fullmatch(r"([A-Za-z0-9_.-]+:)?[0-9]+", self.gpus_per_node):
+            raise ConfigError(f"{option('gpus_per_node')} {self.gpus_per_node}: give a number, or a type and a number: a100:4")
+        for name in ("cpus_per_task", "slots"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{option(name)} {value}: give a number from 1 up")
+        if self.wait and self.dry_run:
+            raise ConfigError("--wait and --dry-run: a dry run starts nothing that could be waited for; leave one out")
 
     @classmethod
     def of(cls, *layers: Mapping[str, Any]) -> Self:
         """Later layers win."""
         return cls(**{name: value for layer in layers for name, value in layer.items()})
 
+    def node_counts(self) -> tuple[int, int] | None:
+        """(fewest, most) nodes; None where that was not said."""
+        return None if self.nodes is None else _counts(self.nodes)
+
     def path(self, name: str) -> Path:
         """The run directory, absolute; `name` is that of the run if none was given."""
         return Path(self.run_dir).absolute() if self.run_dir is not None else default_run_dir(self.name or name)
+
+
+def _counts(nodes: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", nodes)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, 0)
+    if not 0 < least <= most:
+        raise ConfigError(f"--nodes {nodes}: give a number of nodes, or the fewest and the most: 1:4")
+    return least, most
+
+
+SCHEDULERS = (
+    "on", "hosts", "hostfile", "nodes", "node_rank", "master_addr", "gpus_per_node", "partition", "time", "nodelist",
+    "cpus_per_task", "mem", "account", "qos", "constraint", "array", "dependency", "setup", "sbatch_args", "slots", "pe",
+    "resources", "queue", "requeue",
+)  # fmt: skip
+"""The settings that only some schedulers know."""
+
+_SPELLED = {
+    "hosts": "-H",
+    "sbatch_args": "--sbatch-arg",
+    "resources": "-l",
+    "grace_s": "--grace",
+    "stall_warn_s": "--stall-warn",
+}
+
+
+def is_given(value: Any) -> bool:
+    """Whether a setting says anything: 0 does."""
+    return value is not None and value is not False and value != ()
+
+
+def option(name: str) -> str:
+    """A setting as it is typed: `--max-restarts`."""
+    return _SPELLED.get(name, f"--{name.replace('_', '-')}")
 
 
 _SITE_FILE = "rankwise.toml"
@@ -125,6 +259,8 @@ _TYPES: dict[str, Any] = {
     "str": str,
     "str | None": (str, type(None)),
     "int": int,
+    "int | None": (int, type(None)),
+    "Mapping[str, Any]": dict,
     "float": (int, float),
 }
 _WORDS = {
@@ -133,6 +269,8 @@ _WORDS = {
     "str": "text in quotes",
     "str | None": "text in quotes",
     "int": "a whole number",
+    "int | None": "a whole number",
+    "Mapping[str, Any]": "a table",
     "float": "a number",
 }
 
@@ -142,26 +280,33 @@ def default_run_dir(name: str) -> Path:
     return Path("runs", name or "run").absolute()
 
 
-_SETTINGS = [field.name for field in fields(RunConfig) if field.name not in ("argv", "module", "command")]
+_SETTINGS = [field.name for field in fields(RunConfig) if field.name not in ("argv", "module", "command", "site")]
 """What a file may hold: all but what is to be run."""
 
 
-_OF_ONE_RUN = ("name", "run_dir", "fresh")
+_OF_ONE_RUN = ("name", "run_dir", "fresh", "node_rank", "array", "dependency", "dry_run")
 """What a site file may not hold: all runs would share it."""
 
 
 def site_settings(env: Mapping[str, str], system: Path = Path("/etc")) -> list[dict[str, Any]]:
     """The settings of the system's and of the user's `rankwise.toml`, as far as there are such: a cluster's defaults, once.
 
-    /etc/rankwise.toml, then rankwise.toml in $XDG_CONFIG_HOME (~/.config where it is not set), which wins.
+    /etc/rankwise.toml, then rankwise.toml in $XDG_CONFIG_HOME (~/.config where it is not set), which wins. What only some
+    schedulers know is apart, in `site`: it holds where one of them is used.
     """
     user = Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME", "/"), ".config"))
-    found = {path: _read(path, str(path)) for path in (system / _SITE_FILE, user / _SITE_FILE) if path.is_file()}
-    for path, settings in found.items():
+    layers: list[dict[str, Any]] = []
+    site: dict[str, Any] = {}
+    for path in (system / _SITE_FILE, user / _SITE_FILE):
+        if not path.is_file():
+            continue
+        settings = _read(path, str(path))
         for name in _OF_ONE_RUN:
             if name in settings:
                 raise ConfigError(f"{path}: {name.replace('_', '-')} belongs to one run; give it on the command line")
-    return list(found.values())
+        site = {**site, **{name: settings.pop(name) for name in SCHEDULERS if name in settings}}
+        layers.append({**settings, "site": site} if site else settings)
+    return layers
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -182,10 +327,15 @@ def _read(path: Path, called: str) -> dict[str, Any]:
         if name not in _SETTINGS:
             options = ", ".join(setting.removesuffix("_s").replace("_", "-") for setting in _SETTINGS)
             raise ConfigError(f"{called}: {name} is no setting of a run; the settings: {options}")
-    if isinstance(settings.get("nproc"), int):
-        settings["nproc"] = str(settings["nproc"])
-    if isinstance(settings.get("gpus"), list):
-        settings["gpus"] = ",".join(map(str, settings["gpus"]))
+    for name in ("nproc", "nodes", "gpus_per_node", "mem", "time"):  # a number is as good as its text
+        if type(settings.get(name)) is int:
+            settings[name] = str(settings[name])
+    for name in ("gpus", "hosts", "nodelist"):
+        if isinstance(settings.get(name), list):
+            settings[name] = ",".join(map(str, settings[name]))
+    for name in ("setup", "sbatch_args", "resources"):
+        if name in settings:
+            settings[name] = tuple(settings[name]) if isinstance(settings[name], list) else (settings[name],)
     try:
         RunConfig(argv=("checked",), **settings)
     except ConfigError as error:
@@ -195,5 +345,10 @@ def _read(path: Path, called: str) -> dict[str, Any]:
 
 def _field(name: str) -> str:
     """`max-restarts` and `grace`, as on the command line, or `max_restarts` and `grace_s`."""
-    field = name.replace("-", "_")
-    return f"{field}_s" if f"{field}_s" in _SETTINGS else field
+    plain = name.replace("-", "_")
+    found = _OTHER_NAMES.get(plain, plain)
+    return f"{found}_s" if f"{found}_s" in _SETTINGS else found
+
+
+_OTHER_NAMES = {"nnodes": "nodes", "sbatch_arg": "sbatch_args", "resource": "resources", "host": "hosts",
+                "nproc_per_node": "nproc"}  # fmt: skip

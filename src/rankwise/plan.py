@@ -72,7 +72,8 @@ class Plan:
     """OMP_NUM_THREADS of each rank; 0: the cores of the node shared among its ranks."""
 
     job: dict[str, Any]
-    """What the scheduler was asked for, by the names of RunConfig; nothing that is None."""
+    """What the scheduler was asked for, by the names of RunConfig; nothing that is None. `within`: not a new job, but the
+    allocation of this shell."""
 
     fork: bool
     """Fork the ranks from a warm process; otherwise each is started by itself."""

@@ -3,8 +3,10 @@
     run = RunDir(Path("runs/train"));  run.prepare(fresh=False);  lease = run.take()
 
     config.json plan.json code.txt job.sh     what was asked for, planned, and of which code
+    job.json                                   the job that was queued for it, if one was
     world.json                                 the lives of the run: who ran where, and how it ended
     logs/rank-0.log ...                        what each rank printed, lives one after the other
+    logs/job-12.log                            what a queued job printed: its agents' lines, and what they showed of the ranks
     metrics.jsonl telemetry/                   figures; TensorBoard's events
     checkpoints/ failure.json report.html
 
@@ -131,6 +133,19 @@ class Failure(_Record):
 
 
 @dataclass(frozen=True)
+class Job(_Record):
+    """job.json: the last job that was queued for this run."""
+
+    scheduler: str
+    id: str
+    submitted: float
+    """Seconds since 1970."""
+
+    host: str
+    """Where that was typed."""
+
+
+@dataclass(frozen=True)
 class Holder(_Record):
     """Who writes in a run directory."""
 
@@ -170,6 +185,7 @@ class RunDir:
         self.world = path / "world.json"
         self.code = path / "code.txt"
         self.job = path / "job.sh"
+        self.queued = path / "job.json"
         self.logs = path / "logs"
         self.door = path / ".head.json"
         self.metrics = path / "metrics.jsonl"
@@ -182,14 +198,21 @@ class RunDir:
         return self.logs / f"rank-{rank}.log"
 
     def log_tail(self, rank: int, most_bytes: int) -> bytes:
-        """The end of what a rank printed."""
-        with open(self.log(rank), "rb") as file:
-            file.seek(max(file.seek(0, os.SEEK_END) - most_bytes, 0))
-            return file.read()
+        """The end of what a rank printed; empty where its host does not share this folder."""
+        try:
+            with open(self.log(rank), "rb") as file:
+                file.seek(max(file.seek(0, os.SEEK_END) - most_bytes, 0))
+                return file.read()
+        except FileNotFoundError:
+            return b""
 
     def saved(self) -> list[str]:
         """The names of its checkpoints, the oldest first. Not verified."""
         return sorted(path.name for path in self.checkpoints.glob("step-*"))
+
+    def job_log(self, job_id: str) -> Path:
+        """What a queued job prints itself."""
+        return self.logs / f"job-{job_id}.log"
 
     def stacks(self, rank: int) -> Path:
         """Where a rank's fault handler writes its Python stacks when its agent asks."""
@@ -308,6 +331,22 @@ class RunDir:
                     records.append(json.loads(line))
         return records
 
+    def read_job(self) -> Job | None:
+        """The last job that was queued for this run; None if none was."""
+        try:
+            return Job.of(json.loads(self.queued.read_text()))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise RunDirError(f"{self.queued} cannot be read ({error})") from None
+
+    def write_job(self, job: Job | None) -> None:
+        """None: this run is no longer that of a queued job."""
+        if job is None:
+            self.queued.unlink(missing_ok=True)
+        else:
+            write_json(self.queued, asdict(job))
+
     def read_failure(self) -> Failure | None:
         try:
             return Failure.of(json.loads(self.failure.read_text()))
@@ -322,6 +361,28 @@ class RunDir:
             self.failure.unlink(missing_ok=True)
         else:
             write_json(self.failure, asdict(failure))
+
+
+def find_run(run: str | None, verb: str) -> RunDir:
+    """The run directory of a name under ./runs, or of a folder; None is the only one there is under ./runs.
+
+    Raises RunDirError with those that there are, and what to type: `rankwise VERB RUN`.
+    """
+    here = [path for path in sorted(Path("runs").glob("*")) if _is_run(path)]
+    names = ", ".join(path.name for path in here) or "none"
+    if run is None:
+        if len(here) != 1:
+            raise RunDirError(f"which run? type: rankwise {verb} RUN; the runs here: {names}")
+        return RunDir(here[0])
+    for path in (Path(run), Path("runs", run)):
+        if _is_run(path):
+            return RunDir(path)
+    raise RunDirError(f"there is no run in {run} or {Path('runs', run)} (no world.json, no plan.json); the runs here: {names}")
+
+
+def _is_run(path: Path) -> bool:
+    run = RunDir(path)
+    return run.world.exists() or run.plan.exists()  # one that waits in a queue has not lived yet
 
 
 class Lease:

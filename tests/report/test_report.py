@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rankwise.errors import RunDirError
-from rankwise.report.terminal import find, print_report, report, table
-from rankwise.rundir import Failure, Life, RunDir, write_json
+from rankwise.report.terminal import print_report, report, table
+from rankwise.rundir import Failure, Life, RunDir, find_run, write_json
 
 
 @pytest.fixture
@@ -43,33 +43,33 @@ def sections(run: RunDir) -> list[str]:
 def test_a_run_is_found_by_its_name_and_by_its_folder(run: RunDir) -> None:
     live(run, life())
     for typed in ("train", "runs/train", str(run.path), f"{run.path}/"):
-        assert find(typed).path.resolve() == run.path
+        assert find_run(typed, "report").path.resolve() == run.path
 
 
 def test_a_folder_here_comes_before_a_name_under_runs(run: RunDir, tmp_path: Path) -> None:
     live(run, life())
     here = RunDir(tmp_path / "train")
     here.prepare(fresh=False)
-    assert find("train").path.resolve() == run.path  # a folder that is no run is passed over
+    assert find_run("train", "report").path.resolve() == run.path  # a folder that is no run is passed over
     live(here, life())
-    assert find("train").path.resolve() == here.path
+    assert find_run("train", "report").path.resolve() == here.path
 
 
 def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(run: RunDir, tmp_path: Path) -> None:
-    with pytest.raises(RunDirError, match=r"^there is no run in x or runs/x \(no world\.json\); the runs here: none$"):
-        find("x")
+    with pytest.raises(RunDirError, match=r"^there is no run in x or runs/x \(no world\.json, .*\); the runs here: none$"):
+        find_run("x", "report")
     live(run, life())
     other = RunDir(tmp_path / "runs" / "b")
     other.prepare(fresh=False)
     live(other, life())
     with pytest.raises(RunDirError, match=r"the runs here: b, train$"):
-        find("x")
+        find_run("x", "report")
 
 
 def test_the_report_is_printed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     live(run, life())
     print_report("train")
-    assert capsys.readouterr().out == report(find("train")) + "\n"
+    assert capsys.readouterr().out == report(find_run("train", "report")) + "\n"
 
 
 # --- lives

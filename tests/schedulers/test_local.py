@@ -83,7 +83,7 @@ def test_it_takes_what_nobody_else_claims_as_a_single_process() -> None:
 
 def ended(job: str) -> bool:
     deadline = time.monotonic() + DEADLINE_S
-    while local.state(job) != "ended":
+    while local.state(job).phase != "ended":
         assert time.monotonic() < deadline
         time.sleep(0.002)
     return True
@@ -98,7 +98,7 @@ def test_a_job_runs_in_a_session_of_its_own_until_it_is_cancelled(tmp_path: Path
         while not (tmp_path / "started").exists():
             assert time.monotonic() < deadline
             time.sleep(0.002)
-        assert local.state(job) == "running"
+        assert local.state(job).phase == "running"
         assert os.getsid(int(job)) == int(job) != os.getsid(0)
         local.cancel(job)
         assert ended(job)  # a zombie has ended
@@ -106,7 +106,7 @@ def test_a_job_runs_in_a_session_of_its_own_until_it_is_cancelled(tmp_path: Path
         os.kill(int(job), signal.SIGKILL)
         status = os.waitpid(int(job), 0)[1]
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
-    assert local.state(job) == "ended"  # and so has one that was reaped
+    assert local.state(job).phase == "ended"  # and so has one that was reaped
 
 
 def test_a_job_that_is_submitted_is_not_forgotten_with_a_warning(tmp_path: Path) -> None:

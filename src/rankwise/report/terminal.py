@@ -9,11 +9,9 @@ import shlex
 import shutil
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from rankwise.errors import RunDirError
-from rankwise.rundir import Life, RunDir
+from rankwise.rundir import Life, RunDir, find_run
 from rankwise.terminal import clock
 
 _MOMENTS = 10
@@ -23,27 +21,7 @@ _LEAST_ROOM = 30
 
 def print_report(run: str | None) -> None:
     """Raises RunDirError when there is no run of that name, or several and none is named."""
-    print(report(find(run) if run is not None else _the_only_one(), shutil.get_terminal_size().columns))
-
-
-def find(run: str) -> RunDir:
-    """The run directory of a name under ./runs, or of a folder."""
-    for path in (Path(run), Path("runs", run)):
-        if RunDir(path).world.exists():
-            return RunDir(path)
-    raise RunDirError(f"there is no run in {run} or {Path('runs', run)} (no world.json); the runs here: {_runs_here()}")
-
-
-def _the_only_one() -> RunDir:
-    found = list(Path("runs").glob("*/world.json"))
-    if len(found) != 1:
-        raise RunDirError(f"which run? type: rankwise report RUN; the runs here: {_runs_here()}")
-    return RunDir(found[0].parent)
-
-
-def _runs_here() -> str:
-    names = sorted(path.parent.name for path in Path("runs").glob("*/world.json"))
-    return ", ".join(names) or "none"
+    print(report(find_run(run, "report"), shutil.get_terminal_size().columns))
 
 
 def report(run: RunDir, columns: int = _COLUMNS) -> str:

@@ -17,12 +17,23 @@ and, where it starts the processes but gives no address of rank 0,
 
 and, where a run can be handed to it (those of BY_NAME),
 
-    render(plan) -> str          the whole text that starts the agents; pure, compared with a golden file
+    OPTIONS                      the settings of a run that it knows beside those that all know, by RunConfig's names
+    render(plan) -> str          the whole text that starts the agents; pure, compared with a golden file; raises ConfigError.
+                                 What a queued job prints goes to logs/job-<its id>.log in the run directory
     attached(env) -> bool        the agents run below whoever runs that text, nothing is queued: a shell, ssh, mpirun, or inside
                                  an allocation; pure
     submit(path) -> str          hand over that text; returns the job's id (where attached: the process id of a shell)
-    state(job_id) -> State       what became of the job; asks the scheduler, which may have forgotten it
+    state(job_id) -> State       what became of the job; asks the scheduler, which may have forgotten it; never raises
     cancel(job_id) -> None       ask it to stop
+
+and, of these, where it applies,
+
+    allocated(env) -> int | None the nodes that the job of this shell has; None in no such shell; pure
+    PASSED                       where what runs the text is another starter (srun, mpirun) and not the agent itself: which
+                                 signal makes it ask the agents to stop, by the one that the launcher got
+    WITHIN                       of OPTIONS, those that mean something within an allocation; `plan.job` has "within" there
+    array_tasks(text) -> tuple[str, ...]   where `array` is one of OPTIONS: the numbers of a job array's tasks. Each is a run of
+                                 its own in the run directory <run_dir>-<number>, as the job <job_id>_<number>
 
 and, where the head's agent starts those of the other nodes itself,
 
@@ -35,7 +46,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from rankwise.schedulers import local, mpich, openmpi, sge, slurm, ssh, torchrun
+from rankwise.schedulers import local, manual, mpich, openmpi, sge, slurm, ssh, torchrun
 from rankwise.schedulers.ranks import Ranks
 
 ORDER: dict[str, ModuleType] = {
@@ -50,6 +61,7 @@ ORDER: dict[str, ModuleType] = {
 BY_NAME: dict[str, ModuleType] = {
     "local": local,
     "ssh": ssh,
+    "manual": manual,
     "slurm": slurm,
     "sge": sge,
     "openmpi": openmpi,

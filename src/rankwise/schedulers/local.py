@@ -10,10 +10,12 @@ from collections.abc import Mapping
 
 from rankwise import processes
 from rankwise.plan import Plan
+from rankwise.schedulers.job import State
 from rankwise.schedulers.ranks import Ranks, single
 
 VARIABLES = ()
 NEEDS = "nothing"
+OPTIONS = ("gpus",)
 
 
 def detect(env: Mapping[str, str]) -> bool:
@@ -31,14 +33,41 @@ def render(plan: Plan) -> str:
     return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\nexec {shlex.join(command)}\n"
 
 
+def attached(env: Mapping[str, str]) -> bool:
+    """Always: the agent runs below the launcher."""
+    return True
+
+
 def submit(path: str) -> str:
-    """Start the agent in a session of its own: what the terminal sends to its foreground reaches the launcher alone."""
+    """Run the text by the shell that its first line names, in a session of its own: what the terminal sends to its foreground
+    reaches the launcher alone."""
+    command = _command(path)
     # Not by subprocess: what it forgets it reaps behind our back, and the agent's status would be lost.
-    return str(os.posix_spawn("/bin/sh", ["/bin/sh", path], os.environ, setsid=True))
+    return str(os.posix_spawn(command[0], command, os.environ, setsid=True))
 
 
-def state(job_id: str) -> str:
-    return "ended" if processes.start_time(int(job_id)) is None else "running"
+def submit_bound(path: str) -> str:
+    """The same, killed when this process ends: for what is no agent, which would see that itself."""
+    command, parent = _command(path), os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            processes.die_with_parent(parent)
+            os.execv(command[0], command)
+        finally:
+            os._exit(127)
+    return str(pid)
+
+
+def _command(path: str) -> list[str]:
+    with open(path, "rb") as file:
+        first = file.readline()
+    return [*(first[2:].decode().split() if first.startswith(b"#!") else ["/bin/sh"]), path]
+
+
+def state(job_id: str) -> State:
+    return State("ended" if processes.start_time(int(job_id)) is None else "running")
 
 
 def cancel(job_id: str) -> None:

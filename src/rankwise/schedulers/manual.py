@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from rankwise.schedulers import local
 
-OPTIONS = ("nodes", "node_rank", "master_addr")
+OPTIONS = ("gpus", "nodes", "node_rank", "master_addr")
 
 render = local.render
 submit = local.submit

@@ -1,11 +1,19 @@
-"""Slurm: what the tasks of a step are told, and how a batch or salloc shell, which is none, looks like one."""
+"""Slurm: what the tasks of a step are told; how a batch or salloc shell, which is none, looks like one; jobs for its queue."""
 
 from __future__ import annotations
 
+import math
 import re
+import shlex
+import signal
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from rankwise.errors import WorldError
+from rankwise.errors import ConfigError, WorldError
+from rankwise.plan import Plan
+from rankwise.schedulers.job import State, call, last_line, one_line, slug
 from rankwise.schedulers.ranks import Ranks, Tasks, address, not_joined, require, shown, single, tasks_of, whole_number
 
 VARIABLES = (
@@ -26,6 +34,16 @@ VARIABLES = (
     "SLURM_ARRAY_TASK_ID",
 )
 NEEDS = "SLURM_JOB_ID"
+
+OPTIONS = (
+    "nodes", "gpus_per_node", "partition", "time", "nodelist", "cpus_per_task", "mem", "account", "qos", "constraint", "array",
+    "dependency", "setup", "sbatch_args", "requeue",
+)  # fmt: skip
+
+WITHIN = ("nodes", "cpus_per_task", "setup")
+
+# srun keeps INT and TERM to itself (a second INT, or the first TERM, ends the step at once) and passes USR1 on to the agents.
+PASSED = {signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
 
 _MARKS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
 _ASKED = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
@@ -175,3 +193,291 @@ def _array(env: Mapping[str, str]) -> str | None:
     if "SLURM_ARRAY_TASK_ID" not in env:
         return None
     return f"task {env['SLURM_ARRAY_TASK_ID']} of job array {env.get('SLURM_ARRAY_JOB_ID', '?')}: each is a world of its own"
+
+
+# --- a job for its queue
+
+
+def allocated(env: Mapping[str, str]) -> int | None:
+    """The nodes of the allocation that this shell (salloc's, or a batch script's) holds; None outside of one, and in a step."""
+    if "SLURM_JOB_ID" not in env or _in_step(env):
+        return None
+    name = "SLURM_JOB_NUM_NODES" if "SLURM_JOB_NUM_NODES" in env else "SLURM_NNODES"
+    return max(1, whole_number(env, name)) if name in env else 1
+
+
+def attached(env: Mapping[str, str]) -> bool:
+    """Within an allocation srun starts the agents there, and nothing is queued."""
+    return allocated(env) is not None
+
+
+def render(plan: Plan) -> str:
+    """A batch script; run in an allocation's shell it does the same there. Raises ConfigError for what cannot work."""
+    job = {name: value for name, value in plan.job.items() if value not in (None, False)}
+    array = "array" in job
+    folder = Path(plan.run_dir)
+    run_dir = shlex.quote(plan.run_dir) + ('-"$SLURM_ARRAY_TASK_ID"' if array else "")
+    output, redirection = _output(folder, run_dir, array)
+    redirection = [] if "within" in job else redirection
+    lines = [
+        "#!/bin/bash",
+        _line("job-name", slug(plan.name)),
+        _line("nodes", str(plan.nodes) if plan.min_nodes == plan.nodes else f"{plan.min_nodes}-{plan.nodes}"),
+        _line("ntasks-per-node", "1"),
+        *_asked(job, plan),
+        _line("chdir", str(folder.parent if array else folder)),
+        _line("output", output),
+        _line("open-mode", "append"),
+        *([] if _ends_with_the_first(plan) else ["#SBATCH --no-kill"]),
+        *map(_argument, job.get("sbatch_args", ())),
+        "",
+        *redirection,
+        *(one_line(text, "--setup") for text in job.get("setup", ())),
+        f"cd {shlex.quote(plan.cwd)} || exit 2",
+        *_start(plan, job, run_dir),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _output(folder: Path, run_dir: str, array: bool) -> tuple[str, list[str]]:
+    """(--output, lines): where the job prints, and what the script does for it itself.
+
+    Slurm takes the working folder and the name together for one pattern: a `%` of a folder's is one of Slurm's then, and after
+    a backslash there are none. For such a folder the shell opens the file.
+    """
+    if not set("%\\") & set(str(folder)):
+        return (f"{folder.name}-%a/logs/job-%A_%a.log" if array else "logs/job-%j.log"), []
+    job_id = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if array else '"$SLURM_JOB_ID"'
+    return "/dev/null", [f"exec >>{run_dir}/logs/job-{job_id}.log 2>&1"]
+
+
+def _asked(job: Mapping[str, Any], plan: Plan) -> list[str]:
+    """What the user asks of Slurm, a line each."""
+    lines = []
+    if (cpus := _cpus(job, plan)) is not None:
+        lines.append(_line("cpus-per-task", str(cpus)))
+    if "gpus_per_node" in job:
+        lines.append(_line("gres", f"gpu:{job['gpus_per_node']}"))  # every version knows it, whatever selects resources
+    if "time" in job:
+        seconds(job["time"])
+    for name in ("partition", "time", "nodelist", "mem", "account", "qos", "constraint", "array", "dependency"):
+        if name in job:
+            lines.append(_line(name, job[name]))
+    if job.get("requeue"):
+        lines += ["#SBATCH --requeue", _line("signal", f"USR1@{_lead_s(job.get('time'), plan.grace_s)}")]
+    return lines
+
+
+def _cpus(job: Mapping[str, Any], plan: Plan) -> int | None:
+    """Cores of each node: unless told, one a rank as far as their number is known. Slurm by itself gives the agent one.
+
+    Within an allocation, unless told, all that it has there.
+    """
+    if "within" in job:
+        return job.get("cpus_per_task")
+    gpus = str(job.get("gpus_per_node", "0")).rpartition(":")[2]
+    return job.get("cpus_per_task") or plan.nproc or int(gpus) or None
+
+
+def _start(plan: Plan, job: Mapping[str, Any], run_dir: str) -> list[str]:
+    """srun, an agent a node. Its own cores are said again: a step does not inherit them. --export: sbatch --export=NONE would
+    be inherited, and the agents have no PATH.
+    """
+    several = plan.min_nodes < plan.nodes
+    counts = '"$nodes"' if several else str(plan.nodes)
+    words = ["srun --export=ALL", f"--nodes={counts} --ntasks={counts} --ntasks-per-node=1"]
+    if (cpus := _cpus(job, plan)) is not None:
+        words.append(f"--cpus-per-task={cpus}")
+    elif "within" in job:
+        words.append("--cpu-bind=none")
+    words.append("--kill-on-bad-exit=1" if _ends_with_the_first(plan) else "--kill-on-bad-exit=0 --no-kill")
+    command = f"{' '.join(words)} \\\n  {shlex.join([sys.executable, '-m', 'rankwise.agent'])} {run_dir}"
+    # Slurm gave the job from MIN to MAX; the user's own allocation may have more.
+    there = ["nodes=${SLURM_JOB_NUM_NODES:-$SLURM_NNODES}", f"nodes=$((nodes < {plan.nodes} ? nodes : {plan.nodes}))"]
+    there = there if several else []
+    if not job.get("requeue"):
+        return [*there, f"exec {command}"]
+    return [
+        *there,
+        command,
+        "status=$?",
+        "# 75: stopped and saved, to go on. Slurm ends this script as soon as it is asked.",
+        '[ "$status" = 75 ] && scontrol requeue "$SLURM_JOB_ID"',
+        'exit "$status"',
+    ]
+
+
+def _ends_with_the_first(plan: Plan) -> bool:
+    """Whether the first agent to fail ends the job: nothing is started again, and no node may be lost."""
+    return plan.max_restarts == 0 and plan.min_nodes == plan.nodes
+
+
+def _line(name: str, value: str) -> str:
+    """Quoted as sbatch reads it. A plain value stays plain."""
+    one_line(value, f"--{name}")
+    if re.fullmatch(r"[A-Za-z0-9._:@/%,=+\[\]-]+", value):
+        return f"#SBATCH --{name}={value}"
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'#SBATCH --{name}="{escaped}"'
+
+
+def _argument(text: str) -> str:
+    """`--exclusive`, `--comment=a b`, `-p main`."""
+    match = re.fullmatch(r"(?:--([A-Za-z][A-Za-z-]*)(?:[= ](.*))?|-([A-Za-z])(?: ?(.+))?)", text)
+    if match is None:
+        raise ConfigError(f"--sbatch-arg {text!r}: give one option of sbatch, such as --sbatch-arg=--exclusive")
+    long, value, short, short_value = match.groups()
+    if long is not None:
+        return _line(long, value) if value else f"#SBATCH --{long}"
+    return f"#SBATCH -{short}" + (_line("x", short_value).removeprefix("#SBATCH --x=") if short_value else "")
+
+
+_LONGEST_S = 366 * 86400
+_TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
+
+
+def seconds(time: str) -> int | None:
+    """A limit of time as Slurm reads it: minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s. None for UNLIMITED. Raises ConfigError.
+
+    Slurm itself takes -5 for 2982611 days, and 0 for no limit.
+    """
+    if time == "UNLIMITED":
+        return None
+    match = _TIME.fullmatch(time)
+    numbers = [int(n) for n in match.groups() if n is not None] if match is not None else []
+    if not numbers:
+        total = 0
+    elif match is not None and match[1] is not None:
+        days, hours, minutes, rest = (*numbers, 0, 0)[:4]
+        total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    elif len(numbers) == 3:
+        total = (numbers[0] * 60 + numbers[1]) * 60 + numbers[2]
+    else:
+        total = numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
+    if not 0 < total <= _LONGEST_S:
+        raise ConfigError(
+            f"--time {time}: give minutes, h:m:s, or d-h:m:s, up to 366 days: --time 20:00:00 is twenty hours "
+            "(without any limit: --time UNLIMITED)"
+        )
+    return total
+
+
+def _lead_s(time: str | None, grace_s: float) -> int:
+    """How long before its limit the job is asked to stop: the grace and a reserve, at most a quarter of a short limit."""
+    lead = math.ceil(min(grace_s, 60000)) + 30
+    limit = seconds(time) if time is not None else None
+    return lead if limit is None else max(1, min(lead, limit // 4))
+
+
+MOST_TASKS = 1000
+
+
+def array_tasks(array: str) -> tuple[str, ...]:
+    """The numbers of `0-3,7` or `3-9:3%2` (at most two at once). Raises ConfigError."""
+    numbers: set[int] = set()
+    for part in array.partition("%")[0].split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?", part)
+        first, last, step = (int(match[1]), int(match[2] or match[1]), int(match[3] or 1)) if match else (0, -1, 1)
+        if last < first or step < 1 or not re.fullmatch(r"[^%]*(%[1-9][0-9]*)?", array):
+            raise ConfigError(f"--array {array}: give numbers, such as 0-7, or 1,3,5, or 0-99%4 for four at once")
+        numbers.update(range(first, min(last, first + step * MOST_TASKS) + 1, step))
+    if len(numbers) > MOST_TASKS:
+        raise ConfigError(f"--array {array}: each task is a run with a folder of its own, and there are at most {MOST_TASKS}")
+    return tuple(map(str, sorted(numbers)))
+
+
+_NOT_HERE = "type the command where Slurm is; --dry-run prints the job's text anywhere"
+
+
+def submit(path: str) -> str:
+    """Raises ConfigError in one line when Slurm refuses the job."""
+    done = call(["sbatch", "--parsable", path], _NOT_HERE)
+    if done.returncode == 0 and (match := re.search(r"^([0-9]+)(?:;.*)?$", done.stdout, re.MULTILINE)):
+        return match[1]
+    words = last_line(done).removeprefix("sbatch: ").removeprefix("error: ").removeprefix("Batch job submission failed: ")
+    told = f"{done.stdout}\n{done.stderr}"
+    names, hint = next(((names, hint) for phrase, names, hint in _REFUSALS if phrase.lower() in told.lower()), ((), ""))
+    asked = " ".join(text for name in names if (text := _given(Path(path), name)))
+    raise ConfigError(f"Slurm refuses the job: {words}" + (f" ({asked})" if asked else "") + (f"; {hint}" if hint else ""))
+
+
+_NODES = 'what its nodes have shows: sinfo -o "%P %D %N %c %m %G" (partition, nodes, names, cores, MB, GPUs)'
+_REFUSALS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("partition name", ("partition",), "those that there are: sinfo -o %P; then --partition NAME"),
+    ("configuration is not available", ("nodes", "cpus-per-task", "gres", "mem", "constraint"), f"ask for less; {_NODES}"),
+    ("more processors requested", ("nodes", "cpus-per-task"), f"ask for less; {_NODES}"),
+    ("generic resource", ("gres",), f"there are no such GPUs here; {_NODES}"),
+    ("node name", ("nodelist",), "those that there are: sinfo -N; then --nodelist A,B"),
+    ("node count specification", ("nodes", "nodelist"), "--nodes and --nodelist contradict each other, or it is no number"),
+    ("feature specification", ("constraint",), "those that there are: sinfo -o %f; then --constraint FEATURES"),
+    ("memory specification", ("mem",), f"give --mem as a number and a unit: 64G; {_NODES}"),
+    ("--mem specification", ("mem",), "give --mem as a number and a unit: 64G"),
+    ("array specification", ("array",), "give --array 0-7; the highest number: scontrol show config | grep MaxArraySize"),
+    ("dependency", ("dependency",), "give --dependency afterok:ID, with the number of a job"),
+    ("time limit", ("time", "partition"), "the longest that a partition allows: sinfo -o '%P %l'; then --time TIME"),
+    ("account", ("account", "partition"), "yours: sacctmgr show associations user=$USER format=account; then --account NAME"),
+    ("qos", ("qos",), "yours: sacctmgr show associations user=$USER format=qos; then --qos NAME"),
+    ("unrecognized option", (), "take that --sbatch-arg out, or correct it; those that there are: sbatch --help"),
+    ("invalid option", (), "take that --sbatch-arg out, or correct it; those that there are: sbatch --help"),
+    ("contact slurm controller", (), "Slurm's server does not answer; is it up? scontrol ping"),
+)  # fmt: skip
+"""(what sbatch says, the lines of the script that it may speak of, what to type); the first that fits."""
+
+
+def _given(path: Path, name: str) -> str:
+    """That line of the job's text as it stands there, empty if there is none."""
+    lines = [text.removeprefix("#SBATCH ") for text in path.read_text(errors="replace").splitlines()]
+    return next((text for text in lines if text.startswith(f"--{name}=")), "")
+
+
+_WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+_RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
+_NEVER = {
+    "PartitionConfig": f"no partition can ever give so much at once; ask for fewer nodes, cores or GPUs; {_NODES}",
+    "PartitionNodeLimit": "the partition is down, or does not give so many nodes to one job: sinfo -o '%P %a %D %s'",
+    "PartitionTimeLimit": "the partition does not give so much time; what each gives: sinfo -o '%P %l'",
+    "BadConstraints": "no node is what --constraint asks for; those that there are: sinfo -o %f",
+    "AccountNotAllowed": "the partition does not take this account; give another with --account or --partition",
+    "QOSNotAllowed": "the partition does not take this quality of service; give another with --qos or --partition",
+    "InvalidAccount": "there is no such account; give another with --account",
+    "InvalidQOS": "there is no such quality of service; give another with --qos",
+    "DependencyNeverSatisfied": "what --dependency waits for will not come",
+}
+"""Reasons for which a job waits for ever, and what to do."""
+
+
+def state(job_id: str) -> State:
+    """By scontrol, which needs no accounting and forgets a job some minutes after its end (MinJobAge)."""
+    try:
+        done = call(["scontrol", "-o", "show", "job", job_id], _NOT_HERE)
+    except ConfigError as error:
+        return State("unknown", str(error))
+    match = re.search(r"\bJobState=(\S+) Reason=(.*?) Dependency=", done.stdout)
+    if done.returncode != 0 or match is None:
+        return State("unknown", "Slurm has forgotten it" if "Invalid job id" in done.stderr else last_line(done))
+    word, reason = match.groups()
+    shown = word if reason == "None" else f"{word} ({reason})"
+    if word in _WAITING:
+        never = next((hint for name, hint in _NEVER.items() if reason.partition(":")[0] == name), None)
+        return State("waiting", shown) if never is None else State("stuck", f"{shown}: {never}")
+    if word in _RUNNING:
+        nodes = re.search(r"\bNodeList=(\S+)", done.stdout.replace("ReqNodeList", "").replace("ExcNodeList", ""))
+        return State("running", f"{shown} on {nodes[1]}" if nodes is not None and nodes[1] != "(null)" else shown)
+    return State("ended", shown, _exit_status(word, re.search(r"\bExitCode=([0-9]+):([0-9]+)", done.stdout)))
+
+
+def _exit_status(word: str, code: re.Match[str] | None) -> int | None:
+    """128 + n for signal n. A job that Slurm ended before its script could has the status 0 and did not succeed."""
+    if code is None:
+        return None
+    status = int(code[1]) or (128 + int(code[2]) if int(code[2]) else 0)
+    return status or (0 if word == "COMPLETED" else 1)
+
+
+def cancel(job_id: str) -> None:
+    """The agents get TERM, and what is left after Slurm's KillWait (often 30 s) is killed. Raises ConfigError."""
+    done = call(["scancel", job_id], _NOT_HERE)
+    if done.returncode != 0 or "error:" in done.stderr:
+        raise ConfigError(
+            f"Slurm does not cancel job {job_id}: {last_line(done).removeprefix('scancel: ').removeprefix('error: ')}"
+        )

@@ -1,0 +1,90 @@
+"""What is said of a run that has ended, and the exit status that it leaves.
+
+return conclude(run, status, lives_before, config)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from rankwise.config import RunConfig, option
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from rankwise.rundir import Failure, RunDir
+from rankwise.terminal import short
+
+_LOG_TAIL_BYTES = 4096
+
+
+def conclude(run: RunDir, status: int, lives_before: int, config: RunConfig) -> int:
+    """Say how it ended. The failure's lines are the last that the run prints."""
+    lives = run.lives()
+    life = lives[-1] if len(lives) > lives_before else None
+    failure = run.read_failure()
+    if status < 0:
+        say(f"the agent was killed by {signal.Signals(-status).name}; its ranks were ended, nothing else is lost")
+        return 128 - status
+    if life is None or life.status is None:
+        return status  # the agent has said why it could not begin
+    if failure is not None:
+        _say_failure(run, failure)
+    elif status in (EXIT_PREEMPTED, EXIT_INTERRUPTED) and life.outcome.startswith("stopped"):
+        say(f"{life.outcome}; to go on, type: {_resume_command(config)}")
+    elif status != 0 or ";" in life.outcome:
+        say(life.outcome)
+    return status
+
+
+def _say_failure(run: RunDir, failure: Failure) -> None:
+    print(file=sys.stderr)
+    if failure.traceback is not None:
+        if not _is_told(failure):
+            print(failure.traceback.rstrip("\n"), file=sys.stderr)
+    elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # rank 0's are above
+        print(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES)), end="", file=sys.stderr)
+    say(f"{failure.summary}, on {failure.host}")
+    if failure.step is not None:
+        saved = run.saved()
+        say(f"saved: {saved[-1]}; the same command goes on from there" if saved else
+             "nothing was saved yet: the same command starts from the beginning")  # fmt: skip
+    say(f"its output is in {short(Path(failure.log or ''))}; exit status {failure.exit_status}")
+
+
+def _is_told(failure: Failure) -> bool:
+    """Whether all that the traceback says is in the summary: an error of ours, which is one line and a place."""
+    first, _, _ = (failure.traceback or "").partition("\n")
+    return first.startswith("error: ") and first.removeprefix("error: ") in failure.summary
+
+
+def _last_lines(log: bytes, count: int = 5) -> str:
+    """Why a rank left without an exception is often there."""
+    return "".join(f"  {line}\n" for line in log.decode(errors="replace").splitlines()[-count:])
+
+
+def _resume_command(config: RunConfig) -> str:
+    """The same command, without --fresh."""
+    words = ["rankwise", "run"]
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value == field.default or field.name in ("argv", "module", "command", "fresh", "site"):
+            continue
+        name = option(field.name)
+        for each in value if isinstance(value, tuple) else (value,):
+            if each is True:
+                words.append(name)
+            elif name.startswith("--") and str(each).startswith("-"):  # not an option by itself
+                words.append(f"{name}={each}")
+            else:
+                words += [name, f"{each:g}" if isinstance(each, float) else str(each)]
+    words += ["-m"] if config.module else ["--"] if config.command else []
+    return shlex.join([*words, *config.argv])
+
+
+def say(text: str) -> None:
+    """To the person who started the run; what is printed for programs goes to the standard output."""
+    with contextlib.suppress(OSError):
+        print(f"rankwise: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,131 @@
+"""What is known of a run, and the request to end it, whatever started it and wherever it is.
+
+print(as_text(facts(run)));  print(cancel(run))
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import socket
+import time
+from dataclasses import asdict
+from typing import Any
+
+from rankwise import processes
+from rankwise.errors import RunDirError
+from rankwise.rundir import Holder, Job, Life, RunDir
+from rankwise.schedulers import BY_NAME
+from rankwise.schedulers.job import State
+from rankwise.terminal import clock, short
+
+_ALIVE = ("waiting", "stuck", "running")
+
+
+def state_of(job: Job) -> State:
+    """What its scheduler knows of it now."""
+    if job.scheduler not in BY_NAME:
+        return State("unknown", f"this version of rankwise knows no scheduler {job.scheduler}")
+    state: State = BY_NAME[job.scheduler].state(job.id)
+    return state
+
+
+def is_alive(run: RunDir, job: Job | None) -> bool:
+    """Whether somebody writes there, or a job is going to."""
+    return _writer(run) is not None or (job is not None and state_of(job).phase in _ALIVE)
+
+
+def _writer(run: RunDir) -> Holder | None:
+    """Who holds the run directory, unless that process is certain to be over."""
+    holder = run.holder()
+    return None if holder is None or holder.is_gone() else holder
+
+
+def facts(run: RunDir) -> dict[str, Any]:
+    """All of it, as a record for programs: run, path, alive, job, writer, lives, step, time, figures, failure."""
+    job = run.read_job()
+    state = state_of(job) if job is not None else None
+    writer = _writer(run)
+    figures = run.read_metrics()
+    failure = run.read_failure()
+    waiting_or_running = state is not None and state.phase in _ALIVE
+    return {
+        "run": run.path.absolute().name,
+        "path": str(run.path.absolute()),
+        "alive": writer is not None or waiting_or_running,
+        "job": {**asdict(job), **asdict(state)} if job is not None and state is not None else None,
+        "writer": {"host": writer.host, "pid": writer.pid, "since": writer.since} if writer is not None else None,
+        "lives": [asdict(life) for life in run.lives()],
+        "last": figures[-1] if figures else None,
+        "written": run.metrics.stat().st_mtime if figures else None,
+        "failure": asdict(failure) if failure is not None else None,
+    }
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """A line for each fact."""
+    rows = [("run", f"{found['run']}, in {found['path']}")]
+    if (job := found["job"]) is not None:
+        known = f": {job['reason'] or job['phase']}" + ("" if job["status"] is None else f", exit status {job['status']}")
+        rows.append(("job", f"{job['id']} of {job['scheduler']}, submitted {stamp(job['submitted'])}{known}"))
+    if (writer := found["writer"]) is not None:
+        rows.append(("process", f"{writer['pid']} on {writer['host']}, since {stamp(writer['since'])}"))
+    lives = found["lives"]
+    for life in lives[-1:]:
+        rows.append((f"life {life['life']}", f"{life['ranks']} ranks, first on {life['host']}, {_course(life, found)}"))
+    if not lives:
+        rows.append(("life 1", "has not begun" if found["alive"] else "never began"))
+    if (last := found["last"]) is not None:
+        numbers = [
+            f"{name} {value:.4g}" for name, value in last.items() if name in ("loss", "lr") and isinstance(value, int | float)
+        ]
+        written = f"written {clock(max(0.0, time.time() - found['written']))} ago"
+        rows.append(("step", ", ".join([str(last.get("step", "?")), *numbers, written])))
+    if found["failure"] is not None:
+        rows.append(("failed", f"{found['failure']['summary']}, on {found['failure']['host']}; see {found['failure']['log']}"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)
+
+
+def _course(life: dict[str, Any], found: dict[str, Any]) -> str:
+    began = f"began {stamp(life['started'])}"
+    if life["ended"] is not None:
+        return f"{began}, took {clock(life['ended'] - life['started'])}, exit status {life['status']}: {life['outcome']}"
+    if found["alive"]:
+        return f"{began}, goes on for {clock(time.time() - life['started'])}"
+    return f"{began}; killed, or its machine went down"
+
+
+def cancel(run: RunDir) -> str:
+    """Ask what is alive of this run to end; returns what was done. Raises RankwiseError where that is not possible."""
+    job = run.read_job()
+    if job is not None and (state := state_of(job)).phase in _ALIVE:
+        BY_NAME[job.scheduler].cancel(job.id)
+        rest = "; its ranks are asked to stop and to save" if state.phase == "running" else ""
+        return f"job {job.id} of {job.scheduler} ({state.reason}) is cancelled{rest}"
+    writer = _writer(run)
+    if writer is None:
+        lives = run.lives()
+        return f"{short(run.path)} is not alive; {_end(lives[-1]) if lives else 'it never began'}"
+    if writer.host != socket.gethostname():
+        raise RunDirError(
+            f"{short(run.path)} is alive on {writer.host} (pid {writer.pid}), and this is {socket.gethostname()}; "
+            f"type there: rankwise cancel {typed(run)}"
+        )
+    processes.send(writer.pid, signal.SIGTERM)
+    return f"pid {writer.pid} is asked to stop: all ranks stop after the step they are in, and save"
+
+
+def _end(life: Life) -> str:
+    return f"its last life: {life.outcome}" if life.outcome else "its last life was killed"
+
+
+def typed(run: RunDir) -> str:
+    """What names this run on a command line typed here, quoted."""
+    path = short(run.path.absolute())
+    return shlex.quote(run.path.name if path == f"runs/{run.path.name}" else path)
+
+
+def stamp(seconds: float) -> str:
+    """A time of day with its date."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

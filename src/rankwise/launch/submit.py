@@ -1,0 +1,149 @@
+"""A run handed to a queue: its folders, its job, and what a person types next.
+
+status = queue(choice, text, [(run, plan)], config, program)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rankwise.config import RunConfig
+from rankwise.errors import ConfigError, RunDirError
+from rankwise.launch import code, follow
+from rankwise.launch.choice import Choice
+from rankwise.launch.conclude import say
+from rankwise.launch.script import Program
+from rankwise.launch.status import stamp, state_of, typed
+from rankwise.plan import Plan
+from rankwise.rundir import Job, RunDir, write_json, write_text
+from rankwise.schedulers.job import State
+from rankwise.terminal import short
+
+_LOOK_S = 1.0
+"""A scheduler needs a moment to see that a job can never start."""
+
+Member = tuple[RunDir, Plan]
+"""One run of a job: it has one, but for a job array."""
+
+
+def members(choice: Choice, run: RunDir, plan: Plan) -> list[Member]:
+    """The runs of the job; each task of a job array is one of its own, RUN-<number>. Raises ConfigError."""
+    if "array" not in choice.job:
+        return [(run, plan)]
+    found = []
+    for number in choice.module.array_tasks(choice.job["array"]):
+        path = run.path.with_name(f"{run.path.name}-{number}")
+        found.append((RunDir(path), replace(plan, run_dir=str(path), name=path.name)))
+    return found
+
+
+def refuse_if_queued(run: RunDir) -> None:
+    """Raises RunDirError while a job of this run waits or runs: two would write in one folder."""
+    job = run.read_job()
+    if job is None or (state := state_of(job)).phase not in ("waiting", "stuck", "running"):
+        return
+    raise RunDirError(
+        f"the run in {short(run.path)} is job {job.id} of {job.scheduler}, submitted {stamp(job.submitted)}: {state.reason}; "
+        f"follow it: rankwise logs -f {typed(run)}; end it: rankwise cancel {typed(run)}; or start another with --name NAME"
+    )
+
+
+def leave_records(run: RunDir, plan: Plan, text: str, config: RunConfig) -> None:
+    """config.json, plan.json, job.sh."""
+    write_json(run.config, asdict(config))
+    write_json(run.plan, plan.record())
+    write_text(run.job, text, mode=0o755)
+
+
+def compare_with_earlier_lives(run: RunDir, program: Program) -> None:
+    """A run is one training. Raises ConfigError when its directory belongs to another script; other arguments are said."""
+    lives = run.lives()
+    if not lives:
+        return
+    before, now = lives[-1].argv, program.argv
+    if Path(before[0]).name != Path(now[0]).name or (now[0] == "-m" and before[:2] != now[:2]):
+        raise ConfigError(
+            f"the run in {short(run.path)} is of {shlex.join(before)} and this is {program.name}; give this one another name "
+            "with --name NAME, or move the older aside with --fresh"
+        )
+    if before[1:] != now[1:]:
+        say(
+            f"warning: the run in {short(run.path)} was last started as `{shlex.join(before)}`, now as `{shlex.join(now)}`; "
+            "it goes on with what its checkpoints hold. For a training of its own: --name NAME, or --fresh"
+        )
+
+
+def dry_run(text: str, found: Sequence[Member], config: RunConfig) -> int:
+    """Leave the records, print the text alone, start nothing; an older run is not moved aside."""
+    for run, plan in found:
+        refuse_if_queued(run)
+        run.prepare(fresh=False)
+        lease = run.take()
+        try:
+            leave_records(run, plan, text, config)
+        finally:
+            lease.release()
+    print(text, end="")
+    return 0
+
+
+def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig, program: Program) -> int:
+    """Submit, say how to follow it; with --wait follow it. Returns the exit status.
+
+    The right to write in the run directories is held until the job is there, and then given up: the agents take it.
+    """
+    module = choice.module
+    if len(found) > 1 and config.wait:
+        raise ConfigError(
+            "--wait and --array: a job of several runs cannot be shown as one; follow one: rankwise logs -f RUN-0"
+        )
+    with contextlib.ExitStack() as leases:
+        for run, plan in found:
+            refuse_if_queued(run)
+            if (aside := run.prepare(config.fresh)) is not None:
+                say(f"the older run was moved to {short(aside)}")
+            leases.callback(run.take().release)
+            compare_with_earlier_lives(run, program)
+            leave_records(run, plan, text, config)
+            run.write_job(None)
+        job_id: str = module.submit(str(found[0][0].job))
+        jobs = [Job(choice.name, job_id, time.time(), socket.gethostname()) for _ in found]
+        if "array" in choice.job:
+            numbers = module.array_tasks(choice.job["array"])
+            jobs = [replace(job, id=f"{job_id}_{number}") for job, number in zip(jobs, numbers, strict=True)]
+        for (run, _), job in zip(found, jobs, strict=True):
+            run.write_job(job)
+        described = code.describe(Path(program.name).absolute().parent)
+        for run, _ in found:
+            with contextlib.suppress(RunDirError):
+                write_text(run.code, described)
+    state = _first_look(jobs[0])
+    if state.phase == "stuck":
+        module.cancel(job_id)
+        raise ConfigError(f"job {job_id} of {choice.name} would never start, and is cancelled: {state.reason}")
+    say(f"job {job_id} of {choice.name}{_and_runs(found)}: {state.reason or state.phase}")
+    run = found[0][0]
+    name = typed(run)
+    say(f"to follow it: rankwise status {name}, rankwise logs -f {name}; to end it: rankwise cancel {name}")
+    if config.wait:
+        return follow.wait(run, jobs[0], config)
+    print(job_id)
+    return 0
+
+
+def _and_runs(found: Sequence[Member]) -> str:
+    return "" if len(found) == 1 else f", {len(found)} runs, {short(found[0][0].path)} to {found[-1][0].path.name}"
+
+
+def _first_look(job: Job) -> State:
+    """The state of a job that was just submitted, as soon as it says more than that it waits."""
+    deadline = time.monotonic() + _LOOK_S
+    while (state := state_of(job)).phase == "waiting" and time.monotonic() < deadline:
+        time.sleep(_LOOK_S / 4)
+    return state

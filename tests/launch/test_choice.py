@@ -1,0 +1,151 @@
+"""Which scheduler starts the agents, and which settings are its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from environments import SLURM_BATCH_ONE, SLURM_SALLOC, SLURM_STEP, Env
+
+from rankwise import schedulers
+from rankwise.config import RunConfig
+from rankwise.errors import ConfigError
+from rankwise.launch.choice import Choice, choose
+from rankwise.plan import Host
+from rankwise.schedulers import slurm
+
+
+def config(**settings: Any) -> RunConfig:
+    return RunConfig(argv=("train.py",), **settings)
+
+
+def chosen(env: Env | None = None, **settings: Any) -> Choice:
+    return choose(config(**settings), env or {})
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedulers that this test knows nothing of but their protocol."""
+
+    def parse(text: str) -> tuple[Host, ...]:
+        return tuple(Host(name, 2) for name in text.split(","))
+
+    ssh = SimpleNamespace(OPTIONS=("hosts", "hostfile"), attached=lambda env: True, parse_hosts=parse, read_hostfile=parse)
+    manual = SimpleNamespace(OPTIONS=("nodes", "node_rank", "master_addr"), attached=lambda env: True)
+    mpi = SimpleNamespace(OPTIONS=("nodes", "setup"), attached=lambda env: True)
+    for name, module in {"ssh": ssh, "manual": manual, "openmpi": mpi, "mpich": mpi}.items():
+        monkeypatch.setitem(schedulers.BY_NAME, name, module)
+
+
+@pytest.mark.parametrize(
+    ("settings", "env", "name", "why"),
+    [
+        ({}, {}, "local", "nothing else was asked for"),
+        ({"nodes": "1"}, {}, "local", "nothing else was asked for"),
+        ({"on": "slurm"}, {}, "slurm", "as asked"),
+        ({"on": "local"}, SLURM_SALLOC, "local", "as asked"),
+        ({"hosts": "a,b"}, SLURM_SALLOC, "ssh", "-H names hosts"),
+        ({"hostfile": "a"}, {}, "ssh", "--hostfile names hosts"),
+        ({"nodes": "2", "node_rank": 0}, SLURM_SALLOC, "manual", "--node-rank: each node is started by hand"),
+        ({"nodes": "1", "node_rank": 0}, {}, "local", "nothing else was asked for"),
+        ({}, SLURM_SALLOC, "slurm", "this shell is in a job of it"),
+        ({}, SLURM_BATCH_ONE, "slurm", "this shell is in a job of it"),
+        ({}, {**SLURM_STEP[0], "SLURM_STEP_NUM_TASKS": "1"}, "local", "nothing else was asked for"),
+        ({"site": {"on": "slurm"}}, {}, "slurm", "the site file says so"),
+        ({"site": {"on": "ssh"}}, SLURM_SALLOC, "slurm", "this shell is in a job of it"),
+    ],
+)
+def test_what_was_said_comes_before_where_this_is_and_that_before_the_sites_habit(
+    others: None, settings: dict[str, Any], env: Env, name: str, why: str
+) -> None:
+    choice = chosen(env, **settings)
+    assert (choice.name, choice.why) == (name, why)
+
+
+def test_a_scheduler_that_is_none_is_an_error_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"^--on pbs: there is no scheduler pbs; choose local, .*slurm"):
+        chosen(on="pbs")
+    with pytest.raises(ConfigError, match=r"^on = 'pbs' in the site file: there is no scheduler pbs"):
+        chosen(site={"on": "pbs"})
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [("mpirun (Open MPI) 4.1.4", "openmpi"), ("mpirun (OpenRTE) 1.8", "openmpi"), ("HYDRA build details:", "mpich")],
+)
+def test_mpi_is_the_one_whose_mpirun_is_on_the_path(
+    others: None, version: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho '{version}'\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert chosen(on="mpi", nodes="2").name == name
+
+
+@pytest.mark.parametrize("source", [None, "#!/bin/sh\necho Intel\n"])
+def test_an_mpirun_that_is_none_of_ours_or_not_there_is_an_error(
+    source: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if source is not None:
+        (tmp_path / "mpirun").write_text(source)
+        (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}")
+    with pytest.raises(ConfigError, match=r"^--on mpi: .*mpirun"):
+        chosen(on="mpi")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"partition": "gpu"},
+            r"^--partition gpu: local \(nothing else was asked for\) knows no --partition; .*--on slurm",
+        ),
+        ({"nodes": "2"}, r"^--nodes 2: local \(.*\) knows no --nodes; slurm"),
+        ({"on": "slurm", "gpus": "0,2"}, r"^--gpus 0,2: slurm \(as asked\) knows no --gpus; local"),
+        ({"on": "slurm", "slots": 8}, r"^--slots 8: slurm \(as asked\) knows no --slots"),
+        ({"setup": ("a", "b")}, r"^--setup a, b: local "),
+        ({"requeue": True}, r"^--requeue: local "),
+        ({"on": "slurm", "nodes": "2", "node_rank": 0}, r"^--node-rank 0: slurm "),
+    ],
+)
+def test_a_setting_given_where_it_has_no_meaning_is_an_error_that_says_where_it_has(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        chosen(**settings)
+
+
+def test_a_sites_setting_is_taken_where_it_has_a_meaning_and_what_is_typed_wins() -> None:
+    site = {"on": "slurm", "partition": "gpu", "time": "60", "pe": "mpi", "nodes": "2"}
+    assert chosen(on="local", site=site).job == {}
+    choice = chosen(time="5", site=site)
+    assert choice.job == {"partition": "gpu", "time": "5"}
+    assert (choice.min_nodes, choice.nodes, choice.attached) == (2, 2, False)
+
+
+def test_within_a_job_nothing_is_asked_of_the_queue_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    choice = chosen(SLURM_SALLOC, time="5", requeue=True, setup=("a",), site={"partition": "gpu"})
+    assert (choice.job, choice.attached, choice.nodes) == ({"within": True, "setup": ("a",)}, True, 2)
+    assert capsys.readouterr().err == (
+        "rankwise: warning: this shell is in a job already: nothing is queued, and --time, --requeue are without effect\n"
+    )
+    assert chosen(SLURM_SALLOC, nodes="1").nodes == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_more_nodes_than_the_job_has_or_than_hosts_are_named_is_an_error(others: None) -> None:
+    with pytest.raises(ConfigError, match=r"^--nodes 3, and there are 2 nodes in this job; leave --nodes out for all of them$"):
+        chosen(SLURM_SALLOC, nodes="3")
+    assert (chosen(hosts="a,b").nodes, chosen(hosts="a,b").hosts) == (2, (Host("a", 2), Host("b", 2)))
+
+
+def test_every_option_of_a_scheduler_is_a_setting_that_exists() -> None:
+    names = RunConfig.__dataclass_fields__
+    for module in schedulers.BY_NAME.values():
+        assert set(module.OPTIONS) <= set(names)
+        assert set(getattr(module, "WITHIN", ())) <= set(module.OPTIONS)
+    assert "array" in slurm.OPTIONS

@@ -1,0 +1,13 @@
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --array=0-7%2
+#SBATCH --chdir=/home/u/runs
+#SBATCH --output=/dev/null
+#SBATCH --open-mode=append
+
+exec >>/home/u/runs/100%-"$SLURM_ARRAY_TASK_ID"/logs/job-"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID".log 2>&1
+cd /home/u || exit 2
+exec srun --export=ALL --nodes=1 --ntasks=1 --ntasks-per-node=1 --kill-on-bad-exit=1 \
+  @PYTHON@ -m rankwise.agent /home/u/runs/100%-"$SLURM_ARRAY_TASK_ID"

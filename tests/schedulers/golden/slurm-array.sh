@@ -1,0 +1,12 @@
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --array=0-7%2
+#SBATCH --chdir=/home/u/runs
+#SBATCH --output=train-%a/logs/job-%A_%a.log
+#SBATCH --open-mode=append
+
+cd /home/u || exit 2
+exec srun --export=ALL --nodes=1 --ntasks=1 --ntasks-per-node=1 --kill-on-bad-exit=1 \
+  @PYTHON@ -m rankwise.agent /home/u/runs/train-"$SLURM_ARRAY_TASK_ID"

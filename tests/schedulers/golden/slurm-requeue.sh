@@ -1,0 +1,18 @@
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=20:00:00
+#SBATCH --requeue
+#SBATCH --signal=USR1@150
+#SBATCH --chdir=/home/u/runs/train
+#SBATCH --output=logs/job-%j.log
+#SBATCH --open-mode=append
+
+cd /home/u || exit 2
+srun --export=ALL --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 \
+  @PYTHON@ -m rankwise.agent /home/u/runs/train
+status=$?
+# 75: stopped and saved, to go on. Slurm ends this script as soon as it is asked.
+[ "$status" = 75 ] && scontrol requeue "$SLURM_JOB_ID"
+exit "$status"
