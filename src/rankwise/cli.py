@@ -64,6 +64,8 @@ _OF_SCHEDULERS: dict[str, list[tuple[tuple[str, ...], Any, str]]] = {
         (("--gpus-per-node",), "[TYPE:]N", "GPUs of each node."),
         (("--node-rank", "--node_rank"), int, "Started by hand on each node: which of them this is, from 0."),
         (("--master-addr", "--master_addr"), "HOST", "Started by hand: the first of the nodes."),
+        (("--join-timeout",), float, "How long the other nodes may take to come.  [default: 300]"),
+        (("--node-wait",), float, "How long a missing node is waited for before MIN will do.  [default: 30]"),
         (("--setup",), ["LINE"], "A line of shell for the job before it starts: \"module load cuda\". Repeatable."),
         (("--requeue",), None, "Back into the queue when the time is over or others need the nodes, until it is done."),
         (("--dry-run",), None, "Print the job's text, leave it in the run directory, and start nothing."),
@@ -97,7 +99,10 @@ def _field(spellings: tuple[str, ...]) -> str:
     return _FIELDS.get(spellings[0], next(s for s in spellings if s.startswith("--")).removeprefix("--").replace("-", "_"))
 
 
-_FIELDS = {"-H": "hosts", "--sbatch-arg": "sbatch_args", "-l": "resources"}
+_FIELDS = {
+    "-H": "hosts", "--sbatch-arg": "sbatch_args", "-l": "resources", "--join-timeout": "join_timeout_s",
+    "--node-wait": "node_wait_s",
+}  # fmt: skip
 _FAMILIES = {heading: [_field(row[0]) for row in rows] for heading, rows in _OF_SCHEDULERS.items()}
 
 
@@ -108,8 +113,8 @@ def _options_of_schedulers(command: Any) -> Any:
             more: dict[str, Any] = {"help": text}
             if kind is None:
                 more["is_flag"] = True
-            elif kind is int:
-                more |= {"type": int, "metavar": "N"}
+            elif kind in (int, float):
+                more |= {"type": kind, "metavar": "N" if kind is int else "SECONDS"}
             else:
                 more |= {"metavar": kind[0], "multiple": True} if isinstance(kind, list) else {"metavar": kind}
             command = click.option(*spellings, _field(spellings), **more)(command)

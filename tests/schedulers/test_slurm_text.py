@@ -44,6 +44,8 @@ def plan(**changes: Any) -> Plan:
         fork=True,
         master_addr="",
         master_port=0,
+        join_timeout_s=300.0,
+        node_wait_s=30.0,
         max_restarts=0,
         grace_s=120.0,
         stall_warn_s=120.0,

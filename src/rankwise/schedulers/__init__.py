@@ -61,11 +61,11 @@ ORDER: dict[str, ModuleType] = {
 BY_NAME: dict[str, ModuleType] = {
     "local": local,
     "ssh": ssh,
-    "manual": manual,
     "slurm": slurm,
     "sge": sge,
     "openmpi": openmpi,
     "mpich": mpich,
+    "manual": manual,
 }
 """Those to which a run can be handed."""
 
