@@ -24,6 +24,11 @@ and, where a run can be handed to it (those of BY_NAME),
     state(job_id) -> State       what became of the job; asks the scheduler, which may have forgotten it
     cancel(job_id) -> None       ask it to stop
 
+and, where the user may name the hosts (`hosts` and `hostfile` are among its OPTIONS),
+
+    parse_hosts(text) -> tuple[Host, ...]      of -H; pure; raises ConfigError, as this does:
+    read_hostfile(path) -> tuple[Host, ...]
+
 and, where the head's agent starts those of the other nodes itself,
 
     hosts(plan, env) -> tuple[Host, ...]   the nodes in the order of their ranks; pure but for the file that `env` names
