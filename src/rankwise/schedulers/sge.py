@@ -46,6 +46,16 @@ _CURES = (
     ),
 )
 
+# Of the states that qstat shows, those in which a job neither just waits nor just runs.
+_LETTERS = (
+    ("d", "being deleted"),
+    ("h", "held"),
+    ("s", "suspended"),
+    ("S", "suspended"),
+    ("T", "suspended"),
+    ("t", "starting"),
+)
+
 
 def detect(env: Mapping[str, str]) -> bool:
     """True in a job's script, on its first host, and in what `qrsh -inherit` started on the others."""
@@ -193,7 +203,9 @@ def state(job_id: str) -> State:
         if listed is None:
             return _accounted(call(["qacct", "-j", job_id], _MISSING).stdout)
         if "E" not in listed:
-            return State("waiting" if "q" in listed else "running", listed)
+            phase = "waiting" if "q" in listed else "running"
+            word = next((word for letter, word in _LETTERS if letter in listed), phase)
+            return State(phase, f"{word} ({listed})")
         reason = _error_reason(call(["qstat", "-j", job_id], _MISSING).stdout)
     except ConfigError as error:
         return State("unknown", str(error))
@@ -224,7 +236,7 @@ def _accounted(text: str) -> State:
     if not record.get("exit_status", "").split(" ")[0].isdecimal():
         return State("unknown", "it is in no queue, and qacct has no record of it")
     failed, _, why = record.get("failed", "0").partition(":")
-    return State("ended", "" if failed.strip() == "0" else why.strip(), int(record["exit_status"].split(" ")[0]))
+    return State("ended", "ended" if failed.strip() == "0" else why.strip(), int(record["exit_status"].split(" ")[0]))
 
 
 def cancel(job_id: str) -> None:
