@@ -64,7 +64,7 @@ def test_a_job_of_one_host_runs_its_ranks_and_ends_with_their_status(sge: Start,
     )
     job_id = scheduler.submit(str(run.job))
     assert scheduler.state(job_id).phase in ("waiting", "running")
-    assert until("ended", job_id) == State("ended", "", 4)
+    assert until("ended", job_id) == State("ended", "ended", 4)
     assert run.log(0).read_text().startswith("0 2 "), output(run, job_id)
     assert run.lives()[-1].status == 4
     assert not [path for path in Path.cwd().rglob("*") if path.name in ("x", "y")]
@@ -131,7 +131,7 @@ def test_a_job_that_waits_can_be_cancelled_and_is_then_forgotten(sge: Start) -> 
     sge("qmod", "-d", "main.q")
     try:
         job_id = scheduler.submit(str(job("train.py").job))
-        assert scheduler.state(job_id) == State("waiting", "qw")
+        assert scheduler.state(job_id) == State("waiting", "waiting (qw)")
         scheduler.cancel(job_id)
         assert until("unknown", job_id).reason == "it is in no queue, and qacct has no record of it"
         scheduler.cancel(job_id)  # it is over: nothing happens

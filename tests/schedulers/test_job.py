@@ -60,5 +60,7 @@ def test_the_last_line_is_of_either_stream(out: str, err: str, line: str) -> Non
 def test_a_scheduler_to_which_a_run_can_be_handed_has_all_that_is_asked_of_one(name: str) -> None:
     missing = [word for word in ("render", "submit", "state", "cancel") if not callable(getattr(BY_NAME[name], word, None))]
     assert not missing
+    named = [hasattr(BY_NAME[name], word) for word in ("parse_hosts", "read_hostfile")]
+    assert all(named) == ("hosts" in getattr(BY_NAME[name], "OPTIONS", ()))
     both = [hasattr(BY_NAME[name], word) for word in ("hosts", "reach", "refusal")]
     assert all(both) or not any(both)

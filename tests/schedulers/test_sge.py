@@ -294,16 +294,24 @@ def grid_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 
 @pytest.mark.parametrize(
-    ("states", "phase"),
+    ("states", "phase", "reason"),
     [
-        (["r"], "running"), (["t"], "running"), (["dr"], "running"), (["Rr"], "running"), (["S"], "running"),
-        (["qw"], "waiting"), (["hqw"], "waiting"), (["Rq"], "waiting"), (["qw", "r"], "running"), (["Eqw", "qw"], "waiting"),
+        (["r"], "running", "running (r)"),
+        (["t"], "running", "starting (t)"),
+        (["dr"], "running", "being deleted (dr)"),
+        (["Rr"], "running", "running (Rr)"),
+        (["S"], "running", "suspended (S)"),
+        (["qw"], "waiting", "waiting (qw)"),
+        (["hqw"], "waiting", "held (hqw)"),
+        (["Rq"], "waiting", "waiting (Rq)"),
+        (["qw", "r"], "running", "running (r)"),
+        (["Eqw", "qw"], "waiting", "waiting (qw)"),
     ],
-)  # fmt: skip
-def test_a_job_in_the_queue_waits_or_runs(grid_engine: Callable[..., None], states: list[str], phase: str) -> None:
+)
+def test_a_job_in_the_queue_waits_or_runs(grid_engine: Callable[..., None], states: list[str], phase: str, reason: str) -> None:
     entries = "".join(ENTRY.format(7, letters) for letters in states)
     grid_engine("qstat", LISTED.format(running=ENTRY.format(77, "Eqw"), pending=entries))
-    assert sge.state("7").phase == phase
+    assert sge.state("7") == State(phase, reason)
 
 
 def test_a_job_that_will_never_start_says_why_and_what_to_type(grid_engine: Callable[..., None]) -> None:
@@ -315,8 +323,11 @@ def test_a_job_that_will_never_start_says_why_and_what_to_type(grid_engine: Call
 @pytest.mark.parametrize(
     ("records", "state"),
     [
-        ([("0", "4")], State("ended", "", 4)),
-        ([("0", "137                  (Killed)"), ("0", "0")], State("ended", "", 0)),  # of a qrsh task, then the job's own
+        ([("0", "4")], State("ended", "ended", 4)),
+        (
+            [("0", "137                  (Killed)"), ("0", "0")],
+            State("ended", "ended", 0),
+        ),  # of a qrsh task, then the job's own
         (
             [("37  : qmaster enforced h_rt, h_cpu, or h_vmem limit", "137   (Killed)")],
             State("ended", "qmaster enforced h_rt, h_cpu, or h_vmem limit", 137),

@@ -96,7 +96,7 @@ def dry_run(text: str, found: Sequence[Member], config: RunConfig) -> int:
 def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig, program: Program) -> int:
     """Submit, say how to follow it; with --wait follow it. Returns the exit status.
 
-    The right to write in the run directories is held until the job is there, and then given up: the agents take it.
+    The right to write in the run directories is given up before the job is there: its agents take it, maybe at once.
     """
     module = choice.module
     if len(found) > 1 and config.wait:
@@ -112,17 +112,17 @@ def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig,
             compare_with_earlier_lives(run, program)
             leave_records(run, plan, text, config)
             run.write_job(None)
-        job_id: str = module.submit(str(found[0][0].job))
-        jobs = [Job(choice.name, job_id, time.time(), socket.gethostname()) for _ in found]
-        if "array" in choice.job:
-            numbers = module.array_tasks(choice.job["array"])
-            jobs = [replace(job, id=f"{job_id}_{number}") for job, number in zip(jobs, numbers, strict=True)]
-        for (run, _), job in zip(found, jobs, strict=True):
-            run.write_job(job)
-        described = code.describe(Path(program.name).absolute().parent)
-        for run, _ in found:
-            with contextlib.suppress(RunDirError):
-                write_text(run.code, described)
+    job_id: str = module.submit(str(found[0][0].job))
+    jobs = [Job(choice.name, job_id, time.time(), socket.gethostname()) for _ in found]
+    if "array" in choice.job:
+        numbers = module.array_tasks(choice.job["array"])
+        jobs = [replace(job, id=f"{job_id}_{number}") for job, number in zip(jobs, numbers, strict=True)]
+    for (run, _), job in zip(found, jobs, strict=True):
+        run.write_job(job)
+    described = code.describe(Path(program.name).absolute().parent)
+    for run, _ in found:
+        with contextlib.suppress(RunDirError):
+            write_text(run.code, described)
     state = _first_look(jobs[0])
     if state.phase == "stuck":
         module.cancel(job_id)

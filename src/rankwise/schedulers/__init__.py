@@ -35,6 +35,11 @@ and, of these, where it applies,
     array_tasks(text) -> tuple[str, ...]   where `array` is one of OPTIONS: the numbers of a job array's tasks. Each is a run of
                                  its own in the run directory <run_dir>-<number>, as the job <job_id>_<number>
 
+and, where the user may name the hosts (`hosts` and `hostfile` are among its OPTIONS),
+
+    parse_hosts(text) -> tuple[Host, ...]      of -H; pure; raises ConfigError, as this does:
+    read_hostfile(path) -> tuple[Host, ...]
+
 and, where the head's agent starts those of the other nodes itself,
 
     hosts(plan, env) -> tuple[Host, ...]   the nodes in the order of their ranks; pure but for the file that `env` names

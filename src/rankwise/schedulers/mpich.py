@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from rankwise.plan import Plan
-from rankwise.schedulers import local
+from rankwise.schedulers import local, ssh
 from rankwise.schedulers.ranks import Ranks, Tasks, address, not_joined, require, shown, single, tasks_of, whole_number
 
 VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
@@ -22,6 +22,8 @@ PASSED = {signal.SIGHUP: signal.SIGTERM, signal.SIGUSR2: signal.SIGUSR1}
 
 submit = local.submit
 state = local.state
+parse_hosts = ssh.parse_hosts
+read_hostfile = ssh.read_hostfile
 cancel = local.cancel
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from rankwise.errors import ConfigError
 from rankwise.plan import Plan
-from rankwise.schedulers import local
+from rankwise.schedulers import local, ssh
 from rankwise.schedulers.ranks import Ranks, Tasks, address, require, tasks_of, whole_number
 
 # _NODE_RANK is not among them: it is the local rank under another name, not the index of the node.
@@ -28,6 +28,8 @@ OPTIONS = ("nodes", "hosts", "hostfile")
 PASSED = {signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
 
 state = local.state
+parse_hosts = ssh.parse_hosts
+read_hostfile = ssh.read_hostfile
 
 _ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 

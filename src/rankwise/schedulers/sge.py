@@ -22,6 +22,7 @@ from rankwise.schedulers.ranks import Ranks, not_joined, shown, single, whole_nu
 VARIABLES = ("PE_HOSTFILE", "JOB_SCRIPT", "NHOSTS", "NSLOTS", "SGE_TASK_ID")
 NEEDS = "PE_HOSTFILE or JOB_SCRIPT=QRSH"
 OPTIONS = ("slots", "pe", "resources", "queue", "account", "requeue", "setup")
+WITHIN = ("setup",)
 
 _CURE = "start the ranks with what reads the job's host list: rankwise run script.py, or with MPI: mpirun python script.py"
 _RESERVED = ("none", "all", "template")
@@ -43,6 +44,16 @@ _CURES = (
         r"qmaster.*(?:send error|not running|no connection)|commlib error|unable to contact",
         "Grid Engine's server does not answer; is it up?",
     ),
+)
+
+# Of the states that qstat shows, those in which a job neither just waits nor just runs.
+_LETTERS = (
+    ("d", "being deleted"),
+    ("h", "held"),
+    ("s", "suspended"),
+    ("S", "suspended"),
+    ("T", "suspended"),
+    ("t", "starting"),
 )
 
 
@@ -192,7 +203,9 @@ def state(job_id: str) -> State:
         if listed is None:
             return _accounted(call(["qacct", "-j", job_id], _MISSING).stdout)
         if "E" not in listed:
-            return State("waiting" if "q" in listed else "running", listed)
+            phase = "waiting" if "q" in listed else "running"
+            word = next((word for letter, word in _LETTERS if letter in listed), phase)
+            return State(phase, f"{word} ({listed})")
         reason = _error_reason(call(["qstat", "-j", job_id], _MISSING).stdout)
     except ConfigError as error:
         return State("unknown", str(error))
@@ -223,7 +236,7 @@ def _accounted(text: str) -> State:
     if not record.get("exit_status", "").split(" ")[0].isdecimal():
         return State("unknown", "it is in no queue, and qacct has no record of it")
     failed, _, why = record.get("failed", "0").partition(":")
-    return State("ended", "" if failed.strip() == "0" else why.strip(), int(record["exit_status"].split(" ")[0]))
+    return State("ended", "ended" if failed.strip() == "0" else why.strip(), int(record["exit_status"].split(" ")[0]))
 
 
 def cancel(job_id: str) -> None:

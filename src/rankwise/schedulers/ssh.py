@@ -16,7 +16,7 @@ from rankwise.errors import ConfigError
 from rankwise.plan import Host, Plan
 from rankwise.schedulers import local
 
-OPTIONS = ("hosts", "hostfile")
+OPTIONS = ("nodes", "hosts", "hostfile")
 
 render = local.render
 submit = local.submit
