@@ -104,7 +104,7 @@ def test_an_mpirun_that_is_none_of_ours_or_not_there_is_an_error(
             {"partition": "gpu"},
             r"^--partition gpu: local \(nothing else was asked for\) knows no --partition; .*--on slurm",
         ),
-        ({"nodes": "2"}, r"^--nodes 2: local \(.*\) knows no --nodes; slurm"),
+        ({"nodes": "2"}, r"^--nodes 2: local \(.*\) knows no --nodes; slurm .*: type --on slurm"),
         ({"on": "slurm", "gpus": "0,2"}, r"^--gpus 0,2: slurm \(as asked\) knows no --gpus; local"),
         ({"on": "slurm", "slots": 8}, r"^--slots 8: slurm \(as asked\) knows no --slots"),
         ({"setup": ("a", "b")}, r"^--setup a, b: local "),

@@ -113,7 +113,6 @@ class Introduction:
     why: str
     """Why so many ranks."""
 
-    threads: int
     page: str
     port: int
     """Held there for rank 0's store."""
@@ -172,9 +171,8 @@ class Node:
         environment = {**os.environ, **plan.environment}
         wanted = ranks or plan.nproc
         self.ranks, why = machine.ranks_for(str(wanted) if wanted else "auto", environment)
-        self._threads = plan.threads or max(1, machine.cores() // self.ranks)
         self._page = Page.create(self.ranks)
-        self._explicit = plan.master_port if index == 0 and plan.on != "manual" else 0
+        self._explicit = plan.master_port if index == 0 and not plan.master_addr else 0
         self._port = hold_port(self._explicit)
         self._starter = Starter(plan)  # first of all: it imports torch while the rest is made ready
         if self._starter.channel is not None:
@@ -198,7 +196,7 @@ class Node:
     def introduction(self) -> Introduction:
         port = self._port.getsockname()[1]
         return Introduction(
-            self.index, platform.node(), network.home(), self.ranks, self._why, self._threads, self._page.path, port,
+            self.index, platform.node(), network.home(), self.ranks, self._why, self._page.path, port,
             _versions(self._plan), self.door,
         )  # fmt: skip
 
@@ -208,6 +206,7 @@ class Node:
         """The ranks are asked for; they are there when `facts.pids` is."""
         self._page.reset()
         self._orders = orders
+        self._threads = self._plan.threads or self._threads_of_each(orders)
         if orders.nodes > 1 and self.interface is None and not network.is_loopback(orders.master_addr):
             self.interface = network.interface_of(orders.master_addr)  # rank 0 is here
         self.claim = self.end = None
@@ -218,6 +217,11 @@ class Node:
         self._stalls = StallWatch(self.run, self._crew, self._plan.stall_warn_s, self.sink.say, self._stalled)
         self._starter.start([self._spec(rank) for rank in numbers])
         self.facts = Facts(alive=tuple(numbers))
+
+    def _threads_of_each(self, orders: Orders) -> int:
+        """Its cores are its own where its starter has bound it; else all ranks of the host share them."""
+        cores = machine.cores()
+        return max(1, cores // (self.ranks if cores < (os.cpu_count() or 1) else orders.local_world_size))
 
     def _open_console(self, numbers: range) -> Console:
         shown = {"all": numbers, "main": [rank for rank in numbers if rank == 0], "none": ()}[self._plan.tee]

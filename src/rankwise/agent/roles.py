@@ -5,6 +5,7 @@ status = begin(["runs/train"])
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import secrets
@@ -12,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,6 +33,7 @@ from rankwise.terminal import Terminal
 _SAY_EVERY_S = 10.0
 _FIND_S = 300.0  # until the head has said where it is; how long it waits itself is in the plan
 _POLL_S = 0.05
+_SECRET_FILE = "rankwise.secret"
 
 _OF_THE_HOST = (
     "HOME", "USER", "LOGNAME", "SHELL", "MAIL", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "TMPDIR", "TMP", "TEMP", "TERM",
@@ -91,11 +94,13 @@ def _head(plan: Plan, run: RunDir, scheduler: ModuleType) -> int:
     door, node, roster, status = None, None, None, 1
     try:
         hosts = dict(enumerate(scheduler.hosts(plan, os.environ))) if hasattr(scheduler, "reach") else {}
+        if hosts and not plan.hosts:  # the scheduler has chosen them
+            plan = replace(plan, nodes=len(hosts), min_nodes=len(hosts) if plan.min_nodes == plan.nodes else plan.min_nodes)
         here = next((index for index, host in hosts.items() if network.is_here(host.name)), None)
         index = here if hosts else 0
         if plan.nodes > 1 and index == 0:
             door = _open_door(plan, secret)
-            if not hosts and plan.on != "manual":
+            if not hosts and not plan.master_addr:
                 door.publish(run.door, plan.run_id, _start(scheduler, os.environ))
         if index is not None:
             node = Node(plan, run, index, waiting, screen, hosts[index].slots if index in hosts else 0)
@@ -140,7 +145,7 @@ def _head(plan: Plan, run: RunDir, scheduler: ModuleType) -> int:
 
 
 def _open_door(plan: Plan, secret: str) -> Door:
-    port = plan.master_port if plan.on == "manual" else 0
+    port = plan.master_port if plan.master_addr else 0
     try:
         return Door(secret, port)
     except OSError as error:
@@ -148,8 +153,15 @@ def _open_door(plan: Plan, secret: str) -> Door:
 
 
 def _secret_of_all(plan: Plan) -> str:
-    """Where each node is started by hand there is no way to pass one on but what all of them have: the same command."""
-    return plan.job.get("secret", "") if plan.on == "manual" else secrets.token_hex(16)
+    """Where each node is started by hand, what the user has put on all of them; without it whoever reaches the port is
+    believed, as torchrun does.
+    """
+    if not plan.master_addr:
+        return secrets.token_hex(16)
+    folder = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    with contextlib.suppress(OSError):
+        return Path(folder, _SECRET_FILE).read_text().strip()
+    return ""
 
 
 def _start(scheduler: ModuleType, env: Mapping[str, str]) -> str:

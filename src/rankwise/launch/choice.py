@@ -5,7 +5,6 @@ choice = choose(config, os.environ);  print(choice.name, choice.why)
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,7 +14,7 @@ from rankwise.config import SCHEDULERS, RunConfig, is_given, option
 from rankwise.errors import ConfigError
 from rankwise.launch.conclude import say
 from rankwise.plan import Host
-from rankwise.schedulers import BY_NAME, local
+from rankwise.schedulers import BY_NAME, local, mpi
 
 _IN_PLAN = ("on", "hosts", "hostfile", "nodes", "node_rank", "master_addr")
 """They have places of their own in the Plan; what is left is the scheduler's `job`."""
@@ -38,6 +37,16 @@ class Choice:
     node_rank: int
     master_addr: str
     job: dict[str, Any]
+    joined: bool = False
+    """The scheduler has started this process and its like already: each has an agent below it, nothing is left to start."""
+
+    word: str = "node"
+    """What it has one agent for."""
+
+    @property
+    def starts_agents(self) -> bool:
+        """Whether another starter (srun, mpirun) stands between this process and the agents."""
+        return hasattr(self.module, "PASSED") and not self.joined
 
     @property
     def module(self) -> ModuleType:
@@ -91,26 +100,10 @@ def _scheduler(config: RunConfig, env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _known(on: str, typed: str) -> str:
-    name = _which_mpi() if on == "mpi" else on
+    name = mpi.installed() if on == "mpi" else on
     if name not in BY_NAME:
         raise ConfigError(f"{typed}: there is no scheduler {name}; choose {', '.join(BY_NAME)}")
     return name
-
-
-def _which_mpi() -> str:
-    """The scheduler whose mpirun this is."""
-    try:
-        done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(
-            f"--on mpi: mpirun cannot be asked what it is ({error}); is it on the PATH? (module load openmpi)"
-        ) from None
-    for word, name in (("Open MPI", "openmpi"), ("OpenRTE", "openmpi"), ("HYDRA", "mpich"), ("MPICH", "mpich")):
-        if word in done.stdout + done.stderr:
-            return name
-    raise ConfigError(
-        "--on mpi: this mpirun is neither Open MPI's nor MPICH's (mpirun --version); give --on openmpi or --on mpich"
-    )
 
 
 def _settings(config: RunConfig, name: str, why: str) -> dict[str, Any]:

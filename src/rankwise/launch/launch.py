@@ -15,15 +15,14 @@ from types import FrameType
 
 from rankwise import machine, processes
 from rankwise.config import RunConfig
-from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, WorldError
-from rankwise.launch import backend, code, script, submit
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
+from rankwise.launch import backend, code, join, script, submit
 from rankwise.launch.choice import Choice, choose
 from rankwise.launch.conclude import conclude, say
 from rankwise.plan import Plan
 from rankwise.rundir import RunDir, write_text
 from rankwise.schedulers import local
 from rankwise.terminal import count, short
-from rankwise.world import explain
 
 _FEW_FILES = 1024  # what a login shell has
 _FILES_TO_BEGIN = 32
@@ -36,11 +35,14 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
 
     Returns the exit status, having said what became of the run; of a queued job that is not waited for: that it was queued.
     """
-    if not config.allow_independent:
-        _refuse_lonely_runs(env)
-    choice = choose(config, env)
+    started = None if config.allow_independent else join.together(env)
     program = script.find(config)
     run = RunDir(config.path(program.run_name))
+    if started is not None and started.tasks.index > 0:
+        return join.follow(started, run)
+    choice = choose(config, env) if started is None else join.choice(started, config)
+    if choice.node_rank > 0:  # the run's own folder is the first node's; where it is seen from here its logs go there too
+        run = RunDir(run.path.with_name(f".{run.path.name}-node-{choice.node_rank}"))
     if choice.is_here:
         environment = machine.visible(config.gpus, env)
         nproc, why = machine.ranks_for(config.nproc, {**env, **environment})
@@ -49,10 +51,12 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
     else:  # each node counts its own devices, and the cores for them
         environment = {} if config.gpus is None else {"CUDA_VISIBLE_DEVICES": config.gpus}
         nproc, why = (0, "auto") if config.nproc == "auto" else (int(config.nproc), "as asked")
+        if started is not None and config.nproc == "auto" and not started.one_a_node:
+            nproc, why = 1, "one a task"
     plan = _plan(config, choice, program, run, environment, nproc, _threads(env, nproc if choice.is_here else 0))
-    text = choice.module.render(plan)
+    text = local.render(plan) if choice.joined else choice.module.render(plan)
     if config.dry_run or not choice.attached:
-        say(_headline(program, plan, choice.why))
+        say(_headline(program, plan, choice))
         found = submit.members(choice, run, plan)
         if config.dry_run:
             return submit.dry_run(text, found, config)
@@ -84,7 +88,7 @@ def _run_here(
         submit.compare_with_earlier_lives(run, program)
         lives = len(run.lives())
         announce(lives)
-        forward = _Forward(getattr(choice.module, "PASSED", {}))
+        forward = _Forward(choice.module.PASSED if choice.starts_agents else {})
         agent = forward.to(_start(run, choice))
         with contextlib.suppress(OSError):
             write_text(run.code, code.describe(Path(program.name).absolute().parent))
@@ -138,7 +142,7 @@ def _plan(
         check_collectives=config.check_collectives,
         tee=config.tee,
         # An agent that another starter starts may be on another host, where this number is somebody else's.
-        launcher_pid=os.getpid() if choice.attached and not config.dry_run and not hasattr(choice.module, "PASSED") else 0,
+        launcher_pid=os.getpid() if choice.attached and not config.dry_run and not choice.starts_agents else 0,
     )
 
 
@@ -152,19 +156,18 @@ def _threads(env: Mapping[str, str], nproc: int) -> int:
 
 def _start(run: RunDir, choice: Choice) -> int:
     try:
-        bound = hasattr(choice.module, "PASSED")
-        return int(local.submit_bound(str(run.job)) if bound else local.submit(str(run.job)))
+        return int(local.submit_bound(str(run.job)) if choice.starts_agents else local.submit(str(run.job)))
     except OSError as error:
         shortage = processes.shortage(error) or f"{run.job} could not be run"
         raise ConfigError(f"cannot start the agent: {error.strerror}: {shortage}") from None
 
 
-def _headline(program: script.Program, plan: Plan, why: str, lives: int = 0) -> str:
+def _headline(program: script.Program, plan: Plan, choice: Choice, lives: int = 0) -> str:
     """What is started elsewhere, by whom, and why by them."""
-    nodes = count(plan.nodes, "node") if plan.min_nodes == plan.nodes else f"{plan.min_nodes} to {plan.nodes} nodes"
+    nodes = count(plan.nodes, choice.word) if plan.min_nodes == plan.nodes else f"{plan.min_nodes} to {plan.nodes} nodes"
     ranks = f"{count(plan.nproc, 'rank')} each" if plan.nproc else "as many ranks each as it has slots or devices"
     going_on = f", life {lives + 1}" if lives else ""
-    return f"{program.name} by {plan.on} ({why}) on {nodes}, {ranks}, in {short(Path(plan.run_dir))}{going_on}"
+    return f"{program.name} by {plan.on} ({choice.why}) on {nodes}, {ranks}, in {short(Path(plan.run_dir))}{going_on}"
 
 
 def _announce(program: script.Program, plan: Plan, choice: Choice, why: str, lives: int, gpus: int) -> None:
@@ -172,7 +175,7 @@ def _announce(program: script.Program, plan: Plan, choice: Choice, why: str, liv
     if program.keep_cold is not None:
         say(f"{program.keep_cold}: each rank imports torch by itself")
     if not choice.is_here:
-        say(_headline(program, plan, choice.why, lives))
+        say(_headline(program, plan, choice, lives))
         return
     nproc = plan.nproc
     going_on = f", life {lives + 1}" if lives else ""
@@ -201,18 +204,6 @@ def _refuse_nccl_without_gpu(program: script.Program, env: Mapping[str, str]) ->
         raise ConfigError(
             f"{program.name}, line {program.nccl_line}: it asks for the backend nccl, and {why}; write "
             'init_process_group("gloo") there, or init_process_group() for what each machine has'
-        )
-
-
-def _refuse_lonely_runs(env: Mapping[str, str]) -> None:
-    """Several launchers, each with all ranks, would be as many runs in one directory."""
-    found = explain(env)
-    if found.world is not None and found.world.world_size > 1:
-        raise WorldError(
-            f"this is one of {found.world.world_size} processes that were started together (by what {found.source} looks like: "
-            f"{', '.join(f'{k}={v}' for k, v in found.found.items())}), and each would start a run of its own; start rankwise "
-            "once, or let that launcher start the script itself: python script.py (if separate runs are meant: "
-            "--allow-independent)"
         )
 
 

@@ -14,6 +14,7 @@ and, where it starts the processes but gives no address of rank 0,
     start(env, ancestors) -> str | None
                                  a name that all processes of this very start have in common, and no other start that may be
                                  alive; `ancestors` are the command lines above this process, the nearest first; pure
+    one_a_node(env) -> bool      each node has one of them, which is then for all its devices; pure
 
 and, where a run can be handed to it (those of BY_NAME),
 
@@ -65,9 +66,9 @@ ORDER: dict[str, ModuleType] = {
 
 BY_NAME: dict[str, ModuleType] = {
     "local": local,
-    "ssh": ssh,
     "slurm": slurm,
     "sge": sge,
+    "ssh": ssh,
     "openmpi": openmpi,
     "mpich": mpich,
     "manual": manual,

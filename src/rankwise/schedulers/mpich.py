@@ -56,6 +56,11 @@ def ranks(env: Mapping[str, str]) -> Ranks:
     )
 
 
+def one_a_node(env: Mapping[str, str]) -> bool:
+    """As far as this node shows: Hydra does not tell how many there are."""
+    return env.get("MPI_LOCALNRANKS") == "1"
+
+
 def start(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
     """Where mpirun listens for its proxies: Hydra puts no name of the job into the environment, but each proxy, the process
     above a node's ranks, is given mpirun's HOST:PORT as an argument.

@@ -58,6 +58,10 @@ def ranks(env: Mapping[str, str]) -> Ranks:
     )
 
 
+def one_a_node(env: Mapping[str, str]) -> bool:
+    return env.get("OMPI_MCA_orte_num_nodes") == env.get("OMPI_COMM_WORLD_SIZE")
+
+
 def start(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
     """The job's name and a part of its random key. The name alone is 16 bits of a hash of mpirun's host and process."""
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")

@@ -87,6 +87,10 @@ def start(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | N
     return f"slurm-{cluster}-{job}.{env['SLURM_STEP_ID']}-{restart}"
 
 
+def one_a_node(env: Mapping[str, str]) -> bool:
+    return all(count == 1 for count in tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "0")))
+
+
 def _in_step(env: Mapping[str, str]) -> bool:
     number = env.get("SLURM_STEP_ID")
     return number is not None and not (number.isdecimal() and int(number) >= _FIRST_SPECIAL_STEP)

@@ -1,0 +1,80 @@
+"""`srun rankwise run train.py`: one of several launchers that something else has started together is a part of one run.
+
+started = together(os.environ);  started.tasks.index     # None where this process was started alone
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rankwise import processes
+from rankwise.config import RunConfig
+from rankwise.errors import WorldError
+from rankwise.launch.choice import Choice
+from rankwise.rundir import RunDir
+from rankwise.schedulers import BY_NAME, ORDER
+from rankwise.schedulers.ranks import Tasks
+from rankwise.world import explain
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Started:
+    """What has started this process beside others, and which of them it is."""
+
+    scheduler: str
+    tasks: Tasks
+    one_a_node: bool
+    """Each is for all devices of its node; otherwise each is one rank."""
+
+
+def together(env: Mapping[str, str]) -> Started | None:
+    """None where this process is alone. Raises WorldError under a launcher whose processes are ranks already (torchrun)."""
+    found = explain(env)
+    if found.world is None or found.world.world_size == 1:
+        return None
+    module = ORDER[found.source]
+    tasks = module.tasks(env) if hasattr(module, "one_a_node") else None
+    if tasks is None:
+        raise WorldError(
+            f"this is one of {found.world.world_size} processes that were started together (by what {found.source} looks like: "
+            f"{', '.join(f'{k}={v}' for k, v in found.found.items())}), and each would start a run of its own; start rankwise "
+            "once, or let that launcher start the script itself: python script.py (if separate runs are meant: "
+            "--allow-independent)"
+        )
+    return Started(found.source, tasks, module.one_a_node(env))
+
+
+def choice(started: Started, config: RunConfig) -> Choice:
+    """The first of them has the head's agent: the others find it in the run directory."""
+    assert started.scheduler in BY_NAME
+    return Choice(
+        name=started.scheduler,
+        why=f"one of {started.tasks.count} that it has started",
+        attached=True,
+        nodes=started.tasks.count,
+        min_nodes=started.tasks.count,
+        hosts=(),
+        node_rank=-1,
+        master_addr="",
+        job={},
+        joined=True,
+        word="node" if started.one_a_node else "task",
+    )
+
+
+def follow(started: Started, run: RunDir) -> int:
+    """Any but the first: its agent does what the first one's says. Returns the exit status of the run."""
+    processes.become_subreaper()
+    words = [sys.executable, "-m", "rankwise.agent", str(run.path), "--node", str(started.tasks.index)]
+    agent = os.posix_spawn(words[0], words, os.environ, setsid=True)
+    for signum in _FORWARDED:
+        signal.signal(signum, lambda number, _: processes.send(agent, number))
+    status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
+    processes.end_tree()
+    return status if status >= 0 else 128 - status
