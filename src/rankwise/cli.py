@@ -216,7 +216,7 @@ def status(run: str | None, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--rank", type=click.IntRange(0), metavar="N", help="Of this rank.  [default: 0]")
+@click.option("--rank", type=int, metavar="N", help="Of this rank.  [default: 0]")
 @click.option("--all", "everyone", is_flag=True, help="Of all ranks, each line with its rank.")
 @click.option("-f", "--follow", is_flag=True, help="Then show what comes, until the run has ended.")
 @click.argument("run", metavar="[RUN]", required=False)
