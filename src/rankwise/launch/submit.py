@@ -106,6 +106,7 @@ def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig,
         raise ConfigError(
             "--wait and --array: a job of several runs cannot be shown as one; follow one: rankwise logs -f RUN-0"
         )
+    described = code.describe(Path(program.name).absolute().parent)  # first: once submitted, the agents may come at any moment
     with contextlib.ExitStack() as leases:
         for run, plan in found:
             refuse_if_queued(run)
@@ -115,6 +116,8 @@ def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig,
             compare_with_earlier_lives(run, program)
             leave_records(run, plan, text, config)
             run.write_job(None)
+            with contextlib.suppress(RunDirError):
+                write_text(run.code, described)
         lives = len(found[0][0].lives())  # counted before the job can add one
         job_id: str = module.submit(str(found[0][0].job))
         jobs = [Job(choice.name, job_id, time.time(), socket.gethostname()) for _ in found]
@@ -123,10 +126,6 @@ def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig,
             jobs = [replace(job, id=f"{job_id}_{number}") for job, number in zip(jobs, numbers, strict=True)]
         for (run, _), job in zip(found, jobs, strict=True):
             run.write_job(job)
-        described = code.describe(Path(program.name).absolute().parent)
-        for run, _ in found:
-            with contextlib.suppress(RunDirError):
-                write_text(run.code, described)
     run, name = found[0][0], typed(found[0][0])
     try:
         _tell(choice, job_id, jobs[0], found, name)
