@@ -128,7 +128,7 @@ def _options_of_schedulers(command: Any) -> Any:
     "--nproc_per_node",
     "nproc",
     metavar="N|auto",
-    help="Ranks on this machine; auto is one a GPU, or one a physical core where there is no GPU.  [default: auto]",
+    help="Ranks on this machine, or on each; auto is one a GPU, or one a physical core where there is no GPU.  [default: auto]",
 )
 @click.option("--gpus", metavar="0,2", help="The GPUs to use, by number; all by default.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT.py is the name of a module, as for python -m.")
@@ -221,7 +221,7 @@ def status(run: str | None, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--rank", type=click.IntRange(0), metavar="N", help="Of this rank.  [default: 0]")
+@click.option("--rank", type=int, metavar="N", help="Of this rank.  [default: 0]")
 @click.option("--all", "everyone", is_flag=True, help="Of all ranks, each line with its rank.")
 @click.option("-f", "--follow", is_flag=True, help="Then show what comes, until the run has ended.")
 @click.argument("run", metavar="[RUN]", required=False)

@@ -244,7 +244,7 @@ def test_a_job_is_known_by_its_number(answers: Callable[..., None], out: str) ->
             "Slurm refuses the job: Requested node configuration is not available (--nodes=2 --gres=gpu:9 --mem=x); ask ",
         ),
         ("sbatch: error: Invalid --mem specification", "Slurm refuses the job: Invalid --mem specification (--mem=x); give"),
-        ("sbatch: unrecognized option '--nonsense'\nTry \"sbatch --help\"", "take that --sbatch-arg out, or correct it"),
+        ("sbatch: unrecognized option '--nonsense'\nTry \"sbatch --help\"", "job: unrecognized option '--nonsense'"),
         ("sbatch: error: something new", "Slurm refuses the job: something new"),
     ],
 )  # fmt: skip

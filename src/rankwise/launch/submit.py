@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import shlex
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from rankwise.config import RunConfig
-from rankwise.errors import ConfigError, RunDirError
+from rankwise.errors import EXIT_INTERRUPTED, ConfigError, RunDirError
 from rankwise.launch import code, follow
 from rankwise.launch.choice import Choice
 from rankwise.launch.conclude import say
@@ -89,12 +90,14 @@ def dry_run(text: str, found: Sequence[Member], config: RunConfig) -> int:
             leave_records(run, plan, text, config)
         finally:
             lease.release()
-    print(text, end="")
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text.encode(errors="surrogateescape"))  # a folder's name need not be UTF-8
+    sys.stdout.buffer.flush()
     return 0
 
 
 def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig, program: Program) -> int:
-    """Submit, say how to follow it; with --wait follow it. Returns the exit status.
+    """Submit, say how to follow it; with --wait follow it. Returns the exit status. Ctrl-C ends the following, and not the job.
 
     The right to write in the run directories is given up before the job is there: its agents take it, maybe at once.
     """
@@ -103,6 +106,7 @@ def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig,
         raise ConfigError(
             "--wait and --array: a job of several runs cannot be shown as one; follow one: rankwise logs -f RUN-0"
         )
+    described = code.describe(Path(program.name).absolute().parent)  # first: once submitted, the agents may come at any moment
     with contextlib.ExitStack() as leases:
         for run, plan in found:
             refuse_if_queued(run)
@@ -112,6 +116,9 @@ def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig,
             compare_with_earlier_lives(run, program)
             leave_records(run, plan, text, config)
             run.write_job(None)
+            with contextlib.suppress(RunDirError):
+                write_text(run.code, described)
+    lives = len(found[0][0].lives())  # counted before the job can add one
     job_id: str = module.submit(str(found[0][0].job))
     jobs = [Job(choice.name, job_id, time.time(), socket.gethostname()) for _ in found]
     if "array" in choice.job:
@@ -119,22 +126,26 @@ def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig,
         jobs = [replace(job, id=f"{job_id}_{number}") for job, number in zip(jobs, numbers, strict=True)]
     for (run, _), job in zip(found, jobs, strict=True):
         run.write_job(job)
-    described = code.describe(Path(program.name).absolute().parent)
-    for run, _ in found:
-        with contextlib.suppress(RunDirError):
-            write_text(run.code, described)
-    state = _first_look(jobs[0])
-    if state.phase == "stuck":
-        module.cancel(job_id)
-        raise ConfigError(f"job {job_id} of {choice.name} would never start, and is cancelled: {state.reason}")
-    say(f"job {job_id} of {choice.name}{_and_runs(found)}: {state.reason or state.phase}")
-    run = found[0][0]
-    name = typed(run)
-    say(f"to follow it: rankwise status {name}, rankwise logs -f {name}; to end it: rankwise cancel {name}")
-    if config.wait:
-        return follow.wait(run, jobs[0], config)
+    run, name = found[0][0], typed(found[0][0])
+    try:
+        _tell(choice, job_id, jobs[0], found, name)
+        if config.wait:
+            return follow.wait(run, jobs[0], lives, config)
+    except KeyboardInterrupt:
+        say(f"no longer followed; job {job_id} goes on: rankwise logs -f {name}; to end it: rankwise cancel {name}")
+        return EXIT_INTERRUPTED
     print(job_id)
     return 0
+
+
+def _tell(choice: Choice, job_id: str, job: Job, found: Sequence[Member], name: str) -> None:
+    """What became of the job at first, and how to go on from here. Raises ConfigError where it would never start."""
+    state = _first_look(job)
+    if state.phase == "stuck":
+        choice.module.cancel(job_id)
+        raise ConfigError(f"job {job_id} of {choice.name} would never start, and is cancelled: {state.reason}")
+    say(f"job {job_id} of {choice.name}{_and_runs(found)}: {state.reason or state.phase}")
+    say(f"to follow it: rankwise status {name}, rankwise logs -f {name}; to end it: rankwise cancel {name}")
 
 
 def _and_runs(found: Sequence[Member]) -> str:
