@@ -14,11 +14,10 @@ from typing import Any
 
 from rankwise import processes
 from rankwise.errors import RunDirError
-from rankwise.launch.conclude import count
 from rankwise.rundir import Holder, Job, Life, RunDir
 from rankwise.schedulers import BY_NAME
 from rankwise.schedulers.job import State
-from rankwise.terminal import clock, short
+from rankwise.terminal import clock, count, short
 
 _ALIVE = ("waiting", "stuck", "running")
 
