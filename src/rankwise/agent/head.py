@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 from rankwise.agent import stall, verdict
@@ -107,11 +108,14 @@ class Head:
     def _compare(self, parts: Sequence[Part]) -> None:
         """What all nodes should have alike."""
         first = parts[0].introduction
-        for part in parts[1:]:
-            other = part.introduction
-            for what, value in first.versions.items():
-                if (theirs := other.versions.get(what)) != value:
-                    self._say(f"warning: {what} on {other.host} is {theirs or 'missing'}, on {first.host} {value}")
+        for what, value in first.versions.items():
+            others: dict[str, list[str]] = {}
+            for part in parts[1:]:
+                if (theirs := part.introduction.versions.get(what, "missing")) != value:
+                    others.setdefault(theirs, []).append(part.introduction.host)
+            for theirs, hosts in others.items():
+                more = f" and {len(hosts) - 3} more" if len(hosts) > 3 else ""
+                self._say(f"warning: {what} on {', '.join(hosts[:3])}{more} is {theirs}, on {first.host} {value}")
 
     def _ended_before_it_began(self) -> int:
         if self._waiting.parent_ended or not self._stop_signal:
@@ -140,9 +144,9 @@ class Head:
                 if self._is_here(part):
                     part.start(order, None)
             life = self._run.begin_life(world_size, self._plan.argv, records)  # while they are forked: disks are slow
-            for part, order in todo:
+            for (part, order), record in zip(todo, records, strict=True):
                 if not self._is_here(part):
-                    part.start(order, life)
+                    part.start(order, replace(life, parts=(record,)))
             life = self._watch(parts, life)
         finally:
             self._finish(parts)
@@ -155,7 +159,7 @@ class Head:
         return status, failure
 
     def _is_here(self, part: Part) -> bool:
-        return part not in self._roster.remotes
+        return part is self._roster.own
 
     def _finish(self, parts: Sequence[Part]) -> None:
         for part in parts:
