@@ -1,7 +1,7 @@
 """What makes a checkpoint verifiable: sizes and checksums of its files, and of every tensor in them.
 
 Neither torch.load nor safetensors checks what it reads: a flipped bit loads silently. xxh3-128 guards against accident, not
-against tampering; that is what `weights_only` is for.
+against tampering; that is what `weights_only` is for. To read and verify needs no torch: a login node may have none.
 """
 
 from __future__ import annotations
@@ -11,15 +11,35 @@ import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import xxhash
 
 from rankwise.errors import CheckpointError
 
+if TYPE_CHECKING:
+    import torch
+
 VERSION = 1
 NAME = "manifest.json"
+_NAMED = 3  # damaged tensors of one file
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a tensor is, and where it lies in its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    """Of its elements; several tensors may share them."""
+
+    offset: int | None
+    """Where its elements begin in the file; None where they do not lie there in row-major order, or there are none."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Layout:
+        return cls(**{**record, "shape": tuple(record["shape"])})
 
 
 @dataclass(frozen=True)
@@ -30,6 +50,14 @@ class FileRecord:
     xxh3_128: str
     tensors: dict[str, str]
     """xxh3-128 of each tensor's bytes in memory, by its path in the state (`state/0/exp_avg`)."""
+
+    layout: dict[str, Layout] = field(default_factory=dict)
+    """By the same paths. Empty in checkpoints that are older than this field."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> FileRecord:
+        layout = {name: Layout.of(tensor) for name, tensor in record.get("layout", {}).items()}
+        return cls(**{**record, "layout": layout})
 
 
 @dataclass(frozen=True)
@@ -47,6 +75,13 @@ class Manifest:
     metrics: dict[str, float | None] = field(default_factory=dict)
     """The figures that were measured at this very step; None for one that is not finite."""
 
+    best: dict[str, Any] = field(default_factory=dict)
+    """`name` and `larger_is_better` of the figure by which the run chose its best; empty if it did not."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(record.bytes for record in self.files.values())
+
     def text(self) -> str:
         """With a checksum of itself."""
         record = asdict(self)
@@ -61,7 +96,7 @@ class Manifest:
                 raise CheckpointError(f"{path}: version {record['version']}, this rankwise reads version {VERSION}")
             if record.pop("xxh3_128") != _record_sum(record):
                 raise CheckpointError(f"{path} is damaged")
-            record["files"] = {name: FileRecord(**file) for name, file in record["files"].items()}
+            record["files"] = {name: FileRecord.of(file) for name, file in record["files"].items()}
             return cls(**record)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
@@ -73,8 +108,15 @@ def _record_sum(record: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(record, sort_keys=True).encode())
 
 
+def saved_at(folder: Path) -> float:
+    """Seconds since 1970. A copy that keeps no times has its own."""
+    return (folder / NAME).stat().st_mtime
+
+
 def tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in a nest of mappings and sequences, with its path."""
+    import torch
+
     if isinstance(state, torch.Tensor):
         yield path, state
     elif isinstance(state, Mapping):
@@ -87,6 +129,8 @@ def tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 def tensor_sum(tensor: torch.Tensor) -> str:
     """xxh3-128 of the elements' bytes in row-major order."""
+    import torch
+
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return xxhash.xxh3_128_hexdigest(data.numpy().data)
 
@@ -103,25 +147,58 @@ def file_sum(path: Path) -> str:
 def verify(folder: Path) -> Manifest:
     """Read every byte. Raises CheckpointError that names the damaged file, and the tensor where that can be told."""
     manifest = Manifest.read(folder)
+    for damage in damages(folder, manifest):
+        raise CheckpointError(damage)
+    return manifest
+
+
+def damages(folder: Path, manifest: Manifest, only: str | None = None) -> Iterator[str]:
+    """What is wrong with each file, or with one, in the words of an error. Reads every byte."""
     for name, record in manifest.files.items():
+        if only not in (None, name):
+            continue
         path = folder / name
         try:
             size = path.stat().st_size
             if size != record.bytes:
-                raise CheckpointError(f"{path} has {size} of {record.bytes} bytes")
-            if file_sum(path) != record.xxh3_128:
-                raise CheckpointError(f"{path} is damaged{_damaged_tensor(path, record)}")
+                yield f"{path} has {size} of {record.bytes} bytes{_cut_tensors(record, size)}"
+            elif file_sum(path) != record.xxh3_128:
+                yield f"{path} is damaged{_damaged_tensors(path, record)}"
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
-    return manifest
+            yield f"{path} cannot be read ({error.strerror})"
 
 
-def _damaged_tensor(path: Path, record: FileRecord) -> str:
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        for name, tensor in tensors(state):
-            if record.tensors.get(name) != tensor_sum(tensor):
-                return f" in tensor {name}"
-    except Exception as error:  # a damaged pickle raises one of many types
-        return f" (it does not even load: {type(error).__name__})"
-    return " outside its tensors"
+def _cut_tensors(record: FileRecord, size: int) -> str:
+    found = [n for n, at in record.layout.items() if at.offset is not None and at.offset + at.bytes > size]
+    return f", it ends in tensor {found[0]}" if len(found) == 1 else f", it ends before tensors {_few(found)}" if found else ""
+
+
+def _damaged_tensors(path: Path, record: FileRecord) -> str:
+    """Compared in the file as it lies; those of which the place is not known are loaded for it."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+        found = [
+            name
+            for name, at in record.layout.items()
+            if at.offset is not None
+            and xxhash.xxh3_128_hexdigest(view[at.offset : at.offset + at.bytes]) != record.tensors[name]
+        ]
+    if not found and any(name not in record.layout or record.layout[name].offset is None for name in record.tensors):
+        try:
+            found = _damaged_when_loaded(path, record)
+        except Exception as error:  # a damaged pickle raises one of many types; or there is no torch here
+            return f" (it does not even load: {type(error).__name__})"
+    if not found:
+        return " outside its tensors"
+    return f" in tensor {found[0]}" if len(found) == 1 else f" in tensors {_few(found)}"
+
+
+def _damaged_when_loaded(path: Path, record: FileRecord) -> list[str]:
+    import torch
+
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    return [name for name, tensor in tensors(state) if record.tensors.get(name) != tensor_sum(tensor)]
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -21,12 +21,11 @@ import copy
 import errno
 import math
 import os
-import re
 import shutil
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,14 @@ from torch import nn
 from rankwise import comm, log, seed
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.best import Best
+from rankwise.checkpoint.folders import checkpoints_in, fsync, order, remove
+from rankwise.checkpoint.layout import layout
 from rankwise.checkpoint.manifest import FileRecord, Manifest
 from rankwise.errors import CheckpointError, ConfigError
 from rankwise.guards import run_on_main
 from rankwise.state import Stateful
 
 _RNG = "rng"
-_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # what else lies there is somebody's own
 
 
 class Checkpoints:
@@ -86,8 +86,9 @@ class Checkpoints:
             states = {name: part.state_dict() for name, part in parts.items()}
             states[_RNG] = {str(rank): stream for rank, stream in enumerate(streams)}
             record = Manifest(
-                manifests.VERSION, step, comm.world_size(), torch.__version__, {}, dict(info or {}), _finite(metrics or {})
-            )
+                manifests.VERSION, step, comm.world_size(), torch.__version__, {}, dict(info or {}), _finite(metrics or {}),
+                asdict(self._best) if self._best is not None else {},
+            )  # fmt: skip
             self._write(final, states, record)
             self._prune(final)
             return final
@@ -109,9 +110,9 @@ class Checkpoints:
                 file.write(replace(record, files=files).text())
                 file.flush()
                 os.fsync(file.fileno())
-            _fsync(temporary)
+            fsync(temporary)
             os.rename(temporary, final)
-            _fsync(self.folder)
+            fsync(self.folder)
         except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of an OSError
             raise CheckpointError(_why_not(final, states, error)) from None
         finally:
@@ -126,7 +127,7 @@ class Checkpoints:
             return
         for parent in self.folder.absolute().parents:
             with contextlib.suppress(OSError):  # not readable: not ours, and older than this run
-                _fsync(parent)
+                fsync(parent)
                 if parent.is_mount():
                     break
         self._durable = True
@@ -138,31 +139,26 @@ class Checkpoints:
 
     def _free_name(self, step: int) -> Path:
         """A step may be saved again (a life that went on from an older checkpoint): beside the first, which goes after."""
-        count = max((time for path in self.all() for saved, time in [_order(path)] if saved == step), default=0) + 1
+        count = max((time for path in self.all() for saved, time in [order(path)] if saved == step), default=0) + 1
         return self.folder / (f"step-{step:08d}" + (f"-{count}" if count > 1 else ""))
 
     def _prune(self, newest: Path) -> None:
         """Keep the last few up to `newest`, and the best. What is damaged is not counted, and goes once something newer is
         whole; what lies after `newest` is damaged too, else it had been loaded."""
         best = self._find_best()
-        older = [path for path in self.all() if _order(path) < _order(newest)]
-        again = [path for path in older if _order(path)[0] == _order(newest)[0] or path in self._damaged]
+        older = [path for path in self.all() if order(path) < order(newest)]
+        again = [path for path in older if order(path)[0] == order(newest)[0] or path in self._damaged]
         kept = [path for path in older if path not in again]
         for old in again + kept[: max(0, len(kept) - (self._keep_last - 1))]:
             if old == best:
                 continue
-            # Out of sight in one step: a kill in the middle of a deletion must not leave half a checkpoint by its name.
-            hidden = self.folder / f"tmp.{uuid.uuid4().hex}"
-            with contextlib.suppress(OSError):
-                os.rename(old, hidden)
-                _fsync(self.folder)  # nor must a power cut
-            shutil.rmtree(hidden, ignore_errors=True)
+            remove(old)
 
     # --- finding
 
     def all(self) -> list[Path]:
         """Every checkpoint's folder, the oldest first. Not verified."""
-        return sorted((p for p in self.folder.glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir()), key=_order)
+        return checkpoints_in(self.folder)
 
     def find_latest(self) -> tuple[Path, Manifest] | None:
         """The newest that verifies; each one passed over is said. None if there is none at all.
@@ -230,7 +226,7 @@ class Checkpoints:
             return None
         measured = {}
         # Equal figures of one step: the copy that was saved last, as that is the one that is gone on from.
-        for folder in sorted(self.all(), key=lambda path: (_order(path)[0], -_order(path)[1])):
+        for folder in sorted(self.all(), key=lambda path: (order(path)[0], -order(path)[1])):
             with contextlib.suppress(CheckpointError):  # damaged
                 measured[folder] = Manifest.read(folder).metrics
         for folder in self._best.order(measured):
@@ -291,13 +287,6 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
 
 
-def _order(folder: Path) -> tuple[int, int]:
-    """(step, which time it was saved) of step-00000400 or step-00000400-2."""
-    found = _NAME.fullmatch(folder.name)
-    assert found is not None
-    return int(found[1]), int(found[2] or 1)
-
-
 def _plain(state: Any, path: str) -> Any:
     """The state without numpy's numbers, which `weights_only` would refuse to read; an array is refused here, by its path."""
     if isinstance(state, np.generic):
@@ -327,11 +316,11 @@ def _write_file(path: Path, state: Any) -> FileRecord:
         os.fsync(file.fileno())
         size = file.tell()
     try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        again = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of many types: what cannot be loaded again is no checkpoint
         text = " ".join(str(error).split())
         raise CheckpointError(f"{path.stem} could not be loaded again: {text[:300]}") from None
-    return FileRecord(size, manifests.file_sum(path), sums)
+    return FileRecord(size, manifests.file_sum(path), sums, layout(path, again))
 
 
 def _size(state: Any) -> int:
@@ -389,11 +378,3 @@ def _load_part(folder: Path, name: str, part: Stateful) -> None:
 
 def _ranks(n: int) -> str:
     return f"{n} rank" if n == 1 else f"{n} ranks"
-
-
-def _fsync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
