@@ -16,7 +16,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,8 @@ class Trainer:
     `batch_size`). `reduction`: auto, flat or ddp (sync/all_reduce.py). `compile`: True, or torch.compile's arguments. `fused`:
     the optimizer's fused kernel; by default where there is one and nobody has chosen. `sync_batchnorm`: batch statistics of
     all ranks, on GPUs. The last `keep_last` checkpoints stay, and the one with the best `keep_best`, a figure such as
-    eval_loss: one more is saved after each evaluation that is the best so far. `actions` run after each step, after the
+    eval_loss: one more is saved after each evaluation that is the best so far; those of `keep_steps`, which are saved for that,
+    and those `keep_younger_than_s` stay too. `actions` run after each step, after the
     Trainer's own. A run directory that holds checkpoints is gone on with, unless `fresh`.
     """
 
@@ -99,6 +100,8 @@ class Trainer:
         keep_last: int = 2,
         keep_best: str | None = None,
         larger_is_better: bool | None = None,
+        keep_steps: Collection[int] = (),
+        keep_younger_than_s: float | None = None,
         workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
@@ -143,7 +146,9 @@ class Trainer:
         self.run = RunDir(_run_path(self.world, run_dir))
         self._fresh = fresh
         self._lease: Lease | None = None
-        self.checkpoints = Checkpoints(self.run.checkpoints, keep_last, keep_best, larger_is_better)
+        self.checkpoints = Checkpoints(
+            self.run.checkpoints, keep_last, keep_best, larger_is_better, keep_steps, keep_younger_than_s
+        )  # fmt: skip
         self._keep_best = keep_best
         self.stop = StopSignal(self.world)
         self.meters = Meters("loss")
@@ -167,6 +172,8 @@ class Trainer:
         if evaluate is not None:
             self.actions.append(every(evaluate, steps=eval_every, epochs=None if eval_every else 1, at_end=True))
         self.actions += [*actions, every(self._save, seconds=save_every_s)]
+        if keep_steps:
+            self.actions.append(lambda state: self._save(state) if state.step in keep_steps else None)
         if keep_best is not None and keep_best != "loss":  # that of training is new each log interval: no occasion to save
             self.actions.append(self._save_if_best)
         parts: dict[str, Stateful | None] = {

@@ -126,7 +126,7 @@ def write(state: State, to: Path) -> None:
     temporary = to.with_name(f".{to.name}.{uuid.uuid4().hex}")
     try:
         if to.suffix == ".safetensors":
-            _safetensors().save_file(_apart(state), temporary)
+            _save_safetensors(_apart(state), temporary)
         else:
             with open(temporary, "wb") as file:
                 torch.save(state, file)
@@ -138,6 +138,15 @@ def write(state: State, to: Path) -> None:
         raise CheckpointError(f"cannot write {to}: {why}") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _save_safetensors(state: Mapping[str, torch.Tensor], to: Path) -> None:
+    try:
+        _safetensors().save_file(state, to)
+    except ConfigError:
+        raise
+    except Exception as error:  # of a type of its own
+        raise RuntimeError(str(error)) from None
 
 
 def _apart(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

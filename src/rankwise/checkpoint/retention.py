@@ -1,7 +1,7 @@
-"""Which checkpoints stay: the last few, the best few, the young, and those of named steps; the rest may go.
+"""Which checkpoints stay: the last few, the best, the young, and those of named steps; the rest may go.
 
 keep = Retention(last=2, younger_than_s=86400.0, steps=frozenset({1000}))
-keep.gone({path: age_s, ...}, best=[...])            # pure: the oldest first in, what may go out
+keep.gone({path: age_s, ...})                        # pure: the oldest first in, what may go out
 prunable(folder, keep_last=2, older_than="7d")       # of a folder: reads what is to stay, so that something whole does
 """
 

@@ -24,7 +24,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.best import Best
 from rankwise.checkpoint.folders import checkpoints_in, fsync, order, remove
 from rankwise.checkpoint.layout import layout
-from rankwise.checkpoint.manifest import FileRecord, Manifest
+from rankwise.checkpoint.manifest import FileRecord, Manifest, saved_at
+from rankwise.checkpoint.retention import Retention
 from rankwise.errors import CheckpointError, ConfigError
 from rankwise.guards import run_on_main
 from rankwise.state import Stateful
@@ -48,15 +49,20 @@ _RNG = "rng"
 
 class Checkpoints:
     """`keep_last`: how many stay; the newest is never deleted. `keep_best`: the name of a figure (`eval_loss`); the checkpoint
-    with the least of it stays too, or that with the most if `larger_is_better`, which only a loss need not say."""
+    with the least of it stays too, or that with the most if `larger_is_better`, which only a loss need not say. So do those of
+    `keep_steps`, and those `keep_younger_than_s`. What is damaged goes once something newer is whole."""
 
     def __init__(
-        self, folder: Path, keep_last: int = 2, keep_best: str | None = None, larger_is_better: bool | None = None
+        self,
+        folder: Path,
+        keep_last: int = 2,
+        keep_best: str | None = None,
+        larger_is_better: bool | None = None,
+        keep_steps: Collection[int] = (),
+        keep_younger_than_s: float | None = None,
     ) -> None:
-        if keep_last < 1:
-            raise ConfigError(f"keep_last={keep_last}: at least one checkpoint must stay")
         self.folder = folder
-        self._keep_last = keep_last
+        self._retention = Retention.of(keep_last, keep_younger_than_s, keep_steps)
         self._best = Best.of(keep_best, larger_is_better)
         self._damaged: set[Path] = set()  # known to the main rank, as is the next
         self._whole: set[Path] = set()
@@ -143,16 +149,16 @@ class Checkpoints:
         return self.folder / (f"step-{step:08d}" + (f"-{count}" if count > 1 else ""))
 
     def _prune(self, newest: Path) -> None:
-        """Keep the last few up to `newest`, and the best. What is damaged is not counted, and goes once something newer is
-        whole; what lies after `newest` is damaged too, else it had been loaded."""
+        """Keep the last few up to `newest`, the best, the young, those of named steps. What is damaged is not counted, and goes
+        once something newer is whole; what lies after `newest` is damaged too, else it had been loaded."""
         best = self._find_best()
         older = [path for path in self.all() if order(path) < order(newest)]
         again = [path for path in older if order(path)[0] == order(newest)[0] or path in self._damaged]
-        kept = [path for path in older if path not in again]
-        for old in again + kept[: max(0, len(kept) - (self._keep_last - 1))]:
-            if old == best:
-                continue
-            remove(old)
+        now = time.time()
+        ages = {path: now - _saved_at(path, now) for path in older if path not in again}
+        for old in [*again, *self._retention.gone({**ages, newest: 0.0})]:
+            if old != best:
+                remove(old)
 
     # --- finding
 
@@ -280,6 +286,13 @@ class Checkpoints:
                 f"the checkpoint was made on {_ranks(manifest.world_size)}, this is {_ranks(comm.world_size())}: the same "
                 "global batches in the same order; random layers and rounding differ"
             )
+
+
+def _saved_at(path: Path, otherwise: float) -> float:
+    try:
+        return saved_at(path)
+    except OSError:  # damaged, and nobody has looked yet
+        return otherwise
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
