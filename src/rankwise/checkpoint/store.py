@@ -35,11 +35,13 @@ from torch import nn
 
 from rankwise import comm, log, seed
 from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint.background import Background
 from rankwise.checkpoint.best import Best
 from rankwise.checkpoint.folders import checkpoints_in, fsync, order, remove
 from rankwise.checkpoint.layout import layout
 from rankwise.checkpoint.manifest import FileRecord, Manifest, saved_at
 from rankwise.checkpoint.retention import Retention
+from rankwise.checkpoint.snapshot import Snapshot
 from rankwise.errors import CheckpointError, ConfigError
 from rankwise.guards import run_on_main
 from rankwise.state import Stateful
@@ -50,7 +52,11 @@ _RNG = "rng"
 class Checkpoints:
     """`keep_last`: how many stay; the newest is never deleted. `keep_best`: the name of a figure (`eval_loss`); the checkpoint
     with the least of it stays too, or that with the most if `larger_is_better`, which only a loss need not say. So do those of
-    `keep_steps`, and those `keep_younger_than_s`. What is damaged goes once something newer is whole."""
+    `keep_steps`, and those `keep_younger_than_s`. What is damaged goes once something newer is whole.
+
+    `background`: `save` copies the state and returns; a thread of the main rank writes it while the loop goes on. Call `wait`
+    before the end. One save at a time is under way, in host memory as large as the state.
+    """
 
     def __init__(
         self,
@@ -60,6 +66,7 @@ class Checkpoints:
         larger_is_better: bool | None = None,
         keep_steps: Collection[int] = (),
         keep_younger_than_s: float | None = None,
+        background: bool = False,
     ) -> None:
         self.folder = folder
         self._retention = Retention.of(keep_last, keep_younger_than_s, keep_steps)
@@ -67,6 +74,8 @@ class Checkpoints:
         self._damaged: set[Path] = set()  # known to the main rank, as is the next
         self._whole: set[Path] = set()
         self._durable = False
+        self._snapshot = Snapshot() if background else None
+        self._writer = Background()
         self.wait_s = 0.0
         """Seconds that the loop has spent in saving so far."""
 
@@ -82,12 +91,14 @@ class Checkpoints:
         """Collective. Write all parts and every rank's random state; returns the checkpoint's folder.
 
         `metrics`: figures of the parts as they are now, for `keep_best`; one of an earlier step would praise the wrong parts.
-        Raises CheckpointError on every rank when it cannot be written; nothing half-written is left, older ones stay.
+        Raises CheckpointError on every rank when it cannot be written; nothing half-written is left, older ones stay. With
+        `background` it is not there yet, and what is raised is of the save before (as `wait` would): this one is not begun.
         """
         began = time.perf_counter()
         streams = comm.all_gather_object(seed.rng_state())
 
-        def write() -> Path:
+        def begin() -> Path:
+            self._writer.wait()
             final = self._free_name(step)
             states = {name: part.state_dict() for name, part in parts.items()}
             states[_RNG] = {str(rank): stream for rank, stream in enumerate(streams)}
@@ -95,14 +106,45 @@ class Checkpoints:
                 manifests.VERSION, step, comm.world_size(), torch.__version__, {}, dict(info or {}), _finite(metrics or {}),
                 asdict(self._best) if self._best is not None else {},
             )  # fmt: skip
-            self._write(final, states, record)
-            self._prune(final)
+            if self._snapshot is None:
+                self._write_and_prune(final, states, record)
+            else:
+                copied = self._snapshot.take(states)
+                self._writer.start(lambda: self._write_and_prune(final, copied, record))
             return final
 
         try:
-            return run_on_main(write)
+            return run_on_main(begin)
         finally:
             self.wait_s += time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Collective. Until the last save is there. Raises on every rank what it raised, once: CheckpointError if it cannot be
+        written. Does nothing without `background`."""
+        if self._snapshot is None:
+            return
+        began = time.perf_counter()
+        try:
+            run_on_main(self._writer.wait)
+        finally:
+            self.wait_s += time.perf_counter() - began
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the save under way has raised, on the main rank, as soon as it has. All ranks hear of it by `wait` or `save`."""
+        return self._writer.error
+
+    def close(self) -> BaseException | None:
+        """Wait for this rank's own writing; returns what nobody has heard of. For the end of a loop that broke."""
+        self._writer.join()
+        return self._writer.error
+
+    def _write_and_prune(self, final: Path, states: Mapping[str, Any], record: Manifest) -> None:
+        """On the main rank alone, in a thread of its own or not: nothing in it is collective."""
+        if self._snapshot is not None:
+            self._snapshot.wait()
+        self._write(final, states, record)
+        self._prune(final)
 
     def _write(self, final: Path, states: Mapping[str, Any], record: Manifest) -> None:
         temporary = self.folder / f"tmp.{uuid.uuid4().hex}"
@@ -171,6 +213,7 @@ class Checkpoints:
 
         Another process may save and prune meanwhile. Raises CheckpointError when there are some and all are damaged.
         """
+        self._writer.join()
         damaged: dict[Path, str] = {}
         while left := [path for path in self.all() if path not in damaged]:
             folder = left[-1]
@@ -209,6 +252,7 @@ class Checkpoints:
         """
         if self._best is None:
             raise ConfigError("best() needs to know by which figure: Checkpoints(folder, keep_best='eval_loss')")
+        self._writer.join()
         return self._find_best()
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
@@ -223,6 +267,7 @@ class Checkpoints:
         return rank is not None and run_on_main(self._is_before, [self._best, rank])
 
     def _is_before(self, best: Best, rank: float) -> bool:
+        self._writer.join()
         folder = self._find_best()
         known = best.rank(Manifest.read(folder).metrics) if folder is not None else None
         return known is None or rank < known
