@@ -89,13 +89,14 @@ class _Copying:
         key = (str(device), storage.data_ptr())
         if key not in self._storages or not storage.nbytes():
             size = (storage.nbytes(), device.type == "cuda")
+            unit = _unit(size[0])
             free = self._free.get(size)
-            buffer = free.pop() if free else torch.empty(size[0], dtype=torch.uint8, pin_memory=size[1])
+            buffer = free.pop() if free else torch.empty(size[0] // unit.itemsize, dtype=unit, pin_memory=size[1])
             self.used.setdefault(size, []).append(buffer)
             self._storages[key] = buffer.untyped_storage()
             to, source = self._pairs.setdefault(device, ([], []))
             to.append(buffer)
-            source.append(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
+            source.append(torch.empty(0, dtype=unit, device=device).set_(storage))
         return self._storages[key]
 
     def run(self) -> list[torch.cuda.Event]:
@@ -111,6 +112,11 @@ class _Copying:
             else:
                 torch._foreach_copy_(to, source)
         return events
+
+
+def _unit(size: int) -> torch.dtype:
+    """What so many bytes are copied as: torch copies single bytes a fifth more slowly than words."""
+    return torch.int64 if size % 8 == 0 else torch.int32 if size % 4 == 0 else torch.uint8
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
