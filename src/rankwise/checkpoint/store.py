@@ -378,7 +378,8 @@ def _write_file(path: Path, state: Any) -> FileRecord:
     except Exception as error:  # of many types: what cannot be loaded again is no checkpoint
         text = " ".join(str(error).split())
         raise CheckpointError(f"{path.stem} could not be loaded again: {text[:300]}") from None
-    return FileRecord(size, manifests.file_sum(path), sums, layout(path, again))
+    places = {name: at for name, at in layout(path, again).items() if name in sums}
+    return FileRecord(size, "", sums, places, manifests.rest_sum(path, places))
 
 
 def _size(state: Any) -> int:
