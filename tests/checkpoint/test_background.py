@@ -180,6 +180,20 @@ def test_work_that_no_thread_can_be_had_for_is_done_at_once(monkeypatch: pytest.
     background.wait()
 
 
+@pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()])
+def test_a_state_that_there_is_no_memory_to_copy_is_written_while_the_loop_waits(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Snapshot, states: dict[str, Any]) -> None:
+        raise error
+
+    monkeypatch.setattr(Snapshot, "take", refuse)
+    checkpoints = Checkpoints(tmp_path, background=True)
+    assert checkpoints.save(of_step(1), 1).exists()
+    assert loaded(tmp_path) == 1
+    checkpoints.wait()
+
+
 def failing_on_ranks(folder: Path) -> list[str]:
     checkpoints = Checkpoints(folder / "file" / "checkpoints", background=True)
     seen = []

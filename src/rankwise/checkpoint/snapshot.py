@@ -9,6 +9,7 @@ Fresh memory would cost seven times the copying itself (page faults), so the buf
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict
 from typing import Any
@@ -91,7 +92,7 @@ class _Copying:
             size = (storage.nbytes(), device.type == "cuda")
             unit = _unit(size[0])
             free = self._free.get(size)
-            buffer = free.pop() if free else torch.empty(size[0] // unit.itemsize, dtype=unit, pin_memory=size[1])
+            buffer = free.pop() if free else _buffer(size[0] // unit.itemsize, unit, size[1])
             self.used.setdefault(size, []).append(buffer)
             self._storages[key] = buffer.untyped_storage()
             to, source = self._pairs.setdefault(device, ([], []))
@@ -117,6 +118,13 @@ class _Copying:
 def _unit(size: int) -> torch.dtype:
     """What so many bytes are copied as: torch copies single bytes a fifth more slowly than words."""
     return torch.int64 if size % 8 == 0 else torch.int32 if size % 4 == 0 else torch.uint8
+
+
+def _buffer(units: int, unit: torch.dtype, pinned: bool) -> torch.Tensor:
+    if pinned:
+        with contextlib.suppress(RuntimeError):  # no more memory may be locked: the loop waits for the device then
+            return torch.empty(units, dtype=unit, pin_memory=True)
+    return torch.empty(units, dtype=unit)
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:

@@ -106,10 +106,10 @@ class Checkpoints:
                 manifests.VERSION, step, comm.world_size(), torch.__version__, {}, dict(info or {}), _finite(metrics or {}),
                 asdict(self._best) if self._best is not None else {},
             )  # fmt: skip
-            if self._snapshot is None:
+            copied = self._copied(states)
+            if copied is None:
                 self._write_and_prune(final, states, record)
             else:
-                copied = self._snapshot.take(states)
                 self._writer.start(lambda: self._write_and_prune(final, copied, record))
             return final
 
@@ -117,6 +117,16 @@ class Checkpoints:
             return run_on_main(begin)
         finally:
             self.wait_s += time.perf_counter() - began
+
+    def _copied(self, states: dict[str, Any]) -> dict[str, Any] | None:
+        """None where the loop is to wait for the writing itself."""
+        if self._snapshot is None:
+            return None
+        try:
+            return self._snapshot.take(states)
+        except (RuntimeError, MemoryError) as error:  # RuntimeError: what torch makes of the other
+            log.warning_once(f"a save waits for the disk, as its state cannot be copied: {' '.join(str(error).split())[:200]}")
+            return None
 
     def wait(self) -> None:
         """Collective. Until the last save is there. Raises on every rank what it raised, once: CheckpointError if it cannot be
