@@ -17,7 +17,6 @@ One file for each Stateful thing, written by the main rank; `torch.load(weights_
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import math
 import os
@@ -418,9 +417,9 @@ def _why_not(final: Path, states: Mapping[str, Any], error: OSError | RuntimeErr
     return f"cannot write {final}: it needs {need / 1e6:.1f} MB and {free / 1e6:.1f} MB are free there"
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, mapped: bool = False) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing on rank {comm.rank()}: all ranks must see the same folder") from None
     except Exception as error:  # torch raises many types; the file is whole, so it is not one of ours
@@ -434,9 +433,8 @@ def _load_part(folder: Path, name: str, part: Stateful) -> None:
             f"the checkpoint {folder} has no {name}; it was made by another program: --fresh starts anew, --name beside it"
         )
     try:
-        state = _read(path)
         # A module copies what it is given; another part may keep it, and must not hang on a file that goes when it is pruned.
-        part.load_state_dict(state if isinstance(part, nn.Module) else copy.deepcopy(state))
+        part.load_state_dict(_read(path, mapped=isinstance(part, nn.Module)))
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(
