@@ -104,6 +104,7 @@ def _head(plan: Plan, run: RunDir, scheduler: ModuleType) -> int:
                 door.publish(run.door, plan.run_id, _start(scheduler, os.environ))
         if index is not None:
             node = Node(plan, run, index, waiting, screen, hosts[index].slots if index in hosts else 0)
+            node.secret = secret
             if door is not None:
                 node.door = (tuple(door.addresses), door.port)
 
