@@ -284,7 +284,7 @@ def _called() -> int:
     node = Node(plan, RunDir(Path(plan.run_dir)), index, waiting, Wire(link), int(greeting["ranks"]))
     door = None
     try:
-        if index == 0:
+        if index == 0 or plan.min_nodes < plan.nodes:  # the first, or so once that is lost
             door = Door(secret)
             node.door = (tuple(door.addresses), door.port)
             waiting.register(door)

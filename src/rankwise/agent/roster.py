@@ -89,7 +89,8 @@ class Roster:
         self._called: dict[int, _Called] = {}
         self._parts: dict[int, Part] = {own.index: own} if own is not None else {}
         self._again: dict[int, float] = {}
-        self._waited: set[int] = set()
+        self._routes_to: int | None = None
+        """The node that the known routes lead to."""
         self.asked: list[int] = []
         """Stop signals that other agents, or commands, have passed on."""
 
@@ -282,6 +283,10 @@ class Roster:
         """Every node knows by which address it reaches the first one. False when `stopped()` came first."""
         first = parts[0].introduction
         others = [part for part in parts[1:] if part.introduction.home != first.home]
+        if self._routes_to not in (None, first.index):  # another was the first before, and is lost
+            for part in others:
+                part.route = None
+        self._routes_to = first.index
         for part in others:
             if part.route is None and first.door is not None:
                 part.find(*first.door)
