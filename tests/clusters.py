@@ -86,6 +86,7 @@ _UP = {
     "slurm": ["slurm-up", "2", "--gpus", "0", "--", "--no-ssh", "--debian-hosts"],
     "sge": ["sge-up", "2", "--", "--no-ssh"],
     "hosts": ["hosts-up", "2"],
+    "debian": ["hosts-up", "2", "--debian-hosts", "--ipv6"],
 }
 
 
@@ -161,6 +162,13 @@ def sge(request: pytest.FixtureRequest) -> Start:
 def hosts(request: pytest.FixtureRequest) -> Start:
     """Two hosts, node1 and node2, that this one reaches by ssh: their keys are known by their names; calls a command here."""
     _machine.use("hosts", request.session)
+    return started
+
+
+@pytest.fixture
+def debian_hosts(request: pytest.FixtureRequest) -> Start:
+    """The same where each host's own name is 127.0.1.1, as Debian installs it, and all have IPv6 addresses too."""
+    _machine.use("debian", request.session)
     return started
 
 

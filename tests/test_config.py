@@ -174,3 +174,11 @@ def test_settings_are_called_as_they_are_typed() -> None:
 
 def test_zero_is_a_setting_like_any_other() -> None:
     assert [value for value in (None, False, (), 0, 0.0, "", True) if is_given(value)] == [0, 0.0, "", True]
+
+
+def test_each_setting_is_typed_as_the_command_takes_it() -> None:
+    from rankwise.cli import run
+
+    taken = {spelling for parameter in run.params for spelling in parameter.opts}
+    names = [field.name for field in dataclasses.fields(RunConfig) if field.name not in ("argv", "module", "command", "site")]
+    assert [option(name) for name in names if option(name) not in taken] == []

@@ -238,6 +238,8 @@ _SPELLED = {
     "resources": "-l",
     "grace_s": "--grace",
     "stall_warn_s": "--stall-warn",
+    "join_timeout_s": "--join-timeout",
+    "node_wait_s": "--node-wait",
 }
 
 

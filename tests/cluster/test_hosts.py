@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cluster_runs import with_configuration
 from clusters import HOSTS, STATE, Ended, Start, hosts
 
 from rankwise.schedulers import ssh
@@ -16,16 +17,6 @@ __all__ = ["hosts"]  # a fixture
 pytestmark = pytest.mark.cluster
 
 HOSTILE = ["a  b", "$HOME", "`touch y`", ";touch y", "it's", 'a "b"', "*", "\\", "a\nb", "é", "", "-v", "--", "~"]
-
-
-def with_configuration(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """As if a user had that ~/.ssh/config: ssh looks for it where the password file says, not in $HOME."""
-    Path("config").write_text(text + f"\nHost *\n  User root\n  IdentityFile {STATE}/ssh/id\n  IdentitiesOnly yes\n")
-    command = Path("bin", "ssh").absolute()
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {Path("config").absolute()} "$@"\n')
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{command.parent}:/usr/bin:/bin")
 
 
 def refused(host: str, done: Ended) -> str:

@@ -32,6 +32,7 @@ from rankwise.terminal import Terminal
 TICK_S = 0.05
 EVIDENCE_S = 0.3  # from the first death: what the others say of it comes within this
 TERM_TO_KILL_S = 3.0
+NEWS_S = 0.5  # what another node's ranks do is known here within this
 FINISH_S = 30.0  # to end what is left of a life, from the request until a node is given up
 STALLED_S = 5.0  # nodes that stand still say so within this of each other
 
@@ -261,8 +262,11 @@ class Head:
         joined = set(chain.from_iterable(part.facts.joined for part in parts))
         if not self._held:
             alive = set(_alive(parts))
-            if joined and not alive <= joined and time.monotonic() < self._stop_began + JOIN_S:
+            asked_s = time.monotonic() - self._stop_began
+            if joined and not alive <= joined and asked_s < JOIN_S:
                 return  # some are still on their way to the first gate
+            if not joined and self._roster.remotes and asked_s < NEWS_S:
+                return  # what other nodes know may be on its way
             self._hold(parts, joined)
         if joined and not self._released and all(part.claim is not None for part in parts):
             self._released = True

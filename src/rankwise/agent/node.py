@@ -30,6 +30,7 @@ from rankwise.agent.stall import Observation, StallWatch
 from rankwise.agent.starter import Spec, Starter
 from rankwise.agent.verdict import Evidence
 from rankwise.agent.waiting import Waiting
+from rankwise.channel import NobodyThere, knock
 from rankwise.errors import ConfigError
 from rankwise.page import Page
 from rankwise.plan import Plan
@@ -147,8 +148,14 @@ class Part(Protocol):
     lost: str | None
     """Why its agent cannot be reached any more."""
 
+    route: str | None
+    """The address by which it reaches the first node; None until it is known, empty if there is none."""
+
     @property
     def introduction(self) -> Introduction: ...
+    def find(self, addresses: Sequence[str], port: int) -> None:
+        """Look for that route, to the first node's door."""
+
     def start(self, orders: Orders, life: Life | None) -> None: ...
     def look(self) -> None: ...
     def signal(self, signum: int, ranks: Sequence[int]) -> None: ...
@@ -182,6 +189,10 @@ class Node:
         """The network interface that leads to the other nodes."""
 
         self.door: tuple[tuple[str, ...], int] | None = None
+        self.route: str | None = None
+        self.secret = ""
+        """What proves at the first node's door that this one is of the same run."""
+
         self.kept: set[int] = set()
         """Children of this process that are no ranks, and live on between lives."""
         self._crew: Crew | None = None
@@ -199,6 +210,18 @@ class Node:
             self.index, platform.node(), network.home(), self.ranks, self._why, self._page.path, port,
             _versions(self._plan), self.door,
         )  # fmt: skip
+
+    def find(self, addresses: Sequence[str], port: int) -> None:
+        """Waits for an answer. What does not lead there is said."""
+        try:
+            link, self.route, own = knock(addresses, port, self.secret, {"finds": self.index})
+        except NobodyThere as reason:
+            self.route = ""
+            self.sink.say(f"the first node cannot be reached: {reason}")
+            return
+        link.close("it was only looked for")
+        with contextlib.suppress(OSError):
+            self.interface = network.interface_of(own)
 
     # --- one life
 

@@ -12,7 +12,6 @@ member -> head   {"facts": ...} {"claim": step} {"end": ...} {"say": text} {"wri
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
 import time
@@ -21,12 +20,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rankwise import network
 from rankwise.agent.node import End, Facts, Introduction, Node, Orders, Sink
 from rankwise.agent.stall import Frame, Observation
 from rankwise.agent.verdict import Evidence
 from rankwise.agent.waiting import Waiting
-from rankwise.channel import Door, Link, Message, NobodyThere, knock
+from rankwise.channel import Door, Link, Message
 from rankwise.errors import RunDirError
 from rankwise.plan import Plan
 from rankwise.rundir import Life, RunDir, write_json
@@ -51,11 +49,10 @@ class Remote:
         """Stop signals that its agent was sent."""
 
         self.route: str | None = None
-        """The address by which it reaches the first node; None until it has said so, empty if there is none."""
 
     def look(self) -> None:
         for message in self.link.receive():
-            self._take(message)
+            self.take(message)
         self.link.beat()
         if self.link.closed is not None and self.lost is None:
             self.lost = self.link.closed
@@ -69,7 +66,8 @@ class Remote:
         ends = (Evidence(rank, None, None, sent=False, ended=time.time(), lost=self.lost) for rank in ranks)
         self.end = End(tuple(ends), groups=True, stuck=False, port=0)
 
-    def _take(self, message: Message) -> None:
+    def take(self, message: Message) -> None:
+        """What its agent has said."""
         for kind, value in message.items():
             match kind:
                 case "facts":
@@ -175,7 +173,7 @@ class Member:
         self._node = node
         self._link = link
         self._waiting = waiting
-        self._secret = secret
+        node.secret = secret
         self._told = Facts()
         self._told_end: End | None = None
         self._asked = 0
@@ -259,12 +257,5 @@ class Member:
 
     def _find(self, addresses: Sequence[str], port: int) -> None:
         """Which of the first node's addresses leads there from here, and by which interface."""
-        try:
-            link, address, own = knock(addresses, port, self._secret, {"finds": self._node.introduction.index})
-        except NobodyThere as reason:
-            self._link.send({"say": f"the first node cannot be reached: {reason}", "route": ""})
-            return
-        link.close("it was only looked for")
-        with contextlib.suppress(OSError):
-            self._node.interface = network.interface_of(own)
-        self._link.send({"route": address})
+        self._node.find(addresses, port)
+        self._link.send({"route": self._node.route})

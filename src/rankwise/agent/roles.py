@@ -104,6 +104,7 @@ def _head(plan: Plan, run: RunDir, scheduler: ModuleType) -> int:
                 door.publish(run.door, plan.run_id, _start(scheduler, os.environ))
         if index is not None:
             node = Node(plan, run, index, waiting, screen, hosts[index].slots if index in hosts else 0)
+            node.secret = secret
             if door is not None:
                 node.door = (tuple(door.addresses), door.port)
 
@@ -283,7 +284,7 @@ def _called() -> int:
     node = Node(plan, RunDir(Path(plan.run_dir)), index, waiting, Wire(link), int(greeting["ranks"]))
     door = None
     try:
-        if index == 0:
+        if index == 0 or plan.min_nodes < plan.nodes:  # the first, or so once that is lost
             door = Door(secret)
             node.door = (tuple(door.addresses), door.port)
             waiting.register(door)

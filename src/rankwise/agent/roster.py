@@ -95,6 +95,8 @@ class Roster:
         self._parts: dict[int, Part] = {own.index: own} if own is not None else {}
         self._again: dict[int, float] = {}
         self._looked = 0.0
+        self._routes_to: int | None = None
+        """The node that the known routes lead to."""
         self.asked: list[int] = []
         """Stop signals that other agents, or commands, have passed on."""
 
@@ -201,6 +203,8 @@ class Roster:
                 called.part = Remote(called.link, _introduced(message["hello"]), self._sink)
                 self._parts[index] = called.part
                 self._again.pop(index, None)
+            elif called.part is not None:  # it came together with the first
+                called.part.take(message)
         if called.link.closed is not None and called.part is None:
             self._drop_call(index)
             why = self._last_words(called)
@@ -305,7 +309,11 @@ class Roster:
     def _routes_are_known(self, parts: Sequence[Part], stopped: Callable[[], bool]) -> bool:
         """Every node knows by which address it reaches the first one. False when `stopped()` came first."""
         first = parts[0].introduction
-        others = [p for p in parts[1:] if isinstance(p, Remote) and p.introduction.home != first.home]
+        others = [part for part in parts[1:] if part.introduction.home != first.home]
+        if self._routes_to not in (None, first.index):  # another was the first before, and is lost
+            for part in others:
+                part.route = None
+        self._routes_to = first.index
         for part in others:
             if part.route is None and first.door is not None:
                 part.find(*first.door)
@@ -330,7 +338,7 @@ class Roster:
         """Which ranks each node has; nodes in the order of their ranks."""
         first = parts[0].introduction
         homes = list(dict.fromkeys(part.introduction.home for part in parts))
-        routes = {p.introduction.home: p.route for p in parts if isinstance(p, Remote) and p.introduction.home != first.home}
+        routes = {p.introduction.home: p.route for p in parts if p.introduction.home != first.home}
         address = next((route for route in routes.values() if route), "127.0.0.1")
         world_size = sum(part.introduction.ranks for part in parts)
         done, local, sizes = 0, dict.fromkeys(homes, 0), dict.fromkeys(homes, 0)

@@ -51,7 +51,9 @@ def _say_failure(run: RunDir, failure: Failure) -> None:
         saved = run.saved()
         say(f"saved: {saved[-1]}; the same command goes on from there" if saved else
              "nothing was saved yet: the same command starts from the beginning")  # fmt: skip
-    say(f"its output is in {short(Path(failure.log or ''))}; exit status {failure.exit_status}")
+    log = Path(failure.log or "")
+    where = short(log) if log.exists() else f"{log} on {failure.host}"  # a folder that only that host sees
+    say(f"its output is in {where}; exit status {failure.exit_status}")
 
 
 def _is_told(failure: Failure) -> bool:

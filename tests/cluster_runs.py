@@ -1,0 +1,218 @@
+"""Runs of `rankwise run` over virtual hosts, for tests: in the background, typed here or on one of them; what they leave."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from clusters import HOSTS, STATE
+from launched import left_over, wait_for
+
+from rankwise.rundir import Failure, Life, RunDir
+
+RANKWISE = [sys.executable, "-m", "rankwise"]
+RUN = [*RANKWISE, "run", "--start-method", "spawn"]  # nothing but a few scripts needs torch
+DEADLINE_S = 60.0
+
+TELL = """
+import os
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+with open(f"told-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}", "w") as file:
+    file.write(" ".join([os.uname().nodename, *(os.environ[name] for name in names)]))
+print("rank", os.environ["RANK"], flush=True)
+"""
+"""Each rank says who it is in a file, which names the hosts as well; `told` reads them."""
+
+SUM = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor(1.0 + dist.get_rank())
+dist.all_reduce(total)
+open(f"sum-{dist.get_rank()}", "w").write(str(int(total)))
+dist.destroy_process_group()
+"""
+
+GATE = """
+import os, sys, time
+from rankwise.world import agent_row, discover
+world = discover(os.environ)
+row, step = agent_row(world), 0
+row.join()
+while row.pass_gate(step + 1):
+    step += 1
+    open(f"joined-{world.rank}", "a").close()
+    time.sleep(0.01 * (1 + world.rank))
+open(f"stopped-{world.rank}", "w").write(str(step))
+sys.exit(130 if row.reason == 2 else 75)
+"""
+"""A loop with an agreed stop, as StopSignal's, without torch."""
+
+TRAIN = """
+import os, sys, time, torch, rankwise
+torch.set_num_threads(1)
+steps = int(sys.argv[1])
+model = torch.nn.Linear(1, 1)
+
+def step(model, batch):
+    with open(f"samples-{trainer.world.rank}", "a") as file:
+        file.write("".join(f"{int(x)}\\n" for x in batch[0]))
+    time.sleep(0.02)
+    return model(batch[0] / 1000).sum(), len(batch[0])
+
+def note(state):
+    if trainer.world.is_main:
+        with open("steps", "a") as file:
+            file.write(f"{state.step}\\n")
+
+data = torch.utils.data.TensorDataset(torch.arange(4.0 * steps)[:, None])
+trainer = rankwise.Trainer(
+    model, torch.optim.SGD(model.parameters(), lr=1e-3), step, data, global_batch_size=4, max_epochs=1, actions=[note],
+    save_every_s=0.5,
+)
+trainer.fit()
+"""
+"""One epoch of so many steps; notes each step that was done, and by rank each sample that it took."""
+
+FOR_EVER = "\nimport time\ntime.sleep(600)\n"
+
+
+class Launched:
+    """A command in the background, and the run directory that it makes."""
+
+    def __init__(self, *words: str, name: str = "train", **environ: str) -> None:
+        self.run = RunDir(Path("runs", name).absolute())
+        home = Path.cwd().parent / "home"
+        home.mkdir(exist_ok=True)
+        self.out = Path(f"out-{time.monotonic_ns()}.txt").absolute()
+        with open(self.out, "w") as out:
+            self.process = subprocess.Popen(
+                words, env={"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": "/tmp", **environ}, stdout=out,
+                stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        self.began = time.monotonic()
+
+    def wait(self) -> tuple[int, str]:
+        """(exit status, all that was printed)."""
+        status = self.process.wait(timeout=DEADLINE_S)
+        return status, self.output()
+
+    def output(self) -> str:
+        return self.out.read_text()
+
+    def signal(self, signum: int) -> None:
+        self.process.send_signal(signum)
+
+    def life(self) -> Life:
+        return self.run.lives()[-1]
+
+    def failure(self) -> Failure:
+        found = self.run.read_failure()
+        assert found is not None, self.output()
+        return found
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Returns once it holds; fails with the output when the command ends before."""
+
+        def holds() -> bool:
+            if condition():
+                return True
+            assert self.process.poll() is None, f"ended before {what}: {self.output()}"
+            return False
+
+        deadline = time.monotonic() + DEADLINE_S
+        while not holds():
+            assert time.monotonic() < deadline, f"waited for {what}: {self.output()}"
+            time.sleep(0.02)
+
+    def at_the_gate(self) -> None:
+        """Returns once all ranks of the newest life have passed their first step."""
+        self.until(lambda: self.run.world.exists() and self.run.lives() and self.life().pids, "the ranks")
+        ranks = self.life().ranks
+        self.until(lambda: len(list(self.run.logs.glob("rank-*.log"))) >= ranks, "their logs")
+        self.until(self._all_joined, "the gate")
+
+    def _all_joined(self) -> bool:
+        return all(f"joined-{rank}" in os.listdir() for rank in range(self.life().ranks))
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            for below in psutil.Process(self.process.pid).children(recursive=True):  # host-ctl's own, on the host
+                below.kill()
+            self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Launched]]:
+    """Starts a command; in the end nothing of it is left on any host, nor here."""
+    started: list[Launched] = []
+
+    def start(*words: str, **environ: str) -> Launched:
+        started.append(Launched(*words, **environ))
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.end()
+    assert wait_for(lambda: not [*left(), *left_over(Path.cwd())], "nothing left, on the hosts and here")
+
+
+def on(host: str, *words: str) -> list[str]:
+    """The command that runs `words` on that host, in this folder."""
+    return [str(HOSTS / "host-ctl"), "exec", host, *words]
+
+
+def told(life: int = 0) -> dict[int, list[str]]:
+    """By rank what TELL said: host, rank, world size, local rank, local world size, group rank, group world size."""
+    found = {int(path.name.rpartition("-")[2]): path.read_text().split() for path in Path.cwd().glob(f"told-{life}-*")}
+    return dict(sorted(found.items()))
+
+
+def steps() -> list[int]:
+    """Those that TRAIN has noted, life after life."""
+    return [int(line) for line in Path("steps").read_text().split()] if Path("steps").exists() else []
+
+
+def samples() -> list[int]:
+    """All that TRAIN took, in order of their numbers."""
+    return sorted(int(line) for path in Path.cwd().glob("samples-*") for line in path.read_text().split())
+
+
+def write(source: str, name: str = "train.py") -> str:
+    Path(name).write_text(source)
+    return name
+
+
+def with_configuration(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """As if a user had that ~/.ssh/config: ssh looks for it where the password file says, not in $HOME."""
+    Path("config").write_text(text + f"\nHost *\n  User root\n  IdentityFile {STATE}/ssh/id\n  IdentitiesOnly yes\n")
+    command = Path("bin", "ssh").absolute()
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {Path("config").absolute()} "$@"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:/usr/bin:/bin")
+
+
+_DAEMONS = ("init", "sshd", "slurmd", "munged", "sge_execd", "sge_shepherd")
+
+
+def left() -> list[str]:
+    """Processes on the hosts that are none of their own."""
+    found = []
+    for folder in STATE.glob("node*"):
+        listed = subprocess.run([HOSTS / "host-ctl", "pids", folder.name], capture_output=True, text=True)
+        for pid in listed.stdout.split():
+            try:
+                process = psutil.Process(int(pid))
+                words, name = process.cmdline(), process.name()
+            except psutil.Error:
+                continue
+            if name not in _DAEMONS and words and words != ["sleep", "86400"]:
+                found.append(f"{folder.name}: {' '.join(words)[:200]}")
+    return found
