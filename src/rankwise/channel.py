@@ -47,6 +47,7 @@ class Link:
         self._writer = writer
         self._own = own  # kept from being collected: the descriptors are theirs
         self._inbox = b""
+        self._unread: list[Message] = []
         self._outbox = b""
         self.closed: str | None = None
         self.heard = time.monotonic()
@@ -115,7 +116,7 @@ class Link:
         *lines, self._inbox = self._inbox.split(b"\n")
         if len(self._inbox) > _LINE_BYTES:
             self.close("it speaks without end")
-        messages = []
+        messages, self._unread = self._unread, []
         for line in lines:
             try:
                 message = json.loads(line)
@@ -127,6 +128,10 @@ class Link:
             else:
                 self.close(f"it said what is no message: {line[:80].decode(errors='replace')}")
         return messages
+
+    def unread(self, messages: list[Message]) -> None:
+        """They were received, and are so once more next time."""
+        self._unread = messages
 
     def close(self, why: str) -> None:
         if self.closed is None:
@@ -268,6 +273,7 @@ def _next(link: Link, bound_s: float) -> Message:
     deadline = time.monotonic() + bound_s
     while time.monotonic() < deadline and link.closed is None:
         if said := link.receive():
+            link.unread(said[1:])
             return said[0]
         time.sleep(0.002)
     return {}

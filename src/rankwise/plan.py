@@ -108,6 +108,9 @@ class Plan:
     launcher_pid: int
     """The process whose end also ends the run; 0 for none."""
 
+    launcher_holds: bool = False
+    """The launcher has the right to write in the run directory as long as the run lives; otherwise the head takes it."""
+
     def record(self) -> dict[str, Any]:
         """As it goes into plan.json."""
         return asdict(self)

@@ -178,6 +178,9 @@ class Member:
         self._told_end: End | None = None
         self._asked = 0
         self._status: int | None = None
+        self.dismissed = False
+        """The head has said that the run is over."""
+
         self._shared = False
 
     def run(self) -> int:
@@ -229,7 +232,7 @@ class Member:
                 case "find":
                     self._find(value["addresses"], int(value["port"]))
                 case "bye":
-                    self._status = int(value)
+                    self._status, self.dismissed = int(value), True
                 case "welcome":
                     self.settle(str(value), Path(message["run_dir"]))
                 case "refused":

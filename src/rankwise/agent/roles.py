@@ -45,6 +45,13 @@ _OF_THE_HOST = (
 
 def begin(words: list[str]) -> int:
     """Returns the exit status."""
+    status = _begin(words)
+    for signum in STOP_SIGNALS:  # a starter that ends all because one has ended (srun) must not change this one's status
+        signal.signal(signum, signal.SIG_IGN)
+    return status
+
+
+def _begin(words: list[str]) -> int:
     if words == ["-"]:
         return _guarded(_called)
     run = RunDir(Path(words[0]))
@@ -87,7 +94,7 @@ def _guarded(body: Callable[[], int]) -> int:
 
 def _head(plan: Plan, run: RunDir, scheduler: ModuleType) -> int:
     processes.become_subreaper()
-    lease = run.take() if not plan.launcher_pid else None
+    lease = run.take() if not plan.launcher_holds else None
     screen = Screen(Terminal(sys.stdout))
     waiting = Waiting(plan.launcher_pid)
     secret = _secret_of_all(plan)
@@ -211,7 +218,10 @@ def _join(plan: Plan, run: RunDir, index: int, waiting: Waiting, ways: Sequence[
                 patience.wait(str(reason))
         node.interface = network.interface_of(own) if not network.is_loopback(own) else None
         node.sink = Wire(link)
-        return Member(node, link, waiting, secret).run()
+        member = Member(node, link, waiting, secret)
+        status = member.run()
+        # The head's status is the run's; what has started them both may end the head, before it is through, for another's.
+        return status if plan.node_rank >= 0 or not member.dismissed else 0
     finally:
         node.close()
 

@@ -69,7 +69,8 @@ def choice(started: Started, config: RunConfig) -> Choice:
 
 
 def follow(started: Started, run: RunDir) -> int:
-    """Any but the first: its agent does what the first one's says. Returns the exit status of the run."""
+    """Any but the first: its agent does what the first one's says. Returns 0, unless the first was lost: the run's exit
+    status is the first one's."""
     processes.become_subreaper()
     words = [sys.executable, "-m", "rankwise.agent", str(run.path), "--node", str(started.tasks.index)]
     agent = os.posix_spawn(words[0], words, os.environ, setsid=True)
