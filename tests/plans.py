@@ -15,7 +15,7 @@ import pytest
 
 from rankwise.plan import Host, Plan
 
-GOLDEN = Path(__file__).with_name("golden")
+GOLDEN = Path(__file__).parent / "schedulers" / "golden"
 HOSTILE = 'a b/$(touch x);it\'s "here"'
 
 
