@@ -44,6 +44,7 @@ def plan(folder: str = "/home/me", run: str = "runs/train", **changes: Any) -> P
         "join_timeout_s": 300.0,
         "node_wait_s": 30.0,
         "max_restarts": 0,
+        "stop_after_s": 0.0,
         "grace_s": 120.0,
         "stall_warn_s": 120.0,
         "check_collectives": False,

@@ -146,6 +146,7 @@ def _options_of_schedulers(command: Any) -> Any:
 @click.option("--fresh", is_flag=True, help="Move an older run aside and start anew, instead of going on with it.")
 @click.option("--config", metavar="FILE.toml", help="Settings of a run, by the names of these options; options win.")
 @click.option("--max-restarts", type=int, metavar="K", help="How often to start all ranks again after a failure.  [default: 0]")
+@click.option("--stop-after", metavar="TIME", help="Stop and save, to go on later, when the run has taken so long: 90m, 12h.")
 @click.option(
     "--grace",
     "grace_s",

@@ -37,6 +37,7 @@ def plan(folder: str) -> Plan:
         nproc=2,
         threads=1,
         fork=True,
+        stop_after_s=0.0,
         grace_s=1.0,
         stall_warn_s=120.0,
         check_collectives=False,

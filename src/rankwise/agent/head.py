@@ -27,7 +27,7 @@ from rankwise.page import JOIN_S
 from rankwise.plan import Plan
 from rankwise.rundir import Failure, Life, RunDir, write_text
 from rankwise.rundir import Part as PartRecord
-from rankwise.terminal import Terminal
+from rankwise.terminal import Terminal, clock
 
 TICK_S = 0.05
 EVIDENCE_S = 0.3  # from the first death: what the others say of it comes within this
@@ -80,6 +80,7 @@ class Head:
         self._screen = screen
         self._roster = roster
         self._asked = waiting.asked  # stop signals received, in order
+        self._began = time.monotonic()
         self._stop_signal = 0
         self._stop_began = 0.0
         self._killed_as_asked = False
@@ -188,6 +189,7 @@ class Head:
                 life = self._run.update_life(life, pids=pids)
             self._tell_lost(parts, lost)
             self._look_at_stall(parts)
+            self._look_at_the_clock()
             self._asked += self._roster.asked
             self._roster.asked.clear()
             if self._asked and not started:
@@ -243,6 +245,12 @@ class Head:
             standing.clear()  # elsewhere something moves
 
     # --- stopping
+
+    def _look_at_the_clock(self) -> None:
+        after_s = self._plan.stop_after_s
+        if after_s and not self._asked and time.monotonic() > self._began + after_s:
+            self._say(f"{clock(after_s)} are over (--stop-after)")
+            self._asked.append(signal.SIGTERM)
 
     def _stop_if_asked(self, parts: Sequence[Part]) -> None:
         """The first request stops all at the gate; a second Ctrl-C kills."""

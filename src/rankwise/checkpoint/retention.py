@@ -8,7 +8,6 @@ prunable(folder, keep_last=2, older_than="7d")       # of a folder: reads what i
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ from rankwise.checkpoint.best import Best, best_by
 from rankwise.checkpoint.folders import checkpoints_in, order, pick, remove
 from rankwise.checkpoint.manifest import Manifest, saved_at
 from rankwise.errors import CheckpointError, ConfigError
-
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+from rankwise.terminal import seconds_of
 
 
 @dataclass(frozen=True)
@@ -59,10 +57,9 @@ class Retention:
 
 def age_s(text: str) -> float:
     """Seconds of `90s`, `30m`, `12h`, `7d`, `2w`. Raises ConfigError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
-    if found is None:
+    if (found := seconds_of(text)) is None:
         raise ConfigError(f"{text!r} is no age; type a number and a unit: 90s, 30m, 12h, 7d, 2w")
-    return float(found[1]) * _UNITS[found[2]]
+    return found
 
 
 def prunable(

@@ -22,7 +22,7 @@ from rankwise.launch.conclude import conclude, say
 from rankwise.plan import Plan
 from rankwise.rundir import RunDir, write_text
 from rankwise.schedulers import local
-from rankwise.terminal import count, short
+from rankwise.terminal import count, seconds_of, short
 
 _FEW_FILES = 1024  # what a login shell has
 _FILES_TO_BEGIN = 32
@@ -137,6 +137,7 @@ def _plan(
         join_timeout_s=config.join_timeout_s,
         node_wait_s=config.node_wait_s,
         max_restarts=config.max_restarts,
+        stop_after_s=seconds_of(config.stop_after) or 0.0 if config.stop_after else 0.0,
         grace_s=config.grace_s,
         stall_warn_s=config.stall_warn_s,
         check_collectives=config.check_collectives,
