@@ -15,9 +15,11 @@ from clusters import HOSTS, STATE
 from launched import left_over, wait_for
 
 from rankwise.rundir import Failure, Life, RunDir
+from rankwise.schedulers import slurm
 
 RANKWISE = [sys.executable, "-m", "rankwise"]
-RUN = [*RANKWISE, "run", "--start-method", "spawn"]  # nothing but a few scripts needs torch
+TORCH = [*RANKWISE, "run"]  # for scripts that need torch: each host imports it once
+RUN = [*TORCH, "--start-method", "spawn"]
 DEADLINE_S = 60.0
 
 TELL = """
@@ -39,10 +41,12 @@ dist.destroy_process_group()
 """
 
 GATE = """
-import os, sys, time
+import os, signal, sys, time
 from rankwise.world import agent_row, discover
 world = discover(os.environ)
 row, step = agent_row(world), 0
+for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(signum, lambda number, _: setattr(row, "flag", number))
 row.join()
 while row.pass_gate(step + 1):
     step += 1
@@ -166,6 +170,13 @@ def launch() -> Iterator[Callable[..., Launched]]:
 def on(host: str, *words: str) -> list[str]:
     """The command that runs `words` on that host, in this folder."""
     return [str(HOSTS / "host-ctl"), "exec", host, *words]
+
+
+def batch(script: str) -> tuple[int | None, str]:
+    """Submit a user's own batch script of Slurm, which prints to own.log; (exit status, what it printed) when it has ended."""
+    submitted = subprocess.run(["sbatch", "--parsable", script], capture_output=True, text=True, check=True)
+    ended = wait_for(lambda: state if (state := slurm.state(submitted.stdout.strip())).phase == "ended" else None, "its end")
+    return ended.status, Path("own.log").read_text()
 
 
 def told(life: int = 0) -> dict[int, list[str]]:

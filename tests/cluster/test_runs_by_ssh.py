@@ -17,6 +17,7 @@ from cluster_runs import (
     RUN,
     SUM,
     TELL,
+    TORCH,
     TRAIN,
     Launched,
     launch,
@@ -41,10 +42,10 @@ TWO = ("-H", "node1:2,node2:1")
 @pytest.mark.parametrize("at", ["head", "node1"])
 def test_ranks_know_their_numbers_and_reduce_over_the_hosts(hosts: Start, launch: New, at: str) -> None:
     """From a machine that has no rank, and from one of the hosts itself."""
-    words = [*RUN, *TWO, "--tee", "all", write(TELL + SUM)]
+    words = [*TORCH, *TWO, "--tee", "all", write(TELL + SUM)]
     if at != "head":
         Path("hosts.txt").write_text("node1 slots=2  # this one\nnode2:1\n")
-        words = on(at, *RUN, "--hostfile", "hosts.txt", "--tee", "all", "train.py")
+        words = on(at, *TORCH, "--hostfile", "hosts.txt", "--tee", "all", "train.py")
     run = launch(*words)
     status, out = run.wait()
     assert status == 0, out
@@ -105,7 +106,7 @@ def test_a_host_that_loses_its_power_is_named_and_a_run_ends_or_goes_on_without_
     """
     needs_both = launch(*RUN, *TWO, "--name", "both", write(TELL + FOR_EVER), name="both")
     options = ["--nproc", "1", "--nodes", "2:3", "--max-restarts", "1", "--node-wait", "8", "--name", "rest"]
-    goes_on = launch(*RUN, "-H", "node1,node2,head", *options, write(TRAIN, "goes_on.py"), "3000", name="rest")
+    goes_on = launch(*TORCH, "-H", "node1,node2,head", *options, write(TRAIN, "goes_on.py"), "3000", name="rest")
     needs_both.until(lambda: len(told()) == 3, "the ranks")
     goes_on.until(lambda: goes_on.run.saved() and len(steps()) > 60, "a checkpoint")
     began = time.monotonic()
@@ -186,7 +187,7 @@ def test_each_host_may_have_a_folder_of_its_own_if_the_script_is_in_it(hosts: St
 
 @pytest.mark.parametrize("at", ["head", "node2"])
 def test_hosts_whose_own_name_is_a_loopback_address_meet_by_another(debian_hosts: Start, launch: New, at: str) -> None:
-    words = [*RUN, "-H", "node1:1,node2:2", write(TELL + SUM)]
+    words = [*TORCH, "-H", "node1:1,node2:2", write(TELL + SUM)]
     status, out = launch(*(words if at == "head" else on(at, *words))).wait()
     assert status == 0, out
     assert [Path(f"sum-{rank}").read_text() for rank in range(3)] == ["6", "6", "6"]

@@ -25,7 +25,7 @@ from rankwise.agent.remote import Member, Wire
 from rankwise.agent.roster import Roster, introduced
 from rankwise.agent.waiting import STOP_SIGNALS, Waiting
 from rankwise.channel import Door, Link, Message, NobodyThere, knock, read_door
-from rankwise.errors import ConfigError, RunDirError
+from rankwise.errors import EXIT_PREEMPTED, ConfigError, RunDirError
 from rankwise.plan import Host, Plan
 from rankwise.rundir import RunDir
 from rankwise.terminal import Terminal
@@ -110,7 +110,7 @@ def _head(plan: Plan, run: RunDir, scheduler: ModuleType) -> int:
             if not hosts and not plan.master_addr:
                 door.publish(run.door, plan.run_id, _start(scheduler, os.environ))
         if index is not None:
-            node = Node(plan, run, index, waiting, screen, hosts[index].slots if index in hosts else 0)
+            node = Node(plan, run, index, waiting, screen, hosts[index].slots if index in hosts else _slots(plan, index))
             node.secret = secret
             if door is not None:
                 node.door = (tuple(door.addresses), door.port)
@@ -149,7 +149,14 @@ def _head(plan: Plan, run: RunDir, scheduler: ModuleType) -> int:
             node.close()
         if lease is not None:
             lease.release()
-    return status
+    again = status == EXIT_PREEMPTED and plan.job.get("requeue") and "within" not in plan.job
+    return getattr(scheduler, "AGAIN", status) if again else status
+
+
+def _slots(plan: Plan, index: int) -> int:
+    """Ranks here where the user has named the hosts and something else has started the agents; 0 where nobody has said."""
+    here = [host for host in plan.hosts if network.is_here(host.name)] or list(plan.hosts[index : index + 1])
+    return here[0].slots if here else 0
 
 
 def _open_door(plan: Plan, secret: str) -> Door:
@@ -207,7 +214,7 @@ def _calling(plan: Plan | None, run: RunDir, index: int, start: str) -> int:
 
 
 def _join(plan: Plan, run: RunDir, index: int, waiting: Waiting, ways: Sequence[str], port: int, secret: str) -> int:
-    node = Node(plan, run, index, waiting, Screen(Terminal(sys.stdout)))
+    node = Node(plan, run, index, waiting, Screen(Terminal(sys.stdout)), _slots(plan, index))
     try:
         patience = _Patience(index, waiting)
         while True:

@@ -93,6 +93,8 @@ def _run_here(
         with contextlib.suppress(OSError):
             write_text(run.code, code.describe(Path(program.name).absolute().parent))
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
+        if choice.starts_agents and (newest := run.lives()[lives:][-1:]) and newest[0].status is not None:
+            status = newest[0].status  # what starts the agents may have a word of its own (MPICH: 0 after a signal)
         if status >= 0:
             sweep_s = 1.0  # an agent that ended by itself has left nothing but what nothing ends
         if status == EXIT_PREEMPTED and forward.interrupted:

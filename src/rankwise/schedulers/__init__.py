@@ -33,6 +33,8 @@ and, of these, where it applies,
     PASSED                       where what runs the text is another starter (srun, mpirun) and not the agent itself: which
                                  signal makes it ask the agents to stop, by the one that the launcher got
     WITHIN                       of OPTIONS, those that mean something within an allocation; `plan.job` has "within" there
+    AGAIN                        where `requeue` is one of OPTIONS and the text leaves it to the head's agent: the exit status
+                                 by which that puts the job back into the queue
     array_tasks(text) -> tuple[str, ...]   where `array` is one of OPTIONS: the numbers of a job array's tasks. Each is a run of
                                  its own in the run directory <run_dir>-<number>, as the job <job_id>_<number>
 

@@ -23,6 +23,7 @@ VARIABLES = ("PE_HOSTFILE", "JOB_SCRIPT", "NHOSTS", "NSLOTS", "SGE_TASK_ID")
 NEEDS = "PE_HOSTFILE or JOB_SCRIPT=QRSH"
 OPTIONS = ("slots", "pe", "resources", "queue", "account", "requeue", "setup")
 WITHIN = ("setup",)
+AGAIN = 99
 
 _CURE = "start the ranks with what reads the job's host list: rankwise run script.py, or with MPI: mpirun python script.py"
 _RESERVED = ("none", "all", "template")

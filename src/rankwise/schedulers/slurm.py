@@ -227,7 +227,8 @@ def render(plan: Plan) -> str:
         "#!/bin/bash",
         _line("job-name", slug(plan.name)),
         _line("nodes", str(plan.nodes) if plan.min_nodes == plan.nodes else f"{plan.min_nodes}-{plan.nodes}"),
-        _line("ntasks-per-node", "1"),
+        # Of a range Slurm gives the fewest, unless there are as many tasks as nodes: then the most that are free now.
+        _line("ntasks-per-node", "1") if plan.min_nodes == plan.nodes else _line("ntasks", str(plan.nodes)),
         *_asked(job, plan),
         _line("chdir", str(folder.parent if array else folder)),
         _line("output", output),

@@ -1,7 +1,7 @@
 #!/bin/bash
 #SBATCH --job-name=train
 #SBATCH --nodes=1-2
-#SBATCH --ntasks-per-node=1
+#SBATCH --ntasks=2
 #SBATCH --cpus-per-task=32
 #SBATCH --gres=gpu:a100:4
 #SBATCH --partition=gpu,long

@@ -1,0 +1,82 @@
+"""`rankwise run --on mpi`, and launchers that mpirun has started beside each other, over two hosts: Open MPI's and MPICH's."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster_runs import FOR_EVER, GATE, RUN, SUM, TELL, TORCH, Launched, batch, launch, told, write
+from clusters import Start, hosts, mpich, openmpi, slurm
+
+__all__ = ["hosts", "launch", "mpich", "openmpi", "slurm"]  # fixtures
+
+pytestmark = pytest.mark.cluster
+
+New = Callable[..., Launched]
+NUMBERS = {
+    0: ["node1", "0", "3", "0", "2", "0", "2"],
+    1: ["node1", "1", "3", "1", "2", "0", "2"],
+    2: ["node2", "2", "3", "0", "1", "1", "2"],
+}
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpirun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Its name; `mpirun` is this one. Debian lets it be one of the two."""
+    name = str(request.param)
+    request.getfixturevalue(name)
+    Path("bin").mkdir()
+    Path("bin/mpirun").write_text(f'#!/bin/sh\nexec mpirun.{name} "$@"\n')
+    Path("bin/mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{os.environ['PATH']}")
+    return name
+
+
+def test_agents_that_mpirun_starts_have_the_ranks_that_the_hosts_were_given(hosts: Start, launch: New, mpirun: str) -> None:
+    status, out = launch(*TORCH, "--on", "mpi", "-H", "node1:2,node2:1", write(TELL + SUM), **AS_ROOT).wait()
+    assert status == 0, out
+    assert told() == NUMBERS
+    assert [Path(f"sum-{rank}").read_text() for rank in range(3)] == ["6", "6", "6"]
+
+
+def test_a_rank_that_fails_below_mpirun_is_named_and_its_status_is_mpiruns(hosts: Start, launch: New, mpirun: str) -> None:
+    source = "import os, sys\nif os.environ['RANK'] == '2':\n    sys.exit(5)\n" + FOR_EVER
+    status, out = launch(*RUN, "--on", "mpi", "-H", "node1:2,node2:1", write(source), **AS_ROOT).wait()
+    assert status == 5, out
+    assert "rankwise: rank 2 left with status 5, on node2" in out.splitlines()
+
+
+def test_ctrl_c_below_mpirun_stops_all_ranks_after_one_step(hosts: Start, launch: New, mpirun: str) -> None:
+    run = launch(*RUN, "--on", "mpi", "-H", "node1:2,node2:1", write(GATE), **AS_ROOT)
+    run.at_the_gate()
+    run.signal(signal.SIGINT)
+    status, out = run.wait()
+    assert status == 130, out
+    assert len({path.read_text() for path in Path.cwd().glob("stopped-*")}) == 1
+
+
+def test_launchers_that_mpirun_starts_are_one_run(hosts: Start, launch: New, mpirun: str) -> None:
+    where = ["-H", "node1:2,node2:1"] if mpirun == "openmpi" else ["-hosts", "node1:2,node2:1"]
+    status, out = launch("mpirun", "-np", "3", *where, *RUN, write(TELL), **AS_ROOT).wait()
+    assert status == 0, out
+    assert told() == NUMBERS
+    assert out.splitlines().count("rank 0") == 1
+
+
+def test_launchers_that_mpirun_starts_in_a_batch_job_are_one_run(
+    slurm: Start, mpirun: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("own.sh").write_text(
+        f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=2 -o own.log\nmpirun {' '.join(RUN)} {write(TELL)} </dev/null\n"
+    )
+    for name, value in AS_ROOT.items():
+        monkeypatch.setenv(name, value)
+    status, said = batch("own.sh")
+    assert status == 0, said
+    assert told() == {
+        rank: [f"node{1 + rank // 2}", str(rank), "4", str(rank % 2), "2", str(rank // 2), "2"] for rank in range(4)
+    }

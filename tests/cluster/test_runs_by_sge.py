@@ -1,0 +1,81 @@
+"""`rankwise run --on sge` over the two hosts of a real Grid Engine: numbers, ends, once more, deleted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+
+import psutil
+import pytest
+from cluster_runs import FOR_EVER, GATE, RUN, SUM, TELL, TORCH, TRAIN, Launched, launch, samples, steps, told, write
+from clusters import Start, sge
+
+__all__ = ["launch", "sge"]  # fixtures
+
+pytestmark = pytest.mark.cluster
+
+New = Callable[..., Launched]
+OPTIONS = ["--on", "sge", "--pe", "mpi", "--slots", "3", "--wait"]
+QUEUED = [*RUN, *OPTIONS]
+WITH_TORCH = [*TORCH, *OPTIONS]
+
+
+def test_a_queued_run_over_two_hosts_has_a_rank_a_slot(sge: Start, launch: New) -> None:
+    status, out = launch(*WITH_TORCH, write(TELL + SUM)).wait()
+    assert status == 0, out
+    found = list(told().values())
+    first, second = found[0][0], found[-1][0]
+    assert {first, second} == {"node1", "node2"}
+    split = [numbers[0] for numbers in found].count(first)  # which host has two slots is Grid Engine's choice
+    assert [numbers[1:] for numbers in found] == [
+        [str(rank), "3", str(local), str(size), str(node), "2"]
+        for rank, (local, size, node) in enumerate(
+            [(local, split, 0) for local in range(split)] + [(local, 3 - split, 1) for local in range(3 - split)]
+        )
+    ]
+    assert "rank 0" in out.splitlines()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGSEGV, signal.SIGKILL])
+def test_a_rank_that_dies_by_a_signal_is_named_before_grid_engine_ends_the_job(
+    sge: Start, launch: New, signum: signal.Signals
+) -> None:
+    source = f"import os\nif os.environ['RANK'] == '2':\n    os.kill(os.getpid(), {int(signum)})\n" + FOR_EVER
+    run = launch(*QUEUED, write(source))
+    status, out = run.wait()
+    assert status == 128 + signum, out
+    assert run.failure().rank == 2
+    assert f"rankwise: {run.failure().summary}, on {run.failure().host}" in out.splitlines()
+
+
+def test_a_run_that_is_deleted_stops_all_ranks_after_one_step(sge: Start, launch: New) -> None:
+    run = launch(*QUEUED, "--requeue", write(GATE))
+    run.at_the_gate()
+    job = run.run.read_job()
+    assert job is not None
+    subprocess.run(["qdel", job.id], check=True, capture_output=True)
+    status, out = run.wait()
+    print(out, status, run.run.lives())
+    assert len({path.read_text() for path in run.run.path.parents[1].glob("stopped-*")}) == 1
+    assert len(run.run.lives()) == 1
+    assert run.life().outcome.startswith("stopped by SIGUSR2 after step ")
+
+
+def test_a_run_that_must_go_before_its_end_goes_on_in_its_second_life(sge: Start, launch: New) -> None:
+    run = launch(*WITH_TORCH, "--requeue", write(TRAIN), "200")
+    run.until(lambda: len(steps()) > 20, "steps")
+    for process in psutil.process_iter():  # as Grid Engine does at s_rt
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        if "rankwise.agent" in words and str(run.run.path) in words:
+            os.kill(process.pid, signal.SIGUSR1)
+            break
+    status, out = run.wait()
+    assert status == 0, out
+    assert steps() == list(range(1, 201))
+    assert samples() == list(range(800))
+    assert [life.status for life in run.run.lives()] == [75, 0]
