@@ -360,6 +360,8 @@ def _run(command, spec):
     """Run the script as Python would, leave evidence if it raises, and end this process as Python would."""
     try:
         if command[0] == "-m":
+            # It takes what `__main__` is: this file, whose names the module's would replace.
+            sys.modules["__main__"] = types.ModuleType("__main__")
             runpy._run_module_as_main(command[1])
         else:
             _run_script(command[0])
