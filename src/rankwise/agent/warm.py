@@ -432,7 +432,8 @@ def _exception_status(error, spec):
 
 
 def _without_our_frames(tb):
-    while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while tb is not None and (tb.tb_frame.f_code.co_filename in ours or "__tracebackhide__" in tb.tb_frame.f_globals):
         tb = tb.tb_next
     return tb
 

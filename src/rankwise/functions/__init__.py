@@ -1,0 +1,1 @@
+"""Functions in the place of scripts by our own launcher."""
