@@ -339,6 +339,13 @@ def test_a_module_runs_as_under_python_m(rankwise, tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "pkg.train").is_dir()
 
 
+def test_a_modules_own_names_do_not_replace_those_by_which_its_failure_is_told(rankwise, tmp_path: Path) -> None:
+    (tmp_path / "named.py").write_text("def _where(error):\n    return 'elsewhere'\n\n\nraise ValueError('no data')\n")
+    done = rankwise("run", "--nproc", "1", "-m", "named")
+    assert "rank 0 raised ValueError: no data (named.py:5)" in done.stderr
+    assert "warm.py" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

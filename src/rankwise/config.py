@@ -16,6 +16,9 @@ from typing import Any, Self
 from rankwise.errors import ConfigError
 from rankwise.terminal import seconds_of
 
+WORKER = "rankwise.functions.worker"
+"""The module that ranks run which run a function; its name follows, for people."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -213,6 +216,10 @@ class RunConfig:
     def of(cls, *layers: Mapping[str, Any]) -> Self:
         """Later layers win."""
         return cls(**{name: value for layer in layers for name, value in layer.items()})
+
+    @property
+    def is_function(self) -> bool:
+        return self.module and self.argv[0] == WORKER
 
     def node_counts(self) -> tuple[int, int] | None:
         """(fewest, most) nodes; None where that was not said."""

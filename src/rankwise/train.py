@@ -38,6 +38,7 @@ from rankwise.guards import run_on_main
 from rankwise.model import is_synced, prepare
 from rankwise.precision import LossScale, Precision
 from rankwise.rundir import Lease, Life, RunDir
+from rankwise.schedulers import submitit
 from rankwise.settings import Settings, plain
 from rankwise.state import Stateful, TrainState
 from rankwise.stop import StopSignal
@@ -496,9 +497,11 @@ def _global_batch(batch_size: int | None, global_batch_size: int | None, accumul
 
 
 def _run_path(world: World, run_dir: str | os.PathLike[str] | None) -> Path:
-    """The folder that an agent of ours has made; elsewhere the one asked for, or ./runs/<the script's stem>."""
+    """What an agent of ours has made; elsewhere the folder asked for, or the job's own, or ./runs/<the script's stem>."""
     if world.run_dir is None:
-        return Path(run_dir).absolute() if run_dir is not None else default_run_dir(Path(_script()).stem)
+        if run_dir is not None:
+            return Path(run_dir).absolute()
+        return submitit.job_folder(os.environ) or default_run_dir(Path(_script()).stem)
     if run_dir is not None and Path(run_dir).absolute() != world.run_dir:
         log.say(f"writing in {short(world.run_dir)}, which the launcher made; for run_dir={run_dir} type --run-dir {run_dir}")
     return world.run_dir

@@ -138,7 +138,7 @@ class _Interval:
 
 def wait(run: RunDir, job: Job, lives: int, config: RunConfig) -> int:
     """Show what the job prints until it has ended; returns its exit status. `lives`: how many the run had before."""
-    end = _End(run, job)
+    end = End(run, job)
     _show([Tail(run.job_log(job.id))], end.goes_on)
     newest = run.lives()[lives:][-1:]
     exit_status = end.status if end.status is not None else newest[0].status if newest else None
@@ -151,7 +151,7 @@ def wait(run: RunDir, job: Job, lives: int, config: RunConfig) -> int:
     return conclude(run, exit_status, lives, config)
 
 
-class _End:
+class End:
     """Whether a job goes on; once it does not, the exit status if its scheduler knows it, and its word."""
 
     def __init__(self, run: RunDir, job: Job) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import shutil
 import socket
 import sys
 import time
@@ -14,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from rankwise import pickles
 from rankwise.config import RunConfig
 from rankwise.errors import EXIT_INTERRUPTED, ConfigError, RunDirError
 from rankwise.launch import code, follow
 from rankwise.launch.choice import Choice
 from rankwise.launch.conclude import say
-from rankwise.launch.script import Program
+from rankwise.launch.script import Program, named
 from rankwise.launch.status import stamp, state_of, typed
 from rankwise.plan import Plan
 from rankwise.rundir import Job, RunDir, write_json, write_text
@@ -55,8 +57,12 @@ def refuse_if_queued(run: RunDir) -> None:
     )
 
 
-def leave_records(run: RunDir, plan: Plan, text: str, config: RunConfig) -> None:
-    """config.json, plan.json, job.sh."""
+def leave_records(run: RunDir, plan: Plan, text: str, config: RunConfig, call: bytes | None = None) -> None:
+    """config.json, plan.json, job.sh; and a function to call in place of a script, where nobody else can read it."""
+    shutil.rmtree(run.function, ignore_errors=True)
+    if call is not None:
+        run.function.mkdir(mode=0o700)
+        pickles.write(run.call, call)
     write_json(run.config, asdict(config))
     write_json(run.plan, plan.record())
     write_text(run.job, text, mode=0o755)
@@ -68,9 +74,10 @@ def compare_with_earlier_lives(run: RunDir, program: Program) -> None:
     if not lives:
         return
     before, now = lives[-1].argv, program.argv
-    if Path(before[0]).name != Path(now[0]).name or (now[0] == "-m" and before[:2] != now[:2]):
+    words = 3 if program.is_function else 2
+    if Path(before[0]).name != Path(now[0]).name or (now[0] == "-m" and before[:words] != now[:words]):
         raise ConfigError(
-            f"the run in {short(run.path)} is of {shlex.join(before)} and this is {program.name}; give this one another name "
+            f"the run in {short(run.path)} is of {named(before)} and this is {program.name}; give this one another name "
             "with --name NAME, or move the older aside with --fresh"
         )
     if before[1:] != now[1:]:
@@ -96,7 +103,9 @@ def dry_run(text: str, found: Sequence[Member], config: RunConfig) -> int:
     return 0
 
 
-def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig, program: Program) -> int:
+def queue(
+    choice: Choice, text: str, found: Sequence[Member], config: RunConfig, program: Program, call: bytes | None = None
+) -> int:
     """Submit, say how to follow it; with --wait follow it. Returns the exit status. Ctrl-C ends the following, and not the job.
 
     The right to write in the run directories is given up before the job is there: its agents take it, maybe at once.
@@ -114,7 +123,7 @@ def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig,
                 say(f"the older run was moved to {short(aside)}")
             leases.callback(run.take().release)
             compare_with_earlier_lives(run, program)
-            leave_records(run, plan, text, config)
+            leave_records(run, plan, text, config, call)
             run.write_job(None)
             with contextlib.suppress(RunDirError):
                 write_text(run.code, described)
@@ -134,7 +143,8 @@ def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig,
     except KeyboardInterrupt:
         say(f"no longer followed; job {job_id} goes on: rankwise logs -f {name}; to end it: rankwise cancel {name}")
         return EXIT_INTERRUPTED
-    print(job_id)
+    if not config.is_function:  # whoever called it is not given a line, but the run
+        print(job_id)
     return 0
 
 
