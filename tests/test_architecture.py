@@ -22,6 +22,7 @@ LAYERS = {
     "world": 1.5,
     "rendezvous": 1.7,
     "comm": 2,
+    "gatekeeper": 3.5,
     "guards": 3.5, "settings": 3.5, "log": 3, "seed": 3, "device": 3, "precision": 3, "state": 3, "optimizer": 3, "model": 3.5,
     "launch": 3, "agent": 3, "report": 3,
     "data": 4, "sync": 4, "checkpoint": 4, "telemetry": 4, "stop": 4,
@@ -33,8 +34,8 @@ LAYERS = {
 }  # fmt: skip
 
 TORCH_ALLOWED = {
-    "comm", "guards", "log", "seed", "device", "precision", "state", "optimizer", "model", "settings", "data", "sync",
-    "checkpoint", "telemetry", "stop", "actions", "train",
+    "comm", "guards", "gatekeeper", "log", "seed", "device", "precision", "state", "optimizer", "model", "settings", "data",
+    "sync", "checkpoint", "telemetry", "stop", "actions", "train",
 }  # fmt: skip
 """Besides agent/warm.py, which runs in a process of its own."""
 

@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 from launched import wait_for
-from ranks import on_ranks
+from ranks import on_ranks, torchrun
 
-from rankwise import StopSignal, comm, discover
+from rankwise import StopSignal, comm, discover, gatekeeper
 from rankwise.rundir import RunDir
 
 
-def loop(who: int, signum: int, at: int, together: bool, steps: int = 100_000) -> tuple[int, int]:
+def loop(who: int | tuple[int, ...], signum: int, at: int, together: bool, steps: int = 100_000) -> tuple[int, int]:
     """(steps done when all stopped, for which signal). `who` is sent it in step `at`; `together`: with a collective a step."""
     stop = StopSignal(discover(os.environ))
     step = 0
     while not stop.agreed(step) and step < steps:
         step += 1
-        if step == at and comm.rank() == who:
+        if step == at and comm.rank() in (who if isinstance(who, tuple) else (who,)):
             os.kill(os.getpid(), signum)
         if together:
             comm.all_reduce(torch.ones(1))
@@ -46,6 +46,38 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_without_an_agent(who
     step, received = answers[0]
     assert step >= 20
     assert received == signum
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("who", [0, 1, 2, 3])
+def test_a_signal_to_one_rank_stops_all_nodes_after_the_same_step_without_an_agent(who: int, together: bool) -> None:
+    answers = on_ranks(4, loop, who, signal.SIGUSR1, 20, together, environ=[torchrun(r, 4, 2) for r in range(4)])
+    assert len(set(answers)) == 1
+    step, received = answers[0]
+    assert step >= 20
+    assert received == signal.SIGUSR1
+
+
+def test_signals_on_two_nodes_at_once_are_one_stop() -> None:
+    answers = on_ranks(4, loop, (0, 3), signal.SIGTERM, 20, False, environ=[torchrun(r, 4, 2) for r in range(4)])
+    assert len(set(answers)) == 1
+
+
+def test_nodes_that_do_not_reach_each_other_say_so_and_signals_are_left_alone() -> None:
+    answers = on_ranks(2, out_of_reach, environ=[torchrun(r, 2, 1) for r in range(2)])
+    assert answers == [True, True]
+
+
+def out_of_reach() -> bool:
+    """Whether this process has its own way with signals."""
+
+    def knock(*_: object) -> None:
+        raise gatekeeper.NobodyThere("10.0.0.1, port 1: no route to host")
+
+    gatekeeper.knock, gatekeeper._MEET_S = knock, 0.2  # type: ignore[assignment]
+    stop = StopSignal(discover(os.environ))
+    assert not stop.agreed(0)
+    return signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 def test_nobody_stops_early_when_nobody_is_signalled() -> None:

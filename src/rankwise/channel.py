@@ -148,7 +148,7 @@ class Door:
 
     def __init__(self, secret: str, port: int = 0, loopback: bool = False) -> None:
         """`port` 0 is one that the kernel chooses. OSError when it is taken."""
-        self._secret = secret
+        self.secret = secret
         self._listener = network.listen(loopback, port)
         self._listener.setblocking(False)
         self._coming: list[tuple[Link, str, float, str]] = []
@@ -169,7 +169,7 @@ class Door:
     def publish(self, path: Path, run_id: str, start: str) -> None:
         """Say in a file where the door is; `start` is what the agents of this very start have in common."""
         record = {
-            "run_id": run_id, "start": start, "addresses": self.addresses, "port": self.port, "secret": self._secret,
+            "run_id": run_id, "start": start, "addresses": self.addresses, "port": self.port, "secret": self.secret,
             "home": network.home(),
         }  # fmt: skip
         write_text(path, json.dumps(record), mode=0o600)
@@ -190,7 +190,7 @@ class Door:
         for link, nonce, deadline, here in self._coming:
             said = link.receive()
             if said and self._knows(said[0], nonce):
-                link.send({"proof": network.proof(self._secret, "door", str(said[0].get("nonce")))})
+                link.send({"proof": network.proof(self.secret, "door", str(said[0].get("nonce")))})
                 if not network.is_loopback(here):
                     self.seen_at = here
                 admitted.append((link, said[0]))
@@ -202,12 +202,12 @@ class Door:
         return admitted
 
     def _knows(self, said: Message, nonce: str) -> bool:
-        return hmac.compare_digest(str(said.get("proof")), network.proof(self._secret, "caller", nonce))
+        return hmac.compare_digest(str(said.get("proof")), network.proof(self.secret, "caller", nonce))
 
     def close(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError, ValueError):
-                if json.loads(self._file.read_text())["secret"] == self._secret:
+                if json.loads(self._file.read_text())["secret"] == self.secret:
                     self._file.unlink()
         for link, *_ in self._coming:
             link.close("the door was shut")

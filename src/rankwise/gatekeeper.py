@@ -1,0 +1,159 @@
+"""The agents' part of the gate (page.py) where none of ours has started the ranks: a thread in the first rank of each node.
+
+    row, keeper = open_gate(world)      # collective; the keeper is None on all but the first rank of a node
+    keeper.start();  keeper.stop()
+
+The main rank's keeper is the head of the others: they say which signal has come, all hold their gates, they say how far their
+ranks are, and all stop after the furthest step. No collective is made here, and until a signal comes nothing is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+
+from rankwise import comm, log, network
+from rankwise.channel import Door, Link, Message, NobodyThere, knock
+from rankwise.page import JOIN_S, Page, Row
+from rankwise.world import World
+
+_BEAT_S = 0.05
+_MEET_S = 30.0
+
+
+def open_gate(world: World) -> tuple[Row | None, Keeper | None]:
+    """Collective. (this rank's row in its node's page, that page's keeper where this is the node's first rank); (None, None) on
+    all ranks if one does not see its node's page (containers of their own), or a node does not reach the first.
+    """
+    nodes = comm.nodes()
+    mine = next(ranks for ranks in nodes if world.rank in ranks)
+    page = Page.create(len(mine)) if world.rank == mine[0] else None
+    path = comm.all_gather_object(page.path if page is not None else "")[mine[0]]
+    row: Row | None = None
+    with contextlib.suppress(OSError):
+        row = Page.open(path).row(mine.index(world.rank))
+    if not comm.all_agree(row is not None):
+        return None, None
+    if len(nodes) == 1:
+        return row, Keeper(page) if page is not None else None
+    links, reason = _meet(world, len(nodes) - 1, page is not None)
+    if not comm.all_agree(not reason):
+        for link in links:
+            link.close("not all nodes meet")
+        for text in filter(None, comm.all_gather_object(reason)):
+            log.warn(f"the nodes cannot agree to stop, a signal ends a rank as ever: {text}")
+        return None, None
+    return row, Keeper(page, links, world.is_main) if page is not None else None
+
+
+def _meet(world: World, others: int, takes_part: bool) -> tuple[list[Link], str]:
+    """Collective. (the keepers' links to each other: all to the main rank's, why there are not all)."""
+    door = Door(secrets.token_hex(16)) if world.is_main else None
+    where: Message | None = None
+    if door is not None:
+        where = {"addresses": door.addresses, "port": door.port, "secret": door.secret, "home": network.home()}
+    where = comm.broadcast_object(where)
+    assert where is not None
+    if door is not None:
+        links: list[Link] = []
+        deadline = time.monotonic() + _MEET_S
+        while len(links) < others and time.monotonic() < deadline:
+            links += [link for link, _ in door.callers()]
+            time.sleep(0.002)
+        door.close()
+        return links, "" if len(links) == others else f"{others - len(links)} of {others} nodes did not reach the first"
+    if not takes_part:
+        return [], ""
+    ways = [*(["127.0.0.1"] if where["home"] == network.home() else []), *where["addresses"]]
+    try:
+        link, _, _ = knock(ways, where["port"], where["secret"], {"keeper": world.rank})
+    except NobodyThere as problem:
+        return [], f"{network.home().split()[0]} does not reach the first node: {problem}"
+    return [link], ""
+
+
+class Keeper:
+    """One node's. `links`: of the head to all others, of another to the head."""
+
+    def __init__(self, page: Page, links: Sequence[Link] = (), is_head: bool = True) -> None:
+        self._page = page
+        self._links = links
+        self._is_head = is_head
+        self._over = threading.Event()
+        self._told = False
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="rankwise-gate", daemon=True).start()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _run(self) -> None:
+        try:
+            if self._is_head:
+                self._lead()
+            else:
+                self._follow()
+        finally:
+            for link in self._links:
+                link.drain(1.0)
+                link.close("the loop is over")
+
+    def _hold(self, signum: int) -> int:
+        """Once all ranks of this node are at the gate: those that never come must not keep the others from stopping."""
+        deadline = time.monotonic() + JOIN_S
+        while len(self._page.joined()) < self._page.ranks and time.monotonic() < deadline and not self._over.is_set():
+            time.sleep(_BEAT_S)
+        return self._page.hold(signum)
+
+    def _lead(self) -> None:
+        signum = 0
+        while not signum:
+            if self._over.wait(_BEAT_S):
+                return
+            said = [message for link in self._links for message in self._heard(link)]
+            signum = self._page.flagged() or next((int(message["asked"]) for message in said if "asked" in message), 0)
+        for link in self._links:
+            link.send({"hold": signum})
+        claims = [self._hold(signum)]
+        for link in self._links:
+            while link.closed is None and (answer := self._answer(link, "claim")) is None:
+                if self._over.wait(_BEAT_S):
+                    return
+            claims.append(answer or 0)
+        last = max(claims)
+        for link in self._links:
+            link.send({"release": last})
+        self._page.release(last)
+
+    def _follow(self) -> None:
+        [link] = self._links
+        asked = False
+        while not self._over.wait(_BEAT_S):
+            signum = self._page.flagged()
+            if signum and not asked:
+                asked = True
+                link.send({"asked": signum})
+            for message in self._heard(link):
+                if "hold" in message:
+                    asked = True
+                    link.send({"claim": self._hold(int(message["hold"]))})
+                elif "release" in message:
+                    self._page.release(int(message["release"]))
+                    return
+            if link.closed is not None:
+                if signum:  # nobody is left to agree with
+                    self._page.stop(signum)
+                return
+
+    def _answer(self, link: Link, kind: str) -> int | None:
+        return next((int(message[kind]) for message in self._heard(link) if kind in message), None)
+
+    def _heard(self, link: Link) -> list[Message]:
+        """What has come. Nobody beats here: only a connection that closes is an end."""
+        link.heard = time.monotonic()
+        link.flush()
+        return link.receive()
