@@ -101,6 +101,19 @@ def test_all_nodes_stop_after_the_same_step(agents: New) -> None:
     assert out.count("SIGTERM: all ranks stop after the step they are in") == 1
 
 
+def test_a_ctrl_c_that_is_passed_on_to_every_agent_is_one_request(agents: New) -> None:
+    run = agents().start(GATE, A, B, C)
+    run.pids()
+    wait_for(lambda: _has_joined(run), "the gate")
+    for host in "bc":
+        os.kill(int((run.hosts / f"{host}.pid").read_text()), signal.SIGINT)
+    run.signal(signal.SIGINT)
+    status, out = run.wait()
+    assert status == 75, out  # that of the script: it takes every signal for one
+    assert len({run.log(rank).strip() for rank in range(4)}) == 1
+    assert "killing" not in out
+
+
 def test_a_signal_to_one_rank_elsewhere_stops_all(agents: New) -> None:
 
     source = GATE.replace(
