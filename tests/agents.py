@@ -12,39 +12,15 @@ from pathlib import Path
 
 import pytest
 from launched import DEADLINE_S, left_over, wait_for
+from plans import plan
 
-from rankwise.plan import Host, Plan
+from rankwise.plan import Host
 from rankwise.rundir import Failure, RunDir, write_json
 
-PLAN = Plan(
-    version=2,
-    run_id="0123",
-    run_dir="",
-    argv=("script.py",),
-    interpreter=(sys.executable,),
-    environment={},
-    cwd="",
-    name="train",
-    on="ssh",
-    nodes=1,
-    min_nodes=1,
-    hosts=(),
-    node_rank=-1,
-    nproc=0,
-    threads=1,
-    job={},
+PLAN = plan(
+    argv=("script.py",), on="ssh", nproc=0, tee="none", join_timeout_s=20.0, node_wait_s=4.0, grace_s=20.0, stall_warn_s=0.0,
     fork=False,  # nothing here needs torch, and a rank that starts by itself is there in a blink
-    master_addr="",
-    master_port=0,
-    join_timeout_s=20.0,
-    node_wait_s=4.0,
-    max_restarts=0,
-    grace_s=20.0,
-    stall_warn_s=0.0,
-    check_collectives=False,
-    tee="none",
-    launcher_pid=0,
-)
+)  # fmt: skip
 
 _SSH = """#!/bin/sh
 while [ "$1" != -- ]; do shift; done
@@ -72,8 +48,8 @@ class Agents:
         self.run.prepare(fresh=False)
         (self.folder / "script.py").write_text(source)
         changes = {"nodes": len(hosts), "min_nodes": len(hosts), **changes}
-        plan = replace(PLAN, run_dir=str(self.run.path), cwd=str(self.folder), hosts=hosts, **changes)  # type: ignore[arg-type]
-        write_json(self.run.plan, plan.record())
+        planned = replace(PLAN, run_dir=str(self.run.path), cwd=str(self.folder), hosts=hosts, **changes)  # type: ignore[arg-type]
+        write_json(self.run.plan, planned.record())
         environment = {**os.environ, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "HOSTS": str(self.hosts)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rankwise.agent", str(self.run.path)], env=environment, cwd=self.folder,

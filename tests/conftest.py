@@ -22,6 +22,7 @@ _FOREIGN = (
     "ROLE_",
     "TORCHELASTIC",
     "RANKWISE_",
+    "SUBMITIT",
 )
 
 

@@ -17,7 +17,7 @@ LAYERS = {
     "machine": 0.5, "processes": 0.5, "page": 0.5, "terminal": 0.5,
     "network": 0.7,
     "config": 1, "plan": 1, "rundir": 1,
-    "channel": 1.1,
+    "channel": 1.1, "pickles": 1.1,
     "schedulers": 1.2,
     "world": 1.5,
     "rendezvous": 1.7,
@@ -27,6 +27,7 @@ LAYERS = {
     "data": 4, "sync": 4, "checkpoint": 4, "telemetry": 4, "stop": 4,
     "actions": 4.5,
     "train": 5,
+    "functions": 5.5,
     "cli": 6,
     "__init__": 7, "__main__": 7,
 }  # fmt: skip

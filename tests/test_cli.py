@@ -82,7 +82,7 @@ def test_help_mentions_every_option_that_there_is() -> None:
         "--nproc", "--nproc-per-node", "--nproc_per_node",
             "--gpus", "-m", "--name", "--run-dir", "--fresh", "--config", "--max-restarts", "--grace", "--start-method",
         "--tee", "--stall-warn", "--master-port", "--master_port", "--allow-independent", "--check-collectives", "argv", "run",
-        "--join-timeout", "--node-wait",
+        "--join-timeout", "--node-wait", "--stop-after",
     }  # fmt: skip
 
 
@@ -140,6 +140,7 @@ def test_the_version_is_that_of_the_package(rankwise: Run) -> None:
         (["run", "--nproc", "0", "SCRIPT"], "--nproc 0: give a number of ranks from 1 up, or auto"),
         (["run", "--nproc", "x", "SCRIPT"], "--nproc x: give a number of ranks from 1 up, or auto"),
         (["run", "--name", "a/b", "SCRIPT"], "--name 'a/b': a name is one folder; for another place type --run-dir PATH"),
+        (["run", "--stop-after", "3", "SCRIPT"], "--stop-after 3: give a number and a unit, above 0: 90s, 30m, 12h, 2d"),
         (["run", "--grace", "0", "SCRIPT"], "--grace 0: give the seconds that ranks may take to stop, above 0"),
         (["run", "nowhere.py"], "the script nowhere.py cannot be read: No such file or directory (from HERE)"),
         (["run", "HERE"], "HERE is a folder; give the script that trains, for example HERE/train.py"),

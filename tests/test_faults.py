@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -338,6 +339,13 @@ def test_a_module_runs_as_under_python_m(rankwise, tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "pkg.train").is_dir()
 
 
+def test_a_modules_own_names_do_not_replace_those_by_which_its_failure_is_told(rankwise, tmp_path: Path) -> None:
+    (tmp_path / "named.py").write_text("def _where(error):\n    return 'elsewhere'\n\n\nraise ValueError('no data')\n")
+    done = rankwise("run", "--nproc", "1", "-m", "named")
+    assert "rank 0 raised ValueError: no data (named.py:5)" in done.stderr
+    assert "warm.py" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -448,35 +456,31 @@ def test_of_two_launchers_that_ask_for_one_port_at_once_the_second_is_refused(la
     assert f"--master-port {port}" in second.stderr
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {
-            "RANK": "1",
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "1",
-            "LOCAL_RANK": "1",
-            "LOCAL_WORLD_SIZE": "2",
-        },
-        {
-            "OMPI_COMM_WORLD_RANK": "0",
-            "OMPI_COMM_WORLD_SIZE": "2",
-            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        },
-    ],
-    ids=["torchrun", "mpirun"],
-)
-def test_a_launcher_that_was_itself_started_several_times_refuses_to_make_several_runs(
-    rankwise, tmp_path: Path, variables
-) -> None:
+def test_a_launcher_that_torchrun_has_started_several_times_refuses_to_make_several_runs(rankwise, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('alone')")
-    env = {**os.environ, **variables}
+    triple = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    env = {**os.environ, **triple, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     refused = rankwise("run", "--nproc", "1", "script.py", env=env)
     assert refused.returncode == 2
     assert "each would start a run of its own" in refused.stderr
     assert rankwise("run", "--nproc", "1", "--allow-independent", "script.py", env=env).stdout == "alone\n"
+
+
+def test_launchers_that_mpirun_has_started_together_are_one_run_and_one_that_never_comes_is_named(
+    rankwise, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text("import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'])")
+    tasks = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "17"}
+    first, second = (
+        {**os.environ, **tasks, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank} for rank in ("0", "1")
+    )
+    alone = rankwise("run", "--join-timeout", "1", "script.py", env=first)
+    assert alone.returncode == 1
+    assert "rankwise: node 1 of 2 did not come within 1 s; the first agent is on " in alone.stderr
+    with ThreadPoolExecutor() as pool:
+        ended = list(pool.map(lambda env: rankwise("run", "--tee", "all", "script.py", env=env), (first, second)))
+    assert [done.returncode for done in ended] == [0, 0]
+    assert sorted(ended[0].stdout.splitlines()) == ["[rank 0] 0 2", "[rank 1] 1 2"]
 
 
 def test_an_error_of_ours_is_told_once_though_every_rank_raises_it(launch) -> None:

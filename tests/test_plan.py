@@ -30,6 +30,7 @@ PLAN = Plan(
     nproc=4,
     threads=2,
     fork=True,
+    stop_after_s=0.0,
     grace_s=120.0,
     stall_warn_s=120.0,
     check_collectives=False,

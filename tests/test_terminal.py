@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -27,10 +28,11 @@ class Screen:
         self.terminal = Terminal(self.file)
 
     def seen(self) -> bytes:
-        try:
-            return os.read(self.reader, 1 << 20)
-        except BlockingIOError:
-            return b""
+        """What has arrived, until nothing more does: the kernel passes on what is written to a terminal when it has time."""
+        found = b""
+        while select.select([self.reader], [], [], 0.1)[0]:
+            found += os.read(self.reader, 1 << 20)
+        return found
 
     def close(self) -> None:
         self.file.close()

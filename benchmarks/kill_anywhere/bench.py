@@ -1,6 +1,7 @@
 """Is a training that is killed at any moment, again and again, the training that was never killed?
 
     python benchmarks/kill_anywhere/bench.py [--kills 100] [--in-save 30] [--steps 1000] [--seed 0] [--folder /dev/shm]
+        [--blocking]
 
 SIGKILL to a rank, the agent, the launcher or all of them: at a moment drawn from the whole life of a run, its start included,
 or inside a save. After each kill: nothing is left in ps, every checkpoint by its name is whole, none that was complete is gone,
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -52,14 +54,14 @@ def processes(folder: Path) -> list[psutil.Process]:
 class Training:
     """One training, over as many lives as it takes."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, folder: Path, steps: int, words: Sequence[str]) -> None:
         folder.mkdir()
         self.run = RunDir(folder / "run")
         self.final = folder / "final.pt"
         self.saved = folder / "saved.txt"
         self.out = folder / "out.txt"
         self.lives = 0
-        self._words = [str(steps), str(self.final), str(self.saved)]
+        self._words = [str(steps), str(self.final), str(self.saved), *words]
 
     def start(self) -> psutil.Popen:
         self.lives += 1
@@ -162,9 +164,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def never_killed(folder: Path, steps: int) -> tuple[Training, dict[int, float], float, float]:
+def never_killed(folder: Path, steps: int, words: Sequence[str]) -> tuple[Training, dict[int, float], float, float]:
     """(the training, its loss at each step, its seconds before the first step, and after it)"""
-    training = Training(folder, steps)
+    training = Training(folder, steps, words)
     began = time.monotonic()
     launcher = training.start()
     if launcher.wait(timeout=600) != 0:
@@ -175,12 +177,12 @@ def never_killed(folder: Path, steps: int) -> tuple[Training, dict[int, float], 
     return training, dict(training.losses()[1]), took_s - train_s, train_s
 
 
-def bench(folder: Path, kills: int, in_save: int, steps: int) -> str:
+def bench(folder: Path, kills: int, in_save: int, steps: int, words: Sequence[str]) -> str:
     """The summary. Raises WrongError."""
-    reference, losses, start_s, train_s = never_killed(folder / "reference", steps)
+    reference, losses, start_s, train_s = never_killed(folder / "reference", steps, words)
     if sorted(losses) != list(range(1, steps + 1)):
         raise WrongError("the run that nobody kills has not logged each step")
-    trainings = [Training(folder / "1", steps)]
+    trainings = [Training(folder / "1", steps, words)]
     victims: collections.Counter[str] = collections.Counter()
     before_first_step = in_saves = done = ended = 0
     gone_s = []
@@ -207,7 +209,7 @@ def bench(folder: Path, kills: int, in_save: int, steps: int) -> str:
             if not same(training.parameters(), reference.parameters()):
                 raise WrongError("the parameters in the end are not those of the run that was never killed")
             ended += 1
-            trainings.append(Training(folder / str(len(trainings) + 1), steps))
+            trainings.append(Training(folder / str(len(trainings) + 1), steps, words))
         if sys.stderr.isatty():
             print(f"\r{done} kills, {in_saves} in a save, {ended} trainings ended", end="", file=sys.stderr)
     lives = [t.lives for t in trainings[:ended]]
@@ -228,11 +230,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where the runs live: in memory, or on a disk")
+    parser.add_argument("--blocking", action="store_true", help="saves that the loop waits for, instead of those behind it")
     options = parser.parse_args()
     random.seed(options.seed)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         try:
-            print(bench(Path(folder), options.kills, options.in_save, options.steps))
+            print(bench(Path(folder), options.kills, options.in_save, options.steps, ["blocking"] * options.blocking))
         except (WrongError, CheckpointError) as problem:
             print(f"WRONG: {problem}")
             return 1

@@ -1,6 +1,6 @@
 """What bench.py kills: a tiny training of two ranks that saves every few steps.
 
-rankwise run --nproc 2 train.py STEPS FINAL SAVED
+rankwise run --nproc 2 train.py STEPS FINAL SAVED [blocking]
 
 FINAL gets the parameters in the end; SAVED a line for each save that is complete. Each flush takes 1 ms longer than it
 would, so that a kill has something to hit.
@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import rankwise
 
+background = "blocking" not in sys.argv
 steps, final, saved = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -42,20 +43,26 @@ def step_fn(model, batch):
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 trainer = rankwise.Trainer(
     model, optimizer, step_fn, data, global_batch_size=16, max_steps=steps, log_every=1, save_every_s=0.05,
-    scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
+    background_saves=background, scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
 )  # fmt: skip
-save = trainer.checkpoints.save
+save, wait = trainer.checkpoints.save, trainer.checkpoints.wait
+begun = []
 
 
 def noted_save(parts, step, *more):
     path = save(parts, step, *more)
-    if trainer.world.is_main:
-        with open(saved, "a") as file:
-            file.write(f"{step}\n")
+    begun.append(step)
     return path
 
 
-trainer.checkpoints.save = noted_save
+def noted_wait():
+    wait()
+    if trainer.world.is_main and begun:
+        with open(saved, "a") as file:
+            file.write(f"{begun[-1]}\n")
+
+
+trainer.checkpoints.save, trainer.checkpoints.wait = noted_save, noted_wait
 trainer.fit()
 if trainer.world.is_main:
     torch.save(model.state_dict(), final)

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from rankwise.device import to_device as to_device
     from rankwise.errors import RankwiseError as RankwiseError
     from rankwise.errors import Stopped as Stopped
+    from rankwise.functions.on_submitit import on_submitit as on_submitit
+    from rankwise.functions.run_function import FunctionRun as FunctionRun
+    from rankwise.functions.run_function import run_function as run_function
     from rankwise.guards import main_process_only as main_process_only
     from rankwise.guards import once_per_node as once_per_node
     from rankwise.guards import run_on_main as run_on_main
@@ -60,6 +63,8 @@ _HOME = {
     "rankwise.data": ("Loader",),
     "rankwise.device": ("local_device", "to_device"),
     "rankwise.errors": ("RankwiseError", "Stopped"),
+    "rankwise.functions.on_submitit": ("on_submitit",),
+    "rankwise.functions.run_function": ("FunctionRun", "run_function"),
     "rankwise.guards": ("main_process_only", "once_per_node", "run_on_main", "run_once_per_node"),
     "rankwise.log": ("get_logger", "say", "warn", "warning_once"),
     "rankwise.seed": ("seed_everything", "seed_rank"),

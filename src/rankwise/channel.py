@@ -161,6 +161,11 @@ class Door:
     def fileno(self) -> int:
         return self._listener.fileno()
 
+    @property
+    def coming(self) -> list[Link]:
+        """Those that have not said yet who they are."""
+        return [link for link, *_ in self._coming]
+
     def publish(self, path: Path, run_id: str, start: str) -> None:
         """Say in a file where the door is; `start` is what the agents of this very start have in common."""
         record = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -128,7 +129,7 @@ def _options_of_schedulers(command: Any) -> Any:
     "--nproc_per_node",
     "nproc",
     metavar="N|auto",
-    help="Ranks on this machine; auto is one a GPU, or one a physical core where there is no GPU.  [default: auto]",
+    help="Ranks on this machine, or on each; auto is one a GPU, or one a physical core where there is no GPU.  [default: auto]",
 )
 @click.option("--gpus", metavar="0,2", help="The GPUs to use, by number; all by default.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT.py is the name of a module, as for python -m.")
@@ -145,6 +146,7 @@ def _options_of_schedulers(command: Any) -> Any:
 @click.option("--fresh", is_flag=True, help="Move an older run aside and start anew, instead of going on with it.")
 @click.option("--config", metavar="FILE.toml", help="Settings of a run, by the names of these options; options win.")
 @click.option("--max-restarts", type=int, metavar="K", help="How often to start all ranks again after a failure.  [default: 0]")
+@click.option("--stop-after", metavar="TIME", help="Stop and save, to go on later, when the run has taken so long: 90m, 12h.")
 @click.option(
     "--grace",
     "grace_s",
@@ -221,7 +223,7 @@ def status(run: str | None, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--rank", type=click.IntRange(0), metavar="N", help="Of this rank.  [default: 0]")
+@click.option("--rank", type=int, metavar="N", help="Of this rank.  [default: 0]")
 @click.option("--all", "everyone", is_flag=True, help="Of all ranks, each line with its rank.")
 @click.option("-f", "--follow", is_flag=True, help="Then show what comes, until the run has ended.")
 @click.argument("run", metavar="[RUN]", required=False)
@@ -270,3 +272,133 @@ def explain(as_json: bool, allow_independent: bool) -> None:
     click.echo(json.dumps(as_record(told), indent=2) if as_json else as_text(told))
     if told.error is not None:
         raise told.error
+
+
+# --- checkpoint
+
+
+@main.group()
+def checkpoint() -> None:
+    """List, verify, export or remove a run's checkpoints.
+
+    RUN is a name under ./runs, a run directory, or a folder of checkpoints; it may be left out where one run alone has some.
+    """
+
+
+_RUN = click.argument("run", metavar="[RUN]", required=False)
+_WHICH = click.option("--checkpoint", "name", metavar="STEP", help="Which one: step-00000400, or 400.  [default: the newest]")
+_TO = click.option("--to", required=True, metavar="FILE", type=click.Path(path_type=Path), help="FILE.pt or FILE.safetensors.")
+_FORCE = click.option("--force", is_flag=True, help="Write over a file that is there.")
+_PART = click.option("--part", default="model", show_default=True, help="Which of the things that were saved together.")
+_BY = click.option("--by", metavar="NAME", help="The figure that says which is best.  [default: the run's keep_best]")
+_LARGER = click.option("--larger-is-better/--less-is-better", default=None, help="With --by; only a loss need not say.")
+
+
+@checkpoint.command("ls")
+@_RUN
+@click.option("--verify", is_flag=True, help="Read every byte; else sizes alone are compared.")
+def list_checkpoints(run: str | None, verify: bool) -> None:
+    """A line a checkpoint: step, time, size, ranks, figures, state."""
+    from rankwise.checkpoint import folders, listing
+
+    click.echo(listing.listed(folders.find(run), verify))
+
+
+@checkpoint.command()
+@_RUN
+@_WHICH
+@click.option("--json", "as_json", is_flag=True, help="The manifest as JSON.")
+def show(run: str | None, name: str | None, as_json: bool) -> None:
+    """What is in one: its parts, each tensor's type, shape and size."""
+    from rankwise.checkpoint import folders, listing
+
+    path = folders.pick(folders.find(run), name)
+    click.echo(listing.shown_as_json(path) if as_json else listing.shown(path))
+
+
+@checkpoint.command()
+@_RUN
+@click.option("--checkpoint", "name", metavar="STEP", help="Which one: step-00000400, or 400.  [default: all]")
+def verify(run: str | None, name: str | None) -> None:
+    """Read every byte, and name each damaged file and tensor.
+
+    Exit status 1 if there is one.
+    """
+    from rankwise.checkpoint import folders, listing
+
+    folder = folders.find(run)
+    paths = [folders.pick(folder, name)] if name is not None else folders.checkpoints_in(folder)
+    damaged = False
+    for path, damages in listing.verified(paths):
+        damaged = damaged or bool(damages)
+        click.echo("\n".join(damages or [f"{path.name} is whole"]))
+    sys.exit(1 if damaged else 0)
+
+
+@checkpoint.command("export")
+@_RUN
+@_TO
+@_WHICH
+@_PART
+@_FORCE
+def export_model(run: str | None, to: Path, name: str | None, part: str, force: bool) -> None:
+    """Write the model alone, for other programs.
+
+    Its state dict, as safetensors or for torch.load(weights_only=True).
+    """
+    from rankwise.checkpoint import export, folders
+
+    path = folders.pick(folders.find(run), name)
+    export.check_target(to, force)
+    export.write(export.model_of(path, part), to)
+    click.echo(f"{part} of {path.name} written to {to}")
+
+
+@checkpoint.command("average")
+@_RUN
+@_TO
+@click.option("--last", type=int, metavar="N", help="Of the last N.")
+@click.option("--best", type=int, metavar="N", help="Of the best N.")
+@_BY
+@_LARGER
+@_PART
+@_FORCE
+def average_model(
+    run: str | None, to: Path, last: int | None, best: int | None, by: str | None, larger_is_better: bool | None, part: str,
+    force: bool,
+) -> None:  # fmt: skip
+    """Write the mean of the models of several.
+
+    Summed in float64. Counts and other integers are those of the newest.
+    """
+    from rankwise.checkpoint import export, folders
+    from rankwise.checkpoint.best import Best
+
+    paths = export.choose(folders.find(run), last, best, Best.of(by, larger_is_better))
+    export.check_target(to, force)
+    export.write(export.average(paths, part), to)
+    click.echo(f"mean of {part} of {', '.join(path.name for path in paths)} written to {to}")
+
+
+@checkpoint.command()
+@_RUN
+@click.option("--keep-last", type=int, metavar="N", help="The last N whole ones stay.  [default: 1]")
+@click.option("--keep-best", type=int, metavar="N", help="So do the best N.")
+@_BY
+@_LARGER
+@click.option("--older-than", metavar="AGE", help="Younger ones stay too: 12h, 7d, 2w.")
+@click.option("--keep", multiple=True, metavar="STEP", help="This one stays; may be given again.")
+@click.option("--yes", is_flag=True, help="Remove; else it is only said what would be.")
+def prune(run: str | None, by: str | None, larger_is_better: bool | None, yes: bool, **rules: Any) -> None:
+    """Remove those that no rule keeps.
+
+    The newest that verifies is never removed.
+    """
+    from rankwise.checkpoint import folders, retention
+    from rankwise.checkpoint.best import Best
+
+    gone = retention.prunable(folders.find(run), by=Best.of(by, larger_is_better), **rules)
+    for path in gone:
+        click.echo(retention.removed(path) if yes else f"would remove {path}")
+    if not yes:
+        click.echo("to do it, type the same with --yes" if gone else "nothing to remove")

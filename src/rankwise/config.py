@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from rankwise.errors import ConfigError
+from rankwise.terminal import seconds_of
+
+WORKER = "rankwise.functions.worker"
+"""The module that ranks run which run a function; its name follows, for people."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,9 @@ class RunConfig:
 
     max_restarts: int = 0
     """How often all ranks are started again after a failure."""
+
+    stop_after: str | None = None
+    """Stop all ranks after the step that they are in, and save, when the run has taken so long: `90m`, `12h`."""
 
     grace_s: float = 120.0
     """How long ranks may take to stop when asked, before they are killed."""
@@ -157,6 +164,8 @@ class RunConfig:
         for name, value in (("join-timeout", self.join_timeout_s), ("node-wait", self.node_wait_s)):
             if not value >= 0:
                 raise ConfigError(f"--{name} {value:g}: give seconds, from 0 up")
+        if self.stop_after is not None and not seconds_of(self.stop_after):
+            raise ConfigError(f"--stop-after {self.stop_after}: give a number and a unit, above 0: 90s, 30m, 12h, 2d")
         if not self.grace_s > 0:
             raise ConfigError(f"--grace {self.grace_s:g}: give the seconds that ranks may take to stop, above 0")
         if not 0 <= self.master_port < 65536:
@@ -207,6 +216,10 @@ class RunConfig:
     def of(cls, *layers: Mapping[str, Any]) -> Self:
         """Later layers win."""
         return cls(**{name: value for layer in layers for name, value in layer.items()})
+
+    @property
+    def is_function(self) -> bool:
+        return self.module and self.argv[0] == WORKER
 
     def node_counts(self) -> tuple[int, int] | None:
         """(fewest, most) nodes; None where that was not said."""

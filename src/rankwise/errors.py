@@ -8,6 +8,7 @@ RankwiseError            exit status 2 unless a subclass says otherwise
   DataError              the dataset or its order
   StepError              a step function, or a rank's count of samples, broke its contract
   CheckpointError        a checkpoint cannot be written or read
+  FunctionError          a rank of a function ended without a result, or with one that cannot travel
   MainProcessError       work that only some ranks do failed there, with an exception that no other rank can be given
 Stopped                  not an error: training stopped as asked, everything is saved
 """
@@ -61,5 +62,14 @@ class MainProcessError(RankwiseError):
     exit_status = 1
 
 
+class FunctionError(RankwiseError):
+    """A rank of a function left without a result, or with one that no other process can be given."""
+
+    exit_status = 1
+
+
 class Stopped(SystemExit):
     """Training stopped after an agreed step and is saved. Ends the script with 75, or 130 after Ctrl-C."""
+
+    signum = 0
+    """The signal for which it stopped; 0 where that is not known."""

@@ -10,15 +10,14 @@ there, and collectives answer as on one rank.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pickle
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from rankwise import comm
 from rankwise.errors import MainProcessError
+from rankwise.pickles import pack_error, unpack_error
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -153,30 +152,3 @@ def _settle(error: BaseException | None, group: Any) -> None:
     if rank == comm.rank() and packed[0] is not None and error is not None:
         raise error
     raise unpack_error(packed, "on the main rank" if rank == 0 else f"on rank {rank}", MainProcessError) from error
-
-
-Packed = tuple[bytes | None, str]
-"""An exception for another process: its pickle, None where that would not bring back the same; its traceback."""
-
-
-def pack_error(error: BaseException) -> Packed:
-    text = "".join(traceback.format_exception(error))
-    try:
-        pickled = pickle.dumps(error)
-        back = pickle.loads(pickled)
-        back.add_note("")  # a frozen one takes none
-        same = type(back) is type(error) and str(back) == str(error)
-    except BaseException:  # whatever a class of the user's raises on its way
-        same = False
-    return (pickled if same else None), text
-
-
-def unpack_error(packed: Packed, where: str, otherwise: type[Exception]) -> BaseException:
-    """The exception, with the traceback that it had in the other process; `otherwise`, of that text, if it did not survive."""
-    pickled, text = packed
-    if pickled is not None:
-        with contextlib.suppress(BaseException):
-            error: BaseException = pickle.loads(pickled)
-            error.add_note(f"raised {where}:\n{text}")
-            return error
-    return otherwise(f"raised {where}:\n{text}")

@@ -93,6 +93,9 @@ class Plan:
     max_restarts: int
     """How often all ranks are started again after a failure."""
 
+    stop_after_s: float
+    """All ranks stop after the step that they are in when the head has lived so long; 0 is never."""
+
     grace_s: float
     """From a request to stop until the ranks are killed."""
 

@@ -9,6 +9,7 @@
     logs/job-12.log                            what a queued job printed: its agents' lines, and what they showed of the ranks
     metrics.jsonl telemetry/                   figures; TensorBoard's events
     checkpoints/ failure.json report.html
+    .function/                                 a function in the place of a script, and what it returned; for this user alone
 
 A reader never sees half a record: each is written under a unique name, flushed and renamed.
 """
@@ -34,12 +35,17 @@ ENV_RUN_DIR = "RANKWISE_RUN_DIR"
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
     """Write a file whole or not at all; it survives a power cut once this returns."""
+    # Names of files need not be UTF-8: Python's stand-ins for their bytes go back as those bytes.
+    write_bytes(path, text.encode(errors="surrogateescape"), mode)
+
+
+def write_bytes(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """As `write_text`."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        # Names of files need not be UTF-8: Python's stand-ins for their bytes go back as those bytes.
-        with open(fd, "w", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(text)
+        with open(fd, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -193,6 +199,7 @@ class RunDir:
         self.failure = path / "failure.json"
         self.checkpoints = path / "checkpoints"
         self.lease = path / "lease.json"
+        self.function = path / ".function"
 
     def log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
@@ -221,6 +228,15 @@ class RunDir:
     def exception(self, rank: int) -> Path:
         """Where a rank that dies of an exception leaves it for its agent."""
         return self.logs / f".rank-{rank}.exception.json"
+
+    @property
+    def call(self) -> Path:
+        """The function that its ranks run, pickled, where they run no script."""
+        return self.function / "call"
+
+    def result(self, rank: int) -> Path:
+        """What that function returned or raised on a rank, pickled."""
+        return self.function / f"rank-{rank}"
 
     def prepare(self, fresh: bool) -> Path | None:
         """Make the folders; with `fresh` move an older run aside first and return where it is now."""

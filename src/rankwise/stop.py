@@ -100,7 +100,9 @@ class StopSignal:
 
     def stopped(self) -> Stopped:
         """What to raise once everything is saved: ends the script with 75, or 130 after Ctrl-C."""
-        return Stopped(EXIT_INTERRUPTED if self.signum == signal.SIGINT else EXIT_PREEMPTED)
+        stopped = Stopped(EXIT_INTERRUPTED if self.signum == signal.SIGINT else EXIT_PREEMPTED)
+        stopped.signum = self.signum
+        return stopped
 
 
 def _page_of_our_own(world: World) -> tuple[Row | None, _Gatekeeper | None]:

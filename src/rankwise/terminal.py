@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,6 +100,15 @@ def size(n: int) -> str:
         if n >= factor:
             return f"{n / factor:.3g} {unit}"
     return f"{n} B"
+
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+
+def seconds_of(text: str) -> float | None:
+    """Of `90s`, `30m`, `12h`, `7d`, `2w`; None for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
+    return float(found[1]) * _UNITS[found[2]] if found is not None else None
 
 
 def clock(seconds: float) -> str:

@@ -16,7 +16,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from rankwise.guards import run_on_main
 from rankwise.model import is_synced, prepare
 from rankwise.precision import LossScale, Precision
 from rankwise.rundir import Lease, Life, RunDir
+from rankwise.schedulers import submitit
 from rankwise.settings import Settings, plain
 from rankwise.state import Stateful, TrainState
 from rankwise.stop import StopSignal
@@ -61,8 +62,10 @@ class Trainer:
     `batch_size`). `reduction`: auto, flat or ddp (sync/all_reduce.py). `compile`: True, or torch.compile's arguments. `fused`:
     the optimizer's fused kernel; by default where there is one and nobody has chosen. `sync_batchnorm`: batch statistics of
     all ranks, on GPUs. The last `keep_last` checkpoints stay, and the one with the best `keep_best`, a figure such as
-    eval_loss: one more is saved after each evaluation that is the best so far. `actions` run after each step, after the
-    Trainer's own. A run directory that holds checkpoints is gone on with, unless `fresh`.
+    eval_loss: one more is saved after each evaluation that is the best so far; those of `keep_steps`, which are saved for that,
+    and those `keep_younger_than_s` stay too. With `background_saves` the loop waits for a copy of the state alone,
+    which a thread of the main rank writes. `actions` run after each step, after the Trainer's own. A run directory that holds
+    checkpoints is gone on with, unless `fresh`.
     """
 
     def __init__(
@@ -99,6 +102,9 @@ class Trainer:
         keep_last: int = 2,
         keep_best: str | None = None,
         larger_is_better: bool | None = None,
+        keep_steps: Collection[int] = (),
+        keep_younger_than_s: float | None = None,
+        background_saves: bool = True,
         workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
@@ -143,7 +149,9 @@ class Trainer:
         self.run = RunDir(_run_path(self.world, run_dir))
         self._fresh = fresh
         self._lease: Lease | None = None
-        self.checkpoints = Checkpoints(self.run.checkpoints, keep_last, keep_best, larger_is_better)
+        self.checkpoints = Checkpoints(
+            self.run.checkpoints, keep_last, keep_best, larger_is_better, keep_steps, keep_younger_than_s, background_saves
+        )  # fmt: skip
         self._keep_best = keep_best
         self.stop = StopSignal(self.world)
         self.meters = Meters("loss")
@@ -161,12 +169,14 @@ class Trainer:
         evaluate = self._evaluation(eval_data, eval_fn, max(nominal // accumulate, 1), workers, collate_fn)
         self._breakdown = self._new_breakdown(evaluate)
         self._log = Log(self.meters, self._breakdown, self._progress, self._writers, every_steps=log_every)
-        self.actions: list[Action] = [self._log]
+        self.actions: list[Action] = [self._log, *([self._hear] if background_saves and self.world.is_main else [])]
         if scheduler is not None:
             self.actions.insert(0, lambda state: scheduler.step())
         if evaluate is not None:
             self.actions.append(every(evaluate, steps=eval_every, epochs=None if eval_every else 1, at_end=True))
         self.actions += [*actions, every(self._save, seconds=save_every_s)]
+        if keep_steps:
+            self.actions.append(lambda state: self._save(state) if state.step in keep_steps else None)
         if keep_best is not None and keep_best != "loss":  # that of training is new each log interval: no occasion to save
             self.actions.append(self._save_if_best)
         parts: dict[str, Stateful | None] = {
@@ -215,7 +225,7 @@ class Trainer:
                 for action in self.actions:  # schedule, log, evaluate, the user's own, save: each an action
                     action(state)
             self.stop.finish()
-            self._save(state)
+            self._save_at_end(state)
             self._say_end(state)
         if self.stop.signum:
             raise self.stop.stopped()
@@ -284,6 +294,7 @@ class Trainer:
             self._progress.close()
             while self._writers:
                 self._writers.pop().close()
+            self._end_saving()
             self.stop.leave()
             if self._lease is not None:
                 try:
@@ -291,6 +302,12 @@ class Trainer:
                 except RunDirError as error:  # a full disk: it must not hide what has ended the loop
                     log.warn(f"how this life ended is not recorded: {error}")
                 self._lease.release()
+
+    def _end_saving(self) -> None:
+        """What is being written is finished before another process may write here."""
+        error = self.checkpoints.close()
+        if error is not None and error is not self._told:
+            log.warn(str(error))
 
     def _begin(self, state: TrainState) -> None:
         """Collective. Load the newest checkpoint if there is one, and say what will happen."""
@@ -300,6 +317,7 @@ class Trainer:
         self._begun_at = state.step
         self._saved_in: Path | None = None
         self._left_out_in_a_row = 0
+        self._told: BaseException | None = None  # of a save that failed
         state.model.train()
         self._say_plan(state)
         if manifest is None and len(self.run.lives()) > 1:
@@ -348,13 +366,37 @@ class Trainer:
         self._log.reduce(state)
         self.sync.equalise(state.model)
         try:
+            self.checkpoints.wait()  # for the one before
+        except CheckpointError as error:
+            self._say_not_saved(error)
+        try:
             self._saved_in = self.checkpoints.save(state.parts, state.step, self._numerics(), state.metrics_now())
         except CheckpointError as error:
             if self._done(state) or self.stop.signum:
                 raise
-            self._progress.say(f"warning: {error}; training goes on")
+            self._say_not_saved(error)
         else:
             self._saved_step = state.step
+
+    def _save_at_end(self, state: TrainState) -> None:
+        """Collective. The state as it is now is on the disk when this returns."""
+        try:
+            self.checkpoints.wait()
+        except CheckpointError as error:
+            self._say_not_saved(error, "it is tried once more")
+            self._saved_step = -1  # it may have been this step's
+        self._save(state)
+        self.checkpoints.wait()
+
+    def _hear(self, state: TrainState) -> None:
+        """A save behind the loop that fails is said at the next step, by the main rank; all hear of it at the next save."""
+        if self.checkpoints.failure is not None:
+            self._say_not_saved(self.checkpoints.failure)
+
+    def _say_not_saved(self, error: BaseException, then: str = "training goes on") -> None:
+        if error is not self._told:
+            self._told = error
+            self._progress.say(f"warning: {error}; {then}")
 
     def _save_if_best(self, state: TrainState) -> None:
         """Collective. After an evaluation that is the best so far. The first one must have measured `keep_best`."""
@@ -455,9 +497,11 @@ def _global_batch(batch_size: int | None, global_batch_size: int | None, accumul
 
 
 def _run_path(world: World, run_dir: str | os.PathLike[str] | None) -> Path:
-    """The folder that an agent of ours has made; elsewhere the one asked for, or ./runs/<the script's stem>."""
+    """What an agent of ours has made; elsewhere the folder asked for, or the job's own, or ./runs/<the script's stem>."""
     if world.run_dir is None:
-        return Path(run_dir).absolute() if run_dir is not None else default_run_dir(Path(_script()).stem)
+        if run_dir is not None:
+            return Path(run_dir).absolute()
+        return submitit.job_folder(os.environ) or default_run_dir(Path(_script()).stem)
     if run_dir is not None and Path(run_dir).absolute() != world.run_dir:
         log.say(f"writing in {short(world.run_dir)}, which the launcher made; for run_dir={run_dir} type --run-dir {run_dir}")
     return world.run_dir

@@ -114,6 +114,15 @@ def test_a_ctrl_c_that_is_passed_on_to_every_agent_is_one_request(agents: New) -
     assert "killing" not in out
 
 
+def test_a_time_that_is_over_stops_all_nodes_after_the_same_step(agents: New) -> None:
+    run = agents().start(GATE, A, B, stop_after_s=3.0)
+    status, out = run.wait()
+    assert (status, len({run.log(rank) for rank in range(3)})) == (75, 1)
+    assert out.startswith(
+        "rankwise: 3.0 s are over (--stop-after)\nrankwise: SIGTERM: all ranks stop after the step they are in"
+    )
+
+
 def test_a_signal_to_one_rank_elsewhere_stops_all(agents: New) -> None:
 
     source = GATE.replace(

@@ -50,6 +50,19 @@ def loaded(folder: Path) -> int | None:
     return manifest.step
 
 
+@pytest.fixture(params=[False, True], ids=["blocking", "background"])
+def background(request: pytest.FixtureRequest) -> bool:
+    """Saves that the loop waits for, and saves behind it."""
+    return bool(request.param)
+
+
+def save(checkpoints: Checkpoints, step: int, **parts: Any) -> Path:
+    """Save what is `of_step`, until it is there."""
+    path = checkpoints.save({**of_step(step), **parts}, step)
+    checkpoints.wait()
+    return path
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """2 MB."""

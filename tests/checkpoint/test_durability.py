@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from boxes import loaded, of_step, step_in
+from boxes import background, loaded, of_step, save, step_in
 
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
 from rankwise.errors import CheckpointError, ConfigError
+
+__all__ = ["background"]  # a fixture
 
 # --- a power cut
 
@@ -97,10 +99,10 @@ def before_each(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> Non
 
 @pytest.mark.parametrize("outcome", ["lazy", "hasty"])
 def test_after_a_power_cut_at_any_moment_the_last_finished_save_is_there(
-    disk: Disk, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    disk: Disk, outcome: str, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = disk.root / "runs" / "a" / "checkpoints"
-    checkpoints = Checkpoints(folder, keep_last=1)
+    checkpoints = Checkpoints(folder, keep_last=1, background=background)
     finished = 0
     seen: list[int | None] = []
 
@@ -115,7 +117,7 @@ def test_after_a_power_cut_at_any_moment_the_last_finished_save_is_there(
     for step in (1, 2, 3):
         with monkeypatch.context() as patch:
             before_each(patch, in_peace(cut))
-            checkpoints.save(of_step(step), step)
+            save(checkpoints, step)
         finished = step
     in_peace(cut)()
     assert seen[-1] == 3
@@ -153,11 +155,11 @@ def test_the_simulated_power_cut_finds_what_is_not_flushed(disk: Disk, tmp_path:
 
 
 def test_files_are_flushed_before_the_name_and_the_name_before_anything_older_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "checkpoints"
-    checkpoints = Checkpoints(folder, keep_last=1)
-    checkpoints.save(of_step(1), 1)
+    checkpoints = Checkpoints(folder, keep_last=1, background=background)
+    save(checkpoints, 1)
     order: list[str] = []
     fsync, rename = os.fsync, os.rename
 
@@ -174,7 +176,7 @@ def test_files_are_flushed_before_the_name_and_the_name_before_anything_older_go
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
-    checkpoints.save(of_step(2), 2)
+    save(checkpoints, 2)
     assert order == [
         *[f"flush /checkpoints/tmp/{name}" for name in ("model.pt", "loader.pt", "rng.pt", "manifest.json")],
         "flush /checkpoints/tmp",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 import torch
 import xxhash
 
+from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint.layout import layout
 from rankwise.checkpoint.manifest import FileRecord, Manifest
 from rankwise.errors import CheckpointError
 
@@ -83,6 +87,71 @@ def test_a_checkpoint_from_before_there_were_metrics_in_it_is_read(folder: Path)
     record["xxh3_128"] = xxhash.xxh3_128_hexdigest(json.dumps(record, sort_keys=True).encode())
     path.write_text(json.dumps(record))
     assert manifests.verify(folder).metrics == {}
+
+
+@pytest.mark.parametrize(("old", "new"), [("1e-05", "1E-05"), ("}\n", "}"), ("\\u00e4", "\\u00E4"), ('"info": ', '"info":')])
+def test_a_manifest_of_which_a_byte_has_changed_is_damaged_though_it_says_the_same(folder: Path, old: str, new: str) -> None:
+    manifest = replace(Manifest.read(folder), info={"eps": 1e-5, "name": "ä"})
+    path = folder / manifests.NAME
+    path.write_text(manifest.text())
+    assert Manifest.read(folder) == manifest
+    before, found, after = manifest.text().rpartition(old)
+    assert found
+    path.write_text(before + new + after)
+    with pytest.raises(CheckpointError, match=f"{path} is damaged"):
+        Manifest.read(folder)
+
+
+def test_each_tensor_has_its_type_its_shape_and_its_place_in_the_file(tmp_path: Path) -> None:
+    tensor = torch.arange(12, dtype=torch.float64).reshape(3, 4)
+    state = {"a": tensor, "row": tensor[1], "turned": tensor.t(), "empty": torch.empty(0, 2), "b": [torch.tensor(True)]}
+    torch.save(state, tmp_path / "a.pt")
+    places = layout(tmp_path / "a.pt", torch.load(tmp_path / "a.pt", mmap=True, weights_only=True))
+    assert {name: (at.dtype, at.shape, at.bytes) for name, at in places.items()} == {
+        "a": ("float64", (3, 4), 96), "row": ("float64", (4,), 32), "turned": ("float64", (4, 3), 96),
+        "empty": ("float32", (0, 2), 0), "b/0": ("bool", (), 1),
+    }  # fmt: skip
+    data = (tmp_path / "a.pt").read_bytes()
+    for name, value in (("a", tensor), ("row", tensor[1]), ("b/0", state["b"][0])):
+        at = places[name]
+        assert at.offset is not None
+        assert data[at.offset : at.offset + at.bytes] == value.numpy().tobytes()
+    assert (places["turned"].offset, places["empty"].offset) == (None, None)
+
+
+def test_tensors_that_are_cut_off_are_named(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).save({"model": torch.nn.Linear(300, 2)}, 1)
+    file = path / "model.pt"
+    at = Manifest.read(path).files["model.pt"].layout
+    for size, said in (
+        (at["bias"].offset, "it ends in tensor bias"),
+        (at["weight"].offset, "it ends before tensors weight, bias"),
+    ):
+        os.truncate(file, size or 0)
+        with pytest.raises(CheckpointError, match=rf"model.pt has {size} of \d+ bytes, {said}$"):
+            manifests.verify(path)
+
+
+def test_a_hole_over_many_tensors_names_the_first_and_counts_the_others(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).save({"model": torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))}, 1)
+    file = path / "model.pt"
+    at = Manifest.read(path).files["model.pt"].layout["0.weight"].offset
+    assert at is not None
+    data = file.read_bytes()
+    file.write_bytes(data[:at] + bytes(600) + data[at + 600 :])
+    with pytest.raises(CheckpointError, match=r"model.pt is damaged in tensors 0.weight, 0.bias, 1.weight and \d more$"):
+        manifests.verify(path)
+
+
+def test_a_damaged_tensor_that_does_not_lie_in_order_is_named_too(tmp_path: Path) -> None:
+    turned = torch.arange(400.0).reshape(20, 20).t()
+    path = Checkpoints(tmp_path).save({"model": torch.nn.ParameterList([torch.nn.Parameter(turned)])}, 1)
+    file = path / "model.pt"
+    data = bytearray(file.read_bytes())
+    data[data.index(torch.arange(400.0).numpy().tobytes()) + 801] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model.pt is damaged in tensor 0$"):
+        manifests.verify(path)
 
 
 def test_a_truncated_an_emptied_and_a_missing_file_are_named(folder: Path) -> None:

@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from boxes import small_disk
+from boxes import background, small_disk
 from ranks import on_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import rankwise
 from rankwise import train
+from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
 from rankwise.state import TrainState
 
-__all__ = ["small_disk"]  # a fixture
+__all__ = ["background", "small_disk"]  # fixtures
 
 PARTS = ("settings", "model", "optimizer", "scheduler", "loader", "log", "sync", "train", "rng")
 FILES = ["manifest.json", *(f"{name}.pt" for name in PARTS)]
@@ -102,9 +103,18 @@ def test_the_files_that_are_damaged_here_are_all_that_there_are(tmp_path: Path) 
 # --- a disk that is full
 
 
-def fit_on_a_full_disk(disk: Path, freed_at: int) -> tuple[str, str]:
+def fit_on_a_full_disk(disk: Path, freed_at: int, background: bool) -> tuple[str, str]:
     """(the error, what was said). 5 steps, each saved; the disk is full from step 2 on until it is freed."""
     filler = disk / "filler"
+    save = Checkpoints.save
+
+    def save_now(self: Checkpoints, *args: Any) -> Path:
+        """Behind the loop too it has ended before the disk is filled, or freed."""
+        path = save(self, *args)
+        self._writer.join()
+        return path
+
+    Checkpoints.save = save_now  # type: ignore[method-assign]
 
     def fill(state: TrainState) -> None:
         if state.step == 2 and not filler.exists() and rankwise.init().is_main:
@@ -116,13 +126,15 @@ def fit_on_a_full_disk(disk: Path, freed_at: int) -> tuple[str, str]:
             filler.unlink()
 
     out = io.StringIO()
-    kind, text = error_of(fit, disk / "run", 5, save_every_s=0, log_every=1, actions=[fill], said=out)
+    kind, text = error_of(
+        fit, disk / "run", 5, save_every_s=0, log_every=1, actions=[fill], said=out, background_saves=background
+    )
     return f"{kind}: {text}", out.getvalue()
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_full_disk_is_a_warning_until_there_is_room_again(n: int, small_disk: Path) -> None:
-    for rank, (error, said) in enumerate(on_ranks(n, fit_on_a_full_disk, small_disk, 4)):
+def test_a_full_disk_is_a_warning_until_there_is_room_again(n: int, background: bool, small_disk: Path) -> None:
+    for rank, (error, said) in enumerate(on_ranks(n, fit_on_a_full_disk, small_disk, 4, background)):
         assert error == ": "
         if rank == 0:
             assert said.count("MB are free there; training goes on") == 2
@@ -131,8 +143,10 @@ def test_a_full_disk_is_a_warning_until_there_is_room_again(n: int, small_disk: 
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_disk_that_stays_full_is_an_error_on_every_rank_and_the_last_checkpoint_stays(n: int, small_disk: Path) -> None:
-    for error, _ in on_ranks(n, fit_on_a_full_disk, small_disk, 99):
+def test_a_disk_that_stays_full_is_an_error_on_every_rank_and_the_last_checkpoint_stays(
+    n: int, background: bool, small_disk: Path
+) -> None:
+    for error, _ in on_ranks(n, fit_on_a_full_disk, small_disk, 99, background):
         assert error.startswith("CheckpointError: cannot write ")
         assert "step-00000005: it needs" in error
     folder = small_disk / "run" / "checkpoints"

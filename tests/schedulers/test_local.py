@@ -37,6 +37,7 @@ def plan(folder: str) -> Plan:
         nproc=2,
         threads=1,
         fork=True,
+        stop_after_s=0.0,
         grace_s=1.0,
         stall_warn_s=120.0,
         check_collectives=False,
@@ -113,3 +114,24 @@ def test_a_job_that_is_submitted_is_not_forgotten_with_a_warning(tmp_path: Path)
     source = "import os; from rankwise.schedulers import local; pid = int(local.submit('/dev/null')); os.waitpid(pid, 0)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", source], capture_output=True, text=True)
     assert done.stderr == ""
+
+
+def test_the_text_is_read_by_the_shell_that_its_first_line_names(tmp_path: Path) -> None:
+    job_sh = tmp_path / "job.sh"
+    for line, shell in (("#!/bin/bash", "bash"), ("#!/bin/bash -e", "bash -e"), ("", "sh")):
+        job_sh.write_text(f'{line}\ntr "\\0" " " < /proc/$$/cmdline > {shlex.quote(str(tmp_path / "said"))}\n')
+        assert os.waitpid(int(local.submit(str(job_sh))), 0)[1] == 0
+        assert (tmp_path / "said").read_text() == f"/bin/{shell} {job_sh} "
+
+
+def test_what_is_bound_to_its_launcher_ends_with_it(tmp_path: Path) -> None:
+    job_sh = tmp_path / "job.sh"
+    job_sh.write_text("#!/bin/bash\nexec sleep 600\n")
+    source = f"from rankwise.schedulers import local\nprint(local.submit_bound({str(job_sh)!r}), flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        job = launcher.stdout.readline().strip()
+        assert local.state(job).phase == "running"
+        assert os.getsid(int(job)) == int(job)
+        launcher.kill()
+    assert ended(job)

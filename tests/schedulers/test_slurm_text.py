@@ -8,10 +8,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import plans
 import pytest
 from environments import SLURM_BATCH, SLURM_BATCH_ONE, SLURM_SALLOC, SLURM_STEP, Env
 
@@ -24,36 +24,7 @@ GOLDEN = Path(__file__).with_name("golden")
 
 
 def plan(**changes: Any) -> Plan:
-    plain = Plan(
-        version=2,
-        run_id="x",
-        run_dir="/home/u/runs/train",
-        argv=("train.py",),
-        interpreter=(sys.executable,),
-        environment={},
-        cwd="/home/u",
-        name="train",
-        on="slurm",
-        nodes=2,
-        min_nodes=2,
-        hosts=(),
-        node_rank=-1,
-        nproc=0,
-        threads=0,
-        job={},
-        fork=True,
-        master_addr="",
-        master_port=0,
-        join_timeout_s=300.0,
-        node_wait_s=30.0,
-        max_restarts=0,
-        grace_s=120.0,
-        stall_warn_s=120.0,
-        check_collectives=False,
-        tee="main",
-        launcher_pid=0,
-    )
-    return replace(plain, **changes)
+    return plans.plan("/home/u", **{"on": "slurm", "nproc": 0, "threads": 0, **changes})
 
 
 EVERYTHING = {
@@ -244,7 +215,7 @@ def test_a_job_is_known_by_its_number(answers: Callable[..., None], out: str) ->
             "Slurm refuses the job: Requested node configuration is not available (--nodes=2 --gres=gpu:9 --mem=x); ask ",
         ),
         ("sbatch: error: Invalid --mem specification", "Slurm refuses the job: Invalid --mem specification (--mem=x); give"),
-        ("sbatch: unrecognized option '--nonsense'\nTry \"sbatch --help\"", "take that --sbatch-arg out, or correct it"),
+        ("sbatch: unrecognized option '--nonsense'\nTry \"sbatch --help\"", "job: unrecognized option '--nonsense'"),
         ("sbatch: error: something new", "Slurm refuses the job: something new"),
     ],
 )  # fmt: skip

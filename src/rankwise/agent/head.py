@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 from rankwise.agent import stall, verdict
@@ -26,11 +27,12 @@ from rankwise.page import JOIN_S
 from rankwise.plan import Plan
 from rankwise.rundir import Failure, Life, RunDir, write_text
 from rankwise.rundir import Part as PartRecord
-from rankwise.terminal import Terminal
+from rankwise.terminal import Terminal, clock
 
 TICK_S = 0.05
 EVIDENCE_S = 0.3  # from the first death: what the others say of it comes within this
 TERM_TO_KILL_S = 3.0
+NEWS_S = 0.5  # what another node's ranks do is known here within this
 FINISH_S = 30.0  # to end what is left of a life, from the request until a node is given up
 STALLED_S = 5.0  # nodes that stand still say so within this of each other
 
@@ -77,6 +79,7 @@ class Head:
         self._waiting = waiting
         self._screen = screen
         self._roster = roster
+        self._began = time.monotonic()
         self._stop_signal = 0
         self._stop_began = 0.0
         self._killed_as_asked = False
@@ -106,11 +109,14 @@ class Head:
     def _compare(self, parts: Sequence[Part]) -> None:
         """What all nodes should have alike."""
         first = parts[0].introduction
-        for part in parts[1:]:
-            other = part.introduction
-            for what, value in first.versions.items():
-                if (theirs := other.versions.get(what)) != value:
-                    self._say(f"warning: {what} on {other.host} is {theirs or 'missing'}, on {first.host} {value}")
+        for what, value in first.versions.items():
+            others: dict[str, list[str]] = {}
+            for part in parts[1:]:
+                if (theirs := part.introduction.versions.get(what, "missing")) != value:
+                    others.setdefault(theirs, []).append(part.introduction.host)
+            for theirs, hosts in others.items():
+                more = f" and {len(hosts) - 3} more" if len(hosts) > 3 else ""
+                self._say(f"warning: {what} on {', '.join(hosts[:3])}{more} is {theirs}, on {first.host} {value}")
 
     def _ended_before_it_began(self) -> int:
         if self._waiting.parent_ended or not self._stop_signal:
@@ -139,9 +145,9 @@ class Head:
                 if self._is_here(part):
                     part.start(order, None)
             life = self._run.begin_life(world_size, self._plan.argv, records)  # while they are forked: disks are slow
-            for part, order in todo:
+            for (part, order), record in zip(todo, records, strict=True):
                 if not self._is_here(part):
-                    part.start(order, life)
+                    part.start(order, replace(life, parts=(record,)))
             life = self._watch(parts, life)
         finally:
             self._finish(parts)
@@ -154,7 +160,7 @@ class Head:
         return status, failure
 
     def _is_here(self, part: Part) -> bool:
-        return part not in self._roster.remotes
+        return part is self._roster.own
 
     def _finish(self, parts: Sequence[Part]) -> None:
         for part in parts:
@@ -182,6 +188,7 @@ class Head:
                 life = self._run.update_life(life, pids=pids)
             self._tell_lost(parts, lost)
             self._look_at_stall(parts)
+            self._look_at_the_clock()
             if self._asked and not started:
                 self._stop_signal = self._asked[0]
                 return life  # asked to stop before any rank was there
@@ -246,6 +253,12 @@ class Head:
         """The first that each was sent."""
         return [signals[0] for signals in self._requests if signals]
 
+    def _look_at_the_clock(self) -> None:
+        after_s = self._plan.stop_after_s
+        if after_s and not self._asked and time.monotonic() > self._began + after_s:
+            self._say(f"{clock(after_s)} are over (--stop-after)")
+            self._waiting.asked.append(signal.SIGTERM)
+
     def _stop_if_asked(self, parts: Sequence[Part]) -> None:
         """The first request stops all at the gate; a second Ctrl-C kills."""
         if not self._asked and (flag := next((part.facts.flag for part in parts if part.facts.flag), 0)):
@@ -263,8 +276,11 @@ class Head:
         joined = set(chain.from_iterable(part.facts.joined for part in parts))
         if not self._held:
             alive = set(_alive(parts))
-            if joined and not alive <= joined and time.monotonic() < self._stop_began + JOIN_S:
+            asked_s = time.monotonic() - self._stop_began
+            if joined and not alive <= joined and asked_s < JOIN_S:
                 return  # some are still on their way to the first gate
+            if not joined and self._roster.remotes and asked_s < NEWS_S:
+                return  # what other nodes know may be on its way
             self._hold(parts, joined)
         if joined and not self._released and all(part.claim is not None for part in parts):
             self._released = True

@@ -23,12 +23,17 @@ from rankwise.agent.waiting import Waiting
 from rankwise.channel import Door, Link, Message
 from rankwise.errors import RankwiseError
 from rankwise.plan import Host, Plan
+from rankwise.rendezvous import listed
 from rankwise.rundir import RunDir
 
 _SAY_EVERY_S = 10.0
 _START_AGAIN_S = 5.0
 _ROUTE_S = 60.0
 _LEAVE_S = 5.0
+_MOST_NAMES = 4
+_LOOK_EVERY_S = 0.2
+_PAUSE_S = 0.0002  # a link: with a thousand of them the head takes their words twenty times a second
+_LONGEST_PAUSE_S = 0.05
 _LAST_WORDS_S = 0.3
 
 
@@ -80,7 +85,7 @@ class Roster:
         self._run = run
         self._waiting = waiting
         self._sink = sink
-        self._own = own
+        self.own = own
         self._door = door
         self._hosts = hosts
         self._by = by
@@ -89,6 +94,7 @@ class Roster:
         self._called: dict[int, _Called] = {}
         self._parts: dict[int, Part] = {own.index: own} if own is not None else {}
         self._again: dict[int, float] = {}
+        self._looked = 0.0
         self._routes_to: int | None = None
         """The node that the known routes lead to."""
         self.asked: dict[int, list[int]] = {}
@@ -107,18 +113,40 @@ class Roster:
 
     def look(self) -> None:
         """Let in who comes; take what they say."""
-        for link, hello in self._door.callers() if self._door is not None else ():
-            self._welcome(link, hello)
+        if self._door is not None:
+            self._open()
         for index, called in list(self._called.items()):
             if called.part is None:
                 self._hear(index, called)
             self._notice_end(called)
+        now = time.monotonic()
+        all_of_them = now > self._looked + _LOOK_EVERY_S  # who is silent, and what is to be sent, needs no look each time
+        if all_of_them:
+            self._looked = now
         for part in self.remotes:
-            part.look()
-            if part.lost is not None:
-                self._waiting.unregister(part.link)
-            self.asked.setdefault(part.introduction.index, []).extend(part.asked)
-            part.asked.clear()
+            if all_of_them or part.link.fileno() in self._waiting.ready:
+                self._look_at(part)
+
+    def _look_at(self, part: Remote) -> None:
+        part.look()
+        if part.lost is not None:
+            self._waiting.unregister(part.link)
+        self.asked.setdefault(part.introduction.index, []).extend(part.asked)
+        part.asked.clear()
+
+    def _open(self) -> None:
+        """Let those in who prove that they belong here."""
+        assert self._door is not None
+        before = self._door.coming
+        for link, hello in self._door.callers():
+            self._waiting.unregister(link)
+            self._welcome(link, hello)
+        for link in before:
+            if link.closed is not None:
+                self._waiting.unregister(link)
+        for link in self._door.coming:
+            if link not in before:
+                self._waiting.register(link)
 
     def _welcome(self, link: Link, hello: Message) -> None:
         if "stop" in hello:  # a command, `rankwise cancel` for one
@@ -148,6 +176,7 @@ class Roster:
     def _add(self, part: Remote) -> None:
         self._waiting.register(part.link)
         self._parts[part.introduction.index] = part
+        self._waiting.pause_s = min(_PAUSE_S * len(self._parts), _LONGEST_PAUSE_S)
 
     def _call(self, index: int) -> None:
         """Start the agent of this host; its stdin and stdout are the link."""
@@ -160,8 +189,8 @@ class Roster:
         assert process.stdin is not None
         assert process.stdout is not None
         link = Link(process.stdout.fileno(), process.stdin.fileno())
-        if self._own is not None:
-            self._own.kept.add(process.pid)
+        if self.own is not None:
+            self.own.kept.add(process.pid)
         link.send(self._greeting(index, host))
         self._waiting.register(link)
         self._called[index] = _Called(host, command, process, link, words)
@@ -211,8 +240,8 @@ class Roster:
         processes.send(called.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired, ChildProcessError):
             called.process.wait(timeout=_LEAVE_S)
-        if self._own is not None:
-            self._own.kept.discard(called.process.pid)
+        if self.own is not None:
+            self.own.kept.discard(called.process.pid)
 
     # --- who takes part
 
@@ -265,12 +294,10 @@ class Roster:
 
     def _missing(self, here: Sequence[Part]) -> str:
         came = {part.introduction.index for part in here}
-        missing = [
-            f"{index} ({self._hosts[index].name})" if index in self._hosts else str(index)
-            for index in range(self._plan.nodes)
-            if index not in came
-        ]
-        return f"node{'' if len(missing) == 1 else 's'} {', '.join(missing)} of {self._plan.nodes}"
+        missing = [index for index in range(self._plan.nodes) if index not in came]
+        names = [self._hosts[index].name for index in missing if index in self._hosts]
+        named = f" ({', '.join(names[:_MOST_NAMES])}{', ...' if len(names) > _MOST_NAMES else ''})" if names else ""
+        return f"node{'' if len(missing) == 1 else 's'} {listed(missing)} of {self._plan.nodes}{named}"
 
     def _where(self) -> str:
         if self._door is None:
@@ -314,7 +341,9 @@ class Roster:
         routes = {p.introduction.home: p.route for p in parts if p.introduction.home != first.home}
         address = next((route for route in routes.values() if route), "127.0.0.1")
         world_size = sum(part.introduction.ranks for part in parts)
-        done, local = 0, dict.fromkeys(homes, 0)
+        done, local, sizes = 0, dict.fromkeys(homes, 0), dict.fromkeys(homes, 0)
+        for part in parts:
+            sizes[part.introduction.home] += part.introduction.ranks
         found = []
         for part in parts:
             me = part.introduction
@@ -326,7 +355,7 @@ class Roster:
                     first=done,
                     world_size=world_size,
                     local_first=local[me.home],
-                    local_world_size=sum(p.introduction.ranks for p in parts if p.introduction.home == me.home),
+                    local_world_size=sizes[me.home],
                     master_addr=routes.get(me.home) or address,
                     master_port=first.port,
                 )

@@ -12,6 +12,7 @@ import selectors
 import signal
 import socket
 import sys
+import time
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,13 @@ class Waiting:
 
     def __init__(self, parent_pid: int) -> None:
         self.asked: list[int] = []
+        self.ready: set[int] = set()
+        """File descriptors at which something had come when `wait` last returned."""
+
+        self.pause_s = 0.0
+        """At least so long between two returns: what comes from many is taken together."""
+
+        self._returned = 0.0
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_writer = socket.socketpair()
         for end in (self._wakeup, self._wakeup_writer):
@@ -45,18 +53,22 @@ class Waiting:
 
     def register(self, source: Any) -> None:
         """A file descriptor, or what has one: `wait` returns when something comes there. Twice is as once."""
-        with contextlib.suppress(KeyError):
-            self._selector.register(source, selectors.EVENT_READ)
+        self.unregister(source)  # its number may have been that of one that is closed
+        self._selector.register(source, selectors.EVENT_READ)
 
     def unregister(self, source: Any) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(source)
 
     def wait(self, most_s: float) -> None:
-        for key, _ in self._selector.select(most_s):
-            if key.fileobj is self._wakeup:
-                with contextlib.suppress(BlockingIOError):
-                    self._wakeup.recv(4096)
+        self.ready = {key.fd for key, _ in self._selector.select(most_s)}
+        if (rest_s := self._returned + self.pause_s - time.monotonic()) > 0:
+            time.sleep(rest_s)
+            self.ready |= {key.fd for key, _ in self._selector.select(0)}
+        self._returned = time.monotonic()
+        if self._wakeup.fileno() in self.ready:
+            with contextlib.suppress(BlockingIOError):
+                self._wakeup.recv(4096)
 
     @property
     def parent_ended(self) -> bool:

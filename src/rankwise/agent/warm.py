@@ -360,6 +360,8 @@ def _run(command, spec):
     """Run the script as Python would, leave evidence if it raises, and end this process as Python would."""
     try:
         if command[0] == "-m":
+            # It takes what `__main__` is: this file, whose names the module's would replace.
+            sys.modules["__main__"] = types.ModuleType("__main__")
             runpy._run_module_as_main(command[1])
         else:
             _run_script(command[0])
@@ -430,7 +432,8 @@ def _exception_status(error, spec):
 
 
 def _without_our_frames(tb):
-    while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while tb is not None and (tb.tb_frame.f_code.co_filename in ours or "__tracebackhide__" in tb.tb_frame.f_globals):
         tb = tb.tb_next
     return tb
 

@@ -7,10 +7,11 @@ best.order({folder: manifest.metrics, ...})          # the best first
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from rankwise.checkpoint.manifest import Manifest
 from rankwise.errors import ConfigError
 
 T = TypeVar("T")
@@ -53,3 +54,12 @@ class Best:
         if self.name not in metrics:
             there = ", ".join(sorted(metrics)) or "none"
             raise ConfigError(f"keep_best={self.name!r}: nothing measures that; the figures that there are: {there}")
+
+
+def best_by(manifests: Sequence[Manifest]) -> Best:
+    """The figure by which the newest of these chose its best. Raises ConfigError when none did."""
+    for manifest in reversed(manifests):
+        if manifest.best:
+            return Best(**manifest.best)
+    figures = ", ".join(dict.fromkeys(name for manifest in manifests for name in manifest.metrics)) or "none"
+    raise ConfigError(f"the best by which figure? Its run named none: type --by NAME; the figures that there are: {figures}")

@@ -1,25 +1,51 @@
 """What makes a checkpoint verifiable: sizes and checksums of its files, and of every tensor in them.
 
 Neither torch.load nor safetensors checks what it reads: a flipped bit loads silently. xxh3-128 guards against accident, not
-against tampering; that is what `weights_only` is for.
+against tampering; that is what `weights_only` is for. To read and verify needs no torch: a login node may have none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
+import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import xxhash
 
 from rankwise.errors import CheckpointError
 
+if TYPE_CHECKING:
+    import torch
+
 VERSION = 1
 NAME = "manifest.json"
+_FIRST = "{\n"  # as `text` writes it; one that a person has brought into one line is held to its sum alone
+_NAMED = 3  # damaged tensors of one file
+_LARGE = 1 << 20  # bytes
+_MOST_CORES = 16  # memory is what limits more of them
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a tensor is, and where it lies in its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    """Of its elements; several tensors may share them."""
+
+    offset: int | None
+    """Where its elements begin in the file; None where they do not lie there in row-major order, or there are none."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Layout:
+        return cls(**{**record, "shape": tuple(record["shape"])})
 
 
 @dataclass(frozen=True)
@@ -28,8 +54,22 @@ class FileRecord:
 
     bytes: int
     xxh3_128: str
+    """Of the whole file; empty where `rest` and the tensors' sums say as much."""
+
     tensors: dict[str, str]
     """xxh3-128 of each tensor's bytes in memory, by its path in the state (`state/0/exp_avg`)."""
+
+    layout: dict[str, Layout] = field(default_factory=dict)
+    """By the same paths. Empty in checkpoints that are older than this field."""
+
+    rest: str = ""
+    """xxh3-128 of all bytes that lie in no tensor of `layout`: with the tensors' sums, which many cores can compare at once,
+    each byte of the file is covered, and none is summed twice."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> FileRecord:
+        layout = {name: Layout.of(tensor) for name, tensor in record.get("layout", {}).items()}
+        return cls(**{**record, "layout": layout})
 
 
 @dataclass(frozen=True)
@@ -47,21 +87,32 @@ class Manifest:
     metrics: dict[str, float | None] = field(default_factory=dict)
     """The figures that were measured at this very step; None for one that is not finite."""
 
+    best: dict[str, Any] = field(default_factory=dict)
+    """`name` and `larger_is_better` of the figure by which the run chose its best; empty if it did not."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(record.bytes for record in self.files.values())
+
     def text(self) -> str:
         """With a checksum of itself."""
         record = asdict(self)
-        return json.dumps({**record, "xxh3_128": _record_sum(record)}, indent=1) + "\n"
+        return _as_text({**record, "xxh3_128": _record_sum(record)})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         path = folder / NAME
         try:
-            record = json.loads(path.read_text())
+            text = path.read_text()
+            record = json.loads(text)
             if record["version"] != VERSION:
                 raise CheckpointError(f"{path}: version {record['version']}, this rankwise reads version {VERSION}")
+            # Not a byte may differ, though it says the same (1e-05 and 1E-05): who damaged one byte may have damaged others.
+            if text.startswith(_FIRST) and text != _as_text(record):
+                raise CheckpointError(f"{path} is damaged")
             if record.pop("xxh3_128") != _record_sum(record):
                 raise CheckpointError(f"{path} is damaged")
-            record["files"] = {name: FileRecord(**file) for name, file in record["files"].items()}
+            record["files"] = {name: FileRecord.of(file) for name, file in record["files"].items()}
             return cls(**record)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
@@ -69,12 +120,23 @@ class Manifest:
             raise CheckpointError(f"{path} is damaged ({error})") from None
 
 
+def _as_text(record: dict[str, Any]) -> str:
+    return json.dumps(record, indent=1) + "\n"
+
+
 def _record_sum(record: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(record, sort_keys=True).encode())
 
 
+def saved_at(folder: Path) -> float:
+    """Seconds since 1970. A copy that keeps no times has its own."""
+    return (folder / NAME).stat().st_mtime
+
+
 def tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in a nest of mappings and sequences, with its path."""
+    import torch
+
     if isinstance(state, torch.Tensor):
         yield path, state
     elif isinstance(state, Mapping):
@@ -87,6 +149,8 @@ def tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 def tensor_sum(tensor: torch.Tensor) -> str:
     """xxh3-128 of the elements' bytes in row-major order."""
+    import torch
+
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return xxhash.xxh3_128_hexdigest(data.numpy().data)
 
@@ -100,28 +164,101 @@ def file_sum(path: Path) -> str:
             return xxhash.xxh3_128_hexdigest(data)
 
 
+def rest_sum(path: Path, layout: Mapping[str, Layout]) -> str:
+    """xxh3-128 of the bytes of a file that lie in none of these tensors."""
+    with _mapped(path) as view:
+        return _rest_sum(view, layout)
+
+
+def _rest_sum(view: memoryview, layout: Mapping[str, Layout]) -> str:
+    total = xxhash.xxh3_128()
+    end = 0
+    for begin, length in sorted((at.offset, at.bytes) for at in layout.values() if at.offset is not None):
+        total.update(view[end : max(begin, end)])  # tensors may share memory
+        end = max(end, begin + length)
+    total.update(view[end:])
+    return total.hexdigest()
+
+
+@contextlib.contextmanager
+def _mapped(path: Path) -> Iterator[memoryview]:
+    """The bytes of a file that is not empty."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+        yield view
+
+
 def verify(folder: Path) -> Manifest:
     """Read every byte. Raises CheckpointError that names the damaged file, and the tensor where that can be told."""
     manifest = Manifest.read(folder)
-    for name, record in manifest.files.items():
-        path = folder / name
-        try:
-            size = path.stat().st_size
-            if size != record.bytes:
-                raise CheckpointError(f"{path} has {size} of {record.bytes} bytes")
-            if file_sum(path) != record.xxh3_128:
-                raise CheckpointError(f"{path} is damaged{_damaged_tensor(path, record)}")
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
+    for damage in damages(folder, manifest):
+        raise CheckpointError(damage)
     return manifest
 
 
-def _damaged_tensor(path: Path, record: FileRecord) -> str:
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        for name, tensor in tensors(state):
-            if record.tensors.get(name) != tensor_sum(tensor):
-                return f" in tensor {name}"
-    except Exception as error:  # a damaged pickle raises one of many types
-        return f" (it does not even load: {type(error).__name__})"
-    return " outside its tensors"
+def damages(folder: Path, manifest: Manifest, only: str | None = None) -> Iterator[str]:
+    """What is wrong with each file, or with one, in the words of an error. Reads every byte, on all cores."""
+    with ThreadPoolExecutor(_cores(), "rankwise-verify") as pool:
+        for name, record in manifest.files.items():
+            if only not in (None, name):
+                continue
+            path = folder / name
+            try:
+                size = path.stat().st_size
+                if size != record.bytes:
+                    yield f"{path} has {size} of {record.bytes} bytes{_cut_tensors(record, size)}"
+                elif damage := _damage(path, record, pool):
+                    yield f"{path} is damaged{damage}"
+            except OSError as error:
+                yield f"{path} cannot be read ({error.strerror})"
+
+
+def _cores() -> int:
+    return min(len(os.sched_getaffinity(0)), _MOST_CORES)
+
+
+def _cut_tensors(record: FileRecord, size: int) -> str:
+    found = [n for n, at in record.layout.items() if at.offset is not None and at.offset + at.bytes > size]
+    return f", it ends in tensor {found[0]}" if len(found) == 1 else f", it ends before tensors {_few(found)}" if found else ""
+
+
+def _damage(path: Path, record: FileRecord, pool: Executor) -> str:
+    """Where it is, empty if nothing is. The file is as long as it was."""
+    if not record.rest and file_sum(path) == record.xxh3_128:
+        return ""
+    placed = {name: at for name, at in record.layout.items() if at.offset is not None}
+    with _mapped(path) as view:
+
+        def is_damaged(name: str) -> bool:
+            begin = placed[name].offset
+            assert begin is not None
+            return xxhash.xxh3_128_hexdigest(view[begin : begin + placed[name].bytes]) != record.tensors[name]
+
+        # To hand over a small one takes longer than to sum it.
+        large = [name for name, at in placed.items() if at.bytes >= _LARGE]
+        damaged = dict(zip(large, pool.map(is_damaged, large), strict=True))
+        damaged |= {name: is_damaged(name) for name in placed if name not in damaged}
+        rest_is_whole = bool(record.rest) and _rest_sum(view, placed) == record.rest
+    found = [name for name in placed if damaged[name]]
+    if not found and rest_is_whole:
+        return ""
+    if not found and placed.keys() != record.tensors.keys():
+        try:
+            found = _damaged_when_loaded(path, record)
+        except Exception as error:  # a damaged pickle raises one of many types; or there is no torch here
+            return f" (it does not even load: {type(error).__name__})"
+    if not found:
+        return " outside its tensors"
+    return f" in tensor {found[0]}" if len(found) == 1 else f" in tensors {_few(found)}"
+
+
+def _damaged_when_loaded(path: Path, record: FileRecord) -> list[str]:
+    """For tensors of which the place is not known."""
+    import torch
+
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    return [name for name, tensor in tensors(state) if record.tensors.get(name) != tensor_sum(tensor)]
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -17,16 +17,14 @@ One file for each Stateful thing, written by the main rank; `torch.load(weights_
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import math
 import os
-import re
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,32 +34,48 @@ from torch import nn
 
 from rankwise import comm, log, seed
 from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint.background import Background
 from rankwise.checkpoint.best import Best
-from rankwise.checkpoint.manifest import FileRecord, Manifest
+from rankwise.checkpoint.folders import checkpoints_in, fsync, order, remove
+from rankwise.checkpoint.layout import layout
+from rankwise.checkpoint.manifest import FileRecord, Manifest, saved_at
+from rankwise.checkpoint.retention import Retention
+from rankwise.checkpoint.snapshot import Snapshot
 from rankwise.errors import CheckpointError, ConfigError
 from rankwise.guards import run_on_main
 from rankwise.state import Stateful
 from rankwise.terminal import count
 
 _RNG = "rng"
-_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # what else lies there is somebody's own
 
 
 class Checkpoints:
     """`keep_last`: how many stay; the newest is never deleted. `keep_best`: the name of a figure (`eval_loss`); the checkpoint
-    with the least of it stays too, or that with the most if `larger_is_better`, which only a loss need not say."""
+    with the least of it stays too, or that with the most if `larger_is_better`, which only a loss need not say. So do those of
+    `keep_steps`, and those `keep_younger_than_s`. What is damaged goes once something newer is whole.
+
+    `background`: `save` copies the state and returns; a thread of the main rank writes it while the loop goes on. Call `wait`
+    before the end. One save at a time is under way, in host memory as large as the state.
+    """
 
     def __init__(
-        self, folder: Path, keep_last: int = 2, keep_best: str | None = None, larger_is_better: bool | None = None
+        self,
+        folder: Path,
+        keep_last: int = 2,
+        keep_best: str | None = None,
+        larger_is_better: bool | None = None,
+        keep_steps: Collection[int] = (),
+        keep_younger_than_s: float | None = None,
+        background: bool = False,
     ) -> None:
-        if keep_last < 1:
-            raise ConfigError(f"keep_last={keep_last}: at least one checkpoint must stay")
         self.folder = folder
-        self._keep_last = keep_last
+        self._retention = Retention.of(keep_last, keep_younger_than_s, keep_steps)
         self._best = Best.of(keep_best, larger_is_better)
         self._damaged: set[Path] = set()  # known to the main rank, as is the next
         self._whole: set[Path] = set()
         self._durable = False
+        self._snapshot = Snapshot() if background else None
+        self._writer = Background()
         self.wait_s = 0.0
         """Seconds that the loop has spent in saving so far."""
 
@@ -77,26 +91,70 @@ class Checkpoints:
         """Collective. Write all parts and every rank's random state; returns the checkpoint's folder.
 
         `metrics`: figures of the parts as they are now, for `keep_best`; one of an earlier step would praise the wrong parts.
-        Raises CheckpointError on every rank when it cannot be written; nothing half-written is left, older ones stay.
+        Raises CheckpointError on every rank when it cannot be written; nothing half-written is left, older ones stay. With
+        `background` it is not there yet, and what is raised is of the save before (as `wait` would): this one is not begun.
         """
         began = time.perf_counter()
         streams = comm.all_gather_object(seed.rng_state())
 
-        def write() -> Path:
+        def begin() -> Path:
+            self._writer.wait()
             final = self._free_name(step)
             states = {name: part.state_dict() for name, part in parts.items()}
             states[_RNG] = {str(rank): stream for rank, stream in enumerate(streams)}
             record = Manifest(
-                manifests.VERSION, step, comm.world_size(), torch.__version__, {}, dict(info or {}), _finite(metrics or {})
-            )
-            self._write(final, states, record)
-            self._prune(final)
+                manifests.VERSION, step, comm.world_size(), torch.__version__, {}, dict(info or {}), _finite(metrics or {}),
+                asdict(self._best) if self._best is not None else {},
+            )  # fmt: skip
+            copied = self._copied(states)
+            if copied is None:
+                self._write_and_prune(final, states, record)
+            else:
+                self._writer.start(lambda: self._write_and_prune(final, copied, record))
             return final
 
         try:
-            return run_on_main(write)
+            return run_on_main(begin)
         finally:
             self.wait_s += time.perf_counter() - began
+
+    def _copied(self, states: dict[str, Any]) -> dict[str, Any] | None:
+        """None where the loop is to wait for the writing itself."""
+        if self._snapshot is None:
+            return None
+        try:
+            return self._snapshot.take(states)
+        except (RuntimeError, MemoryError) as error:  # RuntimeError: what torch makes of the other
+            log.warning_once(f"a save waits for the disk, as its state cannot be copied: {' '.join(str(error).split())[:200]}")
+            return None
+
+    def wait(self) -> None:
+        """Collective. Until the last save is there. Raises on every rank what it raised, once: CheckpointError if it cannot be
+        written. Does nothing without `background`."""
+        if self._snapshot is None:
+            return
+        began = time.perf_counter()
+        try:
+            run_on_main(self._writer.wait)
+        finally:
+            self.wait_s += time.perf_counter() - began
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the save under way has raised, on the main rank, as soon as it has. All ranks hear of it by `wait` or `save`."""
+        return self._writer.error
+
+    def close(self) -> BaseException | None:
+        """Wait for this rank's own writing; returns what nobody has heard of. For the end of a loop that broke."""
+        self._writer.join()
+        return self._writer.error
+
+    def _write_and_prune(self, final: Path, states: Mapping[str, Any], record: Manifest) -> None:
+        """On the main rank alone, in a thread of its own or not: nothing in it is collective."""
+        if self._snapshot is not None:
+            self._snapshot.wait()
+        self._write(final, states, record)
+        self._prune(final)
 
     def _write(self, final: Path, states: Mapping[str, Any], record: Manifest) -> None:
         temporary = self.folder / f"tmp.{uuid.uuid4().hex}"
@@ -110,9 +168,9 @@ class Checkpoints:
                 file.write(replace(record, files=files).text())
                 file.flush()
                 os.fsync(file.fileno())
-            _fsync(temporary)
+            fsync(temporary)
             os.rename(temporary, final)
-            _fsync(self.folder)
+            fsync(self.folder)
         except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of an OSError
             raise CheckpointError(_why_not(final, states, error)) from None
         finally:
@@ -127,7 +185,7 @@ class Checkpoints:
             return
         for parent in self.folder.absolute().parents:
             with contextlib.suppress(OSError):  # not readable: not ours, and older than this run
-                _fsync(parent)
+                fsync(parent)
                 if parent.is_mount():
                     break
         self._durable = True
@@ -139,37 +197,33 @@ class Checkpoints:
 
     def _free_name(self, step: int) -> Path:
         """A step may be saved again (a life that went on from an older checkpoint): beside the first, which goes after."""
-        count = max((time for path in self.all() for saved, time in [_order(path)] if saved == step), default=0) + 1
+        count = max((time for path in self.all() for saved, time in [order(path)] if saved == step), default=0) + 1
         return self.folder / (f"step-{step:08d}" + (f"-{count}" if count > 1 else ""))
 
     def _prune(self, newest: Path) -> None:
-        """Keep the last few up to `newest`, and the best. What is damaged is not counted, and goes once something newer is
-        whole; what lies after `newest` is damaged too, else it had been loaded."""
+        """Keep the last few up to `newest`, the best, the young, those of named steps. What is damaged is not counted, and goes
+        once something newer is whole; what lies after `newest` is damaged too, else it had been loaded."""
         best = self._find_best()
-        older = [path for path in self.all() if _order(path) < _order(newest)]
-        again = [path for path in older if _order(path)[0] == _order(newest)[0] or path in self._damaged]
-        kept = [path for path in older if path not in again]
-        for old in again + kept[: max(0, len(kept) - (self._keep_last - 1))]:
-            if old == best:
-                continue
-            # Out of sight in one step: a kill in the middle of a deletion must not leave half a checkpoint by its name.
-            hidden = self.folder / f"tmp.{uuid.uuid4().hex}"
-            with contextlib.suppress(OSError):
-                os.rename(old, hidden)
-                _fsync(self.folder)  # nor must a power cut
-            shutil.rmtree(hidden, ignore_errors=True)
+        older = [path for path in self.all() if order(path) < order(newest)]
+        again = [path for path in older if order(path)[0] == order(newest)[0] or path in self._damaged]
+        now = time.time()
+        ages = {path: now - _saved_at(path, now) for path in older if path not in again}
+        for old in [*again, *self._retention.gone({**ages, newest: 0.0})]:
+            if old != best:
+                remove(old)
 
     # --- finding
 
     def all(self) -> list[Path]:
         """Every checkpoint's folder, the oldest first. Not verified."""
-        return sorted((p for p in self.folder.glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir()), key=_order)
+        return checkpoints_in(self.folder)
 
     def find_latest(self) -> tuple[Path, Manifest] | None:
         """The newest that verifies; each one passed over is said. None if there is none at all.
 
         Another process may save and prune meanwhile. Raises CheckpointError when there are some and all are damaged.
         """
+        self._writer.join()
         damaged: dict[Path, str] = {}
         while left := [path for path in self.all() if path not in damaged]:
             folder = left[-1]
@@ -208,6 +262,7 @@ class Checkpoints:
         """
         if self._best is None:
             raise ConfigError("best() needs to know by which figure: Checkpoints(folder, keep_best='eval_loss')")
+        self._writer.join()
         return self._find_best()
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
@@ -222,6 +277,7 @@ class Checkpoints:
         return rank is not None and run_on_main(self._is_before, [self._best, rank])
 
     def _is_before(self, best: Best, rank: float) -> bool:
+        self._writer.join()
         folder = self._find_best()
         known = best.rank(Manifest.read(folder).metrics) if folder is not None else None
         return known is None or rank < known
@@ -231,7 +287,7 @@ class Checkpoints:
             return None
         measured = {}
         # Equal figures of one step: the copy that was saved last, as that is the one that is gone on from.
-        for folder in sorted(self.all(), key=lambda path: (_order(path)[0], -_order(path)[1])):
+        for folder in sorted(self.all(), key=lambda path: (order(path)[0], -order(path)[1])):
             with contextlib.suppress(CheckpointError):  # damaged
                 measured[folder] = Manifest.read(folder).metrics
         for folder in self._best.order(measured):
@@ -288,16 +344,16 @@ class Checkpoints:
             )
 
 
+def _saved_at(path: Path, otherwise: float) -> float:
+    try:
+        return saved_at(path)
+    except OSError:  # damaged, and nobody has looked yet
+        return otherwise
+
+
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """JSON has no word for the others."""
     return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-
-
-def _order(folder: Path) -> tuple[int, int]:
-    """(step, which time it was saved) of step-00000400 or step-00000400-2."""
-    found = _NAME.fullmatch(folder.name)
-    assert found is not None
-    return int(found[1]), int(found[2] or 1)
 
 
 def _plain(state: Any, path: str) -> Any:
@@ -329,11 +385,12 @@ def _write_file(path: Path, state: Any) -> FileRecord:
         os.fsync(file.fileno())
         size = file.tell()
     try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        again = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of many types: what cannot be loaded again is no checkpoint
         text = " ".join(str(error).split())
         raise CheckpointError(f"{path.stem} could not be loaded again: {text[:300]}") from None
-    return FileRecord(size, manifests.file_sum(path), sums)
+    places = {name: at for name, at in layout(path, again).items() if name in sums}
+    return FileRecord(size, "", sums, places, manifests.rest_sum(path, places))
 
 
 def _size(state: Any) -> int:
@@ -362,9 +419,9 @@ def _why_not(final: Path, states: Mapping[str, Any], error: OSError | RuntimeErr
     return f"cannot write {final}: it needs {need / 1e6:.1f} MB and {free / 1e6:.1f} MB are free there"
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, mapped: bool = False) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing on rank {comm.rank()}: all ranks must see the same folder") from None
     except Exception as error:  # torch raises many types; the file is whole, so it is not one of ours
@@ -378,20 +435,11 @@ def _load_part(folder: Path, name: str, part: Stateful) -> None:
             f"the checkpoint {folder} has no {name}; it was made by another program: --fresh starts anew, --name beside it"
         )
     try:
-        state = _read(path)
         # A module copies what it is given; another part may keep it, and must not hang on a file that goes when it is pruned.
-        part.load_state_dict(state if isinstance(part, nn.Module) else copy.deepcopy(state))
+        part.load_state_dict(_read(path, mapped=isinstance(part, nn.Module)))
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(
             f"{name} does not fit its checkpoint {path}: {text[:400]}; undo the change, or start anew with --fresh, "
             "or beside it with --name NAME"
         ) from None
-
-
-def _fsync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

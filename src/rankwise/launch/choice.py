@@ -117,8 +117,9 @@ def _settings(config: RunConfig, name: str, why: str) -> dict[str, Any]:
         if key not in known:
             others = [other for other, module in BY_NAME.items() if key in module.OPTIONS]
             typed = option(key) if value is True else f"{option(key)} {', '.join(value) if isinstance(value, tuple) else value}"
-            cure = f"; {' and '.join(others)} {'does' if len(others) == 1 else 'do'}: type --on {others[0]}" if others else ""
-            raise ConfigError(f"{typed}: {name} ({why}) knows no {option(key)}{cure}, or leave it out")
+            do = "does" if len(others) == 1 else "do"
+            cure = f"{' and '.join(others)} {do}: type --on {others[0]}, or " if others else ""
+            raise ConfigError(f"{typed}: {name} ({why}) knows no {option(key)}; {cure}leave it out")
     return {**{key: value for key, value in config.site.items() if key in known}, **given}
 
 

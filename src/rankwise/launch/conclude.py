@@ -31,26 +31,27 @@ def conclude(run: RunDir, status: int, lives_before: int, config: RunConfig) -> 
     if life is None or life.status is None:
         return status  # the agent has said why it could not begin
     if failure is not None:
-        _say_failure(run, failure)
+        _say_failure(run, failure, config)
     elif status in (EXIT_PREEMPTED, EXIT_INTERRUPTED) and life.outcome.startswith("stopped"):
-        say(f"{life.outcome}; to go on, type: {_resume_command(config)}")
-    elif status != 0 or ";" in life.outcome:
+        to_go_on = "call it again" if config.is_function else f"type: {_resume_command(config)}"
+        say(f"{life.outcome}; to go on, {to_go_on}")
+    elif status != 0 or (";" in life.outcome and not config.is_function):
         say(life.outcome)
     return status
 
 
-def _say_failure(run: RunDir, failure: Failure) -> None:
+def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
     print(file=sys.stderr)
     if failure.traceback is not None:
-        if not _is_told(failure):
+        if not _is_told(failure) and not config.is_function:  # whoever called it is given the exception
             print(failure.traceback.rstrip("\n"), file=sys.stderr)
     elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # rank 0's are above
         print(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES)), end="", file=sys.stderr)
     say(f"{failure.summary}, on {failure.host}")
     if failure.step is not None:
-        saved = run.saved()
-        say(f"saved: {saved[-1]}; the same command goes on from there" if saved else
-             "nothing was saved yet: the same command starts from the beginning")  # fmt: skip
+        saved, again = run.saved(), "call" if config.is_function else "command"
+        say(f"saved: {saved[-1]}; the same {again} goes on from there" if saved else
+             f"nothing was saved yet: the same {again} starts from the beginning")  # fmt: skip
     log = Path(failure.log or "")
     where = short(log) if log.exists() else f"{log} on {failure.host}"  # a folder that only that host sees
     say(f"its output is in {where}; exit status {failure.exit_status}")

@@ -1,6 +1,6 @@
 """What a run prints, as it grows: the logs of its ranks, or the output of its job.
 
-show_logs(run, ranks=(0,), follow=True);  status = wait(run, job, config)
+show_logs(run, ranks=(0,), follow=True);  status = wait(run, job, lives, config)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankwise.config import RunConfig
-from rankwise.errors import EXIT_INTERRUPTED, RunDirError
+from rankwise.errors import RunDirError
 from rankwise.launch import status
 from rankwise.launch.conclude import conclude, say
 from rankwise.rundir import Job, RunDir
@@ -136,16 +136,10 @@ class _Interval:
         return True
 
 
-def wait(run: RunDir, job: Job, config: RunConfig) -> int:
-    """Show what the job prints until it has ended; returns its exit status. Ctrl-C ends this, and not the job."""
-    lives = len(run.lives())
-    end = _End(run, job)
-    try:
-        _show([Tail(run.job_log(job.id))], end.goes_on)
-    except KeyboardInterrupt:
-        name = status.typed(run)
-        say(f"no longer followed; job {job.id} goes on: rankwise logs -f {name}; to end it: rankwise cancel {name}")
-        return EXIT_INTERRUPTED
+def wait(run: RunDir, job: Job, lives: int, config: RunConfig) -> int:
+    """Show what the job prints until it has ended; returns its exit status. `lives`: how many the run had before."""
+    end = End(run, job)
+    _show([Tail(run.job_log(job.id))], end.goes_on)
     newest = run.lives()[lives:][-1:]
     exit_status = end.status if end.status is not None else newest[0].status if newest else None
     if exit_status is None:
@@ -157,7 +151,7 @@ def wait(run: RunDir, job: Job, config: RunConfig) -> int:
     return conclude(run, exit_status, lives, config)
 
 
-class _End:
+class End:
     """Whether a job goes on; once it does not, the exit status if its scheduler knows it, and its word."""
 
     def __init__(self, run: RunDir, job: Job) -> None:

@@ -22,7 +22,7 @@ from rankwise.launch.conclude import conclude, say
 from rankwise.plan import Plan
 from rankwise.rundir import RunDir, write_text
 from rankwise.schedulers import local
-from rankwise.terminal import count, short
+from rankwise.terminal import count, seconds_of, short
 
 _FEW_FILES = 1024  # what a login shell has
 _FILES_TO_BEGIN = 32
@@ -30,9 +30,10 @@ _LOG_TAIL_BYTES = 4096
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def launch(config: RunConfig, env: Mapping[str, str]) -> int:
+def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None) -> int:
     """Run the script on the devices of this machine, or hand it to what starts it elsewhere.
 
+    `call`: what is left in the run directory for ranks that run a function (`rankwise.functions`).
     Returns the exit status, having said what became of the run; of a queued job that is not waited for: that it was queued.
     """
     started = None if config.allow_independent else join.together(env)
@@ -60,9 +61,11 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
         found = submit.members(choice, run, plan)
         if config.dry_run:
             return submit.dry_run(text, found, config)
-        return submit.queue(choice, text, found, config, program)
+        return submit.queue(choice, text, found, config, program, call)
     gpus = machine.gpus({**env, **environment})
-    return _run_here(config, choice, program, run, plan, text, lambda lives: _announce(program, plan, choice, why, lives, gpus))
+    return _run_here(
+        config, choice, program, run, plan, text, lambda lives: _announce(program, plan, choice, why, lives, gpus), call
+    )  # fmt: skip
 
 
 def _run_here(
@@ -73,6 +76,7 @@ def _run_here(
     plan: Plan,
     text: str,
     announce: Callable[[int], None],
+    call: bytes | None,
 ) -> int:
     """Run the text below this process, pass signals on to it, and say how it ended."""
     processes.become_subreaper()  # if the agent is killed, what it leaves falls to this process
@@ -81,7 +85,7 @@ def _run_here(
     lease = run.take()
     sweep_s = 5.0
     try:
-        submit.leave_records(run, plan, text, config)
+        submit.leave_records(run, plan, text, config, call)
         run.write_job(None)
         if aside is not None:
             say(f"the older run was moved to {short(aside)}")
@@ -139,6 +143,7 @@ def _plan(
         join_timeout_s=config.join_timeout_s,
         node_wait_s=config.node_wait_s,
         max_restarts=config.max_restarts,
+        stop_after_s=seconds_of(config.stop_after) or 0.0 if config.stop_after else 0.0,
         grace_s=config.grace_s,
         stall_warn_s=config.stall_warn_s,
         check_collectives=config.check_collectives,

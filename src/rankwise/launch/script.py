@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankwise.config import RunConfig
+from rankwise.config import WORKER, RunConfig
 from rankwise.errors import ConfigError
 from rankwise.launch import backend
 
@@ -40,12 +40,23 @@ class Program:
     @property
     def name(self) -> str:
         """What a person calls it."""
-        return self.argv[1] if self.argv[0] == "-m" else self.argv[0]
+        return named(self.argv)
+
+    @property
+    def is_function(self) -> bool:
+        return self.argv[:2] == ("-m", WORKER)
 
     @property
     def run_name(self) -> str:
         """The name of its run unless another is given: a script's stem, a module, a command."""
         return Path(self.name).stem if self.interpreter and self.argv[0] != "-m" else Path(self.name).name
+
+
+def named(argv: tuple[str, ...]) -> str:
+    """What a person calls a script, a module, a command or a function."""
+    if argv[:2] == ("-m", WORKER):
+        return argv[2]
+    return argv[1] if argv[0] == "-m" else argv[0]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from rankwise.errors import RunDirError
 from rankwise.rundir import Holder, Job, Life, RunDir
 from rankwise.schedulers import BY_NAME
 from rankwise.schedulers.job import State
-from rankwise.terminal import clock, short
+from rankwise.terminal import clock, count, short
 
 _ALIVE = ("waiting", "stuck", "running")
 
@@ -72,7 +72,9 @@ def as_text(found: dict[str, Any]) -> str:
         rows.append(("process", f"{writer['pid']} on {writer['host']}, since {stamp(writer['since'])}"))
     lives = found["lives"]
     for life in lives[-1:]:
-        rows.append((f"life {life['life']}", f"{life['ranks']} ranks, first on {life['host']}, {_course(life, found)}"))
+        rows.append(
+            (f"life {life['life']}", f"{count(life['ranks'], 'rank')}, first on {life['host']}, {_course(life, found)}")
+        )
     if not lives:
         rows.append(("life 1", "has not begun" if found["alive"] else "never began"))
     if (last := found["last"]) is not None:

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import shutil
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from rankwise import pickles
 from rankwise.config import RunConfig
-from rankwise.errors import ConfigError, RunDirError
+from rankwise.errors import EXIT_INTERRUPTED, ConfigError, RunDirError
 from rankwise.launch import code, follow
 from rankwise.launch.choice import Choice
 from rankwise.launch.conclude import say
-from rankwise.launch.script import Program
+from rankwise.launch.script import Program, named
 from rankwise.launch.status import stamp, state_of, typed
 from rankwise.plan import Plan
 from rankwise.rundir import Job, RunDir, write_json, write_text
@@ -54,8 +57,12 @@ def refuse_if_queued(run: RunDir) -> None:
     )
 
 
-def leave_records(run: RunDir, plan: Plan, text: str, config: RunConfig) -> None:
-    """config.json, plan.json, job.sh."""
+def leave_records(run: RunDir, plan: Plan, text: str, config: RunConfig, call: bytes | None = None) -> None:
+    """config.json, plan.json, job.sh; and a function to call in place of a script, where nobody else can read it."""
+    shutil.rmtree(run.function, ignore_errors=True)
+    if call is not None:
+        run.function.mkdir(mode=0o700)
+        pickles.write(run.call, call)
     write_json(run.config, asdict(config))
     write_json(run.plan, plan.record())
     write_text(run.job, text, mode=0o755)
@@ -67,9 +74,10 @@ def compare_with_earlier_lives(run: RunDir, program: Program) -> None:
     if not lives:
         return
     before, now = lives[-1].argv, program.argv
-    if Path(before[0]).name != Path(now[0]).name or (now[0] == "-m" and before[:2] != now[:2]):
+    words = 3 if program.is_function else 2
+    if Path(before[0]).name != Path(now[0]).name or (now[0] == "-m" and before[:words] != now[:words]):
         raise ConfigError(
-            f"the run in {short(run.path)} is of {shlex.join(before)} and this is {program.name}; give this one another name "
+            f"the run in {short(run.path)} is of {named(before)} and this is {program.name}; give this one another name "
             "with --name NAME, or move the older aside with --fresh"
         )
     if before[1:] != now[1:]:
@@ -89,12 +97,16 @@ def dry_run(text: str, found: Sequence[Member], config: RunConfig) -> int:
             leave_records(run, plan, text, config)
         finally:
             lease.release()
-    print(text, end="")
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text.encode(errors="surrogateescape"))  # a folder's name need not be UTF-8
+    sys.stdout.buffer.flush()
     return 0
 
 
-def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig, program: Program) -> int:
-    """Submit, say how to follow it; with --wait follow it. Returns the exit status.
+def queue(
+    choice: Choice, text: str, found: Sequence[Member], config: RunConfig, program: Program, call: bytes | None = None
+) -> int:
+    """Submit, say how to follow it; with --wait follow it. Returns the exit status. Ctrl-C ends the following, and not the job.
 
     The right to write in the run directories is given up before the job is there: its agents take it, maybe at once.
     """
@@ -103,6 +115,7 @@ def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig,
         raise ConfigError(
             "--wait and --array: a job of several runs cannot be shown as one; follow one: rankwise logs -f RUN-0"
         )
+    described = code.describe(Path(program.name).absolute().parent)  # first: once submitted, the agents may come at any moment
     with contextlib.ExitStack() as leases:
         for run, plan in found:
             refuse_if_queued(run)
@@ -110,8 +123,11 @@ def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig,
                 say(f"the older run was moved to {short(aside)}")
             leases.callback(run.take().release)
             compare_with_earlier_lives(run, program)
-            leave_records(run, plan, text, config)
+            leave_records(run, plan, text, config, call)
             run.write_job(None)
+            with contextlib.suppress(RunDirError):
+                write_text(run.code, described)
+    lives = len(found[0][0].lives())  # counted before the job can add one
     job_id: str = module.submit(str(found[0][0].job))
     jobs = [Job(choice.name, job_id, time.time(), socket.gethostname()) for _ in found]
     if "array" in choice.job:
@@ -119,22 +135,27 @@ def queue(choice: Choice, text: str, found: Sequence[Member], config: RunConfig,
         jobs = [replace(job, id=f"{job_id}_{number}") for job, number in zip(jobs, numbers, strict=True)]
     for (run, _), job in zip(found, jobs, strict=True):
         run.write_job(job)
-    described = code.describe(Path(program.name).absolute().parent)
-    for run, _ in found:
-        with contextlib.suppress(RunDirError):
-            write_text(run.code, described)
-    state = _first_look(jobs[0])
+    run, name = found[0][0], typed(found[0][0])
+    try:
+        _tell(choice, job_id, jobs[0], found, name)
+        if config.wait:
+            return follow.wait(run, jobs[0], lives, config)
+    except KeyboardInterrupt:
+        say(f"no longer followed; job {job_id} goes on: rankwise logs -f {name}; to end it: rankwise cancel {name}")
+        return EXIT_INTERRUPTED
+    if not config.is_function:  # whoever called it is not given a line, but the run
+        print(job_id)
+    return 0
+
+
+def _tell(choice: Choice, job_id: str, job: Job, found: Sequence[Member], name: str) -> None:
+    """What became of the job at first, and how to go on from here. Raises ConfigError where it would never start."""
+    state = _first_look(job)
     if state.phase == "stuck":
-        module.cancel(job_id)
+        choice.module.cancel(job_id)
         raise ConfigError(f"job {job_id} of {choice.name} would never start, and is cancelled: {state.reason}")
     say(f"job {job_id} of {choice.name}{_and_runs(found)}: {state.reason or state.phase}")
-    run = found[0][0]
-    name = typed(run)
     say(f"to follow it: rankwise status {name}, rankwise logs -f {name}; to end it: rankwise cancel {name}")
-    if config.wait:
-        return follow.wait(run, jobs[0], config)
-    print(job_id)
-    return 0
 
 
 def _and_runs(found: Sequence[Member]) -> str:

@@ -54,13 +54,14 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from rankwise.schedulers import local, manual, mpich, openmpi, sge, slurm, ssh, torchrun
+from rankwise.schedulers import local, manual, mpich, openmpi, sge, slurm, ssh, submitit, torchrun
 from rankwise.schedulers.ranks import Ranks
 
 ORDER: dict[str, ModuleType] = {
     "torchrun": torchrun,
     "openmpi": openmpi,
     "mpich": mpich,
+    "submitit": submitit,
     "slurm": slurm,
     "sge": sge,
     "local": local,

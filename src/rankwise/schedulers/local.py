@@ -49,6 +49,7 @@ def submit(path: str) -> str:
 def submit_bound(path: str) -> str:
     """The same, killed when this process ends: for what is no agent, which would see that itself."""
     command, parent = _command(path), os.getpid()
+    reader, writer = os.pipe()  # the exec closes it
     pid = os.fork()
     if pid == 0:
         try:
@@ -57,6 +58,9 @@ def submit_bound(path: str) -> str:
             os.execv(command[0], command)
         finally:
             os._exit(127)
+    os.close(writer)
+    os.read(reader, 1)  # until then a signal would meet this program's own handlers
+    os.close(reader)
     return str(pid)
 
 

@@ -399,9 +399,15 @@ def submit(path: str) -> str:
     done = call(["sbatch", "--parsable", path], _NOT_HERE)
     if done.returncode == 0 and (match := re.search(r"^([0-9]+)(?:;.*)?$", done.stdout, re.MULTILINE)):
         return match[1]
-    words = last_line(done).removeprefix("sbatch: ").removeprefix("error: ").removeprefix("Batch job submission failed: ")
-    told = f"{done.stdout}\n{done.stderr}"
-    names, hint = next(((names, hint) for phrase, names, hint in _REFUSALS if phrase.lower() in told.lower()), ((), ""))
+    words = last_line(done)
+    names: tuple[str, ...] = ()
+    hint = ""
+    for phrase, about, cure in _REFUSALS:
+        if said := [line.strip() for line in done.stderr.splitlines() if phrase.lower() in line.lower()]:
+            words, names, hint = said[-1], about, cure
+            break
+    for prefix in ("sbatch: ", "error: ", "Batch job submission failed: "):
+        words = words.removeprefix(prefix)
     asked = " ".join(text for name in names if (text := _given(Path(path), name)))
     raise ConfigError(f"Slurm refuses the job: {words}" + (f" ({asked})" if asked else "") + (f"; {hint}" if hint else ""))
 

@@ -15,7 +15,7 @@ import pytest
 
 from rankwise.plan import Host, Plan
 
-GOLDEN = Path(__file__).with_name("golden")
+GOLDEN = Path(__file__).parent / "schedulers" / "golden"
 HOSTILE = 'a b/$(touch x);it\'s "here"'
 
 
@@ -44,6 +44,7 @@ def plan(folder: str = "/home/me", run: str = "runs/train", **changes: Any) -> P
         "join_timeout_s": 300.0,
         "node_wait_s": 30.0,
         "max_restarts": 0,
+        "stop_after_s": 0.0,
         "grace_s": 120.0,
         "stall_warn_s": 120.0,
         "check_collectives": False,

@@ -1,0 +1,90 @@
+"""Which folders are checkpoints, in which order, and where those of a run are.
+
+for path in checkpoints_in(folder): ...          # the oldest first
+folder = find("train")                           # runs/train/checkpoints
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+from rankwise.errors import RunDirError
+from rankwise.rundir import RunDir
+from rankwise.terminal import short
+
+_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # what else lies there is somebody's own
+
+
+def is_checkpoint(path: Path) -> bool:
+    """By its name; whether it is whole is another question."""
+    return _NAME.fullmatch(path.name) is not None and path.is_dir()
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Every checkpoint's folder, the oldest first. Not verified."""
+    return sorted((path for path in folder.glob("step-*") if is_checkpoint(path)), key=order)
+
+
+def order(path: Path) -> tuple[int, int]:
+    """(step, which time it was saved) of step-00000400 or step-00000400-2."""
+    found = _NAME.fullmatch(path.name)
+    assert found is not None
+    return int(found[1]), int(found[2] or 1)
+
+
+def remove(path: Path) -> bool:
+    """False when it cannot be, or another process has done it."""
+    # Out of sight in one step: a kill in the middle of a deletion must not leave half a checkpoint by its name.
+    hidden = path.with_name(f"tmp.{uuid.uuid4().hex}")
+    try:
+        os.rename(path, hidden)
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):
+        fsync(path.parent)  # nor must a power cut
+    shutil.rmtree(hidden, ignore_errors=True)
+    return True
+
+
+def fsync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def find(run: str | None) -> Path:
+    """The folder of checkpoints of a run: its name under ./runs, its run directory, or that folder itself; None: the only run
+    here. Raises RunDirError when there is none."""
+    if run is None:
+        found = [path for path in Path("runs").glob("*") if checkpoints_in(RunDir(path).checkpoints)]
+        if len(found) != 1:
+            raise RunDirError(f"which run? Give its name or folder; those here that have checkpoints: {_listed(found)}")
+        return RunDir(found[0]).checkpoints
+    for path in (Path(run), Path("runs", run)):
+        for folder in (path, RunDir(path).checkpoints):
+            if checkpoints_in(folder):
+                return folder
+    raise RunDirError(f"there are no checkpoints in {run} or {Path('runs', run)}")
+
+
+def pick(folder: Path, name: str | None) -> Path:
+    """The checkpoint of that name (`step-00000400`, or `400`); None: the newest. Not verified."""
+    paths = checkpoints_in(folder)
+    if name is None:
+        return paths[-1]
+    wanted = f"step-{int(name):08d}" if name.isdecimal() else Path(name).name
+    for path in reversed(paths):
+        if path.name == wanted:
+            return path
+    raise RunDirError(f"there is no checkpoint {name} in {short(folder)}; those there: {', '.join(p.name for p in paths)}")
+
+
+def _listed(runs: list[Path]) -> str:
+    return ", ".join(sorted(path.name for path in runs)) or "none"

@@ -1,0 +1,58 @@
+"""The launcher of a function, in a process of its own: what it does to signals and to processes is not for its caller's.
+
+    python -m rankwise.functions.launcher CALL_FD REPLY_FD
+
+By CALL_FD comes one line of JSON, {"config": RunConfig, "bytes": n}, then the n bytes of the call. The pipe stays open: when
+the caller ends, however it does, the run is asked to stop. By REPLY_FD goes {"status": n} or {"error": type, "message": text}.
+"""
+
+import fcntl
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from rankwise.config import RunConfig
+from rankwise.errors import RankwiseError, WorldError
+from rankwise.launch import join
+from rankwise.launch.launch import launch
+
+
+def main() -> int:
+    calling, replying = int(sys.argv[1]), int(sys.argv[2])
+    for fd in (calling, replying):
+        os.set_inheritable(fd, False)
+    with open(calling, "rb", closefd=False) as file:
+        head = json.loads(file.readline())
+        call = file.read(head["bytes"])
+    _stop_with_the_caller(calling)
+    reply: dict[str, Any]
+    status = 0
+    try:
+        if join.together(os.environ) is not None:
+            raise WorldError(
+                "this is one of several processes that were started together, and each would start the function anew; call it "
+                "from one process, or start a script: rankwise run script.py"
+            )
+        status = launch(_config(head["config"]), os.environ, call)
+        reply = {"status": status}
+    except RankwiseError as error:
+        reply = {"error": type(error).__name__, "message": str(error)}
+    os.write(replying, json.dumps(reply).encode() + b"\n")
+    return status
+
+
+def _config(record: dict[str, Any]) -> RunConfig:
+    return RunConfig.of({name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
+
+
+def _stop_with_the_caller(pipe: int) -> None:
+    """SIGTERM when the other end of the pipe is closed. Not by the death of the parent: that is the end of a thread."""
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGTERM)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""A Python function on every rank, from a script, a notebook or `python -c`.
+
+losses = rankwise.run_function(train, (0.1,), nproc=4)                                    # what each rank returned
+run = rankwise.run_function(train, (0.1,), nodes=2, on="slurm", wait=False)
+run.status();  run.result(timeout_s=3600);  run.cancel()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import IO, Any
+
+from rankwise import errors
+from rankwise.config import WORKER, RunConfig, is_given, site_settings
+from rankwise.errors import ConfigError, FunctionError, RankwiseError, Stopped
+from rankwise.functions import calls
+from rankwise.launch import status
+from rankwise.launch.follow import End
+from rankwise.rundir import Job, RunDir
+from rankwise.schedulers.job import slug
+
+_TICK_S = 0.02
+_LAST_OUTPUT_S = 5.0  # a process that the function has left behind may hold the pipe
+_OF_SCRIPTS = ("argv", "module", "command", "site")
+_STARTED_ONCE = "a function is started once, for all its nodes; reach them by hosts=... or by a scheduler, or start a script"
+_OF_NO_FUNCTION = {
+    "dry_run": "a function is run at once, or queued; for a look at the job's text: rankwise run --dry-run script.py",
+    "array": "the results of several runs do not fit into one list; submit each with a name of its own",
+    "node_rank": _STARTED_ONCE,
+    "master_addr": _STARTED_ONCE,
+}
+
+
+def run_function(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    nproc: int | str | None = None,
+    nodes: int | str | None = None,
+    on: str | None = None,
+    hosts: str | None = None,
+    name: str | None = None,
+    wait: bool = True,
+    timeout_s: float | None = None,
+    **settings: Any,
+) -> Any:
+    """Call `fn(*args, **kwargs)` on every rank; return what each returned, in the order of the ranks.
+
+    The ranks are those of `rankwise run`, with all of its settings (`max_restarts=1`, `gpus_per_node=4`, `partition="gpu"`,
+    ...: the fields of RunConfig) and its logs, restarts, checkpoints and verdicts; the run is named after the function. What
+    the rank that failed first has raised is raised here, of the same type where that can be pickled, with its rank, host and
+    traceback as a note; FunctionError otherwise, and Stopped where the run was asked to stop. Ctrl-C stops all ranks.
+
+    The function and the results travel pickled, in files of the run directory that this user alone can read; what pickle
+    cannot send (lambdas, closures, functions of `__main__`) needs `pip install 'rankwise[functions]'`.
+
+    With a queue (`on="slurm"`) this waits for the job. `wait=False` returns a FunctionRun at once instead of the results.
+    `timeout_s` bounds the wait: then the run is stopped, and TimeoutError raised.
+    """
+    given = {"nproc": nproc, "nodes": nodes, "on": on, "hosts": hosts, "name": name, **settings}
+    run = FunctionRun(_config(calls.name_of(fn), given, wait), calls.pack(fn, args, kwargs or {}), calls.name_of(fn))
+    if not wait:
+        return run
+    try:
+        return run.result(timeout_s)
+    except KeyboardInterrupt:
+        run._stop(signal.SIGINT)
+        raise
+    except TimeoutError:
+        run._stop(signal.SIGTERM)  # where it is the function's own, the run is over and this does nothing
+        raise
+
+
+def _config(name: str, given: Mapping[str, Any], wait: bool) -> RunConfig:
+    """Raises ConfigError."""
+    known = [field.name for field in fields(RunConfig) if field.name not in (*_OF_SCRIPTS, "wait", *_OF_NO_FUNCTION)]
+    found = {key: value for key, value in given.items() if is_given(value)}
+    for key in found:
+        if key in _OF_NO_FUNCTION:
+            raise ConfigError(f"{key}={found[key]!r}: {_OF_NO_FUNCTION[key]}")
+        if key not in known:
+            raise ConfigError(f"{key}={found[key]!r}: that is no setting of a run; the settings: {', '.join(known)}")
+    for key in ("nproc", "nodes", "gpus_per_node", "mem", "time", "gpus"):  # a number is as good as its text
+        if type(found.get(key)) is int:
+            found[key] = str(found[key])
+    found |= {key: tuple(value) for key, value in found.items() if isinstance(value, list)}
+    if "run_dir" in found:
+        found["run_dir"] = os.fspath(found["run_dir"])
+    own = {"argv": (WORKER, name), "module": True, "name": slug(name.rpartition(".")[2]), "wait": wait}
+    return RunConfig.of(*site_settings(os.environ), own, found)
+
+
+class FunctionRun:
+    """A function that runs, or waits in a queue.
+
+    A queued one goes on when this process ends; one on this machine, or on hosts that this process reaches, is stopped then.
+    """
+
+    def __init__(self, config: RunConfig, call: bytes, name: str) -> None:
+        self._run = RunDir(config.path(name))
+        self._name = name
+        self._began = time.time()
+        self._lives = len(self._run.lives()) if not config.fresh else 0
+        self._reply: dict[str, Any] | None = None
+        self._end: End | None = None
+        self._outcome: tuple[list[Any] | None, BaseException | None] | None = None
+        self._process, self._lifeline, self._replies = _start(config, call)
+        self._pumps = [
+            threading.Thread(target=_pump, args=(source, sink), daemon=True)
+            for source, sink in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
+            if source is not None
+        ]
+        for pump in self._pumps:
+            pump.start()
+
+    @property
+    def run_dir(self) -> Path:
+        """Where it writes: `rankwise status`, `logs` and `cancel` take it."""
+        return self._run.path
+
+    def done(self) -> bool:
+        """Whether it has ended: `result` then returns, or raises, at once."""
+        return self._outcome is not None or not self._goes_on()
+
+    def result(self, timeout_s: float | None = None) -> list[Any]:
+        """What the function returned on each rank, in their order; raises as `run_function` does.
+
+        TimeoutError when it has not ended within `timeout_s`; it goes on then.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.done():
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"{self._name} has not ended within {timeout_s:g} s; its logs are in {self._run.logs}")
+            time.sleep(_TICK_S)
+        if self._outcome is None:
+            for pump in self._pumps:
+                pump.join(_LAST_OUTPUT_S)
+            try:
+                self._outcome = (self._results(), None)
+            except (Exception, Stopped) as error:
+                self._outcome = (None, error)
+            shutil.rmtree(self._run.function, ignore_errors=True)
+        results, raised = self._outcome
+        if raised is not None:
+            raise raised.with_traceback(None)  # the note has the one that matters
+        assert results is not None
+        return results
+
+    def status(self) -> str:
+        """What is known of it now, as `rankwise status` prints it."""
+        return status.as_text(status.facts(self._run))
+
+    def cancel(self) -> None:
+        """Ask it to stop after the step it is in, and to save; `result` then raises Stopped, or FunctionError."""
+        self._ask(signal.SIGTERM)
+
+    def _goes_on(self) -> bool:
+        """Whether it runs or waits; looks, and does not wait."""
+        if self._process.poll() is None:
+            return True
+        if self._reply is None:
+            with open(self._replies, "rb") as file:
+                line = file.readline()
+            os.close(self._lifeline)
+            self._reply = json.loads(line) if line else {}
+        job = self._job()
+        if self._reply.get("status") != 0 or job is None:
+            return False
+        self._end = self._end or End(self._run, job)
+        return self._end.goes_on()
+
+    def _job(self) -> Job | None:
+        """That of this call, if it was queued."""
+        job = self._run.read_job()
+        return job if job is not None and job.submitted >= self._began else None
+
+    def _ask(self, signum: int) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signum)
+        if (job := self._job()) is not None and status.state_of(job).phase in ("waiting", "stuck", "running"):
+            status.cancel(self._run)
+
+    def _stop(self, signum: int) -> None:
+        """Ask it to stop, and wait until nothing of it is left here; once more at each further Ctrl-C."""
+        while True:
+            try:
+                self._ask(signum)
+                while self._process.poll() is None:
+                    time.sleep(_TICK_S)
+                return
+            except KeyboardInterrupt:
+                signum = signal.SIGINT
+
+    # --- how it ended
+
+    def _results(self) -> list[Any]:
+        """Raises what the function raised, or why there is nothing."""
+        assert self._reply is not None
+        if "error" in self._reply:
+            raise _error(self._reply["error"], self._reply["message"])
+        life = next(iter(self._run.lives()[self._lives :][-1:]), None)
+        if life is None:
+            raise FunctionError(f"{self._name} never began; {self._told()}")
+        code = life.status
+        if code == 0:
+            return [calls.understand(self._run.result(rank), rank) for rank in range(life.ranks)]
+        failure = self._run.read_failure()
+        if failure is not None:
+            error = calls.understand_error(self._run.result(failure.rank), failure.rank, failure.host)
+            raise error or FunctionError(f"{failure.summary}, on {failure.host}; its output is in {failure.log}")
+        if code in (errors.EXIT_PREEMPTED, errors.EXIT_INTERRUPTED):
+            raise Stopped(code)
+        raise FunctionError(f"{self._name}: {life.outcome or 'its launcher was killed'}; {self._told()}")
+
+    def _told(self) -> str:
+        job = self._job()
+        if job is None:
+            return f"exit status {self._process.returncode}; what it printed is in {self._run.logs}"
+        reason = self._end.reason if self._end is not None else ""
+        return f"job {job.id}{f' ({reason})' if reason else ''}; what it printed is in {self._run.job_log(job.id)}"
+
+
+def _error(kind: str, message: str) -> RankwiseError:
+    found = getattr(errors, kind, RankwiseError)
+    return found(message) if isinstance(found, type) and issubclass(found, RankwiseError) else RankwiseError(message)
+
+
+# --- the launcher
+
+
+def _start(config: RunConfig, call: bytes) -> tuple[subprocess.Popen[bytes], int, int]:
+    """(the launcher, the pipe whose closing stops it, the pipe of its reply)."""
+    theirs_in, lifeline = os.pipe()
+    replies, theirs_out = os.pipe()
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # what multiprocessing uses too
+    command = [sys.executable, *flags, "-m", "rankwise.functions.launcher", str(theirs_in), str(theirs_out)]
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=None if _is_descriptor(sys.stdout, 1) else subprocess.PIPE,
+            stderr=None if _is_descriptor(sys.stderr, 2) else subprocess.PIPE,
+            pass_fds=(theirs_in, theirs_out),
+            # Ctrl-C in a terminal, or in a notebook, is this process's to pass on, once.
+            start_new_session=True,
+        )
+    finally:
+        os.close(theirs_in)
+        os.close(theirs_out)
+    with contextlib.suppress(BrokenPipeError), open(lifeline, "wb", closefd=False) as file:
+        file.write(json.dumps({"config": asdict(config), "bytes": len(call)}).encode() + b"\n" + call)
+    return process, lifeline, replies
+
+
+def _is_descriptor(stream: Any, fd: int) -> bool:
+    """Whether a stream is the process's own: in a notebook it is not, and a child's output would be shown elsewhere."""
+    try:
+        return bool(stream.fileno() == fd)
+    except (AttributeError, OSError, ValueError):
+        return False
+
+
+def _pump(source: IO[bytes], sink: Any) -> None:
+    with source:
+        for line in source:
+            with contextlib.suppress(OSError, ValueError):
+                sink.write(line.decode(errors="replace"))
+                sink.flush()

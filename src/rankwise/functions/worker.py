@@ -1,0 +1,37 @@
+"""One rank of a function: `python -m rankwise.functions.worker NAME`, which its agent starts as it would any module.
+
+What the function raises leaves this process as it would leave a script: the evidence, and the line, are the user's.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+from rankwise import pickles
+from rankwise.errors import RunDirError
+from rankwise.functions import calls
+from rankwise.rundir import ENV_RUN_DIR, RunDir
+
+__tracebackhide__ = True  # agent/warm.py leaves the frames of this file out of what is told
+
+
+def main() -> None:
+    run, rank = RunDir(Path(os.environ[ENV_RUN_DIR])), int(os.environ["RANK"])
+    place = run.result(rank)
+    place.unlink(missing_ok=True)  # of an earlier life
+    try:
+        fn, args, kwargs = calls.load(run.call)
+        answer = calls.answer(fn(*args, **kwargs), rank)
+    except Exception as error:
+        whole = error.__traceback__
+        assert whole is not None
+        error.__traceback__ = whole.tb_next  # without this frame
+        with contextlib.suppress(RunDirError):
+            pickles.write(place, calls.answer_error(error))
+        error.__traceback__ = whole
+        raise
+    pickles.write(place, answer)
+
+
+if __name__ == "__main__":
+    main()

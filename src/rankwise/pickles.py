@@ -1,0 +1,120 @@
+"""What travels pickled: values and exceptions for another process of the same user, in files that are that user's alone.
+
+data = dumps(value);  write(path, data);  data = take(path)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import stat
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from rankwise.errors import RunDirError
+from rankwise.network import refresh
+from rankwise.rundir import write_bytes
+
+Packed = tuple[bytes | None, str]
+"""An exception for another process: its pickle, None where that would not bring back the same; its traceback."""
+
+
+def pack_error(error: BaseException, dumps: Callable[[Any], bytes] = pickle.dumps) -> Packed:
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickled = dumps(error)
+        back = pickle.loads(pickled)
+        back.add_note("")  # a frozen one takes none
+        same = type(back) is type(error) and str(back) == str(error)
+    except BaseException:  # whatever a class of the user's raises on its way
+        same = False
+    return (pickled if same else None), text
+
+
+def unpack_error(packed: Packed, where: str, otherwise: type[Exception]) -> BaseException:
+    """The exception, with the traceback that it had in the other process; `otherwise`, of that text, if it did not survive."""
+    pickled, text = packed
+    if pickled is not None:
+        with contextlib.suppress(BaseException):
+            error: BaseException = pickle.loads(pickled)
+            error.add_note(f"raised {where}:\n{text}")
+            return error
+    return otherwise(f"raised {where}:\n{text}")
+
+
+# --- for a process that runs another __main__
+
+
+class NotPortableError(Exception):
+    """It cannot be pickled for another process; the text says why, and what to type where that helps."""
+
+
+def dumps(value: Any) -> bytes:
+    """As pickle does; what pickle cannot send, or only as a name in `__main__`, by cloudpickle where that is installed.
+
+    Raises NotPortableError.
+    """
+    buffer = io.BytesIO()
+    try:
+        _ByName(buffer).dump(value)
+    except Exception as error:  # whatever a class of the user's raises on its way
+        why = f"{type(error).__name__}: {error}"
+    else:
+        return buffer.getvalue()
+    try:
+        import cloudpickle
+    except ImportError:
+        raise NotPortableError(f"{why}; type: pip install 'rankwise[functions]', or define it in a module of its own") from None
+    try:
+        data: bytes = cloudpickle.dumps(value)
+    except Exception as error:
+        raise NotPortableError(f"{type(error).__name__}: {error}") from None
+    return data
+
+
+class _ByName(pickle.Pickler):
+    """Refuses what lives in `__main__`: in the process that reads it that is another module."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
+            raise pickle.PicklingError(f"{value.__qualname__} is defined in __main__ (the script, the notebook)")
+        return NotImplemented
+
+
+# --- files
+
+
+def write(path: Path, data: bytes) -> None:
+    """For this user alone, whole or not at all."""
+    write_bytes(path, data, mode=0o600)
+
+
+def read(path: Path) -> bytes:
+    """Raises FileNotFoundError; RunDirError unless it is a file of this user's that nobody else can write."""
+    refresh(path)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be read: {error.strerror}") from None
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode) or found.st_mode & 0o022:
+            raise RunDirError(
+                f"{path} (of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}) is not read, as what is pickled "
+                f"there would be run: it must be a file of user {os.geteuid()} that nobody else can write; remove it"
+            )
+        return file.read()
+
+
+def take(path: Path) -> bytes:
+    """`read`, and the file is gone."""
+    data = read(path)
+    path.unlink(missing_ok=True)
+    return data

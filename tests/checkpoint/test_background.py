@@ -1,0 +1,390 @@
+"""Saves behind the loop: the state of their moment, one at a time, no collective of their own, and errors that are heard."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from boxes import Box, loaded, of_step, step_in
+from ranks import on_ranks
+from torch import nn
+
+from rankwise import comm, seed
+from rankwise.checkpoint import Checkpoints, store
+from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint.background import Background
+from rankwise.checkpoint.snapshot import Snapshot
+from rankwise.errors import CheckpointError
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No file is written before it is set."""
+    gate = threading.Event()
+    hold(gate, lambda name, value: monkeypatch.setattr(store, name, value))
+    yield gate
+    gate.set()
+
+
+def hold(gate: threading.Event, put: Callable[[str, Any], None]) -> None:
+    write_file = store._write_file
+
+    def wait_and_write(path: Path, state: Any) -> Any:
+        assert gate.wait(60.0)
+        return write_file(path, state)
+
+    put("_write_file", wait_and_write)
+
+
+# --- the moment
+
+
+def test_what_is_written_is_the_state_at_the_moment_of_the_save(tmp_path: Path, held: threading.Event) -> None:
+    parts = {**of_step(1), "loader": Box({"step": 1, "list": [torch.tensor([1])]})}
+    checkpoints = Checkpoints(tmp_path, background=True)
+    checkpoints.save(parts, 1)
+    expected = [random.random(), np.random.rand(), torch.rand(()).item()]
+    parts["model"].state["value"].fill_(99.0)
+    parts["loader"].state["value"]["step"] = 99
+    parts["loader"].state["value"]["list"][0].fill_(99)
+    parts["loader"].state["value"]["list"].append("more")
+    parts["loader"].state["new"] = 99
+    assert list(tmp_path.glob("step-*")) == []
+    held.set()
+    checkpoints.wait()
+    assert loaded(tmp_path) == 1
+    assert [random.random(), np.random.rand(), torch.rand(()).item()] == expected
+
+
+def test_a_model_and_its_optimizer_that_go_on_meanwhile_are_saved_as_they_were(tmp_path: Path, held: threading.Event) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+
+    def step() -> None:
+        model(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+    step()
+    was = {name: value.clone() for name, value in model.state_dict().items()}
+    moment = optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    checkpoints = Checkpoints(tmp_path, background=True)
+    path = checkpoints.save({"model": model, "optimizer": optimizer, "scheduler": scheduler}, 1)
+    for _ in range(5):
+        step()
+    held.set()
+    checkpoints.wait()
+    states = {file.stem: torch.load(file, weights_only=True) for file in path.glob("*.pt")}
+    assert all(torch.equal(value, was[name]) for name, value in states["model"].items())
+    assert torch.equal(states["optimizer"]["state"][0]["exp_avg"], moment)
+    assert states["optimizer"]["param_groups"][0]["lr"] == 0.1
+    assert states["scheduler"]["last_epoch"] == 1
+    assert states["model"]._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
+
+
+# --- one at a time
+
+
+def test_a_save_returns_before_it_is_written_and_the_next_waits_for_it(tmp_path: Path, held: threading.Event) -> None:
+    checkpoints = Checkpoints(tmp_path, background=True)
+    path = checkpoints.save(of_step(1), 1)
+    assert not path.exists()
+    second = threading.Thread(target=lambda: checkpoints.save(of_step(2), 2))
+    second.start()
+    second.join(0.05)
+    assert second.is_alive()
+    assert not path.exists()
+    held.set()
+    second.join(60.0)
+    assert path.exists()
+    checkpoints.wait()
+    assert loaded(tmp_path) == 2
+    assert [p.name for p in checkpoints.all()] == ["step-00000001", "step-00000002"]
+
+
+def test_the_best_and_the_newest_are_told_after_what_is_under_way(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_best="loss", background=True)
+    for step, figure in ((1, 3.0), (2, 2.0), (3, 2.5)):
+        assert checkpoints.is_best({"loss": figure}) == (step < 3)
+        path = checkpoints.save(of_step(step), step, metrics={"loss": figure})
+        if step == 2:
+            assert checkpoints.best() == path
+    found = checkpoints.find_latest()
+    assert found is not None
+    assert found[1].step == 3
+
+
+def test_a_program_that_ends_finishes_what_it_began(tmp_path: Path) -> None:
+    code = (
+        "import torch\nfrom pathlib import Path\nfrom rankwise.checkpoint import Checkpoints, store\n"
+        "write = store._write_file\n"
+        "def slow(path, state):\n    import time\n    time.sleep(0.1)\n    return write(path, state)\n"
+        "store._write_file = slow\n"
+        f"Checkpoints(Path({str(tmp_path)!r}), background=True).save({{'model': torch.nn.Linear(2, 2)}}, 7)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    assert [manifests.verify(path).step for path in tmp_path.iterdir()] == [7]
+
+
+# --- errors
+
+
+def test_a_save_that_fails_is_an_error_of_the_next_and_the_one_after_is_written(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.write_text("in the way")
+    checkpoints = Checkpoints(folder, background=True)
+    checkpoints.save(of_step(1), 1)
+    error = checkpoints.close()
+    assert isinstance(error, CheckpointError)
+    assert checkpoints.failure is error
+    folder.unlink()
+    with pytest.raises(CheckpointError, match=r"cannot write .*step-00000001: File exists"):
+        checkpoints.save(of_step(2), 2)
+    assert checkpoints.failure is None
+    checkpoints.wait()
+    checkpoints.save(of_step(3), 3)
+    checkpoints.wait()
+    assert [p.name for p in checkpoints.all()] == ["step-00000003"]
+
+
+def test_an_error_is_raised_by_wait_once_whatever_it_is(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, background=True)
+    checkpoints.save({**of_step(1), "bad": Box(lambda: None)}, 1)
+    with pytest.raises(Exception, match="pickle"):
+        checkpoints.wait()
+    checkpoints.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_work_that_no_thread_can_be_had_for_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done: list[int] = []
+    background = Background()
+    background.start(lambda: done.append(1))
+    assert done == [1]
+    background.wait()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()])
+def test_a_state_that_there_is_no_memory_to_copy_is_written_while_the_loop_waits(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Snapshot, states: dict[str, Any]) -> None:
+        raise error
+
+    monkeypatch.setattr(Snapshot, "take", refuse)
+    checkpoints = Checkpoints(tmp_path, background=True)
+    assert checkpoints.save(of_step(1), 1).exists()
+    assert loaded(tmp_path) == 1
+    checkpoints.wait()
+
+
+def failing_on_ranks(folder: Path) -> list[str]:
+    checkpoints = Checkpoints(folder / "file" / "checkpoints", background=True)
+    seen = []
+    for act in (lambda: checkpoints.save(of_step(1), 1), checkpoints.wait, lambda: checkpoints.save(of_step(2), 2)):
+        try:
+            act()
+        except CheckpointError as error:
+            seen.append(str(error))
+    checkpoints.close()
+    comm.barrier()
+    return seen
+
+
+def test_every_rank_hears_of_a_save_that_failed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    answers = on_ranks(2, failing_on_ranks, tmp_path)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 1
+    assert "step-00000001: Not a directory" in answers[0][0]
+
+
+# --- no collective behind the loop
+
+
+def save_among_collectives(folder: Path) -> tuple[set[str], float]:
+    """(the threads that communicated, the sum of what was reduced). A reduction a step, while saves are written."""
+    seen: set[str] = set()
+
+    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.add(threading.current_thread().name)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in ("all_gather_object", "broadcast_object", "all_reduce", "barrier", "patient"):
+        setattr(comm, name, noted(getattr(comm, name)))
+    seed.seed_rank(3, comm.rank())
+    checkpoints = Checkpoints(folder, keep_last=2, keep_best="loss", background=True)
+    total = 0.0
+    for step in range(1, 31):
+        total += float(comm.all_reduce(torch.ones(1000) * (comm.rank() + step))[0])
+        if step % 3 == 0:
+            checkpoints.is_best({"loss": 50.0 - step}) if step % 2 else None
+            checkpoints.save(of_step(step, 20_000), step, metrics={"loss": 50.0 - step})
+    checkpoints.wait()
+    return seen, total
+
+
+def test_no_collective_is_called_behind_the_loop(tmp_path: Path) -> None:
+    total = sum(2 * step + 1 for step in range(1, 31))
+    assert on_ranks(2, save_among_collectives, tmp_path) == [({"MainThread"}, float(total))] * 2
+    assert loaded(tmp_path) == 30
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000027", "step-00000030"]
+
+
+# --- the copy
+
+
+def nest() -> dict[str, Any]:
+    shared = torch.arange(1000.0)
+    views: Any = OrderedDict(whole=shared, view=shared[5:], turned=shared.view(10, 100).t())
+    views._metadata = {"": {"version": 2}}
+    return {
+        "views": views, "parameter": nn.Parameter(torch.ones(3), False), "grad": torch.ones(2, requires_grad=True),
+        "empty": [torch.empty(0, 3), torch.empty(0)], "half": (torch.ones(2, dtype=torch.bfloat16), 1, None, "text"),
+        "sparse": torch.eye(3).to_sparse(), "conj": torch.ones(2, dtype=torch.complex64).conj(), "set": {1, 2},
+        "number": np.float32(2.5),
+    }  # fmt: skip
+
+
+def test_a_copy_is_equal_and_hangs_on_nothing_of_the_original() -> None:
+    state = nest()
+    taken = Snapshot().take({"part": state})["part"]
+    for name, tensor in manifests.tensors(state):
+        other = dict(manifests.tensors(taken))[name]
+        assert type(other) is type(tensor)
+        assert torch.equal(other.to_dense(), tensor.to_dense())
+        assert (other.dtype, other.requires_grad) == (tensor.dtype, tensor.requires_grad)
+        if not tensor.is_sparse and tensor.numel():
+            assert other.stride() == tensor.stride()
+            assert other.data_ptr() != tensor.data_ptr()
+    assert taken["views"]["whole"].data_ptr() + 20 == taken["views"]["view"].data_ptr()
+    assert taken["views"]._metadata == {"": {"version": 2}}
+    assert taken["views"]._metadata is not state["views"]._metadata
+    assert (type(taken["views"]), taken["half"][1:], taken["set"]) == (OrderedDict, (1, None, "text"), {1, 2})
+    assert taken["set"] is not state["set"]
+    assert type(taken["number"]) is float
+
+
+def test_the_second_copy_is_in_the_memory_of_the_first_also_when_the_state_has_grown() -> None:
+    snapshot = Snapshot()
+    state = {"a": torch.ones(1000), "b": torch.zeros(1000), "c": torch.ones(10)}
+    first = {name: t.data_ptr() for name, t in snapshot.take({"part": state})["part"].items()}
+    more = {**state, "d": torch.full((10,), 5.0)}
+    second = snapshot.take({"part": more})["part"]
+    places = {name: t.data_ptr() for name, t in second.items()}
+    assert {places[name] for name in "abc"} == set(first.values())
+    assert len(set(places.values())) == 4
+    assert all(torch.equal(second[name], value) for name, value in more.items())
+    third = snapshot.take({"part": {"a": state["a"]}})["part"]
+    assert torch.equal(third["a"], state["a"])
+
+
+# --- a Trainer
+
+
+def fit_with_a_disk_in_the_way(folder: Path, n: int) -> tuple[str, list[str]]:
+    """The folder of checkpoints is a file until step 3: told at the step after the save, and training goes on."""
+    from test_trainer_checkpoints import fit
+
+    from rankwise.state import TrainState
+
+    there = folder / "checkpoints"
+    told: list[str] = []
+    out = io.StringIO()
+
+    def act(state: TrainState) -> None:
+        for thread in threading.enumerate():
+            if thread.name == "rankwise-checkpoint":
+                thread.join()
+        told.append(f"{state.step}: {out.getvalue().count('warning: cannot write')}")
+        if comm.is_main() and state.step == 1:
+            there.write_text("in the way")
+        if comm.is_main() and state.step == 4:
+            there.unlink()
+
+    fit(folder, 6, said=out, actions=[act], keep_steps=(2, 5))
+    return out.getvalue(), told
+
+
+def test_a_save_of_a_trainer_that_fails_is_told_at_the_next_step(tmp_path: Path) -> None:
+    answers = on_ranks(2, fit_with_a_disk_in_the_way, tmp_path / "run", 2)
+    said, told = answers[0]
+    assert said.count("step-00000002: ") == 1
+    assert "training goes on" in said
+    assert told == ["1: 0", "2: 0", "3: 1", "4: 1", "5: 1", "6: 1"]
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000005", "step-00000006"]
+
+
+def broken_fit(folder: Path) -> tuple[str, list[int], bool]:
+    from test_trainer_checkpoints import error_of, fit
+
+    from rankwise.state import TrainState
+
+    gate = threading.Event()
+    hold(gate, lambda name, value: setattr(store, name, value))
+
+    def act(state: TrainState) -> None:
+        if state.step == 3:
+            threading.Timer(0.2, gate.set).start()
+            raise ValueError("of the loop")
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        kind, text = error_of(fit, folder, 6, actions=[act], keep_steps=(2,))
+    return (
+        f"{kind}: {text}",
+        [manifests.verify(p).step for p in (folder / "checkpoints").iterdir()],
+        (folder / "lease.json").exists(),
+    )
+
+
+def test_a_loop_that_breaks_finishes_its_save_before_another_may_write(tmp_path: Path) -> None:
+    assert on_ranks(1, broken_fit, tmp_path / "run") == [("ValueError: of the loop", [2], False)]
+
+
+def resumed_from_each(folder: Path) -> list[bool]:
+    """Each of the checkpoints of a training that was never stopped, gone on from: the same end?"""
+    import shutil
+
+    from test_trainer_checkpoints import fit
+
+    unbroken, _ = fit(folder / "run", 8, save_every_s=0, keep_last=99)
+    same = []
+    for step in range(1, 8):
+        shutil.copytree(folder / "run", folder / str(step)) if comm.is_main() else None
+        comm.barrier()
+        if comm.is_main():
+            for later in range(step + 1, 9):
+                shutil.rmtree(folder / str(step) / "checkpoints" / f"step-{later:08d}")
+        comm.barrier()
+        same.append(fit(folder / str(step), 8)[0] == unbroken)
+    return same
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_each_checkpoint_that_was_written_behind_the_loop_leads_to_the_same_end(n: int, tmp_path: Path) -> None:
+    assert on_ranks(n, resumed_from_each, tmp_path) == [[True] * 7] * n
+
+
+def test_of_step_is_seen_through_a_copy() -> None:
+    parts = of_step(4)
+    taken = Snapshot().take({name: part.state_dict() for name, part in parts.items()})
+    assert step_in({name: Box(state["value"]) for name, state in taken.items()}) == 4

@@ -1,0 +1,324 @@
+"""`rankwise checkpoint ls, show, verify, export, average, prune`, as their user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import nn
+
+from rankwise.checkpoint import Checkpoints
+from rankwise.cli import main
+
+Run = Callable[..., Result]
+STEPS = (100, 200, 300, 400, 500)
+LOSSES = {100: 2.5, 200: 1.5, 300: 0.5, 400: 1.25, 500: 3.0}
+
+
+def net(step: int) -> nn.Module:
+    """Its weights are the step, its bias a tenth of it; as many batches were tracked."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, step)
+    model[1].num_batches_tracked.fill_(step)  # type: ignore[operator, union-attr]
+    return model
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Five checkpoints of the run `a`, the third of them the best; we stand where ./runs is."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "a" / "checkpoints"
+    checkpoints = Checkpoints(folder, keep_last=9, keep_best="eval_loss")
+    for step in STEPS:
+        model = net(step)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        checkpoints.save({"model": model, "optimizer": optimizer}, step, {"threads": 2}, {"eval_loss": LOSSES[step]})
+    return folder
+
+
+@pytest.fixture
+def typed() -> Run:
+    def run(*words: str) -> Result:
+        return CliRunner().invoke(main, ["checkpoint", *words])
+
+    return run
+
+
+def spoil(path: Path, text: bytes) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.index(text) + 1] ^= 1
+    path.write_bytes(data)
+
+
+def weights(step: int) -> bytes:
+    return torch.full((4, 3), float(step)).numpy().tobytes()
+
+
+def names(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in sorted(folder.iterdir())]
+
+
+# --- ls, show, verify
+
+
+def test_ls_has_a_line_for_each_with_its_figures_and_names_the_best(typed: Run) -> None:
+    head, *lines = typed("ls").output.splitlines()
+    assert head.split() == ["checkpoint", "step", "saved", "size", "ranks", "eval_loss"]
+    assert [line.split()[:2] for line in lines] == [[f"step-{s:08d}", str(s)] for s in STEPS]
+    assert all(time.strftime("%Y-%m-%d ") in line for line in lines)
+    assert [line for line in lines if "the best eval_loss" in line] == [lines[2]]
+    assert all("sizes fit" in line for line in lines)
+
+
+def test_ls_sees_what_is_cut_and_with_verify_what_is_changed(folder: Path, typed: Run) -> None:
+    spoil(folder / "step-00000200" / "model.pt", weights(200))
+    (folder / "step-00000300" / "model.pt").write_bytes(b"")
+    (folder / "step-00000400" / "rng.pt").unlink()
+    (folder / "step-00000500" / "manifest.json").write_text("{")
+    states = [line.rsplit("  ", 1)[-1].strip() for line in typed("ls").output.splitlines()[1:]]
+    assert [s.split(":")[0] for s in states] == ["sizes fit", "sizes fit", "damaged", "damaged", "damaged"]
+    assert "model.pt is not as long" in states[2]
+    assert "rng.pt: No such file" in states[3]
+    assert "manifest.json is damaged" in states[4]
+    lines = typed("ls", "a", "--verify").output.splitlines()[1:]
+    assert lines[0].endswith("verified")
+    assert lines[1].endswith("model.pt is damaged in tensor 0.weight")
+
+
+def test_show_tells_parts_tensors_types_shapes_and_sizes(typed: Run) -> None:
+    text = typed("show", "a").output
+    assert "step-00000500: step 500, saved 20" in text
+    assert "by 1 rank with torch" in text
+    assert "metrics: eval_loss 3\nmade with: threads 2\n" in text
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith("model/")}
+    assert rows["model/0.weight"] == ["float32", "4", "x", "3", "48", "B"]
+    assert rows["model/1.num_batches_tracked"] == ["int64", "scalar", "8", "B"]
+    record = json.loads(typed("show", "--checkpoint", "300", "--json").output)
+    assert (record["name"], record["step"], record["metrics"]) == ("step-00000300", 300, {"eval_loss": 0.5})
+    at = record["files"]["model.pt"]["layout"]["0.weight"]
+    data = (Path(record["path"]) / "model.pt").read_bytes()
+    assert data[at["offset"] : at["offset"] + at["bytes"]] == weights(300)
+
+
+def test_verify_names_each_damaged_file_and_tensor_and_ends_with_1(folder: Path, typed: Run) -> None:
+    assert (typed("verify").exit_code, typed("verify", "a", "--checkpoint", "step-00000100").exit_code) == (0, 0)
+    for step in (200, 400):
+        spoil(folder / f"step-00000{step}" / "model.pt", weights(step))
+    (folder / "step-00000400" / "rng.pt").write_bytes(b"")
+    done = typed("verify")
+    assert done.exit_code == 1
+    short = Path("runs/a/checkpoints")
+    assert done.output.splitlines() == [
+        "step-00000100 is whole",
+        f"{short}/step-00000200/model.pt is damaged in tensor 0.weight",
+        "step-00000300 is whole",
+        f"{short}/step-00000400/model.pt is damaged in tensor 0.weight",
+        *[line for line in done.output.splitlines() if "rng.pt has 0 of" in line],
+        "step-00000500 is whole",
+    ]
+
+
+def test_a_run_is_found_by_name_by_its_folder_by_its_checkpoints_and_alone(folder: Path, typed: Run) -> None:
+    for words in ((), ("a",), ("runs/a",), (str(folder),)):
+        assert typed("ls", *words).output.count("sizes fit") == 5
+
+
+def test_what_a_verb_does_is_not_cut_in_the_list_of_verbs(typed: Run) -> None:
+    lines = typed("--help").output.split("Commands:")[1].split("\n")
+    assert [line.split()[0] for line in lines if line] == ["average", "export", "ls", "prune", "show", "verify"]
+    assert not [line for line in lines if line.endswith("...")]
+
+
+def test_looking_and_verifying_need_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch on this machine')")
+    for words in (["ls", "--verify"], ["show"], ["verify"], ["prune", "--keep-last", "1"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "rankwise", "checkpoint", *words], capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+
+# --- export, average
+
+
+def load(path: Path) -> dict[str, Any]:
+    if path.suffix == ".pt":
+        return torch.load(path, weights_only=True)  # type: ignore[no-any-return]
+    return dict(pytest.importorskip("safetensors.torch").load_file(path))
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+def test_an_exported_model_is_loaded_by_the_bare_module(kind: str, tmp_path: Path, typed: Run) -> None:
+    done = typed("export", "a", "--to", f"model.{kind}", "--checkpoint", "300")
+    assert done.output == f"model of step-00000300 written to model.{kind}\n"
+    model = net(0)
+    model.load_state_dict(load(tmp_path / f"model.{kind}"))
+    assert {float(p.detach().mean()) for p in model.parameters()} == {300.0}
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [f"model.{kind}"]  # nothing half-written beside it
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+def test_prefixes_of_wrappers_go_and_tensors_that_share_memory_are_written_each(
+    kind: str, folder: Path, tmp_path: Path, typed: Run
+) -> None:
+    model = nn.Linear(2, 2)
+    tied = nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": nn.ModuleDict({"one": model, "other": model})})})
+    Checkpoints(folder).save({"model": tied}, 600)
+    assert typed("export", "--to", f"m.{kind}").exit_code == 0
+    state = load(tmp_path / f"m.{kind}")
+    assert sorted(state) == ["one.bias", "one.weight", "other.bias", "other.weight"]
+    assert torch.equal(state["one.weight"], model.weight)
+    assert torch.equal(state["other.weight"], model.weight)
+
+
+@pytest.mark.parametrize(("words", "mean"), [(("--last", "2"), 450.0), (("--best", "2"), 350.0), (("--last", "1"), 500.0)])
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+def test_a_mean_is_that_of_the_last_or_of_the_best(
+    kind: str, words: tuple[str, str], mean: float, tmp_path: Path, typed: Run
+) -> None:
+    assert typed("average", "a", *words, "--to", f"mean.{kind}").exit_code == 0
+    state = load(tmp_path / f"mean.{kind}")
+    assert {float(value.mean()) for name, value in state.items() if name.endswith(("weight", "bias"))} == {mean}
+    assert {value.dtype for name, value in state.items() if name.endswith("weight")} == {torch.float32}
+    newest = {"--last": 500, "--best": 400}[words[0]]
+    assert state["1.num_batches_tracked"].item() == newest
+
+
+def test_a_mean_is_summed_in_float64(folder: Path, tmp_path: Path, typed: Run) -> None:
+    """In float32, 2^24 + 1 + 1 would be 2^24; in bfloat16 worse."""
+    for step, value in ((601, 2.0**24), (602, 1.0), (603, 1.0)):
+        state = {"w": torch.full((2,), value), "low": torch.full((1,), value, dtype=torch.bfloat16), "n": torch.tensor([step])}
+        box = nn.Module()
+        for name, tensor in state.items():
+            box.register_buffer(name, tensor)
+        Checkpoints(folder, keep_last=9).save({"model": box}, step)
+    assert typed("average", "--last", "3", "--to", "mean.pt").exit_code == 0
+    mean = load(tmp_path / "mean.pt")
+    expected = torch.tensor((2.0**24 + 2.0) / 3.0, dtype=torch.float64)
+    assert mean["w"][0] == expected.float()
+    assert mean["low"][0] == expected.bfloat16()
+    assert mean["n"].item() == 603
+
+
+def test_a_damaged_checkpoint_is_neither_exported_nor_averaged(folder: Path, tmp_path: Path, typed: Run) -> None:
+    spoil(folder / "step-00000500" / "model.pt", weights(500))
+    for words in (("export",), ("average", "--last", "2")):
+        done = typed(*words, "--to", "m.pt")
+        assert done.exit_code == 1
+        assert "step-00000500/model.pt is damaged in tensor 0.weight" in done.output
+    assert not (tmp_path / "m.pt").exists()
+    (folder / "step-00000400" / "optimizer.pt").write_bytes(b"")  # not the model's file: the model is whole
+    assert typed("export", "--checkpoint", "400", "--to", "m.pt").exit_code == 0
+
+
+# --- prune
+
+
+def test_prune_says_what_it_would_remove_and_removes_it_with_yes(folder: Path, typed: Run) -> None:
+    done = typed("prune", "a", "--keep-last", "2", "--keep-best", "1", "--keep", "step-00000100")
+    assert "would remove" in done.output
+    assert "step-00000200" in done.output
+    assert names(folder) == list(STEPS)
+    done = typed("prune", "a", "--keep-last", "2", "--keep-best", "1", "--keep", "100", "--yes")
+    assert done.output == "removed runs/a/checkpoints/step-00000200\n"
+    assert names(folder) == [100, 300, 400, 500]
+    assert typed("prune", "--keep-last", "9").output == "nothing to remove\n"
+
+
+def test_prune_by_age_spares_the_young_and_the_newest_that_is_whole(folder: Path, typed: Run) -> None:
+    for path, days in zip(sorted(folder.iterdir()), (20, 9, 8, 6, 5), strict=True):
+        os.utime(path / "manifest.json", times=(time.time() - days * 86400.0,) * 2)
+    assert typed("prune", "--older-than", "7d", "--keep-last", "3", "--yes").exit_code == 0
+    assert names(folder) == [300, 400, 500]
+    assert typed("prune", "--older-than", "7d", "--yes").exit_code == 0
+    assert names(folder) == [400, 500]
+    assert typed("prune", "--older-than", "1s", "--yes").exit_code == 0
+    assert names(folder) == [500]
+
+
+def test_the_last_verified_one_is_never_removed(folder: Path, typed: Run) -> None:
+    for step in (300, 400, 500):
+        (folder / f"step-00000{step}" / "model.pt").write_bytes(b"")
+    assert typed("prune", "--keep-last", "1", "--yes").exit_code == 0
+    assert names(folder) == [200, 300, 400, 500]  # 300 and up: newer than all that is whole, its owner may look at them
+    (folder / "step-00000200" / "model.pt").write_bytes(b"")
+    done = typed("prune", "--keep-last", "1", "--yes")
+    assert done.exit_code == 1
+    assert "no checkpoint in runs/a/checkpoints is whole, so none is removed" in done.output
+    assert names(folder) == [200, 300, 400, 500]
+
+
+def test_a_damaged_one_counts_neither_as_one_of_the_last_nor_as_the_best(folder: Path, typed: Run) -> None:
+    (folder / "step-00000400" / "model.pt").write_bytes(b"")
+    spoil(folder / "step-00000300" / "model.pt", weights(300))
+    assert typed("prune", "--keep-last", "2", "--keep-best", "1", "--yes").exit_code == 0
+    assert names(folder) == [200, 500]
+
+
+# --- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("ls", "nothing"), "there are no checkpoints in nothing or runs/nothing"),
+        (("show", "--checkpoint", "7"), "there is no checkpoint 7 in runs/a/checkpoints; those there: step-00000100, step"),
+        (("export", "--to", "model.bin"), "--to model.bin: the name's end says the kind of file; type --to model.bin.pt"),
+        (("export", "--to", "there.pt"), "there.pt is there already; choose another name, or type --force"),
+        (("export", "--to", "no/such/m.pt"), "cannot write no/such/m.pt: there is no folder no/such"),
+        (("export", "--to", "m.pt", "--part", "ema"), "has no part ema; choose one with --part: model, optimizer, rng"),
+        (("export", "--to", "m.safetensors", "--part", "optimizer"), "safetensors holds tensors alone; write a .pt instead"),
+        (("average", "--to", "m.pt"), "Type one of --last N and --best N"),
+        (("average", "--to", "m.pt", "--last", "1", "--best", "1"), "Type one of --last N and --best N"),
+        (("average", "--to", "m.pt", "--last", "9"), "9 checkpoints asked for, 5 there in runs/a/checkpoints"),
+        (("average", "--to", "m.pt", "--last", "0"), "0 checkpoints asked for"),
+        (("average", "--to", "m.pt", "--best", "1", "--by", "wer"), "'wer': is more of it better?"),
+        (("average", "--to", "m.pt", "--best", "1", "--by", "x_loss"), "1 checkpoints asked for, 0 there with x_loss"),
+        (("prune",), "what should stay? Type for example --keep-last 2"),
+        (("prune", "--older-than", "7"), "'7' is no age; type a number and a unit"),
+        (("prune", "--keep-last", "0"), "take a whole number from 1 up"),
+        (("prune", "--keep", "7"), "there is no checkpoint 7 in"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line(words: tuple[str, ...], said: str, tmp_path: Path, typed: Run) -> None:
+    (tmp_path / "there.pt").write_text("mine")
+    done = typed(*words)
+    assert done.exit_code in (1, 2)
+    assert isinstance(done.exception, SystemExit)
+    assert said in done.output
+    assert len(done.output.splitlines()) == 1
+    assert (tmp_path / "there.pt").read_text() == "mine"
+    assert not (tmp_path / "m.pt").exists()
+
+
+def test_models_of_different_shapes_have_no_mean(folder: Path, typed: Run) -> None:
+    Checkpoints(folder).save({"model": nn.Linear(2, 2)}, 600)
+    done = typed("average", "--last", "2", "--to", "m.pt")
+    assert done.exit_code == 2
+    assert "are not of one model" in done.output
+
+
+def test_without_safetensors_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch, typed: Run) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    done = typed("export", "--to", "model.safetensors")
+    assert done.exit_code == 2
+    assert "safetensors is not installed: pip install 'rankwise[safetensors]', or type --to model.pt" in done.output
+
+
+def test_of_several_runs_one_must_be_named(tmp_path: Path, typed: Run) -> None:
+    Checkpoints(tmp_path / "runs" / "b" / "checkpoints").save({"model": nn.Linear(1, 1)}, 1)
+    done = typed("ls")
+    assert done.exit_code == 2
+    assert "which run? Give its name or folder; those here that have checkpoints: a, b" in done.output

@@ -1,0 +1,114 @@
+"""Functions as Submitit's tasks, by its own local executor."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import wait_for
+
+import rankwise
+from rankwise import processes
+from rankwise.errors import ConfigError
+from rankwise.functions import on_submitit as module
+from rankwise.rundir import RunDir
+
+STEPS = 120
+
+
+@pytest.fixture
+def executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    submitit = pytest.importorskip("submitit", reason="submitit is not installed (pip install 'rankwise[submitit]')")
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(__file__).parents[1]}")  # where tasks find this file
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = submitit.LocalExecutor(tmp_path / "jobs")
+    found.update_parameters(tasks_per_node=2, timeout_min=5)
+    jobs: list[Any] = []
+    submit = found.submit
+    found.submit = lambda *args, **kwargs: jobs.append(submit(*args, **kwargs)) or jobs[-1]
+    yield found
+    for job in jobs:
+        job._process.kill() if job._process.poll() is None else None
+        job._process.wait()
+
+
+def sums_ranks(offset: int) -> tuple[int, int, str]:
+    import torch
+
+    world = rankwise.init()
+    return world.rank, int(rankwise.all_reduce(torch.tensor(world.rank + offset))), world.source
+
+
+def trains(folder: str) -> tuple[int, list[int]]:
+    """Slow until it was signalled, so that the signal comes in its midst."""
+    import time
+
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+
+    def step(model: Any, batch: Any) -> Any:
+        Path(folder, "begun").touch()
+        if not Path(folder, "signalled").exists():
+            time.sleep(0.05)
+        return (model(batch[0]) ** 2).sum(), len(batch[0])
+
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = rankwise.Trainer(model, optimizer, step, data, global_batch_size=8, max_steps=STEPS, log_every=1)
+    state = trainer.fit()
+    return state.step, [len(trainer.run.lives()), int(trainer.run.path.name.endswith("_run"))]
+
+
+def fails_on_rank_1() -> None:
+    if rankwise.init().rank == 1:
+        raise ValueError("no data")
+
+
+def test_tasks_of_the_local_executor_are_the_ranks(executor: Any) -> None:
+    job = executor.submit(rankwise.on_submitit(sums_ranks), 10)
+    assert job.results() == [(0, 21, "submitit"), (1, 21, "submitit")]
+
+
+def test_what_a_task_raises_is_told_as_submitit_does(executor: Any) -> None:
+    job = executor.submit(rankwise.on_submitit(fails_on_rank_1))
+    assert "ValueError: no data" in str(job.exception())
+
+
+def test_a_preempted_job_saves_after_one_step_and_goes_on_in_its_next_start(executor: Any, tmp_path: Path) -> None:
+    job = executor.submit(rankwise.on_submitit(trains), str(tmp_path))
+    wait_for((tmp_path / "begun").exists, "a step")
+    # As a scheduler does, to every task; the local executor's own _interrupt ends its controller.
+    for task in processes.children(job._process.pid):
+        processes.send(task, signal.SIGUSR2)
+    (tmp_path / "signalled").touch()
+    assert job.results() == [(STEPS, [2, 1]), (STEPS, [2, 1])]
+    run = RunDir(tmp_path / "jobs" / f"{job.job_id}_run")
+    steps = [record["step"] for record in run.read_metrics() if "loss" in record]
+    assert steps == list(range(1, STEPS + 1))  # no gap, no repeat
+    told = job.stderr() + job.stdout()
+    assert "Requeued job" in told
+    assert "going on from step" in told
+
+
+def test_a_stop_for_another_reason_is_no_requeue(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("submitit")
+
+    def stopped() -> None:
+        stop = rankwise.Stopped(75)
+        stop.signum = signal.SIGTERM
+        raise stop
+
+    with pytest.raises(rankwise.RankwiseError, match="stopped by SIGTERM after a step, saved"):
+        rankwise.on_submitit(stopped)()
+
+
+def test_without_submitit_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'rankwise\[submitit\]'"):
+        rankwise.on_submitit(os.getcwd)
