@@ -101,6 +101,22 @@ def test_all_nodes_stop_after_the_same_step(agents: New) -> None:
     assert out.count("SIGTERM: all ranks stop after the step they are in") == 1
 
 
+def test_a_ctrl_c_that_every_process_of_the_run_is_sent_is_one_request(agents: New) -> None:
+    """As Hydra does: each agent, its guard, which passes it on, and the ranks."""
+    source = GATE.replace("row.join()", "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nrow.join()")
+    run = agents().start(source.replace("sys.exit(75)", "sys.exit(130)"), A, B, C)
+    run.pids()
+    wait_for(lambda: _has_joined(run), "the gate")
+    assert run.process is not None
+    os.killpg(run.process.pid, signal.SIGINT)
+    status, out = run.wait()
+    assert status == 130, out
+    steps = {run.log(rank).strip() for rank in range(4)}
+    assert len(steps) == 1
+    assert run.run.lives()[-1].outcome == f"stopped by SIGINT after step {steps.pop()}"
+    assert "killing" not in out
+
+
 def test_a_time_that_is_over_stops_all_nodes_after_the_same_step(agents: New) -> None:
     run = agents().start(GATE, A, B, stop_after_s=3.0)
     status, out = run.wait()

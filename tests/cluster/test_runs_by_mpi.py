@@ -56,7 +56,7 @@ def test_ctrl_c_below_mpirun_stops_all_ranks_after_one_step(hosts: Start, launch
     run.signal(signal.SIGINT)
     status, out = run.wait()
     assert status == 130, out
-    assert len({path.read_text() for path in Path.cwd().glob("stopped-*")}) == 1
+    assert len({path.read_text() for path in Path.cwd().glob("stopped-*")}) == 1, out
 
 
 def test_launchers_that_mpirun_starts_are_one_run(hosts: Start, launch: New, mpirun: str) -> None:

@@ -91,7 +91,7 @@ def test_ctrl_c_in_an_allocations_shell_stops_all_ranks_after_one_step(slurm: St
     status, out = run.wait()
     print(out)
     assert status == 130, out
-    assert len({path.read_text() for path in Path.cwd().glob("stopped-*")}) == 1
+    assert len({path.read_text() for path in Path.cwd().glob("stopped-*")}) == 1, out
 
 
 @pytest.mark.parametrize("tasks", ["1", "2"])
@@ -126,7 +126,7 @@ def test_a_job_that_is_cancelled_stops_all_ranks_after_one_step(slurm: Start, la
     subprocess.run(["scancel", job.id] if how == "scancel" else [*RANKWISE, "cancel", "train"], check=True)
     status, out = run.wait()
     print(out)
-    assert len({path.read_text() for path in Path.cwd().glob("stopped-*")}) == 1
+    assert len({path.read_text() for path in Path.cwd().glob("stopped-*")}) == 1, out
     print(run.life(), state(job.id), status)
     assert status == 75
 

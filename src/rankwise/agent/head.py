@@ -79,7 +79,6 @@ class Head:
         self._waiting = waiting
         self._screen = screen
         self._roster = roster
-        self._asked = waiting.asked  # stop signals received, in order
         self._began = time.monotonic()
         self._stop_signal = 0
         self._stop_began = 0.0
@@ -190,8 +189,6 @@ class Head:
             self._tell_lost(parts, lost)
             self._look_at_stall(parts)
             self._look_at_the_clock()
-            self._asked += self._roster.asked
-            self._roster.asked.clear()
             if self._asked and not started:
                 self._stop_signal = self._asked[0]
                 return life  # asked to stop before any rank was there
@@ -246,24 +243,33 @@ class Head:
 
     # --- stopping
 
+    @property
+    def _requests(self) -> list[list[int]]:
+        """The stop signals that each agent was sent, this one first: one that mpirun passes on to all of them is no second."""
+        return [self._waiting.asked, *self._roster.asked.values()]
+
+    @property
+    def _asked(self) -> list[int]:
+        """The first that each was sent."""
+        return [signals[0] for signals in self._requests if signals]
+
     def _look_at_the_clock(self) -> None:
         after_s = self._plan.stop_after_s
         if after_s and not self._asked and time.monotonic() > self._began + after_s:
             self._say(f"{clock(after_s)} are over (--stop-after)")
-            self._asked.append(signal.SIGTERM)
+            self._waiting.asked.append(signal.SIGTERM)
 
     def _stop_if_asked(self, parts: Sequence[Part]) -> None:
         """The first request stops all at the gate; a second Ctrl-C kills."""
         if not self._asked and (flag := next((part.facts.flag for part in parts if part.facts.flag), 0)):
-            self._asked.append(flag)
+            self._waiting.asked.append(flag)
         if not self._asked:
             return
         if not self._stop_signal:
             self._stop_signal = self._asked[0]
             self._stop_began = time.monotonic()
-        if self._asked[1:].count(signal.SIGINT):
+        if not self._killed_as_asked and any(signal.SIGINT in signals[1:] for signals in self._requests):
             self._say("interrupted again: killing all ranks")
-            del self._asked[1:]
             self._killed_as_asked = True
             self._signal_all(parts, signal.SIGKILL)
             return

@@ -97,8 +97,8 @@ class Roster:
         self._looked = 0.0
         self._routes_to: int | None = None
         """The node that the known routes lead to."""
-        self.asked: list[int] = []
-        """Stop signals that other agents, or commands, have passed on."""
+        self.asked: dict[int, list[int]] = {}
+        """Stop signals that other agents were sent, by their index, and those of commands, by -1; each in order."""
 
         if door is not None:
             waiting.register(door)
@@ -131,7 +131,7 @@ class Roster:
         part.look()
         if part.lost is not None:
             self._waiting.unregister(part.link)
-        self.asked += part.asked
+        self.asked.setdefault(part.introduction.index, []).extend(part.asked)
         part.asked.clear()
 
     def _open(self) -> None:
@@ -150,7 +150,7 @@ class Roster:
 
     def _welcome(self, link: Link, hello: Message) -> None:
         if "stop" in hello:  # a command, `rankwise cancel` for one
-            self.asked.append(int(hello["stop"]))
+            self.asked.setdefault(-1, []).append(int(hello["stop"]))
             link.drain(1.0)
             link.close("it has said all")
             return

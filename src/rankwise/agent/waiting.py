@@ -16,6 +16,8 @@ import time
 from types import FrameType
 from typing import Any
 
+_AT_ONCE_S = 0.5
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -24,6 +26,8 @@ class Waiting:
 
     def __init__(self, parent_pid: int) -> None:
         self.asked: list[int] = []
+        self._heard: dict[int, float] = {}
+        self._is_guarded = not parent_pid
         self.ready: set[int] = set()
         """File descriptors at which something had come when `wait` last returned."""
 
@@ -49,7 +53,11 @@ class Waiting:
                 sys.exit(1)  # it is gone already: nobody wants this run
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        self.asked.append(signum)
+        now = time.monotonic()
+        before, self._heard[signum] = self._heard.get(signum, -_AT_ONCE_S), now
+        # Hydra and Grid Engine signal a whole group: this process, and its guard, which passes the same one on.
+        if not (self._is_guarded and now < before + _AT_ONCE_S):
+            self.asked.append(signum)
 
     def register(self, source: Any) -> None:
         """A file descriptor, or what has one: `wait` returns when something comes there. Twice is as once."""
