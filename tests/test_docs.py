@@ -35,6 +35,15 @@ def test_the_readmes_python_runs_on_two_ranks_and_on_one(number: int, tmp_path: 
     assert one.returncode == 0, one.stderr
 
 
+@pytest.mark.parametrize(("number", "module", "last"), [(0, "cloudpickle", "[(0, "), (1, "submitit", "[0, 1]")])
+def test_the_readmes_functions_run_from_a_plain_script(number: int, module: str, last: str) -> None:
+    pytest.importorskip(module, reason=f"{module} is not installed (pip install 'rankwise[functions,submitit]')")
+    Path("readme.py").write_text(blocks("py")[number])
+    done = subprocess.run([sys.executable, "readme.py"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith(last)
+
+
 EXAMPLES: dict[str, tuple[tuple[str, ...], str]] = {
     "01_torchrun_script.py": ((), "epoch 10: rank 0 of 2"),
     "02_own_loop.py": ((), "done after 290 steps"),
@@ -67,7 +76,8 @@ def test_every_example_is_run_here_and_together_they_show_every_public_part() ->
     paths = sorted((ROOT / "examples").glob("*.py"))
     assert [path.name for path in paths] == list(EXAMPLES)
     shown = {name for path in paths for name in re.findall(r"rankwise\.(\w+)", path.read_text())}
-    apart = {"RankwiseError", "Stopped", "World", "discover", "local_device", "to_device", "run_on_main", "warn"}
+    apart = {"RankwiseError", "Stopped", "World", "discover", "local_device", "to_device", "run_on_main", "warn",
+             "run_function", "FunctionRun", "on_submitit"}  # fmt: skip
     assert set(rankwise.__all__) - shown <= apart
 
 
