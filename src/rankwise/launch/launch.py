@@ -55,6 +55,8 @@ def launch(config: RunConfig, env: Mapping[str, str]) -> int:
             nproc, why = 1, "one a task"
     plan = _plan(config, choice, program, run, environment, nproc, _threads(env, nproc if choice.is_here else 0))
     text = local.render(plan) if choice.joined else choice.module.render(plan)
+    for pitfall in program.pitfalls if nproc != 1 or choice.nodes > 1 else ():
+        say(f"warning: {program.name}, {pitfall}")
     if config.dry_run or not choice.attached:
         say(_headline(program, plan, choice))
         found = submit.members(choice, run, plan)
