@@ -168,7 +168,10 @@ def _start(run: RunDir, choice: Choice) -> int:
 def _headline(program: script.Program, plan: Plan, choice: Choice, lives: int = 0) -> str:
     """What is started elsewhere, by whom, and why by them."""
     nodes = count(plan.nodes, choice.word) if plan.min_nodes == plan.nodes else f"{plan.min_nodes} to {plan.nodes} nodes"
-    ranks = f"{count(plan.nproc, 'rank')} each" if plan.nproc else "as many ranks each as it has slots or devices"
+    gpus = str(plan.job.get("gpus_per_node", "")).rpartition(":")[2]
+    each = plan.nproc or int(gpus or 0)
+    ranks = f"{count(each, 'rank')} each" if each else "as many ranks each as it has slots or devices"
+    ranks += f" ({each * plan.nodes} in all)" if each and plan.min_nodes == plan.nodes > 1 else ""
     going_on = f", life {lives + 1}" if lives else ""
     return f"{program.name} by {plan.on} ({choice.why}) on {nodes}, {ranks}, in {short(Path(plan.run_dir))}{going_on}"
 
