@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,37 @@ def test_what_spawn_starts_joins_by_the_numbers_it_is_given() -> None:
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 2 0 2 arguments 3.0", "1 2 1 2 arguments 3.0"]
     assert [path.name for path in Path.cwd().iterdir()] == ["train.py"]
+
+
+def test_what_spawn_starts_below_each_rank_of_a_launcher_is_an_error_of_both() -> None:
+    Path("train.py").write_text(SPAWN)
+    done = run("-m", "rankwise", "run", "--nproc", "2", "train.py")
+    assert done.returncode == 1
+    assert "the process that called it is rank" in done.stdout + done.stderr
+    assert "each of them starts ranks of its own, which do not join" in done.stdout + done.stderr
+    assert not [
+        line for log in Path("runs/train/logs").iterdir() for line in log.read_text().splitlines() if "arguments" in line
+    ]
+
+
+def test_two_processes_of_one_rank_at_a_given_address_are_told_what_a_rank_is_over_several_nodes() -> None:
+    """A manual's `rank = node_rank + gpu`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    source = (
+        "import sys, rankwise\nnode, gpu = int(sys.argv[1]), int(sys.argv[2])\n"
+        f"rankwise.init(rank=node + gpu, world_size=4, local_rank=gpu, local_world_size=2, rdzv='127.0.0.1:{port}')"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", source, node, gpu], stderr=subprocess.PIPE, text=True)
+        for node in "01"
+        for gpu in "01"
+    ]
+    said = [process.communicate(timeout=100)[1] for process in started]
+    assert all(
+        "two processes are rank 1 of 4 (arguments): over several nodes a rank is node_rank * ranks" in text for text in said
+    ), said
 
 
 def test_numbers_by_hand_that_nothing_joins_are_an_error_that_asks_for_an_address() -> None:

@@ -40,7 +40,11 @@ class _Run(click.Command):
     """Notes whether the words to run came after a `--`: then they are any command. Its help has the options by heading."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        from rankwise.launch import elsewhere
+
         words = list(args)
+        options = [p for p in self.params if isinstance(p, click.Option)]
+        elsewhere.refuse(words, {"-h": False, "--help": False, **{name: not p.is_flag for p in options for name in p.opts}})
         rest = super().parse_args(ctx, args)
         ctx.params["command"] = words[len(words) - len(ctx.params["argv"]) - 1 :][:1] == ["--"]
         return rest

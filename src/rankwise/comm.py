@@ -31,6 +31,7 @@ from rankwise.world import Given, World
 T = TypeVar("T")
 
 _LAST_TENSORS_S = 0.1
+_TELL_S = 0.5  # ten times as long as the others take to look
 _PATIENCE = timedelta(days=3650)
 
 _world: World | None = None  # what init found: the identity of this process and of the loader workers that it forks
@@ -64,7 +65,8 @@ def init(
     global _world, _pid
     if dist.is_initialized():
         return _here()
-    if local_rank is None and local_world_size is None and multiprocessing.parent_process() is not None:
+    if rank is not None and local_rank is None and local_world_size is None and multiprocessing.parent_process() is not None:
+        _refuse_spawn_under_a_launcher()
         local_rank, local_world_size = rank, world_size  # the children of one process: all on this host
     given = Given(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size)
     world = world_.discover(os.environ, **given)
@@ -78,6 +80,17 @@ def init(
             atexit.register(time.sleep, _LAST_TENSORS_S)
     _world, _pid = world, os.getpid()
     return world
+
+
+def _refuse_spawn_under_a_launcher() -> None:
+    """Each of its ranks would start as many processes as it has itself been told of."""
+    above = world_.explain(os.environ).world
+    if above is not None and above.world_size > 1:
+        raise WorldError(
+            f"torch.multiprocessing.spawn has started this process, and the process that called it is rank {above.rank} of "
+            f"{above.world_size} already ({above.source}): so each of them starts ranks of its own, which do not join; "
+            "start the script once, by python alone, or call in it what it spawns, and rankwise.init() there without numbers"
+        )
 
 
 def _asked(world: World, rdzv: str | None) -> World:
@@ -166,10 +179,19 @@ def _store_at(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
     else:
         rendezvous.reach(world, address, port, join_timeout_s)
         store = _tcp_store(world, address, port, timeout)
-    store.set(f"rankwise/{world.rank}", "")
+    if store.add(f"rankwise/{world.rank}", 1) > 1:
+        store.set("rankwise/twice", str(world.rank))
     missing = list(range(world.world_size))
     told = time.monotonic() + rendezvous.SAY_EVERY_S
     while missing := [rank for rank in missing if not store.check([f"rankwise/{rank}"])]:
+        if store.check(["rankwise/twice"]):
+            twice = store.get("rankwise/twice").decode()
+            if world.rank == 0:
+                time.sleep(_TELL_S)  # the store goes with it
+            raise WorldError(
+                f"two processes are rank {twice} of {world.world_size} ({world.source}): over several nodes a rank is "
+                f"node_rank * ranks of a node + local_rank; or two runs were given port {port} of {address}"
+            )
         waits = f"{rendezvous.who(missing)} of {world.world_size} ({world.source}) to come to {address}, port {port}"
         if (now := time.monotonic()) > deadline:
             raise WorldError(f"rank {world.rank} has waited {join_timeout_s:g} s for {waits}")

@@ -17,6 +17,8 @@ from rankwise.launch.choice import Choice, choose
 from rankwise.plan import Host
 from rankwise.schedulers import slurm
 
+AT = {"master_addr": "node1", "master_port": 5555}
+
 
 def config(**settings: Any) -> RunConfig:
     return RunConfig(argv=("train.py",), **settings)
@@ -49,7 +51,7 @@ def others(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"on": "local"}, SLURM_SALLOC, "local", "as asked"),
         ({"hosts": "a,b"}, SLURM_SALLOC, "ssh", "-H names hosts"),
         ({"hostfile": "a"}, {}, "ssh", "--hostfile names hosts"),
-        ({"nodes": "2", "node_rank": 0}, SLURM_SALLOC, "manual", "--node-rank: each node is started by hand"),
+        ({"nodes": "2", "node_rank": 0, **AT}, SLURM_SALLOC, "manual", "--node-rank: each node is started by hand"),
         ({"nodes": "1", "node_rank": 0}, {}, "local", "nothing else was asked for"),
         ({}, SLURM_SALLOC, "slurm", "this shell is in a job of it"),
         ({}, SLURM_BATCH_ONE, "slurm", "this shell is in a job of it"),
@@ -104,7 +106,12 @@ def test_an_mpirun_that_is_none_of_ours_or_not_there_is_an_error(
             {"partition": "gpu"},
             r"^--partition gpu: local \(nothing else was asked for\) knows no --partition; .*--on slurm",
         ),
-        ({"nodes": "2"}, r"^--nodes 2: local \(.*\) knows no --nodes; slurm .*: type --on slurm"),
+        (
+            {"nodes": "2"},
+            r"^--nodes 2: nothing says where the other nodes are; type -H HOST1,HOST2 .* --on slurm ",
+        ),
+        ({"nodes": "2", "node_rank": 1}, r"^--node-rank 1: where do the nodes meet\? .* --master-addr HOST --master-port PORT"),
+        ({"nodes": "2", "node_rank": 1, "master_addr": "a"}, r"^--node-rank 1: where do the nodes meet\?"),
         ({"on": "slurm", "gpus": "0,2"}, r"^--gpus 0,2: slurm \(as asked\) knows no --gpus; local"),
         (
             {"on": "slurm", "slots": 8},

@@ -59,6 +59,13 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     return found
 
 
+@pytest.mark.parametrize("gpus", ["8", "a100:8"])
+def test_how_many_ranks_there_will_be_in_all_is_said(rankwise: Run, gpus: str) -> None:
+    Path("train.py").write_text(SCRIPT)
+    done = rankwise("run", "--on", "slurm", "--nodes", "2", "--gpus-per-node", gpus, "--dry-run", "train.py")
+    assert "on 2 nodes, 8 ranks each (16 in all), in runs/train" in done.stderr
+
+
 def train() -> RunDir:
     return RunDir(Path("runs/train"))
 

@@ -63,6 +63,11 @@ def choose(config: RunConfig, env: Mapping[str, str]) -> Choice:
     name, why = _scheduler(config, env)
     module = BY_NAME[name]
     settings = _settings(config, name, why)
+    if name == "manual" and not (config.master_addr and config.master_port):
+        raise ConfigError(
+            f"--node-rank {config.node_rank}: where do the nodes meet? Type the same on each of them: --master-addr HOST "
+            "--master-port PORT, the host of node 0 and a port that is free there"
+        )
     attached: bool = module.attached(env)
     if attached and hasattr(module, "WITHIN"):
         settings = _within(module, settings, config)
@@ -113,6 +118,11 @@ def _settings(config: RunConfig, name: str, why: str) -> dict[str, Any]:
     given = {key: value for key, value in given.items() if is_given(value)}
     if config.node_counts() == (1, 1):  # as torchrun is told where there is but one
         given = {key: value for key, value in given.items() if key in known or key not in ("nodes", "node_rank", "master_addr")}
+    if name == "local" and "nodes" in given:
+        raise ConfigError(
+            f"--nodes {given['nodes']}: nothing says where the other nodes are; type -H HOST1,HOST2 to reach them by ssh, "
+            "--on slurm for its queue, or on each of them --node-rank (0, 1, ...) and --master-addr HOST1"
+        )
     for key, value in given.items():
         if key not in known:
             others = [other for other, module in BY_NAME.items() if key in module.OPTIONS]

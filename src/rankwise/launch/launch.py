@@ -56,6 +56,8 @@ def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None)
             nproc, why = 1, "one a task"
     plan = _plan(config, choice, program, run, environment, nproc, _threads(env, nproc if choice.is_here else 0))
     text = local.render(plan) if choice.joined else choice.module.render(plan)
+    for pitfall in program.pitfalls if nproc != 1 or choice.nodes > 1 else ():
+        say(f"warning: {program.name}, {pitfall}")
     if config.dry_run or not choice.attached:
         say(_headline(program, plan, choice))
         found = submit.members(choice, run, plan)
@@ -173,7 +175,10 @@ def _start(run: RunDir, choice: Choice) -> int:
 def _headline(program: script.Program, plan: Plan, choice: Choice, lives: int = 0) -> str:
     """What is started elsewhere, by whom, and why by them."""
     nodes = count(plan.nodes, choice.word) if plan.min_nodes == plan.nodes else f"{plan.min_nodes} to {plan.nodes} nodes"
-    ranks = f"{count(plan.nproc, 'rank')} each" if plan.nproc else "as many ranks each as it has slots or devices"
+    gpus = str(plan.job.get("gpus_per_node", "")).rpartition(":")[2]
+    each = plan.nproc or int(gpus or 0)
+    ranks = f"{count(each, 'rank')} each" if each else "as many ranks each as it has slots or devices"
+    ranks += f" ({each * plan.nodes} in all)" if each and plan.min_nodes == plan.nodes > 1 else ""
     going_on = f", life {lives + 1}" if lives else ""
     return f"{program.name} by {plan.on} ({choice.why}) on {nodes}, {ranks}, in {short(Path(plan.run_dir))}{going_on}"
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from rankwise.config import WORKER, RunConfig
 from rankwise.errors import ConfigError
 from rankwise.launch import backend
+from rankwise.launch.pitfalls import pitfalls
 
 _LONGEST_SHOWN = 120
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?)?")
@@ -36,6 +37,9 @@ class Program:
 
     nccl_line: int | None = None
     """The line where it is certain to ask for NCCL; None if it may not."""
+
+    pitfalls: tuple[str, ...] = ()
+    """What in it goes wrong with more ranks than one, a sentence each."""
 
     @property
     def name(self) -> str:
@@ -65,6 +69,7 @@ class ScriptFacts:
 
     keep_cold: str | None
     nccl_line: int | None = None
+    pitfalls: tuple[str, ...] = ()
 
 
 def find(config: RunConfig) -> Program:
@@ -79,7 +84,7 @@ def find(config: RunConfig) -> Program:
     if program.argv[0] == "-m":
         return _examine_module(program) if program.interpreter == ours else program
     facts = examine(program.argv[0])
-    return Program(program.interpreter, program.argv, facts.keep_cold, facts.nccl_line)
+    return Program(program.interpreter, program.argv, facts.keep_cold, facts.nccl_line, facts.pitfalls)
 
 
 def _python_command(argv: tuple[str, ...]) -> Program | None:
@@ -129,7 +134,7 @@ def _examine_module(program: Program) -> Program:
     else:
         origin = spec.origin
     facts = examine(origin) if origin is not None and origin.endswith(".py") else ScriptFacts(None)
-    return Program(program.interpreter, program.argv, facts.keep_cold, facts.nccl_line)
+    return Program(program.interpreter, program.argv, facts.keep_cold, facts.nccl_line, facts.pitfalls)
 
 
 def examine(script: str) -> ScriptFacts:
@@ -157,6 +162,7 @@ def examine(script: str) -> ScriptFacts:
         keep_cold=f"line {line} sets environment variables before torch is imported" if line else None,
         # What it sees of the machine may be its own choice.
         nccl_line=backend.asks_for_nccl(tree) if b"VISIBLE_DEVICES" not in source else None,
+        pitfalls=tuple(pitfalls(tree)),
     )
 
 

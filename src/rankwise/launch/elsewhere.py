@@ -1,0 +1,150 @@
+"""The lines of other launchers, in words that were typed for this one: what to type in their place.
+
+found = translated(["-np", "4", "-x", "PATH", "python", "train.py"], ours={"--nproc": True})
+found.theirs, found.words        # ("-np 4", "-x PATH", "python"), ("--nproc", "4", "train.py")
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rankwise.errors import ConfigError
+
+_THEIRS: dict[str, tuple[int, str]] = {
+    # torch.distributed.launch, torchrun
+    "--use-env": (0, ""),  # each rank's numbers are in its environment
+    "--local-rank": (1, ""),
+    "--standalone": (0, ""),
+    "--rdzv-backend": (1, ""),
+    "--rdzv-id": (1, ""),
+    "--rdzv-conf": (1, ""),
+    "--rdzv-endpoint": (1, "--master-addr {host} --master-port {port}"),
+    "--log-dir": (1, "--run-dir {0}"),
+    "--redirects": (1, ""),
+    "--monitor-interval": (1, ""),
+    "--max-restarts": (1, "--max-restarts {0}"),
+    # mpirun, horovodrun
+    "-np": (1, "--nproc {0}"),
+    "--np": (1, "--nproc {0}"),
+    "-n": (1, "--nproc {0}"),
+    "--num-proc": (1, "--nproc {0}"),
+    "-x": (1, ""),  # ranks have the environment of the command, on other hosts too
+    "-bind-to": (1, ""),
+    "--bind-to": (1, ""),
+    "-map-by": (1, ""),
+    "--map-by": (1, ""),
+    "-mca": (2, ""),
+    "--mca": (2, ""),
+    "--oversubscribe": (0, ""),
+    "--allow-run-as-root": (0, ""),
+    "--tag-output": (0, "--tee all"),
+    "--gloo": (0, ""),
+    "--mpi": (0, ""),
+    "--start-timeout": (1, "--join-timeout {0}"),
+    # srun, sbatch
+    "-N": (1, "--nodes {0}"),
+    "--ntasks-per-node": (1, "--nproc {0}"),
+    "--ntasks": (1, "--nproc {0}"),
+    "--gres": (1, "--gpus-per-node {gres}"),
+    "-J": (1, "--name {0}"),
+    "--job-name": (1, "--name {0}"),
+    # qsub
+    "-hard": (0, ""),
+    "-cwd": (0, ""),
+    "-V": (0, ""),
+    "-notify": (0, ""),
+    "-pe": (2, "--pe {0} --slots {1}"),
+    # accelerate launch
+    "--num-processes": (1, "--nproc {0}"),
+    "--num-machines": (1, "--nodes {0}"),
+    "--machine-rank": (1, "--node-rank {0}"),
+    "--main-process-ip": (1, "--master-addr {0}"),
+    "--main-process-port": (1, "--master-port {0}"),
+    "--multi-gpu": (0, ""),
+    # github.com/ramyamounir/Template
+    "-slurm": (0, "--on slurm"),
+    "-slurm-nnodes": (1, "--nodes {0}"),
+    "-slurm-ngpus": (1, "--gpus-per-node {0}"),
+    "-slurm-partition": (1, "--partition {0}"),
+    "-slurm-nodelist": (1, "--nodelist {0}"),
+    "-slurm-timeout": (1, "--time {0}"),
+    "-gpus": (1, "--gpus {0}"),
+}
+"""By spelling (`_` is `-`): how many values it takes, and what says the same here; nothing where it need not be said."""
+
+_MODULES = ("torch.distributed.launch", "torch.distributed.run")
+_COMMANDS = ("torchrun", "horovodrun", "mpirun", "mpiexec", "srun")
+_PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
+_COUNT_ALL = ("-np", "--np", "-n", "--num-proc")
+"""The ranks of all hosts together, which a list of hosts says already."""
+
+
+@dataclass(frozen=True)
+class Translated:
+    """Words that were meant for another launcher."""
+
+    theirs: tuple[str, ...]
+    words: tuple[str, ...]
+    """All of them, theirs replaced."""
+
+
+def refuse(words: Sequence[str], ours: Mapping[str, bool]) -> None:
+    """Raises ConfigError, with the whole line to type, where a word is another launcher's."""
+    found = translated(words, ours)
+    if found is not None:
+        theirs, typed = ", ".join(found.theirs), shlex.join(found.words)
+        raise ConfigError(f"{theirs}: another launcher's words; type: rankwise run {typed}")
+
+
+def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | None:
+    """None where no word is another launcher's, or an option is nobody's. `ours`: each option, and whether a value follows."""
+    hosts_named = any(word.partition("=")[0] in ("-H", "--host", "--hosts", "--hostfile") for word in words)
+    theirs: list[str] = []
+    typed: list[str] = []
+    position = 0
+    while position < len(words) and words[position].startswith("-") and words[position] != "--":
+        if words[position] == "-m" and words[position + 1 : position + 2] and words[position + 1] in _MODULES:
+            break
+        name, glued, value = words[position].partition("=")
+        plain = name[:2] + name[2:].replace("_", "-")
+        count, text = _THEIRS.get(plain, (0, ""))
+        if name in ours or (name[:2] in ours and not name.startswith("--") and plain not in _THEIRS):
+            count = 1 if ours.get(name, False) and not glued else 0
+            typed += words[position : position + 1 + count]
+        elif plain in _THEIRS and len(words) > position + (0 if glued else count):
+            count = 0 if glued else count
+            theirs.append(shlex.join(words[position : position + 1 + count]))
+            if not (plain in _COUNT_ALL and hosts_named):
+                typed += _filled(text, [value] if glued else words[position + 1 : position + 1 + count])
+        else:
+            return None
+        position += 1 + count
+    launcher, script = _peeled(words[position:])
+    if launcher:
+        theirs.append(shlex.join(launcher))
+        rest = translated(script, ours)
+        theirs, script = (theirs, script) if rest is None else ([*theirs, *rest.theirs], list(rest.words))
+    return Translated(tuple(theirs), (*typed, *script)) if theirs else None
+
+
+def _peeled(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(what begins another launcher's line, the rest). An interpreter with options of its own stays, after a `--`."""
+    line = list(words[1:] if words[:1] == ["--"] else words)
+    python = 1 if line and _PYTHON.fullmatch(line[0]) else 0
+    if line[python : python + 1] == ["-m"] and line[python + 1 : python + 2] and line[python + 1] in _MODULES:
+        return line[: python + 2], line[python + 2 :]
+    if line and line[0] in _COMMANDS:
+        return line[:1], line[1:]
+    if python and len(line) > 1 and words[0] != "--":
+        plain = not line[1].startswith("-") or line[1] == "-m"
+        return line[:1], line[1:] if plain else ["--", *line]
+    return [], list(words)
+
+
+def _filled(text: str, values: Sequence[str]) -> list[str]:
+    host, _, port = (values[0] if values else "").rpartition(":")
+    gres = (values[0] if values else "").removeprefix("gpu:")
+    return [word.format(*values, host=host or port, port=port if host else "29500", gres=gres) for word in text.split()]
