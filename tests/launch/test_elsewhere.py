@@ -41,7 +41,10 @@ def of(line: str) -> Translated | None:
         ("srun --nproc_per_node=4 train.py", "--nproc_per_node=4 train.py"),
         ("--on slurm -N 2 --gres=gpu:4 train.py", "--on slurm --nodes 2 --gpus-per-node 4 train.py"),
         ("--on slurm --ntasks-per-node=4 train.py", "--on slurm --nproc 4 train.py"),
-        ("--on sge -hard -l gpu=1 -l qname='*80*|*X*' -pe mpi 8 t.py", "--on sge -l gpu=1 -l 'qname=*80*|*X*' --pe mpi --slots 8 t.py"),
+        (
+            "--on sge -hard -l gpu=1 -l qname='*80*|*X*' -pe mpi 8 t.py",
+            "--on sge -l gpu=1 -l 'qname=*80*|*X*' --pe mpi --slots 8 t.py",
+        ),
         ("-slurm -slurm_nnodes 2 -slurm_ngpus 8 t.py", "--on slurm --nodes 2 --gpus-per-node 8 t.py"),
         ("-slurm -slurm_partition general t.py", "--on slurm --partition general t.py"),
         ("-gpus 0,1,2 train.py", "--gpus 0,1,2 train.py"),

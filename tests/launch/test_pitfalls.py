@@ -28,7 +28,8 @@ def found(source: str) -> list[str]:
     [
         SPAWNS,
         SPAWNS.replace("mp.spawn", "torch.multiprocessing.spawn"),
-        SPAWNS.replace("import torch.multiprocessing as mp", "from torch.multiprocessing import spawn as s").replace("mp.spawn", "s"),
+        SPAWNS.replace("import torch.multiprocessing as mp", "from torch.multiprocessing import spawn as s")
+        .replace("mp.spawn", "s"),
         SPAWNS + "import rankwise\n",
     ],
 )  # fmt: skip
