@@ -38,14 +38,11 @@ def test_a_queued_run_over_two_hosts_has_a_rank_a_slot(sge: Start, launch: New) 
     assert "rank 0" in out.splitlines()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGSEGV, signal.SIGKILL])
-def test_a_rank_that_dies_by_a_signal_is_named_before_grid_engine_ends_the_job(
-    sge: Start, launch: New, signum: signal.Signals
-) -> None:
-    source = f"import os\nif os.environ['RANK'] == '2':\n    os.kill(os.getpid(), {int(signum)})\n" + FOR_EVER
+def test_a_rank_that_dies_by_a_signal_is_named_before_grid_engine_ends_the_job(sge: Start, launch: New) -> None:
+    source = f"import os\nif os.environ['RANK'] == '2':\n    os.kill(os.getpid(), {int(signal.SIGSEGV)})\n" + FOR_EVER
     run = launch(*QUEUED, write(source))
     status, out = run.wait()
-    assert status == 128 + signum, out
+    assert status == 128 + signal.SIGSEGV, out
     assert run.failure().rank == 2
     assert f"rankwise: {run.failure().summary}, on {run.failure().host}" in out.splitlines()
 
@@ -56,10 +53,9 @@ def test_a_run_that_is_deleted_stops_all_ranks_after_one_step(sge: Start, launch
     job = run.run.read_job()
     assert job is not None
     subprocess.run(["qdel", job.id], check=True, capture_output=True)
-    status, out = run.wait()
-    print(out, status, run.run.lives())
+    _, out = run.wait()
     assert len({path.read_text() for path in run.run.path.parents[1].glob("stopped-*")}) == 1
-    assert len(run.run.lives()) == 1
+    assert len(run.run.lives()) == 1, out  # a job that is deleted is not queued again
     assert run.life().outcome.startswith("stopped by SIGUSR2 after step ")
 
 
