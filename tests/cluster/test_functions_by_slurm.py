@@ -65,7 +65,7 @@ import functions
 import rankwise
 
 executor = submitit.SlurmExecutor("jobs")
-executor.update_parameters(nodes=1, ntasks_per_node=2, cpus_per_task=1, time=30)
+executor.update_parameters(nodes=2, ntasks_per_node=1, cpus_per_task=1, time=30)
 job = executor.submit(rankwise.on_submitit(functions.trains))
 print(job.job_id, flush=True)
 print(job.results())

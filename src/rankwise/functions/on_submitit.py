@@ -22,8 +22,7 @@ from rankwise.errors import ConfigError, FunctionError, Stopped
 def on_submitit(fn: Callable[..., Any]) -> Submission:
     """`fn` as a task of Submitit calls it: `rankwise.init()` and the Trainer in it join the other tasks, whatever the executor.
 
-    A Trainer that is given no run_dir writes in Submitit's folder, <job id>_run, in each start of the job the same. On several
-    nodes the ranks cannot agree on a step: there the job goes on from the last checkpoint that was saved.
+    A Trainer that is given no run_dir writes in Submitit's folder, <job id>_run, in each start of the job the same.
     """
     if find_spec("submitit") is None:
         raise ConfigError("on_submitit: Submitit is not installed; type: pip install 'rankwise[submitit]'")
