@@ -100,6 +100,9 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     options.add_argument("--steps", type=int, default=800, help="optimizer steps in all")
     options.add_argument("--batch", type=int, default=32, help="windows in a global batch")
+    options.add_argument(
+        "--local-rank", "--local_rank", help=argparse.SUPPRESS
+    )  # torch.distributed.launch gives it; not needed
     args = options.parse_args()
 
     torch.manual_seed(0)

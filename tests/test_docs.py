@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,7 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], str]] = {
     "01_torchrun_script.py": ((), "epoch 10: rank 0 of 2"),
     "02_own_loop.py": ((), "done after 290 steps"),
     "03_trainer_digits.py": ((), "done: 480 steps"),
-    "04_gpt.py": (("--steps", "6"), "--- a sample ---"),
+    "04_gpt.py": (("--steps", "6", "--local-rank=0"), "--- a sample ---"),  # as torch.distributed.launch adds it
     "05_ranks.py": ((), "done: 3.1"),
     "06_figures.py": ((), "done: 150 steps, accuracy 0.8"),
 }
@@ -112,3 +113,53 @@ def test_the_documents_name_only_options_that_exist() -> None:
     for text in DOCUMENTS:
         for command in re.findall(r"`(--[a-z-]+)", text):
             assert command in help_text, command
+
+
+# --- coming over from other launchers
+
+MIGRATION = (ROOT / "docs" / "migration.md").read_text().replace("\\|", "\0")
+ROWS = [
+    [re.findall(r"`([^`]+)`", cell.replace("\0", "|")) for cell in line.split("|")[1:-1]]
+    for line in MIGRATION.splitlines()
+    if line.startswith("| ")
+]
+"""What is code in each cell of each row."""
+NEW_LINES = sorted({span for row in ROWS for span in row[1] if span.startswith("rankwise run ")})
+
+
+def words_of(line: str) -> list[str]:
+    return shlex.split(line)[2:]
+
+
+@pytest.mark.parametrize("line", NEW_LINES)
+def test_a_line_to_type_now_is_taken_as_it_stands(line: str) -> None:
+    from rankwise import cli
+    from rankwise.config import RunConfig, is_given
+    from rankwise.launch.choice import choose
+
+    given = cli.run.make_context("run", words_of(line)).params
+    config = RunConfig.of({name: value for name, value in given.items() if is_given(value) or name == "argv"})
+    assert config.argv[0].endswith(".py")
+    choice = choose(config, {})
+    if config.on is not None:  # the job's text can be had without a scheduler
+        Path(config.argv[0]).write_text("")
+        done = launched("--dry-run", *words_of(line))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("#!/bin/bash\n")
+        assert choice.name == config.on
+
+
+def test_what_was_typed_so_far_is_answered_with_the_line_to_type_now() -> None:
+    from rankwise import cli
+    from rankwise.launch.elsewhere import translated
+
+    ours = {name: not getattr(p, "is_flag", False) for p in cli.run.params for name in p.opts if name.startswith("-")}
+    known = re.compile(r"(python -m torch\.distributed\.launch|torchrun|horovodrun|mpirun|accelerate launch) ")
+    pairs = [(row[0][0], row[1][0]) for row in ROWS if len(row) > 1 and row[0] and row[1] and known.match(row[0][0])]
+    answered = [(old, new) for old, new in pairs if new.startswith("rankwise run")]
+    assert len(answered) >= 9
+    for old, new in answered:
+        found = translated(shlex.split(old), ours)
+        assert found is not None, old
+        assert list(found.words[: len(words_of(new))]) == words_of(new)
+        assert translated(words_of(new), ours) is None

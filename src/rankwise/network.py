@@ -60,9 +60,13 @@ def own_addresses() -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this address."""
+    """The network interface that has this address, or one by which others reach this host if it is a name of its own."""
     import psutil
 
+    if not _is_address(address):
+        own, named = own_addresses(), _addresses_of(address)
+        here = own[:1] if is_here(address) else []  # its own name may be 127.0.1.1 there
+        address = next(iter([a for a in own if a in named] or here), "")
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return name
@@ -75,17 +79,31 @@ def plain(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
+    """Of a name, whether it is that of no address but loopback's on every host."""
+    return ipaddress.ip_address(address).is_loopback if _is_address(address) else address == "localhost"
+
+
+def _addresses_of(name: str) -> set[str]:
+    """Empty for a name that is known nowhere, or to ssh's own configuration alone."""
+    try:
+        return {plain(str(entry[4][0])) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return set()
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def is_here(name: str) -> bool:
     """Whether this host goes by that name, or has that address."""
     if name in ("localhost", platform.node(), platform.node().partition(".")[0]):
         return True
-    try:
-        found = {plain(str(entry[4][0])) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
-    except OSError:  # a name that ssh's own configuration knows
-        return False
+    found = _addresses_of(name)
     return any(is_loopback(address) for address in found) or not found.isdisjoint(own_addresses())
 
 

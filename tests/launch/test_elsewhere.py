@@ -49,6 +49,7 @@ def of(line: str) -> Translated | None:
         ("-slurm -slurm_partition general t.py", "--on slurm --partition general t.py"),
         ("-gpus 0,1,2 train.py", "--gpus 0,1,2 train.py"),
         ("--num_processes 2 --main_process_port 1 t.py", "--nproc 2 --master-port 1 t.py"),
+        ("accelerate launch --num_processes 2 t.py", "--nproc 2 t.py"),
         ("-m torch.distributed.launch --nproc_per_node=4 --use_env t.py --lr 1", "--nproc_per_node=4 t.py --lr 1"),
         ("python -m torch.distributed.launch --nproc_per_node=4 t.py", "--nproc_per_node=4 t.py"),
         ("torchrun --nproc_per_node=4 t.py", "--nproc_per_node=4 t.py"),

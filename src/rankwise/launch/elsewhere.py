@@ -138,6 +138,8 @@ def _peeled(words: Sequence[str]) -> tuple[list[str], list[str]]:
         return line[: python + 2], line[python + 2 :]
     if line and line[0] in _COMMANDS:
         return line[:1], line[1:]
+    if line[:2] == ["accelerate", "launch"]:
+        return line[:2], line[2:]
     if python and len(line) > 1 and words[0] != "--":
         plain = not line[1].startswith("-") or line[1] == "-m"
         return line[:1], line[1:] if plain else ["--", *line]

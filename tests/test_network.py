@@ -1,0 +1,52 @@
+"""Addresses, names and interfaces of this host."""
+
+from __future__ import annotations
+
+import platform
+import socket
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from rankwise import network
+
+
+@pytest.fixture
+def two_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """eth0 has 10.0.0.1, ib0 10.9.0.1; this host's own name is 127.0.1.1, and `first-ib` is 10.9.0.1."""
+    entries = {name: [SimpleNamespace(family=socket.AF_INET, address=a)] for name, a in
+               (("lo", "127.0.0.1"), ("eth0", "10.0.0.1"), ("ib0", "10.9.0.1"))}  # fmt: skip
+    names = {platform.node(): "127.0.1.1", "first-ib": "10.9.0.1", "other": "10.0.0.2"}
+
+    def resolve(name: str, *_: object, **__: object) -> list[tuple]:
+        if name not in names:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (names[name], 0))]
+
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(entries, SimpleNamespace(isup=True)))
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+@pytest.mark.parametrize(
+    ("address", "interface"),
+    [("10.9.0.1", "ib0"), ("first-ib", "ib0"), (platform.node(), "eth0"), ("other", None), ("no", None), ("10.0.0.2", None)],
+)  # fmt: skip
+def test_the_interface_of_an_address_or_a_name_of_this_host_is_one_by_which_others_reach_it(
+    two_interfaces: None, address: str, interface: str | None
+) -> None:
+    assert network.interface_of(address) == interface
+
+
+@pytest.mark.parametrize(
+    ("address", "loopback"),
+    [("127.0.0.1", True), ("127.0.1.1", True), ("::1", True), ("localhost", True), ("10.0.0.1", False), ("node1", False)],
+)
+def test_a_name_is_no_address_of_loopback_but_its_own(address: str, loopback: bool) -> None:
+    assert network.is_loopback(address) is loopback
+
+
+def test_this_host_goes_by_its_names_and_addresses(two_interfaces: None) -> None:
+    assert [network.is_here(name) for name in (platform.node(), "localhost", "first-ib")] == [True] * 3
+    assert [network.is_here(name) for name in ("other", "nowhere")] == [False] * 2
