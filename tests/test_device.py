@@ -11,6 +11,7 @@ import torch
 
 from rankwise.device import local_device, to_device
 from rankwise.errors import WorldError
+from rankwise.rundir import Part, RunDir
 from rankwise.world import World
 
 Point = namedtuple("Point", ["x", "y"])
@@ -56,8 +57,17 @@ def test_more_ranks_than_gpus_is_an_error_that_says_what_to_type(gpus: Any, tmp_
     with pytest.raises(WorldError, match=r"3 ranks on this node but 2 visible GPUs; type --nproc 2.*CUDA_VISIBLE_DEVICES="):
         local_device(world(2, 3))
     gpus(1)
+    RunDir(tmp_path).begin_life(2, ("train.py",), (Part("h", 0, 2, ""),))
     with pytest.raises(WorldError, match="--nproc 1"):
         local_device(world(0, 2, run_dir=tmp_path))
+
+
+def test_a_rank_whose_agent_is_one_of_several_on_its_host_has_the_one_gpu_that_its_task_was_given(
+    gpus: Any, tmp_path: Path
+) -> None:
+    gpus(1)
+    RunDir(tmp_path).begin_life(2, ("train.py",), (Part("h", 0, 1, ""), Part("h", 1, 1, "")))
+    assert [local_device(world(r, 2, run_dir=tmp_path)) for r in range(2)] == [torch.device("cuda", 0)] * 2
 
 
 def test_every_tensor_of_a_nest_is_moved_and_the_nest_keeps_its_shape() -> None:

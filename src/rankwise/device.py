@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rankwise.errors import WorldError
-from rankwise.world import World
+from rankwise.world import World, ranks_of_one_agent
 
 
 def local_device(world: World) -> torch.device:
@@ -20,7 +20,7 @@ def local_device(world: World) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     index = 0 if count == 1 else world.local_rank
-    if index >= count or (count == 1 and world.local_world_size > 1 and world.run_dir is not None):
+    if index >= count or (count == 1 and ranks_of_one_agent(world) > 1):
         raise WorldError(
             f"{world.local_world_size} ranks on this node but {count} visible GPUs; type --nproc {count}, "
             "or hide the GPUs from a run on the CPU: CUDA_VISIBLE_DEVICES= rankwise run ..."

@@ -13,7 +13,7 @@ from typing import TypedDict, Unpack
 from rankwise import schedulers
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.page import Page, Row
-from rankwise.rundir import ENV_RUN_DIR, RunDir
+from rankwise.rundir import ENV_RUN_DIR, Part, RunDir
 from rankwise.schedulers.ranks import Ranks, shown, single
 
 ARGUMENTS = "arguments"
@@ -202,10 +202,20 @@ def _why_not(scheduler: str, env: Mapping[str, str], believed: str | None) -> st
 
 def agent_row(world: World) -> Row | None:
     """This rank's row in the page that its agent shares with it; None when no living agent of ours started it."""
-    if world.run_dir is None:
-        return None
+    part = _part(world)
     try:
-        part = RunDir(world.run_dir).lives()[-1].part_of(world.rank)
         return Page.open(part.page).row(world.rank - part.first) if part is not None else None
-    except (OSError, IndexError):
+    except OSError:
         return None
+
+
+def ranks_of_one_agent(world: World) -> int:
+    """How many ranks our agent has started here, which all see the same devices; 1 where none of ours did."""
+    part = _part(world)
+    return part.ranks if part is not None else 1
+
+
+def _part(world: World) -> Part | None:
+    """What this rank's agent has of the run's newest life."""
+    lives = RunDir(world.run_dir).lives() if world.run_dir is not None else []
+    return lives[-1].part_of(world.rank) if lives else None
