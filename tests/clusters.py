@@ -7,6 +7,7 @@ ended by their process ids. Packages stay.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -118,11 +119,12 @@ class _Machine:
         pytest.skip(self._lacks[what])
 
     def _begin(self, session: pytest.Session) -> None:
-        lock = open(LOCK, "w")  # noqa: SIM115  # held until the session is over
-        _take(lock)
-        if STATE.exists():
-            lock.close()
-            pytest.skip(f"{STATE} is there: virtual hosts of somebody else are up; the *-down in {HOSTS} remove them")
+        with contextlib.ExitStack() as unless_held:
+            lock = unless_held.enter_context(open(LOCK, "w"))
+            _take(lock)
+            if STATE.exists():
+                pytest.skip(f"{STATE} is there: virtual hosts of somebody else are up; the *-down in {HOSTS} remove them")
+            unless_held.pop_all()
         self._lock = lock
         session.addfinalizer(self._end)
 

@@ -29,13 +29,16 @@ Path(__file__).with_name("said").joinpath(f"{platform.node()}-{os.getpid()}").wr
 """
 PYTHON = sys.executable
 RANKWISE = f"{PYTHON} -m rankwise"
-TORCHRUN = f"{PYTHON} -W ignore -m torch.distributed.run"
+TORCHRUN = "{python} -W ignore -m torch.distributed.run"
 DEADLINE_S = 100.0
 
 
 @dataclass(frozen=True)
 class Place:
-    """`command` has {python} and {script} in it; so many ranks on so many hosts are meant, 0: only an error is right."""
+    """`command` has {python} and {script} in it, or {own}, what our launcher is given.
+
+    So many ranks on so many hosts are meant; 0: only an error is right.
+    """
 
     name: str
     up: str
@@ -60,21 +63,21 @@ PLACES = [
     Place("plain", "", "{python} {script}", 1),
     Place("torchrun", "", TORCHRUN + " --nproc-per-node=2 --standalone {script}", 2),
     Place("torch.distributed.launch", "", "{python} -W ignore -m torch.distributed.launch --nproc_per_node=2 {script}", 2),
-    Place("rankwise run", "", RANKWISE + " run --nproc 2 {script}", 2),
+    Place("rankwise run", "", RANKWISE + " run --nproc 2 {own}", 2),
     Place("mpirun, Open MPI", "openmpi", "mpirun.openmpi -np 2 {python} {script}", 2),
     Place("mpirun, MPICH", "mpich", "mpirun.mpich -np 2 {python} {script}", 2),
     Place("srun, a task a device", "slurm", "srun -N2 --ntasks-per-node=2 {python} {script}", 4, 2),
-    Place("srun, an agent a node", "slurm", f"srun -N2 --ntasks-per-node=1 {RANKWISE} run --nproc 2 {{script}}", 4, 2),
+    Place("srun, an agent a node", "slurm", f"srun -N2 --ntasks-per-node=1 {RANKWISE} run --nproc 2 {{own}}", 4, 2),
     Place("sbatch, srun in it", "slurm", sbatch("srun {python} {script}"), 4, 2),
     Place("sbatch without srun", "slurm", sbatch("{python} {script}"), 0, 2, "put srun before the command"),
     Place("salloc's shell", "slurm", "salloc -N2 --ntasks-per-node=2 {python} {script}", 0, 2, "put srun before the command"),
-    Place("salloc, rankwise run", "slurm", f"salloc -N2 --ntasks-per-node=2 {RANKWISE} run --nproc 2 {{script}}", 4, 2),
+    Place("salloc, rankwise run", "slurm", f"salloc -N2 --ntasks-per-node=2 {RANKWISE} run --nproc 2 {{own}}", 4, 2),
     Place("salloc, Open MPI", "slurm", "salloc -N2 --ntasks-per-node=2 mpirun.openmpi {python} {script}", 4, 2),
     Place("sbatch, MPICH", "slurm", sbatch("mpirun.mpich {python} {script}"), 4, 2),
     Place("qsub", "sge", qsub("{python} {script}"), 0, 2, "rankwise run script.py"),
-    Place("qsub, rankwise run", "sge", qsub(RANKWISE + " run {script}"), 4, 2),
+    Place("qsub, rankwise run", "sge", qsub(RANKWISE + " run {own}"), 4, 2),
     Place("qsub, Open MPI", "sge", qsub("mpirun.openmpi {python} {script}"), 4, 2),
-    Place("ssh", "hosts", f"{RANKWISE} run -H node1:2,node2:2 {{script}}", 4, 2),
+    Place("ssh", "hosts", f"{RANKWISE} run -H node1:2,node2:2 {{own}}", 4, 2),
 ]
 
 # As root on a machine of few cores.
@@ -146,7 +149,8 @@ def ask(place: Place, folder: Path, source: str, python: str = PYTHON, **environ
     (folder / "said").mkdir(parents=True)
     (folder / "home").mkdir()
     script.write_text(source)
-    command = shlex.split(place.command.replace("{python}", python).replace("{script}", str(script)))
+    words = {"python": python, "script": str(script), "own": str(script) if python == PYTHON else f"-- {python} {script}"}
+    command = shlex.split(place.command.format(**words))
     env = {"PATH": os.environ["PATH"], "HOME": str(folder / "home"), "TMPDIR": str(folder), **ALLOWED, **environ}
     env |= {name: value for name, value in os.environ.items() if name.startswith("SGE_")}
     with open(folder / "out.txt", "w") as out:
