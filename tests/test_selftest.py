@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from launched import left_over, wait_for
 from ranks import on_ranks
 from torch import nn
 from torch.nn import functional
@@ -276,3 +277,11 @@ def test_a_script_that_trains_nothing_is_refused(rankwise: Callable[..., Any], t
 def test_ranks_that_are_no_numbers_are_refused(rankwise: Callable[..., Any]) -> None:
     done = rankwise("selftest", "--ranks", "one", "train.py")
     assert (done.returncode, done.stderr) == (2, "rankwise: --ranks one: give numbers of ranks, for example --ranks 1,2,4\n")
+
+
+def test_a_script_that_hangs_is_ended(rankwise: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import signal\nsignal.pause()\n")
+    done = rankwise("selftest", "--ranks", "1", "--timeout", "3", str(tmp_path / "train.py"))
+    assert done.returncode == 2
+    assert "train.py was not done within 3 s on 1 rank" in done.stderr
+    assert wait_for(lambda: not left_over(tmp_path / "train.py"), "nothing left in ps")

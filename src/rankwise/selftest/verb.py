@@ -26,6 +26,7 @@ from rankwise.selftest.difference import Arrays
 from rankwise.selftest.finding import Finding, as_text, combined, passed
 from rankwise.selftest.judge import judge
 from rankwise.selftest.settings import Settings
+from rankwise.terminal import count
 
 _GRACE_S = 3
 _CUTS = (4, 16, 64)  # batches of an epoch: a loop that accumulates over more of them takes no step in fewer
@@ -109,7 +110,9 @@ def _start(argv: Sequence[str], settings: Settings, timeout_s: float, env: Mappi
     missing = [rank for rank, record in enumerate(records) if record is None]
     if missing:
         said = (folder / f"out-{ranks}.txt").read_text(errors="replace")
-        raise SelftestError(f"{argv[0]} was not done{late} on {ranks} ranks (rank {missing[0]}); it said:\n{_last(said)}")
+        raise SelftestError(
+            f"{argv[0]} was not done{late} on {count(ranks, 'rank')} (rank {missing[0]}); it said:\n{_last(said)}"
+        )
     found = [record for record in records if record is not None]
     _refuse_failed(argv[0], found)
     return found
