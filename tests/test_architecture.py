@@ -27,15 +27,16 @@ LAYERS = {
     "launch": 3, "agent": 3, "report": 3,
     "data": 4, "sync": 4, "checkpoint": 4, "telemetry": 4, "stop": 4,
     "actions": 4.5,
+    "selftest": 4.7,
     "train": 5,
-    "functions": 5.5,
+    "functions": 5.5, "probe": 5.5,
     "cli": 6,
     "__init__": 7, "__main__": 7,
 }  # fmt: skip
 
 TORCH_ALLOWED = {
     "comm", "guards", "gatekeeper", "log", "seed", "device", "precision", "state", "optimizer", "model", "settings", "data",
-    "sync", "checkpoint", "telemetry", "stop", "actions", "train",
+    "sync", "checkpoint", "telemetry", "stop", "actions", "train", "selftest", "probe",
 }  # fmt: skip
 """Besides agent/warm.py, which runs in a process of its own."""
 

@@ -7,14 +7,14 @@ An action is called on all ranks, so it may communicate. It decides by what all 
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rankwise import comm, log, seed
-from rankwise.data import Loader
 from rankwise.errors import ConfigError, StepError
 from rankwise.precision import Precision
 from rankwise.state import TrainState
@@ -151,14 +151,14 @@ class Evaluate:
     def __init__(
         self,
         eval_fn: Callable[[Any, Any], Mapping[str, Pair]],
-        make_loader: Callable[[], Loader],
+        make_loader: Callable[[], Iterable[list[Any]]],
         sync: SyncStrategy | None = None,
         precision: Precision | None = None,
         progress: Progress | None = None,
         writers: Sequence[Writer] = (),
     ) -> None:
-        self._eval_fn = eval_fn
-        self._make_loader = make_loader
+        self.eval_fn = eval_fn
+        self.make_loader = make_loader
         self._sync = sync
         self._precision = precision or Precision.of("fp32", torch.device("cpu"))
         self._say = progress.say if progress is not None else log.say
@@ -167,12 +167,22 @@ class Evaluate:
 
     def __call__(self, state: TrainState) -> None:
         began = time.perf_counter()
-        figures = {f"eval_{name}": mean(*pair) for name, pair in self._totals(state).items()}
+        figures = self.figures(state)
         state.measure(figures)
         for writer in self._writers:
             writer.write(state.step, figures)
         self._say(f"step {state.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
         self.wait_s += time.perf_counter() - began
+
+    def over(self, make_loader: Callable[[], Iterable[list[Any]]]) -> Evaluate:
+        """The same figures of other batches."""
+        other = copy.copy(self)
+        other.make_loader = make_loader
+        return other
+
+    def figures(self, state: TrainState) -> dict[str, float]:
+        """Collective. `eval_<name>` of each, and nothing else happens."""
+        return {f"eval_{name}": mean(*pair) for name, pair in self._totals(state).items()}
 
     def _totals(self, state: TrainState) -> dict[str, tuple[float, float]]:
         """Collective. (sum, count) of each name over all samples of all ranks."""
@@ -184,7 +194,7 @@ class Evaluate:
         streams = seed.rng_state()
         try:
             with torch.no_grad(), self._precision.autocast():
-                for micro_batches in self._make_loader():
+                for micro_batches in self.make_loader():
                     for batch in micro_batches:
                         for name, (total, count) in self._figures_of(state, batch).items():
                             totals.setdefault(name, []).append(_pair(total, count))
@@ -200,7 +210,7 @@ class Evaluate:
         return {name: (total, count) for name, (total, count) in zip(names, reduced, strict=True)}
 
     def _figures_of(self, state: TrainState, batch: Any) -> Mapping[str, Pair]:
-        figures = self._eval_fn(state.model, batch)
+        figures = self.eval_fn(state.model, batch)
         if not isinstance(figures, Mapping):
             raise _no_figures(type(figures).__name__)
         for name, pair in figures.items():

@@ -199,6 +199,24 @@ def run(config: str | None, **options: Any) -> None:
     sys.exit(launch(RunConfig.of(*layers), os.environ))
 
 
+@main.command(context_settings={**_HELP, "allow_interspersed_args": False}, options_metavar="[OPTIONS]")
+@click.option("--ranks", default="1,2,4", show_default=True, metavar="N,N", help="On how many ranks, one after the other.")
+@click.option("--timeout", "timeout_s", type=float, default=600.0, metavar="SECONDS",
+              help="How long each of them may take.  [default: 600]")  # fmt: skip
+@click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT.py [ITS ARGUMENTS]...")
+def selftest(ranks: str, timeout_s: float, argv: tuple[str, ...]) -> None:
+    """Test whether SCRIPT.py trains the same on any number of ranks.
+
+    It takes a few steps on 1, 2 and 4 ranks: are gradients, samples, random numbers, steps as they should be, and with a
+    Trainer a resumed step and evaluation? Nothing is written in a run directory. Exit status 1 if there is a mistake.
+    """
+    import os
+
+    from rankwise.selftest import verb
+
+    sys.exit(verb.selftest(argv, verb.ranks_of(ranks), timeout_s, os.environ))
+
+
 @main.command()
 @click.argument("run", metavar="[RUN]", required=False)
 def report(run: str | None) -> None:

@@ -9,6 +9,7 @@ RankwiseError            exit status 2 unless a subclass says otherwise
   StepError              a step function, or a rank's count of samples, broke its contract
   CheckpointError        a checkpoint cannot be written or read
   FunctionError          a rank of a function ended without a result, or with one that cannot travel
+  SelftestError          a script that cannot be tested
   MainProcessError       work that only some ranks do failed there, with an exception that no other rank can be given
 Stopped                  not an error: training stopped as asked, everything is saved
 """
@@ -54,6 +55,10 @@ class CheckpointError(RankwiseError):
     """A checkpoint could not be written, or none could be read."""
 
     exit_status = 1
+
+
+class SelftestError(RankwiseError):
+    """A script that the self-test cannot run, or in which it sees nothing."""
 
 
 class MainProcessError(RankwiseError):

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import shlex
 import sys
@@ -39,6 +40,8 @@ from rankwise.model import is_synced, prepare
 from rankwise.precision import LossScale, Precision
 from rankwise.rundir import Lease, Life, RunDir
 from rankwise.schedulers import submitit
+from rankwise.selftest.finding import Finding, as_text, passed
+from rankwise.selftest.trainer import Subject, check
 from rankwise.settings import Settings, plain
 from rankwise.state import Stateful, TrainState
 from rankwise.stop import StopSignal
@@ -144,6 +147,7 @@ class Trainer:
         nominal = self.loader.global_batch_size
         loss_scale = LossScale() if precision == "fp16" else None
         self.sync: SyncStrategy = sync if sync is not None else AllReduce(clip_norm, nominal, loss_scale, reduction)
+        self._unwrapped = copy.copy(sync) if sync is not None else None
         if sync is not None and (clip_norm is not None or reduction != "auto"):
             raise ConfigError("clip_norm and reduction belong to the strategy when you give one: sync=AllReduce(clip_norm=...)")
         self.run = RunDir(_run_path(self.world, run_dir))
@@ -172,6 +176,7 @@ class Trainer:
         self.actions: list[Action] = [self._log, *([self._hear] if background_saves and self.world.is_main else [])]
         if scheduler is not None:
             self.actions.insert(0, lambda state: scheduler.step())
+        self._evaluate = evaluate
         if evaluate is not None:
             self.actions.append(every(evaluate, steps=eval_every, epochs=None if eval_every else 1, at_end=True))
         self.actions += [*actions, every(self._save, seconds=save_every_s)]
@@ -230,6 +235,25 @@ class Trainer:
         if self.stop.signum:
             raise self.stop.stopped()
         return state
+
+    def selftest(self) -> bool:
+        """Collective. Show, on copies, that the gradient does not depend on ranks and micro-batches, that a resumed step is the
+        unbroken one, that ranks see other samples and draw other numbers. Prints a line for each; False if one is a mistake.
+
+        `rankwise selftest SCRIPT.py` does it on 1, 2 and 4 ranks.
+        """
+        findings = self.selftest_findings()
+        log.say(as_text(findings))
+        return passed(findings)
+
+    def selftest_findings(self) -> list[Finding]:
+        """Collective. What `selftest` tells; the same on all ranks."""
+        new_sync = AllReduce if self._unwrapped is None else lambda: copy.copy(self._unwrapped)
+        subject = Subject(
+            self.state.model, self.state.optimizer, self.state.parts.get("scheduler"), self._forward, self._step_fn,
+            self.loader, self._evaluate, new_sync, self.world, self._seed,
+        )  # fmt: skip
+        return check(subject)
 
     def _forward(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
         if self._precision.dtype is None:

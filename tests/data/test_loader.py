@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batches import all_of, flat, global_batches, loaders, steps_of
+from batches import all_of, flat, global_batches, loaders, steps_of, world
 from ranks import on_ranks
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from rankwise.data.loader import share
 from rankwise.errors import ConfigError, DataError
@@ -347,3 +347,39 @@ def test_waiting_for_data_is_metered() -> None:
     assert loader.wait_s == 0.0
     steps_of(loader)
     assert 0.0 < loader.wait_s < 60.0
+
+
+def test_a_loader_anew_begins_again_for_any_rank_and_leaves_the_first_where_it_is() -> None:
+    loader = loaders(list(range(13)), 1, global_batch_size=5)[0]
+    first = steps_of(loader, 2)
+    parts = [steps_of(loader.anew(world(rank, 2), 1), 2) for rank in range(2)]
+    assert global_batches(parts) == global_batches([first])
+    assert loader.position == 10
+    assert [len(step) for step in steps_of(loader.anew(world(0, 1), 3), 1)] == [3]
+    assert global_batches([steps_of(loader.anew(world(0, 1), 1, 4), 1)]) == [global_batches([first])[0][:4]]
+
+
+class Noisy:
+    """Each sample is a random number."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return float(torch.rand(()))
+
+
+def test_what_a_dataset_draws_for_a_loader_anew_does_not_depend_on_how_it_is_shared() -> None:
+    loader = loaders(Noisy(), 1, global_batch_size=8)[0]
+    whole = global_batches([steps_of(loader.anew(world(0, 1), 1))])
+    assert global_batches([steps_of(loader.anew(world(rank, 2), 2)) for rank in range(2)]) == whole
+
+
+def test_a_stream_anew_begins_again_for_any_rank() -> None:
+    class Count(IterableDataset):
+        def __iter__(self):
+            return iter(range(9))
+
+    loader = loaders(Count(), 1, global_batch_size=4)[0]
+    first = steps_of(loader, 1)
+    assert global_batches([steps_of(loader.anew(world(rank, 2), 1), 1) for rank in range(2)]) == global_batches([first])

@@ -10,6 +10,7 @@ draws them, are the same after a resume, and leave the streams of the training w
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -103,6 +104,13 @@ class Fetch:
         self._in_one = not self._each and _has_getitems(dataset)
         self._draws = not (self._whole or promises(dataset, "draws_nothing"))
         self._aside = seeds.Aside()
+
+    def one_by_one(self) -> Fetch:
+        """The same for which each sample's random numbers are its own, unless the dataset makes whole batches."""
+        other = copy.copy(self)
+        other._each = self._each or not self._in_one
+        other._aside = seeds.Aside()
+        return other
 
     def __call__(self, request: tuple[int, list[int]]) -> Any:
         return self._batch(*request, each=self._draws)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import time
@@ -171,6 +172,21 @@ class Loader:
 
     def _placed(self, batch: Any) -> Any:
         return batch if self._device is None or self._device.type == "cpu" else to_device(batch, self._device)
+
+    def anew(self, world: World, accumulate: int, global_batch_size: int | None = None) -> Loader:
+        """The same data and order from the beginning, in this process, for any rank of any number of them.
+
+        Samples are taken one by one where that can be, so that what they draw at random does not depend on how they are shared.
+        """
+        other = copy.copy(self)
+        other._world, other.accumulate, other._workers = world, accumulate, 0
+        other.global_batch_size = global_batch_size if global_batch_size is not None else self.global_batch_size
+        other.epoch, other.position, other.wait_s = 0, 0, 0.0
+        if self._order is None:
+            other._stream = self._stream.anew(world.rank, world.world_size)
+        else:
+            other._fetch = self._fetch.one_by_one()
+        return other
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -80,6 +80,10 @@ class Stream:
         self._own = seeds.Aside()  # between two requests in this process
         self._beside_collate = seeds.Aside()
 
+    def anew(self, rank: int, world_size: int) -> Stream:
+        """The same from the beginning, for another rank."""
+        return Stream(self._dataset, self._own_collate, self._seed, rank, world_size, self._drop_last)
+
     def here(self, requests: Iterator[Request]) -> Iterator[Step | None]:
         for request in requests:
             yield self._here(request)

@@ -1,0 +1,99 @@
+"""One rank of a self-test: runs the user's script as Python would, with its Trainer asked or its loop watched.
+
+python -m rankwise.probe SETTINGS.json script.py [its arguments]
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib.machinery
+import io
+import json
+import os
+import sys
+import time
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rankwise import rundir, seed
+from rankwise.selftest.settings import Settings
+from rankwise.selftest.watch import Enough, Watch
+from rankwise.state import TrainState
+from rankwise.train import Trainer
+from rankwise.world import discover
+
+_WAIT_S = 10.0
+
+
+def main() -> None:
+    """Leaves a record in the test's folder, however the script ends, and ends with status 0 if it could be watched."""
+    given = json.loads(Path(sys.argv[1]).read_text())
+    settings = Settings(given["folder"], given["ranks"], given["cut"], tuple(given["batches"]))
+    rank = discover(os.environ).rank
+    seed.seed_rank(0, rank)  # as a fresh process, but the same each time: an unseeded model begins alike on 1 rank and on 4
+    watch = Watch(settings, rank)
+    asked: list[dict[str, Any]] = []
+    _ask_trainers(watch, asked)
+    ended, lines = "", ""
+    with watch:
+        try:
+            _run_script(sys.argv[2:])
+        except Enough:
+            ended = "enough"
+        except SystemExit as end:
+            ended = "" if end.code in (None, 0) else f"it ended with {end.code}"
+        except BaseException as error:  # whatever the script raises is told by the verb
+            ended, lines = f"{type(error).__name__}: {error}", traceback.format_exc()
+    record = {**asked[0], "rank": rank} if asked else watch.record(ended)
+    _leave(Path(settings.folder), settings.ranks, rank, {**record, "ended": ended, "traceback": lines}, watch.gradients)
+
+
+def _ask_trainers(watch: Watch, asked: list[dict[str, Any]]) -> None:
+    """Trainer.fit tests instead of training, and the script ends there. `asked`: what the first one found."""
+
+    def fit(self: Trainer) -> TrainState:
+        watch.close()
+        asked.append({"findings": []})
+        asked[0]["findings"] += [finding.record() for finding in self.selftest_findings()]
+        raise Enough(0)
+
+    Trainer.fit = fit  # type: ignore[method-assign]
+
+
+def _run_script(argv: list[str]) -> None:
+    path = argv[0]
+    sys.argv = list(argv)
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    module: Any = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__builtins__ = builtins
+    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    module.__cached__ = None
+    sys.modules["__main__"] = module
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+
+
+def _leave(folder: Path, ranks: int, rank: int, record: dict[str, Any], gradients: dict[str, Any]) -> None:
+    """And wait a moment for the others: they may be in a collective of the script's that this rank is part of."""
+    name = f"ranks-{ranks}-rank-{{}}"
+    if gradients:
+        np.savez(folder / f"{name.format(rank)}.npz", **gradients)
+    rundir.write_json(folder / f"{name.format(rank)}.json", record)
+    deadline = time.monotonic() + _WAIT_S
+    while time.monotonic() < deadline and not all((folder / f"{name.format(r)}.json").exists() for r in range(ranks)):
+        time.sleep(0.02)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)  # taking the script's process groups and threads apart is not what is tested
+
+
+if __name__ == "__main__":
+    main()

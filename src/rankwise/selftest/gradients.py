@@ -1,0 +1,261 @@
+"""The gradient of one global batch, in one piece on one device and shared out; and why they differ, where they do.
+
+gradients = Gradients(model, step_fn, forward, new_sync, whole, parts)
+finding = gradients.finding({"2 x 2": micro_batches})        # collective
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from rankwise import comm
+from rankwise.selftest.difference import TOLERANCES, Difference, difference
+from rankwise.selftest.finding import FAILED, KNOWN, OK, OPEN, Finding
+from rankwise.selftest.layers import Mixing, first_mixing
+from rankwise.selftest.still import Draws, without_dropout
+from rankwise.sync import SyncStrategy
+
+Step = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
+Found = dict[str, Any]  # gradients, by the names of their parameters
+
+_ADDITIVE = 1e-3  # what is twice as much of twice as many, in whatever type
+
+
+class Gradients:
+    """`step_fn` is tried in float64 on a copy of the model; if it cannot be, `forward` is, as the Trainer calls it.
+
+    `whole`: the global batch; `parts`: the same in micro-batches.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step_fn: Step,
+        forward: Step,
+        new_sync: Callable[[], SyncStrategy],
+        whole: Any,
+        parts: Sequence[Any],
+    ) -> None:
+        self._new_sync = new_sync
+        self._model = copy.deepcopy(model).train()
+        self._step, self._dtype = forward, _name(next(model.parameters()).dtype)
+        self._whole, self._parts = whole, list(parts)
+        if _works_in_float64(model, step_fn, whole):
+            self._model = self._model.double()
+            self._step, self._dtype = step_fn, "float64"
+        self._tolerance = TOLERANCES.get(self._dtype, 1e-3)
+        self._held: tuple[type[nn.Module], ...] = ()
+        """Layers that are as in evaluation."""
+
+    def finding(self, layouts: Mapping[str, Sequence[Any]]) -> Finding:
+        """Collective. `layouts`: by name, this rank's micro-batches."""
+        if (drawing := self._drawing()) is not None:
+            return drawing
+        with self._exact():
+            reference, apart = self._compare(layouts)
+            figures = ", ".join(f"{name} {a}" for name, a in apart.items())
+            if self._is_small(apart.values()):
+                return Finding("gradients", OK, self._evidence("equal to those of one batch on one device"), where=figures)
+            evidence = self._evidence("differ from those of one batch on one device")
+            if (mixing := self._mixing()) is not None and isinstance(mixing.layer, _BatchNorm):
+                self._held = (_BatchNorm,)
+                reference, apart = self._compare(layouts)
+                if self._is_small(apart.values()):
+                    return replace(_known(mixing, evidence), where=figures)
+            return replace(self._why(reference, evidence), where=figures)
+
+    def _is_small(self, apart: Any) -> bool:
+        return all(a.size <= self._tolerance for a in apart)
+
+    def _evidence(self, words: str) -> str:
+        return f"{words}: {{}}; relative, in {self._dtype}, {self._tolerance:g} is allowed"
+
+    def _drawing(self) -> Finding | None:
+        """Collective. What makes any two passes differ."""
+        with without_dropout(), self._exact(), Draws() as draws:
+            self._step(self._model, self._given(self._whole))
+        layers = sorted({layer for passed in draws.passes for layer in passed.layers})
+        if not layers:
+            return None
+        return Finding(
+            "gradients", OPEN, f"no two passes are alike: {', '.join(layers)} draws random numbers though torch's dropout is "
+            "switched off", "chance that is not torch's dropout", "switch it off for a moment (self.training) and test again",
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _exact(self) -> Iterator[None]:
+        before = torch.get_default_dtype()
+        if self._dtype == "float64":
+            torch.set_default_dtype(torch.float64)
+        try:
+            with without_dropout():
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+    # --- two ways to a gradient
+
+    def _fresh(self) -> nn.Module:
+        model = copy.deepcopy(self._model)
+        for module in model.modules():
+            if isinstance(module, self._held):
+                module.eval()
+        return model
+
+    def _given(self, batch: Any) -> Any:
+        return as_float64(batch) if self._dtype == "float64" else batch
+
+    def _alone(self, batches: Sequence[Any]) -> Found:
+        """The mean gradient, by hand: sums added up, divided once by all counts."""
+        model = self._fresh()
+        count = 0.0
+        for batch in batches:
+            loss_sum, n = self._step(model, self._given(batch))
+            loss_sum.backward()  # type: ignore[no-untyped-call]
+            count += float(n)
+        return {name: g / count if count else g * math.nan for name, g in _gradients_of(model).items()}
+
+    def _together(self, batches: Sequence[Any]) -> Found:
+        """Collective. By the strategy, over all ranks."""
+        sync = self._new_sync()
+        model = sync.wrap(self._fresh())
+        for i, batch in enumerate(batches):
+            with sync.accumulating(last=i == len(batches) - 1):
+                sync.backward(*self._step(model, self._given(batch)))
+        recorder = _Recorder(model)
+        sync.step(model, recorder)  # type: ignore[arg-type]  # it takes no step
+        return recorder.found
+
+    def _compare(self, layouts: Mapping[str, Sequence[Any]]) -> tuple[Found, dict[str, Difference]]:
+        """Collective. (the reference, how far each layout is from it on the rank where it is farthest)."""
+        reference = self._alone([self._whole])
+        apart = {}
+        for name, batches in layouts.items():
+            told = comm.all_gather_object(difference(reference, self._together(batches)))
+            apart[name] = max(told, key=lambda a: a.size)
+        return reference, apart
+
+    # --- why
+
+    def _mixing(self) -> Mixing | None:
+        model = self._fresh()
+        with torch.no_grad():
+            return first_mixing(
+                model, lambda batch: self._step(model, self._given(batch)), self._whole, self._parts, self._tolerance
+            )
+
+    def _why(self, reference: Found, evidence: str) -> Finding:
+        """Collective: all ranks have seen the same difference. The cause is looked for on one device alone."""
+        model = self._fresh()
+        with torch.no_grad():
+            sums, counts = zip(*[_numbers(self._step(model, self._given(b))) for b in [self._whole, *self._parts]], strict=True)
+        sum_adds, count_adds = _adds_up(sums), _adds_up(counts)
+        if not count_adds:
+            return Finding(
+                "gradients", FAILED, evidence,
+                f"step_fn's count is {counts[0]:g} for the whole batch and {', '.join(f'{c:g}' for c in counts[1:])} for its "
+                "parts: means of parts that differ in size are averaged (a mean of means)",
+                'return the sum of the loss and what it is over: F.cross_entropy(..., reduction="sum"), len(y)',
+            )  # fmt: skip
+        mixing = self._mixing()
+        if mixing is not None:
+            return Finding(
+                "gradients", FAILED, evidence, f"{mixing}: what it gives for a sample depends on the others in its micro-batch",
+                "normalise each sample by itself (LayerNorm, GroupNorm), or compute it in the loss over all ranks",
+            )  # fmt: skip
+        if not sum_adds:
+            return Finding(
+                "gradients", FAILED, evidence,
+                f"the loss is {sums[0]:.6g} for the whole batch, but {sum(sums[1:]):.6g} for its parts together: it is no sum "
+                "over samples (a mean, a loss between samples, or a cut by a number of them)",
+                'return the sum over the samples: reduction="sum"',
+            )  # fmt: skip
+        if not self._is_small([difference(reference, self._alone(self._parts))]):
+            return Finding(
+                "gradients", FAILED, evidence, "the parts of the batch differ already on one device: the loss adds up, its "
+                "gradient does not (a detach, a clip of each part, a parameter that is used in some parts only)",
+                "look for it in step_fn",
+            )  # fmt: skip
+        return Finding(
+            "gradients", FAILED, evidence, "on one device the parts add up, over the ranks they do not: step_fn asks for its "
+            "rank, or the strategy (sync=) does not average",
+            "give every rank the same function, and leave sharing to the Trainer",
+        )  # fmt: skip
+
+
+def _known(mixing: Mixing, evidence: str) -> Finding:
+    return Finding(
+        "gradients", KNOWN, f"{evidence}; equal where the statistics of {type(mixing.layer).__name__} are held still",
+        f"{mixing} takes its statistics from a micro-batch, so that results depend on how many there are",
+        "none needed if that is meant; else GroupNorm or LayerNorm, or Trainer(sync_batchnorm=True) on GPUs",
+    )  # fmt: skip
+
+
+class _Recorder:
+    """In the place of the optimizer: it keeps the gradients it is given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.param_groups = [{"params": list(model.parameters()), "lr": 0.0}]
+        self.found: Found = {}
+
+    def step(self) -> None:
+        self.found = _gradients_of(self._model)
+
+
+def _gradients_of(model: nn.Module) -> Found:
+    return {
+        name: p.grad.detach().to("cpu", torch.float64).numpy().copy()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def _works_in_float64(model: nn.Module, step_fn: Step, batch: Any) -> bool:
+    """Collective: all ranks or none."""
+    before = torch.get_default_dtype()
+    worked = False
+    with contextlib.suppress(Exception):  # whatever the user's function raises there, float32 will do
+        torch.set_default_dtype(torch.float64)
+        trial = copy.deepcopy(model).train().double()
+        loss_sum, _ = step_fn(trial, as_float64(batch))
+        loss_sum.backward()  # type: ignore[no-untyped-call]
+        worked = loss_sum.dtype == torch.float64
+    torch.set_default_dtype(before)
+    return comm.all_agree(worked)
+
+
+def as_float64(batch: Any) -> Any:
+    """The same nest, its floating tensors in float64."""
+    if isinstance(batch, torch.Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {key: as_float64(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(as_float64(value) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(as_float64(value) for value in batch)
+    return batch
+
+
+def _numbers(result: tuple[torch.Tensor, float | torch.Tensor]) -> tuple[float, float]:
+    return float(result[0]), float(result[1])
+
+
+def _adds_up(values: Sequence[float]) -> bool:
+    """Whether the first is the sum of the others."""
+    return bool(np.isclose(values[0], sum(values[1:]), rtol=_ADDITIVE, atol=1e-12))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,272 @@
+"""What the ranks of a script have done, compared: with each other, and on different numbers of them. Without torch.
+
+findings = judge({1: records, 2: records}, gradients)       # a record: what watch.py has noted on a rank
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rankwise.selftest.difference import TOLERANCES, Arrays, difference, factor
+from rankwise.selftest.finding import FAILED, KNOWN, OK, OPEN, Finding
+
+Record = Mapping[str, Any]
+Starts = Mapping[int, Sequence[Record]]
+"""By the number of ranks: the record of each."""
+
+Gradients = Callable[[int, int], Arrays]
+"""(number of ranks, rank) -> those of its first step."""
+
+
+def judge(starts: Starts, gradients: Gradients) -> list[Finding]:
+    """Not yet combined: several a check. On each number of ranks at least one rank must have taken a step."""
+    findings = []
+    for ranks, records in starts.items():
+        findings += _order(ranks, records)
+        if ranks > 1:
+            findings += [_weights(records), _samples(records), judge_draws([record["draws"] for record in records])]
+            findings += [_steps(records), *_between_ranks(records, gradients)]
+    return [*findings, _between_starts(starts, gradients)]
+
+
+def _ranks(n: int) -> str:
+    return f"{n} rank{'s' * (n != 1)}"
+
+
+def first_apart(told: Sequence[Mapping[str, str]], who: Sequence[str] = ()) -> str | None:
+    """In words which tensor is not the same for all, and between whom; None if all are. `who`: else they are ranks."""
+    for name in told[0] if told else ():
+        for number, other in enumerate(told):
+            if other.get(name) != told[0][name]:
+                names = (who[0], who[number]) if who else ("rank 0", f"rank {number}")
+                return f"{name} differs between {names[0]} and {names[1]}"
+    return None
+
+
+def _weights(records: Sequence[Record]) -> Finding:
+    here = _ranks(len(records))
+    apart = first_apart([record["start"] for record in records if record["taken"]])
+    if apart is None:
+        return Finding("weights", OK, "the same on {}", where=str(len(records)))
+    return Finding(
+        "weights", FAILED, f"on {here}: {apart}", "the ranks do not begin as one model",
+        "DistributedDataParallel(model) or sync.wrap(model) before the first step sends rank 0's to all",
+    )  # fmt: skip
+
+
+# --- data
+
+
+def _samples(records: Sequence[Record]) -> Finding:
+    here = f"on {_ranks(len(records))}"
+    steps = list(zip(*(record["batches"] for record in records), strict=False))
+    taken = [list(map(_key, batch)) for step in steps for batch in step]
+    if not taken or not any(taken):
+        return Finding("samples", OPEN, f"{here}: no DataLoader or rankwise.Loader was seen to feed the forward passes")
+    for number, step in enumerate(steps):
+        seen = Counter(_key(sample) for batch in step for sample in set(map(_key, batch)))
+        twice = sum(count - 1 for count in seen.values())
+        if not twice:
+            continue
+        padding = max((loader.get("padding", 0) for loader in records[0]["loaders"]), default=0)
+        if twice <= padding:
+            return Finding(
+                "samples", KNOWN, f"{here}: {twice} of batch {number + 1} on two ranks",
+                "DistributedSampler repeats samples to fill up the last batches of an epoch",
+                "none needed in training; evaluate with rankwise.Loader or rankwise.Evaluate, which repeat nothing",
+            )  # fmt: skip
+        alike = all(batch == step[0] for batch in step)
+        what = "all ranks take the same samples" if alike else f"{twice} of {sum(map(len, step))} are taken by two ranks"
+        return Finding(
+            "samples", FAILED, f"{here}, batch {number + 1}: {what}", "nothing shares the data out among the ranks",
+            "DataLoader(dataset, sampler=DistributedSampler(dataset)), or rankwise.Loader(dataset, world, ...)",
+        )  # fmt: skip
+    return Finding("samples", OK, f"of {len(steps)} batches none was on two of {{}}", where=str(len(records)))
+
+
+def _key(sample: Any) -> Any:
+    return tuple(sample) if isinstance(sample, list) else sample
+
+
+def _order(ranks: int, records: Sequence[Record]) -> list[Finding]:
+    """Whether a loader that shuffles gives another order in its second pass; nothing where there was one pass alone."""
+    record = records[0]
+    for number, loader in enumerate(record["loaders"]):
+        passes = [p["samples"] for p in record["passes"] if p["loader"] == number and p["trained"] and p["samples"]]
+        if len(passes) < 2 or not loader.get("shuffle"):
+            continue
+        first, second = passes[:2]
+        n = min(len(first), len(second))
+        if sum(map(len, first[:n])) < 2:
+            continue
+        if first[:n] != second[:n]:
+            return [Finding("order", OK, "another in the second epoch, on {}", where=str(ranks))]
+        evidence = f"the second epoch has the order of the first on {_ranks(ranks)}, in its {n} first batches"
+        if loader["spread"]:
+            return [Finding("order", FAILED, evidence, f"{loader['sampler']} is not told which epoch it is",
+                            "sampler.set_epoch(epoch) at the top of each epoch")]  # fmt: skip
+        return [Finding("order", FAILED, evidence, "the sampler's generator is seeded anew in each epoch", "seed it once")]
+    return []
+
+
+# --- random numbers
+
+
+def judge_draws(told: Sequence[Sequence[Sequence[Any]]]) -> Finding:
+    """`told`: of each rank its forward passes, (where the streams stood, the layers that drew)."""
+    layers = list(dict.fromkeys(layer for rank in told for _, drew in rank for layer in drew))
+    if not layers:
+        return Finding("random", OK, "no layer draws any")
+    named = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+    for number in range(max(map(len, told))):
+        seen: dict[str, int] = {}
+        for rank, passes in enumerate(told):
+            if number >= len(passes) or not passes[number][1]:
+                continue
+            if (other := seen.setdefault(passes[number][0], rank)) != rank:
+                return Finding(
+                    "random", FAILED, f"ranks {other} and {rank} draw the same in forward pass {number + 1}, in {named}",
+                    "their streams stand at the same place: the same seed on all ranks, after the model was made",
+                    "seed once more after making the model: rankwise.seed_rank(seed, rank), or torch.manual_seed(seed + rank)",
+                )  # fmt: skip
+    for rank, passes in enumerate(told):
+        drew = [at for at, drew_then in passes if drew_then]
+        if len(drew) > 1 and len(set(drew)) == 1:
+            return Finding(
+                "random", FAILED, f"rank {rank} draws the same in each step, in {named}",
+                "the streams are seeded in each step", "seed once, before the loop",
+            )  # fmt: skip
+    return Finding("random", OK, f"each of {{}} draws its own, in {named}", where=str(len(told)))
+
+
+# --- gradients and steps
+
+
+def _between_ranks(records: Sequence[Record], gradients: Gradients) -> list[Finding]:
+    """The optimizer must be given the same gradient on every rank; nothing is said where it is."""
+    ranks = len(records)
+    stepped = _stepped(records)
+    apart = first_apart([records[rank]["steps"][0]["gradients"] for rank in stepped], [f"rank {r}" for r in stepped])
+    if apart is None:
+        return []
+    found = {rank: gradients(ranks, rank) for rank in stepped}
+    far = max((difference(found[stepped[0]], found[rank]) for rank in stepped), key=lambda d: d.size)
+    if far.size <= TOLERANCES["float64"]:
+        return []
+    evidence = f"on {_ranks(ranks)} the optimizer gets another gradient on each rank: they differ by {far}"
+    if any(record["bypassed"] for record in records):
+        cause = (
+            "DistributedDataParallel is gone round: the forward pass calls the module in it (model.module), and nothing reduces"
+        )
+        return [Finding("gradients", FAILED, evidence, cause, "call the wrapped model: model(x)")]
+    if not any(record["wrapped"] for record in records):
+        return [Finding("gradients", FAILED, evidence, "nothing reduces the gradients over the ranks",
+                        "DistributedDataParallel(model), or rankwise.AllReduce: wrap, backward, step")]  # fmt: skip
+    return [Finding("gradients", FAILED, evidence, "gradients change after they were reduced, or DDP is left in no_sync()",
+                    "clip and change them alike on all ranks; leave no_sync() for the last micro-batch")]  # fmt: skip
+
+
+def _stepped(records: Sequence[Record]) -> list[int]:
+    """The ranks that have taken a step."""
+    return [rank for rank, record in enumerate(records) if record["taken"]]
+
+
+def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
+    """The first step's gradient on each number of ranks, from the same weights and samples, without chance."""
+    low = min(starts)
+    first = starts[low][_stepped(starts[low])[0]]
+    drawing = sorted({layer for records in starts.values() for _, drew in records[0]["still"] for layer in drew})
+    if drawing:
+        return Finding("gradients", OPEN, f"{', '.join(drawing)} draws random numbers though torch's dropout is switched off",
+                       "no two passes are alike", "switch it off for a moment (self.training) and test again")  # fmt: skip
+    reference, tolerance = gradients(low, first["rank"]), TOLERANCES.get(first["dtype"], 1e-3)
+    apart, factors = {}, {}
+    for ranks, records in starts.items():
+        if ranks == low:
+            continue
+        if _first_samples(records) != _first_samples(starts[low]):
+            return Finding(
+                "gradients", OPEN, f"the first step takes other samples on {_ranks(ranks)} than on {low}: not comparable",
+                "the order of the data depends on the number of ranks", "the same sampler and seed on any number of ranks",
+            )  # fmt: skip
+        mine = records[_stepped(records)[0]]
+        if mine["start"] != first["start"]:
+            return Finding(
+                "gradients", OPEN, f"the model begins with other weights on {_ranks(ranks)} than on {low}: not comparable",
+                "its seed depends on the time, or on the number of ranks", "torch.manual_seed(seed) before the model is made",
+            )  # fmt: skip
+        if (sample := _other_content([*starts[low], *records])) is not None:
+            return Finding(
+                "gradients", OPEN, f"sample {sample} is another on another start or rank: not comparable",
+                "the dataset draws at random (augmentation), or each rank has made a dataset of its own",
+                "where the data themselves are drawn or shuffled, do it with one seed on all ranks; augmentation may differ",
+            )  # fmt: skip
+        apart[ranks] = difference(reference, gradients(ranks, mine["rank"]))
+        factors[ranks] = factor(reference, gradients(ranks, mine["rank"]))
+    if not apart:
+        return Finding("gradients", OPEN, "one number of ranks alone: there is nothing to compare with")
+    figures = ", ".join(f"{ranks} x 1 {far}" for ranks, far in apart.items())
+    evidence = f"relative to {low} x 1: {figures}; in {first['dtype']}, {tolerance:g} is allowed"
+    if all(far.size <= tolerance for far in apart.values()):
+        return _equal(f"equal {evidence}", first["norms"])
+    if all(factors.values()):
+        told = ", ".join(f"{c:.3g} on {ranks}" for ranks, c in factors.items())
+        return Finding(
+            "gradients", KNOWN, f"the same but for a factor: {told}; in {first['dtype']}",
+            "the loss is a sum, or is divided by a fixed number: its gradient shrinks with the number of ranks",
+            "none needed where the global batch grows with the ranks and the learning rate is meant so",
+        )  # fmt: skip
+    return Finding(
+        "gradients", FAILED, f"differ {evidence}",
+        "each rank's loss is a mean of its own, over counts that differ (tokens, frames, valid targets), and these means are "
+        "averaged (a mean of means); or a layer mixes the samples of a batch",
+        "divide the sum by the count of all ranks: sync.backward(loss_sum, count) of rankwise.AllReduce does",
+    )  # fmt: skip
+
+
+def _equal(evidence: str, norms: Sequence[str]) -> Finding:
+    if not norms:
+        return Finding("gradients", OK, evidence)
+    return Finding(
+        "gradients", KNOWN, f"{evidence}, with BatchNorm held still",
+        f"BatchNorm {', '.join(map(repr, norms[:3]))} takes its statistics from a rank's own micro-batch",
+        "none needed if that is meant; else GroupNorm, LayerNorm, or torch.nn.SyncBatchNorm.convert_sync_batchnorm on GPUs",
+    )  # fmt: skip
+
+
+def _other_content(records: Sequence[Record]) -> str | None:
+    """The first sample that is not the same thing to all who have seen it."""
+    known: dict[str, str] = {}
+    for record in records:
+        for sample, content in record["contents"].items():
+            if known.setdefault(sample, content) != content:
+                return str(sample)
+    return None
+
+
+def _first_samples(records: Sequence[Record]) -> Counter[Any]:
+    """What all ranks together have taken before the first step of one of them."""
+    passes = records[_stepped(records)[0]]["steps"][0]["forwards"]
+    return Counter(_key(sample) for record in records for batch in record["batches"][:passes] for sample in batch)
+
+
+def _steps(records: Sequence[Record]) -> Finding:
+    here = _ranks(len(records))
+    passes = min(record["forwards"] for record in records)
+    counts = [sum(step["forwards"] <= passes for step in record["steps"]) for record in records]
+    if len(set(counts)) > 1:
+        told = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
+        return Finding(
+            "steps", FAILED, f"of the first {max(counts)} optimizer steps each rank took: {told}",
+            "the optimizer steps on some ranks only", "step on every rank; write and print on rank 0 alone",
+        )  # fmt: skip
+    for number in range(counts[0]):
+        apart = first_apart([record["steps"][number].get("parameters", {}) for record in records])
+        if apart is not None:
+            return Finding(
+                "steps", FAILED, f"on {here} after step {number + 1}: {apart}", "the ranks are no longer one model",
+                "every rank must step, with the same gradient and settings of the optimizer",
+            )  # fmt: skip
+    return Finding("steps", OK, f"{counts[0]} leave the same parameters on {{}}", where=str(len(records)))

@@ -1,0 +1,126 @@
+"""A forward pass without chance, and where chance comes into one.
+
+with without_dropout(): ...               # torch's own dropout does nothing
+with Draws() as draws: model(x)           # which layers drew random numbers, from which point of the stream
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from rankwise.selftest.digest import digest
+
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+@contextlib.contextmanager
+def without_dropout(hold_batchnorm: bool = False) -> Iterator[None]:
+    """torch's functions of dropout return what they are given; recurrent layers, and with `hold_batchnorm` batch norms, are as
+    in evaluation. A layer that draws by other means goes on drawing: Draws sees it."""
+    kept: dict[str, Any] = {name: getattr(F, name) for name in (*_DROPOUTS, "scaled_dot_product_attention")}
+    held = (nn.RNNBase, _BatchNorm) if hold_batchnorm else (nn.RNNBase,)
+    training: list[nn.Module] = []
+
+    def before(module: nn.Module, _inputs: Any) -> None:
+        if isinstance(module, held) and module.training:
+            training.append(module)
+            module.training = False
+
+    def after(module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if training and training[-1] is module:
+            training.pop().training = True
+
+    hooks = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
+    for name in _DROPOUTS:
+        setattr(F, name, _given)
+    F.scaled_dot_product_attention = _attention_without(kept["scaled_dot_product_attention"])
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module in training:
+            module.training = True
+        for name, function in kept.items():
+            setattr(F, name, function)
+
+
+def _given(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return input
+
+
+def _attention_without(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def scaled_dot_product_attention(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **more: Any
+    ) -> torch.Tensor:
+        return attention(query, key, value, attn_mask=attn_mask, dropout_p=0.0, is_causal=is_causal, **more)
+
+    return scaled_dot_product_attention
+
+
+def stream() -> str:
+    """Where torch's default generators stand, in a word: equal words, equal numbers to come."""
+    places = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        places.append(torch.cuda.get_rng_state())
+    return "-".join(map(digest, places))
+
+
+class Pass(NamedTuple):
+    """One forward pass of a model in training."""
+
+    at: str
+    """Where the streams stood as it began."""
+
+    layers: tuple[str, ...]
+    """What drew in it: `2 (Dropout)`."""
+
+
+class Draws:
+    """Watches every forward pass in training, of whatever module is called first, while it is open."""
+
+    def __init__(self, on_begin: Callable[[nn.Module], None] = lambda _: None) -> None:
+        self.passes: list[Pass] = []
+        self._on_begin = on_begin
+        self._open: list[tuple[nn.Module, str]] = []
+        self._drew: dict[int, str] = {}
+        self._names: dict[int, str] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._hooks = [
+            register_module_forward_pre_hook(self._before),
+            register_module_forward_hook(self._after, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, module: nn.Module, _inputs: Any) -> None:
+        if not self._open:
+            if not (module.training and torch.is_grad_enabled()) or isinstance(module, torch.nn.modules.loss._Loss):
+                return
+            self._on_begin(module)
+            self._names = {id(m): name for name, m in module.named_modules()}
+            self._drew = {}
+        self._open.append((module, stream()))
+
+    def _after(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if not self._open or self._open[-1][0] is not module:
+            return
+        _, at = self._open.pop()
+        if stream() != at and not any(id(m) in self._drew for m in module.modules() if m is not module):
+            name = self._names.get(id(module), "").removeprefix("module.")
+            self._drew[id(module)] = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        if not self._open:
+            self.passes.append(Pass(at, tuple(self._drew.values())))

@@ -1,0 +1,325 @@
+"""The self-test of a Trainer, on the ranks that there are; it works on copies, and writes in a folder that is gone afterwards.
+
+findings = check(Subject(...))
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from rankwise import comm, seed
+from rankwise.actions import Evaluate
+from rankwise.checkpoint import Checkpoints
+from rankwise.data import Loader
+from rankwise.guards import run_on_main
+from rankwise.selftest.digest import digest, digests
+from rankwise.selftest.finding import FAILED, OK, OPEN, Finding
+from rankwise.selftest.gradients import Gradients
+from rankwise.selftest.judge import first_apart, judge_draws
+from rankwise.selftest.still import Draws
+from rankwise.state import TrainState
+from rankwise.sync import SyncStrategy
+from rankwise.world import World
+
+ONE = World(0, 1, 0, 1, 0, source="selftest")
+"""One rank alone: what all are measured by."""
+
+SAMPLES, FEW = 13, 9
+"""Of the global batch of the test; FEW where the Trainer's own is smaller. At least two for each of 4 micro-batches, as batch
+norms need, and never as many for all: means of equal parts would hide that they are means."""
+
+_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is tested; none of it is changed."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Any
+    forward: Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
+    """(model, batch) -> (loss sum, count), in the Trainer's precision."""
+
+    step_fn: Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
+    loader: Loader
+    evaluate: Evaluate | None
+    new_sync: Callable[[], SyncStrategy]
+    """A strategy that has wrapped no model yet."""
+
+    world: World
+    seed: int
+
+
+def check(subject: Subject) -> list[Finding]:
+    """Collective; the same on every rank. Takes a few steps of copies of the model and optimizer."""
+    streams = seed.rng_state()
+    try:
+        findings = [_weights(subject)] if subject.world.world_size > 1 else []
+        findings += [_samples(subject), _gradients(subject), _random(subject), *_resume_and_steps(subject)]
+        if subject.evaluate is not None:
+            findings.append(_evaluation(subject, subject.evaluate))
+        return findings
+    finally:
+        seed.set_rng_state(streams)
+
+
+def layout(ranks: int, accumulate: int) -> str:
+    """`4 x 1`: ranks, and micro-batches of each."""
+    return f"{ranks} x {accumulate}"
+
+
+def _ranks(subject: Subject) -> str:
+    n = subject.world.world_size
+    return f"{n} rank{'s' * (n != 1)}"
+
+
+def _size(subject: Subject) -> int:
+    return SAMPLES if subject.loader.global_batch_size >= SAMPLES else FEW
+
+
+def _weights(subject: Subject) -> Finding:
+    mine = digests(subject.model.state_dict())
+    apart = first_apart(comm.all_gather_object(mine))
+    if apart is None:
+        return Finding("weights", OK, "the same on {}", where=str(subject.world.world_size))
+    return Finding(
+        "weights", FAILED, f"on {_ranks(subject)}: {apart}", "the ranks do not begin as one model",
+        "let sync.wrap(model) broadcast rank 0's, and change no parameter between it and the first step",
+    )  # fmt: skip
+
+
+# --- samples
+
+
+def _samples(subject: Subject) -> Finding:
+    """The content of each sample: what the dataset answers is seen, not what was asked for."""
+    size = _size(subject)
+    mine, all_at_once = _rows(subject.loader.anew(subject.world, 1, size)), _rows(subject.loader.anew(ONE, 1, size))
+    told = comm.all_gather_object(mine)
+    if not any(all_at_once):
+        return Finding("samples", OPEN, "a batch holds no tensors with a sample a row: their content cannot be compared")
+    for step, whole in enumerate(all_at_once):
+        together = Counter(row for rank in told if step < len(rank) for row in rank[step])
+        if together == Counter(whole):
+            continue
+        twice = sum((together - Counter(whole)).values())
+        never = sum((Counter(whole) - together).values())
+        return Finding(
+            "samples", FAILED,
+            f"on {_ranks(subject)}: of {len(whole)} samples of step {step + 1}, {never} were seen by no rank and "
+            f"{twice} were others, or seen twice",
+            "the dataset answers differently on different ranks, or shards itself too",
+            "let the dataset be the whole one on every rank; the Trainer shares it out. What it draws at random must come from "
+            "Python's, numpy's global or torch's default generator",
+        )  # fmt: skip
+    samples = sum(map(len, all_at_once))
+    return Finding("samples", OK, f"each of {samples} once on {{}}", where=str(subject.world.world_size))
+
+
+def _rows(loader: Loader) -> list[list[str]]:
+    """Of each of the first steps, a word for each sample."""
+    return [[row for batch in step for row in row_digests(batch)] for step in islice(loader, _STEPS)]
+
+
+def row_digests(batch: Any) -> list[str]:
+    """A word for each row of a batch, over all tensors in it that have as many rows as the first."""
+    tensors = [t for t in tensors_in(batch) if t.dim() > 0]
+    rows = len(tensors[0]) if tensors else 0
+    return ["-".join(digest(tensor[row]) for tensor in tensors if len(tensor) == rows) for row in range(rows)]
+
+
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a nest of mappings, lists and tuples."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            yield from tensors_in(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from tensors_in(value)
+
+
+# --- gradients
+
+
+def _gradients(subject: Subject) -> Finding:
+    size = _size(subject)
+    ranks = subject.world.world_size
+    splits = (4, 3) if ranks == 1 else (max(4 // ranks, 1),)
+
+    def batches(world: World, accumulate: int) -> list[Any]:
+        return next(iter(subject.loader.anew(world, accumulate, size)))
+
+    (whole,), parts = batches(ONE, 1), batches(ONE, 4)
+    gradients = Gradients(subject.model, subject.step_fn, subject.forward, subject.new_sync, whole, parts)
+    return gradients.finding({layout(ranks, k): batches(subject.world, k) for k in splits})
+
+
+# --- random numbers
+
+
+def _random(subject: Subject) -> Finding:
+    model = copy.deepcopy(subject.model).train()
+    seed.seed_rank(subject.seed, subject.world.rank)
+    with Draws() as draws:
+        for step in islice(subject.loader.anew(subject.world, 1), _STEPS):
+            for batch in step:
+                subject.forward(model, batch)
+    return judge_draws(comm.all_gather_object(draws.passes))
+
+
+# --- steps, and a step after a resume
+
+
+class _Copy:
+    """A model and all that trains it, for a few steps of its own."""
+
+    def __init__(self, subject: Subject) -> None:
+        memo: dict[int, Any] = {}
+        self.model: nn.Module = copy.deepcopy(subject.model, memo).train()
+        self.optimizer: Optimizer = copy.deepcopy(subject.optimizer, memo)
+        self.scheduler: Any = copy.deepcopy(subject.scheduler, memo)
+        self.sync = subject.new_sync()
+        self.model = self.sync.wrap(self.model)
+        self.loader = subject.loader.anew(subject.world, subject.loader.accumulate)
+        self._forward = subject.forward
+        parts = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader, "sync": self.sync}
+        self.parts: dict[str, Any] = parts | ({"scheduler": self.scheduler} if self.scheduler is not None else {})
+
+    def step(self) -> None:
+        """Collective. The next one of the loader."""
+        micro_batches = next(iter(self.loader))
+        for i, batch in enumerate(micro_batches):
+            with self.sync.accumulating(last=i == len(micro_batches) - 1):
+                self.sync.backward(*self._forward(self.model, batch))
+        self.sync.step(self.model, self.optimizer)
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def digests(self) -> dict[str, str]:
+        """Of the parameters, and of what the optimizer keeps of each."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        kept = {
+            f"{names.get(id(p), 'a parameter')}'s {key} in the optimizer": value
+            for p, state in self.optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
+        return digests({**self.model.state_dict(), **kept})
+
+
+def _resume_and_steps(subject: Subject) -> list[Finding]:
+    with _folder() as folder:
+        unbroken, resumed = _Copy(subject), _Copy(subject)
+        checkpoints = Checkpoints(folder)
+        before = digests(dict(unbroken.model.named_parameters()))
+        seed.seed_rank(subject.seed, subject.world.rank)
+        unbroken.step()
+        checkpoints.save(unbroken.parts, 1)
+        unbroken.step()
+        moved = digests(dict(unbroken.model.named_parameters()))
+        seed.seed_rank(subject.seed + 1, subject.world.rank)  # as a new process: elsewhere
+        checkpoints.load_latest(resumed.parts)
+        resumed.step()
+        apart = first_apart([unbroken.digests(), resumed.digests()], ("the unbroken run", "the resumed one"))
+        told = comm.all_gather_object((moved, apart, [name for name in before if before[name] == moved[name]]))
+    return [_steps([of for of, _, _ in told], [still for _, _, still in told], len(before)), _resume(told[0][1])]
+
+
+def _steps(moved: Sequence[dict[str, str]], still: Sequence[Sequence[str]], parameters: int) -> Finding:
+    lazy = [rank for rank, names in enumerate(still) if len(names) == parameters]
+    if lazy and len(lazy) < len(moved):
+        return Finding(
+            "steps", FAILED, f"{_STEPS} steps moved no parameter on rank {', '.join(map(str, lazy))} alone",
+            "the optimizer steps on some ranks only", "step on every rank; write and print on rank 0 alone",
+        )  # fmt: skip
+    apart = first_apart(moved)
+    if apart is not None:
+        return Finding("steps", FAILED, f"after {_STEPS} steps {apart}", "the ranks do not take the same steps",
+                       "let every rank step, on the same gradient and with the same settings of the optimizer")  # fmt: skip
+    if lazy:
+        return Finding("steps", FAILED, f"{_STEPS} steps moved no parameter", "the learning rate is 0, or no gradient arrives",
+                       "look at the learning rate of the first steps, and at what the loss depends on")  # fmt: skip
+    return Finding("steps", OK, f"after {_STEPS} the parameters have moved, and are the same on {{}}", where=str(len(moved)))
+
+
+def _resume(apart: str | None) -> Finding:
+    if apart is None:
+        return Finding("resume", OK, "a step after saving and loading is the unbroken one, bit for bit")
+    return Finding(
+        "resume", FAILED, f"the step after saving and loading is another than the unbroken one: {apart}",
+        "something that the step needs is not in the state_dict of the model, optimizer or scheduler (or the device's kernels "
+        "do not give the same bits twice)",
+        "register it (register_buffer), or give its owner a state_dict",
+    )  # fmt: skip
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Collective. A folder that all ranks see, gone afterwards."""
+    path = run_on_main(tempfile.mkdtemp, kwargs={"prefix": "rankwise-selftest-"})
+    try:
+        yield Path(path)
+    finally:
+        if comm.rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# --- evaluation
+
+
+def _evaluation(subject: Subject, evaluate: Evaluate) -> Finding:
+    """On the first batches and the last; the same on one rank alone, in other parts."""
+    model = copy.deepcopy(subject.model)
+    state = TrainState(model, subject.optimizer)
+    made = evaluate.make_loader()
+    if not isinstance(made, Loader):
+        return Finding("evaluation", OPEN, "its data come from a loader of its own")
+    given: Loader = made
+
+    def figures(world: World, accumulate: int) -> dict[str, float]:
+        return evaluate.over(lambda: _ends(given, world, accumulate)).figures(state)
+
+    here = figures(subject.world, 1)
+    with comm.alone():
+        alone = figures(ONE, 3)
+    apart, name = max(((_apart(value, here.get(name)), name) for name, value in alone.items()), default=(0.0, ""))
+    tolerance = 1e-4 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.02
+    if apart <= tolerance:
+        evidence = f"the same on one rank, in other batches: {{}}; relative, {tolerance:g} is allowed"
+        return Finding("evaluation", OK, evidence, where=f"{_ranks(subject)} {apart:.1e}")
+    return Finding(
+        "evaluation", FAILED, f"{name} is {here.get(name, float('nan')):.6g} on {_ranks(subject)} and {alone[name]:.6g} on one "
+        "rank, in other batches", "eval_fn returns no sums: a figure of a batch was averaged, and batches differ in size",
+        "return the sum over the samples and their count: (loss_sum, len(y)), (correct, len(y))",
+    )  # fmt: skip
+
+
+def _ends(loader: Loader, world: World, accumulate: int) -> Iterator[list[Any]]:
+    """The first two steps, and the last."""
+    yield from islice(loader.anew(world, accumulate), _STEPS)
+    if loader.samples is not None and not loader.is_stream and (steps := loader.steps_per_epoch or 0) > _STEPS:
+        last = loader.anew(world, accumulate)
+        last.position = (steps - 1) * loader.global_batch_size
+        yield next(iter(last))
+
+
+def _apart(a: float, b: float | None) -> float:
+    if b is None or a != a or b != b:
+        return 0.0 if b is not None and a != a and b != b else float("inf")
+    return abs(a - b) / max(abs(a), 1e-12) if a != b else 0.0

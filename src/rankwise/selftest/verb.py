@@ -1,0 +1,171 @@
+"""`rankwise selftest`: the script under our launcher on 1, 2 and 4 ranks, its Trainer asked or its loop watched.
+
+status = selftest(("train.py", "--lr", "0.1"), ranks=(1, 2, 4), timeout_s=600)
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rankwise import machine, rundir
+from rankwise.errors import ConfigError, SelftestError
+from rankwise.launch.conclude import say
+from rankwise.launch.script import examine
+from rankwise.selftest.difference import Arrays
+from rankwise.selftest.finding import Finding, as_text, combined, passed
+from rankwise.selftest.judge import judge
+from rankwise.selftest.settings import Settings
+from rankwise.terminal import count
+
+_GRACE_S = 3
+_CUTS = (4, 16, 64)  # batches of an epoch: a loop that accumulates over more of them takes no step in fewer
+_SHOWN = 12  # lines of what the script has said
+
+
+def selftest(argv: Sequence[str], ranks: Sequence[int], timeout_s: float, env: Mapping[str, str]) -> int:
+    """Prints what was found. 0 if nothing is a mistake, 1 otherwise. Nothing is left on the disk.
+
+    Raises ConfigError for a script that cannot be run, SelftestError for one that cannot be watched.
+    """
+    examine(argv[0])
+    devices = machine.gpus(env)
+    given = dict(env) if devices >= max(ranks) else {**env, "CUDA_VISIBLE_DEVICES": ""}
+    where = "" if devices >= max(ranks) else f", on the CPU ({devices} GPUs here)" if devices else ", on the CPU"
+    say(f"selftest of {argv[0]} on {_listed(ranks)} ranks{where}")
+    folder = Path(tempfile.mkdtemp(prefix="rankwise-selftest-"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through the lines that clear up
+    try:
+        starts: dict[int, list[dict[str, Any]]] = {}
+        batches: list[int] = []
+        for n in sorted(ranks, reverse=True):  # the most first: what is a rank's batch there is the least of all
+            starts[n] = _started(argv, n, batches, folder, timeout_s, given)
+            batches = batches or [loader["whole"] for loader in starts[n][0].get("loaders", [])]
+        findings = _findings(starts, folder)
+        print(as_text(findings), flush=True)
+        _say_what_is_not_covered(starts)
+        return 0 if passed(findings) else 1
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def ranks_of(text: str) -> tuple[int, ...]:
+    """`1,2,4`. Raises ConfigError."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"--ranks {text}: give numbers of ranks, for example --ranks 1,2,4")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    words = [str(n) for n in sorted(ranks)]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _started(
+    argv: Sequence[str], ranks: int, batches: Sequence[int], folder: Path, timeout_s: float, env: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """The record of each rank, of a start that took a step."""
+    records: list[dict[str, Any]] = []
+    for cut in _CUTS:
+        records = _start(argv, Settings(str(folder), ranks, cut, tuple(batches)), timeout_s, env)
+        if any("findings" in record or record["taken"] for record in records):
+            return records
+        if max(record["forwards"] for record in records) < cut:
+            break
+    seen = f"{records[0]['forwards']} forward passes in training on rank 0 of {ranks}"
+    raise SelftestError(f"in {argv[0]} no step of a torch optimizer was seen ({seen}): there is nothing to test")
+
+
+def _start(argv: Sequence[str], settings: Settings, timeout_s: float, env: Mapping[str, str]) -> list[dict[str, Any]]:
+    """One start of the script; the record of each rank."""
+    folder, ranks = Path(settings.folder), settings.ranks
+    path = folder / f"ranks-{ranks}.json"
+    rundir.write_json(path, asdict(settings))
+    for stale in folder.glob(f"ranks-{ranks}-rank-*"):
+        stale.unlink()
+    shutil.rmtree(folder / "saved", ignore_errors=True)  # no start goes on where another was
+    command = [sys.executable, "-m", "rankwise", "run", "--nproc", str(ranks), "--run-dir", str(folder / f"run-{ranks}")]
+    command += ["--grace", str(_GRACE_S), "-m", "rankwise.probe", str(path), *argv]
+    with open(folder / f"out-{ranks}.txt", "w+") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
+        try:
+            process.wait(timeout_s)
+            late = ""
+        except subprocess.TimeoutExpired:
+            late = f" within {timeout_s:g} s"
+        finally:
+            _end(process)
+    records = [_record(folder / f"ranks-{ranks}-rank-{rank}.json") for rank in range(ranks)]
+    missing = [rank for rank, record in enumerate(records) if record is None]
+    if missing:
+        said = (folder / f"out-{ranks}.txt").read_text(errors="replace")
+        raise SelftestError(
+            f"{argv[0]} was not done{late} on {count(ranks, 'rank')} (rank {missing[0]}); it said:\n{_last(said)}"
+        )
+    found = [record for record in records if record is not None]
+    _refuse_failed(argv[0], found)
+    return found
+
+
+def _refuse_failed(script: str, records: Sequence[dict[str, Any]]) -> None:
+    """Raises SelftestError where the script failed before there was anything to judge."""
+    for record in records:
+        failed = record["ended"] not in ("", "enough")
+        if failed and ("findings" in record or not record["forwards"]):
+            told = (record["traceback"] or record["ended"]).rstrip()
+            raise SelftestError(f"{script} failed on rank {record['rank']} of {len(records)}:\n{told}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The launcher ends its ranks, when it is asked."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_GRACE_S + 10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    process.wait()
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def _last(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines()[-_SHOWN:])
+
+
+def _findings(starts: Mapping[int, Sequence[dict[str, Any]]], folder: Path) -> list[Finding]:
+    if all("findings" in records[0] for records in starts.values()):
+        return combined([Finding(**found) for n in sorted(starts) for found in starts[n][0]["findings"]])
+
+    def gradients(ranks: int, rank: int) -> Arrays:
+        with np.load(folder / f"ranks-{ranks}-rank-{rank}.npz") as file:
+            return {name: file[name] for name in file.files}
+
+    return combined(judge({n: starts[n] for n in sorted(starts)}, gradients))
+
+
+def _say_what_is_not_covered(starts: Mapping[int, Sequence[dict[str, Any]]]) -> None:
+    """A loop of one's own says neither how it resumes nor how it evaluates."""
+    watched = [record for records in starts.values() for record in records if "findings" not in record]
+    if not watched:
+        return
+    say("not tested in a loop of your own: a resumed step, evaluation")
+    broken = next((record for record in watched if record["ended"] not in ("", "enough")), None)
+    if broken is not None:
+        say(f"rank {broken['rank']} ended early: {broken['ended'].splitlines()[0]}")

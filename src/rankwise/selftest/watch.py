@@ -1,0 +1,308 @@
+"""A script watched while it takes its first steps, on one rank; nothing of it is changed but how far it goes.
+
+    with Watch(settings) as watch:
+        run the script                       # ended by Enough after a few forward passes in training
+    watch.record()                           # what it did, as JSON; and the first step's gradients
+
+Until the first step dropout is switched off and batch norms are held still, so that gradients can be compared. An epoch is cut
+short, so that several begin; batches of a DataLoader are smaller, so that ranks together have as many samples on any number of
+them; what goes to disk by torch.save or Checkpoints goes into the test's folder.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from rankwise.checkpoint import Checkpoints
+from rankwise.data import loader as own
+from rankwise.data.order import share
+from rankwise.data.stream import Request
+from rankwise.selftest.digest import digest, digests
+from rankwise.selftest.settings import Settings
+from rankwise.selftest.still import Draws, without_dropout
+from rankwise.selftest.trainer import row_digests, tensors_in
+
+_STEPS = 6  # of which gradients and parameters are kept
+_OTHER_BATCHES = 2  # of a loader that is not trained on
+
+
+class Enough(SystemExit):
+    """All that is needed was seen: the script ends here, as if by sys.exit(0)."""
+
+
+@dataclass
+class _Pass:
+    """One iteration over a loader."""
+
+    loader: int
+    samples: list[list[Any]] = field(default_factory=list)
+    """Of each batch that was handed out: indices, or words for what is in it."""
+
+    trained: bool = False
+
+
+class Watch:
+    """While it is open some functions of torch and of ours are replaced by such as take note.
+
+    It ends the script by Enough, after the same forward pass on all ranks.
+    """
+
+    def __init__(self, settings: Settings, rank: int) -> None:
+        self._settings = settings
+        self._rank = rank
+        self._loaders: list[dict[str, Any]] = []
+        self._number: dict[int, int] = {}
+        self._kept: list[Any] = []  # loaders, so that no id is taken again
+        self._passes: list[_Pass] = []
+        self._forwards = 0
+        self._model: nn.Module | None = None
+        self._steps: list[dict[str, Any]] = []
+        self._taken = 0
+        self._start: dict[str, str] = {}
+        self._batches: list[list[Any]] = []
+        self._contents: dict[str, str] = {}
+        self.gradients: dict[str, Any] = {}
+        self._draws = Draws(self._on_forward)
+        self._still_passes = 0
+        self._open = ExitStack()
+        self._still = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._open.enter_context(self._draws)
+        self._still.enter_context(without_dropout(hold_batchnorm=True))
+        for hook in (register_optimizer_step_pre_hook(self._before_step), register_optimizer_step_post_hook(self._after_step)):
+            self._open.callback(hook.remove)
+        self._replace(DataLoader, "__init__", self._loader_init)
+        self._replace(DataLoader, "__iter__", self._loader_iter)
+        self._replace(_BaseDataLoaderIter, "_reset", self._iter_reset)
+        self._replace(_BaseDataLoaderIter, "_next_index", self._iter_next_index)
+        self._replace(_BaseDataLoaderIter, "__next__", self._iter_next)
+        self._replace(own, "fetched", self._own_fetched)
+        self._replace(torch, "save", self._save)
+        self._replace(Checkpoints, "__init__", self._checkpoints_init)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._still.close()
+        self._open.close()
+
+    def _replace(self, owner: Any, name: str, by: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, by(original))
+        self._open.callback(setattr, owner, name, original)
+
+    # --- forward passes and steps
+
+    def _on_forward(self, module: nn.Module) -> None:
+        self._forwards += 1
+        if self._forwards > 2 * self._settings.cut + 3:
+            raise Enough(0)
+        self._model = module
+        if self._passes:
+            self._passes[-1].trained = True
+            self._batches += self._passes[-1].samples[-1:]
+
+    def _names(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+        names = {id(p): n.removeprefix("module.") for n, p in self._model.named_parameters()} if self._model else {}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return {names.get(id(p), f"parameter {number}"): p for number, p in enumerate(parameters)}
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        named = self._names(optimizer)
+        if not self._start:
+            self._start = digests(named)
+        if len(self._steps) < _STEPS:
+            grads = {name: p.grad.detach() for name, p in named.items() if p.grad is not None}
+            self._steps.append({"forwards": self._forwards, "gradients": digests(grads)})
+            if not self._taken:
+                self.gradients = {name: g.to("cpu", torch.float64).numpy().copy() for name, g in grads.items()}
+                self._dtype = str(next(iter(named.values())).dtype).removeprefix("torch.")
+        if not self._taken:
+            self._still_passes = len(self._draws.passes)
+            self._still.close()
+        self._taken += 1
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._taken == len(self._steps):
+            self._steps[-1]["parameters"] = digests(self._names(optimizer))
+
+    # --- torch's DataLoader
+
+    def _loader_init(self, original: Any) -> Any:
+        watch = self
+
+        def init(self: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any) -> None:
+            ours = type(dataset).__module__.startswith("rankwise.")
+            if batch_size is not None and kwargs.get("batch_sampler") is None and not ours:
+                ranks, asked, number = watch._settings.ranks, batch_size, len(watch._loaders)
+                known = watch._settings.batches[number : number + 1]
+                whole = known[0] if known else max(asked // ranks, 1) * ranks
+                batch_size = max(whole // ranks, 1)
+                watch._loaders.append({"asked": asked, "whole": whole})
+                watch._number[id(self)] = number
+                watch._kept.append(self)
+            original(self, dataset, batch_size, *args, **kwargs)
+
+        return init
+
+    def _loader_iter(self, original: Any) -> Any:
+        watch = self
+
+        def iter(self: Any) -> Any:
+            iterator = original(self)
+            if not type(self.dataset).__module__.startswith("rankwise."):
+                iterator._rankwise_pass = watch._begin_pass(self)
+            return iterator
+
+        return iter
+
+    def _begin_pass(self, loader: Any) -> _Pass:
+        if id(loader) not in self._number:
+            self._number[id(loader)] = len(self._loaders)
+            self._loaders.append({"asked": None, "whole": 0})
+            self._kept.append(loader)
+        number, sampler = self._number[id(loader)], getattr(loader, "sampler", None)
+        spread = hasattr(sampler, "set_epoch") and hasattr(sampler, "num_replicas")
+        self._loaders[number] |= {
+            "sampler": type(sampler).__name__,
+            "shuffle": bool(getattr(sampler, "shuffle", type(sampler).__name__ == "RandomSampler")),
+            "spread": spread,
+            "padding": max(getattr(sampler, "total_size", 0) - len(loader.dataset), 0) if spread else 0,
+        }
+        self._passes.append(_Pass(number))
+        return self._passes[-1]
+
+    def _iter_reset(self, original: Any) -> Any:
+        def _reset(self: Any, *args: Any, **kwargs: Any) -> None:
+            self._rankwise_ahead = deque()
+            original(self, *args, **kwargs)
+
+        return _reset
+
+    def _iter_next_index(self, original: Any) -> Any:
+        def _next_index(self: Any) -> Any:
+            index = original(self)
+            if not hasattr(self, "_rankwise_ahead"):
+                self._rankwise_ahead = deque()
+            self._rankwise_ahead.append(index)
+            return index
+
+        return _next_index
+
+    def _look_into(self, indices: Sequence[int], batch: Any) -> None:
+        """Note what the first samples are made of: the same index may be another thing on another rank."""
+        rows = row_digests(batch) if not self._taken else []
+        if len(rows) == len(indices):
+            self._contents |= dict(zip(map(str, indices), rows, strict=True))
+
+    def _iter_next(self, original: Any) -> Any:
+        watch = self
+
+        def next(self: Any) -> Any:
+            mine: _Pass | None = getattr(self, "_rankwise_pass", None)
+            if mine is None:
+                return original(self)
+            handed = len(mine.samples)
+            if handed >= (watch._settings.cut if mine.trained else _OTHER_BATCHES):
+                raise StopIteration
+            batch = original(self)
+            index = self._rankwise_ahead.popleft() if self._rankwise_ahead else None
+            known = isinstance(index, list) and all(isinstance(i, int) for i in index)
+            if known and index is not None:
+                mine.samples.append(list(index))
+                watch._look_into(index, batch)
+            else:
+                mine.samples.append([digest(t) for t in tensors_in(batch)])
+            return batch
+
+        return next
+
+    # --- our own
+
+    def _own_fetched(self, original: Any) -> Any:
+        def fetched(requests: Iterator[Any], fetcher: Any, workers: int, pin: bool = False) -> Iterator[Any]:
+            mine = _Pass(len(self._loaders))
+            self._loaders.append({"asked": None, "whole": 0, "sampler": "rankwise.Loader", "shuffle": False, "spread": True,
+                                  "padding": 0})  # fmt: skip
+            self._passes.append(mine)
+            asked: deque[Any] = deque()
+
+            def noted() -> Iterator[Any]:
+                for request in requests:
+                    asked.append(request)
+                    yield request
+
+            for answer in original(noted(), fetcher, workers, pin):
+                samples = self._of(asked.popleft(), answer)
+                mine.samples.append(samples)
+                self._look_into(samples, answer)
+                yield answer
+
+        return fetched
+
+    def _of(self, request: Any, answer: Any) -> list[Any]:
+        if not isinstance(request, Request):
+            return list(request[1])
+        stop = answer.stop if answer is not None else request.start
+        return list(range(*share(request.start, stop, self._rank, self._settings.ranks)))
+
+    # --- what goes to disk
+
+    def _save(self, original: Any) -> Any:
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            original(obj, self._aside(f) if isinstance(f, str | os.PathLike) else f, *args, **kwargs)
+
+        return save
+
+    def _checkpoints_init(self, original: Any) -> Any:
+        def init(checkpoints: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
+            original(checkpoints, Path(self._settings.folder, "saved", f"ranks-{self._settings.ranks}"), *args, **kwargs)
+
+        return init
+
+    def _aside(self, path: Any) -> Path:
+        folder = Path(self._settings.folder, "saved", f"rank-{self._rank}")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / Path(path).name
+
+    # --- afterwards
+
+    def record(self, ended: str) -> dict[str, Any]:
+        """All but the gradients. `ended`: how the script did."""
+        norms = [name or type(m).__name__ for name, m in self._model.named_modules() if _mixes(m)] if self._model else []
+        wrapped = [o for o in gc.get_objects() if type(o) is DistributedDataParallel]
+        inner = {id(m) for o in wrapped for m in o.modules()} - set(map(id, wrapped))
+        draws = [(p.at, p.layers) for p in self._draws.passes]
+        return {
+            "rank": self._rank, "ranks": self._settings.ranks, "ended": ended, "forwards": self._forwards,
+            "loaders": self._loaders, "passes": [vars(p) for p in self._passes], "batches": self._batches,
+            "contents": self._contents,
+            "start": self._start, "steps": self._steps, "taken": self._taken, "dtype": getattr(self, "_dtype", "float32"),
+            "draws": draws[self._still_passes :], "still": draws[: self._still_passes],
+            "norms": [name.removeprefix("module.") for name in norms],
+            "bypassed": self._model is not None and id(self._model) in inner, "wrapped": len(wrapped),
+        }  # fmt: skip
+
+
+def _mixes(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)

@@ -1,0 +1,287 @@
+"""The self-test as its user types it: it catches planted bugs, and passes honest programs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launched import left_over, wait_for
+from ranks import on_ranks
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from rankwise.comm import rank
+from rankwise.train import Trainer
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+TRAINER = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+import rankwise
+
+torch.manual_seed(0)
+dataset = TensorDataset(torch.randn(45, 6), torch.randint(3, (45,)))
+
+def step(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y, reduction="sum"), len(y)
+
+def evaluate(model, batch):
+    x, y = batch
+    scores = model(x)
+    return {"loss": (F.cross_entropy(scores, y, reduction="sum"), len(y)), "right": ((scores.argmax(1) == y).sum(), len(y))}
+
+model = nn.Sequential(nn.Linear(6, 8), LAYER, nn.ReLU(), nn.Linear(8, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+rankwise.Trainer(
+    model, optimizer, step, dataset, eval_data=dataset, eval_fn=evaluate, scheduler=schedule, global_batch_size=8, max_epochs=4,
+).fit()
+"""
+
+BY_HAND = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+dataset = TensorDataset(torch.randn(64, 6), torch.randint(3, (64,)))
+sampler = DistributedSampler(dataset)
+loader = DataLoader(dataset, batch_size=8, sampler=sampler)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1 + rank)
+for epoch in range(1000):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.save(model.state_dict(), "model.pt")
+"""
+
+Tested = Callable[..., tuple[int, dict[str, str], str]]
+
+
+@pytest.fixture
+def tested(tmp_path: Path) -> Tested:
+    """(exit status, the status of each check, all that was printed) of a script; nothing is left where it was typed."""
+
+    def test(source: str | Path, *words: str, ranks: str = "1,2") -> tuple[int, dict[str, str], str]:
+        script = source if isinstance(source, Path) else tmp_path / "train.py"
+        if isinstance(source, str):
+            script.write_text(source)
+        here = sorted(path.name for path in tmp_path.iterdir())
+        command = [sys.executable, "-m", "rankwise", "selftest", "--ranks", ranks, str(script), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+        told = done.stdout + done.stderr
+        assert "Traceback" not in told, told
+        assert sorted(path.name for path in tmp_path.iterdir()) == here
+        lines = re.findall(r"^(ok|FAILED|known|open) +(gradients|samples|[a-z][a-z ]*?)  ", done.stdout, re.MULTILINE)
+        return done.returncode, {check: status for status, check in lines}, told
+
+    return test
+
+
+def planted(source: str, *changes: tuple[str, str]) -> str:
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+    return source
+
+
+# --- planted bugs
+
+
+def test_a_loss_that_is_a_mean_of_means_is_caught_with_the_trainer(tested: Tested) -> None:
+    mean = ('F.cross_entropy(model(x), y, reduction="sum"), len(y)\n\ndef', "F.cross_entropy(model(x), y), 1\n\ndef")
+    status, checks, told = tested(planted(TRAINER, ("LAYER", "nn.Identity()"), mean), ranks="1,2,4")
+    assert (status, checks["gradients"]) == (1, "FAILED"), told
+    assert "a mean of means" in told
+    assert 'reduction="sum"' in told
+    assert [check for check, found in checks.items() if found != "ok"] == ["gradients"]
+
+
+def test_a_loss_that_is_a_mean_of_means_over_ragged_counts_is_caught_by_hand(tested: Tested) -> None:
+    ragged = ("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y.where(x[:, 0] > 0.3, -100))")
+    status, checks, told = tested(planted(BY_HAND, ragged))
+    assert (status, checks["gradients"]) == (1, "FAILED"), told
+    assert "a mean of means" in told
+
+
+def test_a_missing_set_epoch_is_caught(tested: Tested) -> None:
+    status, checks, told = tested(planted(BY_HAND, ("    sampler.set_epoch(epoch)\n", "")))
+    assert (status, checks["order of the epochs"]) == (1, "FAILED"), told
+    assert "sampler.set_epoch(epoch)" in told
+    assert [check for check, found in checks.items() if found != "ok"] == ["order of the epochs"]
+
+
+def test_the_same_seed_on_all_ranks_is_caught_where_a_layer_draws(tested: Tested) -> None:
+    status, checks, told = tested(planted(BY_HAND, ("torch.manual_seed(1 + rank)", "torch.manual_seed(1)")))
+    assert (status, checks["random numbers"]) == (1, "FAILED"), told
+    assert "1 (Dropout)" in told
+    assert [check for check, found in checks.items() if found != "ok"] == ["random numbers"]
+
+
+def test_ddp_gone_round_is_caught(tested: Tested) -> None:
+    status, checks, told = tested(planted(BY_HAND, ("model(x)", "model.module(x)")))
+    assert (status, checks["gradients"], checks["steps"]) == (1, "FAILED", "FAILED"), told
+    assert "model.module" in told
+
+
+def test_an_optimizer_step_that_one_rank_leaves_out_is_caught(tested: Tested) -> None:
+    skipped = ("        optimizer.step()\n", "        if rank == 0:\n            optimizer.step()\n")
+    status, checks, told = tested(planted(BY_HAND, skipped))
+    assert (status, checks["steps"]) == (1, "FAILED"), told
+    assert "rank 0 6, rank 1 0" in told
+    assert [check for check, found in checks.items() if found != "ok"] == ["steps"]
+    assert "the optimizer steps on some ranks only" in told
+
+
+# --- honest programs
+
+
+def test_an_mlp_with_a_ragged_last_batch_passes(tested: Tested) -> None:
+    status, checks, told = tested(planted(TRAINER, ("LAYER", "nn.Identity()")), ranks="1,2,4")
+    assert status == 0, told
+    assert set(checks.values()) == {"ok"}
+    assert list(checks) == ["weights at the start", "samples", "gradients", "random numbers", "steps", "resume", "evaluation"]
+    for layout in ("1 x 4", "2 x 2", "4 x 1"):
+        assert layout in told
+    assert "float64" in told
+
+
+def test_dropout_passes_and_is_named(tested: Tested) -> None:
+    status, checks, told = tested(planted(TRAINER, ("LAYER", "nn.Dropout(0.5)")))
+    assert status == 0, told
+    assert set(checks.values()) == {"ok"}
+    assert "1 (Dropout)" in told
+
+
+def test_batch_norm_is_a_known_difference_and_named(tested: Tested) -> None:
+    status, checks, told = tested(planted(TRAINER, ("LAYER", "nn.BatchNorm1d(8)")))
+    assert status == 0, told
+    assert checks.pop("gradients") == "known"
+    assert "BatchNorm1d '1' takes its statistics from a micro-batch" in told
+    assert set(checks.values()) == {"ok"}
+
+
+def test_a_gpt_passes(tested: Tested) -> None:
+    source = (EXAMPLES / "04_gpt.py").read_text()
+    small = [("CONTEXT = 128", "CONTEXT = 16"), ("width: int = 128, layers: int = 3", "width: int = 16, layers: int = 2"),
+             ("64 * 1024", "2 * 1024"), ('glob("*.py")', 'glob("a*.py")')]  # fmt: skip
+    status, checks, told = tested(planted(source, *small), "--batch", "8")
+    assert status == 0, told
+    assert set(checks.values()) == {"ok"}
+
+
+@pytest.mark.parametrize("loop", ["ddp", "parts"])
+def test_a_loop_of_ones_own_passes(loop: str, tested: Tested) -> None:
+    status, checks, told = tested(BY_HAND if loop == "ddp" else EXAMPLES / "02_own_loop.py")
+    assert status == 0, told
+    assert set(checks.values()) == {"ok"}
+    assert {"weights at the start", "samples", "gradients", "random numbers", "steps"} <= set(checks)
+    assert "not tested in a loop of your own: a resumed step, evaluation" in told
+
+
+# --- as a method
+
+
+class _Sleepy(torch.optim.SGD):
+    """It steps on rank 0 alone."""
+
+    def step(self, closure: Any = None) -> None:
+        if rank() == 0:
+            super().step(closure)
+
+
+class _Forgetful(nn.Module):
+    """How often it was called is in no state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x / self.calls
+
+
+def _asked_on_a_rank(bug: str) -> tuple[list[str], bool]:
+    """(the checks that failed, whether the Trainer is as it was and says the same)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    if bug == "forgets":
+        model.append(_Forgetful())
+    data = TensorDataset(torch.randn(45, 6), torch.randint(3, (45,)))
+
+    def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        if bug == "seeds":
+            torch.manual_seed(7)
+        return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+    optimizer = (_Sleepy if bug == "skips" else torch.optim.SGD)(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, step, data, global_batch_size=8, max_epochs=1)
+    before, streams = [p.clone() for p in model.parameters()], torch.get_rng_state()
+    failed = [finding.check for finding in trainer.selftest_findings() if finding.status == "FAILED"]
+    same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    same = same and torch.equal(streams, torch.get_rng_state()) and trainer.loader.position == 0
+    return failed, same and trainer.selftest() == (not failed)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_trainer_can_be_asked_on_the_ranks_that_there_are_and_is_not_changed(ranks: int) -> None:
+    assert on_ranks(ranks, _asked_on_a_rank, "") == [([], True)] * ranks
+
+
+@pytest.mark.parametrize(("bug", "check"), [("seeds", "random"), ("skips", "steps"), ("forgets", "resume")])
+def test_a_trainer_that_is_asked_names_the_mistake(bug: str, check: str) -> None:
+    told = on_ranks(2, _asked_on_a_rank, bug)
+    assert all(check in failed and same for failed, same in told), told
+
+
+# --- what cannot be tested
+
+
+def test_a_script_that_fails_is_told_with_its_traceback(rankwise: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\nraise ValueError('no data')\n")
+    done = rankwise("selftest", "--ranks", "1", "train.py")
+    assert done.returncode == 2
+    assert "rankwise: train.py failed on rank 0 of 1:" in done.stderr
+    assert "ValueError: no data" in done.stderr
+
+
+def test_a_script_that_trains_nothing_is_refused(rankwise: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('done')\n")
+    done = rankwise("selftest", "--ranks", "1", "train.py")
+    assert done.returncode == 2
+    assert "no step of a torch optimizer was seen" in done.stderr
+
+
+def test_ranks_that_are_no_numbers_are_refused(rankwise: Callable[..., Any]) -> None:
+    done = rankwise("selftest", "--ranks", "one", "train.py")
+    assert (done.returncode, done.stderr) == (2, "rankwise: --ranks one: give numbers of ranks, for example --ranks 1,2,4\n")
+
+
+def test_a_script_that_hangs_is_ended(rankwise: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import signal\nsignal.pause()\n")
+    done = rankwise("selftest", "--ranks", "1", "--timeout", "3", str(tmp_path / "train.py"))
+    assert done.returncode == 2
+    assert "train.py was not done within 3 s on 1 rank" in done.stderr
+    assert wait_for(lambda: not left_over(tmp_path / "train.py"), "nothing left in ps")
