@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from clusters import PYTHON, Start, hosts, mpich, openmpi
+from plans import plan
 
 from rankwise.errors import ConfigError
-from rankwise.plan import Host, Plan
+from rankwise.plan import Host
 from rankwise.rundir import RunDir, write_json, write_text
 from rankwise.schedulers import BY_NAME, mpi
 
@@ -43,14 +44,10 @@ def job(on: str, *argv: str, folder: str = "run", **changes: Any) -> RunDir:
     """The run directory of a run of agents that mpirun starts, as the launcher leaves it."""
     run = RunDir(Path(folder).absolute())
     run.prepare(fresh=False)
-    values: dict[str, Any] = {"nodes": 1, "min_nodes": 1, "hosts": (), **changes}
-    plan = Plan(
-        version=2, run_id="x", run_dir=str(run.path), argv=argv, interpreter=(PYTHON,), environment={}, cwd=str(Path.cwd()),
-        name="train", on=on, node_rank=-1, nproc=2, threads=1, job={}, fork=True, master_addr="", master_port=0,
-        max_restarts=0, grace_s=5.0, stall_warn_s=0.0, check_collectives=False, tee="main", launcher_pid=0, **values,
-    )  # fmt: skip
-    write_json(run.plan, plan.record())
-    write_text(run.job, BY_NAME[on].render(plan), mode=0o755)
+    values = {"nodes": 1, "min_nodes": 1, "grace_s": 5.0, "stall_warn_s": 0.0, **changes}
+    planned = plan(str(Path.cwd()), folder, on=on, argv=argv, interpreter=(PYTHON,), **values)
+    write_json(run.plan, planned.record())
+    write_text(run.job, BY_NAME[on].render(planned), mode=0o755)
     return run
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from clusters import PYTHON, Start, sge
+from plans import plan
 
 from rankwise.errors import ConfigError
-from rankwise.plan import Plan
 from rankwise.rundir import RunDir, write_json, write_text
 from rankwise.schedulers import sge as scheduler
 from rankwise.schedulers.job import State
@@ -29,14 +29,12 @@ def job(*argv: str, name: str = "train", folder: str = "run", **asked: Any) -> R
     """The run directory of a job of one host, as the launcher leaves it."""
     run = RunDir(Path(folder).absolute())
     run.prepare(fresh=False)
-    plan = Plan(
-        version=2, run_id="x", run_dir=str(run.path), argv=argv, interpreter=(PYTHON,), environment={}, cwd=str(Path.cwd()),
-        name=name, on="sge", nodes=1, min_nodes=1, hosts=(), node_rank=-1, nproc=2, threads=1, job=asked, fork=True,
-        master_addr="", master_port=0, max_restarts=0, grace_s=5.0, stall_warn_s=0.0, check_collectives=False, tee="main",
-        launcher_pid=0,
+    planned = plan(
+        str(Path.cwd()), folder, on="sge", name=name, argv=argv, interpreter=(PYTHON,), nodes=1, min_nodes=1, job=asked,
+        grace_s=5.0, stall_warn_s=0.0,
     )  # fmt: skip
-    write_json(run.plan, plan.record())
-    write_text(run.job, scheduler.render(plan), mode=0o755)
+    write_json(run.plan, planned.record())
+    write_text(run.job, scheduler.render(planned), mode=0o755)
     return run
 
 
