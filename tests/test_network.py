@@ -47,6 +47,35 @@ def test_a_name_is_no_address_of_loopback_but_its_own(address: str, loopback: bo
     assert network.is_loopback(address) is loopback
 
 
+def test_the_interface_towards_a_host_is_that_of_the_route_and_for_itself_one_of_its_own(
+    two_interfaces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Probe:
+        def __init__(self, *_: object) -> None: ...
+        def __enter__(self) -> Probe:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def connect(self, address: tuple[str, int]) -> None:
+            self.to = address[0]
+
+        def getsockname(self) -> tuple[str, int]:
+            return ({"10.0.0.2": "10.0.0.1", "10.9.0.1": "10.9.0.1"}.get(self.to, self.to), 1)
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    found = {
+        name: network.interface_towards(name) for name in ("other", "first-ib", platform.node(), "localhost", "127.0.0.1", "no")
+    }
+    assert found == {
+        "other": "eth0",
+        "first-ib": "ib0",
+        platform.node(): "eth0",
+        "localhost": None,
+        "127.0.0.1": None,
+        "no": None,
+    }
+
+
 def test_this_host_goes_by_its_names_and_addresses(two_interfaces: None) -> None:
     assert [network.is_here(name) for name in (platform.node(), "localhost", "first-ib")] == [True] * 3
     assert [network.is_here(name) for name in ("other", "nowhere")] == [False] * 2

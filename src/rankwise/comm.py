@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankwise import processes, rendezvous, schedulers
+from rankwise import network, processes, rendezvous, schedulers
 from rankwise import world as world_
 from rankwise.errors import ConfigError, WorldError
 from rankwise.world import Given, World
@@ -112,6 +112,11 @@ def _join(world: World, backend: str | None, timeout_s: float, join_timeout_s: f
             "MASTER_PORT (a free port there) before the launcher, or neither: then rank 0 announces where it listens"
         )
     timeout = timedelta(seconds=timeout_s)
+    if not lacks and world.local_world_size < world.world_size:
+        # gloo tells the others the address of this host's own name, which /etc/hosts may have at 127.0.1.1.
+        interface = network.interface_towards(world.master_addr or "")
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if world.origin.get("master_addr") == "MASTER_ADDR" and world.source == "torchrun":
@@ -145,7 +150,6 @@ def _meet(world: World, timeout: timedelta, join_timeout_s: float) -> tuple[Worl
         meeting = rendezvous.join(world, name, folders, join_timeout_s)
         store = _tcp_store(world, meeting.master_addr, meeting.master_port, timeout)
     if meeting.interface is not None:
-        # gloo tells the others the address of this host's own name, which /etc/hosts may have at 127.0.1.1.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
     origin = {**world.origin, "master_addr": "rank 0 announced it", "master_port": "rank 0 announced it"}
     if world.node_rank is None:

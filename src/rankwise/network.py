@@ -73,6 +73,20 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def interface_towards(host: str) -> str | None:
+    """The interface by which this host reaches that one, or others reach it where it is that one; None where neither."""
+    if is_loopback(host):
+        return None
+    with contextlib.suppress(OSError):  # a name that is known nowhere
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)  # nothing is sent
+                own = plain(str(probe.getsockname()[0]))
+                if not is_loopback(own):
+                    return interface_of(own)
+    return interface_of(host)
+
+
 def plain(address: str) -> str:
     """An IPv4 address as itself where an IPv6 socket shows it as ::ffff:10.0.0.1."""
     return address.removeprefix("::ffff:") if "." in address else address.partition("%")[0]
