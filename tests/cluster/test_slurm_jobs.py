@@ -119,7 +119,8 @@ def test_a_submitted_run_is_told_followed_and_cancelled_and_is_not_submitted_twi
         assert time.monotonic() < deadline
         time.sleep(0.2)
     told = cluster("status", "train").stdout
-    assert f"job     {job_id} of slurm, submitted " in told
+    assert re.search(rf"^job +{job_id} of slurm, submitted ", told, re.MULTILINE)
+    assert re.search(r"^process +[0-9]+ on node1, since ", told, re.MULTILINE)
     assert "RUNNING on node1" in told
     ended = cluster("cancel", "train")
     assert ended.returncode == 0
