@@ -1,6 +1,6 @@
 """Command lines of five much-read manuals, as they stand there, with an example of ours in place of their script.
 
-Those that need several machines or a scheduler are in tests/cluster/test_lines_of_manuals.py; RETURNN's in test_under_mpirun.py.
+Those that need several machines or a scheduler: tests/cluster/test_lines_of_manuals.py; RETURNN's: test_under_mpirun.py.
 """
 
 from __future__ import annotations
