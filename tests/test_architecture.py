@@ -16,6 +16,7 @@ LAYERS = {
     "errors": 0,
     "machine": 0.5, "processes": 0.5, "page": 0.5, "terminal": 0.5,
     "network": 0.7,
+    "lease": 0.9,
     "config": 1, "plan": 1, "rundir": 1,
     "channel": 1.1, "pickles": 1.1,
     "schedulers": 1.2,

@@ -8,17 +8,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, replace
-from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Barrier
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from rankwise import processes
 from rankwise.errors import RunDirError
-from rankwise.rundir import Failure, Holder, Lease, Part, RunDir, write_json, write_text
+from rankwise.rundir import Failure, Part, RunDir, write_json, write_text
 
 DEADLINE_S = 30.0
 _SPAWN = multiprocessing.get_context("spawn")
@@ -164,179 +160,6 @@ def test_a_file_where_the_folder_should_be_is_an_error_and_stays(tmp_path: Path)
     assert (tmp_path / "train").read_text() == "mine"
 
 
-# --- one writer
-
-
-def dead_pid() -> int:
-    """Of a process that has ended and is reaped."""
-    done = subprocess.Popen([sys.executable, "-c", ""])
-    done.wait()
-    return done.pid
-
-
-def left_by(run: RunDir, **changes: object) -> Holder:
-    """A lease as another process would have left it."""
-    holder = replace(Holder.this_process(), **changes)  # type: ignore[arg-type]
-    write_json(run.lease, asdict(holder))
-    return holder
-
-
-def test_the_second_to_take_a_run_is_refused_with_who_holds_it_and_what_to_do(run: RunDir) -> None:
-    run.take()
-    with pytest.raises(RunDirError) as caught:
-        run.take()
-    holder = run.holder()
-    assert holder is not None
-    said = str(caught.value)
-    assert said.startswith(f"the run in {run.path} is alive: pid {os.getpid()} on {holder.host} since 2")
-    assert said.endswith("wait for it, stop it, or start another with --name NAME")
-    assert names(run.path) == ["lease.json", "logs", "telemetry"]
-
-
-_HOLD = """
-import sys
-from pathlib import Path
-from rankwise.rundir import RunDir
-lease = RunDir(Path(sys.argv[1])).take()
-print("taken", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_run_is_anothers_until_that_process_is_killed_and_then_is_taken_at_once(run: RunDir) -> None:
-    with subprocess.Popen([sys.executable, "-c", _HOLD, str(run.path)], stdin=-1, stdout=-1, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "taken\n"
-        with pytest.raises(RunDirError, match=f"is alive: pid {other.pid} on "):
-            run.take()
-        other.kill()
-        other.wait()
-    run.take()
-    assert names(run.path) == ["lease.json", "logs", "telemetry"]
-
-
-def test_released_it_can_be_taken_again(run: RunDir) -> None:
-    run.take().release()
-    assert run.holder() is None
-    assert names(run.path) == ["logs", "telemetry"]
-    run.take()
-
-
-def test_the_record_of_a_process_that_has_ended_is_replaced(run: RunDir) -> None:
-    dead = left_by(run, pid=dead_pid())
-    assert dead.is_gone()
-    run.take()
-    holder = run.holder()
-    assert holder is not None
-    assert (holder.pid, holder.start_time) == (os.getpid(), processes.start_time(os.getpid()))
-    assert names(run.path) == ["lease.json", "logs", "telemetry"]
-
-
-def test_a_pid_that_was_given_to_another_process_is_a_holder_that_is_gone(run: RunDir) -> None:
-    start = processes.start_time(os.getpid())
-    assert start is not None
-    assert left_by(run, start_time=start - 1).is_gone()
-    run.take()
-
-
-def test_a_holder_of_before_a_reboot_is_gone(run: RunDir) -> None:
-    assert left_by(run, boot="00000000-0000-0000-0000-000000000000").is_gone()
-    run.take()
-
-
-def test_a_process_that_lives_is_not_gone() -> None:
-    assert not Holder.this_process().is_gone()
-
-
-def test_a_holder_on_another_host_is_not_assumed_gone(run: RunDir) -> None:
-    """Nothing of it can be known from here: not its pid, not its boot."""
-    other = left_by(run, host="another-host", pid=dead_pid(), boot="00000000-0000-0000-0000-000000000000")
-    assert not other.is_gone()
-    with pytest.raises(RunDirError, match=f"is alive: pid {other.pid} on another-host since"):
-        run.take()
-    with pytest.raises(RunDirError, match="on another-host"):
-        run.prepare(fresh=True)
-    assert run.holder() == other
-
-
-def test_keys_of_a_later_version_in_a_lease_are_passed_over(run: RunDir) -> None:
-    holder = Holder.this_process()
-    write_json(run.lease, {**asdict(holder), "renewed": 5})
-    assert run.holder() == holder
-
-
-@pytest.mark.parametrize("text", ["", "{", '{"host": "a"}'])
-def test_a_lease_that_cannot_be_read_is_never_taken_over(run: RunDir, text: str) -> None:
-    run.lease.write_text(text)
-    with pytest.raises(RunDirError, match=r"lease\.json cannot be read .*; if no run is alive there, remove it$"):
-        run.take()
-    assert run.lease.read_text() == text
-
-
-def test_release_removes_ones_own_lease_alone(run: RunDir) -> None:
-    mine = run.take()
-    other = left_by(run, token="another's")
-    mine.release()
-    assert run.holder() == other
-
-
-def test_release_after_the_run_was_moved_or_removed_is_no_error(run: RunDir) -> None:
-    lease = run.take()
-    os.rename(run.path, run.path.with_name("moved"))
-    lease.release()
-    run.path.mkdir()
-    lease.release()
-
-
-def _contend(connection: Connection, barrier: Barrier) -> None:
-    """Take each run directory named, at the same moment as the other; say whether it was had, and hold what was."""
-    held: list[Lease] = []
-    while (path := connection.recv()) is not None:
-        barrier.wait(DEADLINE_S)
-        try:
-            held.append(RunDir(Path(path)).take())
-            connection.send(True)
-        except RunDirError as error:
-            connection.send(str(error))
-
-
-@pytest.fixture
-def contenders() -> Iterator[list[Connection]]:
-    barrier = _SPAWN.Barrier(2)
-    pipes = [_SPAWN.Pipe() for _ in range(2)]
-    started = [_SPAWN.Process(target=_contend, args=(theirs, barrier)) for _, theirs in pipes]
-    for process in started:
-        process.start()
-    yield [ours for ours, _ in pipes]
-    for (ours, theirs), process in zip(pipes, started, strict=True):
-        process.kill()
-        process.join()
-        ours.close()
-        theirs.close()
-
-
-@pytest.mark.parametrize("stale", [True, False], ids=["the lease of a dead run", "a run that nobody holds"])
-def test_of_two_processes_that_want_one_run_at_once_exactly_one_gets_it(
-    contenders: list[Connection], stale: bool, tmp_path: Path
-) -> None:
-    pid = dead_pid()
-    for number in range(30):
-        run = RunDir(tmp_path / str(number))
-        run.prepare(fresh=False)
-        if stale:
-            left_by(run, pid=pid, token=f"dead {number}")
-        for contender in contenders:
-            contender.send(str(run.path))
-        answers = []
-        for contender in contenders:
-            assert contender.poll(DEADLINE_S)
-            answers.append(contender.recv())
-        assert answers.count(True) == 1, f"round {number}: {answers}"
-        [refusal] = [answer for answer in answers if answer is not True]
-        assert "is alive: pid" in refusal
-        assert names(run.path) == ["lease.json", "logs", "telemetry"]
-
-
 # --- lives
 
 
@@ -357,6 +180,13 @@ def test_lives_are_counted_from_one_and_the_newest_is_changed(run: RunDir) -> No
     assert (lives[0].status, lives[0].outcome) == (None, "")
     assert (lives[1].ended, lives[1].status, lives[1].outcome) == (changed.ended, 75, "stopped by SIGTERM after step 3")
     assert lives[1].ranks == 4
+
+
+def test_a_run_that_was_taken_over_does_not_write_how_it_ended_into_the_life_of_the_other(run: RunDir) -> None:
+    mine = run.begin_life(1, ("train.py",))
+    run.begin_life(1, ("train.py",))
+    run.update_life(mine, outcome="taken over")
+    assert [life.outcome for life in run.lives()] == ["taken over", ""]
 
 
 def test_lives_of_a_later_version_can_be_read(run: RunDir) -> None:

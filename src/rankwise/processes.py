@@ -125,6 +125,14 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+def machine_id() -> str:
+    """This installation's own name, the same after a reboot; empty where there is none, as in some containers."""
+    try:
+        return Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def children(pid: int) -> list[int]:
     """Direct children of `pid`, zombies included; empty when it is gone."""
     found: list[int] = []

@@ -17,20 +17,27 @@ A reader never sees half a record: each is written under a unique name, flushed 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from rankwise import processes
+from rankwise import lease
 from rankwise.errors import RunDirError
+from rankwise.lease import Holder, Lease
 
 ENV_RUN_DIR = "RANKWISE_RUN_DIR"
+
+Say = Callable[[str], None]
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
@@ -151,36 +158,6 @@ class Job(_Record):
     """Where that was typed."""
 
 
-@dataclass(frozen=True)
-class Holder(_Record):
-    """Who writes in a run directory."""
-
-    host: str
-    boot: str
-    pid: int
-    start_time: int
-    since: float
-    token: str
-
-    @classmethod
-    def this_process(cls) -> Holder:
-        pid = os.getpid()
-        return cls(
-            socket.gethostname(),
-            processes.boot_id(),
-            pid,
-            processes.start_time(pid) or 0,
-            time.time(),
-            uuid.uuid4().hex,
-        )
-
-    def is_gone(self) -> bool:
-        """True only when that is certain: it ran on this machine, and its process (or that boot) is over."""
-        if self.host != socket.gethostname():
-            return False
-        return self.boot != processes.boot_id() or processes.start_time(self.pid) != self.start_time
-
-
 class RunDir:
     """The paths of one run, and its records."""
 
@@ -238,8 +215,8 @@ class RunDir:
         """What that function returned or raised on a rank, pickled."""
         return self.function / f"rank-{rank}"
 
-    def prepare(self, fresh: bool) -> Path | None:
-        """Make the folders; with `fresh` move an older run aside first and return where it is now."""
+    def prepare(self, fresh: bool, say: Say = _say) -> Path | None:
+        """Make the folders; with `fresh` move an older run aside first and return where it is now. `say`: see `lease.take`."""
         aside = None
         try:
             if self._is_something_else():
@@ -249,8 +226,8 @@ class RunDir:
             if fresh and self.path.is_dir() and self.path.samefile(Path.cwd()):
                 raise RunDirError(f"--fresh would move {self.path}, the folder you are in; run it from another")
             if fresh and self.path.is_dir():
-                if (holder := self.holder()) is not None and not holder.is_gone():
-                    raise self._in_use(holder)
+                if (holder := self.holder()) is not None and lease.is_alive(self.lease, holder, say):
+                    raise lease.in_use(self.lease, holder)
                 aside = self._free_name()
                 os.rename(self.path, aside)
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -283,34 +260,11 @@ class RunDir:
 
     def holder(self) -> Holder | None:
         """Who writes here now, None if nobody."""
-        try:
-            return Holder.of(json.loads(self.lease.read_text()))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, TypeError) as error:
-            raise RunDirError(f"{self.lease} cannot be read ({error}); if no run is alive there, remove it") from None
+        return lease.read(self.lease)
 
-    def take(self) -> Lease:
-        """Become the one writer of this run directory, or raise RunDirError with who is."""
-        mine = Holder.this_process()
-        folder = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            # Reading who is there and taking its place are one act: of two that find a dead holder, one would else move the
-            # other's new lease away.
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            if (other := self.holder()) is not None and not other.is_gone():
-                raise self._in_use(other)
-            write_json(self.lease, asdict(mine))
-        finally:
-            os.close(folder)
-        return Lease(self, mine)
-
-    def _in_use(self, holder: Holder) -> RunDirError:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
-        return RunDirError(
-            f"the run in {self.path} is alive: pid {holder.pid} on {holder.host} since {since}; "
-            "wait for it, stop it, or start another with --name NAME"
-        )
+    def take(self, say: Say = _say) -> Lease:
+        """Become the one writer of this run directory, or raise RunDirError with who is: see `lease.take`."""
+        return lease.take(self.lease, say)
 
     # --- lives
 
@@ -330,9 +284,9 @@ class RunDir:
         return life
 
     def update_life(self, life: Life, **changes: Any) -> Life:
-        """Replace the record of the newest life, which must be `life`."""
+        """Replace the record of `life`: the newest, unless another run has taken over here."""
         changed = replace(life, **changes)
-        self._write_lives([*self.lives()[:-1], changed])
+        self._write_lives([changed if other.life == life.life else other for other in self.lives()])
         return changed
 
     def _write_lives(self, lives: list[Life]) -> None:
@@ -399,16 +353,3 @@ def find_run(run: str | None, verb: str) -> RunDir:
 def _is_run(path: Path) -> bool:
     run = RunDir(path)
     return run.world.exists() or run.plan.exists()  # one that waits in a queue has not lived yet
-
-
-class Lease:
-    """The right to write in a run directory; ends with `release`, or with its process."""
-
-    def __init__(self, run: RunDir, holder: Holder) -> None:
-        self._run = run
-        self._holder = holder
-
-    def release(self) -> None:
-        current = self._run.holder() if self._run.path.exists() else None
-        if current is not None and current.token == self._holder.token:
-            self._run.lease.unlink(missing_ok=True)

@@ -36,9 +36,10 @@ from rankwise.data.loader import length
 from rankwise.device import local_device
 from rankwise.errors import CheckpointError, ConfigError, RunDirError, StepError
 from rankwise.guards import run_on_main
+from rankwise.lease import Fence, Lease
 from rankwise.model import is_synced, prepare
 from rankwise.precision import LossScale, Precision
-from rankwise.rundir import Lease, Life, RunDir
+from rankwise.rundir import Life, RunDir
 from rankwise.schedulers import submitit
 from rankwise.selftest.finding import Finding, as_text, passed
 from rankwise.selftest.trainer import Subject, check
@@ -305,6 +306,7 @@ class Trainer:
     def _open(self) -> Iterator[TrainState]:
         """Collective. Begin; and, however the loop ends, close what is open."""
         life, self._lease = _claim(self.run, self.world, self._fresh)
+        self.checkpoints.fence = Fence(self.run.lease) if self.world.is_main else None
         outcome, status = "ended by an exception", 1
         try:
             if self.world.is_main:
@@ -541,10 +543,10 @@ def _claim(run: RunDir, world: World, fresh: bool) -> tuple[Life, Lease | None]:
 
     def prepare() -> Life:
         nonlocal lease
-        aside = run.prepare(fresh)
+        aside = run.prepare(fresh, log.say)
         if aside is not None:
             log.say(f"the older run was moved to {short(aside)}")
-        lease = run.take()
+        lease = run.take(log.say)
         return run.begin_life(world.world_size, tuple(sys.argv))
 
     return run_on_main(prepare), lease

@@ -7,6 +7,7 @@ import io
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import rankwise
 from rankwise import train
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
+from rankwise.lease import Holder
+from rankwise.rundir import RunDir, write_json
 from rankwise.state import TrainState
 
 __all__ = ["background", "small_disk"]  # fixtures
@@ -152,6 +155,30 @@ def test_a_disk_that_stays_full_is_an_error_on_every_rank_and_the_last_checkpoin
     folder = small_disk / "run" / "checkpoints"
     assert [p.name for p in folder.iterdir()] == names(1)
     assert manifests.verify(folder / "step-00000001").step == 1
+
+
+# --- a writer that was taken for dead
+
+
+def fit_though_taken_over(folder: Path, background: bool) -> tuple[str, str]:
+    def take_over(state: TrainState) -> None:
+        if state.step == 2 and rankwise.init().is_main:
+            write_json(RunDir(folder).lease, asdict(replace(Holder.this_process(), host="node7", token="another's")))
+
+    return error_of(fit, folder, 5, save_every_s=0, log_every=1, actions=[take_over], background_saves=background)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_once_another_run_has_taken_over_none_of_its_checkpoints_is_made_final(
+    n: int, background: bool, tmp_path: Path
+) -> None:
+    for kind, text in on_ranks(n, fit_though_taken_over, tmp_path / "run", background):
+        assert kind == "RunDirError"
+        assert f"the run in {tmp_path / 'run'} was taken over by pid " in text
+        assert text.endswith("this one ends, that one goes on")
+    found = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert found in ([], names(1), names(1, 2))  # what was still being written at step 2 has no name either
+    assert (tmp_path / "run" / "lease.json").exists()
 
 
 # --- the best

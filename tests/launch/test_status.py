@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from launched import Launched, launch, wait_for
 
-from rankwise.rundir import Failure, Holder, Job, RunDir, write_json
+from rankwise.lease import Holder
+from rankwise.rundir import Failure, Job, RunDir, write_json
 
 __all__ = ["launch"]  # a fixture
 
@@ -141,6 +142,13 @@ def test_a_run_of_another_machine_is_ended_there(rankwise: Run, run: RunDir) -> 
     assert (done.returncode, done.stdout) == (2, "")
     assert "rankwise: runs/train is alive on node7 (pid 1), and this is " in done.stderr
     assert done.stderr.endswith("; type there: rankwise cancel train\n")
+
+
+def test_a_writer_elsewhere_that_was_not_heard_of_is_shown_with_since_when(rankwise: Run, run: RunDir) -> None:
+    write_json(run.lease, asdict(Holder("node7", "boot", 1, 1, time.time(), "x")))
+    assert "without a sign of life" not in rankwise("status", "train").stdout
+    os.utime(run.lease, (time.time(), time.time() - 3600))
+    assert ", without a sign of life for 1:00:0" in rankwise("status", "train").stdout
 
 
 # --- logs

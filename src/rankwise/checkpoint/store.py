@@ -43,6 +43,7 @@ from rankwise.checkpoint.retention import Retention
 from rankwise.checkpoint.snapshot import Snapshot
 from rankwise.errors import CheckpointError, ConfigError
 from rankwise.guards import run_on_main
+from rankwise.lease import Fence
 from rankwise.state import Stateful
 from rankwise.terminal import count
 
@@ -78,6 +79,9 @@ class Checkpoints:
         self._writer = Background()
         self.wait_s = 0.0
         """Seconds that the loop has spent in saving so far."""
+
+        self.fence: Fence | None = None
+        """Asked, on the main rank, before a checkpoint gets its name: one that another run has taken over from must not."""
 
     # --- saving
 
@@ -169,6 +173,8 @@ class Checkpoints:
                 file.flush()
                 os.fsync(file.fileno())
             fsync(temporary)
+            if self.fence is not None:
+                self.fence.check()
             os.rename(temporary, final)
             fsync(self.folder)
         except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of an OSError

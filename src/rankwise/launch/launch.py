@@ -83,8 +83,8 @@ def _run_here(
     """Run the text below this process, pass signals on to it, and say how it ended."""
     processes.become_subreaper()  # if the agent is killed, what it leaves falls to this process
     submit.refuse_if_queued(run)
-    aside = run.prepare(config.fresh)
-    lease = run.take()
+    aside = run.prepare(config.fresh, say)
+    lease = run.take(say)
     sweep_s = 5.0
     try:
         submit.leave_records(run, plan, text, config, call)

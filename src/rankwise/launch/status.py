@@ -12,9 +12,10 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from rankwise import processes
+from rankwise import lease, processes
 from rankwise.errors import RunDirError
-from rankwise.rundir import Holder, Job, Life, RunDir
+from rankwise.lease import Holder
+from rankwise.rundir import Job, Life, RunDir
 from rankwise.schedulers import BY_NAME
 from rankwise.schedulers.job import State
 from rankwise.terminal import clock, count, short
@@ -54,12 +55,16 @@ def facts(run: RunDir) -> dict[str, Any]:
         "path": str(run.path.absolute()),
         "alive": writer is not None or waiting_or_running,
         "job": {**asdict(job), **asdict(state)} if job is not None and state is not None else None,
-        "writer": {"host": writer.host, "pid": writer.pid, "since": writer.since} if writer is not None else None,
+        "writer": _described(run, writer) if writer is not None else None,
         "lives": [asdict(life) for life in run.lives()],
         "last": figures[-1] if figures else None,
         "written": run.metrics.stat().st_mtime if figures else None,
         "failure": asdict(failure) if failure is not None else None,
     }
+
+
+def _described(run: RunDir, writer: Holder) -> dict[str, Any]:
+    return {"host": writer.host, "pid": writer.pid, "since": writer.since, "silent_s": lease.silent_s(run.lease)}
 
 
 def as_text(found: dict[str, Any]) -> str:
@@ -69,7 +74,8 @@ def as_text(found: dict[str, Any]) -> str:
         known = f": {job['reason'] or job['phase']}" + ("" if job["status"] is None else f", exit status {job['status']}")
         rows.append(("job", f"{job['id']} of {job['scheduler']}, submitted {stamp(job['submitted'])}{known}"))
     if (writer := found["writer"]) is not None:
-        rows.append(("process", f"{writer['pid']} on {writer['host']}, since {stamp(writer['since'])}"))
+        quiet = f", without a sign of life for {clock(writer['silent_s'])}" if writer["silent_s"] > lease.GONE_S else ""
+        rows.append(("process", f"{writer['pid']} on {writer['host']}, since {stamp(writer['since'])}{quiet}"))
     lives = found["lives"]
     for life in lives[-1:]:
         rows.append(
@@ -109,7 +115,7 @@ def cancel(run: RunDir) -> str:
     if writer is None:
         lives = run.lives()
         return f"{short(run.path)} is not alive; {_end(lives[-1]) if lives else 'it never began'}"
-    if writer.host != socket.gethostname():
+    if not writer.is_here():
         raise RunDirError(
             f"{short(run.path)} is alive on {writer.host} (pid {writer.pid}), and this is {socket.gethostname()}; "
             f"type there: rankwise cancel {typed(run)}"

@@ -92,7 +92,7 @@ def dry_run(text: str, found: Sequence[Member], config: RunConfig) -> int:
     for run, plan in found:
         refuse_if_queued(run)
         run.prepare(fresh=False)
-        lease = run.take()
+        lease = run.take(say)
         try:
             leave_records(run, plan, text, config)
         finally:
@@ -119,9 +119,9 @@ def queue(
     with contextlib.ExitStack() as leases:
         for run, plan in found:
             refuse_if_queued(run)
-            if (aside := run.prepare(config.fresh)) is not None:
+            if (aside := run.prepare(config.fresh, say)) is not None:
                 say(f"the older run was moved to {short(aside)}")
-            leases.callback(run.take().release)
+            leases.callback(run.take(say).release)
             compare_with_earlier_lives(run, program)
             leave_records(run, plan, text, config, call)
             run.write_job(None)

@@ -1,0 +1,262 @@
+"""One writer for a run directory: a file that says who it is, and is touched for as long as that process lives.
+
+    lease = take(path, say=print);  ...;  lease.release()
+    fence = Fence(path);  ...;  fence.check()         # in another process of that run, before it makes something final
+
+On the holder's own machine its process tells whether it lives. From another one, only the touches do: who sees one is refused,
+who sees none for `GONE_S` by its own clock takes over (no clock is compared with another host's). A holder that was frozen for
+so long finds at its next fence that it is no longer the writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from rankwise import network, processes
+from rankwise.errors import RunDirError
+
+BEAT_S = 0.75
+GONE_S = 30.0
+
+_LOOK_S = 0.05
+_PATIENCE_S = 3 * BEAT_S
+"""From then on it is said what is waited for."""
+
+_PIDS = "/proc/self/ns/pid"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who writes in a run directory."""
+
+    host: str
+    boot: str
+    pid: int
+    start_time: int
+    since: float
+    """Seconds since 1970."""
+
+    token: str
+    machine: str = ""
+    pids: int = 0
+    """The namespace that its pid is of: a container may have its own."""
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        pid = os.getpid()
+        return cls(
+            socket.gethostname(),
+            processes.boot_id(),
+            pid,
+            processes.start_time(pid) or 0,
+            time.time(),
+            uuid.uuid4().hex,
+            processes.machine_id(),
+            network.inode(_PIDS),
+        )
+
+    def is_here(self) -> bool:
+        """Whether its process can be looked for from here: not where another container or a namesake has its own pids."""
+        same_machine = self.boot == processes.boot_id() or (bool(self.machine) and self.machine == processes.machine_id())
+        return same_machine and self.host == socket.gethostname() and self.pids == network.inode(_PIDS)
+
+    def is_gone(self) -> bool:
+        """True only when that is certain at once: it ran on this machine, and its process (or that boot) is over."""
+        return self.is_here() and (self.boot != processes.boot_id() or processes.start_time(self.pid) != self.start_time)
+
+
+def read(path: Path) -> Holder | None:
+    """Who writes there now, None if nobody. Raises RunDirError for what is no such record."""
+    try:
+        record = json.loads(path.read_text())
+        known = {field.name for field in fields(Holder)}
+        return Holder(**{key: value for key, value in record.items() if key in known})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise RunDirError(f"{path} cannot be read ({error}); if no run is alive there, remove it") from None
+
+
+def take(path: Path, say: Callable[[str], None]) -> Lease:
+    """Become the one writer. Raises RunDirError with who is: at once if that can be looked for here, else as soon as it is seen
+    to live, within a second. One that is gone is replaced: at once here, `GONE_S` after its last sign of life elsewhere."""
+    mine = Holder.this_process()
+    silent: Holder | None = None
+    while True:
+        with _alone_in(path.parent):
+            # Reading who is there and taking its place are one act: of two that find a dead holder, one would else move the
+            # other's new lease away.
+            other = read(path)
+            if other is None or other.is_gone() or other == silent:
+                fd = _write(path, mine, is_first=other is None)
+                if fd is not None:
+                    break
+                continue  # somebody was first, where nothing can be locked
+        if other.is_here() or not lasts(path, other, say):
+            raise in_use(path, read(path) or other)
+        silent = other if read(path) is not None else None  # None: it has ended meanwhile
+    lease = Lease(path, mine, fd)
+    if silent is not None:
+        time.sleep(2 * BEAT_S)  # another host may have waited beside us, and locks may not reach so far: the last one has it
+        if (now := read(path)) != mine:
+            lease.release()
+            raise in_use(path, now or silent)
+        say(f"taken over from pid {silent.pid} on {silent.host}, which gave no sign of life for {GONE_S:.0f} s")
+    return lease
+
+
+def is_alive(path: Path, holder: Holder, say: Callable[[str], None]) -> bool:
+    """Whether it lives, by its process or by its touches; takes up to `GONE_S`."""
+    return not holder.is_gone() and (holder.is_here() or not lasts(path, holder, say))
+
+
+def lasts(path: Path, holder: Holder, say: Callable[[str], None]) -> bool:
+    """Whether its silence lasts for `GONE_S`. False with its first touch, and where it is no longer the writer."""
+    began = time.monotonic()
+    touched, told = _touched(path), False
+    while (waited_s := time.monotonic() - began) < GONE_S:
+        if _touched(path) != touched:
+            return read(path) is None  # released meanwhile: as good as silent
+        if waited_s > _PATIENCE_S and not told:
+            told = True
+            say(
+                f"waiting {GONE_S:.0f} s for a sign of life of pid {holder.pid} on {holder.host}, "
+                f"which writes in {path.parent} since {_stamp(holder.since)}"
+            )
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _touched(path: Path) -> tuple[int, int] | None:
+    """Changes with each touch, and with each writer. It is opened as a network's file system only then asks its server."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        found = os.fstat(file.fileno())
+        return found.st_ino, found.st_mtime_ns
+    return None
+
+
+def silent_s(path: Path) -> float:
+    """Since its last touch, by two hosts' clocks: to be shown, not to be judged by."""
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except OSError:
+        return 0.0
+
+
+def in_use(path: Path, holder: Holder) -> RunDirError:
+    return RunDirError(
+        f"the run in {path.parent} is alive: pid {holder.pid} on {holder.host} since {_stamp(holder.since)}; "
+        "wait for it, stop it, or start another with --name NAME"
+    )
+
+
+def _stamp(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """As far as this file system knows locks."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield
+    finally:
+        os.close(fd)
+
+
+def _write(path: Path, holder: Holder, is_first: bool) -> int | None:
+    """The open file, whole from its first moment; None if another was first."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(fd, (json.dumps(asdict(holder), indent=1) + "\n").encode())
+            os.fsync(fd)
+            _name(temporary, path, is_first)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+    except FileExistsError:
+        return None
+    except OSError as error:
+        raise RunDirError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _name(temporary: Path, path: Path, is_first: bool) -> None:
+    """Raises FileExistsError if it is not the first, and was to be."""
+    if is_first:
+        try:
+            os.link(temporary, path)
+            return
+        except FileExistsError:
+            raise
+        except OSError:  # no second names here: the lock alone keeps others out
+            pass
+    os.replace(temporary, path)
+
+
+class Lease:
+    """The right to write in a run directory; ends with `release`, or with its process."""
+
+    def __init__(self, path: Path, holder: Holder, fd: int) -> None:
+        self._path = path
+        self._holder = holder
+        self._fd = fd  # its own file, whatever has that name later
+        self._over = threading.Event()
+        self._beat = threading.Thread(target=self._touch, name="rankwise-lease", daemon=True)
+        self._beat.start()
+
+    def _touch(self) -> None:
+        while not self._over.wait(BEAT_S):
+            with contextlib.suppress(OSError):  # a server that is away: it may come back
+                os.utime(self._fd)
+
+    def release(self) -> None:
+        """Does nothing in a process that was forked from the holder, and where another has taken over."""
+        if os.getpid() != self._holder.pid or self._over.is_set():
+            return
+        self._over.set()
+        self._beat.join()
+        os.close(self._fd)
+        with contextlib.suppress(RunDirError):
+            current = read(self._path)
+            if current is not None and current.token == self._holder.token:
+                self._path.unlink(missing_ok=True)
+
+
+class Fence:
+    """Whether a run directory's writer is still the one that it was when this was made; nobody is one too."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._holder = read(path)
+
+    def check(self) -> None:
+        """Raises RunDirError once another run writes there."""
+        now = read(self._path)
+        if self._holder is not None and now is not None and now.token != self._holder.token:
+            raise RunDirError(
+                f"the run in {self._path.parent} was taken over by pid {now.pid} on {now.host} at {_stamp(now.since)}, as "
+                f"this one ({self._holder.host}) gave no sign of life for {GONE_S:.0f} s; this one ends, that one goes on"
+            )
