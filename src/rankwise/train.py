@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rankwise import comm, log, seed
+from rankwise import comm, log, schedulers, seed
 from rankwise import optimizer as optimizers
 from rankwise.actions import Action, Evaluate, Log, Pair, every
 from rankwise.checkpoint import Checkpoints
@@ -40,7 +40,6 @@ from rankwise.lease import Fence, Lease
 from rankwise.model import is_synced, prepare
 from rankwise.precision import LossScale, Precision
 from rankwise.rundir import Life, RunDir
-from rankwise.schedulers import submitit
 from rankwise.selftest.finding import Finding, as_text, passed
 from rankwise.selftest.trainer import Subject, check
 from rankwise.settings import Settings, plain
@@ -527,7 +526,7 @@ def _run_path(world: World, run_dir: str | os.PathLike[str] | None) -> Path:
     if world.run_dir is None:
         if run_dir is not None:
             return Path(run_dir).absolute()
-        return submitit.job_folder(os.environ) or default_run_dir(Path(_script()).stem)
+        return schedulers.job_folder(os.environ) or default_run_dir(Path(_script()).stem)
     if run_dir is not None and Path(run_dir).absolute() != world.run_dir:
         log.say(f"writing in {short(world.run_dir)}, which the launcher made; for run_dir={run_dir} type --run-dir {run_dir}")
     return world.run_dir

@@ -16,6 +16,10 @@ and, where it starts the processes but gives no address of rank 0,
                                  alive; `ancestors` are the command lines above this process, the nearest first; pure
     one_a_node(env) -> bool      each node has one of them, which is then for all its devices; pure
 
+and, where a job has a folder for itself, over all its starts,
+
+    job_folder(env) -> Path | None   which; None in no such job; pure
+
 and, where a run can be handed to it (those of BY_NAME),
 
     OPTIONS                      the settings of a run that it knows beside those that all know, by RunConfig's names
@@ -52,6 +56,8 @@ and, where the head's agent starts those of the other nodes itself,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 
 from rankwise.schedulers import local, manual, mpich, openmpi, sge, slurm, ssh, submitit, torchrun
@@ -78,4 +84,11 @@ BY_NAME: dict[str, ModuleType] = {
 }
 """Those to which a run can be handed."""
 
-__all__ = ["BY_NAME", "ORDER", "Ranks"]
+
+def job_folder(env: Mapping[str, str]) -> Path | None:
+    """The folder that the job of this process has for itself, over all its starts; None if it has none."""
+    found = (module.job_folder(env) for module in ORDER.values() if hasattr(module, "job_folder"))
+    return next(filter(None, found), None)
+
+
+__all__ = ["BY_NAME", "ORDER", "Ranks", "job_folder"]
