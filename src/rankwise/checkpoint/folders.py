@@ -20,9 +20,14 @@ from rankwise.terminal import short
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # what else lies there is somebody's own
 
 
+def is_name(name: str) -> bool:
+    """Whether a checkpoint of ours is called so."""
+    return _NAME.fullmatch(name) is not None
+
+
 def is_checkpoint(path: Path) -> bool:
     """By its name; whether it is whole is another question."""
-    return _NAME.fullmatch(path.name) is not None and path.is_dir()
+    return is_name(path.name) and path.is_dir()
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

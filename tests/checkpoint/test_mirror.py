@@ -1,0 +1,193 @@
+"""Checkpoints that are in a second place too: there once their manifest is, and brought back whole or not at all."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from boxes import loaded, save
+
+from rankwise.checkpoint import Checkpoints
+from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint.mirror import Mirror
+from rankwise.errors import CheckpointError, ConfigError
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    return tmp_path / "here" / "checkpoints"
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    return tmp_path / "there"
+
+
+@pytest.fixture
+def mirror(there: Path) -> Mirror:
+    return Mirror(f"file://{there}")
+
+
+def saved(here: Path, *steps: int) -> list[Path]:
+    checkpoints = Checkpoints(here, keep_last=9)
+    return [save(checkpoints, step) for step in steps]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def failing(mirror: Mirror, name: str, times: int = 1) -> None:
+    """The copy of the first files of this name breaks off in the middle."""
+    whole: Callable[..., Any] = mirror._fs.put_file
+    left = [times]
+
+    def put_file(source: str, target: str) -> None:
+        if left[0] and source.endswith(name):
+            left[0] -= 1
+            Path(target).write_bytes(Path(source).read_bytes()[:20])
+            raise TimeoutError("the store did not\nanswer")
+        whole(source, target)
+
+    mirror._fs.put_file = put_file
+
+
+# --- copying
+
+
+def test_a_checkpoint_is_there_byte_for_byte_once_waited_for(here: Path, there: Path, mirror: Mirror) -> None:
+    [path] = saved(here, 1)
+    mirror.offer(path)
+    mirror.wait()
+    assert contents(there / path.name) == contents(path)
+    assert mirror.names() == [path.name]
+
+
+def test_what_has_gone_here_goes_there_only_after_the_newer_one_is_there(here: Path, mirror: Mirror) -> None:
+    first, second, third = saved(here, 1, 2, 3)
+    mirror.offer(first)
+    mirror.wait()
+    failing(mirror, "loader.pt", times=2)
+    mirror.offer(second, gone=[first.name])
+    mirror.wait()  # tried twice
+    assert mirror.names() == [first.name]
+    mirror.offer(third, gone=[second.name])
+    mirror.wait()
+    assert mirror.names() == [third.name]
+
+
+@pytest.mark.parametrize("name", ["loader.pt", manifests.NAME])
+def test_a_copy_that_breaks_off_is_a_warning_and_no_checkpoint_and_is_tried_again_in_the_end(
+    name: str, here: Path, there: Path, mirror: Mirror, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [path] = saved(here, 1)
+    failing(mirror, name)
+    mirror.offer(path)
+    mirror._joined()
+    with pytest.raises(CheckpointError):
+        mirror.fetch(path.name, here)
+    assert capsys.readouterr().out == (
+        f"warning: {path.name} is not in file://{there}: TimeoutError: the store did not answer; "
+        "it is only here; the next one is tried as well\n"
+    )
+    assert loaded(here) == 1
+    mirror.wait()
+    assert contents(there / path.name) == contents(path)
+
+
+def test_of_several_that_wait_only_the_newest_is_copied(here: Path, mirror: Mirror) -> None:
+    paths = saved(here, 1, 2, 3)
+    gate = threading.Event()
+    whole = mirror._fs.put_file
+    mirror._fs.put_file = lambda source, target: (gate.wait(30), whole(source, target))
+    for path in paths:
+        mirror.offer(path)
+        while path == paths[0] and mirror._offered is not None:  # the thread has not taken it yet
+            pass
+    assert mirror.is_busy
+    gate.set()
+    mirror.wait()
+    assert mirror.names() == [paths[0].name, paths[2].name]
+    assert not mirror.is_busy
+
+
+def test_one_that_is_pruned_while_it_is_copied_is_no_warning(
+    here: Path, mirror: Mirror, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mirror.offer(here / "step-00000001")
+    mirror.wait()
+    assert capsys.readouterr().out == ""
+    assert mirror.names() == []
+
+
+# --- coming back
+
+
+def test_a_checkpoint_comes_back_whole_into_an_empty_folder(here: Path, mirror: Mirror, tmp_path: Path) -> None:
+    [path] = saved(here, 7)
+    mirror.offer(path)
+    mirror.wait()
+    assert contents(mirror.fetch(path.name, tmp_path / "new")) == contents(path)
+    assert loaded(tmp_path / "new") == 7
+
+
+def test_a_damaged_one_there_is_named_and_changes_nothing_here(here: Path, there: Path, mirror: Mirror) -> None:
+    [path] = saved(here, 7)
+    mirror.offer(path)
+    mirror.wait()
+    file = there / path.name / "model.pt"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"^{path.name} of file://.*: {path.name}/model.pt is damaged"):
+        mirror.fetch(path.name, here)
+    assert loaded(here) == 7
+    assert [p.name for p in here.iterdir()] == [path.name]
+
+
+def test_one_of_the_same_name_is_replaced(here: Path, mirror: Mirror) -> None:
+    [path] = saved(here, 7)
+    mirror.offer(path)
+    mirror.wait()
+    (path / "model.pt").write_bytes(b"damaged")
+    mirror.fetch(path.name, here)
+    assert loaded(here) == 7
+
+
+def test_a_store_that_cannot_be_read_is_an_error_that_names_it(mirror: Mirror, there: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("403 Forbidden")
+
+    mirror._fs.glob = refuse
+    with pytest.raises(CheckpointError, match=re.escape(f"file://{there} cannot be read: PermissionError: 403 Forbidden")):
+        mirror.names()
+    assert Mirror(f"file://{there}/nothing").names() == []
+
+
+@pytest.mark.parametrize("url", ["s4://bucket/x", "nosuch://x"])
+def test_a_protocol_that_nobody_speaks_is_an_error_with_the_url(url: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^checkpoints at {url}: .*(Protocol|protocol|install)"):
+        Mirror(url)
+
+
+def test_what_else_lies_there_is_somebody_s_own(here: Path, there: Path, mirror: Mirror) -> None:
+    [path] = saved(here, 3)
+    mirror.offer(path)
+    mirror.wait()
+    (there / "step-best").mkdir()
+    (there / "step-best" / manifests.NAME).write_text("{}")
+    (there / "step-00000009").mkdir()  # not yet, or no longer
+    assert mirror.names() == [path.name]
+
+
+def test_a_store_in_memory_works_as_a_folder_does(here: Path, tmp_path: Path) -> None:
+    mirror = Mirror("memory://bucket/run")
+    [path] = saved(here, 3)
+    mirror.offer(path)
+    mirror.wait()
+    mirror.fetch(path.name, tmp_path / "new")
+    assert loaded(tmp_path / "new") == 3
