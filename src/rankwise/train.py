@@ -28,13 +28,14 @@ from torch.optim import Optimizer
 
 from rankwise import comm, log, seed
 from rankwise import optimizer as optimizers
-from rankwise.actions import Action, Evaluate, Log, Pair, every
+from rankwise.actions import Action, Log, every
 from rankwise.checkpoint import Checkpoints
 from rankwise.config import default_run_dir
 from rankwise.data import Loader
 from rankwise.data.loader import length
 from rankwise.device import local_device
 from rankwise.errors import CheckpointError, ConfigError, RunDirError, StepError
+from rankwise.evaluation import Evaluate, Pair
 from rankwise.guards import run_on_main
 from rankwise.model import is_synced, prepare
 from rankwise.precision import LossScale, Precision
