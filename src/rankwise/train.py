@@ -47,7 +47,7 @@ from rankwise.settings import Settings, plain
 from rankwise.state import Stateful, TrainState
 from rankwise.stop import StopSignal
 from rankwise.sync import AllReduce, StepResult, SyncStrategy
-from rankwise.telemetry import JsonlWriter, Meters, Progress, TensorBoardWriter, TimeBreakdown
+from rankwise.telemetry import JsonlWriter, Meters, Metrics, Progress, TensorBoardWriter, TimeBreakdown
 from rankwise.telemetry.writers import Writer
 from rankwise.terminal import short
 from rankwise.world import World, agent_row
@@ -60,16 +60,17 @@ class Trainer:
     """Trains `model` with `optimizer` on `train_data`; every argument after these four is by name.
 
     step_fn(model, batch) -> (loss sum, the count it is over). eval_fn(model, batch) -> {name: (sum, count)}; by default the
-    loss of `step_fn`. `scheduler` steps once an optimizer step. Give `batch_size` (of one rank and micro-batch) or
-    `global_batch_size` (of all ranks and accumulated micro-batches), and `max_epochs` or `max_steps` or both. `precision`:
-    fp32, bf16, fp16. `lr_scale`: none, linear or sqrt, by how many times the global batch is that of one rank (with
-    `batch_size`). `reduction`: auto, flat or ddp (sync/all_reduce.py). `compile`: True, or torch.compile's arguments. `fused`:
-    the optimizer's fused kernel; by default where there is one and nobody has chosen. `sync_batchnorm`: batch statistics of
-    all ranks, on GPUs. The last `keep_last` checkpoints stay, and the one with the best `keep_best`, a figure such as
-    eval_loss: one more is saved after each evaluation that is the best so far; those of `keep_steps`, which are saved for that,
-    and those `keep_younger_than_s` stay too. With `background_saves` the loop waits for a copy of the state alone,
-    which a thread of the main rank writes. `actions` run after each step, after the Trainer's own. A run directory that holds
-    checkpoints is gone on with, unless `fresh`.
+    loss of `step_fn`. `eval_metrics`: {name: object with update, compute and reset} that eval_fn updates (torchmetrics').
+    `scheduler` steps once an optimizer step. Give `batch_size` (of one rank and micro-batch) or `global_batch_size` (of all
+    ranks and accumulated micro-batches), and `max_epochs` or `max_steps` or both. `precision`: fp32, bf16, fp16. `lr_scale`:
+    none, linear or sqrt, by how many times the global batch is that of one rank (with `batch_size`). `reduction`: auto, flat
+    or ddp (sync/all_reduce.py). `compile`: True, or torch.compile's arguments. `fused`: the optimizer's fused kernel; by
+    default where there is one and nobody has chosen. `sync_batchnorm`: batch statistics of all ranks, on GPUs. The last
+    `keep_last` checkpoints stay, and the one with the best `keep_best`, a figure such as eval_loss: one more is saved after
+    each evaluation that is the best so far; those of `keep_steps`, which are saved for that, and those `keep_younger_than_s`
+    stay too. With `background_saves` the loop waits for a copy of the state alone, which a thread of the main rank writes.
+    `actions` run after each step, after the Trainer's own. A run directory that holds checkpoints is gone on with, unless
+    `fresh`.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class Trainer:
         train_data: Any,
         *,
         eval_data: Any = None,
-        eval_fn: Callable[[Any, Any], Mapping[str, Pair]] | None = None,
+        eval_fn: Callable[[Any, Any], Mapping[str, Pair] | None] | None = None,
+        eval_metrics: Mapping[str, Any] | None = None,
         scheduler: Any = None,
         batch_size: int | None = None,
         global_batch_size: int | None = None,
@@ -119,8 +121,10 @@ class Trainer:
         for name, value in numbers.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: give a whole number from 1 up")
-        if eval_data is None and (eval_fn is not None or eval_every is not None):
-            raise ConfigError("eval_fn and eval_every evaluate nothing without eval_data=...")
+        if eval_data is None and (eval_fn is not None or eval_every is not None or eval_metrics is not None):
+            raise ConfigError("eval_fn, eval_every and eval_metrics evaluate nothing without eval_data=...")
+        if eval_fn is None and eval_metrics is not None:
+            raise ConfigError("eval_metrics are updated by a function of yours: eval_fn=lambda model, batch: f1.update(...)")
         if workers < 0:
             raise ConfigError(f"workers={workers}: give how many processes fetch ahead, 0 for none")
         optimizers.check(model, optimizer)
@@ -171,7 +175,7 @@ class Trainer:
         self._check_rest()
         self._writers: list[Writer] = []  # opened by `fit`, on the main rank
         self._progress = Progress(agent_row(self.world))
-        evaluate = self._evaluation(eval_data, eval_fn, max(nominal // accumulate, 1), workers, collate_fn)
+        evaluate = self._evaluation(eval_data, eval_fn, eval_metrics, max(nominal // accumulate, 1), workers, collate_fn)
         self._breakdown = self._new_breakdown(evaluate)
         self._log = Log(self.meters, self._breakdown, self._progress, self._writers, every_steps=log_every)
         self.actions: list[Action] = [self._log, *([self._hear] if background_saves and self.world.is_main else [])]
@@ -446,7 +450,13 @@ class Trainer:
         }
 
     def _evaluation(
-        self, data: Any, eval_fn: Callable[[Any, Any], Mapping[str, Pair]] | None, size: int, workers: int, collate_fn: Any
+        self,
+        data: Any,
+        eval_fn: Callable[[Any, Any], Mapping[str, Pair] | None] | None,
+        eval_metrics: Mapping[str, Any] | None,
+        size: int,
+        workers: int,
+        collate_fn: Any,
     ) -> Evaluate | None:
         """None without data. `size`: samples of one batch over all ranks."""
         if data is None:
@@ -459,7 +469,9 @@ class Trainer:
                 device=self.device,
             )  # fmt: skip
 
-        return Evaluate(eval_fn or self._eval_loss, once, self.sync, self._precision, self._progress, self._writers)
+        metrics = Metrics(eval_metrics)
+        metrics.to(self.device)
+        return Evaluate(eval_fn or self._eval_loss, once, self.sync, metrics, self._precision, self._progress, self._writers)
 
     def _new_breakdown(self, evaluate: Evaluate | None) -> TimeBreakdown:
         sources = {
@@ -478,21 +490,10 @@ class Trainer:
 
     def _say_plan(self, state: TrainState) -> None:
         parameters = sum(p.numel() for p in state.model.parameters())
-        loader = self.loader
-        log.say(f"{_amount(parameters)} parameters, {self._precision.name} on {self.device.type}; {_data(loader)}")
-        log.say("; ".join(text for text in (self._batch_text(), self.sync.describe()) if text))
+        log.say(f"{_amount(parameters)} parameters, {self._precision.name} on {self.device.type}; {self.loader.describe()}")
+        log.say("; ".join(text for text in (self.loader.describe_batch(), self.sync.describe()) if text))
         if self._lr_text:
             log.say(self._lr_text)
-
-    def _batch_text(self) -> str:
-        """`global batch 64 = 16 x 2 ranks x 2 accumulated`"""
-        whole, ranks = self.loader.global_batch_size, self.world.world_size
-        parts = [f"{ranks} ranks"] if ranks > 1 else []
-        parts += [f"{self.loader.accumulate} accumulated"] if self.loader.accumulate > 1 else []
-        if not parts:
-            return f"global batch {whole}"
-        each, rest = divmod(whole, ranks * self.loader.accumulate)
-        return f"global batch {whole} = {f'{each} or {each + 1}' if rest else each} x {' x '.join(parts)}"
 
 
 def _check_keep_best(name: str, evaluates: bool, by_eval_fn: bool) -> None:
@@ -582,14 +583,6 @@ def _described(result: Any) -> str:
     if isinstance(result, tuple):
         return f"a tuple of {len(result)} ({', '.join(map(_described, result))})"
     return f"Tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
-
-
-def _data(loader: Loader) -> str:
-    steps = f", {loader.steps_per_epoch} step{'s' * (loader.steps_per_epoch != 1)} an epoch"
-    if not loader.is_stream:
-        return f"{loader.samples} samples{steps}"
-    long = "of unknown length" if loader.samples is None else f"of {loader.samples} samples (its __len__){steps}"
-    return f"a stream {long}, in its own order"
 
 
 def _amount(n: int) -> str:

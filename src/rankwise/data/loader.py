@@ -188,6 +188,24 @@ class Loader:
             other._fetch = self._fetch.one_by_one()
         return other
 
+    def describe(self) -> str:
+        """What there is to train on, in a few words, for people."""
+        steps = f", {self.steps_per_epoch} step{'s' * (self.steps_per_epoch != 1)} an epoch"
+        if not self.is_stream:
+            return f"{self.samples} samples{steps}"
+        long = "of unknown length" if self.samples is None else f"of {self.samples} samples (its __len__){steps}"
+        return f"a stream {long}, in its own order"
+
+    def describe_batch(self) -> str:
+        """`global batch 64 = 16 x 2 ranks x 2 accumulated`"""
+        whole, ranks = self.global_batch_size, self._world.world_size
+        parts = [f"{ranks} ranks"] if ranks > 1 else []
+        parts += [f"{self.accumulate} accumulated"] if self.accumulate > 1 else []
+        if not parts:
+            return f"global batch {whole}"
+        each, rest = divmod(whole, ranks * self.accumulate)
+        return f"global batch {whole} = {f'{each} or {each + 1}' if rest else each} x {' x '.join(parts)}"
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "samples": self._order.samples if self._order is not None else None,
