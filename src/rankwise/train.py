@@ -30,17 +30,16 @@ from rankwise import comm, log, seed
 from rankwise import optimizer as optimizers
 from rankwise.actions import Action, Log, every
 from rankwise.checkpoint import Checkpoints
-from rankwise.config import default_run_dir
+from rankwise.claim import claim, run_path
 from rankwise.data import Loader
+from rankwise.data.batching import of_all_ranks
 from rankwise.data.loader import length
 from rankwise.device import local_device
 from rankwise.errors import CheckpointError, ConfigError, RunDirError, StepError
 from rankwise.evaluation import Evaluate, Pair
-from rankwise.guards import run_on_main
 from rankwise.model import is_synced, prepare
 from rankwise.precision import LossScale, Precision
-from rankwise.rundir import Lease, Life, RunDir
-from rankwise.schedulers import submitit
+from rankwise.rundir import Lease, RunDir
 from rankwise.selftest.finding import Finding, as_text, passed
 from rankwise.selftest.trainer import Subject, check
 from rankwise.settings import Settings, plain
@@ -50,7 +49,7 @@ from rankwise.sync import AllReduce, StepResult, SyncStrategy
 from rankwise.telemetry import JsonlWriter, Meters, Metrics, Progress, TensorBoardWriter, TimeBreakdown
 from rankwise.telemetry.writers import Writer
 from rankwise.terminal import short
-from rankwise.world import World, agent_row
+from rankwise.world import agent_row
 
 _LEFT_OUT_IN_A_ROW = 100  # steps; then it is no accident
 _LEFT_OUT_TOLD = 3  # of them, one by one
@@ -62,13 +61,14 @@ class Trainer:
     step_fn(model, batch) -> (loss sum, the count it is over). eval_fn(model, batch) -> {name: (sum, count)}; by default the
     loss of `step_fn`. `eval_metrics`: {name: object with update, compute and reset} that eval_fn updates (torchmetrics').
     `scheduler` steps once an optimizer step. Give `batch_size` (of one rank and micro-batch) or `global_batch_size` (of all
-    ranks and accumulated micro-batches), and `max_epochs` or `max_steps` or both. `precision`: fp32, bf16, fp16. `lr_scale`:
-    none, linear or sqrt, by how many times the global batch is that of one rank (with `batch_size`). `reduction`: auto, flat
-    or ddp (sync/all_reduce.py). `compile`: True, or torch.compile's arguments. `fused`: the optimizer's fused kernel; by
-    default where there is one and nobody has chosen. `sync_batchnorm`: batch statistics of all ranks, on GPUs. The last
-    `keep_last` checkpoints stay, and the one with the best `keep_best`, a figure such as eval_loss: one more is saved after
-    each evaluation that is the best so far; those of `keep_steps`, which are saved for that, and those `keep_younger_than_s`
-    stay too. With `background_saves` the loop waits for a copy of the state alone, which a thread of the main rank writes.
+    ranks and accumulated micro-batches), or `batch_tokens` or `global_batch_tokens` with `lengths`, or `batch_sampler`
+    (data/loader.py), and `max_epochs` or `max_steps` or both. `precision`: fp32, bf16, fp16. `lr_scale`: none, linear or
+    sqrt, by how many times the global batch is that of one rank (with `batch_size`). `reduction`: auto, flat or ddp
+    (sync/all_reduce.py). `compile`: True, or torch.compile's arguments. `fused`: the optimizer's fused kernel; by default
+    where there is one and nobody has chosen. `sync_batchnorm`: batch statistics of all ranks, on GPUs. The last `keep_last`
+    checkpoints stay, and the one with the best `keep_best`, a figure such as eval_loss: one more is saved after each
+    evaluation that is the best so far; those of `keep_steps`, which are saved for that, and those `keep_younger_than_s` stay
+    too. With `background_saves` the loop waits for a copy of the state alone, which a thread of the main rank writes.
     `actions` run after each step, after the Trainer's own. A run directory that holds checkpoints is gone on with, unless
     `fresh`.
     """
@@ -86,6 +86,10 @@ class Trainer:
         scheduler: Any = None,
         batch_size: int | None = None,
         global_batch_size: int | None = None,
+        batch_tokens: float | None = None,
+        global_batch_tokens: float | None = None,
+        lengths: Sequence[float] | Callable[[int], float] | None = None,
+        batch_sampler: Any = None,
         accumulate: int = 1,
         max_epochs: int | None = None,
         max_steps: int | None = None,
@@ -137,10 +141,17 @@ class Trainer:
         self._step_fn = step_fn
         self._precision = Precision.of(precision, self.device)
         self._lr_text = ""
+        size = of_all_ranks("batch_size", batch_size, global_batch_size, accumulate * self.world.world_size)
+        tokens = of_all_ranks("batch_tokens", batch_tokens, global_batch_tokens, accumulate * self.world.world_size)
+        if size is None and tokens is None and batch_sampler is None:
+            raise ConfigError("give either batch_size (of one rank) or global_batch_size (of all ranks together)")
         self.loader = Loader(
             train_data,
             self.world,
-            global_batch_size=_global_batch(batch_size, global_batch_size, accumulate, self.world),
+            global_batch_size=size,
+            global_batch_tokens=tokens,
+            lengths=lengths,
+            batch_sampler=batch_sampler,
             accumulate=accumulate,
             seed=seed,
             drop_last=drop_last,
@@ -155,7 +166,7 @@ class Trainer:
         self._unwrapped = copy.copy(sync) if sync is not None else None
         if sync is not None and (clip_norm is not None or reduction != "auto"):
             raise ConfigError("clip_norm and reduction belong to the strategy when you give one: sync=AllReduce(clip_norm=...)")
-        self.run = RunDir(_run_path(self.world, run_dir))
+        self.run = RunDir(run_path(self.world, run_dir))
         self._fresh = fresh
         self._lease: Lease | None = None
         self.checkpoints = Checkpoints(
@@ -166,16 +177,20 @@ class Trainer:
         self.meters = Meters("loss")
         fixed = {"clip_norm": clip_norm, "lr_scale": lr_scale, "drop_last": drop_last, **optimizers.settings(optimizer)}
         fixed |= {"batch_size": batch_size} if batch_size is not None else {"global_batch_size": global_batch_size}
+        fixed |= {"batch_tokens": batch_tokens} if batch_tokens is not None else {"global_batch_tokens": global_batch_tokens}
         fixed |= {"scheduler": type(scheduler).__name__ if scheduler is not None else None}
         kept = plain(scheduler.state_dict()) if scheduler is not None else {}
         self._settings = Settings(fixed, {f"{type(scheduler).__name__}'s {name}": value for name, value in kept.items()})
         model = prepare(model, self.device, self.world, sync_batchnorm, compile)
-        self._prepare_optimizer(optimizer, scheduler, fused, lr_scale, batch_size)
+        self._prepare_optimizer(optimizer, scheduler, fused, lr_scale, (batch_size or batch_tokens) is not None)
         self.state = TrainState(self.sync.wrap(model), optimizer)
         self._check_rest()
         self._writers: list[Writer] = []  # opened by `fit`, on the main rank
         self._progress = Progress(agent_row(self.world))
-        evaluate = self._evaluation(eval_data, eval_fn, eval_metrics, max(nominal // accumulate, 1), workers, collate_fn)
+        at_once: dict[str, Any] = {"global_batch_size": max(nominal // accumulate, 1)}
+        if tokens is not None and hasattr(eval_data, "lengths"):
+            at_once = {"global_batch_tokens": tokens / accumulate}
+        evaluate = self._evaluation(eval_data, eval_fn, eval_metrics, at_once, workers, collate_fn)
         self._breakdown = self._new_breakdown(evaluate)
         self._log = Log(self.meters, self._breakdown, self._progress, self._writers, every_steps=log_every)
         self.actions: list[Action] = [self._log, *([self._hear] if background_saves and self.world.is_main else [])]
@@ -197,20 +212,19 @@ class Trainer:
 
     def _check_rest(self) -> None:
         """A forward pass that waits for the other ranks must not be left out on one of them."""
-        loader = self.loader
-        rest = 1 if loader.is_stream or loader.samples is None else loader.samples % loader.global_batch_size
-        if is_synced(self.state.model) and 0 < rest < self.world.world_size * loader.accumulate and not loader.drop_last:
+        loader, ranks = self.loader, self.world.world_size
+        if is_synced(self.state.model) and loader.fewest < ranks * loader.accumulate:
             raise ConfigError(
-                f"SyncBatchNorm needs a sample on every rank, but the last global batch of an epoch has {rest} for "
-                f"{self.world.world_size} ranks; type drop_last=True, or choose another batch size"
+                f"SyncBatchNorm needs a sample on every rank, but the last global batch of an epoch may have {loader.fewest} "
+                f"for {ranks} ranks; type drop_last=True, or choose another batch size"
             )
 
     def _prepare_optimizer(
-        self, optimizer: Optimizer, scheduler: Any, fused: bool | None, lr_scale: str, batch_size: int | None
+        self, optimizer: Optimizer, scheduler: Any, fused: bool | None, lr_scale: str, by_rank: bool
     ) -> None:
         optimizers.fuse(optimizer, fused)
         factor = optimizers.lr_factor(lr_scale, self.world.world_size)
-        if lr_scale != "none" and batch_size is None:
+        if lr_scale != "none" and not by_rank:
             raise ConfigError(
                 f"lr_scale={lr_scale!r} goes with batch_size: a global batch of {self.loader.global_batch_size} is the same on "
                 "any number of ranks, and so is its learning rate"
@@ -309,7 +323,7 @@ class Trainer:
     @contextlib.contextmanager
     def _open(self) -> Iterator[TrainState]:
         """Collective. Begin; and, however the loop ends, close what is open."""
-        life, self._lease = _claim(self.run, self.world, self._fresh)
+        life, self._lease = claim(self.run, self.world, self._fresh)
         outcome, status = "ended by an exception", 1
         try:
             if self.world.is_main:
@@ -454,18 +468,18 @@ class Trainer:
         data: Any,
         eval_fn: Callable[[Any, Any], Mapping[str, Pair] | None] | None,
         eval_metrics: Mapping[str, Any] | None,
-        size: int,
+        at_once: dict[str, Any],
         workers: int,
         collate_fn: Any,
     ) -> Evaluate | None:
-        """None without data. `size`: samples of one batch over all ranks."""
+        """None without data. `at_once`: samples, or tokens, of one batch over all ranks."""
         if data is None:
             return None
         length(data)  # an error now, not after the first epoch
 
         def once() -> Loader:
             return Loader(
-                data, self.world, global_batch_size=size, shuffle=False, max_epochs=1, workers=workers, collate_fn=collate_fn,
+                data, self.world, **at_once, shuffle=False, max_epochs=1, workers=workers, collate_fn=collate_fn,
                 device=self.device,
             )  # fmt: skip
 
@@ -506,64 +520,6 @@ def _check_keep_best(name: str, evaluates: bool, by_eval_fn: bool) -> None:
         raise ConfigError(f"keep_best={name!r}: a figure of an evaluation is called eval_ and the name that eval_fn gives it")
     if not by_eval_fn and name != "eval_loss":
         raise ConfigError(f"keep_best={name!r}: without eval_fn the one figure of an evaluation is 'eval_loss'")
-
-
-def _global_batch(batch_size: int | None, global_batch_size: int | None, accumulate: int, world: World) -> int:
-    if batch_size is not None and global_batch_size is not None:
-        raise ConfigError(
-            f"batch_size={batch_size} (of one rank) and global_batch_size={global_batch_size} (of all ranks together) are both "
-            "given: leave one out"
-        )
-    if batch_size is None and global_batch_size is None:
-        raise ConfigError("give either batch_size (of one rank) or global_batch_size (of all ranks together)")
-    if global_batch_size is not None:
-        return global_batch_size
-    assert batch_size is not None
-    return batch_size * accumulate * world.world_size
-
-
-def _run_path(world: World, run_dir: str | os.PathLike[str] | None) -> Path:
-    """What an agent of ours has made; elsewhere the folder asked for, or the job's own, or ./runs/<the script's stem>."""
-    if world.run_dir is None:
-        if run_dir is not None:
-            return Path(run_dir).absolute()
-        return submitit.job_folder(os.environ) or default_run_dir(Path(_script()).stem)
-    if run_dir is not None and Path(run_dir).absolute() != world.run_dir:
-        log.say(f"writing in {short(world.run_dir)}, which the launcher made; for run_dir={run_dir} type --run-dir {run_dir}")
-    return world.run_dir
-
-
-def _claim(run: RunDir, world: World, fresh: bool) -> tuple[Life, Lease | None]:
-    """Collective. (this life, the main rank's right to write there). An agent of ours holds it already."""
-    if world.run_dir is not None:
-        if fresh:
-            run_on_main(_set_aside, [run])
-        return run.lives()[-1], None
-    lease: Lease | None = None
-
-    def prepare() -> Life:
-        nonlocal lease
-        aside = run.prepare(fresh)
-        if aside is not None:
-            log.say(f"the older run was moved to {short(aside)}")
-        lease = run.take()
-        return run.begin_life(world.world_size, tuple(sys.argv))
-
-    return run_on_main(prepare), lease
-
-
-def _set_aside(run: RunDir) -> None:
-    """Under an agent, which lives in the run directory: what an earlier training left there gets another name."""
-    for path in (run.checkpoints, run.metrics):
-        count = 1
-        while (other := path.with_name(f"{path.name}.old-{count}")).exists():
-            count += 1
-        if path.exists():
-            path.rename(other)
-
-
-def _script() -> str:
-    return str(getattr(sys.modules["__main__"], "__file__", None) or "interactive")
 
 
 def _writers(run: RunDir, life: int) -> list[Writer]:
