@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rankwise.actions import Evaluate as Evaluate
     from rankwise.actions import every as every
     from rankwise.checkpoint import Checkpoints as Checkpoints
     from rankwise.comm import all_gather_object as all_gather_object
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from rankwise.device import to_device as to_device
     from rankwise.errors import RankwiseError as RankwiseError
     from rankwise.errors import Stopped as Stopped
+    from rankwise.evaluation import Evaluate as Evaluate
     from rankwise.functions.on_submitit import on_submitit as on_submitit
     from rankwise.functions.run_function import FunctionRun as FunctionRun
     from rankwise.functions.run_function import run_function as run_function
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from rankwise.world import discover as discover
 
 _HOME = {
-    "rankwise.actions": ("Evaluate", "every"),
+    "rankwise.actions": ("every",),
     "rankwise.checkpoint": ("Checkpoints",),
     "rankwise.comm": (
         "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object", "init", "is_local_main", "is_main",
@@ -63,6 +63,7 @@ _HOME = {
     "rankwise.data": ("Loader",),
     "rankwise.device": ("local_device", "to_device"),
     "rankwise.errors": ("RankwiseError", "Stopped"),
+    "rankwise.evaluation": ("Evaluate",),
     "rankwise.functions.on_submitit": ("on_submitit",),
     "rankwise.functions.run_function": ("FunctionRun", "run_function"),
     "rankwise.guards": ("main_process_only", "once_per_node", "run_on_main", "run_once_per_node"),

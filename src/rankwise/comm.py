@@ -411,6 +411,15 @@ def all_gather_object(value: T, group: Any = None) -> list[T]:
     return values
 
 
+def gather_object(value: T, dst: int = 0) -> list[T]:
+    """Collective. Every rank's value on rank `dst`, in the order of ranks, by pickle; nothing on the others."""
+    if is_alone():
+        return [value]
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == dst else None
+    dist.gather_object(value, values, dst)
+    return values or []
+
+
 def all_agree(value: bool) -> bool:
     """Collective. True if it is true on every rank."""
     return bool(all_reduce(torch.tensor(int(value)), "min").item())

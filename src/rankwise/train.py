@@ -26,30 +26,31 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rankwise import comm, log, schedulers, seed
+from rankwise import comm, log, seed
 from rankwise import optimizer as optimizers
-from rankwise.actions import Action, Evaluate, Log, Pair, every
+from rankwise.actions import Action, Log, every
 from rankwise.checkpoint import Checkpoints
-from rankwise.config import default_run_dir
+from rankwise.claim import claim, run_path
 from rankwise.data import Loader
+from rankwise.data.batching import of_all_ranks
 from rankwise.data.loader import length
 from rankwise.device import local_device
 from rankwise.errors import CheckpointError, ConfigError, RunDirError, StepError
-from rankwise.guards import run_on_main
+from rankwise.evaluation import Evaluate, Pair
 from rankwise.lease import Fence, Lease
 from rankwise.model import is_synced, prepare
 from rankwise.precision import LossScale, Precision
-from rankwise.rundir import Life, RunDir
+from rankwise.rundir import RunDir
 from rankwise.selftest.finding import Finding, as_text, passed
 from rankwise.selftest.trainer import Subject, check
 from rankwise.settings import Settings, plain
 from rankwise.state import Stateful, TrainState
 from rankwise.stop import StopSignal
 from rankwise.sync import AllReduce, StepResult, SyncStrategy
-from rankwise.telemetry import JsonlWriter, Meters, Progress, TensorBoardWriter, TimeBreakdown
+from rankwise.telemetry import JsonlWriter, Meters, Metrics, Progress, TensorBoardWriter, TimeBreakdown
 from rankwise.telemetry.writers import Writer
 from rankwise.terminal import short
-from rankwise.world import World, agent_row
+from rankwise.world import agent_row
 
 _LEFT_OUT_IN_A_ROW = 100  # steps; then it is no accident
 _LEFT_OUT_TOLD = 3  # of them, one by one
@@ -59,16 +60,18 @@ class Trainer:
     """Trains `model` with `optimizer` on `train_data`; every argument after these four is by name.
 
     step_fn(model, batch) -> (loss sum, the count it is over). eval_fn(model, batch) -> {name: (sum, count)}; by default the
-    loss of `step_fn`. `scheduler` steps once an optimizer step. Give `batch_size` (of one rank and micro-batch) or
-    `global_batch_size` (of all ranks and accumulated micro-batches), and `max_epochs` or `max_steps` or both. `precision`:
-    fp32, bf16, fp16. `lr_scale`: none, linear or sqrt, by how many times the global batch is that of one rank (with
-    `batch_size`). `reduction`: auto, flat or ddp (sync/all_reduce.py). `compile`: True, or torch.compile's arguments. `fused`:
-    the optimizer's fused kernel; by default where there is one and nobody has chosen. `sync_batchnorm`: batch statistics of
-    all ranks, on GPUs. The last `keep_last` checkpoints stay, and the one with the best `keep_best`, a figure such as
-    eval_loss: one more is saved after each evaluation that is the best so far; those of `keep_steps`, which are saved for that,
-    and those `keep_younger_than_s` stay too. With `background_saves` the loop waits for a copy of the state alone,
-    which a thread of the main rank writes. `actions` run after each step, after the Trainer's own. A run directory that holds
-    checkpoints is gone on with, unless `fresh`.
+    loss of `step_fn`. `eval_metrics`: {name: object with update, compute and reset} that eval_fn updates (torchmetrics').
+    `scheduler` steps once an optimizer step. Give `batch_size` (of one rank and micro-batch) or `global_batch_size` (of all
+    ranks and accumulated micro-batches), or `batch_tokens` or `global_batch_tokens` with `lengths`, or `batch_sampler`
+    (data/loader.py), and `max_epochs` or `max_steps` or both. `precision`: fp32, bf16, fp16. `lr_scale`: none, linear or
+    sqrt, by how many times the global batch is that of one rank (with `batch_size`). `reduction`: auto, flat or ddp
+    (sync/all_reduce.py). `compile`: True, or torch.compile's arguments. `fused`: the optimizer's fused kernel; by default
+    where there is one and nobody has chosen. `sync_batchnorm`: batch statistics of all ranks, on GPUs. The last `keep_last`
+    checkpoints stay, and the one with the best `keep_best`, a figure such as eval_loss: one more is saved after each
+    evaluation that is the best so far; those of `keep_steps`, which are saved for that, and those `keep_younger_than_s` stay
+    too. With `background_saves` the loop waits for a copy of the state alone, which a thread of the main rank writes.
+    `actions` run after each step, after the Trainer's own. A run directory that holds checkpoints is gone on with, unless
+    `fresh`.
     """
 
     def __init__(
@@ -79,10 +82,15 @@ class Trainer:
         train_data: Any,
         *,
         eval_data: Any = None,
-        eval_fn: Callable[[Any, Any], Mapping[str, Pair]] | None = None,
+        eval_fn: Callable[[Any, Any], Mapping[str, Pair] | None] | None = None,
+        eval_metrics: Mapping[str, Any] | None = None,
         scheduler: Any = None,
         batch_size: int | None = None,
         global_batch_size: int | None = None,
+        batch_tokens: float | None = None,
+        global_batch_tokens: float | None = None,
+        lengths: Sequence[float] | Callable[[int], float] | None = None,
+        batch_sampler: Any = None,
         accumulate: int = 1,
         max_epochs: int | None = None,
         max_steps: int | None = None,
@@ -118,8 +126,10 @@ class Trainer:
         for name, value in numbers.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: give a whole number from 1 up")
-        if eval_data is None and (eval_fn is not None or eval_every is not None):
-            raise ConfigError("eval_fn and eval_every evaluate nothing without eval_data=...")
+        if eval_data is None and (eval_fn is not None or eval_every is not None or eval_metrics is not None):
+            raise ConfigError("eval_fn, eval_every and eval_metrics evaluate nothing without eval_data=...")
+        if eval_fn is None and eval_metrics is not None:
+            raise ConfigError("eval_metrics are updated by a function of yours: eval_fn=lambda model, batch: f1.update(...)")
         if workers < 0:
             raise ConfigError(f"workers={workers}: give how many processes fetch ahead, 0 for none")
         optimizers.check(model, optimizer)
@@ -132,10 +142,17 @@ class Trainer:
         self._step_fn = step_fn
         self._precision = Precision.of(precision, self.device)
         self._lr_text = ""
+        size = of_all_ranks("batch_size", batch_size, global_batch_size, accumulate * self.world.world_size)
+        tokens = of_all_ranks("batch_tokens", batch_tokens, global_batch_tokens, accumulate * self.world.world_size)
+        if size is None and tokens is None and batch_sampler is None:
+            raise ConfigError("give either batch_size (of one rank) or global_batch_size (of all ranks together)")
         self.loader = Loader(
             train_data,
             self.world,
-            global_batch_size=_global_batch(batch_size, global_batch_size, accumulate, self.world),
+            global_batch_size=size,
+            global_batch_tokens=tokens,
+            lengths=lengths,
+            batch_sampler=batch_sampler,
             accumulate=accumulate,
             seed=seed,
             drop_last=drop_last,
@@ -150,7 +167,7 @@ class Trainer:
         self._unwrapped = copy.copy(sync) if sync is not None else None
         if sync is not None and (clip_norm is not None or reduction != "auto"):
             raise ConfigError("clip_norm and reduction belong to the strategy when you give one: sync=AllReduce(clip_norm=...)")
-        self.run = RunDir(_run_path(self.world, run_dir))
+        self.run = RunDir(run_path(self.world, run_dir))
         self._fresh = fresh
         self._lease: Lease | None = None
         self.checkpoints = Checkpoints(
@@ -161,16 +178,20 @@ class Trainer:
         self.meters = Meters("loss")
         fixed = {"clip_norm": clip_norm, "lr_scale": lr_scale, "drop_last": drop_last, **optimizers.settings(optimizer)}
         fixed |= {"batch_size": batch_size} if batch_size is not None else {"global_batch_size": global_batch_size}
+        fixed |= {"batch_tokens": batch_tokens} if batch_tokens is not None else {"global_batch_tokens": global_batch_tokens}
         fixed |= {"scheduler": type(scheduler).__name__ if scheduler is not None else None}
         kept = plain(scheduler.state_dict()) if scheduler is not None else {}
         self._settings = Settings(fixed, {f"{type(scheduler).__name__}'s {name}": value for name, value in kept.items()})
         model = prepare(model, self.device, self.world, sync_batchnorm, compile)
-        self._prepare_optimizer(optimizer, scheduler, fused, lr_scale, batch_size)
+        self._prepare_optimizer(optimizer, scheduler, fused, lr_scale, (batch_size or batch_tokens) is not None)
         self.state = TrainState(self.sync.wrap(model), optimizer)
         self._check_rest()
         self._writers: list[Writer] = []  # opened by `fit`, on the main rank
         self._progress = Progress(agent_row(self.world))
-        evaluate = self._evaluation(eval_data, eval_fn, max(nominal // accumulate, 1), workers, collate_fn)
+        at_once: dict[str, Any] = {"global_batch_size": max(nominal // accumulate, 1)}
+        if tokens is not None and hasattr(eval_data, "lengths"):
+            at_once = {"global_batch_tokens": tokens / accumulate}
+        evaluate = self._evaluation(eval_data, eval_fn, eval_metrics, at_once, workers, collate_fn)
         self._breakdown = self._new_breakdown(evaluate)
         self._log = Log(self.meters, self._breakdown, self._progress, self._writers, every_steps=log_every)
         self.actions: list[Action] = [self._log, *([self._hear] if background_saves and self.world.is_main else [])]
@@ -192,20 +213,19 @@ class Trainer:
 
     def _check_rest(self) -> None:
         """A forward pass that waits for the other ranks must not be left out on one of them."""
-        loader = self.loader
-        rest = 1 if loader.is_stream or loader.samples is None else loader.samples % loader.global_batch_size
-        if is_synced(self.state.model) and 0 < rest < self.world.world_size * loader.accumulate and not loader.drop_last:
+        loader, ranks = self.loader, self.world.world_size
+        if is_synced(self.state.model) and loader.fewest < ranks * loader.accumulate:
             raise ConfigError(
-                f"SyncBatchNorm needs a sample on every rank, but the last global batch of an epoch has {rest} for "
-                f"{self.world.world_size} ranks; type drop_last=True, or choose another batch size"
+                f"SyncBatchNorm needs a sample on every rank, but the last global batch of an epoch may have {loader.fewest} "
+                f"for {ranks} ranks; type drop_last=True, or choose another batch size"
             )
 
     def _prepare_optimizer(
-        self, optimizer: Optimizer, scheduler: Any, fused: bool | None, lr_scale: str, batch_size: int | None
+        self, optimizer: Optimizer, scheduler: Any, fused: bool | None, lr_scale: str, by_rank: bool
     ) -> None:
         optimizers.fuse(optimizer, fused)
         factor = optimizers.lr_factor(lr_scale, self.world.world_size)
-        if lr_scale != "none" and batch_size is None:
+        if lr_scale != "none" and not by_rank:
             raise ConfigError(
                 f"lr_scale={lr_scale!r} goes with batch_size: a global batch of {self.loader.global_batch_size} is the same on "
                 "any number of ranks, and so is its learning rate"
@@ -304,7 +324,7 @@ class Trainer:
     @contextlib.contextmanager
     def _open(self) -> Iterator[TrainState]:
         """Collective. Begin; and, however the loop ends, close what is open."""
-        life, self._lease = _claim(self.run, self.world, self._fresh)
+        life, self._lease = claim(self.run, self.world, self._fresh)
         self.checkpoints.fence = Fence(self.run.lease) if self.world.is_main else None
         outcome, status = "ended by an exception", 1
         try:
@@ -446,20 +466,28 @@ class Trainer:
         }
 
     def _evaluation(
-        self, data: Any, eval_fn: Callable[[Any, Any], Mapping[str, Pair]] | None, size: int, workers: int, collate_fn: Any
+        self,
+        data: Any,
+        eval_fn: Callable[[Any, Any], Mapping[str, Pair] | None] | None,
+        eval_metrics: Mapping[str, Any] | None,
+        at_once: dict[str, Any],
+        workers: int,
+        collate_fn: Any,
     ) -> Evaluate | None:
-        """None without data. `size`: samples of one batch over all ranks."""
+        """None without data. `at_once`: samples, or tokens, of one batch over all ranks."""
         if data is None:
             return None
         length(data)  # an error now, not after the first epoch
 
         def once() -> Loader:
             return Loader(
-                data, self.world, global_batch_size=size, shuffle=False, max_epochs=1, workers=workers, collate_fn=collate_fn,
+                data, self.world, **at_once, shuffle=False, max_epochs=1, workers=workers, collate_fn=collate_fn,
                 device=self.device,
             )  # fmt: skip
 
-        return Evaluate(eval_fn or self._eval_loss, once, self.sync, self._precision, self._progress, self._writers)
+        metrics = Metrics(eval_metrics)
+        metrics.to(self.device)
+        return Evaluate(eval_fn or self._eval_loss, once, self.sync, metrics, self._precision, self._progress, self._writers)
 
     def _new_breakdown(self, evaluate: Evaluate | None) -> TimeBreakdown:
         sources = {
@@ -478,21 +506,10 @@ class Trainer:
 
     def _say_plan(self, state: TrainState) -> None:
         parameters = sum(p.numel() for p in state.model.parameters())
-        loader = self.loader
-        log.say(f"{_amount(parameters)} parameters, {self._precision.name} on {self.device.type}; {_data(loader)}")
-        log.say("; ".join(text for text in (self._batch_text(), self.sync.describe()) if text))
+        log.say(f"{_amount(parameters)} parameters, {self._precision.name} on {self.device.type}; {self.loader.describe()}")
+        log.say("; ".join(text for text in (self.loader.describe_batch(), self.sync.describe()) if text))
         if self._lr_text:
             log.say(self._lr_text)
-
-    def _batch_text(self) -> str:
-        """`global batch 64 = 16 x 2 ranks x 2 accumulated`"""
-        whole, ranks = self.loader.global_batch_size, self.world.world_size
-        parts = [f"{ranks} ranks"] if ranks > 1 else []
-        parts += [f"{self.loader.accumulate} accumulated"] if self.loader.accumulate > 1 else []
-        if not parts:
-            return f"global batch {whole}"
-        each, rest = divmod(whole, ranks * self.loader.accumulate)
-        return f"global batch {whole} = {f'{each} or {each + 1}' if rest else each} x {' x '.join(parts)}"
 
 
 def _check_keep_best(name: str, evaluates: bool, by_eval_fn: bool) -> None:
@@ -505,64 +522,6 @@ def _check_keep_best(name: str, evaluates: bool, by_eval_fn: bool) -> None:
         raise ConfigError(f"keep_best={name!r}: a figure of an evaluation is called eval_ and the name that eval_fn gives it")
     if not by_eval_fn and name != "eval_loss":
         raise ConfigError(f"keep_best={name!r}: without eval_fn the one figure of an evaluation is 'eval_loss'")
-
-
-def _global_batch(batch_size: int | None, global_batch_size: int | None, accumulate: int, world: World) -> int:
-    if batch_size is not None and global_batch_size is not None:
-        raise ConfigError(
-            f"batch_size={batch_size} (of one rank) and global_batch_size={global_batch_size} (of all ranks together) are both "
-            "given: leave one out"
-        )
-    if batch_size is None and global_batch_size is None:
-        raise ConfigError("give either batch_size (of one rank) or global_batch_size (of all ranks together)")
-    if global_batch_size is not None:
-        return global_batch_size
-    assert batch_size is not None
-    return batch_size * accumulate * world.world_size
-
-
-def _run_path(world: World, run_dir: str | os.PathLike[str] | None) -> Path:
-    """What an agent of ours has made; elsewhere the folder asked for, or the job's own, or ./runs/<the script's stem>."""
-    if world.run_dir is None:
-        if run_dir is not None:
-            return Path(run_dir).absolute()
-        return schedulers.job_folder(os.environ) or default_run_dir(Path(_script()).stem)
-    if run_dir is not None and Path(run_dir).absolute() != world.run_dir:
-        log.say(f"writing in {short(world.run_dir)}, which the launcher made; for run_dir={run_dir} type --run-dir {run_dir}")
-    return world.run_dir
-
-
-def _claim(run: RunDir, world: World, fresh: bool) -> tuple[Life, Lease | None]:
-    """Collective. (this life, the main rank's right to write there). An agent of ours holds it already."""
-    if world.run_dir is not None:
-        if fresh:
-            run_on_main(_set_aside, [run])
-        return run.lives()[-1], None
-    lease: Lease | None = None
-
-    def prepare() -> Life:
-        nonlocal lease
-        aside = run.prepare(fresh, log.say)
-        if aside is not None:
-            log.say(f"the older run was moved to {short(aside)}")
-        lease = run.take(log.say)
-        return run.begin_life(world.world_size, tuple(sys.argv))
-
-    return run_on_main(prepare), lease
-
-
-def _set_aside(run: RunDir) -> None:
-    """Under an agent, which lives in the run directory: what an earlier training left there gets another name."""
-    for path in (run.checkpoints, run.metrics):
-        count = 1
-        while (other := path.with_name(f"{path.name}.old-{count}")).exists():
-            count += 1
-        if path.exists():
-            path.rename(other)
-
-
-def _script() -> str:
-    return str(getattr(sys.modules["__main__"], "__file__", None) or "interactive")
 
 
 def _writers(run: RunDir, life: int) -> list[Writer]:
@@ -582,14 +541,6 @@ def _described(result: Any) -> str:
     if isinstance(result, tuple):
         return f"a tuple of {len(result)} ({', '.join(map(_described, result))})"
     return f"Tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
-
-
-def _data(loader: Loader) -> str:
-    steps = f", {loader.steps_per_epoch} step{'s' * (loader.steps_per_epoch != 1)} an epoch"
-    if not loader.is_stream:
-        return f"{loader.samples} samples{steps}"
-    long = "of unknown length" if loader.samples is None else f"of {loader.samples} samples (its __len__){steps}"
-    return f"a stream {long}, in its own order"
 
 
 def _amount(n: int) -> str:

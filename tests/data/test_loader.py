@@ -14,7 +14,7 @@ from batches import all_of, flat, global_batches, loaders, steps_of, world
 from ranks import on_ranks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from rankwise.data.loader import share
+from rankwise.data.order import share
 from rankwise.errors import ConfigError, DataError
 
 

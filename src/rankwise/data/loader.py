@@ -13,21 +13,20 @@ import copy
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from rankwise import log
+from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthOf
 from rankwise.data.fetch import Fetch, Fetcher, fetched, promises
-from rankwise.data.order import Order, share, split
+from rankwise.data.order import Order
 from rankwise.data.stream import Request, Step, Stream
 from rankwise.device import to_device
 from rankwise.errors import ConfigError, DataError
 from rankwise.world import World
-
-_PLANNED = 4096  # positions whose samples are looked up at once
 
 
 class Loader:
@@ -41,6 +40,11 @@ class Loader:
     Or it is iterable (torch's IterableDataset): a stream of which an epoch is one pass. It must yield the same whole stream on
     every rank and worker; each keeps its share (`data.stream` says more). Its order is its own: nothing shuffles it.
 
+    For samples of uneven length, in the place of `global_batch_size`: `global_batch_tokens`, so many tokens (frames, seconds)
+    of padded samples a step, with `lengths` (numbers, a function of the index, or the dataset's own attribute `lengths`), and
+    `global_batch_size` samples at most if that is given too; or `batch_sampler`, an iterable of lists of indices, each a
+    global batch (with `lengths`, shared out by these). `data.batching` says more. Ranks get parts of about the same cost.
+
     Random numbers that a dataset draws are keyed by (seed, epoch, sample) in workers, by the first sample of a batch without
     workers and under `__getitems__`, where `seed_each_sample = True` in the dataset asks for each sample's own; those of a
     stream by (seed, epoch). None moves the streams of the training. `draws_nothing = True` in a dataset saves the keying.
@@ -51,7 +55,11 @@ class Loader:
         dataset: Any,
         world: World,
         *,
-        global_batch_size: int,
+        global_batch_size: int | None = None,
+        global_batch_tokens: float | None = None,
+        lengths: Sequence[float] | Callable[[int], float] | None = None,
+        pool: int | None = None,
+        batch_sampler: Any = None,
         accumulate: int = 1,
         seed: int = 0,
         shuffle: bool | None = None,
@@ -62,7 +70,7 @@ class Loader:
         device: torch.device | None = None,
     ) -> None:
         for name, value in (("global_batch_size", global_batch_size), ("accumulate", accumulate)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: give a whole number from 1 up")
         if seed < 0:
             raise ConfigError(f"seed={seed}: give a whole number from 0 up")
@@ -79,13 +87,22 @@ class Loader:
         self.drop_last = drop_last
         self._workers = workers
         self._seed = seed
+        self._batching: Batching | None = None
         if self._order is None:
+            if global_batch_size is None or global_batch_tokens is not None:
+                raise ConfigError(f"{type(dataset).__name__} is a stream, which is cut by count: give global_batch_size alone")
             self._hint = _hinted_length(dataset)
             self._stream = Stream(dataset, collate_fn, seed, world.rank, world.world_size, drop_last)
         else:
             self._fetch = Fetch(dataset, collate_fn, seed)
+            self._batching = _batching(
+                dataset, self._order, global_batch_size, global_batch_tokens, lengths, pool, batch_sampler, drop_last
+            )
+            global_batch_size = self._batching.size
+        assert global_batch_size is not None
         self._device = device
         self.global_batch_size = global_batch_size
+        """Samples of a global batch; about so many where they differ (by tokens, by a batch sampler)."""
         self.max_epochs = max_epochs
         self.epoch = 0
         """Epochs that are complete."""
@@ -93,6 +110,8 @@ class Loader:
         """Samples taken of the current epoch, over all ranks."""
         self.wait_s = 0.0
         """Seconds that the loop has waited for data so far."""
+        self.indices: list[Sequence[int]] = []
+        """Which samples the micro-batches handed out last are made of: indices of the dataset, positions in a stream."""
         if drop_last and samples is not None and samples < global_batch_size:
             raise DataError(f"drop_last leaves nothing: {samples} samples are fewer than a global batch of {global_batch_size}")
 
@@ -110,8 +129,18 @@ class Loader:
     def steps_per_epoch(self) -> int | None:
         if self.samples is None:
             return None
+        if self._batching is not None and not isinstance(self._batching, ByCount):
+            return None
         whole, rest = divmod(self.samples, self.global_batch_size)
         return whole + (1 if rest and not self.drop_last else 0)
+
+    @property
+    def fewest(self) -> int:
+        """Samples of the smallest global batch that may come."""
+        if self._order is None or isinstance(self._batching, ByCount):
+            rest = 1 if self._order is None else self._order.samples % self.global_batch_size
+            return self.global_batch_size if self.drop_last or rest == 0 else rest
+        return 1
 
     @property
     def finished(self) -> bool:
@@ -121,9 +150,10 @@ class Loader:
         """Go on where `epoch` and `position` stand. Both are those after a step as soon as its batches are handed out."""
         while not self.finished:
             began = time.perf_counter()
-            for step in self._streamed() if self._order is None else self._ordered(self._order):
+            for step in self._streamed() if self._batching is None else self._ordered(self._batching):
                 micro_batches = [self._placed(batch) for batch in step.micro_batches]
                 self.position = step.stop
+                self.indices = step.indices
                 if step.last:
                     self._end_epoch()
                 self.wait_s += time.perf_counter() - began
@@ -138,28 +168,17 @@ class Loader:
         self.epoch += 1
         self.position = 0
 
-    def _ordered(self, order: Order) -> Iterator[Step]:
+    def _ordered(self, batching: Batching) -> Iterator[Step]:
         """The steps that are left of this epoch of a map-style dataset."""
-        epoch = self.epoch
-        plan, ahead = itertools.tee(self._plan(order, epoch, self.position))
+        epoch, world = self.epoch, self._world
+        shares = (
+            (stop, batching.share(samples, world.rank, world.world_size, self.accumulate))
+            for stop, samples in batching.steps(epoch, self.position)
+        )
+        plan, ahead = itertools.tee(shares)
         batches = self._fetched(((epoch, indices) for _, lists in ahead for indices in lists), self._fetch)
-        for stop, index_lists in plan:
-            yield Step(stop, self._leaves_nothing(order, stop), [next(batches) for _ in index_lists])
-
-    def _plan(self, order: Order, epoch: int, start: int) -> Iterator[tuple[int, list[list[int]]]]:
-        """For each step left: the position after it, and the indices of this rank's micro-batches."""
-        size, world = self.global_batch_size, self._world
-        first, indices = start, list[int]()  # the global order from position `first` on: many steps of it cost what one does
-        while not self._leaves_nothing(order, start):
-            stop = min(start + size, order.samples)
-            if stop > first + len(indices):
-                first, indices = start, order.indices(epoch, start, min(start + max(size, _PLANNED), order.samples)).tolist()
-            low, high = share(start, stop, world.rank, world.world_size)
-            yield stop, split(indices[low - first : high - first], self.accumulate)
-            start = stop
-
-    def _leaves_nothing(self, order: Order, stop: int) -> bool:
-        return stop >= order.samples or (self.drop_last and stop + self.global_batch_size > order.samples)
+        for stop, lists in plan:
+            yield Step(stop, batching.leaves_nothing(epoch, stop), [next(batches) for _ in lists], list(lists))
 
     def _streamed(self) -> Iterator[Step]:
         """The steps that are left of this epoch of a stream: a request to a worker is a step."""
@@ -180,13 +199,40 @@ class Loader:
         """
         other = copy.copy(self)
         other._world, other.accumulate, other._workers = world, accumulate, 0
-        other.global_batch_size = global_batch_size if global_batch_size is not None else self.global_batch_size
         other.epoch, other.position, other.wait_s = 0, 0, 0.0
+        other._batching = copy.copy(self._batching)
+        if global_batch_size is not None:
+            other.global_batch_size = global_batch_size
+            other._batching = ByCount(self._order, global_batch_size, self.drop_last) if self._order is not None else None
         if self._order is None:
             other._stream = self._stream.anew(world.rank, world.world_size)
         else:
             other._fetch = self._fetch.one_by_one()
         return other
+
+    def describe(self) -> str:
+        """What there is to train on, in a few words, for people."""
+        number = self.steps_per_epoch
+        steps = f", {number} step{'s' * (number != 1)} an epoch" if number is not None else ""
+        if not self.is_stream:
+            return f"{self.samples} samples{steps}"
+        long = "of unknown length" if self.samples is None else f"of {self.samples} samples (its __len__){steps}"
+        return f"a stream {long}, in its own order"
+
+    def describe_batch(self) -> str:
+        """`global batch 64 = 16 x 2 ranks x 2 accumulated`"""
+        whole, ranks = self.global_batch_size, self._world.world_size
+        parts = [f"{ranks} ranks"] if ranks > 1 else []
+        parts += [f"{self.accumulate} accumulated"] if self.accumulate > 1 else []
+        if not parts or self._by != "samples":
+            text = self._batching.describe() if self._batching is not None else str(whole)
+            return f"global batch {text}{' over ' if parts else ''}{' x '.join(parts)}"
+        each, rest = divmod(whole, ranks * self.accumulate)
+        return f"global batch {whole} = {f'{each} or {each + 1}' if rest else each} x {' x '.join(parts)}"
+
+    @property
+    def _by(self) -> str:
+        return self._batching.by if self._batching is not None else "samples"
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -194,6 +240,7 @@ class Loader:
             "seed": self._seed,
             "shuffle": self._order is not None and self._order.shuffle,
             "global_batch_size": self.global_batch_size,
+            **(self._batching.state() if self._batching is not None else {}),
             "ranks": self._world.world_size,
             "accumulate": self.accumulate,
             "epoch": self.epoch,
@@ -202,19 +249,21 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at the recorded position. Raises ConfigError when the data or its order are not those of the record."""
-        now = self.state_dict()
-        for name in ("samples", "seed", "shuffle"):
+        by_count = {"batches by": "samples"}
+        now, state = by_count | self.state_dict(), by_count | state
+        for name in ("samples", "seed", "shuffle", "batches by"):
             if state[name] != now[name]:
                 raise ConfigError(
                     f"the checkpoint was made with {name}={state[name]} and this run has {name}={now[name]}: another training; "
                     "set it back, or start anew with --fresh, or beside it with --name NAME"
                 )
-        if state["global_batch_size"] != self.global_batch_size:
-            log.say(
-                f"going on with the checkpoint's global batch of {state['global_batch_size']} "
-                f"instead of {self.global_batch_size}"
-            )
-            self.global_batch_size = state["global_batch_size"]
+        name = "global_batch_tokens" if self._by == "tokens" else "global_batch_size"
+        if state[name] != now[name]:
+            unit = " tokens" * (self._by == "tokens")
+            log.say(f"going on with the checkpoint's global batch of {state[name]:g}{unit} instead of {now[name]:g}")
+        self.global_batch_size = state["global_batch_size"]
+        if self._batching is not None:
+            self._batching.load(state)
         if state["ranks"] != self._world.world_size:
             # A micro-batch no larger than it was, which fitted into memory.
             self.accumulate = math.ceil(state["ranks"] * state["accumulate"] / self._world.world_size)
@@ -250,3 +299,47 @@ def _hinted_length(dataset: Any) -> int | None:
         return len(dataset) or None
     except TypeError:
         return None
+
+
+def _batching(
+    dataset: Any,
+    order: Order,
+    size: int | None,
+    tokens: float | None,
+    lengths: Any,
+    pool: int | None,
+    sampler: Any,
+    drop_last: bool,
+) -> Batching:
+    """Raises ConfigError unless it is said in one way how global batches are cut."""
+    given = {
+        "global_batch_size": size,
+        "global_batch_tokens": tokens,
+        "batch_sampler": sampler,
+        "lengths": lengths,
+        "pool": pool,
+    }
+    names = {name for name, value in given.items() if value is not None}
+    if sampler is not None and (clash := names & {"global_batch_size", "global_batch_tokens", "pool"}):
+        raise ConfigError(f"batch_sampler says what a global batch is, and so does {min(clash)}: leave one out")
+    if tokens is None and sampler is None and (alone := names & {"lengths", "pool"}):
+        raise ConfigError(f"{min(alone)} is for batches by length: give global_batch_tokens too, or leave it out")
+    if drop_last and (tokens is not None or sampler is not None):
+        raise ConfigError("drop_last is for batches by count: by tokens, or by a batch sampler, none is left over")
+    if tokens is None and sampler is None:
+        if size is None:
+            raise ConfigError("give global_batch_size, global_batch_tokens or batch_sampler")
+        return ByCount(order, size, drop_last)
+    if lengths is None and tokens is not None:
+        lengths = getattr(dataset, "lengths", None)
+        if lengths is None:
+            raise ConfigError(
+                f"global_batch_tokens={tokens:g} needs to know how long samples are: lengths=[...], one a sample, or a "
+                f"function of the index; or give {type(dataset).__name__} an attribute `lengths`"
+            )
+    known = LengthOf(lengths, order.samples) if lengths is not None else None
+    if sampler is not None:
+        return BySampler(sampler, order.seed, known)
+    assert known is not None
+    assert tokens is not None
+    return ByTokens(order, known, tokens, size, pool)

@@ -11,7 +11,7 @@ which sees this rank's share alone: let the stream yield file names, offsets or 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -35,6 +35,9 @@ class Step(NamedTuple):
     """Whether the epoch ends with it."""
 
     micro_batches: list[Any]
+
+    indices: list[Sequence[int]]
+    """Of each micro-batch, which samples it is made of."""
 
 
 class Request(NamedTuple):
@@ -113,7 +116,8 @@ class Stream:
         low, high = share(0, len(samples), self._rank, self._world_size)
         runs = split(range(low, high), accumulate)
         batches = [self._collated(epoch, start + run[0], samples[run[0] : run[-1] + 1]) for run in runs]
-        return Step(start + len(samples), len(self._ahead) < needed, batches)
+        positions: list[Sequence[int]] = [range(start + run[0], start + run[-1] + 1) for run in runs]
+        return Step(start + len(samples), len(self._ahead) < needed, batches, positions)
 
     def _check_not_empty(self, start: int, size: int) -> None:
         name = type(self._dataset).__name__

@@ -21,9 +21,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rankwise import comm, seed
-from rankwise.actions import Evaluate
 from rankwise.checkpoint import Checkpoints
 from rankwise.data import Loader
+from rankwise.evaluation import Evaluate
 from rankwise.guards import run_on_main
 from rankwise.selftest.digest import digest, digests
 from rankwise.selftest.finding import FAILED, OK, OPEN, Finding

@@ -1,0 +1,337 @@
+"""Which samples make a global batch: so many, as many as fit into so many tokens, or those a batch sampler names.
+
+    batching = ByTokens(Order(10_000, seed=0), lengths, tokens=50_000)
+    for stop, samples in batching.steps(epoch=0, start=0): ...     # the same global batches on any number of ranks
+
+A position is a number of samples taken; all of them go on anywhere where a global batch ends.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from rankwise import seed as seeds
+from rankwise.data.order import Order, share, split
+from rankwise.errors import ConfigError, DataError
+
+Lengths = npt.NDArray[np.float64]
+N = TypeVar("N", int, float)
+
+_PLANNED = 4096  # positions whose samples are looked up at once
+_POOL_STEPS = 32  # 1.2 % padding; 8 give 4 % (50 000 lengths from 50 to 1500)
+_ESTIMATED = 1024  # samples whose mean length stands for all
+_HALVINGS = 24  # of the bound on a part's cost: to 1e-7 of it
+
+
+class Batching(Protocol):
+    """Global batches of a map-style dataset."""
+
+    by: str
+    """By what they are cut, in a word: another one is another training."""
+
+    size: int
+    """Samples of a global batch; about so many where they differ."""
+
+    def steps(self, epoch: int, start: int) -> Iterator[tuple[int, list[int]]]:
+        """(the position after it, its samples) of each global batch from position `start` on."""
+
+    def leaves_nothing(self, epoch: int, stop: int) -> bool:
+        """Whether the epoch ends at that position."""
+
+    def share(self, samples: list[int], rank: int, world_size: int, accumulate: int) -> list[list[int]]:
+        """The micro-batches of rank `rank`, of one global batch: all ranks' cost about the same. Empty ones are left out."""
+
+    def describe(self) -> str:
+        """A global batch, in a few words, for people."""
+
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on must share."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state` gave there."""
+
+
+class ByCount:
+    """`size` samples each; the last may be smaller, or is left out."""
+
+    by = "samples"
+
+    def __init__(self, order: Order, size: int, drop_last: bool = False) -> None:
+        self._order = order
+        self.size = size
+        self._drop_last = drop_last
+
+    def steps(self, epoch: int, start: int) -> Iterator[tuple[int, list[int]]]:
+        order = self._order
+        first, indices = start, list[int]()  # the global order from position `first` on: many steps of it cost what one does
+        while not self.leaves_nothing(epoch, start):
+            stop = min(start + self.size, order.samples)
+            if stop > first + len(indices):
+                first = start
+                indices = order.indices(epoch, start, min(start + max(self.size, _PLANNED), order.samples)).tolist()
+            yield stop, indices[start - first : stop - first]
+            start = stop
+
+    def leaves_nothing(self, epoch: int, stop: int) -> bool:
+        return stop >= self._order.samples or (self._drop_last and stop + self.size > self._order.samples)
+
+    def share(self, samples: list[int], rank: int, world_size: int, accumulate: int) -> list[list[int]]:
+        return even_share(samples, rank, world_size, accumulate)
+
+    def describe(self) -> str:
+        return str(self.size)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.size = state["global_batch_size"]
+
+
+class ByTokens:
+    """As many samples as fit: their number times the longest of them, as padding makes it, is `tokens` at most.
+
+    `pool` samples at a time, in the order of the epoch, are sorted by length and cut; then the global batches of a pool are
+    shuffled. A sample that is longer than `tokens` is a batch of its own. `most`: samples of a batch at most. No list of all is
+    made, and a resume costs one pool.
+    """
+
+    by = "tokens"
+
+    def __init__(
+        self, order: Order, lengths: LengthOf, tokens: float, most: int | None = None, pool: int | None = None
+    ) -> None:
+        if tokens <= 0:
+            raise ConfigError(f"global_batch_tokens={tokens}: give how many fit into a global batch, a number above 0")
+        self._order = order
+        self._lengths = lengths
+        self.tokens = tokens
+        self.most = most
+        some = lengths.of(np.arange(0, order.samples, max(order.samples // _ESTIMATED, 1)))
+        self.size = max(min(int(tokens / max(float(some.mean()), 1e-9)), most or order.samples, order.samples), 1)
+        self.pool = pool if pool is not None else min(self.size * _POOL_STEPS, order.samples)
+        if self.pool < 1:
+            raise ConfigError(f"pool={pool}: give how many samples are sorted together, from 1 up")
+
+    def steps(self, epoch: int, start: int) -> Iterator[tuple[int, list[int]]]:
+        for number in range(start // self.pool, -(-self._order.samples // self.pool)):
+            stop = number * self.pool
+            for samples in self._of_pool(epoch, number):
+                before, stop = stop, stop + len(samples)
+                if before >= start:
+                    yield stop, samples
+                elif stop > start:
+                    raise DataError(
+                        f"position {start} of epoch {epoch} is in the middle of a global batch: the lengths of the samples, or "
+                        "global_batch_tokens, are others than when the checkpoint was made"
+                    )
+
+    def _of_pool(self, epoch: int, number: int) -> list[list[int]]:
+        order = self._order
+        indices = order.indices(epoch, number * self.pool, min((number + 1) * self.pool, order.samples))
+        lengths = self._lengths.of(indices)
+        by_length = np.argsort(lengths, kind="stable")  # of equal ones, as the epoch has them
+        sorted_lengths, sorted_indices = lengths[by_length].tolist(), indices[by_length].tolist()
+        batches, start = [], 0
+        while start < len(sorted_indices):
+            stop = start + min(max(_fitting(sorted_lengths, start, self.tokens), 1), self.most or order.samples)
+            batches.append(sorted_indices[start:stop])
+            start = stop
+        if order.shuffle:
+            keys = np.random.SeedSequence([order.seed, epoch, number, 1])
+            batches = [batches[k] for k in np.random.default_rng(keys).permutation(len(batches))]
+        return batches
+
+    def leaves_nothing(self, epoch: int, stop: int) -> bool:
+        return stop >= self._order.samples
+
+    def share(self, samples: list[int], rank: int, world_size: int, accumulate: int) -> list[list[int]]:
+        return balanced_share(samples, self._lengths.of(np.array(samples)), rank, world_size, accumulate)
+
+    def describe(self) -> str:
+        most = f", {self.most} at most" if self.most is not None else ""
+        return f"{self.tokens:g} tokens (about {self.size} samples{most}, {self.pool} sorted together)"
+
+    def state(self) -> dict[str, Any]:
+        return {"batches by": self.by, "global_batch_tokens": self.tokens, "most": self.most, "pool": self.pool}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.tokens, self.most, self.pool = state["global_batch_tokens"], state["most"], state["pool"]
+
+
+class BySampler:
+    """What a batch sampler of torch's kind names: an iterable of lists of indices, each a global batch.
+
+    `set_epoch(epoch)` is called where there is one. What it draws at random is keyed by (seed, epoch), alike on all ranks. All
+    batches of an epoch are listed when it begins.
+    """
+
+    by = "a batch sampler"
+
+    def __init__(self, sampler: Any, seed: int, lengths: LengthOf | None) -> None:
+        _check_sampler(sampler)
+        self._sampler = sampler
+        self._seed = seed
+        self._lengths = lengths
+        self._epoch = -1
+        self._batches: list[list[int]] = []
+        self.size = max(map(len, self._of(0)))
+
+    def steps(self, epoch: int, start: int) -> Iterator[tuple[int, list[int]]]:
+        stop = 0
+        for samples in self._of(epoch):
+            before, stop = stop, stop + len(samples)
+            if before >= start:
+                yield stop, samples
+            elif stop > start:
+                raise DataError(
+                    f"position {start} of epoch {epoch} is in the middle of a global batch of {type(self._sampler).__name__}: "
+                    "it gives other batches than when the checkpoint was made"
+                )
+
+    def _of(self, epoch: int) -> list[list[int]]:
+        if self._epoch == epoch:
+            return self._batches
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        aside = seeds.Aside()
+        aside.put()
+        try:
+            seeds.seed_streams(seeds.derive(self._seed, epoch, "batches"))
+            self._batches = [_indices(batch, self._sampler) for batch in self._sampler]
+        finally:
+            aside.back()
+        self._batches = [batch for batch in self._batches if batch]
+        if not self._batches:
+            raise DataError(f"the batch sampler ({type(self._sampler).__name__}) yields no batch in epoch {epoch}")
+        self._epoch = epoch
+        return self._batches
+
+    def leaves_nothing(self, epoch: int, stop: int) -> bool:
+        return stop >= sum(map(len, self._of(epoch)))
+
+    def share(self, samples: list[int], rank: int, world_size: int, accumulate: int) -> list[list[int]]:
+        if self._lengths is None:
+            return even_share(samples, rank, world_size, accumulate)
+        return balanced_share(samples, self._lengths.of(np.array(samples)), rank, world_size, accumulate)
+
+    def describe(self) -> str:
+        return f"of {type(self._sampler).__name__}, up to {self.size}"
+
+    def state(self) -> dict[str, Any]:
+        return {"batches by": self.by}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def of_all_ranks(name: str, of_one: N | None, of_all: N | None, parts: int) -> N | None:
+    """What is given for one rank's micro-batch, of which there are `parts`, or for all together; as of all."""
+    if of_one is not None and of_all is not None:
+        raise ConfigError(
+            f"{name}={of_one} (of one rank) and global_{name}={of_all} (of all ranks together) are both given: leave one out"
+        )
+    return of_all if of_one is None else of_one * parts
+
+
+class LengthOf:
+    """How long samples are: numbers, one a sample, or a function of the index, which is asked once a sample."""
+
+    def __init__(self, lengths: Sequence[float] | Callable[[int], float], samples: int) -> None:
+        self._ask: Callable[[int], float] | None = None
+        if callable(lengths):
+            self._ask = lengths
+            self._known: Lengths = np.full(samples, np.nan)
+            return
+        self._known = np.asarray(lengths, dtype=np.float64)
+        if self._known.shape != (samples,):
+            raise DataError(f"lengths has the shape {self._known.shape} for {samples} samples: give one number a sample")
+        self._check(np.arange(samples))
+
+    def of(self, indices: npt.NDArray[np.int64]) -> Lengths:
+        if self._ask is not None:
+            unknown = indices[np.isnan(self._known[indices])]
+            self._known[unknown] = [self._ask(index) for index in unknown.tolist()]
+            self._check(unknown)
+        return self._known[indices]
+
+    def _check(self, indices: npt.NDArray[np.int64]) -> None:
+        wrong = indices[~(self._known[indices] >= 0) | ~np.isfinite(self._known[indices])]
+        if len(wrong):
+            raise DataError(f"the length of sample {wrong[0]} is {self._known[wrong[0]]:g}: it is a number from 0 up")
+
+
+def even_share(samples: list[int], rank: int, world_size: int, accumulate: int) -> list[list[int]]:
+    """By count: the sizes of two ranks' shares, and of a rank's micro-batches, differ by one at most."""
+    low, high = share(0, len(samples), rank, world_size)
+    return split(samples[low:high], accumulate)
+
+
+def balanced_share(samples: list[int], lengths: Lengths, rank: int, world_size: int, accumulate: int) -> list[list[int]]:
+    """By length: samples of like length together, and all micro-batches of all ranks of about the same cost."""
+    by_length = np.argsort(lengths, kind="stable")
+    runs = balanced_runs(lengths[by_length].tolist(), world_size * accumulate)
+    mine = runs[rank * accumulate : (rank + 1) * accumulate]
+    return [[samples[k] for k in by_length[a:b].tolist()] for a, b in mine if b > a]
+
+
+def balanced_runs(lengths: Sequence[float], n: int) -> list[tuple[int, int]]:
+    """`n` runs of ascending lengths: the costliest, by number times longest, is as cheap as can be.
+
+    None is empty unless there are fewer lengths than runs.
+    """
+    samples = len(lengths)
+    low, high = lengths[-1] if lengths else 0.0, lengths[-1] * samples if lengths else 0.0
+    for _ in range(_HALVINGS if n > 1 else 0):
+        middle = (low + high) / 2
+        if _cuts(lengths, n, middle)[-1] == samples:
+            high = middle
+        else:
+            low = middle
+    cuts = _cuts(lengths, n, high)
+    return list(pairwise(cuts))
+
+
+def _cuts(lengths: Sequence[float], n: int, bound: float) -> list[int]:
+    """Where `n` runs end, each as long as `bound` allows but for what must be left for the others; the last is short of the
+    end if the bound is too low."""
+    cuts = [0]
+    for left in range(n - 1, -1, -1):
+        start = cuts[-1]
+        stop = start + max(_fitting(lengths, start, bound), 1)
+        cuts.append(max(min(stop, len(lengths) - left), min(start + 1, len(lengths))))
+    return cuts
+
+
+def _fitting(lengths: Sequence[float], start: int, tokens: float) -> int:
+    """How many from `start` on fit, padded to the longest; `lengths` ascend."""
+    return bisect_right(range(start, len(lengths)), tokens, key=lambda k: (k - start + 1) * lengths[k])
+
+
+def _check_sampler(sampler: Any) -> None:
+    if isinstance(sampler, Iterator) or not hasattr(sampler, "__iter__"):
+        raise ConfigError(
+            f"batch_sampler is {type(sampler).__name__}; give what can be iterated over each epoch, like torch's BatchSampler: "
+            "each `iter()` begins anew and yields lists of indices"
+        )
+    for inner in (sampler, getattr(sampler, "sampler", None)):
+        if getattr(inner, "num_replicas", 1) > 1:
+            raise ConfigError(
+                f"batch_sampler: {type(inner).__name__} shares the samples out over ranks, and so does the Loader, which would "
+                "leave the rest out: give a sampler of all samples, each batch a global one"
+            )
+
+
+def _indices(batch: Any, sampler: Any) -> list[int]:
+    if isinstance(batch, int) or not isinstance(batch, Iterable):
+        raise ConfigError(
+            f"batch_sampler: {type(sampler).__name__} yields {type(batch).__name__}, not lists of indices; "
+            "torch.utils.data.BatchSampler(sampler, batch_size, drop_last) makes these of it"
+        )
+    return [int(index) for index in batch]

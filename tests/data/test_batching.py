@@ -1,0 +1,300 @@
+"""Global batches by length, or by a batch sampler: the same on any number of ranks, of like cost, none lost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from batches import all_of, flat, global_batches, loaders, steps_of
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler
+
+from rankwise.data import Loader, Order
+from rankwise.data.batching import ByTokens, LengthOf, balanced_runs
+from rankwise.errors import ConfigError, DataError
+
+SAMPLES = 211
+LENGTHS = np.random.default_rng(5).integers(1, 60, SAMPLES)
+TOKENS = 240
+
+
+class Items(Dataset[int]):
+    """Sample k is the number k."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Sized(Items):
+    lengths = LENGTHS
+
+
+def padded(samples: list[int]) -> int:
+    return int(len(samples) * max(LENGTHS[samples], default=0))
+
+
+BY_TOKENS: dict[str, Any] = {"global_batch_size": None, "global_batch_tokens": TOKENS, "lengths": LENGTHS, "pool": 64}
+
+
+# --- by tokens
+
+
+def test_each_sample_of_an_epoch_once_within_the_tokens_and_alike_on_every_number_of_ranks() -> None:
+    expected = all_of(Items(), 1, max_epochs=2, seed=7, **BY_TOKENS)
+    assert sorted(flat(expected)) == sorted([*range(SAMPLES)] * 2)
+    assert all(padded(batch) <= TOKENS for batch in expected)
+    assert len({len(batch) for batch in expected}) > 4
+    for world_size, accumulate in itertools.product((1, 2, 3, 5), (1, 2)):
+        got = all_of(Items(), world_size, accumulate=accumulate, max_epochs=2, seed=7, **BY_TOKENS)
+        assert got == expected, (world_size, accumulate)
+    first, second = expected[: len(expected) // 2], expected[len(expected) // 2 :]
+    assert {tuple(sorted(b)) for b in first} != {tuple(sorted(b)) for b in second}  # another order each epoch
+
+
+def test_global_batches_are_as_full_as_sorted_pools_make_them_and_come_in_no_order_of_length() -> None:
+    batches = all_of(Items(), 1, seed=7, **{**BY_TOKENS, "pool": None})
+    assert sum(LENGTHS) / sum(map(padded, batches)) > 0.93  # the rest is padding
+    assert sum(map(padded, batches)) / (TOKENS * len(batches)) > 0.85  # the rest is room left
+    assert sum(LENGTHS) / sum(map(padded, all_of(Items(), 1, global_batch_size=7))) < 0.65  # of batches by count
+    longest = [int(max(LENGTHS[batch])) for batch in batches]
+    ascends = sum(a < b for a, b in itertools.pairwise(longest)) / (len(longest) - 1)
+    assert 0.25 < ascends < 0.75
+
+
+def test_all_micro_batches_of_a_step_cost_about_the_same() -> None:
+    settings = {**BY_TOKENS, "global_batch_tokens": 1500, "pool": None}
+    for world_size, accumulate in ((2, 1), (4, 1), (2, 3)):
+        per_rank = [steps_of(loader) for loader in loaders(Items(), world_size, accumulate=accumulate, **settings)]
+        slowest = sum(max(padded(micro) for rank in step for micro in rank) for step in zip(*per_rank, strict=True))
+        fair = sum(LENGTHS) / (world_size * accumulate)
+        assert slowest / fair < 1.35, (world_size, accumulate, slowest / fair)
+        for step in zip(*per_rank, strict=True):
+            micro_batches = [micro for rank in step for micro in rank]
+            assert len(micro_batches) == min(len(flat(micro_batches)), world_size * accumulate)
+
+
+def test_runs_are_of_the_least_largest_cost_and_none_is_empty_if_that_can_be() -> None:
+    def cost(lengths: list[float], runs: list[tuple[int, int]]) -> float:
+        return max(((b - a) * lengths[b - 1] for a, b in runs if b > a), default=0)
+
+    random = np.random.default_rng(1)
+    for samples, parts in itertools.product(range(8), (1, 2, 3, 4)):
+        lengths = sorted(random.integers(0, 20, samples).astype(float).tolist())
+        runs = balanced_runs(lengths, parts)
+        assert len(runs) == parts
+        assert [k for a, b in runs for k in range(a, b)] == list(range(samples))
+        assert sum(b > a for a, b in runs) == min(samples, parts)
+        inner = itertools.combinations_with_replacement(range(samples + 1), parts - 1)
+        ways = [list(itertools.pairwise((0, *cuts, samples))) for cuts in inner]
+        allowed = [way for way in ways if sum(b > a for a, b in way) == min(samples, parts)]
+        assert cost(lengths, runs) <= min(cost(lengths, way) for way in allowed) * (1 + 1e-6)
+
+
+def test_a_sample_longer_than_the_tokens_is_a_batch_of_its_own_and_a_number_of_samples_is_the_most() -> None:
+    batches = all_of(Items(), 3, **{**BY_TOKENS, "global_batch_tokens": 30})
+    assert sorted(flat(batches)) == list(range(SAMPLES))
+    assert all(padded(batch) <= 30 or len(batch) == 1 for batch in batches)
+    assert any(padded(batch) > 30 for batch in batches)
+    batches = all_of(Items(), 2, **{**BY_TOKENS, "global_batch_size": 6})
+    assert sorted(flat(batches)) == list(range(SAMPLES))
+    assert max(map(len, batches)) == 6
+
+
+def test_workers_change_nothing_and_lengths_come_from_a_function_or_the_dataset_too() -> None:
+    expected = all_of(Items(), 2, seed=3, **BY_TOKENS)
+    assert all_of(Items(), 2, seed=3, workers=2, **BY_TOKENS) == expected
+    asked: list[int] = []
+
+    def length(index: int) -> int:
+        asked.append(index)
+        return int(LENGTHS[index])
+
+    assert all_of(Items(), 1, seed=3, **{**BY_TOKENS, "lengths": length}) == expected
+    assert sorted(asked) == list(range(SAMPLES))
+    assert all_of(Sized(), 2, seed=3, **{**BY_TOKENS, "lengths": None}) == expected
+
+
+def test_without_shuffling_the_batches_of_each_pool_come_from_the_shortest_on() -> None:
+    batches = all_of(Items(), 2, shuffle=False, **BY_TOKENS)
+    assert batches == all_of(Items(), 1, shuffle=False, max_epochs=1, seed=9, **BY_TOKENS)
+    assert sorted(flat(batches)[:64]) == list(range(64))
+    assert [int(LENGTHS[k]) for k in flat(batches)[:64]] == sorted(LENGTHS[:64].tolist())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_by_tokens_go_on_anywhere_on_another_number_of_ranks(workers: int, capsys: Any) -> None:
+    expected = all_of(Items(), 1, seed=3, max_epochs=2, **BY_TOKENS)
+    for stop in (*range(0, len(expected), 3), len(expected) // 2) if workers == 0 else (4,):
+        first = loaders(Items(), 3, seed=3, max_epochs=2, workers=workers, **BY_TOKENS)
+        got = global_batches([steps_of(loader, stop) for loader in first])
+        states = [loader.state_dict() for loader in first]
+        assert all(state == states[0] for state in states)
+        other = {**BY_TOKENS, "global_batch_tokens": 999, "pool": None}
+        second = loaders(Items(), 2, seed=3, max_epochs=2, workers=workers, accumulate=2, **other)
+        for loader in second:
+            loader.load_state_dict(states[0])
+        assert second[0].accumulate == 2  # a micro-batch is no larger than it was
+        got += global_batches([steps_of(loader) for loader in second])
+        assert got == expected, stop
+    assert "going on with the checkpoint's global batch of 240 tokens instead of 999" in capsys.readouterr().out
+
+
+def test_lengths_that_changed_since_the_checkpoint_are_an_error_in_the_middle_of_a_batch() -> None:
+    (loader,) = loaders(Items(), 1, **{**BY_TOKENS, "shuffle": False})
+    steps_of(loader, 2)
+    (other,) = loaders(Items(), 1, **{**BY_TOKENS, "shuffle": False, "lengths": LENGTHS * 3 + 7})
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(DataError, match=f"position {loader.position} of epoch 0 is in the middle of a global batch"):
+        steps_of(other)
+
+
+def test_batches_by_another_measure_are_another_training() -> None:
+    (tokens,) = loaders(Items(), 1, **BY_TOKENS)
+    (count,) = loaders(Items(), 1)
+    (sampler,) = loaders(Items(), 1, global_batch_size=None, batch_sampler=Batches())
+    for one, other in itertools.permutations((tokens, count, sampler), 2):
+        with pytest.raises(ConfigError, match=r"batches by=.*another training"):
+            one.load_state_dict(other.state_dict())
+
+
+def test_a_resume_of_a_million_samples_plans_one_pool() -> None:
+    planned: list[int] = []
+
+    class Counts(ByTokens):
+        def _of_pool(self, epoch: int, number: int) -> list[list[int]]:
+            planned.append(number)
+            return super()._of_pool(epoch, number)
+
+    lengths = np.random.default_rng(0).integers(50, 1500, 1_000_000)
+    batching = Counts(Order(1_000_000, 1), LengthOf(lengths, 1_000_000), 30_000.0)
+    start = 700 * batching.pool
+    stop, samples = next(batching.steps(epoch=2, start=start))
+    assert planned == [700]
+    assert stop == start + len(samples)
+    assert batching.pool == 32 * batching.size
+
+
+def test_the_indices_that_were_handed_out_are_told() -> None:
+    for settings in (BY_TOKENS, {}, {"global_batch_size": None, "batch_sampler": Batches()}):
+        for loader in loaders(Items(), 2, accumulate=2, **settings):
+            for micro_batches in loader:
+                assert [batch.tolist() for batch in micro_batches] == loader.indices
+
+
+# --- by a batch sampler
+
+
+class Batches:
+    """Uneven ones, others in each epoch, drawn with the global generators."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.random.permutation(SAMPLES - self.epoch).tolist()
+        while order:
+            size = min(int(np.random.randint(1, 9)), len(order))
+            yield [order.pop() for _ in range(size)]
+
+
+def test_a_batch_sampler_names_global_batches_that_are_shared_out_over_ranks() -> None:
+    settings: dict[str, Any] = {"global_batch_size": None, "batch_sampler": Batches(), "max_epochs": 2, "seed": 4}
+    expected = all_of(Items(), 1, **settings)
+    assert sorted(flat(expected)) == sorted([*range(SAMPLES), *range(SAMPLES - 1)])
+    for world_size, accumulate in itertools.product((1, 2, 3, 12), (1, 2)):
+        assert all_of(Items(), world_size, accumulate=accumulate, **settings) == expected
+    assert all_of(Items(), 2, workers=1, **settings) == expected
+    assert all_of(Items(), 2, **{**settings, "seed": 5}) != expected
+
+
+def test_torchs_batch_sampler_works_as_it_is() -> None:
+    sampler = BatchSampler(RandomSampler(range(SAMPLES)), 8, drop_last=True)
+    batches = all_of(Items(), 3, global_batch_size=None, batch_sampler=sampler, max_epochs=2)
+    assert [len(batch) for batch in batches] == [8] * (2 * (SAMPLES // 8))
+    assert batches[: SAMPLES // 8] != batches[SAMPLES // 8 :]
+
+
+def test_a_batch_sampler_with_lengths_is_shared_out_by_cost() -> None:
+    settings: dict[str, Any] = {"global_batch_size": None, "batch_sampler": Batches(), "lengths": LENGTHS}
+    expected = all_of(Items(), 1, **settings)
+    per_rank = [steps_of(loader) for loader in loaders(Items(), 3, **settings)]
+    assert [sorted(b) for b in global_batches(per_rank)] == [sorted(b) for b in expected]
+    assert global_batches(per_rank) == expected  # sorted in both
+    evenly = [steps_of(loader) for loader in loaders(Items(), 3, **{**settings, "lengths": None})]
+
+    def slowest(ranks: list[Any]) -> int:
+        return sum(max(padded(flat(rank)) for rank in step) for step in zip(*ranks, strict=True))
+
+    assert slowest(per_rank) < 0.9 * slowest(evenly)
+
+
+def test_a_batch_sampler_goes_on_anywhere_on_another_number_of_ranks() -> None:
+    settings: dict[str, Any] = {"global_batch_size": None, "max_epochs": 2, "seed": 4}
+    expected = all_of(Items(), 1, batch_sampler=Batches(), **settings)
+    for stop in range(0, len(expected), 5):
+        first = loaders(Items(), 3, batch_sampler=Batches(), **settings)
+        got = global_batches([steps_of(loader, stop) for loader in first])
+        second = loaders(Items(), 2, batch_sampler=Batches(), **settings)
+        for loader in second:
+            loader.load_state_dict(first[0].state_dict())
+        assert got + global_batches([steps_of(loader) for loader in second]) == expected, stop
+
+
+# --- what cannot work
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, "give global_batch_size, global_batch_tokens or batch_sampler"),
+        ({"global_batch_tokens": 100}, r"needs to know how long samples are: lengths=\[\.\.\.\].*give Items an attribute"),
+        ({"global_batch_tokens": 0, "lengths": LENGTHS}, "global_batch_tokens=0: give how many"),
+        ({"global_batch_tokens": 9, "lengths": LENGTHS, "drop_last": True}, "drop_last is for batches by count"),
+        ({"global_batch_tokens": 9, "lengths": LENGTHS, "pool": 0}, "pool=0"),
+        ({"global_batch_size": 5, "lengths": LENGTHS}, "lengths is for batches by length: give global_batch_tokens too"),
+        (
+            {"global_batch_size": 5, "batch_sampler": Batches()},
+            "batch_sampler says what a global batch is, and so does",
+        ),
+        ({"batch_sampler": iter([[1]])}, "list_iterator; give what can be iterated over each epoch"),
+        ({"batch_sampler": RandomSampler(range(9))}, r"yields int, not lists of indices; torch.utils.data.BatchSampler"),
+        (
+            {"batch_sampler": BatchSampler(DistributedSampler(range(9), num_replicas=2, rank=0), 2, False)},  # type: ignore[arg-type]
+            "DistributedSampler shares the samples out over ranks, and so does the Loader",
+        ),
+    ],
+)
+def test_what_cannot_work_is_said_with_the_cure(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        loaders(Items(), 1, **{"global_batch_size": None, **settings})
+
+
+def test_lengths_that_are_none_are_a_data_error() -> None:
+    for lengths, text in (
+        (LENGTHS[:5], r"shape \(5,\) for 211 samples"),
+        (LENGTHS - 30.0, "the length of sample .* is -"),
+        (lambda index: float("nan"), "the length of sample 0 is nan"),
+    ):
+        with pytest.raises(DataError, match=text):
+            loaders(Items(), 1, **{**BY_TOKENS, "lengths": lengths})
+    with pytest.raises(DataError, match=r"the batch sampler .list. yields no batch in epoch 0"):
+        loaders(Items(), 1, global_batch_size=None, batch_sampler=[[]])
+
+
+def test_what_there_is_to_train_on_is_described_without_a_number_of_steps() -> None:
+    (loader,) = loaders(Items(), 1, **BY_TOKENS)
+    assert loader.steps_per_epoch is None
+    assert loader.describe() == "211 samples"
+    assert loader.describe_batch() == "global batch 240 tokens (about 7 samples, 64 sorted together)"
+    two: Loader = loaders(Items(), 2, global_batch_size=None, batch_sampler=Batches(), accumulate=2)[0]
+    assert two.describe_batch() == "global batch of Batches, up to 8 over 2 ranks x 2 accumulated"

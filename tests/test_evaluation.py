@@ -1,0 +1,273 @@
+"""Evaluation: the number of one process on any number of ranks, whatever the figure."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankError, on_ranks
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import rankwise
+from rankwise import comm
+from rankwise.errors import ConfigError, StepError
+from rankwise.evaluation import Evaluate
+from rankwise.state import TrainState
+from rankwise.telemetry import Metrics
+
+CLASSES = 3
+SIZES = (29, 2, 1)
+"""Of the data: the last two are fewer samples than ranks."""
+
+
+def data(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(samples, CLASSES, generator=generator)
+    return TensorDataset(x, torch.randint(0, CLASSES, (samples,), generator=generator), torch.arange(samples))
+
+
+def figures(samples: int, eval_fn: Callable[..., Any], metrics: Any, size: int = 7) -> dict[str, float]:
+    world = comm.init()
+    model = nn.Identity()
+
+    def once() -> rankwise.Loader:
+        return rankwise.Loader(data(samples), world, global_batch_size=size, shuffle=False, max_epochs=1)
+
+    state: Any = TrainState(model, None)  # type: ignore[arg-type]
+    evaluate = Evaluate(eval_fn, once, None, metrics)
+    first = evaluate.figures(state)
+    assert evaluate.figures(state) == first  # nothing of the first time is in the second
+    return first
+
+
+# --- objects of torchmetrics
+
+
+def made(names: tuple[str, ...]) -> dict[str, Any]:
+    import torchmetrics
+
+    several = {"task": "multiclass", "num_classes": CLASSES}
+    every = {
+        "f1": lambda: torchmetrics.F1Score(**several, average="macro"),
+        "auroc": lambda: torchmetrics.AUROC(**several),  # whole lists of scores
+        "confusion": lambda: torchmetrics.ConfusionMatrix(**several),
+        "pearson": lambda: torchmetrics.PearsonCorrCoef(),  # a state without a reduction: of each rank's
+        "spearman": lambda: torchmetrics.SpearmanCorrCoef(),
+        "largest": lambda: torchmetrics.MaxMetric(),
+        "perplexity": lambda: torchmetrics.text.Perplexity(),
+        "wer": lambda: torchmetrics.text.WordErrorRate(),
+        "each": lambda: torchmetrics.ClasswiseWrapper(torchmetrics.Accuracy(**several, average=None)),
+        "some": lambda: torchmetrics.MetricCollection(
+            {kind: getattr(torchmetrics, kind)(**several, average="macro") for kind in ("Precision", "Recall", "F1Score")}
+        ),
+    }
+    return {name: every[name]() for name in names}
+
+
+def tell(metrics: dict[str, Any], batch: Any) -> None:
+    x, y, k = batch
+    for name, metric in metrics.items():
+        if name in ("pearson", "spearman"):
+            metric.update(x[:, 0], x[:, 1] + 0.1 * k)
+        elif name == "largest":
+            metric.update(x)
+        elif name == "perplexity":
+            metric.update(x[:, None], y[:, None])
+        elif name == "wer":
+            metric.update([f"a word {n}" for n in k.tolist()], [f"a word {n}" for n in y.tolist()])
+        else:
+            metric.update(x.softmax(1), y)
+
+
+TOGETHER = ("f1", "auroc", "largest", "perplexity", "wer", "each", "some")
+
+
+def by_torchmetrics() -> list[dict[str, float]]:
+    answers = []
+    for samples in SIZES:
+        metrics = made(names_for(samples))
+        answers.append(figures(samples, lambda model, batch, told=metrics: tell(told, batch), metrics))
+    return answers
+
+
+def names_for(samples: int) -> tuple[str, ...]:
+    return (*TOGETHER, "pearson", "spearman") if samples > 3 else TOGETHER
+
+
+def in_one_process(samples: int) -> dict[str, float]:
+    """As torchmetrics has it, all samples in one batch."""
+    metrics = made(names_for(samples))
+    tell(metrics, data(samples)[:])
+    expected: dict[str, float] = {}
+    for name, metric in metrics.items():
+        value = metric.compute()
+        values = {f"_{key}": one for key, one in value.items()} if isinstance(value, dict) else {"": value}
+        expected |= {f"eval_{name}{key}": float(one) for key, one in values.items()}
+    return expected
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_metric_of_torchmetrics_is_the_number_of_one_process_over_all_samples(n: int) -> None:
+    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed (pip install torchmetrics)")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own, about lists that grow and classes without a sample
+        expected = [in_one_process(samples) for samples in SIZES]
+        answers = on_ranks(n, by_torchmetrics) if n > 1 else [by_torchmetrics()]
+    assert len(expected[0]) == 13
+    for answer in answers:
+        for got, wanted in zip(answer, expected, strict=True):
+            assert got.keys() == wanted.keys()
+            assert got == pytest.approx(wanted, rel=1e-5, nan_ok=True)
+
+
+def by_an_object_that_would_wait() -> dict[str, float]:
+    """It synchronises on each call, which hangs where ranks have different numbers of batches."""
+    import torchmetrics
+
+    accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES, dist_sync_on_step=True)
+
+    def eval_fn(model: Any, batch: Any) -> None:
+        accuracy(batch[0], batch[1])
+        accuracy.compute()  # the number so far: it must not be the one in the end
+
+    return figures(29, eval_fn, {"accuracy": accuracy}, size=4)
+
+
+def test_no_metric_waits_for_other_ranks_while_batches_are_evaluated() -> None:
+    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed (pip install torchmetrics)")
+    x, y, _ = data(29)[:]
+    right = (x.argmax(1) == y).float().mean().item()
+    for answer in on_ranks(3, by_an_object_that_would_wait):
+        assert answer == {"eval_accuracy": pytest.approx(right)}
+
+
+# --- other objects
+
+
+class Words:
+    """A set of words: their number is no sum over ranks."""
+
+    def __init__(self) -> None:
+        self.words: set[int] = set()
+
+    def update(self, words: list[int]) -> None:
+        self.words |= set(words)
+
+    def compute(self) -> int:
+        return len(self.words)
+
+    def reset(self) -> None:
+        self.words = set()
+
+
+class Merged(Words):
+    def merge_state(self, others: list[Merged]) -> None:
+        for other in others:
+            self.words |= other.words
+
+
+class Communicates(Words):
+    def compute(self) -> int:
+        return len(set().union(*rankwise.all_gather_object(self.words)))
+
+
+class Raises(Merged):
+    def compute(self) -> int:
+        raise KeyError("no such word")
+
+
+class Vector(Merged):
+    def compute(self) -> Any:
+        return torch.zeros(3)
+
+
+def distinct(kind: type[Words], samples: int = 29) -> tuple[dict[str, float], list[int]]:
+    words = kind()
+    seen: list[int] = []
+
+    def eval_fn(model: Any, batch: Any) -> dict[str, Any]:
+        seen.extend(batch[2].tolist())
+        words.update((batch[2] % 5).tolist())
+        return {"number": (batch[2].sum(), len(batch[2]))}
+
+    return figures(samples, eval_fn, {"words": words}), seen
+
+
+@pytest.mark.parametrize("kind", [Merged, Communicates])
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_object_of_ones_own_is_merged_or_communicates_itself(kind: type[Words], n: int) -> None:
+    for samples in SIZES:
+        answers = on_ranks(n, distinct, kind, samples)
+        for figures, _ in answers:
+            assert figures == {"eval_words": min(samples, 5), "eval_number": pytest.approx((samples - 1) / 2)}
+        assert sorted(k for _, seen in answers for k in seen) == sorted([*range(samples)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Words, r"compute\(\) of 'words' gave .* on rank 0 and .*merge_state\(others\)"),
+        (Raises, "KeyError: 'no such word'"),
+        (Vector, r"compute\(\) of 'words' returned Tensor of shape \(3,\); a figure is one number"),
+    ],
+)
+def test_a_metric_that_cannot_be_told_is_an_error_on_every_rank(kind: type[Words], text: str) -> None:
+    samples = 1 if kind is not Vector else 29  # with 1 the main rank has none
+    with pytest.raises(RankError, match=text) as raised:
+        on_ranks(2, distinct, kind, samples)
+    assert str(raised.value).count("Traceback (most recent call last)") >= 2
+
+
+def test_what_is_no_metric_object_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'f1' \(function\) has no update and no compute and no reset"):
+        Metrics({"f1": tell})
+    with pytest.raises(ConfigError, match=r'give metric objects by name: \{"f1": f1\}'):
+        Metrics([Merged()])
+
+
+def test_two_figures_of_one_name_are_an_error() -> None:
+    with pytest.raises(StepError, match="two figures are called 'x'"):
+        figures(3, lambda model, batch: {"x": (1.0, 1)}, {"x": Merged()})
+    with pytest.raises(StepError, match="eval_fn returned NoneType"):
+        figures(3, lambda model, batch: None, None)
+
+
+# --- in a Trainer
+
+
+def trained(run_dir: Path) -> tuple[dict[str, float], list[str]]:
+    words = Merged()
+
+    def step_fn(model: Any, batch: Any) -> Any:
+        return (model(batch[0]) ** 2).sum(), len(batch[0])
+
+    model = nn.Linear(CLASSES, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = rankwise.Trainer(
+        model, optimizer, step_fn, data(29), global_batch_size=7, max_steps=2, eval_data=data(4), run_dir=run_dir,
+        eval_fn=lambda model, batch: words.update(batch[2].tolist()), eval_metrics={"words": words}, keep_best="eval_words",
+        larger_is_better=True,
+    )  # fmt: skip
+    state = trainer.fit()
+    return state.metrics, [path.name for path in (run_dir / "checkpoints").iterdir()]
+
+
+def test_the_trainer_evaluates_metric_objects_and_can_keep_the_best_by_one(tmp_path: Path) -> None:
+    for metrics, names in on_ranks(2, trained, tmp_path):
+        assert metrics["eval_words"] == 4
+        assert names == ["step-00000002"]
+
+
+def test_metric_objects_that_nobody_updates_are_an_error() -> None:
+    model = nn.Linear(CLASSES, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings: dict[str, Any] = {"global_batch_size": 7, "max_steps": 2, "eval_metrics": {"words": Merged()}}
+    with pytest.raises(ConfigError, match="evaluate nothing without eval_data"):
+        rankwise.Trainer(model, optimizer, tell, data(29), **settings)
+    with pytest.raises(ConfigError, match="eval_metrics are updated by a function of yours: eval_fn="):
+        rankwise.Trainer(model, optimizer, tell, data(29), eval_data=data(4), **settings)

@@ -1,0 +1,109 @@
+"""The Trainer on batches by length, and on those of a batch sampler: one training on any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import on_ranks
+from torch import nn
+from torch.utils.data import BatchSampler, Dataset, RandomSampler
+
+import rankwise
+from rankwise import comm
+from rankwise.errors import ConfigError
+
+SAMPLES = 61
+LENGTHS = np.random.default_rng(5).integers(1, 30, SAMPLES)
+
+
+class Sequences(Dataset[Any]):
+    """Of uneven length; y = the sum of each three features."""
+
+    lengths = LENGTHS
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(int(LENGTHS[index]), 3, generator=generator, dtype=torch.float64)
+
+
+def padded(samples: list[torch.Tensor]) -> Any:
+    return nn.utils.rnn.pad_sequence(samples, batch_first=True), torch.tensor([len(s) for s in samples])
+
+
+def step(model: nn.Module, batch: Any) -> Any:
+    """Over the tokens that are no padding."""
+    x, lengths = batch
+    real = torch.arange(x.shape[1])[None] < lengths[:, None]
+    loss = (model(x)[..., 0] - x.sum(-1)) ** 2
+    return (loss * real).sum(), int(lengths.sum())
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "tokens": {"global_batch_tokens": 120},
+    "tokens and samples": {"global_batch_tokens": 120, "global_batch_size": 6},
+    "sampler": {"batch_sampler": BatchSampler(RandomSampler(range(SAMPLES)), 7, drop_last=False), "lengths": LENGTHS},
+}
+
+
+def fitted(folder: Path, way: str, max_steps: int, accumulate: int = 1) -> tuple[list[float], dict[str, float], str]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        state = rankwise.Trainer(
+            model, optimizer, step, Sequences(), collate_fn=padded, accumulate=accumulate, max_steps=max_steps,
+            eval_data=Sequences(), eval_every=max_steps, run_dir=folder, save_every_s=1e9, **WAYS[way],
+        ).fit()  # fmt: skip
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), state.metrics, said.getvalue()
+
+
+def all_fitted(folder: Path, accumulate: int) -> dict[str, Any]:
+    return {way: fitted(folder / f"{comm.world_size()}-{accumulate}-{way}", way, 14, accumulate) for way in WAYS}
+
+
+def test_batches_of_uneven_length_train_to_the_same_model_on_any_number_of_ranks(tmp_path: Path) -> None:
+    expected = on_ranks(1, all_fitted, tmp_path, 1)[0]
+    assert "global batch 120 tokens (about 8 samples, 61 sorted together)\n" in expected["tokens"][2]
+    for n, accumulate in ((1, 3), (2, 1), (3, 2)):
+        for answer in on_ranks(n, all_fitted, tmp_path, accumulate):
+            for way, (parameters, metrics, _) in answer.items():
+                assert parameters == pytest.approx(expected[way][0], abs=1e-10), (way, n)
+                assert metrics["eval_loss"] == pytest.approx(expected[way][1]["eval_loss"], rel=1e-8)
+
+
+def stopped(folder: Path) -> None:
+    for way in WAYS:
+        fitted(folder / way, way, 5)
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    return {way: fitted(folder / way, way, 14) for way in WAYS}
+
+
+def test_a_run_by_length_goes_on_in_the_middle_of_an_epoch_on_another_number_of_ranks(tmp_path: Path) -> None:
+    expected = on_ranks(1, all_fitted, tmp_path, 1)[0]
+    on_ranks(3, stopped, tmp_path)
+    for answer in on_ranks(2, resumed, tmp_path):
+        for way, (parameters, _, _) in answer.items():
+            assert parameters == pytest.approx(expected[way][0], abs=1e-10), way
+
+
+def test_a_batch_is_given_in_one_way(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for settings, text in (
+        ({"batch_tokens": 9, "global_batch_tokens": 18}, r"batch_tokens=9 \(of one rank\) and global_batch_tokens=18"),
+        ({"global_batch_size": 5, "batch_sampler": [[1]]}, "batch_sampler says what a global batch is"),
+        ({"batch_tokens": 9, "drop_last": True}, "drop_last is for batches by count"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            rankwise.Trainer(model, optimizer, step, Sequences(), max_steps=1, run_dir=tmp_path, **settings)  # type: ignore[arg-type]
