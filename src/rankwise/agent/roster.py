@@ -25,6 +25,7 @@ from rankwise.errors import RankwiseError
 from rankwise.plan import Host, Plan
 from rankwise.rendezvous import listed
 from rankwise.rundir import RunDir
+from rankwise.schedulers.ranks import short_list
 
 _SAY_EVERY_S = 10.0
 _START_AGAIN_S = 5.0
@@ -344,6 +345,7 @@ class Roster:
         done, local, sizes = 0, dict.fromkeys(homes, 0), dict.fromkeys(homes, 0)
         for part in parts:
             sizes[part.introduction.home] += part.introduction.ranks
+        per_node = short_list(sizes.values())
         found = []
         for part in parts:
             me = part.introduction
@@ -356,6 +358,7 @@ class Roster:
                     world_size=world_size,
                     local_first=local[me.home],
                     local_world_size=sizes[me.home],
+                    per_node=per_node,
                     master_addr=routes.get(me.home) or address,
                     master_port=first.port,
                 )
