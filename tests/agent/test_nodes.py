@@ -92,6 +92,15 @@ def test_a_task_that_is_the_rank_keeps_all_that_its_launcher_has_told_it(agents:
     assert [run.log(rank) for rank in range(2)] == ["0 2 0 0\n", "1 2 None None\n"]
 
 
+def test_agents_that_would_each_take_all_devices_of_one_host_are_one_error(agents: New) -> None:
+    run = agents().start(TELL, Host("a", 0), Host("b", 0))
+    status, said = run.wait()
+    assert status == 1
+    assert len(said.splitlines()) == 1
+    assert " has 2 of the 2 agents of this run, and each would take all its devices; type --nproc 1 for one rank each" in said
+    assert not run.log(0)
+
+
 def test_a_rank_that_fails_elsewhere_is_the_cause_and_ends_all(agents: New) -> None:
     source = WAIT.replace("time.sleep(60)", "time.sleep(60 if os.environ['RANK'] != '2' else 0.1)\nraise KeyError(7)")
     run = agents().start(source, A, B)

@@ -127,6 +127,9 @@ class Introduction:
     door: tuple[tuple[str, ...], int] | None = None
     """Addresses and port by which the other nodes try how to reach the first."""
 
+    counted: bool = False
+    """Nobody has said how many ranks it has: it has one a device of its host."""
+
 
 class Sink(Shown, Protocol):
     """Where a node tells what a person should see, and what the head must judge together with the other nodes."""
@@ -181,6 +184,7 @@ class Node:
         environment = {**os.environ, **plan.environment}
         wanted = ranks or plan.nproc
         self.ranks, why = machine.ranks_for(str(wanted) if wanted else "auto", environment)
+        self._counted = not wanted
         self._page = Page.create(self.ranks)
         self._explicit = plan.master_port if index == 0 and not plan.master_addr else 0
         self._port = hold_port(self._explicit)
@@ -211,7 +215,7 @@ class Node:
         port = self._port.getsockname()[1]
         return Introduction(
             self.index, platform.node(), network.home(), self.ranks, self._why, self._page.path, port,
-            _versions(self._plan), self.door,
+            _versions(self._plan), self.door, self._counted,
         )  # fmt: skip
 
     def find(self, addresses: Sequence[str], port: int) -> None:
