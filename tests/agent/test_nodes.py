@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from agents import Agents, agents
+from environments import SLURM_AGENTS, SLURM_STEP, openmpi
 from launched import wait_for
 
 from rankwise.page import Page
@@ -64,6 +65,40 @@ def test_ranks_are_counted_over_the_hosts_in_their_order(agents: New) -> None:
     life = run.run.lives()[-1]
     assert (life.ranks, len(life.pids), [part.first for part in life.parts]) == (4, 4, [0, 2, 3])
     assert (life.status, life.outcome.split(";")[0]) == (0, "all ranks ended with status 0")
+
+
+def test_what_the_agents_own_scheduler_says_of_a_rank_is_what_rank_says(agents: New, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SLURM_AGENTS[0], "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    source = "import os\nfrom rankwise.world import explain\nprint(sorted(n for n in os.environ if n.startswith('OMPI')))\n"
+    source += (
+        "print(*(os.environ[n] for n in ('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID', 'SLURM_STEP_TASKS_PER_NODE')))\n"
+    )
+    source += "print([found.why for found in explain(os.environ).not_taken if found.scheduler == 'slurm'])\n"
+    run = agents().start(source, A, B)
+    assert run.wait() == (0, "")
+    for rank in range(3):
+        why = f"torchrun is believed first; by itself this would be rank {rank} of 3"
+        assert run.log(rank).splitlines() == ["[]", f"{rank} 3 {rank} 3", str([why])]
+
+
+def test_a_task_that_is_the_rank_keeps_all_that_its_launcher_has_told_it(agents: New, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SLURM_STEP[0], **openmpi(0, 2, 0, 1)}.items():  # two agents, both told that they are the first
+        monkeypatch.setenv(name, value)
+    names = ("SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+    source = f"import os\nprint(*(os.environ.get(name) for name in {names}))\n"
+    run = agents().start(source, B, C)
+    assert run.wait() == (0, "")
+    assert [run.log(rank) for rank in range(2)] == ["0 2 0 0\n", "1 2 None None\n"]
+
+
+def test_agents_that_would_each_take_all_devices_of_one_host_are_one_error(agents: New) -> None:
+    run = agents().start(TELL, Host("a", 0), Host("b", 0))
+    status, said = run.wait()
+    assert status == 1
+    assert len(said.splitlines()) == 1
+    assert " has 2 of the 2 agents of this run, and each would take all its devices; type --nproc 1 for one rank each" in said
+    assert not run.log(0)
 
 
 def test_a_rank_that_fails_elsewhere_is_the_cause_and_ends_all(agents: New) -> None:

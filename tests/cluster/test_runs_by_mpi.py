@@ -67,6 +67,26 @@ def test_launchers_that_mpirun_starts_are_one_run(hosts: Start, launch: New, mpi
     assert out.splitlines().count("rank 0") == 1
 
 
+def test_uneven_launchers_of_which_mpich_does_not_tell_are_one_error_or_told_to_be_one_rank_each(
+    hosts: Start, launch: New, mpich: Start
+) -> None:
+    """On node1 it looks as if there were one a node; Open MPI says how many nodes there are."""
+    started = ["mpirun.mpich", "-np", "3", "-hosts", "node1:1,node2:2"]
+    status, out = launch(*started, *RUN, write(TELL)).wait()
+    assert status == 1, out
+    line = "rankwise: node2 has 2 of the 3 agents of this run, and each would take all its devices; type --nproc 1 for one rank"
+    assert [said.partition(" each, or start")[0] for said in out.splitlines() if "rankwise: node2" in said] == [line]
+    assert "Traceback" not in out
+    assert not told()
+    status, out = launch(*started, *RUN, "--nproc", "1", "--name", "each", "train.py", name="each").wait()
+    assert status == 0, out
+    assert told() == {
+        0: ["node1", "0", "3", "0", "1", "0", "2"],
+        1: ["node2", "1", "3", "0", "2", "1", "2"],
+        2: ["node2", "2", "3", "1", "2", "1", "2"],
+    }
+
+
 def test_launchers_that_mpirun_starts_in_a_batch_job_are_one_run(
     slurm: Start, mpirun: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,24 @@ def test_a_users_own_batch_script_starts_an_agent_a_node_or_one_a_device(slurm: 
     assert told() == TWO_BY_TWO
 
 
+def test_slurm_says_of_each_rank_what_its_agent_says_and_the_jobs_own_commands_work_in_it(slurm: Start, launch: New) -> None:
+    """Libraries that read SLURM_PROCID and those that read RANK find the same; srun and scontrol find their job."""
+    source = """
+import os, subprocess
+ours = dict(PROCID="RANK", LOCALID="LOCAL_RANK", NTASKS="WORLD_SIZE", NODEID="GROUP_RANK", STEP_NUM_TASKS="WORLD_SIZE")
+same = all(os.environ["SLURM_" + name] == os.environ[own] for name, own in ours.items())
+if os.environ["RANK"] == "3":
+    job = subprocess.run(["scontrol", "-o", "show", "job", os.environ["SLURM_JOB_ID"]], capture_output=True, text=True)
+    step = subprocess.run(["srun", "--overlap", "-n1", "-N1", "-w", "node2", "hostname"], capture_output=True, text=True)
+    print(job.stdout.partition(" ")[0] == "JobId=" + os.environ["SLURM_JOB_ID"], step.stdout, step.stderr)
+open("same-" + os.environ["RANK"], "w").write(f"{same} {os.environ['SLURM_TASKS_PER_NODE']}")
+"""
+    status, out = launch(*QUEUED, "--nodes", "2", "--nproc", "2", "--wait", "--tee", "all", write(source)).wait()
+    assert status == 0, out
+    assert [Path(f"same-{rank}").read_text() for rank in range(4)] == ["True 2(x2)"] * 4
+    assert "[rank 3] True node2" in out
+
+
 def test_a_step_of_uneven_tasks_is_one_world(slurm: Start, launch: New) -> None:
     status, out = launch("srun", "-N2", "-n3", *RUN, write(TELL)).wait()
     assert status == 0, out

@@ -189,3 +189,26 @@ def test_hosts_whose_own_name_is_a_loopback_address_meet_by_another(debian_hosts
     assert status == 0, out
     assert [Path(f"sum-{rank}").read_text() for rank in range(3)] == ["6", "6", "6"]
     assert [numbers[0] for numbers in told().values()] == ["node1", "node2", "node2"]
+
+
+@pytest.mark.parametrize("families", ["both", "IPv6 alone"])
+def test_hosts_named_by_their_ipv6_addresses_meet(
+    debian_hosts: Start, launch: New, monkeypatch: pytest.MonkeyPatch, families: str
+) -> None:
+    key = " ".join(Path(f"{STATE}/ssh/host.pub").read_text().split()[:2])
+    Path("known").write_text(f"fd88::1 {key}\nfd88::2 {key}\n")
+    with_configuration(monkeypatch, f"Host fd88::*\n  UserKnownHostsFile {Path('known').absolute()}\n")
+    source = TELL + "open(f'way-{os.environ[\"RANK\"]}', 'w').write(os.environ['MASTER_ADDR'])\n" + SUM
+    without = [] if families == "both" else [("node1", "10.88.0.1/24"), ("node2", "10.88.0.2/24")]
+    try:
+        for host, address in without:
+            subprocess.run(on(host, "ip", "address", "del", address, "dev", "eth0"), check=True)
+        status, out = launch(*TORCH, "-H", "[fd88::1]:2,[fd88::2]:1", write(source)).wait()
+    finally:
+        for host, address in without:
+            subprocess.run(on(host, "ip", "address", "replace", address, "dev", "eth0"), check=True)
+            subprocess.run(on(host, "ip", "route", "replace", "default", "via", "10.88.0.254"), check=True)
+    assert status == 0, out
+    assert [numbers[0] for numbers in told().values()] == ["node1", "node1", "node2"]
+    assert [Path(f"sum-{rank}").read_text() for rank in range(3)] == ["6", "6", "6"]
+    assert not without or Path("way-2").read_text() == "fd88::1"

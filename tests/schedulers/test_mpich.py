@@ -9,6 +9,7 @@ from environments import MPICH, MPICH_IN_SBATCH, MPICH_ROUND_ROBIN, SGE_SCRIPT, 
 from plans import TWO_HOSTS, golden, hostile, mpirun, plan
 
 from rankwise.errors import NotJoinedError, WorldError
+from rankwise.schedulers import Ranks
 from rankwise.schedulers import mpich as scheduler
 from rankwise.world import discover
 
@@ -101,3 +102,10 @@ def test_mpirun_gets_each_word_as_it_is_and_an_empty_stdin(mpirun: Callable[...,
     words = mpirun(scheduler.render(plan("/", "a b $(touch x)")))
     assert words[:4] == ["-np", "2", "-ppn", "1"]
     assert words[-3:] == ["-m", "rankwise.agent", "//a b $(touch x)"]
+
+
+def test_ranks_of_an_agent_do_not_take_themselves_for_its_mpi_process() -> None:
+    """MPI_Init in several of them with the same identity hangs."""
+    set_by_a_user = {"MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "node1"}
+    found = scheduler.of_rank({**MPICH[2], **set_by_a_user}, Ranks(3, 4, 1, 2, 1), "2(x2)")
+    assert found == set_by_a_user

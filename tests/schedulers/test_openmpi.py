@@ -9,6 +9,7 @@ from environments import OPENMPI, OPENMPI_BY_NODE, OPENMPI_IN_SBATCH, OPENMPI_IN
 from plans import TWO_HOSTS, golden, hostile, mpirun, plan
 
 from rankwise.errors import ConfigError, WorldError
+from rankwise.schedulers import Ranks
 from rankwise.schedulers import openmpi as scheduler
 from rankwise.world import discover
 
@@ -118,3 +119,10 @@ def test_root_is_told_what_to_type_for_open_mpi_refuses_it() -> None:
         scheduler.refuse_root({"OMPI_ALLOW_RUN_AS_ROOT": "1"}, 0)
     scheduler.refuse_root({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}, 0)
     scheduler.refuse_root({}, 1000)
+
+
+def test_ranks_of_an_agent_do_not_take_themselves_for_its_mpi_process() -> None:
+    """MPI_Init in several of them with the same identity hangs."""
+    set_by_a_user = {"OMPI_MCA_btl": "^openib", "PMIX_MCA_gds": "hash", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
+    found = scheduler.of_rank({**OPENMPI[2], **set_by_a_user}, Ranks(3, 4, 1, 2, 1), "2(x2)")
+    assert found == set_by_a_user

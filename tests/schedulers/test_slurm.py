@@ -21,7 +21,7 @@ from environments import (
 )
 
 from rankwise.errors import NotJoinedError, WorldError
-from rankwise.schedulers import Ranks, slurm
+from rankwise.schedulers import Ranks, slurm, torchrun
 from rankwise.world import discover
 
 ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -268,3 +268,61 @@ def test_the_name_of_a_start_is_one_for_its_tasks_and_another_after_a_requeue_or
     assert slurm.start({**task, "SLURM_STEP_ID": "2"}, []) == "slurm-tc-3.2-0"
     assert slurm.start({**task, "SLURM_JOB_ID": "4", "SLURM_HET_JOB_ID": "3"}, []) == "slurm-tc-3.0-0"
     assert slurm.start({}, []) is None
+
+
+# --- a rank of our agent
+
+
+def rank_of_an_agent(rank: int, local_rank: int, local_world_size: int, node: int, world_size: int = 4) -> Ranks:
+    return Ranks(rank, world_size, local_rank, local_world_size, node, "10.88.0.1", 29500)
+
+
+def told(rank: Ranks, per_node: str, env: Env) -> Env:
+    """What a rank finds that the agent with this environment has started."""
+    return {**slurm.of_rank(env, rank, per_node), **torchrun.variables(rank, 0, 0, "id")}
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_of_an_agent_finds_in_slurms_variables_what_it_finds_in_torchruns(rank: int) -> None:
+    mine = rank_of_an_agent(rank, rank % 2, 2, rank // 2)
+    env = told(mine, "2(x2)", SLURM_AGENTS[rank // 2])
+    by_slurm = slurm.ranks(env)
+    for field in ("rank", "world_size", "local_rank", "local_world_size", "node_rank"):
+        assert getattr(by_slurm, field) == getattr(mine, field)
+    assert (env["SLURM_NTASKS"], env["SLURM_NPROCS"], env["SLURM_NTASKS_PER_NODE"], env["SLURM_NNODES"]) == ("4", "4", "2", "2")
+    assert discover(env).source == "torchrun"
+    assert env["SLURM_JOB_ID"] == "3"
+
+
+def test_ranks_of_nodes_with_different_numbers_have_no_one_number_a_node() -> None:
+    env = told(rank_of_an_agent(4, 0, 1, 2, 5), "3,1(x2)", {**SLURM_AGENTS[2], "SLURM_NTASKS_PER_NODE": "1"})
+    assert "SLURM_NTASKS_PER_NODE" not in env
+    assert (env["SLURM_TASKS_PER_NODE"], env["SLURM_STEP_TASKS_PER_NODE"]) == ("3,1(x2)", "3,1(x2)")
+    assert slurm.ranks(env).local_world_size == 1
+
+
+def test_what_mpi_would_take_an_agent_for_is_not_passed_on_and_what_a_user_sets_is() -> None:
+    env = {
+        **SLURM_AGENTS[0],
+        "PMIX_RANK": "0",
+        "PMI_RANK": "0",
+        "PMI2_FD": "3",
+        "PMIX_MCA_gds": "hash",
+        "SLURM_MPI_TYPE": "pmix",
+    }
+    found = told(rank_of_an_agent(1, 1, 2, 0), "2(x2)", env)
+    assert [name for name in found if name.startswith("PMI")] == ["PMIX_MCA_gds"]
+    assert found["SLURM_MPI_TYPE"] == "pmix"
+
+
+def test_a_rank_has_its_part_of_its_nodes_cores_where_the_job_speaks_of_cores() -> None:
+    rank = rank_of_an_agent(0, 0, 2, 0)
+    asked = told(rank, "2(x2)", {**SLURM_AGENTS[0], "SLURM_CPUS_PER_TASK": "8", "SLURM_CPUS_ON_NODE": "8"})
+    assert asked["SLURM_CPUS_PER_TASK"] == "4"
+    assert "SLURM_CPUS_PER_TASK" not in told(rank, "2(x2)", {**SLURM_AGENTS[0], "SLURM_CPUS_ON_NODE": "8"})
+
+
+def test_a_batch_shell_has_no_step_and_its_ranks_have_none_either() -> None:
+    env = told(rank_of_an_agent(1, 1, 2, 0, 2), "2", SLURM_BATCH)
+    assert (env["SLURM_PROCID"], env["SLURM_LOCALID"], env["SLURM_NTASKS"]) == ("1", "1", "2")
+    assert not [name for name in env if name.startswith("SLURM_STEP")]

@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-from rankwise import machine, network, processes
+from rankwise import machine, network, processes, schedulers
 from rankwise.agent.collectives import Rings
 from rankwise.agent.console import Console, LogFollower, Shown
 from rankwise.agent.crew import Crew
@@ -59,6 +59,9 @@ class Orders:
     """The local rank of that rank: agents that share a host share its local ranks."""
 
     local_world_size: int
+    per_node: str
+    """The ranks of each host in their order, as `short_list` writes them."""
+
     master_addr: str
     master_port: int
 
@@ -124,6 +127,9 @@ class Introduction:
     door: tuple[tuple[str, ...], int] | None = None
     """Addresses and port by which the other nodes try how to reach the first."""
 
+    counted: bool = False
+    """Nobody has said how many ranks it has: it has one a device of its host."""
+
 
 class Sink(Shown, Protocol):
     """Where a node tells what a person should see, and what the head must judge together with the other nodes."""
@@ -178,6 +184,7 @@ class Node:
         environment = {**os.environ, **plan.environment}
         wanted = ranks or plan.nproc
         self.ranks, why = machine.ranks_for(str(wanted) if wanted else "auto", environment)
+        self._counted = not wanted
         self._page = Page.create(self.ranks)
         self._explicit = plan.master_port if index == 0 and not plan.master_addr else 0
         self._port = hold_port(self._explicit)
@@ -208,7 +215,7 @@ class Node:
         port = self._port.getsockname()[1]
         return Introduction(
             self.index, platform.node(), network.home(), self.ranks, self._why, self._page.path, port,
-            _versions(self._plan), self.door,
+            _versions(self._plan), self.door, self._counted,
         )  # fmt: skip
 
     def find(self, addresses: Sequence[str], port: int) -> None:
@@ -265,7 +272,7 @@ class Node:
         environment = {
             "OMP_NUM_THREADS": str(self._threads),
             **(dict.fromkeys(_INTERFACE_VARIABLES, self.interface) if self.interface and orders.nodes > 1 else {}),
-            **os.environ,
+            **_inherited(ranks, orders.per_node, self.ranks == 1),
             **self._plan.environment,
             **torchrun.variables(ranks, orders.restart, self._plan.max_restarts, self._plan.run_id, orders.nodes),
             ENV_RUN_DIR: str(self.run.path),
@@ -374,6 +381,19 @@ class Node:
         self._port.close()
         if not processes.end_tree(exclude=self._stuck | self.kept):
             self.sink.say("a process of this run cannot be killed (state D: disk or driver); the host needs an operator")
+
+
+def _inherited(ranks: Ranks, per_node: str, is_only: bool) -> Mapping[str, str]:
+    """This agent's environment, in which every scheduler that speaks says of the rank what RANK does. `is_only`: this agent has
+    no other rank.
+    """
+    environment: Mapping[str, str] = os.environ
+    for scheduler in schedulers.ORDER.values():
+        if hasattr(scheduler, "of_rank") and scheduler.detect(os.environ):
+            tasks = scheduler.tasks(os.environ) if is_only else None
+            if tasks is None or (tasks.index, tasks.count) != (ranks.rank, ranks.world_size):
+                environment = scheduler.of_rank(environment, ranks, per_node)
+    return environment
 
 
 def _versions(plan: Plan) -> dict[str, str]:

@@ -25,6 +25,7 @@ from rankwise.errors import RankwiseError
 from rankwise.plan import Host, Plan
 from rankwise.rendezvous import listed
 from rankwise.rundir import RunDir
+from rankwise.schedulers.ranks import short_list
 
 _SAY_EVERY_S = 10.0
 _START_AGAIN_S = 5.0
@@ -255,6 +256,7 @@ class Roster:
             now = time.monotonic()
             if len(here) >= self._plan.nodes or (len(here) >= self._plan.min_nodes and now > began + self._plan.node_wait_s):
                 here = here[: self._plan.nodes]
+                _refuse_devices_counted_twice(here)
                 return here if self._routes_are_known(here, stopped) else []
             if stopped():
                 return []
@@ -344,6 +346,7 @@ class Roster:
         done, local, sizes = 0, dict.fromkeys(homes, 0), dict.fromkeys(homes, 0)
         for part in parts:
             sizes[part.introduction.home] += part.introduction.ranks
+        per_node = short_list(sizes.values())
         found = []
         for part in parts:
             me = part.introduction
@@ -356,6 +359,7 @@ class Roster:
                     world_size=world_size,
                     local_first=local[me.home],
                     local_world_size=sizes[me.home],
+                    per_node=per_node,
                     master_addr=routes.get(me.home) or address,
                     master_port=first.port,
                 )
@@ -378,6 +382,17 @@ class Roster:
             self._drop_call(index)
         if self._door is not None:
             self._door.close()
+
+
+def _refuse_devices_counted_twice(parts: Sequence[Part]) -> None:
+    """NodeError for several agents on one host of which one takes all its devices (MPICH does not say how many it started)."""
+    for home in dict.fromkeys(part.introduction.home for part in parts if part.introduction.counted):
+        here = [part.introduction for part in parts if part.introduction.home == home]
+        if len(here) > 1:
+            raise NodeError(
+                f"{here[0].host} has {len(here)} of the {len(parts)} agents of this run, and each would take all its devices; "
+                "type --nproc 1 for one rank each, or start one on each host (mpirun -ppn 1; -H with each host once)"
+            )
 
 
 def _introduced(record: dict[str, Any]) -> Introduction:

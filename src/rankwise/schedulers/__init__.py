@@ -15,6 +15,11 @@ and, where it starts the processes but gives no address of rank 0,
                                  a name that all processes of this very start have in common, and no other start that may be
                                  alive; `ancestors` are the command lines above this process, the nearest first; pure
     one_a_node(env) -> bool      each node has one of them, which is then for all its devices; pure
+    of_rank(env, ranks, per_node) -> Mapping[str, str]
+                                 `env`, in which it speaks of our agent, as a rank of that agent is to find it: what it says
+                                 of the agent's own place says the rank's, or is taken out. Then whoever believes it, and not
+                                 RANK, believes no other thing. What it says of the job stays. `per_node`: the ranks of each
+                                 node, as `short_list` writes them; pure. Not asked where the task is the rank
 
 and, where a job has a folder for itself, over all its starts,
 

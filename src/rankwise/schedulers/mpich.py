@@ -10,11 +10,24 @@ from itertools import pairwise
 
 from rankwise.plan import Plan
 from rankwise.schedulers import local, ssh
-from rankwise.schedulers.ranks import Ranks, Tasks, address, not_joined, require, shown, single, tasks_of, whole_number
+from rankwise.schedulers.ranks import (
+    Ranks,
+    Tasks,
+    address,
+    not_joined,
+    require,
+    shown,
+    single,
+    tasks_of,
+    whole_number,
+    without,
+)
 
 VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 NEEDS = "PMI_RANK and MPI_LOCALRANKID"
 OPTIONS = ("nodes", "hosts", "hostfile")
+
+_IDENTITY = ("PMI_", "PMI2_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "HYDI_CONTROL_FD")
 
 # These two would end mpirun itself, and the agents with it; SIGINT, SIGTERM and SIGUSR1 it passes on. After any of these its
 # exit status is 0, whatever the agents' is: what became of the run is in the run directory alone.
@@ -59,6 +72,11 @@ def ranks(env: Mapping[str, str]) -> Ranks:
 def one_a_node(env: Mapping[str, str]) -> bool:
     """As far as this node shows: Hydra does not tell how many there are."""
     return env.get("MPI_LOCALNRANKS") == "1"
+
+
+def of_rank(env: Mapping[str, str], ranks: Ranks, per_node: str) -> Mapping[str, str]:
+    """Without its identity, which belongs to one process."""
+    return without(env, _IDENTITY)
 
 
 def start(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from rankwise.errors import ConfigError
 from rankwise.plan import Plan
 from rankwise.schedulers import local, ssh
-from rankwise.schedulers.ranks import Ranks, Tasks, address, require, tasks_of, whole_number
+from rankwise.schedulers.ranks import Ranks, Tasks, address, require, tasks_of, whole_number, without
 
 # _NODE_RANK is not among them: it is the local rank under another name, not the index of the node.
 VARIABLES = (
@@ -30,6 +30,13 @@ PASSED = {signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR1, signal.
 state = local.state
 parse_hosts = ssh.parse_hosts
 read_hostfile = ssh.read_hostfile
+
+# What MPI_Init would take for this process. OMPI_MCA_* in general is what a user sets.
+_IDENTITY = (
+    "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_SIZE", "OMPI_APP_CTX_NUM_PROCS", "OMPI_NUM_APP_CTX", "OMPI_FIRST_RANKS",
+    "OMPI_COMMAND", "OMPI_ARGV", "OMPI_FILE_LOCATION", "OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix",
+    "OMPI_MCA_initial_wdir", "PMIX_",
+)  # fmt: skip
 
 _ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
@@ -60,6 +67,11 @@ def ranks(env: Mapping[str, str]) -> Ranks:
 
 def one_a_node(env: Mapping[str, str]) -> bool:
     return env.get("OMPI_MCA_orte_num_nodes") == env.get("OMPI_COMM_WORLD_SIZE")
+
+
+def of_rank(env: Mapping[str, str], ranks: Ranks, per_node: str) -> Mapping[str, str]:
+    """Without its identity, which belongs to one process: several ranks that call MPI_Init with the same one hang."""
+    return without(env, _IDENTITY)
 
 
 def start(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:

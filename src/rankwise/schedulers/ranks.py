@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from rankwise.errors import NotJoinedError, WorldError
 
@@ -91,6 +92,17 @@ def not_joined(found: str, meaning: str, cure: str) -> NotJoinedError:
 def shown(env: Mapping[str, str], names: Iterable[str]) -> str:
     """Those of the variables that are set, as NAME=value."""
     return ", ".join(f"{name}={env[name]}" for name in names if name in env)
+
+
+def short_list(counts: Iterable[int]) -> str:
+    """[3, 1, 1] is `3,1(x2)`, as Slurm writes it."""
+    runs = ((count, len(list(same))) for count, same in groupby(counts))
+    return ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
+
+
+def without(env: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
+    """`env` but for the variables whose names begin so. PMIX_MCA_* is what a user sets."""
+    return {name: value for name, value in env.items() if not name.startswith(names) or name.startswith("PMIX_MCA_")}
 
 
 def whole_number(env: Mapping[str, str], name: str) -> int:

@@ -14,7 +14,18 @@ from typing import Any
 from rankwise.errors import ConfigError, WorldError
 from rankwise.plan import Plan
 from rankwise.schedulers.job import State, call, last_line, one_line, slug
-from rankwise.schedulers.ranks import Ranks, Tasks, address, not_joined, require, shown, single, tasks_of, whole_number
+from rankwise.schedulers.ranks import (
+    Ranks,
+    Tasks,
+    address,
+    not_joined,
+    require,
+    shown,
+    single,
+    tasks_of,
+    whole_number,
+    without,
+)
 
 VARIABLES = (
     "SLURM_JOB_ID",
@@ -89,6 +100,24 @@ def start(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | N
 
 def one_a_node(env: Mapping[str, str]) -> bool:
     return all(count == 1 for count in tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "0")))
+
+
+def of_rank(env: Mapping[str, str], ranks: Ranks, per_node: str) -> Mapping[str, str]:
+    """As if srun had started each rank as a task of its own. Taken out, they would be missed: with SLURM_JOB_ID, which a script
+    needs, Ignite asks for all of them. What `srun --mpi` says of the agent is taken out: MPI_Init would believe it.
+    """
+    counts = tasks_per_node(per_node)
+    every = {"NTASKS": ranks.world_size, "NPROCS": ranks.world_size, "NNODES": len(counts), "TASKS_PER_NODE": per_node}
+    step = {"NUM_TASKS": ranks.world_size, "NUM_NODES": len(counts), "TASKS_PER_NODE": per_node} if _in_step(env) else {}
+    place = {"PROCID": ranks.rank, "LOCALID": ranks.local_rank, "NODEID": ranks.node_rank}
+    if len(set(counts)) == 1:
+        every["NTASKS_PER_NODE"] = counts[0]
+    if "SLURM_CPUS_PER_TASK" in env and env.get("SLURM_CPUS_ON_NODE", "").isdecimal():
+        every["CPUS_PER_TASK"] = max(1, int(env["SLURM_CPUS_ON_NODE"]) // ranks.local_world_size)
+    of_mpirun = any(name in env for name in ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"))
+    stays = without(env, ("SLURM_GTIDS", "SLURM_NTASKS_PER_NODE", *(() if of_mpirun else ("PMI_", "PMI2_", "PMIX_"))))
+    said = {**every, **place, **{f"STEP_{name}": value for name, value in step.items()}}
+    return {**stays, **{f"SLURM_{name}": str(value) for name, value in said.items()}}
 
 
 def _in_step(env: Mapping[str, str]) -> bool:
