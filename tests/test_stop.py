@@ -15,15 +15,16 @@ import torch
 from launched import wait_for
 from ranks import on_ranks, torchrun
 
-from rankwise import StopSignal, comm, discover, gatekeeper
+from rankwise import StopSignal, World, comm, discover, gatekeeper, stop
+from rankwise.page import Page
 from rankwise.rundir import RunDir
 
 
 def loop(who: int | tuple[int, ...], signum: int, at: int, together: bool, steps: int = 100_000) -> tuple[int, int]:
     """(steps done when all stopped, for which signal). `who` is sent it in step `at`; `together`: with a collective a step."""
-    stop = StopSignal(discover(os.environ))
+    signals = StopSignal(discover(os.environ))
     step = 0
-    while not stop.agreed(step) and step < steps:
+    while not signals.agreed(step) and step < steps:
         step += 1
         if step == at and comm.rank() in (who if isinstance(who, tuple) else (who,)):
             os.kill(os.getpid(), signum)
@@ -31,11 +32,11 @@ def loop(who: int | tuple[int, ...], signum: int, at: int, together: bool, steps
             comm.all_reduce(torch.ones(1))
         elif step >= at:
             time.sleep(random.random() * 0.004)
-    stop.finish()
+    signals.finish()
     done = comm.all_gather_object(step)  # what a save does
     assert len(set(done)) == 1
-    stop.leave()
-    return step, stop.signum
+    signals.leave()
+    return step, signals.signum
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -75,8 +76,8 @@ def out_of_reach() -> bool:
         raise gatekeeper.NobodyThere("10.0.0.1, port 1: no route to host")
 
     gatekeeper.knock, gatekeeper._MEET_S = knock, 0.2  # type: ignore[assignment]
-    stop = StopSignal(discover(os.environ))
-    assert not stop.agreed(0)
+    signals = StopSignal(discover(os.environ))
+    assert not signals.agreed(0)
     return signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
@@ -95,6 +96,100 @@ def afterwards(number: int) -> bool:
 
 def test_after_leave_a_signal_is_for_the_process_itself() -> None:
     assert on_ranks(2, afterwards, 1) == [True, True]
+
+
+def late_signals() -> tuple[int, int]:
+    """After an agreed stop: how many of the signals the process has survived, and what ends a process of its own."""
+    loop(0, signal.SIGTERM, 5, True)
+    survived = 0
+    for signum in stop.SIGNALS:
+        os.kill(os.getpid(), signum)
+        survived += 1
+    if (child := os.fork()) == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    return survived, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_signal_that_reaches_a_rank_after_the_stop_is_the_request_that_was_answered() -> None:
+    assert on_ranks(2, late_signals) == [(4, -signal.SIGTERM)] * 2
+
+
+def long_after() -> int:
+    """What ends a process that goes on after its stop."""
+    stop.LATE_S = 0.0
+    if (child := os.fork()) == 0:
+        signals = StopSignal(World(0, 1, 0, 1, 0, source="test"))
+        while not signals.agreed(0):
+            os.kill(os.getpid(), signal.SIGTERM)
+        signals.leave()
+        time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_process_that_goes_on_long_after_its_stop_can_be_ended_by_a_signal() -> None:
+    assert on_ranks(1, long_after) == [-signal.SIGTERM]
+
+
+ALONE = """
+import atexit, os, signal, rankwise
+atexit.register(os.kill, os.getpid(), signal.SIGUSR1)  # what is registered first is called last
+stop = rankwise.StopSignal(rankwise.init())
+step = 0
+while not stop.agreed(step):
+    step += 1
+    if step == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+stop.finish()
+print(step)
+stop.leave()
+os.kill(os.getpid(), signal.SIGTERM)
+raise stop.stopped()
+"""
+
+
+def test_the_same_signal_again_and_again_leaves_the_stop_and_its_status_as_they_are() -> None:
+    """As Slurm sends SIGTERM twice at a limit, and torchrun to all ranks when the first has ended."""
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (75, "3\n"), done.stderr
+
+
+TWO_INTERRUPTS = ALONE.replace("SIGTERM", "SIGINT")
+
+
+def test_a_second_ctrl_c_ends_a_process_that_is_alone_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", TWO_INTERRUPTS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, "")
+
+
+class SilentLink:
+    """To a node that never answers."""
+
+    closed = None
+    heard = 0.0
+
+    def send(self, _message: object) -> None: ...
+    def flush(self) -> None: ...
+    def drain(self, _limit_s: float) -> None: ...
+    def close(self, _reason: str) -> None: ...
+    def receive(self) -> list[object]:
+        return []
+
+
+def test_when_the_first_rank_leaves_amid_an_agreement_the_others_of_its_node_go_on() -> None:
+    page = Page.create(2)
+    for rank in range(2):
+        page.row(rank).join()
+    keeper = gatekeeper.Keeper(page, [SilentLink()])  # type: ignore[list-item]
+    keeper.start()
+    page.row(1).flag = signal.SIGTERM
+    wait_for(lambda: page.stopping, "the gate to be held")
+    keeper.stop()
+    wait_for(lambda: page.released, "the gate to be opened")
+    assert page.row(1).pass_gate(1000)
 
 
 SCRIPT = """
@@ -116,9 +211,11 @@ def test_sigterm_to_torchrun_stops_a_training_after_one_step_saved_and_it_goes_o
         out = open(tmp_path / "out.txt", "w")  # noqa: SIM115  # for the child
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"]
         with out, subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=out, start_new_session=True) as torchrun:
-            wait_for(lambda: [r for r in run.read_metrics() if r["life"] == life], f"steps of life {life}")  # noqa: B023
-            torchrun.terminate()
-            torchrun.wait(timeout=60)
+            try:
+                wait_for(lambda: [r for r in run.read_metrics() if r["life"] == life], f"steps of life {life}")  # noqa: B023
+            finally:
+                torchrun.terminate()
+                torchrun.wait(timeout=60)
         said = (tmp_path / "out.txt").read_text()
         step = run_step(run)
         assert f"stopped after step {step}, saved in" in said, said

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from rankwise import comm, log, network
 from rankwise.channel import Door, Link, Message, NobodyThere, knock
-from rankwise.page import JOIN_S, Page, Row
+from rankwise.page import FINISHED, JOIN_S, Page, Row
 from rankwise.world import World
 
 _BEAT_S = 0.05
@@ -98,6 +98,8 @@ class Keeper:
             else:
                 self._follow()
         finally:
+            if self._page.stopping and not self._page.released:  # the first rank has left, or the head: no rank waits for it
+                self._page.release(FINISHED)
             for link in self._links:
                 link.drain(1.0)
                 link.close("the loop is over")

@@ -103,6 +103,10 @@ class Page:
     def stopping(self) -> bool:
         return bool(self._words[_HOLD])
 
+    @property
+    def released(self) -> bool:
+        return bool(self._words[_STOP])
+
     def stop(self, signum: int) -> int:
         """Hold the gate, agree, release it. Returns S, after which step all stop; FINISHED if a rank is through."""
         last = self.hold(signum)

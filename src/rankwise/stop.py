@@ -13,10 +13,12 @@ first rank plays the agent's part.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
 import threading
+import time
 from types import FrameType
 
 from rankwise import comm
@@ -25,6 +27,11 @@ from rankwise.gatekeeper import Keeper, open_gate
 from rankwise.world import World, agent_row
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+
+LATE_S = 10.0
+"""After a stop: how long a signal is still the request that was answered, to a rank that it reaches last."""
+
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class StopSignal:
@@ -41,6 +48,7 @@ class StopSignal:
         self._alone = world.world_size == 1
         self._pid = os.getpid()
         self._received = 0
+        self._left = 0.0
         self._before: dict[int, object] = {}
         self.signum = 0
         """The signal for which all stop; 0 until they do."""
@@ -61,9 +69,9 @@ class StopSignal:
             return
         if self._row is not None:
             self._row.flag = signum
-        elif self._received:
+        elif self._received and signum == signal.SIGINT:  # Slurm sends SIGTERM twice at a limit
             signal.signal(signum, signal.SIG_DFL)
-            os.kill(self._pid, signum)  # asked twice: at once
+            os.kill(self._pid, signum)  # Ctrl-C again: at once
         self._received = signum
 
     def agreed(self, step: int) -> bool:
@@ -84,18 +92,41 @@ class StopSignal:
             self._row.finish()
 
     def leave(self) -> None:
-        """All is saved: from here on a signal ends this process as ever."""
+        """All is saved: from here on a signal ends this process as ever.
+
+        After a stop only once LATE_S are over: a signal that comes to several ranks one after the other, or that a launcher
+        sends to all when the first has ended, finds some of them with nothing left to do but to leave with the stop's status.
+        """
         if self._row is not None:
             self._row.leave()
         if self._keeper is not None:
             self._keeper.stop()
+        self._left = time.monotonic()
+        late = [signum for signum, handler in self._before.items() if self._is_answered(signum) and handler in _DEFAULTS]
         for signum, handler in self._before.items():
             with contextlib.suppress(ValueError):
-                signal.signal(signum, handler)  # type: ignore[arg-type]
+                signal.signal(signum, self._on_late_signal if signum in late else handler)  # type: ignore[arg-type]
+        if late:
+            atexit.register(_ignore, late, self._pid)
         self._before = {}
+
+    def _is_answered(self, signum: int) -> bool:
+        return bool(self.signum) and not (self._row is None and signum == signal.SIGINT)
+
+    def _on_late_signal(self, signum: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid or time.monotonic() > self._left + LATE_S:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
 
     def stopped(self) -> Stopped:
         """What to raise once everything is saved: ends the script with 75, or 130 after Ctrl-C."""
         stopped = Stopped(EXIT_INTERRUPTED if self.signum == signal.SIGINT else EXIT_PREEMPTED)
         stopped.signum = self.signum
         return stopped
+
+
+def _ignore(signals: list[int], pid: int) -> None:
+    """Python takes its handlers down before the process is gone; what is ignored stays so."""
+    if os.getpid() == pid:
+        for signum in signals:
+            signal.signal(signum, signal.SIG_IGN)
