@@ -1,18 +1,24 @@
-"""What does it cost to load 200 MB, verified and not, beside torch.load + load_state_dict?
+"""What does it cost to load 200 MB, verified and not, beside torch.load + load_state_dict? And what do the sums cost at a save?
 
-    python benchmarks/restore/bench.py [ROUNDS] [--folder /dev/shm] [--threads 1]
+    python benchmarks/restore/bench.py [ROUNDS] [--folder /dev/shm] [--threads 1] [--same-process]
 
-A model and its Adam state (16.7 M parameters, 200 MB), one process, files in the page cache. Each way loads into a new model
-and a new optimizer, in turn. torch.load: one file, read whole or mapped; mapped, the optimizer hangs on the file from then on.
-memcpy: each tensor of the state into one that is there, the least that reading can take. Ratios to torch.load of that round.
+A model and its Adam state (16.7 M parameters, 200 MB), files in the page cache. Each load is the first of a process that was
+forked for it, as a rank's is: into a new model with an optimizer that has made no step (fresh), or one that has (in place).
+With --same-process all are in one process, one after the other: torch.load is given memory there that earlier rounds have left.
+Each round has every way in turn; ratios are to torch.load + load_state_dict of the same round and case. torch.load: one file,
+read whole or mapped; mapped, the optimizer hangs on the file from then on. memcpy: each tensor of the state into one that is
+there. CPU: of all threads, of the user and the kernel, which others on the machine move less.
 """
 
 import argparse
+import os
+import pickle
 import shutil
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,53 +27,106 @@ from torch import nn
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
 
+Parts = tuple[nn.Module, torch.optim.Optimizer]
+Taken = tuple[float, float]
+"""(seconds of the wall clock, seconds of CPU)"""
 
-def new() -> tuple[nn.Module, torch.optim.Optimizer]:
+
+def new(stepped: bool) -> Parts:
     model = nn.Sequential(*(nn.Linear(1020, 1020) for _ in range(16)))
-    return model, torch.optim.AdamW(model.parameters(), foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    if stepped:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return model, optimizer
 
 
-def bench(folder: Path, rounds: int) -> str:
-    model, optimizer = new()
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [t for part in (model, optimizer) for _, t in manifests.tensors(part.state_dict())]
+
+
+def timed(way: Callable[..., object], parts: Parts) -> Taken:
+    began, cpu = time.perf_counter(), time.process_time()
+    way(*parts)
+    return time.perf_counter() - began, time.process_time() - cpu
+
+
+def forked(way: Callable[..., object], stepped: bool) -> Taken:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(writer, pickle.dumps(timed(way, new(stepped))))
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(pid, 0)
+    return pickle.loads(answer)
+
+
+def ways(folder: Path) -> dict[str, Callable[..., object]]:
+    model, optimizer = new(stepped=True)
     checkpoints = Checkpoints(folder / "checkpoints")
     path = checkpoints.save({"model": model, "optimizer": optimizer}, 1)
     manifest = manifests.Manifest.read(path)
     plain = folder / "plain.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, plain)
-    state = [t for part in (model, optimizer) for _, t in manifests.tensors(part.state_dict())]
-    buffers = [tensor.clone() for tensor in state]
+    state = tensors(model, optimizer)
 
     def with_torch(mapped: bool, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         loaded = torch.load(plain, weights_only=True, mmap=mapped)
         model.load_state_dict(loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
 
-    ways = {
+    def memcpy(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for there, tensor in zip(tensors(model, optimizer), state, strict=False):
+            there.copy_(tensor)
+
+    return {
         "torch.load + load_state_dict": lambda m, o: with_torch(False, m, o),
         "the same, mapped": lambda m, o: with_torch(True, m, o),
-        "memcpy": lambda m, o: [b.copy_(t) for b, t in zip(buffers, state, strict=True)],
-        "rankwise, not verified": lambda m, o: checkpoints._load(path, manifest, {"model": m, "optimizer": o}),
+        "memcpy": memcpy,
+        "rankwise, not verified": lambda m, o: checkpoints._load(path, manifest, {"model": m, "optimizer": o}, verify=False),
         "rankwise, verified": lambda m, o: checkpoints.load_latest({"model": m, "optimizer": o}),
-        "rankwise, verification alone": lambda m, o: manifests.verify(path),
+        "verification alone": lambda m, o: manifests.verify(path),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds + 1):
-        names = list(ways)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            parts = new()
-            began = time.perf_counter()
-            ways[name](*parts)
-            times[name].append(time.perf_counter() - began)
-    base = times["torch.load + load_state_dict"][1:]
-    lines = [f"{sum(t.nbytes for t in state) / 1e6:.0f} MB; {rounds} rounds; median of pairs (min .. max), ratio of the least"]
-    for name, took in times.items():
-        ratios = [a / b for a, b in zip(took[1:], base, strict=True)]
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
-        lines.append(f"{name:30} {spread:24} {min(took[1:]) / min(base):.2f}")
+
+
+def bench(folder: Path, rounds: int, fork: bool) -> str:
+    found = ways(folder)
+    lines = [f"{rounds} rounds; of pairs: median (min .. max); of the least; of CPU: median"]
+    for stepped in (False, True):
+        times: dict[str, list[Taken]] = {name: [] for name in found}
+        for turn in range(rounds + 1):
+            names = [name for name in found if stepped or name != "memcpy"]
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                times[name].append(forked(found[name], stepped) if fork else timed(found[name], new(stepped)))
+        lines.append("in place: the optimizer has made a step" if stepped else "fresh: it has not")
+        base = times["torch.load + load_state_dict"][1:]
+        for name, all_took in times.items():
+            if took := all_took[1:]:
+                wall = [a[0] / b[0] for a, b in zip(took, base, strict=True)]
+                cpu = [a[1] / b[1] for a, b in zip(took, base, strict=True)]
+                spread = f"{statistics.median(wall):.2f} ({min(wall):.2f} .. {max(wall):.2f})"
+                lines.append(f"  {name:30} {spread:24} {min(took)[0] / min(base)[0]:.2f}   {statistics.median(cpu):.2f}")
     return "\n".join(lines)
+
+
+def cost_of_sums(folder: Path) -> str:
+    """At a save, in the thread behind the loop."""
+    state = tensors(*new(stepped=True))
+    size = sum(tensor.nbytes for tensor in state)
+    manifest = manifests.Manifest.read(next((folder / "checkpoints").glob("step-*")))
+    on_disk = manifest.bytes + len(manifest.text())
+    took = []
+    for _ in range(9):
+        began = time.thread_time()
+        for tensor in state:
+            manifests.tensor_sum(tensor)
+        took.append(time.thread_time() - began)
+    cost = statistics.median(took) / size * 1e9
+    return f"sums at a save: {cost:.3f} s/GB on one core; on the disk {on_disk / size:.4f} of the state"
 
 
 def main() -> None:
@@ -75,11 +134,13 @@ def main() -> None:
     parser.add_argument("rounds", type=int, nargs="?", default=15)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="in memory, or on a disk")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--same-process", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
-        print(bench(folder, options.rounds))
+        print(bench(folder, options.rounds, fork=not options.same_process))
+        print(cost_of_sums(folder))
     finally:
         shutil.rmtree(folder)
     sys.stdout.flush()

@@ -8,6 +8,7 @@ RankwiseError            exit status 2 unless a subclass says otherwise
   DataError              the dataset or its order
   StepError              a step function, or a rank's count of samples, broke its contract
   CheckpointError        a checkpoint cannot be written or read
+    DamagedError         one that was written is not as it was
   FunctionError          a rank of a function ended without a result, or with one that cannot travel
   SelftestError          a script that cannot be tested
   MainProcessError       work that only some ranks do failed there, with an exception that no other rank can be given
@@ -55,6 +56,10 @@ class CheckpointError(RankwiseError):
     """A checkpoint could not be written, or none could be read."""
 
     exit_status = 1
+
+
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is gone, cut off, or holds another byte than was written: the one before may be whole."""
 
 
 class SelftestError(RankwiseError):

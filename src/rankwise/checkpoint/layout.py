@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import zipfile
 from pathlib import Path
@@ -29,10 +30,22 @@ def layout(path: Path, mapped: Any) -> dict[str, Layout]:
 
 def _first_storage(path: Path) -> int:
     """The offset of the first storage that is not empty."""
-    with zipfile.ZipFile(path) as archive:
-        storages = (e for e in archive.infolist() if e.filename.split("/")[-2:-1] == ["data"] and e.file_size)
-        entry = min(storages, key=lambda e: e.header_offset)
-    with path.open("rb") as file:
-        file.seek(entry.header_offset)
-        *_, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        return min(offset for offset, size in storages(archive, file.fileno()).values() if size)
+
+
+def storages(archive: zipfile.ZipFile, fd: int) -> dict[str, tuple[int, int]]:
+    """(offset, bytes) of each storage in the file `fd`, by its key in the pickle. Raises ValueError where one is compressed."""
+    found = {}
+    for entry in archive.infolist():
+        folder, _, key = entry.filename.rpartition("/")
+        if folder.endswith("/data"):
+            found[key] = _data_offset(fd, entry), entry.file_size
+    return found
+
+
+def _data_offset(fd: int, entry: zipfile.ZipInfo) -> int:
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{entry.filename} is compressed")
+    *_, name, extra = _LOCAL_HEADER.unpack(os.pread(fd, _LOCAL_HEADER.size, entry.header_offset))
     return entry.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)

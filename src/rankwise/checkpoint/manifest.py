@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, DamagedError
 
 if TYPE_CHECKING:
     import torch
@@ -172,12 +172,19 @@ def rest_sum(path: Path, layout: Mapping[str, Layout]) -> str:
 
 def _rest_sum(view: memoryview, layout: Mapping[str, Layout]) -> str:
     total = xxhash.xxh3_128()
-    end = 0
-    for begin, length in sorted((at.offset, at.bytes) for at in layout.values() if at.offset is not None):
-        total.update(view[end : max(begin, end)])  # tensors may share memory
-        end = max(end, begin + length)
-    total.update(view[end:])
+    for begin, end in rest(layout, len(view)):
+        total.update(view[begin:end])
     return total.hexdigest()
+
+
+def rest(layout: Mapping[str, Layout], size: int) -> Iterator[tuple[int, int]]:
+    """The parts of a file, (begin, end), that lie in none of these tensors."""
+    done = 0
+    for begin, length in sorted((at.offset, at.bytes) for at in layout.values() if at.offset is not None):
+        if begin > done:  # tensors may share memory
+            yield done, begin
+        done = max(done, begin + length)
+    yield done, size
 
 
 @contextlib.contextmanager
@@ -188,31 +195,52 @@ def _mapped(path: Path) -> Iterator[memoryview]:
 
 
 def verify(folder: Path) -> Manifest:
-    """Read every byte. Raises CheckpointError that names the damaged file, and the tensor where that can be told."""
+    """Read every byte. Raises DamagedError that names the damaged file, and the tensor where that can be told."""
     manifest = Manifest.read(folder)
-    for damage in damages(folder, manifest):
-        raise CheckpointError(damage)
+    for text in damages(folder, manifest):
+        raise DamagedError(text)
+    return manifest
+
+
+def glance(folder: Path) -> Manifest:
+    """As `verify`, of the manifest and the lengths of the files alone."""
+    manifest = Manifest.read(folder)
+    for name, record in manifest.files.items():
+        if text := length_damage(folder / name, record):
+            raise DamagedError(text)
     return manifest
 
 
 def damages(folder: Path, manifest: Manifest, only: str | None = None) -> Iterator[str]:
     """What is wrong with each file, or with one, in the words of an error. Reads every byte, on all cores."""
-    with ThreadPoolExecutor(_cores(), "rankwise-verify") as pool:
-        for name, record in manifest.files.items():
-            if only not in (None, name):
-                continue
-            path = folder / name
-            try:
-                size = path.stat().st_size
-                if size != record.bytes:
-                    yield f"{path} has {size} of {record.bytes} bytes{_cut_tensors(record, size)}"
-                elif damage := _damage(path, record, pool):
-                    yield f"{path} is damaged{damage}"
-            except OSError as error:
-                yield f"{path} cannot be read ({error.strerror})"
+    for name, record in manifest.files.items():
+        if only in (None, name) and (found := damage(folder / name, record)):
+            yield found
 
 
-def _cores() -> int:
+def damage(path: Path, record: FileRecord) -> str:
+    """What is wrong with one file; empty if nothing is."""
+    if found := length_damage(path, record):
+        return found
+    try:
+        with ThreadPoolExecutor(cores(), "rankwise-verify") as pool:
+            place = _damage(path, record, pool)
+        return f"{path} is damaged{place}" if place else ""
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
+
+
+def length_damage(path: Path, record: FileRecord) -> str:
+    """What is wrong with a file that is not looked into; empty if nothing is."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
+    return f"{path} has {size} of {record.bytes} bytes{_cut_tensors(record, size)}" if size != record.bytes else ""
+
+
+def cores() -> int:
+    """How many threads read and sum."""
     return min(len(os.sched_getaffinity(0)), _MOST_CORES)
 
 
@@ -246,9 +274,14 @@ def _damage(path: Path, record: FileRecord, pool: Executor) -> str:
             found = _damaged_when_loaded(path, record)
         except Exception as error:  # a damaged pickle raises one of many types; or there is no torch here
             return f" (it does not even load: {type(error).__name__})"
-    if not found:
+    return where(found)
+
+
+def where(damaged: list[str]) -> str:
+    """What comes after `is damaged`."""
+    if not damaged:
         return " outside its tensors"
-    return f" in tensor {found[0]}" if len(found) == 1 else f" in tensors {_few(found)}"
+    return f" in tensor {damaged[0]}" if len(damaged) == 1 else f" in tensors {_few(damaged)}"
 
 
 def _damaged_when_loaded(path: Path, record: FileRecord) -> list[str]:

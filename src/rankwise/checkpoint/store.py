@@ -23,14 +23,13 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from rankwise import comm, log, seed
 from rankwise.checkpoint import manifest as manifests
@@ -39,10 +38,11 @@ from rankwise.checkpoint.best import Best
 from rankwise.checkpoint.folders import checkpoints_in, fsync, order, remove
 from rankwise.checkpoint.layout import layout
 from rankwise.checkpoint.manifest import FileRecord, Manifest, saved_at
+from rankwise.checkpoint.reader import read
 from rankwise.checkpoint.retention import Retention
 from rankwise.checkpoint.snapshot import Snapshot
-from rankwise.errors import CheckpointError, ConfigError
-from rankwise.guards import run_on_main
+from rankwise.errors import CheckpointError, ConfigError, DamagedError
+from rankwise.guards import run_on_main, settle
 from rankwise.lease import Fence
 from rankwise.state import Stateful
 from rankwise.terminal import count
@@ -229,12 +229,15 @@ class Checkpoints:
 
         Another process may save and prune meanwhile. Raises CheckpointError when there are some and all are damaged.
         """
+        return self._newest({}, self._verified)
+
+    def _newest(self, damaged: dict[Path, str], look: Callable[[Path], Manifest]) -> tuple[Path, Manifest] | None:
+        """Of those that are not damaged: what is wrong with one, by `look`, is added."""
         self._writer.join()
-        damaged: dict[Path, str] = {}
         while left := [path for path in self.all() if path not in damaged]:
             folder = left[-1]
             try:
-                return folder, self._verified(folder)
+                return folder, look(folder)
             except CheckpointError as error:
                 if folder.exists():
                     damaged[folder] = str(error)
@@ -248,15 +251,28 @@ class Checkpoints:
 
     def _verified(self, folder: Path) -> Manifest:
         """Read it all. What is damaged is said, and remembered."""
-        try:
-            manifest = manifests.verify(folder)
-        except CheckpointError as error:
-            if folder.exists():
-                self._damaged.add(folder)
-                log.warn(f"checkpoint passed over: {error}")
-            raise
+        manifest = self._looked_at(folder, manifests.verify)
         self._whole.add(folder)
         return manifest
+
+    def _glanced_at(self, folder: Path) -> Manifest:
+        return self._looked_at(folder, manifests.glance)
+
+    def _looked_at(self, folder: Path, look: Callable[[Path], Manifest]) -> Manifest:
+        try:
+            return look(folder)
+        except CheckpointError as error:
+            self._pass_over(folder, str(error))
+            raise
+
+    def _pass_over(self, folder: Path, why: str) -> bool:
+        """False where it is not damaged but gone: pruned by who writes here."""
+        if not folder.exists():
+            return False
+        self._damaged.add(folder)
+        self._whole.discard(folder)
+        log.warn(f"checkpoint passed over: {why}")
+        return True
 
     # --- the best
 
@@ -310,35 +326,43 @@ class Checkpoints:
     def load_latest(self, parts: Mapping[str, Stateful]) -> Manifest | None:
         """Collective. Load the newest whole checkpoint into `parts` on every rank; returns its manifest, None if none.
 
-        The main rank chooses and verifies, all load the same. Raises ConfigError when the parts are not those saved.
+        The main rank chooses, all load the same, and each verifies what it reads, as it reads it into the tensors of `parts`:
+        where a byte is not what was written, on any rank, the one before is loaded over it on all. Raises CheckpointError when
+        none is whole, and ConfigError when the parts are not those saved; what they hold then is not to be trained with.
         """
-        while (found := run_on_main(self.find_latest)) is not None:
+        damaged: dict[Path, str] = {}  # known to the main rank
+        while (found := run_on_main(lambda: self._newest(damaged, self._glanced_at))) is not None:
             folder, manifest = found
             try:
                 self._load(folder, manifest, parts)
-            except (ConfigError, CheckpointError):  # the same on all ranks
+            except DamagedError as error:  # the same on all ranks, as is the next
+                if run_on_main(self._pass_over, [folder, str(error)]):
+                    damaged[folder] = str(error)
+            except (ConfigError, CheckpointError):
                 if run_on_main(folder.exists):
                     raise
             else:
+                self._whole.add(folder)
                 return manifest
         return None
 
-    def _load(self, folder: Path, manifest: Manifest, parts: Mapping[str, Stateful]) -> None:
-        """Collective."""
-        error: ConfigError | CheckpointError | None = None
+    def _load(self, folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify: bool = True) -> None:
+        """Collective. What one rank raises, all raise: none must leave the others in their next collective."""
+        error: BaseException | None = None
         try:
             for name, part in parts.items():
-                _load_part(folder, name, part)
-            self._load_stream(folder, manifest)
-        except (ConfigError, CheckpointError) as problem:
+                _load_part(folder, manifest, name, part, verify)
+            self._load_stream(folder, manifest, verify)
+            if verify and comm.is_main():  # a checkpoint is whole or damaged, though nobody asks for all of it
+                for name in manifest.files.keys() - {f"{part}.pt" for part in (*parts, _RNG)}:
+                    for damage in manifests.damages(folder, manifest, only=name):
+                        raise DamagedError(damage)
+        except BaseException as problem:
             error = problem
-        # One rank that cannot read must not leave the others in their first collective.
-        for first in comm.all_gather_object(error):
-            if first is not None:
-                raise first
+        settle(error, comm.patient())
 
-    def _load_stream(self, folder: Path, manifest: Manifest) -> None:
-        streams = _read(folder / f"{_RNG}.pt")
+    def _load_stream(self, folder: Path, manifest: Manifest, verify: bool) -> None:
+        streams = _read(folder, manifest, _RNG, None, verify)
         mine = streams.get(str(comm.rank()))
         if mine is not None:
             seed.set_rng_state(mine)
@@ -425,24 +449,31 @@ def _why_not(final: Path, states: Mapping[str, Any], error: OSError | RuntimeErr
     return f"cannot write {final}: it needs {need / 1e6:.1f} MB and {free / 1e6:.1f} MB are free there"
 
 
-def _read(path: Path, mapped: bool = False) -> Any:
+def _read(folder: Path, manifest: Manifest, name: str, part: Stateful | None, verify: bool) -> Any:
+    path = folder / f"{name}.pt"
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        return read(path, manifest.files[path.name], part, verify)
+    except DamagedError as error:
+        raise DamagedError(f"{error}{f', as rank {comm.rank()} reads it' if comm.rank() else ''}") from None
     except FileNotFoundError:
+        if comm.is_main():
+            raise DamagedError(f"{path} cannot be read (No such file or directory)") from None
         raise CheckpointError(f"{path} is missing on rank {comm.rank()}: all ranks must see the same folder") from None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror}), on rank {comm.rank()}") from None
     except Exception as error:  # torch raises many types; the file is whole, so it is not one of ours
         raise CheckpointError(f"{path} does not load: {error}") from None
 
 
-def _load_part(folder: Path, name: str, part: Stateful) -> None:
+def _load_part(folder: Path, manifest: Manifest, name: str, part: Stateful, verify: bool = True) -> None:
     path = folder / f"{name}.pt"
-    if not path.exists():
+    if path.name not in manifest.files:
         raise ConfigError(
             f"the checkpoint {folder} has no {name}; it was made by another program: --fresh starts anew, --name beside it"
         )
+    state = _read(folder, manifest, name, part, verify)
     try:
-        # A module copies what it is given; another part may keep it, and must not hang on a file that goes when it is pruned.
-        part.load_state_dict(_read(path, mapped=isinstance(part, nn.Module)))
+        part.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(

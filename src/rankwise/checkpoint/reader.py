@@ -1,0 +1,348 @@
+"""Read the file of a part straight into the memory where its tensors belong, each byte once, summed while it is in the cache.
+
+    state = read(path, record, optimizer)      # the nest that torch.load gives
+    optimizer.load_state_dict(state)           # has nothing left to copy
+
+What torch.load + load_state_dict wait for is memory: pages that are new, a copy of all that is read; and a pickle that is read
+in Python. Here a tensor that the part has already is read into, an optimizer that has none yet is given large pages, and
+nothing that is loaded hangs on the file.
+"""
+
+from __future__ import annotations
+
+import bisect
+import io
+import mmap
+import os
+import pickle
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from rankwise import comm
+from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint.layout import storages
+from rankwise.checkpoint.manifest import FileRecord, tensors
+from rankwise.errors import DamagedError
+
+_CHUNK = 1 << 20  # bytes: what is read stays in the cache until it is summed
+_LARGE_PAGES_FROM = 8 << 20
+
+
+def read(path: Path, record: FileRecord, part: object = None, verify: bool = True) -> Any:
+    """The state in a file, on the CPU; its tensors are those of `part` where its load_state_dict does no more than copy them.
+
+    Raises DamagedError where a byte is not what was written, FileNotFoundError, and what torch.load raises. Then the tensors of
+    `part` may hold anything.
+    """
+    with path.open("rb") as file:
+        if text := manifests.length_damage(path, record):
+            raise DamagedError(text)
+        if record.rest:
+            if verify and _rest_sum(file.fileno(), record) != record.rest:
+                raise DamagedError(manifests.damage(path, record) or f"{path} is damaged outside its tensors")
+            try:
+                state, found = _skeleton(file, record, part)
+            except Exception:  # of many types; torch.load knows more kinds of tensors, and judges what it does not know
+                pass
+            else:
+                if damaged := _fill(file.fileno(), found, record.tensors if verify else {}):
+                    raise DamagedError(f"{path} is damaged{manifests.where(damaged)}")
+                return state
+    if verify and (text := manifests.damage(path, record)):
+        raise DamagedError(text)
+    # A module copies what it is given; another part may keep it, and must not hang on a file that goes when it is pruned.
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=isinstance(part, nn.Module))
+
+
+def _rest_sum(fd: int, record: FileRecord) -> str:
+    total = xxhash.xxh3_128()
+    for begin, end in manifests.rest(record.layout, record.bytes):
+        for at in range(begin, end, _CHUNK):
+            total.update(os.pread(fd, min(_CHUNK, end - at), at))
+    return total.hexdigest()
+
+
+# --- the nest, with tensors that are not filled yet
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """One of the file, and the memory that it is read into."""
+
+    offset: int
+    memory: torch.Tensor
+    """Of bytes, flat."""
+
+    tensors: tuple[tuple[str, int, int], ...]
+    """(path, begin in the storage, bytes) of each that is summed."""
+
+
+@dataclass(frozen=True)
+class _Typed:
+    """A storage as a pickled tensor names it."""
+
+    storage: _Storage
+    dtype: torch.dtype
+
+
+def _skeleton(file: BinaryIO, record: FileRecord, part: object) -> tuple[Any, list[_Storage]]:
+    """Raises something where the file holds more than plain tensors in plain collections."""
+    with zipfile.ZipFile(file) as archive:
+        folder = archive.namelist()[0].partition("/")[0]
+        if archive.read(f"{folder}/byteorder").decode() != sys.byteorder:
+            raise pickle.UnpicklingError("of another byte order")
+        pickled = archive.read(f"{folder}/data.pkl")
+        placing = _Placing(storages(archive, file.fileno()), record, part)
+    return _Unpickler(io.BytesIO(pickled), placing).load(), list(placing.found.values())
+
+
+class _Placing:
+    """Decides where each storage goes."""
+
+    def __init__(self, places: Mapping[str, tuple[int, int]], record: FileRecord, part: object) -> None:
+        self._places = places
+        self._layout = record.layout
+        self._sorted = sorted((at.offset, at.bytes, name) for name, at in record.layout.items() if at.offset is not None)
+        self._own = _own(part)
+        self._taken: set[int] = set()
+        large = isinstance(part, Optimizer) and record.bytes >= _LARGE_PAGES_FROM
+        self._new: Callable[[int], torch.Tensor] = _LargePages(record.bytes).take if large else _new
+        self.found: dict[str, _Storage] = {}
+
+    def storage(self, key: str) -> _Storage:
+        if key not in self.found:
+            offset, size = self._places[key]
+            here = self._sorted[
+                bisect.bisect_left(self._sorted, (offset,)) : bisect.bisect_left(self._sorted, (offset + size,))
+            ]
+            within = tuple((name, begin - offset, length) for begin, length, name in here)
+            memory = self._own_memory(within, size)
+            self.found[key] = _Storage(offset, self._new(size) if memory is None else memory, within)
+        return self.found[key]
+
+    def _own_memory(self, within: Sequence[tuple[str, int, int]], size: int) -> torch.Tensor | None:
+        """That of the tensor of the part which is the whole storage, if there is one and no other storage has it."""
+        if any((begin, length) != (0, size) for _, begin, length in within):
+            return None
+        for name, _, _ in within:
+            own, at = self._own.get(name), self._layout[name]
+            if own is None or (str(own.dtype), tuple(own.shape)) != (f"torch.{at.dtype}", at.shape):
+                continue
+            if own.data_ptr() not in self._taken:
+                self._taken.add(own.data_ptr())
+                return own.detach().reshape(-1).view(torch.uint8)
+        return None
+
+
+def _new(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+class _LargePages:
+    """Memory that is kept or freed as one: a page fault costs more than to copy what a small page holds."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._map: mmap.mmap | None = None
+        self._end = 0
+
+    def take(self, size: int) -> torch.Tensor:
+        begin, end = self._end, self._end + -(-size // 64) * 64  # as torch aligns what it allocates
+        try:
+            if self._map is None:
+                self._map = mmap.mmap(-1, self._size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # no more of it, or a kernel without large pages
+            pass
+        if self._map is None or end > self._size or not size:
+            return _new(size)
+        self._end = end
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=begin)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows by name what plain tensors in plain collections are pickled with, and nothing else. So does `weights_only`, which
+    takes ten times as long, in Python."""
+
+    def __init__(self, file: io.BytesIO, placing: _Placing) -> None:
+        super().__init__(file)
+        self._placing = placing
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _KNOWN[module, name]
+
+    def persistent_load(self, saved: Any) -> _Typed:
+        kind, dtype, key, _device, _length = saved
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError("no storage of a plain type")
+        return _Typed(self._placing.storage(key), dtype)
+
+
+def _tensor(
+    typed: _Typed,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    hooks: object,
+    metadata: object = None,
+) -> torch.Tensor:
+    """In the place of torch._utils._rebuild_tensor_v2."""
+    memory, size = typed.storage.memory, typed.dtype.itemsize
+    last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    if metadata or memory.storage_offset() % size or (0 not in shape and (offset + last + 1) * size > memory.numel()):
+        raise pickle.UnpicklingError("no plain tensor")
+    tensor = torch.empty(0, dtype=typed.dtype)
+    tensor.set_(memory.untyped_storage(), memory.storage_offset() // size + offset, shape, stride)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _parameter(tensor: torch.Tensor, requires_grad: bool, hooks: object) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad)
+
+
+_KNOWN: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch", "DoubleStorage"): torch.float64, ("torch", "FloatStorage"): torch.float32,
+    ("torch", "HalfStorage"): torch.float16, ("torch", "BFloat16Storage"): torch.bfloat16,
+    ("torch", "LongStorage"): torch.int64, ("torch", "IntStorage"): torch.int32, ("torch", "ShortStorage"): torch.int16,
+    ("torch", "CharStorage"): torch.int8, ("torch", "ByteStorage"): torch.uint8, ("torch", "BoolStorage"): torch.bool,
+    ("torch", "ComplexFloatStorage"): torch.complex64, ("torch", "ComplexDoubleStorage"): torch.complex128,
+}  # fmt: skip
+
+
+# --- what a part has already
+
+
+def _own(part: object) -> dict[str, torch.Tensor]:
+    """The tensors that may be read into, by their paths: those into which load_state_dict would only copy what it is given, or
+    for which it would take that."""
+    if isinstance(part, nn.Module):
+        found = _own_of_module(part)
+    elif isinstance(part, Optimizer):
+        found = _own_of_optimizer(part)
+    else:
+        return {}
+    plain = {name: tensor for name, tensor in found.items() if _is_plain(tensor)}
+    return {name: plain[name] for name in plain.keys() - _overlapping(plain)}
+
+
+def _own_of_module(part: nn.Module) -> dict[str, torch.Tensor]:
+    if not _is(part.load_state_dict, nn.Module.load_state_dict):
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in part.named_modules(remove_duplicate=False):
+        # What batch norms do besides is to add a count that older files lack.
+        plain = any(_is(module._load_from_state_dict, c._load_from_state_dict) for c in (nn.Module, _NormBase))
+        if plain and not module._load_state_dict_pre_hooks:
+            buffers = {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
+            for name, tensor in {**module._parameters, **buffers}.items():
+                if tensor is not None:
+                    found[f"{prefix}.{name}" if prefix else name] = tensor
+    return found
+
+
+def _own_of_optimizer(part: Optimizer) -> dict[str, torch.Tensor]:
+    hooks = (
+        part._optimizer_load_state_dict_pre_hooks
+        or part._optimizer_state_dict_pre_hooks
+        or part._optimizer_state_dict_post_hooks
+    )
+    if not _is(part.load_state_dict, Optimizer.load_state_dict) or not _is(part.state_dict, Optimizer.state_dict) or hooks:
+        return {}
+    return dict(tensors({"state": part.state_dict()["state"]}))
+
+
+def _is(method: Any, plain: Any) -> bool:
+    return getattr(method, "__func__", None) is plain
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Its bytes in memory are those in a file."""
+    kind = type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
+    return (
+        kind
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference())
+    )
+
+
+def _overlapping(found: Mapping[str, torch.Tensor]) -> set[str]:
+    """Those that share a part of their memory, but not all of it, with another."""
+    overlapping: set[str] = set()
+    last = ""
+    for name in sorted(found, key=lambda name: (found[name].data_ptr(), -found[name].nbytes)):
+        if last:
+            here, before = found[name], found[last]
+            same = (here.data_ptr(), here.nbytes) == (before.data_ptr(), before.nbytes)
+            if not same and here.data_ptr() < before.data_ptr() + before.nbytes:
+                overlapping |= {name, last}
+                continue  # that before reaches further
+        last = name
+    return overlapping
+
+
+# --- filling
+
+
+def _fill(fd: int, found: Sequence[_Storage], sums: Mapping[str, str]) -> list[str]:
+    """Read; returns the tensors of which the sum is another than here."""
+    jobs = list(_jobs(found))
+    threads = min(max(1, manifests.cores() // comm.local_world_size()), len(jobs))
+
+    def work(job: Sequence[_Storage]) -> list[str]:
+        return [name for storage in job for name in _fill_storage(fd, storage, sums)]
+
+    if threads <= 1:
+        return [name for job in jobs for name in work(job)]
+    with ThreadPoolExecutor(threads, "rankwise-read") as pool:
+        return [name for names in pool.map(work, jobs) for name in names]
+
+
+def _jobs(found: Sequence[_Storage]) -> Iterator[list[_Storage]]:
+    """In the order of the file, small ones together: to hand one over takes longer than to read it."""
+    job: list[_Storage] = []
+    size = 0
+    for storage in sorted(found, key=lambda storage: storage.offset):
+        job.append(storage)
+        size += storage.memory.numel()
+        if size >= _CHUNK:
+            yield job
+            job, size = [], 0
+    if job:
+        yield job
+
+
+def _fill_storage(fd: int, storage: _Storage, sums: Mapping[str, str]) -> list[str]:
+    memory = storage.memory.numpy().data
+    checked = [(name, begin, length) for name, begin, length in storage.tensors if name in sums]
+    is_one = all((begin, length) == (0, len(memory)) for _, begin, length in checked)
+    total = xxhash.xxh3_128()
+    done = 0
+    while done < len(memory):
+        chunk = memory[done : done + _CHUNK]
+        got = os.preadv(fd, [chunk], storage.offset + done)
+        if not got:
+            raise DamagedError(f"a file ends after {storage.offset + done} bytes, which was longer")
+        if checked and is_one:
+            total.update(chunk[:got])
+        done += got
+    if is_one:
+        return [name for name, _, _ in checked if total.hexdigest() != sums[name]]
+    return [name for name, at, n in checked if xxhash.xxh3_128_hexdigest(memory[at : at + n]) != sums[name]]
