@@ -41,6 +41,8 @@ PLAN = Plan(
     node_wait_s=30.0,
     max_restarts=3,
     launcher_pid=17,
+    fresh=True,
+    checkpoint_scope="node",
 )
 
 

@@ -160,6 +160,23 @@ def test_a_file_where_the_folder_should_be_is_an_error_and_stays(tmp_path: Path)
     assert (tmp_path / "train").read_text() == "mine"
 
 
+# --- a part of it on a host that does not see the rest
+
+
+def test_with_fresh_a_host_of_its_own_disk_moves_an_older_run_aside_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / "train")
+    run.begin_copy("first", fresh=False)
+    (run.checkpoints / "step-00000400").mkdir(parents=True)
+    run.begin_copy("second", fresh=False)  # goes on
+    assert run.saved() == ["step-00000400"]
+    run.begin_copy("third", fresh=True)
+    assert run.saved() == []
+    (run.checkpoints / "step-00000005").mkdir(parents=True)
+    run.begin_copy("third", fresh=True)  # put back into the queue, or another agent on this host
+    assert run.saved() == ["step-00000005"]
+    assert len(names(run.path.parent)) == 2
+
+
 # --- lives
 
 

@@ -152,6 +152,11 @@ def _options_of_schedulers(command: Any) -> Any:
 @click.option("--max-restarts", type=int, metavar="K", help="How often to start all ranks again after a failure.  [default: 0]")
 @click.option("--stop-after", metavar="TIME", help="Stop and save, to go on later, when the run has taken so long: 90m, 12h.")
 @click.option(
+    "--checkpoint-scope",
+    metavar="main|node",
+    help="Who writes a Trainer's checkpoints: rank 0, or one rank a node, where nodes share no disk.  [default: main]",
+)
+@click.option(
     "--grace",
     "grace_s",
     type=float,

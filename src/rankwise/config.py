@@ -66,6 +66,9 @@ class RunConfig:
     stop_after: str | None = None
     """Stop all ranks after the step that they are in, and save, when the run has taken so long: `90m`, `12h`."""
 
+    checkpoint_scope: str = "main"
+    """Who writes a Trainer's checkpoints: `main`, rank 0, or `node`, one rank a node, where disks are not shared."""
+
     grace_s: float = 120.0
     """How long ranks may take to stop when asked, before they are killed."""
 
@@ -178,6 +181,7 @@ class RunConfig:
         for name, value, choices in (
             ("start-method", self.start_method, ("fork", "spawn")),
             ("tee", self.tee, ("main", "all")),
+            ("checkpoint-scope", self.checkpoint_scope, ("main", "node")),
         ):
             if value not in choices:
                 raise ConfigError(f"--{name} {value}: choose {' or '.join(choices)}")

@@ -95,7 +95,7 @@ def take(path: Path, say: Callable[[str], None]) -> Lease:
     mine = Holder.this_process()
     silent: Holder | None = None
     while True:
-        with _alone_in(path.parent):
+        with alone_in(path.parent):
             # Reading who is there and taking its place are one act: of two that find a dead holder, one would else move the
             # other's new lease away.
             other = read(path)
@@ -167,7 +167,7 @@ def _stamp(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def alone_in(folder: Path) -> Iterator[None]:
     """As far as this file system knows locks."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -111,6 +111,12 @@ class Plan:
     launcher_pid: int
     """The process whose end also ends the run; 0 for none."""
 
+    fresh: bool = False
+    """Nodes that do not see the head's folder move an older run of theirs aside too."""
+
+    checkpoint_scope: str = "main"
+    """Whose first rank writes a Trainer's checkpoints: `main`, that of the run, or `node`, that of each node."""
+
     launcher_holds: bool = False
     """The launcher has the right to write in the run directory as long as the run lives; otherwise the head takes it."""
 

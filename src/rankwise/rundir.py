@@ -109,6 +109,9 @@ class Life(_Record):
     parts: tuple[Part, ...] = ()
     """The nodes in the order of their ranks; empty without an agent."""
 
+    checkpoint_scope: str = "main"
+    """See RunConfig."""
+
     ended: float | None = None
     status: int | None = None
     """The exit status of the run; None while it lives, or when it was killed with its agent."""
@@ -171,6 +174,7 @@ class RunDir:
         self.queued = path / "job.json"
         self.logs = path / "logs"
         self.door = path / ".head.json"
+        self.copy_of = path / ".copy-of"
         self.metrics = path / "metrics.jsonl"
         self.telemetry = path / "telemetry"
         self.failure = path / "failure.json"
@@ -241,6 +245,15 @@ class RunDir:
             raise RunDirError(f"the run directory {self.path} is not writable; choose another with --run-dir PATH")
         return aside
 
+    def begin_copy(self, run_id: str, fresh: bool) -> None:
+        """As `prepare`, on a host that does not see where the run `run_id` writes and keeps its own part of it. With `fresh` an
+        older run's part is moved aside; not again when that same run comes back to this host."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with lease.alone_in(self.path.parent):  # several agents may be here
+            known = self.copy_of.read_text() if self.copy_of.exists() else ""
+            self.prepare(fresh and known != run_id)
+            write_text(self.copy_of, run_id)
+
     def _is_something_else(self) -> bool:
         """A folder with content that no run has left: to write there, or to move it aside, would be a mistake."""
         if not self.path.is_dir() or any(p.exists() for p in (self.world, self.config, self.checkpoints, self.logs)):
@@ -277,9 +290,12 @@ class RunDir:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunDirError(f"{self.world} cannot be read ({error})") from None
 
-    def begin_life(self, ranks: int, argv: tuple[str, ...], parts: tuple[Part, ...] = ()) -> Life:
+    def begin_life(
+        self, ranks: int, argv: tuple[str, ...], parts: tuple[Part, ...] = (), checkpoint_scope: str = "main"
+    ) -> Life:
         lives = self.lives()
-        life = Life(len(lives) + 1, time.time(), socket.gethostname(), ranks, argv, parts=parts)
+        now, host = time.time(), socket.gethostname()
+        life = Life(len(lives) + 1, now, host, ranks, argv, parts=parts, checkpoint_scope=checkpoint_scope)
         self._write_lives([*lives, life])
         return life
 

@@ -144,7 +144,8 @@ class Head:
             for part, order in todo:
                 if self._is_here(part):
                     part.start(order, None)
-            life = self._run.begin_life(world_size, self._plan.argv, records)  # while they are forked: disks are slow
+            plan = self._plan  # written while they are forked: disks are slow
+            life = self._run.begin_life(world_size, plan.argv, records, plan.checkpoint_scope)
             for (part, order), record in zip(todo, records, strict=True):
                 if not self._is_here(part):
                     part.start(order, replace(life, parts=(record,)))

@@ -262,6 +262,11 @@ class Node:
         row = self._page.row(0) if 0 in numbers and self._plan.tee != "none" else None
         return Console(followers, row, self.sink)
 
+    @property
+    def fresh(self) -> bool:
+        """Whether an older run's part is to be moved aside here."""
+        return self._plan.fresh
+
     def _spec(self, rank: int) -> Spec:
         orders, row = self._orders, rank - self._orders.first
         local_rank = orders.local_first + row

@@ -249,7 +249,7 @@ class Member:
         if self._shared:
             self._node.run = run
         else:
-            self._node.run.prepare(fresh=False)
+            self._node.run.begin_copy(run_id, self._node.fresh)
             self._link.send({"say": f"it does not see {path}: the logs of its ranks stay there, in {self._node.run.path}"})
 
     def _start(self, orders: Orders, life: Life) -> None:

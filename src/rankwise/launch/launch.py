@@ -152,6 +152,8 @@ def _plan(
         tee=config.tee,
         # An agent that another starter starts may be on another host, where this number is somebody else's.
         launcher_pid=os.getpid() if choice.attached and not config.dry_run and not choice.starts_agents else 0,
+        fresh=config.fresh,
+        checkpoint_scope=config.checkpoint_scope,
         launcher_holds=choice.attached and not config.dry_run,
     )
 
