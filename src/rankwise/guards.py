@@ -66,6 +66,12 @@ def run_once_per_node(
     return _guarded(groups, work, post, run_post_on_main)
 
 
+def run_on_firsts(groups: Sequence[Sequence[int]], func: Callable[[], R]) -> R:
+    """Collective. Call `func` on the first rank of each group, which have each rank once; return its value on the ranks of that
+    group. The rest is as in `run_once_per_node`."""
+    return _guarded(None if comm.is_alone() else [list(ranks) for ranks in groups], func, None, False)
+
+
 def main_process_only(func: Callable[P, R]) -> Callable[P, R]:
     """Decorator: each call is `run_on_main`."""
 

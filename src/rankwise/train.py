@@ -51,6 +51,7 @@ from rankwise.telemetry import JsonlWriter, Meters, Metrics, Progress, TensorBoa
 from rankwise.telemetry.writers import Writer
 from rankwise.terminal import short
 from rankwise.world import agent_row
+from rankwise.world import checkpoint_scope as scope_of
 
 _LEFT_OUT_IN_A_ROW = 100  # steps; then it is no accident
 _LEFT_OUT_TOLD = 3  # of them, one by one
@@ -70,6 +71,9 @@ class Trainer:
     checkpoints stay, and the one with the best `keep_best`, a figure such as eval_loss: one more is saved after each
     evaluation that is the best so far; those of `keep_steps`, which are saved for that, and those `keep_younger_than_s` stay
     too. With `background_saves` the loop waits for a copy of the state alone, which a thread of the main rank writes.
+    `checkpoint_scope`: main, and rank 0 writes; node, and so does one rank of each node, where they share no disk; by default
+    what --checkpoint-scope says. `checkpoint_mirror`: a URL (s3://bucket/run) for fsspec, where checkpoints are copied to, and
+    had from when they are not here.
     `actions` run after each step, after the Trainer's own. A run directory that holds checkpoints is gone on with, unless
     `fresh`.
     """
@@ -116,6 +120,8 @@ class Trainer:
         keep_steps: Collection[int] = (),
         keep_younger_than_s: float | None = None,
         background_saves: bool = True,
+        checkpoint_scope: str | None = None,
+        checkpoint_mirror: str | None = None,
         workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
@@ -171,7 +177,8 @@ class Trainer:
         self._fresh = fresh
         self._lease: Lease | None = None
         self.checkpoints = Checkpoints(
-            self.run.checkpoints, keep_last, keep_best, larger_is_better, keep_steps, keep_younger_than_s, background_saves
+            self.run.checkpoints, keep_last, keep_best, larger_is_better, keep_steps, keep_younger_than_s, background_saves,
+            checkpoint_scope or scope_of(self.world), checkpoint_mirror,
         )  # fmt: skip
         self._keep_best = keep_best
         self.stop = StopSignal(self.world)

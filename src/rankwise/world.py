@@ -13,7 +13,7 @@ from typing import TypedDict, Unpack
 from rankwise import schedulers
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.page import Page, Row
-from rankwise.rundir import ENV_RUN_DIR, Part, RunDir
+from rankwise.rundir import ENV_RUN_DIR, Life, Part, RunDir
 from rankwise.schedulers.ranks import Ranks, shown, single
 
 ARGUMENTS = "arguments"
@@ -215,7 +215,19 @@ def ranks_of_one_agent(world: World) -> int:
     return part.ranks if part is not None else 1
 
 
+def checkpoint_scope(world: World) -> str:
+    """What `rankwise run --checkpoint-scope` said: `main` or `node`."""
+    life = _life(world)
+    return life.checkpoint_scope if life is not None else "main"
+
+
 def _part(world: World) -> Part | None:
     """What this rank's agent has of the run's newest life."""
+    life = _life(world)
+    return life.part_of(world.rank) if life is not None else None
+
+
+def _life(world: World) -> Life | None:
+    """The newest of the run that an agent of ours has started; None elsewhere."""
     lives = RunDir(world.run_dir).lives() if world.run_dir is not None else []
-    return lives[-1].part_of(world.rank) if lives else None
+    return lives[-1] if lives else None

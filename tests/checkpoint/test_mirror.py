@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from boxes import loaded, save
+from boxes import loaded, of_step, save, step_in
 
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
@@ -191,3 +192,92 @@ def test_a_store_in_memory_works_as_a_folder_does(here: Path, tmp_path: Path) ->
     mirror.wait()
     mirror.fetch(path.name, tmp_path / "new")
     assert loaded(tmp_path / "new") == 3
+
+
+# --- as Checkpoints use it
+
+
+def mirrored(here: Path, there: Path, **settings: Any) -> Checkpoints:
+    return Checkpoints(here, mirror=f"file://{there}", **settings)
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["blocking", "background"])
+def test_what_is_saved_is_there_in_the_end_and_what_is_pruned_here_goes_there(
+    background: bool, here: Path, there: Path
+) -> None:
+    checkpoints = mirrored(here, there, keep_last=2, background=background)
+    for step in range(1, 6):
+        checkpoints.save(of_step(step), step)
+    checkpoints.wait()
+    assert sorted(path.name for path in there.iterdir() if (path / manifests.NAME).exists())[-1] == "step-00000005"
+    assert {path.name for path in there.iterdir()} <= {"step-00000003", "step-00000004", "step-00000005"}
+    assert contents(there / "step-00000005") == contents(here / "step-00000005")
+
+
+def test_a_machine_with_an_empty_disk_goes_on_from_there(here: Path, there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoints = mirrored(here, there)
+    checkpoints.save(of_step(7), 7)
+    checkpoints.wait()
+    shutil.rmtree(here)
+    parts = of_step(-1)
+    assert mirrored(here, there).load_latest(parts) is not None
+    assert step_in(parts) == 7
+    assert capsys.readouterr().out == f"step-00000007 comes from file://{there}\n"
+
+
+def test_what_is_newer_here_is_gone_on_from_here(here: Path, there: Path) -> None:
+    checkpoints = mirrored(here, there)
+    checkpoints.save(of_step(7), 7)
+    checkpoints.wait()
+    Checkpoints(here).save(of_step(8), 8)
+    parts = of_step(-1)
+    assert mirrored(here, there).load_latest(parts) is not None
+    assert step_in(parts) == 8
+
+
+def damage(path: Path) -> None:
+    data = bytearray((path / "model.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "model.pt").write_bytes(data)
+
+
+def test_what_is_damaged_here_and_whole_there_comes_from_there(here: Path, there: Path) -> None:
+    checkpoints = mirrored(here, there)
+    checkpoints.save(of_step(7), 7)
+    checkpoints.wait()
+    damage(here / "step-00000007")
+    parts = of_step(-1)
+    assert mirrored(here, there).load_latest(parts) is not None
+    assert step_in(parts) == 7
+    assert loaded(here) == 7
+
+
+def test_what_is_damaged_here_and_there_is_passed_over(here: Path, there: Path) -> None:
+    checkpoints = mirrored(here, there)
+    for step in (6, 7):
+        checkpoints.save(of_step(step), step)
+        checkpoints.wait()
+    for folder in (here, there):
+        damage(folder / "step-00000007")
+    parts = of_step(-1)
+    assert mirrored(here, there).load_latest(parts) is not None
+    assert step_in(parts) == 6
+
+
+def test_a_store_that_cannot_be_read_does_not_begin_anew_in_silence(
+    here: Path, there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = mirrored(here, there)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("403 Forbidden")
+
+    assert checkpoints._mirror is not None
+    checkpoints._mirror._fs.glob = refuse
+    with pytest.raises(CheckpointError, match=r"cannot be read: PermissionError: 403 Forbidden$"):
+        checkpoints.load_latest(of_step(-1))
+    Checkpoints(here).save(of_step(8), 8)
+    parts = of_step(-1)
+    assert checkpoints.load_latest(parts) is not None
+    assert step_in(parts) == 8
+    assert "403 Forbidden; going on with what is here" in capsys.readouterr().out

@@ -20,9 +20,11 @@ import contextlib
 import errno
 import math
 import os
+import platform
 import shutil
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,14 +37,16 @@ from rankwise import comm, log, seed
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.background import Background
 from rankwise.checkpoint.best import Best
+from rankwise.checkpoint.disks import digest, sharing, spread
 from rankwise.checkpoint.folders import checkpoints_in, fsync, order, remove
 from rankwise.checkpoint.layout import layout
 from rankwise.checkpoint.manifest import FileRecord, Manifest, saved_at
+from rankwise.checkpoint.mirror import Mirror
 from rankwise.checkpoint.reader import read
 from rankwise.checkpoint.retention import Retention
 from rankwise.checkpoint.snapshot import Snapshot
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
-from rankwise.guards import run_on_main, settle
+from rankwise.guards import run_on_firsts, run_on_main, settle
 from rankwise.lease import Fence
 from rankwise.state import Stateful
 from rankwise.terminal import count
@@ -57,6 +61,11 @@ class Checkpoints:
 
     `background`: `save` copies the state and returns; a thread of the main rank writes it while the loop goes on. Call `wait`
     before the end. One save at a time is under way, in host memory as large as the state.
+
+    `scope`: `main`, and the main rank writes; `node`, and so does the first rank of each node, where they have disks of their
+    own. What is loaded is the newest that any node has; those that do not see it get a copy through the process group.
+    `mirror`: a URL for fsspec, where what is saved is copied behind the loop, and from where it is had when it is newer there
+    or whole there alone. A failure of it is a warning.
     """
 
     def __init__(
@@ -68,7 +77,11 @@ class Checkpoints:
         keep_steps: Collection[int] = (),
         keep_younger_than_s: float | None = None,
         background: bool = False,
+        scope: str = "main",
+        mirror: str | None = None,
     ) -> None:
+        if scope not in ("main", "node"):
+            raise ConfigError(f"checkpoint_scope={scope!r}: choose main (rank 0 writes) or node (one rank of each node)")
         self.folder = folder
         self._retention = Retention.of(keep_last, keep_younger_than_s, keep_steps)
         self._best = Best.of(keep_best, larger_is_better)
@@ -77,6 +90,9 @@ class Checkpoints:
         self._durable = False
         self._snapshot = Snapshot() if background else None
         self._writer = Background()
+        self._scope = scope
+        self._groups: list[list[int]] | None = None  # the ranks for which one writes, that one first
+        self._mirror = Mirror(mirror) if mirror is not None else None
         self.wait_s = 0.0
         """Seconds that the loop has spent in saving so far."""
 
@@ -99,11 +115,12 @@ class Checkpoints:
         `background` it is not there yet, and what is raised is of the save before (as `wait` would): this one is not begun.
         """
         began = time.perf_counter()
-        streams = comm.all_gather_object(seed.rng_state())
+        told = comm.all_gather_object((seed.rng_state(), self._times_saved(step)))
+        streams, times = [stream for stream, _ in told], max(times for _, times in told)
 
         def begin() -> Path:
             self._writer.wait()
-            final = self._free_name(step)
+            final = self.folder / (f"step-{step:08d}" + (f"-{times + 1}" if times else ""))
             states = {name: part.state_dict() for name, part in parts.items()}
             states[_RNG] = {str(rank): stream for rank, stream in enumerate(streams)}
             record = Manifest(
@@ -118,7 +135,7 @@ class Checkpoints:
             return final
 
         try:
-            return run_on_main(begin)
+            return run_on_firsts(self._writers(), begin)
         finally:
             self.wait_s += time.perf_counter() - began
 
@@ -134,14 +151,31 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Collective. Until the last save is there. Raises on every rank what it raised, once: CheckpointError if it cannot be
-        written. Does nothing without `background`."""
-        if self._snapshot is None:
+        written. Does nothing without `background` or `mirror`."""
+        if self._snapshot is None and self._mirror is None:
             return
         began = time.perf_counter()
         try:
-            run_on_main(self._writer.wait)
+            run_on_firsts(self._writers(), self._wait)
         finally:
             self.wait_s += time.perf_counter() - began
+
+    def _wait(self) -> None:
+        self._writer.wait()
+        if self._mirror is not None and comm.is_main():
+            if self._mirror.is_busy:
+                log.say(f"waiting until the last checkpoint is in {self._mirror.url}")
+            self._mirror.wait()
+
+    def _writers(self) -> list[list[int]]:
+        """Collective, the first time. The groups of ranks of which the first one writes."""
+        if self._groups is None:
+            self._groups = [list(range(comm.world_size()))]
+            if self._scope == "node" and not comm.is_alone():
+                self._groups = sharing(self.folder)
+                if len(self._groups) == 1 and len(comm.nodes()) > 1:
+                    log.say(f"all nodes see {self.folder}: the main rank writes for all")
+        return self._groups
 
     @property
     def failure(self) -> BaseException | None:
@@ -151,14 +185,18 @@ class Checkpoints:
     def close(self) -> BaseException | None:
         """Wait for this rank's own writing; returns what nobody has heard of. For the end of a loop that broke."""
         self._writer.join()
+        if self._mirror is not None and comm.is_main():
+            self._mirror.wait()
         return self._writer.error
 
     def _write_and_prune(self, final: Path, states: Mapping[str, Any], record: Manifest) -> None:
-        """On the main rank alone, in a thread of its own or not: nothing in it is collective."""
+        """On those ranks alone that write, in a thread of its own or not: nothing in it is collective."""
         if self._snapshot is not None:
             self._snapshot.wait()
         self._write(final, states, record)
-        self._prune(final)
+        gone = self._prune(final)
+        if self._mirror is not None and comm.is_main():
+            self._mirror.offer(final, gone)
 
     def _write(self, final: Path, states: Mapping[str, Any], record: Manifest) -> None:
         temporary = self.folder / f"tmp.{uuid.uuid4().hex}"
@@ -201,22 +239,22 @@ class Checkpoints:
         for leftover in self.folder.glob("tmp.*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _free_name(self, step: int) -> Path:
+    def _times_saved(self, step: int) -> int:
         """A step may be saved again (a life that went on from an older checkpoint): beside the first, which goes after."""
-        count = max((time for path in self.all() for saved, time in [order(path)] if saved == step), default=0) + 1
-        return self.folder / (f"step-{step:08d}" + (f"-{count}" if count > 1 else ""))
+        return max((time for path in self.all() for saved, time in [order(path)] if saved == step), default=0)
 
-    def _prune(self, newest: Path) -> None:
+    def _prune(self, newest: Path) -> list[str]:
         """Keep the last few up to `newest`, the best, the young, those of named steps. What is damaged is not counted, and goes
-        once something newer is whole; what lies after `newest` is damaged too, else it had been loaded."""
+        once something newer is whole; what lies after `newest` is damaged too, else it had been loaded. Returns what went."""
         best = self._find_best()
         older = [path for path in self.all() if order(path) < order(newest)]
         again = [path for path in older if order(path)[0] == order(newest)[0] or path in self._damaged]
         now = time.time()
         ages = {path: now - _saved_at(path, now) for path in older if path not in again}
-        for old in [*again, *self._retention.gone({**ages, newest: 0.0})]:
-            if old != best:
-                remove(old)
+        gone = [old for old in [*again, *self._retention.gone({**ages, newest: 0.0})] if old != best]
+        for old in gone:
+            remove(old)
+        return [old.name for old in gone]
 
     # --- finding
 
@@ -271,7 +309,7 @@ class Checkpoints:
             return False
         self._damaged.add(folder)
         self._whole.discard(folder)
-        log.warn(f"checkpoint passed over: {why}")
+        log.warn(f"checkpoint passed over: {why}", force=not comm.is_main())
         return True
 
     # --- the best
@@ -326,28 +364,111 @@ class Checkpoints:
     def load_latest(self, parts: Mapping[str, Stateful]) -> Manifest | None:
         """Collective. Load the newest whole checkpoint into `parts` on every rank; returns its manifest, None if none.
 
-        The main rank chooses, all load the same, and each verifies what it reads, as it reads it into the tensors of `parts`:
-        where a byte is not what was written, on any rank, the one before is loaded over it on all. Raises CheckpointError when
-        none is whole, and ConfigError when the parts are not those saved; what they hold then is not to be trained with.
+        All load the same one, the newest that any node has, and verify what they read, as they read it into the tensors of
+        `parts`: where a byte is not what was written, on any rank, the one before is loaded over it on all. Raises
+        CheckpointError when none is whole, and ConfigError when the parts are not those saved; what they hold then is not to be
+        trained with.
         """
-        damaged: dict[Path, str] = {}  # known to the main rank
-        while (found := run_on_main(lambda: self._newest(damaged, self._glanced_at))) is not None:
-            folder, manifest = found
+        damaged: dict[Path, str] = {}  # known to the first rank of each node
+        failures: Counter[Path] = Counter()
+        while (found := self._chosen(damaged)) is not None:
+            folder, manifest, is_copy = found
+            own = self._load(folder, manifest, parts)
             try:
-                self._load(folder, manifest, parts)
+                settle(own, comm.patient())  # none must leave the others in their next collective
             except DamagedError as error:  # the same on all ranks, as is the next
-                if run_on_main(self._pass_over, [folder, str(error)]):
-                    damaged[folder] = str(error)
+                failures[folder] += 1
+                if self._is_damaged_here(isinstance(own, DamagedError) or failures[folder] > 1):
+                    self._give_up(folder, str(error), damaged)
             except (ConfigError, CheckpointError):
                 if run_on_main(folder.exists):
                     raise
             else:
                 self._whole.add(folder)
+                if is_copy and self._scope == "main" and not comm.is_main():
+                    remove(folder)
                 return manifest
         return None
 
-    def _load(self, folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify: bool = True) -> None:
-        """Collective. What one rank raises, all raise: none must leave the others in their next collective."""
+    def _chosen(self, damaged: dict[Path, str]) -> tuple[Path, Manifest, bool] | None:
+        """Collective. The newest that any node has, brought to those that do not see it; and whether it was to this rank."""
+        group = comm.patient()
+        is_first = any(ranks[0] == comm.rank() for ranks in comm.nodes())
+        own, why, error = None, "", None
+        if is_first:
+            try:
+                if comm.is_main():
+                    self._bring()
+                own = self._newest(damaged, self._glanced_at)
+            except CheckpointError as problem:
+                why = str(problem)
+            except BaseException as problem:
+                error = problem
+        settle(error, group)
+        told = comm.all_gather_object((own[0].name if own is not None else "", why), group)
+        newest = max((name for name, _ in told if name), key=lambda name: order(Path(name)), default=None)
+        if newest is None:
+            for why in filter(None, (why for _, why in told)):
+                raise CheckpointError(why)
+            return None
+        source = next(rank for rank, (name, _) in enumerate(told) if name == newest)
+        folder = self.folder / newest
+        mine: Any = (own[1], digest(folder), platform.node()) if own is not None else None
+        manifest, there, host = comm.broadcast_object(mine, source, group)
+        lacks = comm.all_gather_object(is_first and (folder in damaged or digest(folder) != there), group)
+        to = []
+        if any(lacks):
+            disks = sharing(self.folder)
+            to = [ranks[0] for ranks in disks if source not in ranks and any(lacks[rank] for rank in ranks)]
+            damaged.pop(folder, None)  # on the source's own disk it is read once more
+            self._damaged.discard(folder)
+        if to:
+            size = f"{manifest.bytes / 1e6:.1f} MB"
+            log.say(f"{newest} is on {host} and not on {count(len(to), 'other node')}: copied there, {size}")
+            spread(folder, source, to)
+        return folder, manifest, comm.rank() in to
+
+    def _is_damaged_here(self, mine: bool) -> bool:
+        """Collective. Whether one of this node's ranks has read another byte than was written, on the node's first rank."""
+        told = comm.all_gather_object(mine)
+        return any(ranks[0] == comm.rank() and any(told[rank] for rank in ranks) for ranks in comm.nodes())
+
+    def _give_up(self, folder: Path, why: str, damaged: dict[Path, str]) -> None:
+        if self._pass_over(folder, why):
+            damaged[folder] = why
+            if self._mirror is not None and comm.is_main() and self._replace(folder.name):
+                del damaged[folder]
+
+    def _bring(self) -> None:
+        """From the mirror what is newer there than all that is here."""
+        if self._mirror is None:
+            return
+        here = self.all()
+        try:
+            names = self._mirror.names()
+        except CheckpointError as error:
+            if not here:
+                raise
+            log.warn(f"{error}; going on with what is here")
+            return
+        for name in reversed(names):
+            if (here and order(Path(name)) <= order(here[-1])) or self._replace(name):
+                break
+
+    def _replace(self, name: str) -> bool:
+        assert self._mirror is not None
+        try:
+            self._damaged.discard(self._mirror.fetch(name, self.folder))
+        except CheckpointError as error:
+            log.warn(f"checkpoint passed over: {error}")
+            return False
+        log.say(f"{name} comes from {self._mirror.url}")
+        return True
+
+    def _load(
+        self, folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify: bool = True
+    ) -> BaseException | None:
+        """What went wrong on this rank."""
         error: BaseException | None = None
         try:
             for name, part in parts.items():
@@ -359,7 +480,7 @@ class Checkpoints:
                         raise DamagedError(damage)
         except BaseException as problem:
             error = problem
-        settle(error, comm.patient())
+        return error
 
     def _load_stream(self, folder: Path, manifest: Manifest, verify: bool) -> None:
         streams = _read(folder, manifest, _RNG, None, verify)

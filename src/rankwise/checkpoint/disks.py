@@ -1,0 +1,129 @@
+"""A checkpoint for the nodes whose file system does not hold it, through the process group, from a rank that has it.
+
+spread(folder, source=0, to=[4, 8])       # whole or not at all; to the folder of that name, as each of these ranks sees it
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import xxhash
+
+from rankwise import comm
+from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint.folders import fsync, remove
+from rankwise.errors import CheckpointError
+from rankwise.guards import settle
+
+_CHUNK = 32 << 20  # bytes: a rank that only hears of it holds as much
+
+
+def sharing(folder: Path) -> list[list[int]]:
+    """Collective. The ranks by the folder that they see under this name, the group of rank 0 first. It is made where it is
+    missing. Raises CheckpointError on all ranks where it cannot be."""
+    group = comm.patient()
+    mine = next(ranks[0] for ranks in comm.nodes() if comm.rank() in ranks)
+    probe, error = f"tmp.{uuid.uuid4().hex}", None
+    try:
+        if comm.rank() == mine:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / probe).touch()
+    except OSError as problem:
+        error = CheckpointError(f"{folder} cannot be written on rank {comm.rank()} ({problem.strerror})")
+    settle(error, group)
+    probes = comm.all_gather_object(probe, group)
+    names = set(os.listdir(folder)) if comm.rank() == mine else set()
+    seen = comm.all_gather_object([rank for rank, name in enumerate(probes) if name in names], group)  # all have looked now
+    if comm.rank() == mine:
+        (folder / probe).unlink(missing_ok=True)
+    groups: dict[int, list[int]] = {}
+    for ranks in comm.nodes():
+        groups.setdefault(min(seen[ranks[0]], default=ranks[0]), []).extend(ranks)
+    return [sorted(ranks, key=lambda rank: (rank != first, rank)) for first, ranks in sorted(groups.items())]
+
+
+def spread(folder: Path, source: int, to: Collection[int]) -> None:
+    """Collective. Copy the checkpoint `folder` of rank `source` to the ranks `to`, one a node, in place of one of that name.
+
+    Not verified: who loads it does. Raises CheckpointError on all ranks when one cannot read or write it; then it is on none
+    of those where it could not be written whole.
+    """
+    group = comm.patient()
+    sent = _parts_of(folder) if comm.rank() == source else iter(())
+    writer = _Writer(folder) if comm.rank() in to else None
+    while (part := comm.broadcast_object(next(sent, None), source, group)) is not None:
+        if writer is not None:
+            writer.take(*part)
+    if writer is not None:
+        writer.finish()
+    settle(writer.error if writer is not None else None, group)
+
+
+def digest(folder: Path) -> str:
+    """Of its manifest: two checkpoints with the same one hold the same bytes. Empty where there is none."""
+    try:
+        return xxhash.xxh3_128_hexdigest((folder / manifests.NAME).read_bytes())
+    except OSError:
+        return ""
+
+
+def _parts_of(folder: Path) -> Iterator[tuple[str, bytes, str]]:
+    """(file, its next bytes, why there are no more), the manifest last."""
+    try:
+        files = sorted(folder.iterdir(), key=lambda path: (path.name == manifests.NAME, path.name))
+        for path in files:
+            yield path.name, b"", ""
+            with path.open("rb") as file:
+                while part := file.read(_CHUNK):
+                    yield path.name, part, ""
+    except OSError as error:
+        yield "", b"", f"{folder} cannot be read on rank {comm.rank()} ({error.strerror})"
+
+
+class _Writer:
+    """Takes all parts, whatever happens: the other ranks go on sending."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._temporary = folder.with_name(f"tmp.{uuid.uuid4().hex}")
+        self.error: CheckpointError | None = None
+        try:
+            self._temporary.mkdir(parents=True)
+        except OSError as error:
+            self._fail(error)
+
+    def take(self, name: str, part: bytes, problem: str) -> None:
+        if problem:
+            self.error = CheckpointError(problem)
+        if self.error is not None:
+            return
+        try:
+            with (self._temporary / name).open("ab") as file:
+                file.write(part)
+        except OSError as error:
+            self._fail(error)
+
+    def finish(self) -> None:
+        try:
+            if self.error is None:
+                self._name_it()
+        except OSError as error:
+            self._fail(error)
+        finally:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _name_it(self) -> None:
+        for path in self._temporary.iterdir():
+            fsync(path)
+        fsync(self._temporary)
+        if self._folder.exists():
+            remove(self._folder)
+        os.rename(self._temporary, self._folder)
+        fsync(self._folder.parent)
+
+    def _fail(self, error: OSError) -> None:
+        self.error = CheckpointError(f"{self._folder} cannot be written on rank {comm.rank()} ({error.strerror})")
