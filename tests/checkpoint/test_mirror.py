@@ -100,7 +100,9 @@ def test_a_copy_that_breaks_off_is_a_warning_and_no_checkpoint_and_is_tried_agai
     assert contents(there / path.name) == contents(path)
 
 
-def test_of_several_that_wait_only_the_newest_is_copied(here: Path, mirror: Mirror) -> None:
+def test_of_several_that_wait_only_the_newest_is_copied_and_a_long_wait_is_said(
+    here: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     paths = saved(here, 1, 2, 3)
     gate = threading.Event()
     whole = mirror._fs.put_file
@@ -109,11 +111,11 @@ def test_of_several_that_wait_only_the_newest_is_copied(here: Path, mirror: Mirr
         mirror.offer(path)
         while path == paths[0] and mirror._offered is not None:  # the thread has not taken it yet
             pass
-    assert mirror.is_busy
-    gate.set()
+    monkeypatch.setattr("rankwise.checkpoint.mirror._PATIENCE_S", 0.01)
+    threading.Timer(0.3, gate.set).start()
     mirror.wait()
     assert mirror.names() == [paths[0].name, paths[2].name]
-    assert not mirror.is_busy
+    assert capsys.readouterr().out == f"waiting until the last checkpoint is in {mirror.url}\n"
 
 
 def test_one_that_is_pruned_while_it_is_copied_is_no_warning(

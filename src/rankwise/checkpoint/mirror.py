@@ -24,6 +24,9 @@ from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.folders import fsync, is_name, order, remove
 from rankwise.errors import CheckpointError, ConfigError
 
+_PATIENCE_S = 2.0
+"""From then on it is said what is waited for."""
+
 
 class Mirror:
     """`url`: a folder of its own for the checkpoints of one run. Raises ConfigError where nothing here speaks its protocol."""
@@ -91,10 +94,6 @@ class Mirror:
             self._fs.rm_file(f"{there}/{manifests.NAME}")  # from now on it is none
             self._fs.rm(there, recursive=True)
 
-    @property
-    def is_busy(self) -> bool:
-        return self._thread is not None
-
     def wait(self) -> None:
         """Until what was offered last is there; one that failed is tried once more. A failure is a warning."""
         failed = self._joined()
@@ -104,7 +103,10 @@ class Mirror:
 
     def _joined(self) -> Path | None:
         if (thread := self._thread) is not None:
-            thread.join()
+            thread.join(_PATIENCE_S)
+            if thread.is_alive():
+                log.say(f"waiting until the last checkpoint is in {self.url}")
+                thread.join()
         return self._failed
 
     # --- coming from there

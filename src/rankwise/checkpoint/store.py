@@ -163,8 +163,6 @@ class Checkpoints:
     def _wait(self) -> None:
         self._writer.wait()
         if self._mirror is not None and comm.is_main():
-            if self._mirror.is_busy:
-                log.say(f"waiting until the last checkpoint is in {self._mirror.url}")
             self._mirror.wait()
 
     def _writers(self) -> list[list[int]]:
