@@ -43,7 +43,7 @@ def claim(run: RunDir, world: World, fresh: bool) -> tuple[Life, Lease | None]:
         if aside is not None:
             log.say(f"the older run was moved to {short(aside)}")
         lease = run.take(log.say)
-        return run.begin_life(world.world_size, tuple(sys.argv))
+        return run.begin_life(world.world_size, tuple(sys.argv), fresh=fresh)
 
     return run_on_main(prepare), lease
 

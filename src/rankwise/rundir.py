@@ -112,6 +112,9 @@ class Life(_Record):
     checkpoint_scope: str = "main"
     """See RunConfig."""
 
+    fresh: bool = False
+    """It was to begin anew. Only the first life does."""
+
     ended: float | None = None
     status: int | None = None
     """The exit status of the run; None while it lives, or when it was killed with its agent."""
@@ -291,11 +294,17 @@ class RunDir:
             raise RunDirError(f"{self.world} cannot be read ({error})") from None
 
     def begin_life(
-        self, ranks: int, argv: tuple[str, ...], parts: tuple[Part, ...] = (), checkpoint_scope: str = "main"
+        self,
+        ranks: int,
+        argv: tuple[str, ...],
+        parts: tuple[Part, ...] = (),
+        checkpoint_scope: str = "main",
+        fresh: bool = False,
     ) -> Life:
         lives = self.lives()
         now, host = time.time(), socket.gethostname()
-        life = Life(len(lives) + 1, now, host, ranks, argv, parts=parts, checkpoint_scope=checkpoint_scope)
+        number = len(lives) + 1
+        life = Life(number, now, host, ranks, argv, parts=parts, checkpoint_scope=checkpoint_scope, fresh=fresh and number == 1)
         self._write_lives([*lives, life])
         return life
 

@@ -337,6 +337,8 @@ class Trainer:
         try:
             if self.world.is_main:
                 self._writers += _writers(self.run, life.life)
+            if self._fresh or life.fresh:
+                self.checkpoints.begin_anew()
             self._begin(self.state)
             yield self.state
             outcome, status = f"ended after step {self.state.step}", 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from boxes import loaded, of_step, save, step_in
+from ranks import on_ranks
 
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
@@ -283,3 +284,35 @@ def test_a_store_that_cannot_be_read_does_not_begin_anew_in_silence(
     assert checkpoints.load_latest(parts) is not None
     assert step_in(parts) == 8
     assert "403 Forbidden; going on with what is here" in capsys.readouterr().out
+
+
+# --- as a Trainer does
+
+
+def fit_mirrored(tmp: Path, name: str, steps: int, **settings: Any) -> tuple[list[float], str]:
+    from test_trainer_checkpoints import fit
+
+    try:
+        return fit(tmp / name, steps, checkpoint_mirror=f"file://{tmp}/there", **settings)
+    except ConfigError as error:
+        return [], str(error)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_training_goes_on_on_another_machine_as_if_nothing_had_been(n: int, tmp_path: Path) -> None:
+    from test_trainer_checkpoints import fit
+
+    unbroken = [parameters for parameters, _ in on_ranks(n, fit, tmp_path / "unbroken", 8)]
+    on_ranks(n, fit_mirrored, tmp_path, "here", 5)
+    found = on_ranks(n, fit_mirrored, tmp_path, "elsewhere", 8)
+    assert [parameters for parameters, _ in found] == unbroken
+    assert f"step-00000005 comes from file://{tmp_path}/there" in found[0][1]
+
+
+def test_one_that_is_to_begin_anew_does_not_go_on_from_what_lies_there(tmp_path: Path) -> None:
+    on_ranks(1, fit_mirrored, tmp_path, "here", 5)
+    for text in [text for _, text in on_ranks(2, fit_mirrored, tmp_path, "here", 8, fresh=True)]:
+        assert text == (
+            f"to begin anew, checkpoint_mirror='file://{tmp_path}/there' must be empty, and step-00000005 is there; "
+            "give another URL, or remove what is there"
+        )

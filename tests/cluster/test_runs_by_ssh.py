@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from cluster_runs import (
     FOR_EVER,
@@ -36,6 +37,7 @@ __all__ = ["debian_hosts", "hosts", "launch"]  # fixtures
 pytestmark = pytest.mark.cluster
 
 New = Callable[..., Launched]
+TWO_NAMES = ("node1", "node2")
 TWO = ("-H", "node1:2,node2:1")
 
 
@@ -181,6 +183,33 @@ def test_each_host_may_have_a_folder_of_its_own_if_the_script_is_in_it(hosts: St
     ]
     there = subprocess.run(on("node2", "cat", f"{folder}/logs/rank-1.log"), capture_output=True, text=True)
     assert there.stdout == "rank 1\n"
+
+
+def test_hosts_with_disks_of_their_own_keep_checkpoints_each_and_give_one_that_lost_its_disk_what_it_lacks(
+    hosts: Start, launch: New
+) -> None:
+    """The first host is set up anew: its part of the run is gone, its world.json and its checkpoints."""
+    words = [*TORCH, "-H", "node1:1,node2:1", "--run-dir", "/scratch/run", "--checkpoint-scope", "node", write(TRAIN)]
+    run = launch(*on("node1", *words, "150"))
+    wait_for(lambda: len(steps()) > 30, "some steps")
+    below = psutil.Process(run.process.pid).children(recursive=True)  # the host's own sight of them is another
+    next(process for process in below if process.cmdline()[1:4] == ["-m", "rankwise", "run"]).send_signal(signal.SIGINT)
+    status, out = run.wait()
+    assert status == 130, out
+    stopped = steps()[-1]
+    saved = [subprocess.run(on(host, "ls", "/scratch/run/checkpoints"), capture_output=True, text=True) for host in TWO_NAMES]
+    assert [done.stdout.split()[-1] for done in saved] == [f"step-{stopped:08d}"] * 2
+    subprocess.run(on("node1", "rm", "-r", "/scratch/run"), check=True)
+    status, out = launch(*on("node1", *words, "150")).wait()
+    assert status == 0, out
+    assert f"step-{stopped:08d} is on node2 and not on 1 other node: copied there, " in out
+    assert steps() == list(range(1, 151))
+    # Anew is anew on every host.
+    Path("steps").unlink()
+    status, out = launch(*on("node1", *words[:-1], "--fresh", words[-1], "20")).wait()
+    assert status == 0, out
+    assert steps() == list(range(1, 21))
+    assert "copied there" not in out
 
 
 def test_hosts_whose_own_name_is_a_loopback_address_meet_by_another(debian_hosts: Start, launch: New) -> None:

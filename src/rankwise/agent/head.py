@@ -145,7 +145,7 @@ class Head:
                 if self._is_here(part):
                     part.start(order, None)
             plan = self._plan  # written while they are forked: disks are slow
-            life = self._run.begin_life(world_size, plan.argv, records, plan.checkpoint_scope)
+            life = self._run.begin_life(world_size, plan.argv, records, plan.checkpoint_scope, plan.fresh)
             for (part, order), record in zip(todo, records, strict=True):
                 if not self._is_here(part):
                     part.start(order, replace(life, parts=(record,)))

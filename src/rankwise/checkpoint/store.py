@@ -431,6 +431,15 @@ class Checkpoints:
         told = comm.all_gather_object(mine)
         return any(ranks[0] == comm.rank() and any(told[rank] for rank in ranks) for ranks in comm.nodes())
 
+    def begin_anew(self) -> None:
+        """Collective. Raises ConfigError when the mirror holds checkpoints of an older run: they would be gone on from."""
+        names = run_on_main(self._mirror.names) if self._mirror is not None else []
+        if names and self._mirror is not None:
+            raise ConfigError(
+                f"to begin anew, checkpoint_mirror={self._mirror.url!r} must be empty, and {names[-1]} is there; "
+                "give another URL, or remove what is there"
+            )
+
     def _give_up(self, folder: Path, why: str, damaged: dict[Path, str]) -> None:
         if self._pass_over(folder, why):
             damaged[folder] = why
