@@ -115,6 +115,23 @@ def test_a_signal_that_reaches_a_rank_after_the_stop_is_the_request_that_was_ans
     assert on_ranks(2, late_signals) == [(4, -signal.SIGTERM)] * 2
 
 
+def stopped_again() -> int:
+    """After a second stop, long after the first: how many signals the process has survived."""
+    for _ in range(2):
+        signals = StopSignal(World(0, 1, 0, 1, 0, source="test"))
+        while not signals.agreed(0):
+            os.kill(os.getpid(), signal.SIGTERM)
+        signals.leave()
+        signals._left -= stop.LATE_S
+    signals._left += stop.LATE_S
+    os.kill(os.getpid(), signal.SIGTERM)
+    return 1
+
+
+def test_after_each_of_two_stops_of_a_process_a_late_signal_is_answered() -> None:
+    assert on_ranks(1, stopped_again) == [1]
+
+
 def long_after() -> int:
     """What ends a process that goes on after its stop."""
     stop.LATE_S = 0.0

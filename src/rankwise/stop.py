@@ -102,7 +102,7 @@ class StopSignal:
         if self._keeper is not None:
             self._keeper.stop()
         self._left = time.monotonic()
-        late = [signum for signum, handler in self._before.items() if self._is_answered(signum) and handler in _DEFAULTS]
+        late = [signum for signum, handler in self._before.items() if self._is_answered(signum) and _is_default(handler)]
         for signum, handler in self._before.items():
             with contextlib.suppress(ValueError):
                 signal.signal(signum, self._on_late_signal if signum in late else handler)  # type: ignore[arg-type]
@@ -123,6 +123,11 @@ class StopSignal:
         stopped = Stopped(EXIT_INTERRUPTED if self.signum == signal.SIGINT else EXIT_PREEMPTED)
         stopped.signum = self.signum
         return stopped
+
+
+def _is_default(handler: object) -> bool:
+    """Python's own, or what an earlier StopSignal has left in its place."""
+    return handler in _DEFAULTS or getattr(handler, "__func__", None) is StopSignal._on_late_signal
 
 
 def _ignore(signals: list[int], pid: int) -> None:

@@ -157,7 +157,7 @@ def test_a_time_that_is_over_stops_all_nodes_after_the_same_step(agents: New) ->
     status, out = run.wait()
     assert (status, len({run.log(rank) for rank in range(3)})) == (75, 1)
     assert out.startswith(
-        "rankwise: 3.0 s are over (--stop-after)\nrankwise: SIGTERM: all ranks stop after the step they are in"
+        "rankwise: 3.0 s are over, the time that this run has\nrankwise: SIGTERM: all ranks stop after the step they are in"
     )
 
 

@@ -75,3 +75,38 @@ def test_a_run_that_must_go_before_its_end_goes_on_in_its_second_life(sge: Start
     assert steps() == list(range(1, 201))
     assert samples() == list(range(800))
     assert [life.status for life in run.run.lives()] == [75, 0]
+
+
+def test_a_training_over_two_hosts_that_comes_to_its_limit_saves_before_and_goes_on_in_its_next_life(
+    sge: Start, launch: New
+) -> None:
+    """At s_rt Grid Engine would kill the task on the other host. Each life has as long as the first, half of it to train."""
+    run = launch(*WITH_TORCH, "-l", "h_rt=40", "--requeue", write(TRAIN), "900")
+    run.until(lambda: run.run.world.exists() and len(run.run.lives()) > 1, "a second life")
+    first = run.run.lives()[0]
+    assert {part.host for part in first.parts} == {"node1", "node2"}
+    assert (first.status, first.outcome.rpartition(" ")[0]) == (75, "stopped by SIGTERM after step")
+    status, out = run.wait()
+    assert status == 0, out
+    assert steps() == list(range(1, 901))
+    assert samples() == list(range(3600))
+
+
+def test_a_training_that_is_deleted_is_saved_after_its_last_step_and_goes_on_when_it_is_typed_again(
+    sge: Start, launch: New
+) -> None:
+    """Every job of ours has -notify: SIGUSR2 comes before the end."""
+    words = [*WITH_TORCH, write(TRAIN), "200"]
+    run = launch(*words)
+    run.until(lambda: len(steps()) > 20, "steps")
+    job = run.run.read_job()
+    assert job is not None
+    subprocess.run(["qdel", job.id], check=True, capture_output=True)
+    run.wait()
+    stopped_at = steps()[-1]
+    assert (run.life().status, run.life().outcome) == (75, f"stopped by SIGUSR2 after step {stopped_at}")
+    assert max(path.name for path in run.run.checkpoints.glob("step-*")) == f"step-{stopped_at:08d}"
+    status, out = launch(*words).wait()
+    assert status == 0, out
+    assert steps() == list(range(1, 201))
+    assert samples() == list(range(800))

@@ -140,6 +140,27 @@ def test_a_job_that_is_cancelled_stops_all_ranks_after_one_step(slurm: Start, la
     assert status == 75
 
 
+def test_a_training_that_is_cancelled_is_saved_after_its_last_step_and_goes_on_when_it_is_typed_again(
+    slurm: Start, launch: New
+) -> None:
+    words = [*WITH_TORCH, "--nodes", "2", "--nproc", "1", "--wait", write(TRAIN), "150"]
+    run = launch(*words)
+    run.until(lambda: len(steps()) > 20, "steps")
+    job = run.run.read_job()
+    assert job is not None
+    subprocess.run(["scancel", job.id], check=True)
+    status, out = run.wait()
+    assert status == 75, out
+    stopped_at = steps()[-1]
+    assert run.life().outcome == f"stopped by SIGTERM after step {stopped_at}"
+    assert max(path.name for path in run.run.checkpoints.glob("step-*")) == f"step-{stopped_at:08d}"
+    assert len(samples()) == 4 * stopped_at
+    status, out = launch(*words).wait()
+    assert status == 0, out
+    assert steps() == list(range(1, 151))
+    assert samples() == list(range(600))
+
+
 def test_a_job_that_must_go_before_its_end_saves_and_goes_on_in_its_second_life(slurm: Start, launch: New) -> None:
     run = launch(*WITH_TORCH, "--nodes", "2", "--nproc", "1", "--requeue", "--time", "10", "--wait", write(TRAIN), "150")
     run.until(lambda: len(steps()) > 20, "steps")

@@ -99,6 +99,19 @@ def test_a_dry_run_of_this_machine_prints_its_script_too_and_starts_nothing(rank
     assert json.loads(train().plan.read_text())["launcher_pid"] == 0
 
 
+@pytest.mark.parametrize(
+    ("more", "after_s"), [([], 3480.0), (["--stop-after", "10m"], 600.0), (["--stop-after", "2h"], 3480.0)]
+)
+def test_a_job_whose_limit_gives_no_notice_of_use_is_stopped_by_its_head_in_time(
+    rankwise: Run, more: list[str], after_s: float
+) -> None:
+    Path("train.py").write_text("")
+    words = ["--on", "sge", "--pe", "mpi", "--slots", "4", "-l", "h_rt=1:00:00", *more, "--dry-run", "train.py"]
+    done = rankwise("run", *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(Path("runs/train/plan.json").read_text())["stop_after_s"] == after_s
+
+
 def test_a_dry_run_never_moves_an_older_run_aside(rankwise: Run, fake: FakeSlurm) -> None:
     assert rankwise("run", "--nproc", "1", "train.py").returncode == 0
     assert rankwise("run", "--on", "slurm", "--fresh", "--dry-run", "train.py").returncode == 0

@@ -117,6 +117,27 @@ def test_ranks_are_asked_to_stop_as_long_before_the_limit_as_they_may_take(
 
 
 @pytest.mark.parametrize(
+    ("resources", "after_s"),
+    [
+        (("h_rt=10:00:00",), 36000 - 120),
+        (("h_rt=100",), 50),
+        (("h_rt=3600", "s_rt=1000"), 880),
+        (("s_rt=30",), 15),
+        (("h_rt=INFINITY,gpu=1",), 0),
+        ((), 0),
+    ],
+)
+def test_in_a_parallel_environment_the_head_stops_the_run_itself_for_s_rt_kills_the_tasks_on_other_hosts(
+    resources: tuple[str, ...], after_s: int
+) -> None:
+    job = {"pe": "mpi", "slots": 8, "resources": resources}
+    assert sge.stop_after_s(job, 120.0) == after_s
+    assert sge.stop_after_s({"resources": resources}, 120.0) == 0
+    typed = [f"-l {item}" for item in resources]
+    assert [option for option in options(**job) if option.startswith("-l")] == typed
+
+
+@pytest.mark.parametrize(
     ("name", "job_name"),
     [
         ("1abc", "run-1abc"),

@@ -257,7 +257,7 @@ class Head:
     def _look_at_the_clock(self) -> None:
         after_s = self._plan.stop_after_s
         if after_s and not self._asked and time.monotonic() > self._began + after_s:
-            self._say(f"{clock(after_s)} are over (--stop-after)")
+            self._say(f"{clock(after_s)} are over, the time that this run has")
             self._waiting.asked.append(signal.SIGTERM)
 
     def _stop_if_asked(self, parts: Sequence[Part]) -> None:

@@ -145,7 +145,7 @@ def _plan(
         join_timeout_s=config.join_timeout_s,
         node_wait_s=config.node_wait_s,
         max_restarts=config.max_restarts,
-        stop_after_s=seconds_of(config.stop_after) or 0.0 if config.stop_after else 0.0,
+        stop_after_s=_stop_after_s(config, choice),
         grace_s=config.grace_s,
         stall_warn_s=config.stall_warn_s,
         check_collectives=config.check_collectives,
@@ -156,6 +156,13 @@ def _plan(
         checkpoint_scope=config.checkpoint_scope,
         launcher_holds=choice.attached and not config.dry_run,
     )
+
+
+def _stop_after_s(config: RunConfig, choice: Choice) -> float:
+    """What the user says and what the job's limit leaves, whichever is earlier; 0 for never."""
+    asked = seconds_of(config.stop_after) if config.stop_after else None
+    limit = choice.module.stop_after_s(choice.job, config.grace_s) if hasattr(choice.module, "stop_after_s") else None
+    return float(min(filter(None, (asked, limit)), default=0.0))
 
 
 def _threads(env: Mapping[str, str], nproc: int) -> int:

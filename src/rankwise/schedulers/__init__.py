@@ -44,6 +44,8 @@ and, of these, where it applies,
     WITHIN                       of OPTIONS, those that mean something within an allocation; `plan.job` has "within" there
     AGAIN                        where `requeue` is one of OPTIONS and the text leaves it to the head's agent: the exit status
                                  by which that puts the job back into the queue
+    stop_after_s(job, grace_s) -> float    where its own notice before a limit ends some of the agents: after how long the head
+                                 stops the run by itself, `job` as in the plan; 0 for never; pure
     array_tasks(text) -> tuple[str, ...]   where `array` is one of OPTIONS: the numbers of a job array's tasks. Each is a run of
                                  its own in the run directory <run_dir>-<number>, as the job <job_id>_<number>
 

@@ -11,8 +11,9 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rankwise.errors import ConfigError, WorldError
 from rankwise.plan import Host, Plan
@@ -143,7 +144,7 @@ def _options(plan: Plan) -> list[str]:
     if pe is not None:
         options.append(f"-pe {_quoted(pe, '--pe')} {_quoted(str(slots), '--slots')}")
     options += [f"-l {_quoted(item, '-l')}" for item in resources]
-    if (s_rt := _soft_limit_s(resources, plan.grace_s)) is not None:
+    if pe is None and "s_rt" not in (asked := _asked(resources)) and (s_rt := _lead_s(asked.get("h_rt"), plan.grace_s)):
         options.append(f"-l s_rt={s_rt}")
     if (queue := job.get("queue")) is not None:
         options.append(f"-q {_quoted(queue, '-q')}")
@@ -165,12 +166,24 @@ def _quoted(value: str, what: str) -> str:
     raise ConfigError(f"{what} {value!r}: Grid Engine has no way to write that; leave out one kind of quotes")
 
 
-def _soft_limit_s(resources: list[str], grace_s: float) -> int | None:
-    """When ranks are asked to stop: `grace_s` before h_rt, which kills. None: the user says it, or h_rt is no time."""
-    asked = dict(item.partition("=")[::2] for entry in resources for item in entry.split(","))
-    match = _TIME.fullmatch(asked.get("h_rt", ""))
-    if match is None or "s_rt" in asked:
-        return None
+def stop_after_s(job: Mapping[str, Any], grace_s: float) -> float:
+    """In a parallel environment Grid Engine kills the tasks on other hosts at s_rt, and only then asks the job's script to stop
+    (execd, sge_kill_petasks): the head looks at the clock itself, before either limit."""
+    if job.get("pe") is None:
+        return 0.0
+    asked = _asked([str(item) for item in job.get("resources", ())])
+    return min(filter(None, (_lead_s(asked.get(name), grace_s) for name in ("h_rt", "s_rt"))), default=0.0)
+
+
+def _asked(resources: Sequence[str]) -> dict[str, str]:
+    return dict(item.partition("=")[::2] for entry in resources for item in entry.split(","))
+
+
+def _lead_s(limit: str | None, grace_s: float) -> int:
+    """When ranks are asked to stop: `grace_s` before that limit; 0 where it is none."""
+    match = _TIME.fullmatch(limit or "")
+    if match is None:
+        return 0
     hours, minutes, seconds = (int(part or 0) for part in match.groups())
     limit_s = 3600 * hours + 60 * minutes + seconds
     return max(limit_s - int(grace_s), limit_s // 2)
