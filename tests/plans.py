@@ -45,6 +45,7 @@ def plan(folder: str = "/home/me", run: str = "runs/train", **changes: Any) -> P
         "node_wait_s": 30.0,
         "max_restarts": 0,
         "stop_after_s": 0.0,
+        "limit_s": 0.0,
         "grace_s": 120.0,
         "stall_warn_s": 120.0,
         "check_collectives": False,

@@ -31,6 +31,7 @@ PLAN = Plan(
     threads=2,
     fork=True,
     stop_after_s=0.0,
+    limit_s=0.0,
     grace_s=120.0,
     stall_warn_s=120.0,
     check_collectives=False,

@@ -96,6 +96,10 @@ class Plan:
     stop_after_s: float
     """All ranks stop after the step that they are in when the head has lived so long; 0 is never."""
 
+    limit_s: float
+    """All of the job is killed when it has lived so long; the ranks are asked to stop a grace before. 0: the scheduler asks, or
+    there is no limit."""
+
     grace_s: float
     """From a request to stop until the ranks are killed."""
 

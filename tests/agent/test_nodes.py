@@ -161,6 +161,16 @@ def test_a_time_that_is_over_stops_all_nodes_after_the_same_step(agents: New) ->
     )
 
 
+@pytest.mark.parametrize("grace_s", [3.0, 600.0])
+def test_all_nodes_stop_before_a_limit_at_which_they_would_be_killed(agents: New, grace_s: float) -> None:
+    """A grace before, but not in the first half."""
+    alike = GATE.replace("0.001 * (1 + world.rank)", "0.01")
+    run = agents().start(alike, A, B, limit_s=8.0, grace_s=grace_s)
+    status, out = run.wait()
+    assert (status, len({run.log(rank) for rank in range(3)})) == (75, 1)
+    assert out.startswith("rankwise: the job is killed after 8.0 s: it is asked to stop before that (--grace)\n")
+
+
 def test_a_signal_to_one_rank_elsewhere_stops_all(agents: New) -> None:
 
     source = GATE.replace(

@@ -97,23 +97,21 @@ def options(**job: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("resources", "s_rt"),
+    ("resources", "limit_s"),
     [
-        (("h_rt=10:00:00",), 36000 - 120),
-        (("gpu=1,h_rt=3600",), 3480),
-        (("h_rt=5:00",), 180),
+        (("h_rt=10:00:00",), 36000),
+        (("gpu=1,h_rt=3600",), 3600),
+        (("h_rt=5:00",), 300),
         (("h_rt=:5:",), None),  # qsub says what is wrong with it
-        (("h_rt=100",), 50),  # half of it, where there is not time enough for the whole grace
         (("h_rt=3600", "s_rt=60"), None),
         (("h_rt=INFINITY",), None),
         (("gpu=1",), None),
+        ((), None),
     ],
 )
-def test_ranks_are_asked_to_stop_as_long_before_the_limit_as_they_may_take(
-    resources: tuple[str, ...], s_rt: int | None
-) -> None:
-    ours = [option for option in options(resources=resources) if option.startswith("-l s_rt=") and option != "-l s_rt=60"]
-    assert ours == ([] if s_rt is None else [f"-l s_rt={s_rt}"])
+def test_the_limit_at_which_all_is_killed_is_known(resources: tuple[str, ...], limit_s: int | None) -> None:
+    assert sge.limit_s({"resources": resources}) == limit_s
+    assert not [option for option in options(resources=resources) if option.startswith("-l s_rt=") and option != "-l s_rt=60"]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ EVIDENCE_S = 0.3  # from the first death: what the others say of it comes within
 TERM_TO_KILL_S = 3.0
 NEWS_S = 0.5  # what another node's ranks do is known here within this
 FINISH_S = 30.0  # to end what is left of a life, from the request until a node is given up
+_AHEAD_S = 2.0  # the job is older than its head
 STALLED_S = 5.0  # nodes that stand still say so within this of each other
 
 
@@ -254,9 +255,14 @@ class Head:
         return [signals[0] for signals in self._requests if signals]
 
     def _look_at_the_clock(self) -> None:
-        after_s = self._plan.stop_after_s
-        if after_s and not self._asked and time.monotonic() > self._began + after_s:
+        after_s, limit_s, age_s = self._plan.stop_after_s, self._plan.limit_s, time.monotonic() - self._began
+        if self._asked:
+            return
+        if after_s and age_s > after_s:
             self._say(f"{clock(after_s)} are over (--stop-after)")
+            self._waiting.asked.append(signal.SIGTERM)
+        elif limit_s and age_s > max(limit_s - self._plan.grace_s - _AHEAD_S, limit_s / 2):
+            self._say(f"the job is killed after {clock(limit_s)}: it is asked to stop before that (--grace)")
             self._waiting.asked.append(signal.SIGTERM)
 
     def _stop_if_asked(self, parts: Sequence[Part]) -> None:

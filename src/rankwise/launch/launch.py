@@ -146,6 +146,7 @@ def _plan(
         node_wait_s=config.node_wait_s,
         max_restarts=config.max_restarts,
         stop_after_s=seconds_of(config.stop_after) or 0.0 if config.stop_after else 0.0,
+        limit_s=float(limit_s(choice.job) or 0) if (limit_s := getattr(choice.module, "limit_s", None)) is not None else 0.0,
         grace_s=config.grace_s,
         stall_warn_s=config.stall_warn_s,
         check_collectives=config.check_collectives,

@@ -40,6 +40,8 @@ and, of these, where it applies,
     WITHIN                       of OPTIONS, those that mean something within an allocation; `plan.job` has "within" there
     AGAIN                        where `requeue` is one of OPTIONS and the text leaves it to the head's agent: the exit status
                                  by which that puts the job back into the queue
+    limit_s(job) -> int | None   where at a limit of time all is killed, and nobody is asked before: that limit by `plan.job`.
+                                 The head's agent then asks itself, a grace before; pure
     array_tasks(text) -> tuple[str, ...]   where `array` is one of OPTIONS: the numbers of a job array's tasks. Each is a run of
                                  its own in the run directory <run_dir>-<number>, as the job <job_id>_<number>
 

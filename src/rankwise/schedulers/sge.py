@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rankwise.errors import ConfigError, WorldError
 from rankwise.plan import Host, Plan
@@ -143,8 +144,6 @@ def _options(plan: Plan) -> list[str]:
     if pe is not None:
         options.append(f"-pe {_quoted(pe, '--pe')} {_quoted(str(slots), '--slots')}")
     options += [f"-l {_quoted(item, '-l')}" for item in resources]
-    if (s_rt := _soft_limit_s(resources, plan.grace_s)) is not None:
-        options.append(f"-l s_rt={s_rt}")
     if (queue := job.get("queue")) is not None:
         options.append(f"-q {_quoted(queue, '-q')}")
     if (account := job.get("account")) is not None:
@@ -165,15 +164,17 @@ def _quoted(value: str, what: str) -> str:
     raise ConfigError(f"{what} {value!r}: Grid Engine has no way to write that; leave out one kind of quotes")
 
 
-def _soft_limit_s(resources: list[str], grace_s: float) -> int | None:
-    """When ranks are asked to stop: `grace_s` before h_rt, which kills. None: the user says it, or h_rt is no time."""
-    asked = dict(item.partition("=")[::2] for entry in resources for item in entry.split(","))
+def limit_s(job: Mapping[str, Any]) -> int | None:
+    """h_rt, at which all of a job is killed; None where there is none, it is no time, or the user has an s_rt.
+
+    Not by an s_rt of ours: in a job of several hosts Grid Engine sends SIGUSR2 then, and kills some seconds later (-notify).
+    """
+    asked = dict(item.partition("=")[::2] for entry in job.get("resources", ()) for item in str(entry).split(","))
     match = _TIME.fullmatch(asked.get("h_rt", ""))
     if match is None or "s_rt" in asked:
         return None
     hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    limit_s = 3600 * hours + 60 * minutes + seconds
-    return max(limit_s - int(grace_s), limit_s // 2)
+    return 3600 * hours + 60 * minutes + seconds
 
 
 def submit(path: str) -> str:
@@ -285,9 +286,10 @@ def _short(name: str) -> str:
 
 def reach(host: str, command: list[str]) -> list[str]:
     """A shell there reads the line again. Another one stands above the command: if a task that qrsh has started dies by a
-    signal, Grid Engine kills the whole job, and a shell ends with a status of 128 + n instead.
+    signal, Grid Engine kills the whole job, and a shell ends with a status of 128 + n instead. What Grid Engine sends to all of
+    a job (-notify, s_rt) must not end that shell: the command is asked to stop, and says when it has.
     """
-    words = ["/bin/sh", "-c", f"{shlex.join(command)}; exit $?"]
+    words = ["/bin/sh", "-c", f"trap : USR1 USR2 XCPU; {shlex.join(command)}; exit $?"]
     return ["qrsh", "-inherit", host, *(shlex.quote(word) for word in words)]
 
 

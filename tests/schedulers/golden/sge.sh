@@ -11,7 +11,6 @@
 #$ -pe mpi 8
 #$ -l h_rt=10:00:00,gpu=1
 #$ -l h_vmem=15G
-#$ -l s_rt=35880
 #$ -q gpu.q
 #$ -A speech
 
