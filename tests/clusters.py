@@ -84,7 +84,7 @@ def mpich() -> Start:
 
 
 _UP = {
-    "slurm": ["slurm-up", "2", "--gpus", "0", "--", "--no-ssh", "--debian-hosts"],
+    "slurm": ["slurm-up", "2", "--gpus", "2", "--", "--no-ssh", "--debian-hosts"],
     "sge": ["sge-up", "2", "--", "--no-ssh"],
     "hosts": ["hosts-up", "2"],
     "debian": ["hosts-up", "2", "--debian-hosts", "--ipv6"],

@@ -82,6 +82,27 @@ def test_what_the_agents_own_scheduler_says_of_a_rank_is_what_rank_says(agents: 
         assert run.log(rank).splitlines() == ["[]", f"{rank} 3 {rank} 3", str([why])]
 
 
+def test_a_script_that_takes_its_local_rank_for_the_index_of_the_one_gpu_it_sees_is_told_so(
+    agents: New, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tasks of one device each on a host. Each sees what the scheduler gave it: a device cgroup may hold it to that."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    source = """
+import os
+print(os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+index = int(os.environ["LOCAL_RANK"])
+if index >= len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")):
+    raise RuntimeError("CUDA error: invalid device ordinal")  # as torch says it
+"""
+    run = agents().start(source, B, C)
+    assert run.wait()[0] == 1
+    assert [run.log(rank).splitlines()[0] for rank in range(2)] == ["0 2 2", "1 2 2"]
+    assert run.failure().summary.startswith(
+        "rank 1 raised RuntimeError: CUDA error: invalid device ordinal (script.py:6); it sees 1 GPU (CUDA_VISIBLE_DEVICES=2), "
+        "whose index is 0 whatever LOCAL_RANK is (here 1): take rankwise.local_device(world)"
+    )
+
+
 def test_a_task_that_is_the_rank_keeps_all_that_its_launcher_has_told_it(agents: New, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SLURM_STEP[0], **openmpi(0, 2, 0, 1)}.items():  # two agents, both told that they are the first
         monkeypatch.setenv(name, value)

@@ -126,3 +126,28 @@ def test_a_shortage_is_told_with_its_count() -> None:
 )
 def test_only_the_machines_memory_is_compared_between_ranks(exception: str, short: bool) -> None:
     assert is_short_of_memory(exception) is short
+
+
+ORDINAL = "CUDA error: invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?\n"
+
+
+def test_a_rank_of_a_task_that_sees_one_gpu_is_told_its_index() -> None:
+    told = reword(record("AcceleratorError", ORDINAL, visible="3", local_rank="3"), 7, "train.py")
+    assert told.remark is not None
+    assert told.remark.startswith(
+        "it sees 1 GPU (CUDA_VISIBLE_DEVICES=3), whose index is 0 whatever LOCAL_RANK is (here 3): take "
+    )
+
+
+@pytest.mark.parametrize(
+    ("visible", "together", "said"),
+    [
+        ("0", 2, "LOCAL_RANK is 1, and it sees 1 GPU (CUDA_VISIBLE_DEVICES=0): type --nproc 1"),
+        ("0,1", 4, "LOCAL_RANK is 1, and it sees 2 GPUs (CUDA_VISIBLE_DEVICES=0,1): type --nproc 2"),
+        ("0,1", 2, "LOCAL_RANK is 1, and it sees 2 GPUs (CUDA_VISIBLE_DEVICES=0,1)"),
+        (None, 4, "LOCAL_RANK is 1, and it sees fewer GPUs than that"),
+    ],
+)
+def test_more_ranks_than_gpus_are_told_with_both(visible: str | None, together: int, said: str) -> None:
+    told = reword(record("AssertionError", "Invalid device id", visible=visible, local_rank="1"), 1, "train.py", together)
+    assert told.remark == said

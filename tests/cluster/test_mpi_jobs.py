@@ -44,7 +44,7 @@ def job(on: str, *argv: str, folder: str = "run", **changes: Any) -> RunDir:
     """The run directory of a run of agents that mpirun starts, as the launcher leaves it."""
     run = RunDir(Path(folder).absolute())
     run.prepare(fresh=False)
-    values = {"nodes": 1, "min_nodes": 1, "grace_s": 5.0, "stall_warn_s": 0.0, **changes}
+    values = {"nodes": 1, "min_nodes": 1, "grace_s": 5.0, "stall_warn_s": 0.0, "fork": False, **changes}
     planned = plan(str(Path.cwd()), folder, on=on, argv=argv, interpreter=(PYTHON,), **values)
     write_json(run.plan, planned.record())
     write_text(run.job, BY_NAME[on].render(planned), mode=0o755)

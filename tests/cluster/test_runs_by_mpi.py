@@ -60,11 +60,34 @@ def test_ctrl_c_below_mpirun_stops_all_ranks_after_one_step(hosts: Start, launch
 
 
 def test_launchers_that_mpirun_starts_are_one_run(hosts: Start, launch: New, mpirun: str) -> None:
-    where = ["-H", "node1:2,node2:1"] if mpirun == "openmpi" else ["-hosts", "node1:2,node2:1"]
-    status, out = launch("mpirun", "-np", "3", *where, *RUN, write(TELL), **AS_ROOT).wait()
+    status, out = launch(*launchers(mpirun), write(TELL), **AS_ROOT).wait()
     assert status == 0, out
     assert told() == NUMBERS
     assert out.splitlines().count("rank 0") == 1
+
+
+def launchers(mpirun: str) -> list[str]:
+    where = ["-H", "node1:2,node2:1"] if mpirun == "openmpi" else ["-hosts", "node1:2,node2:1"]
+    return ["mpirun", "-np", "3", *where, *RUN]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_an_mpirun_of_launchers_stops_all_ranks_after_one_step(
+    hosts: Start, launch: New, mpirun: str, signum: int
+) -> None:
+    """Open MPI's makes a SIGTERM of a Ctrl-C, and kills all within two seconds: to save takes a SIGUSR1."""
+    run = launch(*launchers(mpirun), write(GATE), **AS_ROOT)
+    run.at_the_gate()
+    run.signal(signum)
+    status, out = run.wait()
+    if mpirun == "openmpi" and signum == signal.SIGINT:
+        assert status == 1, out
+        assert "rankwise: SIGTERM: all ranks stop after the step they are in" in out
+        return
+    assert mpirun == "mpich" or status == 75, out  # once it has passed on a signal, MPICH's status over hosts says nothing
+    assert run.life().status == (130 if signum == signal.SIGINT else 75), out
+    assert run.life().outcome == f"stopped by {signal.Signals(signum).name} after step {Path('stopped-0').read_text()}"
+    assert len({path.read_text() for path in Path.cwd().glob("stopped-*")}) == 1, out
 
 
 def test_uneven_launchers_of_which_mpich_does_not_tell_are_one_error_or_told_to_be_one_rank_each(

@@ -59,6 +59,18 @@ def test_a_run_that_is_deleted_stops_all_ranks_after_one_step(sge: Start, launch
     assert run.life().outcome.startswith("stopped by SIGUSR2 after step ")
 
 
+ALIKE = GATE.replace("0.01 * (1 + world.rank)", "0.02")  # a rank that is ahead is not waited for
+
+
+def test_what_grid_engine_sends_to_all_of_a_job_reaches_the_ranks_and_ends_no_agent(sge: Start, launch: New) -> None:
+    """In a job of two hosts it makes a SIGUSR2 of a user's own s_rt, and kills some seconds later: the head is ahead of it."""
+    run = launch(*QUEUED, "-l", "h_rt=60,s_rt=5", write(ALIKE))
+    status, out = run.wait()
+    assert status == 75, out
+    assert len({path.read_text() for path in run.run.path.parents[1].glob("stopped-*")}) == 1
+    assert run.life().outcome.startswith("stopped by SIG")
+
+
 def test_a_run_that_must_go_before_its_end_goes_on_in_its_second_life(sge: Start, launch: New) -> None:
     run = launch(*WITH_TORCH, "--requeue", write(TRAIN), "200")
     run.until(lambda: len(steps()) > 20, "steps")

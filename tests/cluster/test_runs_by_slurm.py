@@ -118,6 +118,28 @@ open("same-" + os.environ["RANK"], "w").write(f"{same} {os.environ['SLURM_TASKS_
     assert "[rank 3] True node2" in out
 
 
+SEES = TELL + "open(f'sees-{os.environ[\"RANK\"]}', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+
+
+def sees() -> list[str]:
+    return [Path(f"sees-{rank}").read_text() for rank in range(4)]
+
+
+def test_a_task_of_one_gpu_is_a_rank_that_sees_that_one(slurm: Start, launch: New) -> None:
+    """The GPUs are Slurm's own belief: nothing here looks for one."""
+    status, out = launch("srun", "-N2", "--ntasks-per-node=2", "--gpus-per-task=1", *RUN, write(SEES)).wait()
+    assert status == 0, out
+    assert told() == TWO_BY_TWO
+    assert sees() == ["0", "1", "0", "1"]
+
+
+def test_a_queued_run_has_a_rank_for_each_gpu_that_it_asked_for(slurm: Start, launch: New) -> None:
+    status, out = launch(*QUEUED, "--nodes", "2", "--gpus-per-node", "2", "--wait", write(SEES)).wait()
+    assert status == 0, out
+    assert told() == TWO_BY_TWO
+    assert sees() == ["0,1"] * 4
+
+
 def test_a_step_of_uneven_tasks_is_one_world(slurm: Start, launch: New) -> None:
     status, out = launch("srun", "-N2", "-n3", *RUN, write(TELL)).wait()
     assert status == 0, out
@@ -183,7 +205,7 @@ def test_a_lost_node_of_a_job_is_done_without(slurm: Start, launch: New) -> None
         subprocess.run([HOSTS / "host-ctl", "kill", "node2"], check=True)
         status, out = run.wait()
     finally:
-        again = [HOSTS / "slurm-up", "2", "--gpus", "0", "--", "--no-ssh", "--debian-hosts"]
+        again = [HOSTS / "slurm-up", "2", "--gpus", "2", "--", "--no-ssh", "--debian-hosts"]
         subprocess.run(again, check=True, capture_output=True)
     assert "rankwise: node 1, node2, was lost: it has said nothing for 15 s" in out.splitlines()
     assert [life.ranks for life in run.run.lives()] == [4, 2]

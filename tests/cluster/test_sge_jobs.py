@@ -31,7 +31,7 @@ def job(*argv: str, name: str = "train", folder: str = "run", **asked: Any) -> R
     run.prepare(fresh=False)
     planned = plan(
         str(Path.cwd()), folder, on="sge", name=name, argv=argv, interpreter=(PYTHON,), nodes=1, min_nodes=1, job=asked,
-        grace_s=5.0, stall_warn_s=0.0,
+        grace_s=5.0, stall_warn_s=0.0, fork=False,
     )  # fmt: skip
     write_json(run.plan, planned.record())
     write_text(run.job, scheduler.render(planned), mode=0o755)

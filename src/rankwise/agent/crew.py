@@ -204,7 +204,7 @@ class Crew:
         with contextlib.suppress(OSError, ValueError):
             record = json.loads(path.read_text())
             path.unlink()
-        told = wording.reword(record, rank.rank, self._script) if record else None
+        told = wording.reword(record, rank.rank, self._script, len(self.ranks)) if record else None
         return Evidence(
             rank=rank.rank,
             exit_code=code if code is not None and code >= 0 else None,

@@ -417,6 +417,8 @@ def _exception_status(error, spec):
         "notes": [str(note) for note in getattr(error, "__notes__", ())],
         "parameters": {},
         "shortage": None,
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "local_rank": os.environ.get("LOCAL_RANK"),
     }
     with contextlib.suppress(Exception):
         record["parameters"] = _parameters_in(error)

@@ -23,6 +23,7 @@ _COUNTS = re.compile(
     r"DDP expects same model across all ranks, but Rank (\d+) has (\d+) params, while rank (\d+) has inconsistent (\d+)"
 )
 _SIZES = re.compile(r"params\[(\d+)\] in this process with sizes (\[.*?\]) appears not to match")
+_NO_DEVICE = re.compile("invalid device ordinal|Invalid device id")
 _MOST_NAMES = 4
 _LONGEST_NOTE = 120
 _OURS = str(Path(__file__).parents[1])
@@ -48,8 +49,8 @@ def collective_of(traceback: str) -> str | None:
     return found[-1] if found else None
 
 
-def reword(record: Mapping[str, Any], rank: int, script: str) -> Told:
-    """`script`: what the ranks run, as it was typed."""
+def reword(record: Mapping[str, Any], rank: int, script: str, together: int = 1) -> Told:
+    """`script`: what the ranks run, as it was typed. `together`: the ranks of its agent, which all see the same devices."""
     message = str(record["message"]).strip()
     told = Told(f"{record['type']}: {message}" if message else record["type"], record.get("where"), _note(record))
     if found := _IN_WORKER.search(message):
@@ -66,6 +67,8 @@ def reword(record: Mapping[str, Any], rank: int, script: str) -> Told:
         return replace(told, remark=f"it belongs to a package: type `{_as_module(script)}`")
     if record["type"] == "EOFError" and rank > 0 and "reading a line" in message:
         return replace(told, remark="only rank 0 has the terminal: ask on rank 0 alone, and broadcast the answer")
+    if _NO_DEVICE.search(message):
+        return replace(told, remark=_of_devices(record.get("visible"), record.get("local_rank"), together))
     if (shortage := record.get("shortage")) is not None:
         return replace(told, remark=shortage)
     return told
@@ -119,6 +122,20 @@ def _unused(told: Told, listed: str, names: Mapping[str, str]) -> Told:
         exception=f"{told.exception.partition(':')[0]}: its last loss did not use {shown}",
         remark="DDP waits for every gradient; if that is meant, pass find_unused_parameters=True to it",
     )
+
+
+def _of_devices(visible: str | None, local_rank: str | None, together: int) -> str:
+    """`visible`: its CUDA_VISIBLE_DEVICES."""
+    count = len(visible.split(",")) if visible else None
+    sees = "fewer GPUs than that" if count is None else f"{count} GPU{'s' * (count != 1)} (CUDA_VISIBLE_DEVICES={visible})"
+    if count == 1 and together == 1:
+        return (
+            f"it sees {sees}, whose index is 0 whatever LOCAL_RANK is (here {local_rank or 'not set'}): take "
+            "rankwise.local_device(world), or cuda:0 where torch.cuda.device_count() is 1; or start one task a node, with all "
+            "its GPUs"
+        )
+    cure = f": type --nproc {count}" if count is not None and count < together else ""
+    return f"LOCAL_RANK is {local_rank or 'not set'}, and it sees {sees}{cure}"
 
 
 def _as_module(script: str) -> str:

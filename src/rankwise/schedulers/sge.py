@@ -298,9 +298,10 @@ def _short(name: str) -> str:
 
 def reach(host: str, command: list[str]) -> list[str]:
     """A shell there reads the line again. Another one stands above the command: if a task that qrsh has started dies by a
-    signal, Grid Engine kills the whole job, and a shell ends with a status of 128 + n instead.
+    signal, Grid Engine kills the whole job, and a shell ends with a status of 128 + n instead. What Grid Engine sends to all of
+    a job (-notify, s_rt) must not end that shell: the command is asked to stop, and says when it has.
     """
-    words = ["/bin/sh", "-c", f"{shlex.join(command)}; exit $?"]
+    words = ["/bin/sh", "-c", f"trap : USR1 USR2 XCPU; {shlex.join(command)}; exit $?"]
     return ["qrsh", "-inherit", host, *(shlex.quote(word) for word in words)]
 
 

@@ -1,20 +1,25 @@
-"""Functions on a real Slurm of two nodes: by our own launcher, and as tasks of Submitit's executor."""
+"""Functions on two hosts by our own launcher, whatever starts its agents; and as tasks of Submitit's executor on Slurm."""
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from clusters import PYTHON, Start, slurm
+from clusters import PYTHON, Start, hosts, openmpi, sge, slurm
 
 from rankwise.rundir import RunDir
 
-__all__ = ["slurm"]  # a fixture
+__all__ = ["hosts", "openmpi", "sge", "slurm"]  # fixtures
 
 pytestmark = pytest.mark.cluster
+
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 FUNCTIONS = """
 import os, time
@@ -26,7 +31,7 @@ import rankwise
 def sums():
     world = rankwise.init()
     print("rank", world.rank, flush=True)
-    return world.rank, world.node_rank, int(rankwise.all_reduce(torch.tensor(world.rank))), os.environ["SLURM_JOB_ID"] != ""
+    return world.rank, world.node_rank, int(rankwise.all_reduce(torch.tensor(world.rank))), os.uname().nodename
 
 def fails():
     if rankwise.init().rank == 1:
@@ -52,9 +57,9 @@ CALLER = """
 import functions
 import rankwise
 
-print(rankwise.run_function(functions.sums, on="slurm", nodes=2, nproc=1))
+print(rankwise.run_function(functions.sums, **SETTINGS))
 try:
-    rankwise.run_function(functions.fails, on="slurm", nodes=2, nproc=1)
+    rankwise.run_function(functions.fails, **SETTINGS)
 except KeyError as error:
     print(error, error.__notes__[0].splitlines()[0])
 """
@@ -72,19 +77,39 @@ print(job.results())
 """
 
 
-def call(slurm: Start, source: str) -> str:
+def called(start: Start, settings: dict[str, Any], **environ: str) -> list[str]:
+    """What CALLER has printed."""
     Path("functions.py").write_text(FUNCTIONS)
-    Path("caller.py").write_text(source)
-    done = slurm(PYTHON, "caller.py", OMP_NUM_THREADS="1", PYTHONPATH=str(Path.cwd()))
+    Path("caller.py").write_text(CALLER.replace("SETTINGS", repr(settings)))
+    done = start(PYTHON, "caller.py", OMP_NUM_THREADS="1", PYTHONPATH=str(Path.cwd()), **environ)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout.splitlines()
 
 
-def test_a_function_is_queued_and_answers_from_each_node(slurm: Start) -> None:
-    printed = call(slurm, CALLER).splitlines()
+@pytest.mark.parametrize("on", ["slurm", "sge", "ssh", "openmpi"])
+def test_a_function_answers_from_each_host_or_raises_what_was_raised_there(on: str, request: pytest.FixtureRequest) -> None:
+    start: Start = request.getfixturevalue("hosts" if on in ("ssh", "openmpi") else on)
+    settings: dict[str, Any] = {
+        "slurm": {"on": "slurm", "nodes": 2, "nproc": 1},
+        "sge": {"on": "sge", "slots": 2, "pe": "mpi"},
+        "ssh": {"hosts": "node1:1,node2:1"},
+        "openmpi": {"on": "openmpi", "hosts": "node1:1,node2:1"},
+    }[on]
+    environ = {name: value for name, value in os.environ.items() if name.startswith("SGE_")}
+    if on == "openmpi":
+        request.getfixturevalue("openmpi")
+        own = Path("bin/mpirun").absolute()  # Debian lets mpirun be another one
+        own.parent.mkdir()
+        own.write_text('#!/bin/sh\nexec mpirun.openmpi "$@"\n')
+        own.chmod(0o755)
+        environ = {**AS_ROOT, "PATH": f"{own.parent}:{os.environ['PATH']}"}
+    printed = called(start, settings, **environ)
+    answers = [line for line in printed if line.startswith("[")]
+    hosts = re.findall("node[12]", answers[0])
+    assert sorted(hosts) == ["node1", "node2"]
+    assert answers == [f"[(0, 0, 1, '{hosts[0]}'), (1, 1, 1, '{hosts[1]}')]"]
     assert "rank 0" in printed
-    assert "[(0, 0, 1, True), (1, 1, 1, True)]" in printed
-    assert printed[-1] == "'no data' raised on rank 1, on node2:"
+    assert printed[-1] == f"'no data' raised on rank 1, on {hosts[1]}:"
 
 
 def test_a_preempted_job_of_submitit_saves_after_one_step_and_goes_on_when_it_is_requeued(slurm: Start) -> None:
