@@ -100,7 +100,7 @@ def _guarded(groups: list[list[int]] | None, work: Callable[[], R], post: Callab
     waiting = comm.patient()
     if first:
         value, packed, error = _attempt(work)
-    _settle(error, waiting)  # the first message of all: nobody is told to expect a value that there is not
+    settle(error, waiting)  # the first message of all: nobody is told to expect a value that there is not
     for group in groups:
         sent = comm.broadcast_object(packed, group[0], waiting)
         if me in group:
@@ -114,7 +114,7 @@ def _guarded(groups: list[list[int]] | None, work: Callable[[], R], post: Callab
                 post()
     except BaseException as problem:  # whatever it is, the other ranks wait
         error = problem
-    _settle(error, waiting)
+    settle(error, waiting)
     return value  # type: ignore[no-any-return]
 
 
@@ -143,7 +143,7 @@ def _loaded(packed: bytes) -> Any:
         ) from error
 
 
-def _settle(error: BaseException | None, group: Any) -> None:
+def settle(error: BaseException | None, group: Any = None) -> None:
     """Collective. If any rank has an error, all ranks raise the lowest rank's."""
     told = comm.all_gather_object(None if error is None else pack_error(error), group)
     rank, packed = next(((r, p) for r, p in enumerate(told) if p is not None), (-1, None))
