@@ -49,6 +49,8 @@ def predict(
         raise ConfigError(f"on={on!r}: predictions are wanted on 'main' or on 'all' ranks")
     if into is not None and on != "main":
         raise ConfigError("into=... is called on the main rank: leave on='all' out")
+    if loader.is_split:
+        raise ConfigError("predictions come in the order of the dataset, and streams of each rank's own have none over all")
     mine: list[Part] = []
     told: list[Part] = []
 
