@@ -204,7 +204,8 @@ class Trainer:
         self._log = Log(self.meters, self._breakdown, self._progress, self._writers, every_steps=log_every)
         self.actions: list[Action] = [self._log, *([self._hear] if background_saves and self.world.is_main else [])]
         if scheduler is not None:
-            self.actions.insert(0, lambda state: scheduler.step())
+            # Not for a step that was left out: fp16 begins with some, and a warm-up would lose its first ones.
+            self.actions.insert(0, lambda state: scheduler.step() if self._left_out_in_a_row == 0 else None)
         self._evaluate = evaluate
         if evaluate is not None:
             self.actions.append(every(evaluate, steps=eval_every, epochs=None if eval_every else 1, at_end=True))
