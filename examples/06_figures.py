@@ -1,4 +1,4 @@
-"""Figures over all ranks, in a loop of your own: a stream of data, mean losses, an exact evaluation.
+"""Figures over all ranks, in a loop of your own: a stream of data, mean losses, an exact evaluation, predictions.
 
 python examples/06_figures.py                 one device
 rankwise run examples/06_figures.py           all devices of this machine
@@ -48,9 +48,10 @@ def main():
     state = rankwise.TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     rankwise.seed_rank(0, world.rank)  # dropout differs from rank to rank
 
-    evaluation = rankwise.Evaluate(
-        evaluate, lambda: rankwise.Loader(eval_data, world, global_batch_size=64, shuffle=False, max_epochs=1), sync
-    )
+    def eval_loader():
+        return rankwise.Loader(eval_data, world, global_batch_size=64, shuffle=False, max_epochs=1)
+
+    evaluation = rankwise.Evaluate(evaluate, eval_loader, sync)
     each_epoch = rankwise.every(evaluation, epochs=1)
     meters = rankwise.Meters("loss")
     loader = rankwise.Loader(train_data, world, global_batch_size=50, max_epochs=EPOCHS)
@@ -67,6 +68,9 @@ def main():
             total, count = sums["loss"]
             rankwise.say(f"step {state.step}: loss {total / count:.4f}")
         each_epoch(state)
+    predicted = rankwise.predict(lambda model, batch: model(batch[0]).argmax(1), model, eval_loader())
+    if predicted is not None:  # on the main rank
+        rankwise.say(f"mistaken: images {(predicted != y[1500:]).nonzero().flatten().tolist()}")
     rankwise.say(f"done: {state.step} steps, accuracy {state.metrics['eval_accuracy']:.3f}")
 
 

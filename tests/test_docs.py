@@ -52,6 +52,7 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], str]] = {
     "04_gpt.py": (("--steps", "6", "--local-rank=0"), "--- a sample ---"),  # as torch.distributed.launch adds it
     "05_ranks.py": ((), "done: 3.1"),
     "06_figures.py": ((), "done: 150 steps, accuracy 0.8"),
+    "07_evaluation.py": ((), "macro F1 0.8"),
 }
 """The words that each is given, and what it says."""
 

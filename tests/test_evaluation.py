@@ -16,9 +16,8 @@ from torch.utils.data import TensorDataset
 import rankwise
 from rankwise import comm
 from rankwise.errors import ConfigError, StepError
-from rankwise.evaluation import Evaluate
+from rankwise.evaluation import Evaluate, Metrics
 from rankwise.state import TrainState
-from rankwise.telemetry import Metrics
 
 CLASSES = 3
 SIZES = (29, 2, 1)

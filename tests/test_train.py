@@ -1036,6 +1036,26 @@ def test_a_step_that_is_left_out_is_said_counted_and_told_at_the_end(tmp_path: P
     assert "1 steps left out" in said
 
 
+def rates_with_nan_at(step: int, run_dir: Path) -> list[float]:
+    calls = 0
+
+    def nan_step(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        nonlocal calls
+        calls += 1
+        loss, count = step_fn(model, batch)
+        return (loss * float("nan") if calls == step and comm.rank() == 1 else loss), count
+
+    rates: list[float] = []
+    fit(run_dir, max_steps=6, step_fn=nan_step, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+        actions=[lambda state: rates.append(state.optimizer.param_groups[0]["lr"])])  # fmt: skip
+    return rates
+
+
+def test_the_scheduler_does_not_step_for_a_step_that_is_left_out(tmp_path: Path) -> None:
+    for rates in on_ranks(2, rates_with_nan_at, 3, tmp_path / "run"):
+        assert rates == [0.02 / 2**n for n in (1, 2, 2, 3, 4, 5)]
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import RankError, on_ranks
 from torch import nn
 from torch.utils.data import IterableDataset
 
 import rankwise
+from rankwise import comm
+from rankwise.data.order import share
 
 
 class Stream(IterableDataset[Any]):
@@ -90,3 +92,91 @@ def test_max_steps_ends_a_stream_of_unknown_length_and_what_a_stream_says_is_the
     _, _, steps, said = fitted(Hinted(13), tmp_path / "b", max_epochs=1)
     assert steps == 3
     assert "a stream of 13 samples (its __len__), 3 steps an epoch, in its own order\n" in said
+
+
+# --- streams of each rank's own
+
+LENGTHS = (5, 13, 9)
+
+
+class OfRank(Stream):
+    """Pairs of which y = 3 x, others on each rank, and not as many."""
+
+    split_by_rank = True
+
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from own_pairs(rankwise.rank())
+
+
+def own_pairs(rank: int) -> list[Any]:
+    return [(torch.tensor([k + rank / 4]), torch.tensor([3 * k + rank])) for k in map(float, range(LENGTHS[rank]))]
+
+
+def plain_loop(ranks: int, policy: str, epochs: int) -> tuple[list[float], int]:
+    """Each step over what all ranks have in it, on one page and one process. (parameters, steps)"""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sizes = [high - low for low, high in (share(0, 5, rank, ranks) for rank in range(ranks))]
+    steps = 0
+    for _ in range(epochs):
+        for start in range(20):
+            shares = [own_pairs(rank)[start * size : (start + 1) * size] for rank, size in enumerate(sizes)]
+            if not (any if policy == "join" else all)(shares):
+                break
+            x, y = (torch.stack(column) for column in zip(*[pair for part in shares for pair in part], strict=True))
+            loss, count = step(model, (x, y))
+            optimizer.zero_grad()
+            (loss / count).backward()
+            optimizer.step()
+            steps += 1
+    return [p.item() for p in model.parameters()], steps
+
+
+def fitted_by(run_dir: Path, policy: str, max_epochs: int, max_steps: int | None = None) -> Any:
+    return fitted(
+        OfRank(), run_dir, eval_data=OfRank(), uneven=policy, max_epochs=max_epochs, max_steps=max_steps, log_every=1,
+        eval_fn=lambda model, batch: {"x": (batch[0].sum(), len(batch[0]))},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["join", "stop"])
+def test_uneven_streams_train_as_one_process_on_what_all_ranks_have_in_a_step(policy: str, tmp_path: Path) -> None:
+    for n in (1, 2, 3):
+        expected, steps = plain_loop(n, policy, 2)
+        every = [pair[0].item() for rank in range(n) for pair in own_pairs(rank)]
+        answers = on_ranks(n, fitted_by, tmp_path / f"{n}", policy, 2)
+        on_main = answers[0][3]
+        for parameters, metrics, number, _ in answers:
+            assert number == steps
+            assert parameters == pytest.approx(expected, rel=1e-5)
+            assert metrics["eval_x"] == pytest.approx(sum(every) / len(every))  # all of them, whatever the policy
+        assert f"a stream of its own on each rank (uneven: {policy})\n" in on_main
+
+
+def stopped_and_resumed_by(run_dir: Path, policy: str) -> tuple[list[float], int]:
+    fitted_by(run_dir, policy, 3, max_steps=4)
+    parameters, _, steps, _ = fitted_by(run_dir, policy, 3)
+    return parameters, steps
+
+
+@pytest.mark.parametrize("policy", ["join", "pad"])
+def test_uneven_streams_go_on_in_the_middle_of_an_epoch_as_if_they_had_not_stopped(policy: str, tmp_path: Path) -> None:
+    resumed = on_ranks(3, stopped_and_resumed_by, tmp_path / "a", policy)
+    unbroken_runs = on_ranks(3, fitted_by, tmp_path / "b", policy, 3)
+    for (got, steps), (unbroken, _, number, _) in zip(resumed, unbroken_runs, strict=True):
+        assert steps == number > 12
+        assert got == unbroken
+
+
+def predicted(run_dir: Path) -> Any:
+    loader = rankwise.Loader(OfRank(), comm.init(), global_batch_size=5, max_epochs=1)
+    return rankwise.predict(lambda model, batch: batch[0], nn.Linear(1, 1), loader)
+
+
+def test_predictions_of_streams_of_each_ranks_own_have_no_order(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="ConfigError: predictions come in the order of the dataset"):
+        on_ranks(2, predicted, tmp_path)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rankwise.errors import RankwiseError as RankwiseError
     from rankwise.errors import Stopped as Stopped
     from rankwise.evaluation import Evaluate as Evaluate
+    from rankwise.evaluation import predict as predict
     from rankwise.functions.on_submitit import on_submitit as on_submitit
     from rankwise.functions.run_function import FunctionRun as FunctionRun
     from rankwise.functions.run_function import run_function as run_function
@@ -63,7 +64,7 @@ _HOME = {
     "rankwise.data": ("Loader",),
     "rankwise.device": ("local_device", "to_device"),
     "rankwise.errors": ("RankwiseError", "Stopped"),
-    "rankwise.evaluation": ("Evaluate",),
+    "rankwise.evaluation": ("Evaluate", "predict"),
     "rankwise.functions.on_submitit": ("on_submitit",),
     "rankwise.functions.run_function": ("FunctionRun", "run_function"),
     "rankwise.guards": ("main_process_only", "once_per_node", "run_on_main", "run_once_per_node"),

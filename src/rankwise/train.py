@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import shlex
 import sys
@@ -33,10 +34,9 @@ from rankwise.checkpoint import Checkpoints
 from rankwise.claim import claim, run_path
 from rankwise.data import Loader
 from rankwise.data.batching import of_all_ranks
-from rankwise.data.loader import length
 from rankwise.device import local_device
 from rankwise.errors import CheckpointError, ConfigError, RunDirError, StepError
-from rankwise.evaluation import Evaluate, Pair
+from rankwise.evaluation import Evaluate, Metrics, Pair, predict
 from rankwise.lease import Fence, Lease
 from rankwise.model import is_synced, prepare
 from rankwise.precision import LossScale, Precision
@@ -47,7 +47,7 @@ from rankwise.settings import Settings, plain
 from rankwise.state import Stateful, TrainState
 from rankwise.stop import StopSignal
 from rankwise.sync import AllReduce, StepResult, SyncStrategy
-from rankwise.telemetry import JsonlWriter, Meters, Metrics, Progress, TensorBoardWriter, TimeBreakdown
+from rankwise.telemetry import JsonlWriter, Meters, Progress, TensorBoardWriter, TimeBreakdown
 from rankwise.telemetry.writers import Writer
 from rankwise.terminal import short
 from rankwise.world import agent_row
@@ -106,6 +106,7 @@ class Trainer:
         fused: bool | None = None,
         sync_batchnorm: bool = False,
         drop_last: bool = False,
+        uneven: str | None = None,
         sync: SyncStrategy | None = None,
         actions: Sequence[Action] = (),
         seed: int = 0,
@@ -162,6 +163,7 @@ class Trainer:
             accumulate=accumulate,
             seed=seed,
             drop_last=drop_last,
+            uneven=uneven,
             max_epochs=max_epochs,
             workers=workers,
             collate_fn=collate_fn,
@@ -195,15 +197,23 @@ class Trainer:
         self._check_rest()
         self._writers: list[Writer] = []  # opened by `fit`, on the main rank
         self._progress = Progress(agent_row(self.world))
-        at_once: dict[str, Any] = {"global_batch_size": max(nominal // accumulate, 1)}
-        if tokens is not None and hasattr(eval_data, "lengths"):
-            at_once = {"global_batch_tokens": tokens / accumulate}
-        evaluate = self._evaluation(eval_data, eval_fn, eval_metrics, at_once, workers, collate_fn)
+        samples, at_once = max(nominal // accumulate, 1), tokens and tokens / accumulate  # as many as in training
+        once = functools.partial(
+            Loader, world=self.world, shuffle=False, max_epochs=1, workers=workers, collate_fn=collate_fn, device=self.device
+        )
+
+        def loader_of(data: Any) -> Loader:
+            by_tokens = at_once is not None and hasattr(data, "lengths")
+            return once(data, global_batch_tokens=at_once) if by_tokens else once(data, global_batch_size=samples)
+
+        self._once = loader_of
+        evaluate = self._evaluation(eval_data, eval_fn, eval_metrics)
         self._breakdown = self._new_breakdown(evaluate)
         self._log = Log(self.meters, self._breakdown, self._progress, self._writers, every_steps=log_every)
         self.actions: list[Action] = [self._log, *([self._hear] if background_saves and self.world.is_main else [])]
         if scheduler is not None:
-            self.actions.insert(0, lambda state: scheduler.step())
+            # Not for a step that was left out: fp16 begins with some, and a warm-up would lose its first ones.
+            self.actions.insert(0, lambda state: scheduler.step() if self._left_out_in_a_row == 0 else None)
         self._evaluate = evaluate
         if evaluate is not None:
             self.actions.append(every(evaluate, steps=eval_every, epochs=None if eval_every else 1, at_end=True))
@@ -262,6 +272,14 @@ class Trainer:
         if self.stop.signum:
             raise self.stop.stopped()
         return state
+
+    def predict(
+        self, data: Any, predict_fn: Callable[[Any, Any], Any], *, on: str = "main", into: Callable[..., object] | None = None
+    ) -> Any:
+        """Collective. What `predict_fn(model, batch)` returns for each sample of `data`, in its order, once: on the main
+        rank, None on the others (`on="all"`: there too), or handed to `into(indices, rows)`. `rankwise.predict` says more."""
+        self.sync.equalise(self.state.model)
+        return predict(predict_fn, self.state.model, self._once(data), on=on, into=into, precision=self._precision)
 
     def selftest(self) -> bool:
         """Collective. Show, on copies, that the gradient does not depend on ranks and micro-batches, that a resumed step is the
@@ -479,23 +497,14 @@ class Trainer:
         data: Any,
         eval_fn: Callable[[Any, Any], Mapping[str, Pair] | None] | None,
         eval_metrics: Mapping[str, Any] | None,
-        at_once: dict[str, Any],
-        workers: int,
-        collate_fn: Any,
     ) -> Evaluate | None:
-        """None without data. `at_once`: samples, or tokens, of one batch over all ranks."""
+        """None without data."""
         if data is None:
             return None
-        length(data)  # an error now, not after the first epoch
-
-        def once() -> Loader:
-            return Loader(
-                data, self.world, **at_once, shuffle=False, max_epochs=1, workers=workers, collate_fn=collate_fn,
-                device=self.device,
-            )  # fmt: skip
-
+        self._once(data)  # an error now, not after the first epoch
         metrics = Metrics(eval_metrics)
         metrics.to(self.device)
+        once = functools.partial(self._once, data)
         return Evaluate(eval_fn or self._eval_loss, once, self.sync, metrics, self._precision, self._progress, self._writers)
 
     def _new_breakdown(self, evaluate: Evaluate | None) -> TimeBreakdown:

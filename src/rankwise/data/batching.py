@@ -26,7 +26,7 @@ N = TypeVar("N", int, float)
 _PLANNED = 4096  # positions whose samples are looked up at once
 _POOL_STEPS = 32  # 1.2 % padding; 8 give 4 % (50 000 lengths from 50 to 1500)
 _ESTIMATED = 1024  # samples whose mean length stands for all
-_HALVINGS = 24  # of the bound on a part's cost: to 1e-7 of it
+_EXACT = 1e-3  # to which the least cost of the costliest part is sought
 
 
 class Batching(Protocol):
@@ -287,31 +287,41 @@ def balanced_runs(lengths: Sequence[float], n: int) -> list[tuple[int, int]]:
     None is empty unless there are fewer lengths than runs.
     """
     samples = len(lengths)
-    low, high = lengths[-1] if lengths else 0.0, lengths[-1] * samples if lengths else 0.0
-    for _ in range(_HALVINGS if n > 1 else 0):
-        middle = (low + high) / 2
-        if _cuts(lengths, n, middle)[-1] == samples:
-            high = middle
+    low = max(lengths[-1], sum(lengths) / n) if lengths else 0.0
+    high = lengths[-1] * samples if lengths else 0.0
+    cuts, high = _cuts(lengths, n, high)
+    while n > 1 and high > low * (1 + _EXACT):
+        # Near `low` at first: runs of sorted lengths have little padding.
+        middle = low * 1.02 if high > low * 1.1 else (low + high) / 2
+        found, cost = _cuts(lengths, n, middle)
+        if found[-1] == samples:
+            cuts, high = found, cost
         else:
             low = middle
-    cuts = _cuts(lengths, n, high)
     return list(pairwise(cuts))
 
 
-def _cuts(lengths: Sequence[float], n: int, bound: float) -> list[int]:
-    """Where `n` runs end, each as long as `bound` allows but for what must be left for the others; the last is short of the
-    end if the bound is too low."""
-    cuts = [0]
+def _cuts(lengths: Sequence[float], n: int, bound: float) -> tuple[list[int], float]:
+    """Where `n` runs end, each as long as `bound` allows but for what must be left for the others; and the costliest's cost.
+    The last is short of the end if the bound is too low."""
+    samples, cuts, cost = len(lengths), [0], 0.0
     for left in range(n - 1, -1, -1):
         start = cuts[-1]
-        stop = start + max(_fitting(lengths, start, bound), 1)
-        cuts.append(max(min(stop, len(lengths) - left), min(start + 1, len(lengths))))
-    return cuts
+        if start == samples:
+            cuts.append(start)
+            continue
+        stop = max(min(start + max(_fitting(lengths, start, bound), 1), samples - left), start + 1)
+        cuts.append(stop)
+        cost = max(cost, (stop - start) * lengths[stop - 1])
+    return cuts, cost
 
 
 def _fitting(lengths: Sequence[float], start: int, tokens: float) -> int:
-    """How many from `start` on fit, padded to the longest; `lengths` ascend."""
-    return bisect_right(range(start, len(lengths)), tokens, key=lambda k: (k - start + 1) * lengths[k])
+    """How many from `start` on fit, padded to the longest of them; `lengths` ascend."""
+    left = len(lengths) - start
+    fewest = min(int(tokens / lengths[-1]), left) if lengths[-1] else left  # were all as long as the longest
+    most = min(int(tokens / lengths[start]), left) if lengths[start] else left
+    return fewest + bisect_right(range(fewest, most), tokens, key=lambda k: (k + 1) * lengths[start + k])
 
 
 def _check_sampler(sampler: Any) -> None:

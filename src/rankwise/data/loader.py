@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from rankwise import log
 from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthOf
 from rankwise.data.fetch import Fetch, Fetcher, fetched, promises
-from rankwise.data.order import Order
+from rankwise.data.order import Order, share
 from rankwise.data.stream import Request, Step, Stream
+from rankwise.data.uneven import check, in_step
 from rankwise.device import to_device
 from rankwise.errors import ConfigError, DataError
 from rankwise.world import World
@@ -39,6 +40,9 @@ class Loader:
 
     Or it is iterable (torch's IterableDataset): a stream of which an epoch is one pass. It must yield the same whole stream on
     every rank and worker; each keeps its share (`data.stream` says more). Its order is its own: nothing shuffles it.
+
+    A stream that splits itself by rank, and so is another one on each, says so by an attribute `split_by_rank = True`; then all
+    must iterate together, and `uneven` says what is done when one ends before the others: join, stop or pad (`data.uneven`).
 
     For samples of uneven length, in the place of `global_batch_size`: `global_batch_tokens`, so many tokens (frames, seconds)
     of padded samples a step, with `lengths` (numbers, a function of the index, or the dataset's own attribute `lengths`), and
@@ -64,6 +68,7 @@ class Loader:
         seed: int = 0,
         shuffle: bool | None = None,
         drop_last: bool = False,
+        uneven: str | None = None,
         max_epochs: int | None = None,
         workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -88,12 +93,19 @@ class Loader:
         self._workers = workers
         self._seed = seed
         self._batching: Batching | None = None
+        self._uneven: str | None = None
+        self._steps = 0  # of the current epoch
         if self._order is None:
             if global_batch_size is None or global_batch_tokens is not None:
                 raise ConfigError(f"{type(dataset).__name__} is a stream, which is cut by count: give global_batch_size alone")
-            self._hint = _hinted_length(dataset)
-            self._stream = Stream(dataset, collate_fn, seed, world.rank, world.world_size, drop_last)
+            split = promises(dataset, "split_by_rank")
+            self._uneven = check(uneven, split, type(dataset).__name__, global_batch_size, world.world_size, drop_last)
+            self._hint = None if split else _hinted_length(dataset)
+            rank, ranks = (0, 1) if split else (world.rank, world.world_size)
+            self._stream = Stream(dataset, collate_fn, seed, rank, ranks, drop_last, own=split, repeat=self._uneven == "pad")
         else:
+            if uneven is not None:
+                raise ConfigError(f"uneven={uneven!r} is for streams; {type(dataset).__name__} tells its length: leave it out")
             self._fetch = Fetch(dataset, collate_fn, seed)
             self._batching = _batching(
                 dataset, self._order, global_batch_size, global_batch_tokens, lengths, pool, batch_sampler, drop_last
@@ -121,6 +133,11 @@ class Loader:
         return self._order is None
 
     @property
+    def is_split(self) -> bool:
+        """Whether the dataset is a stream that is another one on each rank."""
+        return self._uneven is not None
+
+    @property
     def samples(self) -> int | None:
         """Samples in the dataset; None if a stream does not tell."""
         return self._hint if self._order is None else self._order.samples
@@ -137,6 +154,8 @@ class Loader:
     @property
     def fewest(self) -> int:
         """Samples of the smallest global batch that may come."""
+        if self._uneven is not None:
+            return self.global_batch_size if self._uneven == "pad" or (self._uneven == "stop" and self.drop_last) else 0
         if self._order is None or isinstance(self._batching, ByCount):
             rest = 1 if self._order is None else self._order.samples % self.global_batch_size
             return self.global_batch_size if self.drop_last or rest == 0 else rest
@@ -150,9 +169,10 @@ class Loader:
         """Go on where `epoch` and `position` stand. Both are those after a step as soon as its batches are handed out."""
         while not self.finished:
             began = time.perf_counter()
-            for step in self._streamed() if self._batching is None else self._ordered(self._batching):
+            for step in self._left_of_epoch():
                 micro_batches = [self._placed(batch) for batch in step.micro_batches]
                 self.position = step.stop
+                self._steps += 1
                 self.indices = step.indices
                 if step.last:
                     self._end_epoch()
@@ -166,7 +186,12 @@ class Loader:
 
     def _end_epoch(self) -> None:
         self.epoch += 1
-        self.position = 0
+        self.position = self._steps = 0
+
+    def _left_of_epoch(self) -> Iterator[Step]:
+        if self._batching is not None:
+            return self._ordered(self._batching)
+        return self._streamed() if self._uneven is None else self._in_step(self._uneven)
 
     def _ordered(self, batching: Batching) -> Iterator[Step]:
         """The steps that are left of this epoch of a map-style dataset."""
@@ -186,6 +211,15 @@ class Loader:
         requests = (Request(epoch, start, size, self.accumulate) for start in itertools.count(self.position, size))
         yield from itertools.takewhile(lambda step: step is not None, self._fetched(requests, self._stream))
 
+    def _in_step(self, policy: str) -> Iterator[Step]:
+        """Collective. The steps that are left of this epoch of streams that are another one on each rank."""
+        low, high = share(0, self.global_batch_size, self._world.rank, self._world.world_size)
+        starts = itertools.count(self._steps * (high - low), high - low)
+        requests = (Request(self.epoch, start, high - low, self.accumulate) for start in starts)
+        own = itertools.takewhile(lambda step: step is not None, self._fetched(requests, self._stream))
+        name = self._stream.name + " (full shares alone, by drop_last)" * self.drop_last
+        yield from in_step(own, policy, self.position, name, self._world.world_size)
+
     def _fetched(self, requests: Iterator[Any], fetcher: Fetcher) -> Iterator[Any]:
         return fetched(requests, fetcher, self._workers, pin=self._device is not None and self._device.type == "cuda")
 
@@ -199,7 +233,7 @@ class Loader:
         """
         other = copy.copy(self)
         other._world, other.accumulate, other._workers = world, accumulate, 0
-        other.epoch, other.position, other.wait_s = 0, 0, 0.0
+        other.epoch, other.position, other._steps, other.wait_s = 0, 0, 0, 0.0
         other._batching = copy.copy(self._batching)
         if global_batch_size is not None:
             other.global_batch_size = global_batch_size
@@ -216,6 +250,8 @@ class Loader:
         steps = f", {number} step{'s' * (number != 1)} an epoch" if number is not None else ""
         if not self.is_stream:
             return f"{self.samples} samples{steps}"
+        if self._uneven is not None:
+            return f"a stream of its own on each rank (uneven: {self._uneven})"
         long = "of unknown length" if self.samples is None else f"of {self.samples} samples (its __len__){steps}"
         return f"a stream {long}, in its own order"
 
@@ -245,13 +281,14 @@ class Loader:
             "accumulate": self.accumulate,
             "epoch": self.epoch,
             "position": self.position,
+            **({"uneven": self._uneven, "steps": self._steps} if self._uneven is not None else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at the recorded position. Raises ConfigError when the data or its order are not those of the record."""
-        by_count = {"batches by": "samples"}
-        now, state = by_count | self.state_dict(), by_count | state
-        for name in ("samples", "seed", "shuffle", "batches by"):
+        common = {"batches by": "samples", "uneven": None}
+        now, state = common | self.state_dict(), common | state
+        for name in ("samples", "seed", "shuffle", "batches by", "uneven"):
             if state[name] != now[name]:
                 raise ConfigError(
                     f"the checkpoint was made with {name}={state[name]} and this run has {name}={now[name]}: another training; "
@@ -264,6 +301,12 @@ class Loader:
         self.global_batch_size = state["global_batch_size"]
         if self._batching is not None:
             self._batching.load(state)
+        if state["ranks"] != self._world.world_size and self._uneven is not None and state["position"]:
+            raise ConfigError(
+                f"the checkpoint was made on {state['ranks']} ranks in the middle of an epoch of streams of which each had its "
+                f"own, and {self._world.world_size} split them otherwise: go on with {state['ranks']} ranks"
+            )
+        self._steps = state.get("steps", 0)
         if state["ranks"] != self._world.world_size:
             # A micro-batch no larger than it was, which fitted into memory.
             self.accumulate = math.ceil(state["ranks"] * state["accumulate"] / self._world.world_size)

@@ -39,6 +39,9 @@ class Step(NamedTuple):
     indices: list[Sequence[int]]
     """Of each micro-batch, which samples it is made of."""
 
+    fresh: bool = True
+    """Whether there are samples in it that the epoch has not had before."""
+
 
 class Request(NamedTuple):
     """One optimizer step of a stream."""
@@ -58,6 +61,9 @@ class Stream:
     `dataset.set_epoch(epoch)` is called, where there is one, before each pass. A pass draws from random streams that are keyed
     by (seed, epoch) and alike on all ranks and workers: a shuffle buffer may use them. torch's get_worker_info() is None inside
     the dataset, so that one which splits itself by workers yields the whole too.
+
+    `own`: the stream is that of this rank alone: one that has ended where others go on is no error. With `repeat` it begins
+    again when it has ended, and never ends; `Step.last` is then true from the step on with which all of it was had.
     """
 
     def __init__(
@@ -68,8 +74,13 @@ class Stream:
         rank: int,
         world_size: int,
         drop_last: bool,
+        own: bool = False,
+        repeat: bool = False,
     ) -> None:
         self._dataset = dataset
+        self._is_own = own
+        self._repeat = repeat
+        self._length: int | None = None  # of a pass, once it has ended
         self._own_collate = collate_fn
         self._seed = seed
         self._rank = rank
@@ -85,7 +96,15 @@ class Stream:
 
     def anew(self, rank: int, world_size: int) -> Stream:
         """The same from the beginning, for another rank."""
-        return Stream(self._dataset, self._own_collate, self._seed, rank, world_size, self._drop_last)
+        if self._is_own:
+            rank, world_size = self._rank, self._world_size
+        return Stream(
+            self._dataset, self._own_collate, self._seed, rank, world_size, self._drop_last, self._is_own, self._repeat
+        )
+
+    @property
+    def name(self) -> str:
+        return type(self._dataset).__name__
 
     def here(self, requests: Iterator[Request]) -> Iterator[Step | None]:
         for request in requests:
@@ -111,16 +130,20 @@ class Stream:
         needed = size if self._drop_last else 1
         self._ahead += self._pull(needed - len(self._ahead))
         if len(samples) < needed:
-            self._check_not_empty(start, size)
+            if not self._is_own:
+                self._check_not_empty(start, size)
             return None
         low, high = share(0, len(samples), self._rank, self._world_size)
         runs = split(range(low, high), accumulate)
         batches = [self._collated(epoch, start + run[0], samples[run[0] : run[-1] + 1]) for run in runs]
         positions: list[Sequence[int]] = [range(start + run[0], start + run[-1] + 1) for run in runs]
-        return Step(start + len(samples), len(self._ahead) < needed, batches, positions)
+        stop, length = start + len(samples), self._length
+        if self._repeat:
+            return Step(stop, length is not None and stop >= length, batches, positions, length is None or start < length)
+        return Step(stop, len(self._ahead) < needed, batches, positions)
 
     def _check_not_empty(self, start: int, size: int) -> None:
-        name = type(self._dataset).__name__
+        name = self.name
         if self._pulled == 0:
             raise DataError(f"the dataset ({name}) is empty: its stream yields nothing")
         if start == 0:
@@ -139,13 +162,16 @@ class Stream:
         return request.epoch == self._epoch and request.start >= self._position
 
     def _begin(self, epoch: int) -> None:
+        self._iterate(epoch)
+        self._epoch, self._pulled, self._ahead, self._length = epoch, 0, [], None
+
+    def _iterate(self, epoch: int) -> None:
         seeds.seed_streams(seeds.derive(self._seed, epoch, "stream"))
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
         with _no_worker():
             # Not iter(): a dataset that is its own iterator would begin anew each time that islice asks it for one.
             self._iterator = (sample for sample in self._dataset)
-        self._epoch, self._pulled, self._ahead = epoch, 0, []
 
     def _take(self, n: int) -> list[Any]:
         """The next n samples; fewer at the end."""
@@ -153,6 +179,15 @@ class Stream:
         return taken + self._pull(n - len(taken))
 
     def _pull(self, n: int) -> list[Any]:
+        pulled = self._pull_of_pass(n)
+        while self._repeat and len(pulled) < n and self._pulled > 0:
+            if self._length is None:
+                self._length = self._pulled
+            self._iterate(self._epoch)
+            pulled += self._pull_of_pass(n - len(pulled))
+        return pulled
+
+    def _pull_of_pass(self, n: int) -> list[Any]:
         pulled: list[Any] = []
         with _no_worker(), Noted("in", (), self._dataset) as place:
             try:

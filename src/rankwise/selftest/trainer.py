@@ -69,7 +69,12 @@ def check(subject: Subject) -> list[Finding]:
     streams = seed.rng_state()
     try:
         findings = [_weights(subject)] if subject.world.world_size > 1 else []
-        findings += [_samples(subject), _gradients(subject), _random(subject), *_resume_and_steps(subject)]
+        if subject.loader.is_split:
+            why = "each rank reads a stream of its own: no other number of ranks has the same batches"
+            findings += [Finding("samples", OPEN, why), Finding("gradients", OPEN, why)]
+        else:
+            findings += [_samples(subject), _gradients(subject)]
+        findings += [_random(subject), *_resume_and_steps(subject)]
         if subject.evaluate is not None:
             findings.append(_evaluation(subject, subject.evaluate))
         return findings
@@ -288,8 +293,8 @@ def _evaluation(subject: Subject, evaluate: Evaluate) -> Finding:
     model = copy.deepcopy(subject.model)
     state = TrainState(model, subject.optimizer)
     made = evaluate.make_loader()
-    if not isinstance(made, Loader):
-        return Finding("evaluation", OPEN, "its data come from a loader of its own")
+    if not isinstance(made, Loader) or made.is_split:
+        return Finding("evaluation", OPEN, "its data come from a loader of its own, or from streams of each rank's own")
     given: Loader = made
 
     def figures(world: World, accumulate: int) -> dict[str, float]:

@@ -2,8 +2,7 @@
 
 from rankwise.telemetry.breakdown import TimeBreakdown
 from rankwise.telemetry.meters import Meters
-from rankwise.telemetry.metrics import Metrics
 from rankwise.telemetry.progress import Progress
 from rankwise.telemetry.writers import JsonlWriter, TensorBoardWriter
 
-__all__ = ["JsonlWriter", "Meters", "Metrics", "Progress", "TensorBoardWriter", "TimeBreakdown"]
+__all__ = ["JsonlWriter", "Meters", "Progress", "TensorBoardWriter", "TimeBreakdown"]

@@ -16,10 +16,11 @@ import torch
 
 from rankwise import comm, log, seed
 from rankwise.errors import StepError
+from rankwise.evaluation.metrics import Metrics
 from rankwise.precision import Precision
 from rankwise.state import TrainState
 from rankwise.sync import SyncStrategy
-from rankwise.telemetry import Metrics, Progress
+from rankwise.telemetry import Progress
 from rankwise.telemetry.meters import mean
 from rankwise.telemetry.writers import Writer
 
@@ -31,7 +32,7 @@ class Evaluate:
 
     `eval_fn(model, batch)` returns {name: (sum, count)}; the figures are `eval_<name>` = sum / count over all samples. Random
     numbers drawn in it do not move the training's streams. `make_loader()` returns a new Loader of one epoch. `metrics`:
-    {name: object that `eval_fn` updates}, for figures that are no such mean (telemetry/metrics.py): each gives `eval_<name>`,
+    {name: object that `eval_fn` updates}, for figures that are no such mean (metrics.py): each gives `eval_<name>`,
     and then `eval_fn` may return None. The rest is the Trainer's, and can be left out in a loop of your own, but for `sync` if
     the model has buffers (running statistics).
     """
@@ -74,7 +75,7 @@ class Evaluate:
         """Collective. `eval_<name>` of each, and nothing else happens."""
         if self._sync is not None:
             self._sync.equalise(state.model)
-        with _evaluating(state.model), self._metrics.of_this_rank():
+        with evaluating(state.model), self._metrics.of_this_rank():
             batches = 0
             totals: dict[str, list[torch.Tensor]] = {}
             with torch.no_grad(), self._precision.autocast():
@@ -102,7 +103,7 @@ class Evaluate:
 
 
 @contextlib.contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """The model in evaluation mode; what is drawn at random inside does not move the training's streams."""
     training, streams = model.training, seed.rng_state()
     model.eval()

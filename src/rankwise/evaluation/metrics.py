@@ -18,7 +18,7 @@ import torch
 
 from rankwise import comm
 from rankwise.errors import ConfigError, StepError
-from rankwise.pickles import Packed, pack_error, unpack_error
+from rankwise.guards import settle
 
 
 class Metric(Protocol):
@@ -101,19 +101,15 @@ class Metrics:
         home = ranks[0] if ranks else 0
         told = comm.gather_object(mine, home)
         figures: dict[str, float] = {}
-        packed: Packed | None = None
-        if comm.is_alone() or comm.rank() == home:
+        error: BaseException | None = None
+        if told:
             try:
                 take(metric, told if comm.is_alone() else [told[rank] for rank in ranks])
                 figures = _figures(name, _quietly(metric.compute))
-            except Exception as error:
-                if comm.is_alone():
-                    raise
-                packed = pack_error(error)
-        figures, packed = comm.broadcast_object((figures, packed), home)
-        if packed is not None:
-            raise unpack_error(packed, f"on rank {home}, in compute() of {name!r}", StepError)
-        return figures
+            except BaseException as problem:  # whatever it is, the other ranks wait
+                error = problem
+        settle(error)
+        return comm.broadcast_object(figures, home)
 
     def _whole(self) -> Iterable[Any]:
         return [self._metrics] if _is_collection(self._metrics) else list(self._metrics.values())

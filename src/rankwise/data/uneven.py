@@ -1,0 +1,83 @@
+"""Streams that are another one on each rank, and do not tell how long they are: all ranks take the same number of steps.
+
+    for step in in_step(own_steps, "join", position=0, name="Speech", world_size=4): ...
+
+Each rank holds its next 8 steps and one more; once in 8 steps one small message says what each of these has on all ranks. So
+where the epoch ends is known beforehand, and a step itself costs no message.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+from rankwise import comm
+from rankwise.data.stream import Step
+from rankwise.errors import ConfigError, DataError
+
+POLICIES = ("join", "stop", "pad")
+"""What is done when some rank's stream has ended. join: it takes part with nothing, until all have ended: each sample once.
+stop: the epoch ends for all, and what the others have left is left out. pad: it begins its stream again until all have ended:
+each step is full on each rank, and what comes again counts like the rest."""
+
+_AHEAD = 8  # steps between two messages
+
+
+def check(policy: str | None, split_by_rank: bool, name: str, size: int, world_size: int, drop_last: bool) -> str | None:
+    """The policy of a stream that is split by rank, None for any other dataset. Raises ConfigError for what cannot be."""
+    if policy is not None and policy not in POLICIES:
+        raise ConfigError(f"uneven={policy!r}; choose one of {', '.join(POLICIES)}")
+    if not split_by_rank:
+        if policy is not None:
+            raise ConfigError(
+                f"uneven={policy!r} is for streams that are another one on each rank, and {name} is taken as the same on all, "
+                "of which each keeps its share; if it splits itself by rank, give it an attribute split_by_rank = True, else "
+                "leave uneven out"
+            )
+        return None
+    if size < world_size:
+        raise ConfigError(f"global_batch_size={size} for {world_size} ranks: each takes from a stream of its own, at least one")
+    if policy == "pad" and drop_last:
+        raise ConfigError("uneven='pad' fills each step, so drop_last leaves nothing out: leave one of the two out")
+    return policy or "join"
+
+
+def in_step(own: Iterator[Step], policy: str, position: int, name: str, world_size: int) -> Iterator[Step]:
+    """Collective, once in 8 steps. `own`: this rank's steps; what comes is as long on all ranks, by `policy`.
+
+    `position`: samples that all ranks have taken of this epoch. Raises DataError on all ranks if they cannot begin.
+    """
+    held: deque[Step | None] = deque(next(own, None) for _ in range(_AHEAD + 1))
+    needed = world_size if policy == "stop" else 1
+    if position == 0:
+        _check_not_empty(held[0], policy, name)
+    while True:
+        samples, fresh = _told(held)
+        for k in range(_AHEAD):
+            if fresh[k] < needed:
+                return
+            mine = held.popleft()
+            position += samples[k]
+            last = fresh[k + 1] < needed
+            yield Step(position, last, mine.micro_batches if mine else [], mine.indices if mine else [])
+            held.append(next(own, None))
+
+
+def _told(held: deque[Step | None]) -> tuple[list[int], list[int]]:
+    """Collective. Of each of the steps that are held: the samples of all ranks, and how many ranks have new ones in it."""
+    mine = [sum(map(len, step.indices)) if step is not None else 0 for step in held]
+    mine += [step is not None and step.fresh for step in held]
+    told = [int(n) for n in comm.all_reduce(torch.tensor(mine, dtype=torch.int64)).tolist()]
+    return told[: len(held)], told[len(held) :]
+
+
+def _check_not_empty(first: Step | None, policy: str, name: str) -> None:
+    """Collective."""
+    told = comm.all_gather_object(first is None)
+    empty = [rank for rank, none in enumerate(told) if none]
+    if empty and (policy != "join" or len(empty) == len(told)):
+        ranks = f"rank{'s' * (len(empty) > 1)} {', '.join(map(str, empty))}"
+        why = {"join": "", "stop": ": uneven='stop' leaves nothing", "pad": ": there is nothing to repeat there"}[policy]
+        raise DataError(f"the stream of {name} yields nothing on {ranks}{why}")

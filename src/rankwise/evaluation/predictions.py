@@ -1,0 +1,144 @@
+"""Predictions of all ranks, each sample's once, in the order of the dataset.
+
+    scores = predict(predict_fn, model, loader)        # on the main rank; None on the others
+
+For figures that need all predictions together (a ranking, a corpus score), and for writing them down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rankwise import comm
+from rankwise.data import Loader
+from rankwise.errors import ConfigError, StepError
+from rankwise.evaluation.evaluate import evaluating
+from rankwise.guards import run_on_main, settle
+from rankwise.precision import Precision
+
+_ROUND = 32  # steps whose predictions travel together
+
+Part = tuple[list[int], Any]
+"""Indices of samples, and the rows that are theirs."""
+
+
+def predict(
+    predict_fn: Callable[[Any, Any], Any],
+    model: torch.nn.Module,
+    loader: Loader,
+    *,
+    on: str = "main",
+    into: Callable[[list[int], Any], object] | None = None,
+    precision: Precision | None = None,
+) -> Any:
+    """Collective. What `predict_fn(model, batch)` returns for each sample, in the order of the dataset, or of the stream.
+
+    `predict_fn` returns for a batch of n samples a tensor or array of n rows, a list of n of anything (rows of uneven length),
+    or a mapping or tuple of these. The answer is of the same kind, for all samples, in host memory: on the main rank, None on
+    the others; with `on="all"` on all ranks. `loader`: of one epoch, in whatever order and batches.
+
+    `into(indices, rows)`: called on the main rank in the place of an answer, again and again, with the indices of some samples
+    and what is theirs: no more is held than of 32 steps. Without shuffling, and with batches by count, the indices go up from
+    call to call. What it raises is raised on all ranks.
+    """
+    if on not in ("main", "all"):
+        raise ConfigError(f"on={on!r}: predictions are wanted on 'main' or on 'all' ranks")
+    if into is not None and on != "main":
+        raise ConfigError("into=... is called on the main rank: leave on='all' out")
+    if loader.is_split:
+        raise ConfigError("predictions come in the order of the dataset, and streams of each rank's own have none over all")
+    mine: list[Part] = []
+    told: list[Part] = []
+
+    def pass_on() -> None:
+        ranks = comm.all_gather_object(mine) if on == "all" else comm.gather_object(mine)
+        parts = [part for rank in ranks for part in rank]
+        mine.clear()
+        if into is None:
+            told.extend(parts)
+        else:
+            run_on_main(lambda: into(*_joined(parts)) if parts else None)
+
+    precision = precision or Precision.of("fp32", torch.device("cpu"))
+    with evaluating(model), torch.no_grad(), precision.autocast():
+        for number, micro_batches in enumerate(loader, start=1):
+            for batch, indices in zip(micro_batches, loader.indices, strict=True):
+                mine.append((list(indices), _rows(predict_fn(model, batch), len(indices))))
+            if number % _ROUND == 0:
+                pass_on()
+    pass_on()
+    return None if into is not None else _whole(told)
+
+
+def _whole(parts: Sequence[Part]) -> Any:
+    """Collective. All of them as one; what is wrong with them where they are is raised on all ranks."""
+    rows, error = None, None
+    try:
+        rows = _joined(parts)[1] if parts else None
+    except StepError as problem:
+        error = problem
+    settle(error)
+    return rows
+
+
+def _rows(value: Any, n: int, where: str = "") -> Any:
+    """In host memory. Raises StepError unless there are n rows."""
+    if isinstance(value, Mapping):
+        return {key: _rows(one, n, f"{where}[{key!r}]") for key, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_rows(one, n, f"{where}[{k}]") for k, one in enumerate(value))
+    if isinstance(value, list):
+        found: Any = len(value)
+        value = [one.detach().cpu() if isinstance(one, torch.Tensor) else one for one in value]
+    elif isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0:
+        found = len(value)
+        value = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    else:
+        found = f"a {type(value).__name__} without rows"
+    if found != n:
+        what = f"{found} rows" if isinstance(found, int) else found
+        raise StepError(
+            f"predict_fn returned {what}{where and f' in {where}'} for a batch of {n}; return a tensor of a row a sample, "
+            "a list of as many, or a mapping or tuple of these"
+        )
+    return value
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    indices = np.concatenate([np.array(some, dtype=np.int64) for some, _ in parts])
+    order = np.argsort(indices, kind="stable")
+    return indices[order].tolist(), _put_together([rows for _, rows in parts], order)
+
+
+def _put_together(parts: Sequence[Any], order: Any, where: str = "") -> Any:
+    """The rows of several batches as one, in `order`."""
+    first = parts[0]
+    if any(type(part) is not type(first) or _shape(part) != _shape(first) for part in parts):
+        kinds = sorted({f"{type(part).__name__} {_shape(part)}" for part in parts})
+        raise StepError(
+            f"predict_fn returned other things for other batches{where and f', in {where}'}: {' and '.join(kinds[:3])}; rows "
+            "of uneven length belong into a list, one a sample: list(rows), or [row[:n] for row, n in zip(rows, lengths)]"
+        )
+    if isinstance(first, dict):
+        return {key: _put_together([part[key] for part in parts], order, f"{where}[{key!r}]") for key in first}
+    if isinstance(first, tuple):
+        return tuple(_put_together([part[k] for part in parts], order, f"{where}[{k}]") for k in range(len(first)))
+    if isinstance(first, list):
+        joined = [row for part in parts for row in part]
+        return [joined[k] for k in order.tolist()]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(parts))[torch.from_numpy(order)]
+    return np.concatenate(parts)[order]
+
+
+def _shape(part: Any) -> Any:
+    """What must be alike in all batches."""
+    if isinstance(part, dict):
+        return sorted(map(repr, part))
+    if isinstance(part, tuple):
+        return len(part)
+    return tuple(part.shape[1:]) if isinstance(part, torch.Tensor | np.ndarray) else ()

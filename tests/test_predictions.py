@@ -1,0 +1,168 @@
+"""Predictions: each sample's once, in the order of the dataset, whatever the ranks, batches and order of evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import RankError, on_ranks
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+import rankwise
+from rankwise import comm
+from rankwise.errors import ConfigError, StepError
+
+SAMPLES = 29
+
+
+def data(samples: int) -> TensorDataset:
+    return TensorDataset(torch.arange(samples), torch.arange(samples) * 0.5)
+
+
+def all_kinds(model: Any, batch: Any) -> Any:
+    k, half = batch
+    assert not model.training
+    assert not torch.is_grad_enabled()
+    return {
+        "tensor": torch.stack([k, half], 1),
+        "array": half.numpy(),
+        "words": [f"word {n}" for n in k.tolist()],
+        "pair": (k, [torch.full((int(n) % 3,), int(n)) for n in k]),  # rows of uneven length
+    }
+
+
+def checked(answer: Any, samples: int) -> None:
+    k, half = data(samples)[:]
+    assert torch.equal(answer["tensor"], torch.stack([k, half], 1))
+    assert np.array_equal(answer["array"], half.numpy())
+    assert answer["words"] == [f"word {n}" for n in range(samples)]
+    assert torch.equal(answer["pair"][0], k)
+    assert [row.tolist() for row in answer["pair"][1]] == [[n] * (n % 3) for n in range(samples)]
+
+
+LOADERS: dict[str, dict[str, Any]] = {
+    "by count": {"global_batch_size": 4, "shuffle": False},
+    "accumulated": {"global_batch_size": 7, "shuffle": False, "accumulate": 3},
+    "shuffled": {"global_batch_size": 7},
+    "by tokens": {"global_batch_tokens": 40, "lengths": lambda index: 1 + index % 11},
+    "workers": {"global_batch_size": 7, "shuffle": False, "workers": 1},
+}
+
+
+def predicted(on: str) -> list[str]:
+    """Of which loaders this rank was given the answer; it is right."""
+    world = comm.init()
+    answered = []
+    model = nn.Linear(1, 1)
+    for samples in (SAMPLES, 1):
+        for name, settings in LOADERS.items():
+            loader = rankwise.Loader(data(samples), world, max_epochs=1, **settings)
+            answer = rankwise.predict(all_kinds, model, loader, on=on)
+            assert model.training
+            if answer is not None:
+                checked(answer, samples)
+                answered.append(name)
+    return answered
+
+
+@pytest.mark.parametrize(("n", "on"), [(1, "main"), (2, "all"), (3, "main")])
+def test_predictions_come_in_the_order_of_the_dataset_each_once(n: int, on: str) -> None:
+    for rank, answered in enumerate(on_ranks(n, predicted, on)):
+        assert answered == ([*LOADERS, *LOADERS] if rank == 0 or on == "all" else [])
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from (torch.tensor([float(k)]) for k in range(SAMPLES))
+
+
+def bit_by_bit(folder: Path, samples: int) -> list[int]:
+    """Written down as they come; what a rank has in hand at a time."""
+    world = comm.init()
+    sizes = []
+
+    def write(indices: list[int], rows: Any) -> None:
+        sizes.append(len(indices))
+        with (folder / "words.txt").open("a") as file:
+            file.writelines(f"{k} {row:g}\n" for k, row in zip(indices, rows.tolist(), strict=True))
+
+    loader = rankwise.Loader(data(samples), world, global_batch_size=4, shuffle=False, max_epochs=1)
+    assert rankwise.predict(lambda model, batch: batch[1], nn.Identity(), loader, into=write) is None
+    stream = rankwise.Loader(Stream(), world, global_batch_size=4, max_epochs=1)
+    rows = rankwise.predict(lambda model, batch: batch[:, 0], nn.Identity(), stream)
+    assert (rows is None) == (world.rank > 0)
+    assert rows is None or rows.tolist() == list(range(SAMPLES))
+    return sizes
+
+
+def test_predictions_can_be_written_bit_by_bit_in_order(tmp_path: Path) -> None:
+    sizes = on_ranks(3, bit_by_bit, tmp_path, 300)
+    assert sizes == [[128, 128, 44], [], []]
+    lines = (tmp_path / "words.txt").read_text().splitlines()
+    assert lines == [f"{k} {k / 2:g}" for k in range(300)]
+
+
+def failing(kind: str) -> None:
+    world = comm.init()
+
+    def full(indices: list[int], rows: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    functions = {
+        "scalar": lambda model, batch: batch[0].sum(),
+        "short": lambda model, batch: {"x": batch[0][:-1]},
+        "uneven": lambda model, batch: torch.zeros(len(batch[0]), int(batch[0][0]) + 1),
+        "full disk": lambda model, batch: batch[0],
+    }
+    loader = rankwise.Loader(data(SAMPLES), world, global_batch_size=8, shuffle=False, max_epochs=1)
+    rankwise.predict(functions[kind], nn.Identity(), loader, into=full if kind == "full disk" else None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("scalar", r"StepError: predict_fn returned a Tensor without rows for a batch of 4; return a tensor of a row a sample"),
+        ("short", r"StepError: predict_fn returned 3 rows in \['x'\] for a batch of 4"),
+        ("uneven", r"StepError: predict_fn returned other things for other batches: .* a list, one a sample: list\(rows\)"),
+        ("full disk", r"OSError: \[Errno 28\] No space left on device"),
+    ],
+)
+def test_what_cannot_be_put_together_is_an_error_on_every_rank(kind: str, text: str) -> None:
+    with pytest.raises(RankError, match=text) as raised:
+        on_ranks(2, failing, kind)
+    assert "rank 0:" in str(raised.value)
+    assert "rank 1:" in str(raised.value)
+
+
+def test_where_predictions_are_wanted_is_checked() -> None:
+    with pytest.raises(ConfigError, match="on='every'"):
+        rankwise.predict(all_kinds, nn.Identity(), None, on="every")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"into=\.\.\. is called on the main rank"):
+        rankwise.predict(all_kinds, nn.Identity(), None, on="all", into=print)  # type: ignore[arg-type]
+    assert issubclass(StepError, rankwise.RankwiseError)
+
+
+def by_a_trainer(run_dir: Path) -> tuple[Any, Any]:
+    def step(model: Any, batch: Any) -> Any:
+        return (model(batch[1][:, None]) ** 2).sum(), len(batch[0])
+
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = rankwise.Trainer(model, optimizer, step, data(SAMPLES), global_batch_size=8, max_steps=3, run_dir=run_dir)
+    trainer.fit()
+    with torch.no_grad():
+        expected = model(data(SAMPLES)[:][1][:, None])[:, 0]
+    got = trainer.predict(data(SAMPLES), lambda model, batch: model(batch[1][:, None])[:, 0])
+    return got if got is None else got.tolist(), expected.tolist()
+
+
+def test_the_trainer_predicts_with_what_it_has_trained(tmp_path: Path) -> None:
+    (main, expected), (other, _) = on_ranks(2, by_a_trainer, tmp_path)
+    assert main == pytest.approx(expected)
+    assert other is None
