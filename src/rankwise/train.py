@@ -66,9 +66,10 @@ class Trainer:
     the optimizer's fused kernel; by default where there is one and nobody has chosen. `sync_batchnorm`: batch statistics of
     all ranks, on GPUs. The last `keep_last` checkpoints stay, and the one with the best `keep_best`, a figure such as
     eval_loss: one more is saved after each evaluation that is the best so far; those of `keep_steps`, which are saved for that,
-    and those `keep_younger_than_s` stay too. With `background_saves` the loop waits for a copy of the state alone,
-    which a thread of the main rank writes. `actions` run after each step, after the Trainer's own. A run directory that holds
-    checkpoints is gone on with, unless `fresh`.
+    and those `keep_younger_than_s` stay too. With `background_saves` the loop waits for a copy of the state alone, which a
+    thread of the main rank writes; with `sharded_saves` each rank copies and writes a share of the model and the optimizer.
+    `actions` run after each step, after the Trainer's own. A run directory that holds checkpoints is gone on with, unless
+    `fresh`.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Trainer:
         keep_steps: Collection[int] = (),
         keep_younger_than_s: float | None = None,
         background_saves: bool = True,
+        sharded_saves: bool = False,
         workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
@@ -154,7 +156,8 @@ class Trainer:
         self._fresh = fresh
         self._lease: Lease | None = None
         self.checkpoints = Checkpoints(
-            self.run.checkpoints, keep_last, keep_best, larger_is_better, keep_steps, keep_younger_than_s, background_saves
+            self.run.checkpoints, keep_last, keep_best, larger_is_better, keep_steps, keep_younger_than_s, background_saves,
+            sharded_saves,
         )  # fmt: skip
         self._keep_best = keep_best
         self.stop = StopSignal(self.world)

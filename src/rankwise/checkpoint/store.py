@@ -12,41 +12,38 @@ Which stay: the last few, and the best by a figure, if one is named:
     checkpoints/step-00000400/{manifest.json, model.pt, optimizer.pt, ..., rng.pt}
 
 One file for each Stateful thing, written by the main rank; `torch.load(weights_only=True)` reads it.
+With `sharded=True` all ranks write, each its share (sharding.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from rankwise import comm, log, seed
+from rankwise.checkpoint import loading, sharding
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.background import Background
 from rankwise.checkpoint.best import Best
 from rankwise.checkpoint.folders import checkpoints_in, fsync, order, remove
-from rankwise.checkpoint.layout import layout
-from rankwise.checkpoint.manifest import FileRecord, Manifest, saved_at
-from rankwise.checkpoint.reader import read
+from rankwise.checkpoint.manifest import Manifest, saved_at
 from rankwise.checkpoint.retention import Retention
+from rankwise.checkpoint.sharding import Others
 from rankwise.checkpoint.snapshot import Snapshot
+from rankwise.checkpoint.writing import plain, why_not, write_file
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
 from rankwise.guards import run_on_main, settle
 from rankwise.state import Stateful
-from rankwise.terminal import count
-
-_RNG = "rng"
 
 
 class Checkpoints:
@@ -56,6 +53,9 @@ class Checkpoints:
 
     `background`: `save` copies the state and returns; a thread of the main rank writes it while the loop goes on. Call `wait`
     before the end. One save at a time is under way, in host memory as large as the state.
+
+    `sharded`: of modules and optimizers, which must be alike on all ranks, each rank copies and writes a share: for states that
+    take one rank long. All ranks must see the folder. It is loaded on any number of ranks, sharded or not.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Checkpoints:
         keep_steps: Collection[int] = (),
         keep_younger_than_s: float | None = None,
         background: bool = False,
+        sharded: bool = False,
     ) -> None:
         self.folder = folder
         self._retention = Retention.of(keep_last, keep_younger_than_s, keep_steps)
@@ -76,6 +77,8 @@ class Checkpoints:
         self._durable = False
         self._snapshot = Snapshot() if background else None
         self._writer = Background()
+        self._sharded = sharded
+        self._others: Others | None = None  # that the main rank's writer waits for
         self.wait_s = 0.0
         """Seconds that the loop has spent in saving so far."""
 
@@ -95,28 +98,75 @@ class Checkpoints:
         `background` it is not there yet, and what is raised is of the save before (as `wait` would): this one is not begun.
         """
         began = time.perf_counter()
-        streams = comm.all_gather_object(seed.rng_state())
+        streams = {str(rank): stream for rank, stream in enumerate(comm.all_gather_object(seed.rng_state()))}
 
-        def begin() -> Path:
-            self._writer.wait()
-            final = self._free_name(step)
-            states = {name: part.state_dict() for name, part in parts.items()}
-            states[_RNG] = {str(rank): stream for rank, stream in enumerate(streams)}
-            record = Manifest(
+        def record() -> Manifest:
+            return Manifest(
                 manifests.VERSION, step, comm.world_size(), torch.__version__, {}, dict(info or {}), _finite(metrics or {}),
                 asdict(self._best) if self._best is not None else {},
             )  # fmt: skip
-            copied = self._copied(states)
-            if copied is None:
-                self._write_and_prune(final, states, record)
-            else:
-                self._writer.start(lambda: self._write_and_prune(final, copied, record))
-            return final
 
         try:
-            return run_on_main(begin)
+            if self._sharded and not comm.is_alone():
+                return self._save_together(parts, step, record, streams)
+            return run_on_main(self._save_alone, [parts, step, record, streams])
         finally:
             self.wait_s += time.perf_counter() - began
+
+    def _save_alone(
+        self, parts: Mapping[str, Stateful], step: int, record: Callable[[], Manifest], streams: Mapping[str, Any]
+    ) -> Path:
+        """On the main rank."""
+        self._writer.wait()
+        final, manifest = self._free_name(step), record()
+        states = {name: part.state_dict() for name, part in parts.items()} | {loading.RNG: streams}
+        copied = self._copied(states)
+        if copied is None:
+            self._write_and_prune(final, states, manifest)
+        else:
+            self._writer.start(lambda: self._write_and_prune(final, copied, manifest))
+        return final
+
+    def _save_together(
+        self, parts: Mapping[str, Stateful], step: int, record: Callable[[], Manifest], streams: Mapping[str, Any]
+    ) -> Path:
+        """Collective. Each rank begins to write its share of the modules and optimizers, the main rank all else too."""
+        self._conclude()
+        rank, ranks = comm.rank(), comm.world_size()
+        with _agreed():
+            manifest = record()
+            states = {name: part.state_dict() for name, part in parts.items()} | {loading.RNG: streams}
+            shares = sharding.divided(parts, states, ranks)
+        if len(set(comm.all_gather_object(sharding.digest(shares, states)))) > 1:
+            log.warning_once("the main rank writes checkpoints alone: the ranks' tensors differ in names, types or shapes")
+            shares = {}
+        final, temporary = run_on_main(self._begin_together, [step])
+        try:
+            with _agreed():
+                sharding.await_folder(temporary, rank)
+                share = sharding.share_of(rank, shares, states)
+                copied = self._copied(share)
+        except BaseException:
+            if comm.is_main():  # nobody writes yet
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        taken = share if copied is None else copied
+        if rank == 0:
+            others = self._others = Others(temporary, ranks)
+            self._writer.start(lambda: self._write_and_prune(final, taken, manifest, temporary, others))
+        else:
+            self._writer.start(lambda: self._write_share(final, taken, temporary))
+        if not comm.all_agree(copied is not None):
+            self._conclude()
+        return final
+
+    def _begin_together(self, step: int) -> tuple[Path, Path]:
+        """On the main rank: the checkpoint's folder, and the one that all write in until it is whole."""
+        final = self._free_name(step)
+        try:
+            return final, self._new_folder(self._unique())
+        except OSError as error:
+            raise CheckpointError(why_not(final, {}, error)) from None
 
     def _copied(self, states: dict[str, Any]) -> dict[str, Any] | None:
         """None where the loop is to wait for the writing itself."""
@@ -135,9 +185,39 @@ class Checkpoints:
             return
         began = time.perf_counter()
         try:
-            run_on_main(self._writer.wait)
+            self._conclude()
         finally:
             self.wait_s += time.perf_counter() - began
+
+    def _conclude(self) -> None:
+        """Collective. What is being written is there, or all ranks raise what it raised."""
+        self._meet()
+        try:
+            run_on_main(self._end)
+        finally:
+            if not comm.is_main():
+                with contextlib.suppress(BaseException):  # the main rank has heard of it
+                    self._writer.wait()
+
+    def _end(self) -> None:
+        try:
+            self._writer.wait()
+        except BaseException:
+            if self._sharded:  # a share may have been written after the main rank has cleared up
+                self._remove_leftovers()
+            raise
+
+    def _meet(self) -> None:
+        """Collective if sharded. The other ranks have written; the main rank's writer does not wait for one that has failed."""
+        if not self._sharded or comm.is_alone():
+            return
+        if not comm.is_main():
+            self._writer.join()
+        error = None if comm.is_main() or self._writer.error is None else str(self._writer.error)
+        told = comm.all_gather_object(error, comm.patient())
+        first = next((text for text in told if text is not None), None)
+        if first is not None and self._others is not None:
+            self._others.cancel(CheckpointError(first))
 
     @property
     def failure(self) -> BaseException | None:
@@ -146,24 +226,41 @@ class Checkpoints:
 
     def close(self) -> BaseException | None:
         """Wait for this rank's own writing; returns what nobody has heard of. For the end of a loop that broke."""
+        if self._others is not None:
+            self._others.hurry()
         self._writer.join()
         return self._writer.error
 
-    def _write_and_prune(self, final: Path, states: Mapping[str, Any], record: Manifest) -> None:
+    def _write_and_prune(
+        self,
+        final: Path,
+        states: Mapping[str, Any],
+        record: Manifest,
+        temporary: Path | None = None,
+        others: Others | None = None,
+    ) -> None:
         """On the main rank alone, in a thread of its own or not: nothing in it is collective."""
         if self._snapshot is not None:
             self._snapshot.wait()
-        self._write(final, states, record)
+        self._write(final, states, record, temporary, others)
         self._prune(final)
 
-    def _write(self, final: Path, states: Mapping[str, Any], record: Manifest) -> None:
-        temporary = self.folder / f"tmp.{uuid.uuid4().hex}"
-        states = {name: _plain(state, name) for name, state in states.items()}
+    def _write_share(self, final: Path, states: Mapping[str, Any], temporary: Path) -> None:
+        """On another rank, in a thread of its own."""
+        if self._snapshot is not None:
+            self._snapshot.wait()
+        sharding.write_share(final, states, temporary, comm.rank())
+
+    def _write(
+        self, final: Path, states: Mapping[str, Any], record: Manifest, made: Path | None, others: Others | None
+    ) -> None:
+        temporary = made or self._unique()
+        states = {name: plain(state, name) for name, state in states.items()}
         try:
-            self._remove_leftovers()
-            self._make_folder()
-            temporary.mkdir()
-            files = {f"{name}.pt": _write_file(temporary / f"{name}.pt", state) for name, state in states.items()}
+            if made is None:
+                self._new_folder(temporary)
+            files = {f"{name}.pt": write_file(temporary / f"{name}.pt", state) for name, state in states.items()}
+            files |= others.wait() if others is not None else {}
             with open(temporary / manifests.NAME, "w") as file:
                 file.write(replace(record, files=files).text())
                 file.flush()
@@ -172,11 +269,20 @@ class Checkpoints:
             os.rename(temporary, final)
             fsync(self.folder)
         except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of an OSError
-            raise CheckpointError(_why_not(final, states, error)) from None
+            raise CheckpointError(why_not(final, states, error)) from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # not there if all went well
         self._whole.add(final)
         self._damaged.discard(final)
+
+    def _unique(self) -> Path:
+        return self.folder / f"tmp.{uuid.uuid4().hex}"
+
+    def _new_folder(self, temporary: Path) -> Path:
+        self._remove_leftovers()
+        self._make_folder()
+        temporary.mkdir()
+        return temporary
 
     def _make_folder(self) -> None:
         """Once, the folders above are flushed too: a power cut must not take away the folder in which all else is durable."""
@@ -290,6 +396,7 @@ class Checkpoints:
             return False
         self._best.check(metrics)
         rank = self._best.rank(metrics)
+        self._meet()
         return rank is not None and run_on_main(self._is_before, [self._best, rank])
 
     def _is_before(self, best: Best, rank: float) -> bool:
@@ -324,6 +431,7 @@ class Checkpoints:
         where a byte is not what was written, on any rank, the one before is loaded over it on all. Raises CheckpointError when
         none is whole, and ConfigError when the parts are not those saved; what they hold then is not to be trained with.
         """
+        self._meet()
         damaged: dict[Path, str] = {}  # known to the main rank
         while (found := run_on_main(lambda: self._newest(damaged, self._glanced_at))) is not None:
             folder, manifest = found
@@ -342,30 +450,26 @@ class Checkpoints:
 
     def _load(self, folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify: bool = True) -> None:
         """Collective. What one rank raises, all raise: none must leave the others in their next collective."""
-        error: BaseException | None = None
-        try:
+        asked = {name for part in (*parts, loading.RNG) for name in sharding.files_of(manifest, part)}
+        with _agreed():
             for name, part in parts.items():
-                _load_part(folder, manifest, name, part, verify)
-            self._load_stream(folder, manifest, verify)
+                loading.load_part(folder, manifest, name, part, verify)
+            loading.load_stream(folder, manifest, verify)
             if verify and comm.is_main():  # a checkpoint is whole or damaged, though nobody asks for all of it
-                for name in manifest.files.keys() - {f"{part}.pt" for part in (*parts, _RNG)}:
+                for name in manifest.files.keys() - asked:
                     for damage in manifests.damages(folder, manifest, only=name):
                         raise DamagedError(damage)
-        except BaseException as problem:
-            error = problem
-        settle(error, comm.patient())
 
-    def _load_stream(self, folder: Path, manifest: Manifest, verify: bool) -> None:
-        streams = _read(folder, manifest, _RNG, None, verify)
-        mine = streams.get(str(comm.rank()))
-        if mine is not None:
-            seed.set_rng_state(mine)
-        if manifest.world_size != comm.world_size():
-            then, now = count(manifest.world_size, "rank"), count(comm.world_size(), "rank")
-            log.say(
-                f"the checkpoint was made on {then}, this is {now}: the same global batches in the same order; "
-                "random layers and rounding differ"
-            )
+
+@contextlib.contextmanager
+def _agreed() -> Iterator[None]:
+    """Collective. What the block raises on one rank, all raise after it."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as problem:
+        error = problem
+    settle(error, comm.patient())
 
 
 def _saved_at(path: Path, otherwise: float) -> float:
@@ -378,99 +482,3 @@ def _saved_at(path: Path, otherwise: float) -> float:
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """JSON has no word for the others."""
     return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-
-
-def _plain(state: Any, path: str) -> Any:
-    """The state without numpy's numbers, which `weights_only` would refuse to read; an array is refused here, by its path."""
-    if isinstance(state, np.generic):
-        return state.item()
-    if isinstance(state, np.ndarray):
-        raise CheckpointError(f"{path} is a numpy array, which could not be loaded again; keep it as a tensor")
-    if isinstance(state, dict):
-        changed = {key: new for key, value in state.items() if (new := _plain(value, f"{path}/{key}")) is not value}
-        if changed:
-            state = state.copy()
-            state.update(changed)
-    elif isinstance(state, list | tuple) and not hasattr(state, "_fields"):
-        parts = [_plain(value, f"{path}/{index}") for index, value in enumerate(state)]
-        if any(new is not old for new, old in zip(parts, state, strict=True)):
-            return type(state)(parts)
-    return state
-
-
-def _write_file(path: Path, state: Any) -> FileRecord:
-    """Reserve the space, write, make it durable. An OSError for want of space comes before anything is written."""
-    sums = {name: manifests.tensor_sum(tensor) for name, tensor in manifests.tensors(state)}
-    with open(path, "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, _size(state))
-        torch.save(state, file)
-        file.truncate()
-        file.flush()
-        os.fsync(file.fileno())
-        size = file.tell()
-    try:
-        again = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # of many types: what cannot be loaded again is no checkpoint
-        text = " ".join(str(error).split())
-        raise CheckpointError(f"{path.stem} could not be loaded again: {text[:300]}") from None
-    places = {name: at for name, at in layout(path, again).items() if name in sums}
-    return FileRecord(size, "", sums, places, manifests.rest_sum(path, places))
-
-
-def _size(state: Any) -> int:
-    """Bytes that a state needs on disk, to within a few per cent: its tensors, and what else is in it."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in manifests.tensors(state)}
-    return sum(storages.values()) + 256 * len(storages) + 4096 + _size_of_others(state)
-
-
-def _size_of_others(state: Any) -> int:
-    if isinstance(state, Mapping):
-        return sum(_size_of_others(key) + _size_of_others(value) for key, value in state.items())
-    if isinstance(state, list | tuple | set):
-        return sum(map(_size_of_others, state))
-    return len(state) if isinstance(state, str | bytes) else 2
-
-
-def _why_not(final: Path, states: Mapping[str, Any], error: OSError | RuntimeError) -> str:
-    need = sum(map(_size, states.values()))
-    parent = next(p for p in final.parents if p.exists())
-    free = shutil.disk_usage(parent).free
-    if isinstance(error, RuntimeError):
-        if free > need:
-            return f"cannot write {final}: {error}"
-    elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return f"cannot write {final}: {error.strerror}"
-    return f"cannot write {final}: it needs {need / 1e6:.1f} MB and {free / 1e6:.1f} MB are free there"
-
-
-def _read(folder: Path, manifest: Manifest, name: str, part: Stateful | None, verify: bool) -> Any:
-    path = folder / f"{name}.pt"
-    try:
-        return read(path, manifest.files[path.name], part, verify)
-    except DamagedError as error:
-        raise DamagedError(f"{error}{f', as rank {comm.rank()} reads it' if comm.rank() else ''}") from None
-    except FileNotFoundError:
-        if comm.is_main():
-            raise DamagedError(f"{path} cannot be read (No such file or directory)") from None
-        raise CheckpointError(f"{path} is missing on rank {comm.rank()}: all ranks must see the same folder") from None
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read ({error.strerror}), on rank {comm.rank()}") from None
-    except Exception as error:  # torch raises many types; the file is whole, so it is not one of ours
-        raise CheckpointError(f"{path} does not load: {error}") from None
-
-
-def _load_part(folder: Path, manifest: Manifest, name: str, part: Stateful, verify: bool = True) -> None:
-    path = folder / f"{name}.pt"
-    if path.name not in manifest.files:
-        raise ConfigError(
-            f"the checkpoint {folder} has no {name}; it was made by another program: --fresh starts anew, --name beside it"
-        )
-    state = _read(folder, manifest, name, part, verify)
-    try:
-        part.load_state_dict(state)
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        text = " ".join(str(error).split())
-        raise ConfigError(
-            f"{name} does not fit its checkpoint {path}: {text[:400]}; undo the change, or start anew with --fresh, "
-            "or beside it with --name NAME"
-        ) from None
