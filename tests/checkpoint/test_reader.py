@@ -118,6 +118,25 @@ class Tied(nn.Module):
             self.b.weight = self.a.weight
 
 
+class Views(nn.Module):
+    """Parameters that are parts of one."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        flat = torch.randn(20)
+        for name in order.split():
+            self.register_buffer(name, {"flat": flat, "a": flat[:10], "b": flat[10:]}[name])
+
+
+class Apart(nn.Module):
+    """By the same names, each with memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, size in (("flat", 20), ("a", 10), ("b", 10)):
+            self.register_buffer(name, torch.randn(size))
+
+
 class Transposing(nn.Linear):
     """Loads what an older version has saved the other way round."""
 
@@ -146,6 +165,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "tied in the file alone": (lambda: Tied(True), lambda: Tied(False)),
     "tied in the module alone": (lambda: Tied(False), lambda: Tied(True)),
     "one layer twice": (lambda: nn.Sequential(*[nn.Linear(4, 4)] * 2),) * 2,
+    "views": (lambda: Views("a flat b"),) * 2,
+    "views, the whole first": (Apart, lambda: Views("flat a b")),
+    "views, the whole between": (Apart, lambda: Views("a flat b")),
+    "views, the whole last": (Apart, lambda: Views("b a flat")),
     "hook": (hooked, hooked),
     "override": (lambda: Transposing(5, 5),) * 2,
     "channels last": (last_channels, lambda: nn.Conv2d(4, 4, 3)),

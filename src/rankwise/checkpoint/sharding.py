@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rankwise.checkpoint.manifest import FileRecord, Manifest, length_damage, tensors
-from rankwise.checkpoint.reader import read
+from rankwise.checkpoint.reader import own_tensors, read
 from rankwise.checkpoint.writing import why_not, write_file
 from rankwise.errors import CheckpointError, RunDirError
 from rankwise.rundir import write_bytes
@@ -240,22 +240,24 @@ def parts_of(manifest: Manifest) -> list[str]:
 def read_part(folder: Path, manifest: Manifest, part: str, into: object = None, verify: bool = True) -> Any:
     """`reader.read` of a part, whoever wrote its tensors."""
     first, *shards = files_of(manifest, part)
-    state = read(folder / first, manifest.files[first], into, verify)
+    own = own_tensors(into)
+    state = read(folder / first, manifest.files[first], into, verify, own)
+    shares: dict[str, torch.Tensor] = {}
     for name in shards:
-        state = _filled(state, read(folder / name, manifest.files[name], into, verify), "")
-    return state
+        shares |= read(folder / name, manifest.files[name], into, verify, own)
+    return _filled(state, shares, "") if shares else state
 
 
-def _filled(state: Any, share: Mapping[str, torch.Tensor], path: str) -> Any:
+def _filled(state: Any, shares: Mapping[str, torch.Tensor], path: str) -> Any:
     """In place, as far as a nest allows."""
     if state is None:
-        return share.get(path)
+        return shares.get(path)
     if isinstance(state, dict):
         for key, value in state.items():
             if value is None or isinstance(value, dict | list | tuple):
-                state[key] = _filled(value, share, f"{path}/{key}" if path else str(key))
+                state[key] = _filled(value, shares, f"{path}/{key}" if path else str(key))
     elif isinstance(state, list | tuple) and not hasattr(state, "_fields"):
         return type(state)(
-            _filled(value, share, f"{path}/{index}" if path else str(index)) for index, value in enumerate(state)
+            _filled(value, shares, f"{path}/{index}" if path else str(index)) for index, value in enumerate(state)
         )
     return state
