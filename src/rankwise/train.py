@@ -70,7 +70,8 @@ class Trainer:
     where there is one and nobody has chosen. `sync_batchnorm`: batch statistics of all ranks, on GPUs. The last `keep_last`
     checkpoints stay, and the one with the best `keep_best`, a figure such as eval_loss: one more is saved after each
     evaluation that is the best so far; those of `keep_steps`, which are saved for that, and those `keep_younger_than_s` stay
-    too. With `background_saves` the loop waits for a copy of the state alone, which a thread of the main rank writes.
+    too. With `background_saves` the loop waits for a copy of the state alone, which a thread of the main rank writes; with
+    `sharded_saves` each rank copies and writes a share of the model and the optimizer.
     `checkpoint_scope`: main, and rank 0 writes; node, and so does one rank of each node, where they share no disk; by default
     what --checkpoint-scope says. `checkpoint_mirror`: a URL (s3://bucket/run) for fsspec, where checkpoints are copied to, and
     had from when they are not here.
@@ -121,6 +122,7 @@ class Trainer:
         keep_steps: Collection[int] = (),
         keep_younger_than_s: float | None = None,
         background_saves: bool = True,
+        sharded_saves: bool = False,
         checkpoint_scope: str | None = None,
         checkpoint_mirror: str | None = None,
         workers: int = 0,
@@ -180,7 +182,7 @@ class Trainer:
         self._lease: Lease | None = None
         self.checkpoints = Checkpoints(
             self.run.checkpoints, keep_last, keep_best, larger_is_better, keep_steps, keep_younger_than_s, background_saves,
-            checkpoint_scope or scope_of(self.world), checkpoint_mirror,
+            sharded_saves, checkpoint_scope or scope_of(self.world), checkpoint_mirror,
         )  # fmt: skip
         self._keep_best = keep_best
         self.stop = StopSignal(self.world)

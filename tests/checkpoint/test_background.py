@@ -38,13 +38,13 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def hold(gate: threading.Event, put: Callable[[str, Any], None]) -> None:
-    write_file = store._write_file
+    write_file = store.write_file
 
     def wait_and_write(path: Path, state: Any) -> Any:
         assert gate.wait(60.0)
         return write_file(path, state)
 
-    put("_write_file", wait_and_write)
+    put("write_file", wait_and_write)
 
 
 # --- the moment
@@ -129,9 +129,9 @@ def test_the_best_and_the_newest_are_told_after_what_is_under_way(tmp_path: Path
 def test_a_program_that_ends_finishes_what_it_began(tmp_path: Path) -> None:
     code = (
         "import torch\nfrom pathlib import Path\nfrom rankwise.checkpoint import Checkpoints, store\n"
-        "write = store._write_file\n"
+        "write = store.write_file\n"
         "def slow(path, state):\n    import time\n    time.sleep(0.1)\n    return write(path, state)\n"
-        "store._write_file = slow\n"
+        "store.write_file = slow\n"
         f"Checkpoints(Path({str(tmp_path)!r}), background=True).save({{'model': torch.nn.Linear(2, 2)}}, 7)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

@@ -17,7 +17,7 @@ import rankwise
 from rankwise import comm
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint.disks import digest, sharing, spread
-from rankwise.errors import CheckpointError, ConfigError
+from rankwise.errors import CheckpointError, ConfigError, DamagedError
 
 TWO_NODES = [torchrun(rank, 4, 2) for rank in range(4)]
 THREE_NODES = [torchrun(rank, 3, 1) for rank in range(3)]
@@ -216,17 +216,17 @@ def test_when_all_are_damaged_on_all_nodes_it_is_an_error_on_every_rank(tmp_path
 
 def load_as_one_rank_misreads(tmp: Path, times: int) -> tuple[int | None, str]:
     """One rank reads another byte than the others do, from one and the same disk."""
-    from rankwise.checkpoint import store
+    from rankwise.checkpoint import sharding
 
-    read, left = store.read, [times if comm.rank() == 3 else 0]
+    read, left = sharding.read, [times if comm.rank() == 3 else 0]
 
     def misread(path: Path, *args: Any) -> Any:
         if left[0] and path.name == "model.pt":
             left[0] -= 1
-            raise store.DamagedError(f"{path} is damaged in tensor value")
+            raise DamagedError(f"{path} is damaged in tensor value")
         return read(path, *args)
 
-    store.read = misread  # type: ignore[assignment]
+    sharding.read = misread  # type: ignore[assignment]
     return load(tmp, SHARED, "main")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint import sharding
 from rankwise.checkpoint.best import Best, best_by
 from rankwise.checkpoint.folders import checkpoints_in, fsync
 from rankwise.checkpoint.manifest import Manifest
@@ -43,12 +43,12 @@ def check_target(path: Path, force: bool) -> None:
 def model_of(path: Path, part: str = "model") -> State:
     """The state of one part of a checkpoint, names as the bare module has them. Raises CheckpointError when it is damaged."""
     manifest = Manifest.read(path)
-    if f"{part}.pt" not in manifest.files:
-        there = ", ".join(Path(name).stem for name in manifest.files)
-        raise ConfigError(f"{path} has no part {part}; choose one with --part: {there}")
-    for damage in manifests.damages(path, manifest, only=f"{part}.pt"):
-        raise CheckpointError(damage)
-    state = torch.load(path / f"{part}.pt", map_location="cpu", weights_only=True)
+    if part not in sharding.parts_of(manifest):
+        raise ConfigError(f"{path} has no part {part}; choose one with --part: {', '.join(sharding.parts_of(manifest))}")
+    try:
+        state = sharding.read_part(path, manifest, part)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be read ({error.strerror})") from None
     if not isinstance(state, dict):
         raise ConfigError(f"the part {part} of {path} is a {type(state).__name__}, not a module's state")
     return _bare(state)

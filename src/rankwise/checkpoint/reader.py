@@ -40,8 +40,11 @@ _CHUNK = 1 << 20  # bytes: what is read stays in the cache until it is summed
 _LARGE_PAGES_FROM = 8 << 20
 
 
-def read(path: Path, record: FileRecord, part: object = None, verify: bool = True) -> Any:
-    """The state in a file, on the CPU; its tensors are those of `part` where its load_state_dict does no more than copy them.
+def read(
+    path: Path, record: FileRecord, part: object = None, verify: bool = True, own: Mapping[str, torch.Tensor] | None = None
+) -> Any:
+    """The state in a file, on the CPU; its tensors are those of `part` where its load_state_dict does no more than copy them:
+    `own`, by default `own_tensors(part)`.
 
     Raises DamagedError where a byte is not what was written, FileNotFoundError, and what torch.load raises. Then the tensors of
     `part` may hold anything.
@@ -53,7 +56,7 @@ def read(path: Path, record: FileRecord, part: object = None, verify: bool = Tru
             if verify and _rest_sum(file.fileno(), record) != record.rest:
                 raise DamagedError(manifests.damage(path, record) or f"{path} is damaged outside its tensors")
             try:
-                state, found = _skeleton(file, record, part)
+                state, found = _skeleton(file, record, part, own_tensors(part) if own is None else own)
             except Exception:  # of many types; torch.load knows more kinds of tensors, and judges what it does not know
                 pass
             else:
@@ -97,26 +100,27 @@ class _Typed:
     dtype: torch.dtype
 
 
-def _skeleton(file: BinaryIO, record: FileRecord, part: object) -> tuple[Any, list[_Storage]]:
+def _skeleton(file: BinaryIO, record: FileRecord, part: object, own: Mapping[str, torch.Tensor]) -> tuple[Any, list[_Storage]]:
     """Raises something where the file holds more than plain tensors in plain collections."""
     with zipfile.ZipFile(file) as archive:
         folder = archive.namelist()[0].partition("/")[0]
         if archive.read(f"{folder}/byteorder").decode() != sys.byteorder:
             raise pickle.UnpicklingError("of another byte order")
         pickled = archive.read(f"{folder}/data.pkl")
-        placing = _Placing(storages(archive, file.fileno()), record, part)
+        placing = _Placing(storages(archive, file.fileno()), record, part, own)
     return _Unpickler(io.BytesIO(pickled), placing).load(), list(placing.found.values())
 
 
 class _Placing:
     """Decides where each storage goes."""
 
-    def __init__(self, places: Mapping[str, tuple[int, int]], record: FileRecord, part: object) -> None:
+    def __init__(
+        self, places: Mapping[str, tuple[int, int]], record: FileRecord, part: object, own: Mapping[str, torch.Tensor]
+    ) -> None:
         self._places = places
         self._layout = record.layout
         self._sorted = sorted((at.offset, at.bytes, name) for name, at in record.layout.items() if at.offset is not None)
-        self._own = _own(part)
-        self._taken: set[int] = set()
+        self._own = own
         large = isinstance(part, Optimizer) and record.bytes >= _LARGE_PAGES_FROM
         self._new: Callable[[int], torch.Tensor] = _LargePages(record.bytes).take if large else _new
         self.found: dict[str, _Storage] = {}
@@ -133,15 +137,12 @@ class _Placing:
         return self.found[key]
 
     def _own_memory(self, within: Sequence[tuple[str, int, int]], size: int) -> torch.Tensor | None:
-        """That of the tensor of the part which is the whole storage, if there is one and no other storage has it."""
+        """That of the tensor of the part which is the whole storage, if there is one."""
         if any((begin, length) != (0, size) for _, begin, length in within):
             return None
         for name, _, _ in within:
             own, at = self._own.get(name), self._layout[name]
-            if own is None or (str(own.dtype), tuple(own.shape)) != (f"torch.{at.dtype}", at.shape):
-                continue
-            if own.data_ptr() not in self._taken:
-                self._taken.add(own.data_ptr())
+            if own is not None and (str(own.dtype), tuple(own.shape)) == (f"torch.{at.dtype}", at.shape):
                 return own.detach().reshape(-1).view(torch.uint8)
         return None
 
@@ -228,7 +229,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 # --- what a part has already
 
 
-def _own(part: object) -> dict[str, torch.Tensor]:
+def own_tensors(part: object) -> dict[str, torch.Tensor]:
     """The tensors that may be read into, by their paths: those into which load_state_dict would only copy what it is given, or
     for which it would take that."""
     if isinstance(part, nn.Module):
@@ -237,8 +238,12 @@ def _own(part: object) -> dict[str, torch.Tensor]:
         found = _own_of_optimizer(part)
     else:
         return {}
-    plain = {name: tensor for name, tensor in found.items() if _is_plain(tensor)}
-    return {name: plain[name] for name in plain.keys() - _overlapping(plain)}
+    plain: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+    for name, tensor in found.items():
+        if _is_plain(tensor):  # of tied ones the first: load_state_dict copies the others over it, if they differ
+            plain.setdefault((tensor.data_ptr(), tensor.nbytes), (name, tensor))
+    once = dict(plain.values())
+    return {name: once[name] for name in once.keys() - _overlapping(once)}
 
 
 def _own_of_module(part: nn.Module) -> dict[str, torch.Tensor]:
@@ -284,17 +289,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _overlapping(found: Mapping[str, torch.Tensor]) -> set[str]:
-    """Those that share a part of their memory, but not all of it, with another."""
+    """Those that share a part of their memory with another."""
     overlapping: set[str] = set()
-    last = ""
-    for name in sorted(found, key=lambda name: (found[name].data_ptr(), -found[name].nbytes)):
-        if last:
-            here, before = found[name], found[last]
-            same = (here.data_ptr(), here.nbytes) == (before.data_ptr(), before.nbytes)
-            if not same and here.data_ptr() < before.data_ptr() + before.nbytes:
-                overlapping |= {name, last}
-                continue  # that before reaches further
-        last = name
+    end, last = 0, ""
+    for name in sorted(found, key=lambda name: found[name].data_ptr()):
+        begin, size = found[name].data_ptr(), found[name].nbytes
+        if begin < end:
+            overlapping |= {name, last}
+        if begin + size > end:
+            end, last = begin + size, name
     return overlapping
 
 

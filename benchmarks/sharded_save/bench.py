@@ -1,0 +1,62 @@
+"""What does the loop wait for, and when is it on the disk, where each rank writes a share instead of the main rank all?
+
+    rankwise run --nproc 2 benchmarks/sharded_save/bench.py [ROUNDS] [--folder /dev/shm]
+
+A model and its Adam state (200 MB), the same on all ranks, saved behind the loop by one rank and by all ranks, in turn,
+an optimizer step before each; two rounds are not counted. Ratios to the one writer of the same round. Seconds are of the rank
+that waits longest; CPU is that of the main rank's loop thread (the copy), and of all its threads until it is on the disk.
+"""
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import rankwise
+from rankwise import comm
+from rankwise.checkpoint import Checkpoints
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rounds", type=int, nargs="?", default=9)
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    options = parser.parse_args()
+    rankwise.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1020, 1020) for _ in range(16)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    gradients = [torch.randn_like(p) for p in model.parameters()]
+    folder = rankwise.run_on_main(lambda: Path(tempfile.mkdtemp(dir=options.folder)))
+    ways = {name: Checkpoints(folder / name, 1, background=True, sharded=name == "all") for name in ("one", "all")}
+    times: dict[str, list[list[float]]] = {name: [] for name in ways}
+    for turn in range(options.rounds + 2):
+        for name in ways if turn % 2 else reversed(ways):
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            comm.barrier()
+            began, cpu, all_cpu = time.perf_counter(), time.thread_time(), time.process_time()
+            ways[name].save({"model": model, "optimizer": optimizer}, turn)
+            taken = [time.perf_counter() - began, time.thread_time() - cpu]
+            ways[name].wait()
+            taken += [time.perf_counter() - began, time.process_time() - all_cpu]
+            slowest = comm.all_reduce(torch.tensor([taken[0], taken[2]]), "max").tolist()
+            times[name].append([slowest[0], taken[1], slowest[1], taken[3]])
+    if comm.is_main():
+        for column, figure in enumerate(("the loop waits", "CPU of the copy", "on the disk", "CPU of all of the main rank")):
+            pairs = zip(times["all"][2:], times["one"][2:], strict=True)
+            ratios = [a[column] / b[column] for a, b in pairs]
+            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
+            print(f"{figure:30} all ranks / one: {spread}", flush=True)
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What one rank does to load a checkpoint that was chosen: nothing here is collective, and each error says what to type.
+
+load_part(folder, manifest, "model", model);  load_stream(folder, manifest)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rankwise import comm, log, seed
+from rankwise.checkpoint import sharding
+from rankwise.checkpoint.manifest import Manifest
+from rankwise.errors import CheckpointError, ConfigError, DamagedError
+from rankwise.state import Stateful
+from rankwise.terminal import count
+
+RNG = "rng"
+"""The part that holds every rank's random state."""
+
+
+def _read(folder: Path, manifest: Manifest, name: str, part: Stateful | None, verify: bool) -> Any:
+    path = folder / f"{name}.pt"
+    try:
+        return sharding.read_part(folder, manifest, name, part, verify)
+    except DamagedError as error:
+        raise DamagedError(f"{error}{f', as rank {comm.rank()} reads it' if comm.rank() else ''}") from None
+    except FileNotFoundError as error:
+        if comm.is_main():
+            raise DamagedError(f"{error.filename} cannot be read (No such file or directory)") from None
+        raise CheckpointError(
+            f"{error.filename} is missing on rank {comm.rank()}: all ranks must see the same folder"
+        ) from None
+    except OSError as error:
+        raise DamagedError(f"{error.filename or path} cannot be read ({error.strerror}), on rank {comm.rank()}") from None
+    except Exception as error:  # torch raises many types; the file is whole, so it is not one of ours
+        raise CheckpointError(f"{path} does not load: {error}") from None
+
+
+def load_part(folder: Path, manifest: Manifest, name: str, part: Stateful, verify: bool = True) -> None:
+    path = folder / f"{name}.pt"
+    if path.name not in manifest.files:
+        raise ConfigError(
+            f"the checkpoint {folder} has no {name}; it was made by another program: --fresh starts anew, --name beside it"
+        )
+    state = _read(folder, manifest, name, part, verify)
+    try:
+        part.load_state_dict(state)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(
+            f"{name} does not fit its checkpoint {path}: {text[:400]}; undo the change, or start anew with --fresh, "
+            "or beside it with --name NAME"
+        ) from None
+
+
+def load_stream(folder: Path, manifest: Manifest, verify: bool) -> None:
+    streams = _read(folder, manifest, RNG, None, verify)
+    mine = streams.get(str(comm.rank()))
+    if mine is not None:
+        seed.set_rng_state(mine)
+    if manifest.world_size != comm.world_size():
+        then, now = count(manifest.world_size, "rank"), count(comm.world_size(), "rank")
+        log.say(
+            f"the checkpoint was made on {then}, this is {now}: the same global batches in the same order; "
+            "random layers and rounding differ"
+        )

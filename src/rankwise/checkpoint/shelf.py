@@ -1,0 +1,178 @@
+"""The checkpoints that lie in one folder, and what this process knows of each: which is the newest, the best, damaged, to go.
+
+    shelf = Shelf(folder, Retention.of(2), None, None)
+    found = shelf.newest({}, shelf.verified)      # (folder, manifest), or None
+    gone = shelf.prune(newest)
+
+Nothing here is collective. Where there is a mirror, the main rank has what is missing here from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rankwise import comm, log
+from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint.best import Best
+from rankwise.checkpoint.folders import checkpoints_in, order, remove
+from rankwise.checkpoint.manifest import Manifest, saved_at
+from rankwise.checkpoint.mirror import Mirror
+from rankwise.checkpoint.retention import Retention
+from rankwise.errors import CheckpointError
+
+
+class Shelf:
+    """Of a rank that writes there, or looks there for its node."""
+
+    def __init__(self, folder: Path, retention: Retention, best: Best | None, mirror: Mirror | None) -> None:
+        self.folder = folder
+        self._retention = retention
+        self._best = best
+        self._mirror = mirror
+        self._damaged: set[Path] = set()
+        self._whole: set[Path] = set()
+
+    def all(self) -> list[Path]:
+        """Every checkpoint's folder, the oldest first. Not verified."""
+        return checkpoints_in(self.folder)
+
+    def times_saved(self, step: int) -> int:
+        """A step may be saved again (a life that went on from an older checkpoint): beside the first, which goes after."""
+        return max((time for path in self.all() for saved, time in [order(path)] if saved == step), default=0)
+
+    def is_whole(self, folder: Path) -> None:
+        """This process has written it, or read all of it."""
+        self._whole.add(folder)
+        self._damaged.discard(folder)
+
+    def prune(self, newest: Path) -> list[str]:
+        """Keep the last few up to `newest`, the best, the young, those of named steps. What is damaged is not counted, and goes
+        once something newer is whole; what lies after `newest` is damaged too, else it had been loaded. Returns what went."""
+        best = self.find_best()
+        older = [path for path in self.all() if order(path) < order(newest)]
+        again = [path for path in older if order(path)[0] == order(newest)[0] or path in self._damaged]
+        now = time.time()
+        ages = {path: now - _saved_at(path, now) for path in older if path not in again}
+        gone = [old for old in [*again, *self._retention.gone({**ages, newest: 0.0})] if old != best]
+        for old in gone:
+            remove(old)
+        return [old.name for old in gone]
+
+    # --- the newest
+
+    def newest(self, damaged: dict[Path, str], look: Callable[[Path], Manifest]) -> tuple[Path, Manifest] | None:
+        """Of those that are not damaged: what is wrong with one, by `look`, is added. None if there is none at all.
+
+        Another process may save and prune meanwhile. Raises CheckpointError when there are some and all are damaged.
+        """
+        while left := [path for path in self.all() if path not in damaged]:
+            folder = left[-1]
+            try:
+                return folder, look(folder)
+            except CheckpointError as error:
+                if folder.exists():
+                    damaged[folder] = str(error)
+                # else its writer has something newer by now: look again
+        if damaged:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is whole ({next(iter(damaged.values()))}); "
+                "start anew with --fresh, or beside it with --name"
+            )
+        return None
+
+    def verified(self, folder: Path) -> Manifest:
+        """Read it all. What is damaged is said, and remembered."""
+        manifest = self._looked_at(folder, manifests.verify)
+        self._whole.add(folder)
+        return manifest
+
+    def glanced_at(self, folder: Path) -> Manifest:
+        """Its manifest, and the lengths of its files."""
+        return self._looked_at(folder, manifests.glance)
+
+    def _looked_at(self, folder: Path, look: Callable[[Path], Manifest]) -> Manifest:
+        try:
+            return look(folder)
+        except CheckpointError as error:
+            self._pass_over(folder, str(error))
+            raise
+
+    def _pass_over(self, folder: Path, why: str) -> bool:
+        """False where it is not damaged but gone: pruned by who writes here."""
+        if not folder.exists():
+            return False
+        self._damaged.add(folder)
+        self._whole.discard(folder)
+        log.warn(f"checkpoint passed over: {why}", force=not comm.is_main())
+        return True
+
+    def give_up(self, folder: Path, why: str, damaged: dict[Path, str]) -> None:
+        """What a rank has read of it is not what was written; the mirror may have it whole."""
+        if self._pass_over(folder, why) and not self._replace(folder.name):
+            damaged[folder] = why
+
+    # --- the best
+
+    def find_best(self) -> Path | None:
+        """Reads what this process has not written or read before."""
+        if self._best is None:
+            return None
+        measured = {}
+        # Equal figures of one step: the copy that was saved last, as that is the one that is gone on from.
+        for folder in sorted(self.all(), key=lambda path: (order(path)[0], -order(path)[1])):
+            with contextlib.suppress(CheckpointError):  # damaged
+                measured[folder] = Manifest.read(folder).metrics
+        for folder in self._best.order(measured):
+            if folder in self._damaged:
+                continue
+            with contextlib.suppress(CheckpointError):
+                if folder not in self._whole:
+                    self.verified(folder)
+                return folder
+        return None
+
+    def is_before_all(self, best: Best, rank: float) -> bool:
+        """Whether a checkpoint of that rank would be the best."""
+        folder = self.find_best()
+        known = best.rank(Manifest.read(folder).metrics) if folder is not None else None
+        return known is None or rank < known
+
+    # --- the mirror
+
+    def bring(self) -> None:
+        """What is newer in the mirror than all that is here. Raises CheckpointError where it cannot be read and nothing is
+        here: to begin anew in silence would be a mistake."""
+        if self._mirror is None:
+            return
+        here = self.all()
+        try:
+            names = self._mirror.names()
+        except CheckpointError as error:
+            if not here:
+                raise
+            log.warn(f"{error}; going on with what is here")
+            return
+        for name in reversed(names):
+            if (here and order(Path(name)) <= order(here[-1])) or self._replace(name):
+                break
+
+    def _replace(self, name: str) -> bool:
+        if self._mirror is None or not comm.is_main():
+            return False
+        try:
+            self._damaged.discard(self._mirror.fetch(name, self.folder))
+        except CheckpointError as error:
+            log.warn(f"checkpoint passed over: {error}")
+            return False
+        log.say(f"{name} comes from {self._mirror.url}")
+        return True
+
+
+def _saved_at(path: Path, otherwise: float) -> float:
+    try:
+        return saved_at(path)
+    except OSError:  # damaged, and nobody has looked yet
+        return otherwise
