@@ -98,9 +98,9 @@ def names_for(samples: int) -> tuple[str, ...]:
     return (*TOGETHER, "pearson", "spearman") if samples > 3 else TOGETHER
 
 
-def in_one_process(samples: int) -> dict[str, float]:
+def in_one_process(samples: int, names: tuple[str, ...]) -> dict[str, float]:
     """As torchmetrics has it, all samples in one batch."""
-    metrics = made(names_for(samples))
+    metrics = made(names)
     tell(metrics, data(samples)[:])
     expected: dict[str, float] = {}
     for name, metric in metrics.items():
@@ -115,13 +115,26 @@ def test_a_metric_of_torchmetrics_is_the_number_of_one_process_over_all_samples(
     pytest.importorskip("torchmetrics", reason="torchmetrics is not installed (pip install torchmetrics)")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own, about lists that grow and classes without a sample
-        expected = [in_one_process(samples) for samples in SIZES]
+        expected = [in_one_process(samples, names_for(samples)) for samples in SIZES]
         answers = on_ranks(n, by_torchmetrics) if n > 1 else [by_torchmetrics()]
     assert len(expected[0]) == 13
     for answer in answers:
         for got, wanted in zip(answer, expected, strict=True):
             assert got.keys() == wanted.keys()
             assert got == pytest.approx(wanted, rel=1e-5, nan_ok=True)
+
+
+def by_a_collection() -> dict[str, float]:
+    collection = made(("some",))["some"]
+    return figures(29, lambda model, batch: collection.update(batch[0].softmax(1), batch[1]), collection)
+
+
+def test_a_collection_of_torchmetrics_may_stand_for_all() -> None:
+    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed (pip install torchmetrics)")
+    expected = {name.replace("some_", ""): value for name, value in in_one_process(29, ("some",)).items()}
+    for answer in on_ranks(2, by_a_collection):
+        assert answer == pytest.approx(expected)
+        assert len(answer) == 3
 
 
 def by_an_object_that_would_wait() -> dict[str, float]:

@@ -54,16 +54,20 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def fitted(folder: Path, way: str, max_steps: int, accumulate: int = 1) -> tuple[list[float], dict[str, float], str]:
+def made(folder: Path, way: str, max_steps: int, accumulate: int = 1) -> rankwise.Trainer:
     torch.manual_seed(0)
     model = nn.Linear(3, 1).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return rankwise.Trainer(
+        model, optimizer, step, Sequences(), collate_fn=padded, accumulate=accumulate, max_steps=max_steps,
+        eval_data=Sequences(), eval_every=max_steps, run_dir=folder, save_every_s=1e9, **WAYS[way],
+    )  # fmt: skip
+
+
+def fitted(folder: Path, way: str, max_steps: int, accumulate: int = 1) -> tuple[list[float], dict[str, float], str]:
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        state = rankwise.Trainer(
-            model, optimizer, step, Sequences(), collate_fn=padded, accumulate=accumulate, max_steps=max_steps,
-            eval_data=Sequences(), eval_every=max_steps, run_dir=folder, save_every_s=1e9, **WAYS[way],
-        ).fit()  # fmt: skip
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), state.metrics, said.getvalue()
+        state = made(folder, way, max_steps, accumulate).fit()
+    return torch.cat([p.detach().flatten() for p in state.model.parameters()]).tolist(), state.metrics, said.getvalue()
 
 
 def all_fitted(folder: Path, accumulate: int) -> dict[str, Any]:
@@ -95,6 +99,17 @@ def test_a_run_by_length_goes_on_in_the_middle_of_an_epoch_on_another_number_of_
     for answer in on_ranks(2, resumed, tmp_path):
         for way, (parameters, _, _) in answer.items():
             assert parameters == pytest.approx(expected[way][0], abs=1e-10), way
+
+
+def of_the_selftest(folder: Path) -> dict[str, list[tuple[str, str, str]]]:
+    return {way: [(f.check, f.status, f.evidence) for f in made(folder / way, way, 3).selftest_findings()] for way in WAYS}
+
+
+def test_the_selftest_finds_nothing_wrong_with_batches_of_uneven_length(tmp_path: Path) -> None:
+    for findings in on_ranks(2, of_the_selftest, tmp_path):
+        for way, found in findings.items():
+            assert len(found) > 5
+            assert not [f for f in found if f[1] == "FAILED"], way
 
 
 def test_a_batch_is_given_in_one_way(tmp_path: Path) -> None:

@@ -172,6 +172,22 @@ def test_uneven_streams_go_on_in_the_middle_of_an_epoch_as_if_they_had_not_stopp
         assert got == unbroken
 
 
+def of_the_selftest(run_dir: Path) -> list[tuple[str, str, str]]:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = rankwise.Trainer(
+        model, optimizer, step, OfRank(), global_batch_size=5, max_epochs=1, run_dir=run_dir, eval_data=OfRank()
+    )
+    return [(f.check, f.status, f.evidence) for f in trainer.selftest_findings()]
+
+
+def test_the_selftest_says_what_it_cannot_see_in_streams_of_each_ranks_own(tmp_path: Path) -> None:
+    for findings in on_ranks(3, of_the_selftest, tmp_path):
+        assert not [f for f in findings if f[1] == "FAILED"]
+        cannot = [check for check, status, evidence in findings if "of each rank's own" in evidence or "of its own" in evidence]
+        assert cannot == ["samples", "gradients", "evaluation"]
+
+
 def predicted(run_dir: Path) -> Any:
     loader = rankwise.Loader(OfRank(), comm.init(), global_batch_size=5, max_epochs=1)
     return rankwise.predict(lambda model, batch: batch[0], nn.Linear(1, 1), loader)

@@ -279,6 +279,13 @@ def test_what_cannot_work_is_said_with_the_cure(settings: dict[str, Any], text: 
         loaders(Items(), 1, **{"global_batch_size": None, **settings})
 
 
+def test_a_stream_is_cut_by_count_alone() -> None:
+    stream: Any = type("Stream", (), {"__iter__": lambda self: iter([1, 2, 3])})()
+    for settings in ({"global_batch_size": None}, {"lengths": [1, 2, 3]}, {"global_batch_tokens": 5}, {"batch_sampler": [[1]]}):
+        with pytest.raises(ConfigError, match="Stream is a stream, which is cut by count: give global_batch_size alone"):
+            loaders(stream, 1, **settings)
+
+
 def test_lengths_that_are_none_are_a_data_error() -> None:
     for lengths, text in (
         (LENGTHS[:5], r"shape \(5,\) for 211 samples"),

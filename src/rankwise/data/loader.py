@@ -96,7 +96,7 @@ class Loader:
         self._uneven: str | None = None
         self._steps = 0  # of the current epoch
         if self._order is None:
-            if global_batch_size is None or global_batch_tokens is not None:
+            if global_batch_size is None or any(x is not None for x in (global_batch_tokens, lengths, pool, batch_sampler)):
                 raise ConfigError(f"{type(dataset).__name__} is a stream, which is cut by count: give global_batch_size alone")
             split = promises(dataset, "split_by_rank")
             self._uneven = check(uneven, split, type(dataset).__name__, global_batch_size, world.world_size, drop_last)

@@ -108,7 +108,7 @@ class Metrics:
                 figures = _figures(name, _quietly(metric.compute))
             except BaseException as problem:  # whatever it is, the other ranks wait
                 error = problem
-        settle(error)
+        settle(error, None if comm.is_alone() else comm.patient())  # it may compute for long
         return comm.broadcast_object(figures, home)
 
     def _whole(self) -> Iterable[Any]:

@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -111,9 +111,21 @@ def _weights(subject: Subject) -> Finding:
 
 
 def _samples(subject: Subject) -> Finding:
-    """The content of each sample: what the dataset answers is seen, not what was asked for."""
+    """Collective. A sample may look otherwise beside others: padded to the longest of them. Then each is looked at alone."""
+    together = _compared(subject, 1)
+    if together.status != FAILED:
+        return together
+    alone = _compared(subject, _size(subject))
+    if alone.status != OK:
+        return together
+    return replace(alone, evidence=f"{alone.evidence}, looked at one by one: padding, say, changes them in a batch")
+
+
+def _compared(subject: Subject, accumulate: int) -> Finding:
+    """Collective. The content of each sample: what the dataset answers is seen, not what was asked for."""
     size = _size(subject)
-    mine, all_at_once = _rows(subject.loader.anew(subject.world, 1, size)), _rows(subject.loader.anew(ONE, 1, size))
+    mine = _rows(subject.loader.anew(subject.world, accumulate, size))
+    all_at_once = _rows(subject.loader.anew(ONE, accumulate, size))
     told = comm.all_gather_object(mine)
     if not any(all_at_once):
         return Finding("samples", OPEN, "a batch holds no tensors with a sample a row: their content cannot be compared")
