@@ -107,7 +107,7 @@ class StopSignal:
             with contextlib.suppress(ValueError):
                 signal.signal(signum, self._on_late_signal if signum in late else handler)  # type: ignore[arg-type]
         if late:
-            atexit.register(_ignore, late, self._pid)
+            atexit.register(self._end)
         self._before = {}
 
     def _is_answered(self, signum: int) -> bool:
@@ -117,6 +117,12 @@ class StopSignal:
         if os.getpid() != self._pid or time.monotonic() > self._left + LATE_S:
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
             os.kill(os.getpid(), signum)
+
+    def _end(self) -> None:
+        """Python takes its handlers down before the process is gone; what is ignored stays so."""
+        for signum in SIGNALS if os.getpid() == self._pid else ():
+            if signal.getsignal(signum) == self._on_late_signal:
+                signal.signal(signum, signal.SIG_IGN)
 
     def stopped(self) -> Stopped:
         """What to raise once everything is saved: ends the script with 75, or 130 after Ctrl-C."""
@@ -128,10 +134,3 @@ class StopSignal:
 def _is_default(handler: object) -> bool:
     """Python's own, or what an earlier StopSignal has left in its place."""
     return handler in _DEFAULTS or getattr(handler, "__func__", None) is StopSignal._on_late_signal
-
-
-def _ignore(signals: list[int], pid: int) -> None:
-    """Python takes its handlers down before the process is gone; what is ignored stays so."""
-    if os.getpid() == pid:
-        for signum in signals:
-            signal.signal(signum, signal.SIG_IGN)
