@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,12 +21,13 @@ from cluster_runs import (
     Launched,
     batch,
     launch,
+    on,
     samples,
     steps,
     told,
     write,
 )
-from clusters import HOSTS, Start, slurm
+from clusters import HOSTS, PYTHON, Start, slurm
 from launched import wait_for
 
 __all__ = ["launch", "slurm"]  # fixtures
@@ -138,6 +141,29 @@ def test_a_queued_run_has_a_rank_for_each_gpu_that_it_asked_for(slurm: Start, la
     assert status == 0, out
     assert told() == TWO_BY_TWO
     assert sees() == ["0,1"] * 4
+
+
+def test_a_step_that_ends_before_all_its_agents_have_come_is_said_at_once(slurm: Start, launch: New) -> None:
+    """Where Python is missing on the second node, and where srun itself is killed."""
+    write(FOR_EVER)
+    subprocess.run(on("node1", PYTHON, "-m", "venv", "--without-pip", "--clear", "/scratch/venv"), check=True)
+    there = on(
+        "node1", "env", f"PYTHONPATH={':'.join(filter(None, sys.path))}", "salloc", "-N2", "/scratch/venv/bin/python", *RUN[1:]
+    )
+    cut = launch(*there, "--nproc", "1", "train.py")
+    status, out = cut.wait()
+    assert status == 143, out
+    assert "execve(): /scratch/venv/bin/python: No such file or directory" in out
+    line = "before any rank was started; why is in the lines above"
+    assert f"rankwise: what starts the agents (slurm) ended with status 143 {line}" in out.splitlines()
+    assert time.monotonic() < cut.began + 5 + 5  # salloc's own way in and out
+    killing = "for i in $(seq 999); do p=$(pgrep -P $$ -x srun) && break; sleep 0.01; done; kill -KILL $p"
+    killed = launch(
+        "salloc", "-N2", "sh", "-c", f'({killing}) & exec "$@"', "sh", *RUN, "--nproc", "1", "--name", "cut", "train.py"
+    )
+    status, out = killed.wait()
+    assert status == 137, out
+    assert "rankwise: what starts the agents (slurm) was killed by SIGKILL; its ranks were ended, nothing else is lost" in out
 
 
 def test_a_step_of_uneven_tasks_is_one_world(slurm: Start, launch: New) -> None:

@@ -165,6 +165,32 @@ def test_what_cannot_be_had_is_one_clear_line_and_nothing_is_queued(cluster: Clu
     assert jobs() == []
 
 
+def test_what_is_asked_for_arrives_word_by_word_and_a_sites_habits_need_not_be_typed(cluster: Cluster) -> None:
+    Path("site").mkdir()
+    Path("site/rankwise.toml").write_text(
+        'on = "slurm"\npartition = "main"\ntime = "0:20:00"\nsbatch_args = ["--begin=now+1hour"]\n'
+    )
+    Path("train.py").write_text(SAYS)
+    words = ["--nproc", "1", "--mem", "200M", "-c", "2", "--gpus-per-node", "1"]
+    words += ["--nodelist", "node2", "--sbatch-arg=--comment=a $(touch x) b"]
+    command = [PYTHON, "-m", "rankwise", "run", "--nodes", "1", *words, "train.py"]
+    done = cluster.start(*command, XDG_CONFIG_HOME=str(Path("site").absolute()))
+    assert done.returncode == 0, done.stderr
+    shown = cluster.start("scontrol", "-o", "show", "job", done.stdout.strip()).stdout
+    assert cluster("cancel", "train").returncode == 0
+    for fact in (
+        "JobName=train",
+        "Partition=main",
+        "TimeLimit=00:20:00",
+        "ReqNodeList=node2",
+        "CPUs/Task=2",
+        "MinMemoryNode=200M",
+    ):
+        assert f" {fact} " in f" {shown} ", shown
+    assert "Comment=a $(touch x) b " in shown
+    assert not Path("x").exists()
+
+
 def test_nothing_of_a_hostile_name_or_folder_is_run(cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "a b %j;$(touch x) 'it\\'s' \"here\""
     folder.mkdir()

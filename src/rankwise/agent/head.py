@@ -121,7 +121,7 @@ class Head:
     def _ended_before_it_began(self) -> int:
         if self._waiting.parent_ended or not self._stop_signal:
             return 1
-        self._say(f"stopped by {signal.Signals(self._stop_signal).name} before all nodes had come")
+        self._say(f"stopped by {signal.Signals(self._stop_signal).name} before {self._roster.missing()} had come")
         return 128 + self._stop_signal
 
     # --- one life

@@ -261,10 +261,10 @@ class Roster:
             if stopped():
                 return []
             if now > began + self._plan.join_timeout_s:
-                raise NodeError(f"{self._missing(here)} did not come within {self._plan.join_timeout_s:g} s{self._where()}")
+                raise NodeError(f"{self.missing()} did not come within {self._plan.join_timeout_s:g} s{self._where()}")
             if now > told:
                 told = now + _SAY_EVERY_S
-                self._sink.say(f"waiting for {self._missing(here)}{self._where()}")
+                self._sink.say(f"waiting for {self.missing()}{self._where()}")
             self._waiting.wait(0.05)
             self.look()
             self._refuse_lost()
@@ -294,8 +294,9 @@ class Roster:
                 self._again[index] = now + _START_AGAIN_S
                 self._call(index)
 
-    def _missing(self, here: Sequence[Part]) -> str:
-        came = {part.introduction.index for part in here}
+    def missing(self) -> str:
+        """The nodes that are not there, in words."""
+        came = {index for index, part in self._parts.items() if part.lost is None}
         missing = [index for index in range(self._plan.nodes) if index not in came]
         names = [self._hosts[index].name for index in missing if index in self._hosts]
         named = f" ({', '.join(names[:_MOST_NAMES])}{', ...' if len(names) > _MOST_NAMES else ''})" if names else ""

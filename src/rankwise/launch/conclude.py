@@ -20,16 +20,21 @@ from rankwise.terminal import short
 _LOG_TAIL_BYTES = 4096
 
 
-def conclude(run: RunDir, status: int, lives_before: int, config: RunConfig) -> int:
-    """Say how it ended. The failure's lines are the last that the run prints."""
+def conclude(run: RunDir, status: int, lives_before: int, config: RunConfig, by: str = "the agent", asked: bool = False) -> int:
+    """Say how it ended. The failure's lines are the last that the run prints.
+
+    `by`: what this process has started, and `status` is of. `asked`: it was asked to stop.
+    """
     lives = run.lives()
     life = lives[-1] if len(lives) > lives_before else None
     failure = run.read_failure()
     if status < 0:
-        say(f"the agent was killed by {signal.Signals(-status).name}; its ranks were ended, nothing else is lost")
+        say(f"{by} was killed by {signal.Signals(-status).name}; its ranks were ended, nothing else is lost")
         return 128 - status
     if life is None or life.status is None:
-        return status  # the agent has said why it could not begin
+        if status > 128 and not asked:  # of an agent that could not begin, which has said why, it is less
+            say(f"{by} ended with status {status} before any rank was started; why is in the lines above")
+        return status
     if failure is not None:
         _say_failure(run, failure, config)
     elif status in (EXIT_PREEMPTED, EXIT_INTERRUPTED) and life.outcome.startswith("stopped"):

@@ -105,7 +105,8 @@ def _run_here(
             sweep_s = 1.0  # an agent that ended by itself has left nothing but what nothing ends
         if status == EXIT_PREEMPTED and forward.interrupted:
             status = EXIT_INTERRUPTED  # the agents know only that they were asked
-        return conclude(run, status, lives, config)
+        by = f"what starts the agents ({choice.name})" if choice.starts_agents else "the agent"
+        return conclude(run, status, lives, config, by, forward.asked)
     finally:
         processes.end_tree(bound_s=sweep_s)
         lease.release()
@@ -240,6 +241,7 @@ class _Forward:
         self._child = 0
         self._early: list[int] = []
         self.interrupted = False
+        self.asked = False
         for signum in _FORWARDED:
             signal.signal(signum, self._on_signal)
 
@@ -252,6 +254,7 @@ class _Forward:
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         again = signum == signal.SIGINT and self.interrupted
+        self.asked = True
         self.interrupted = self.interrupted or signum == signal.SIGINT
         sent = signal.SIGTERM if again and signum in self._passed else self._passed.get(signum, signum)
         if self._child:
