@@ -295,7 +295,7 @@ def bench(folder: Path, name: str, stops: int, within_s: float, reference: Train
     """The summary. Raises WrongError."""
     launcher, tally, steps = LAUNCHERS[name], Tally(), reference.steps
     trainings = [Training(launcher, folder / f"{name}-1", steps)]
-    while tally.stops < stops or not tally.ended:
+    while tally.stops < stops or trainings[-1].lives:  # the last one, too, is looked at in its end
         training = trainings[-1]
         words = [word for word in ("blocking", "workers") if random.random() < 0.5]
         process = training.start(*words)
