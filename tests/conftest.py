@@ -26,6 +26,24 @@ _FOREIGN = (
 )
 
 
+_CLUSTERS = ("slurm", "sge", "debian_hosts", "hosts", "ssh", "openmpi", "mpich")
+"""What says which hosts a test needs: a fixture, or a value of a parameter by which it asks for one."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need the same hosts come after each other, wherever they are: to bring others up takes seconds each time."""
+    items.sort(key=_cluster)
+
+
+def _cluster(item: pytest.Item) -> int:
+    """In the order of _CLUSTERS; tests that need no hosts come first."""
+    if item.get_closest_marker("cluster") is None:
+        return -1
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    asked = {*getattr(item, "fixturenames", ()), *(str(getattr(value, "up", value)) for value in values)}
+    return next((number for number, name in enumerate(_CLUSTERS) if name in asked), -1)
+
+
 @pytest.fixture(autouse=True)
 def _empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -445,6 +445,20 @@ def test_an_explicit_port_is_used_and_a_taken_one_is_refused_before_anything_is_
     assert f"port {port}" in run.output()
 
 
+def test_the_port_at_which_nodes_started_by_hand_meet_is_refused_in_one_line_where_it_is_taken(
+    rankwise, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("print(1)")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ["--nnodes", "2", "--node_rank", "0", "--nproc_per_node", "1", "--master_addr", "127.0.0.1"]
+        done = rankwise("run", *words, "--master_port", str(port), "train.py")
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"rankwise: --master-port {port}: address already in use (by pid ")
+    assert last.endswith("; choose another, the same on all nodes")
+
+
 def test_of_two_launchers_that_ask_for_one_port_at_once_the_second_is_refused(launch, rankwise, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("", 0))

@@ -37,6 +37,7 @@ from rankwise.plan import Plan
 from rankwise.rundir import ENV_RUN_DIR, Life, RunDir
 from rankwise.schedulers import Ranks, torchrun
 
+_LONGEST_COMMAND = 120
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -425,11 +426,11 @@ def hold_port(port: int) -> socket.socket:
     return holder
 
 
-def port_taken(port: int, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"--master-port {port}: {str(error.strerror).lower()} ({_user_of(port)}); choose another, or leave it out: "
-        "then one is taken that is free"
-    )
+def port_taken(port: int, error: OSError, by_hand: bool = False) -> ConfigError:
+    """`by_hand`: each node is told the port by the user."""
+    why = os.strerror(error.errno).lower() if error.errno else str(error)
+    cure = "the same on all nodes" if by_hand else "or leave it out: then one is taken that is free"
+    return ConfigError(f"--master-port {port}: {why} ({_user_of(port)}); choose another, {cure}")
 
 
 def _user_of(port: int) -> str:
@@ -439,5 +440,6 @@ def _user_of(port: int) -> str:
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             if connection.laddr and connection.laddr.port == port and connection.pid:
-                return f"by pid {connection.pid}, {' '.join(psutil.Process(connection.pid).cmdline()[:4])}"
+                words = " ".join(psutil.Process(connection.pid).cmdline()[:4]).split()  # one line, whatever is in it
+                return f"by pid {connection.pid}, {' '.join(words)[:_LONGEST_COMMAND]}"
     return "by another program, or until a minute ago by one that has ended"

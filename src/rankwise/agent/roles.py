@@ -164,7 +164,7 @@ def _open_door(plan: Plan, secret: str) -> Door:
     try:
         return Door(secret, port)
     except OSError as error:
-        raise port_taken(port, error) from None
+        raise port_taken(port, error, by_hand=bool(plan.master_addr)) from None
 
 
 def _secret_of_all(plan: Plan) -> str:
