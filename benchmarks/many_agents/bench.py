@@ -69,7 +69,8 @@ def head(folder: Path, agents: int) -> tuple[subprocess.Popen, RunDir]:
         version=2, run_id=uuid.uuid4().hex, run_dir=str(run.path), argv=("sh", "-c", f"sleep {HOLD_S}"), interpreter=(),
         environment={}, cwd=str(folder), name="train", on="openmpi", nodes=agents, min_nodes=agents, hosts=(), node_rank=-1,
         nproc=1, threads=1, job={}, fork=False, master_addr="", master_port=0, join_timeout_s=300.0, node_wait_s=30.0,
-        max_restarts=0, stop_after_s=0.0, grace_s=10.0, stall_warn_s=0.0, check_collectives=False, tee="none", launcher_pid=0,
+        max_restarts=0, stop_after_s=0.0, limit_s=0.0, grace_s=10.0, stall_warn_s=0.0, check_collectives=False, tee="none",
+        launcher_pid=0,
     )  # fmt: skip
     write_json(run.plan, plan.record())
     environment = {**os.environ, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": str(agents)}
