@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -45,6 +47,20 @@ def test_a_rank_that_dies_by_a_signal_is_named_before_grid_engine_ends_the_job(s
     assert status == 128 + signal.SIGSEGV, out
     assert run.failure().rank == 2
     assert f"rankwise: {run.failure().summary}, on {run.failure().host}" in out.splitlines()
+
+
+def test_a_starter_that_is_killed_before_its_agent_has_come_is_a_lost_node_and_said_at_once(sge: Start, launch: New) -> None:
+    folder = Path("bin").absolute()
+    folder.mkdir()
+    (folder / "qrsh").write_text(f"#!/bin/sh\ntouch {folder}/called\nkill -9 $$\n")
+    (folder / "qrsh").chmod(0o755)
+    run = launch(*QUEUED, "--setup", f"export PATH={folder}:$PATH", write(FOR_EVER))
+    status, out = run.wait()
+    assert status == 1, out
+    [line] = [line for line in out.splitlines() if " did not start: " in line]
+    assert re.fullmatch(r"rankwise: node 1 \(node[12]\) did not start: qrsh was killed by SIGKILL", line), line
+    [log] = run.run.logs.glob("job-*.log")
+    assert log.stat().st_mtime - (folder / "called").stat().st_mtime < 5
 
 
 def test_a_run_that_is_deleted_stops_all_ranks_after_one_step(sge: Start, launch: New) -> None:

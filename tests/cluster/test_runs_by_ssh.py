@@ -220,6 +220,26 @@ def test_hosts_whose_own_name_is_a_loopback_address_meet_by_another(debian_hosts
     assert [numbers[0] for numbers in told().values()] == ["node1", "node2", "node2"]
 
 
+def test_a_first_host_whose_name_is_the_address_of_a_network_of_its_own_is_met_by_the_one_that_all_reach(
+    hosts: Start, launch: New
+) -> None:
+    """Two interfaces; the one that its own name leads to (a management network, a bridge for containers) ends at that host."""
+    names = Path(STATE, "node1", "hosts")
+    before = names.read_text()
+    network = "ip link add own0 type bridge && ip addr add 10.99.0.1/24 dev own0 && ip link set own0 up"
+    subprocess.run(on("node1", "sh", "-c", network), check=True)
+    try:
+        names.write_text(before.replace("10.88.0.1 ", "10.99.0.1 ").replace("10.88.0.1\t", "10.99.0.1\t"))
+        resolved = subprocess.run(on("node1", "getent", "hosts", "node1"), capture_output=True, text=True)
+        assert resolved.stdout.startswith("10.99.0.1 ")
+        status, out = launch(*TORCH, "-H", "node1:1,node2:2", write(TELL + SUM)).wait()
+        assert status == 0, out
+        assert [Path(f"sum-{rank}").read_text() for rank in range(3)] == ["6", "6", "6"]
+    finally:
+        names.write_text(before)
+        subprocess.run(on("node1", "ip", "link", "del", "own0"), check=True)
+
+
 @pytest.mark.parametrize("families", ["both", "IPv6 alone"])
 def test_hosts_named_by_their_ipv6_addresses_meet(
     debian_hosts: Start, launch: New, monkeypatch: pytest.MonkeyPatch, families: str

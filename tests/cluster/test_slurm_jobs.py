@@ -173,11 +173,16 @@ def test_what_is_asked_for_arrives_word_by_word_and_a_sites_habits_need_not_be_t
     Path("train.py").write_text(SAYS)
     words = ["--nproc", "1", "--mem", "200M", "-c", "2", "--gpus-per-node", "1"]
     words += ["--nodelist", "node2", "--sbatch-arg=--comment=a $(touch x) b"]
-    command = [PYTHON, "-m", "rankwise", "run", "--nodes", "1", *words, "train.py"]
-    done = cluster.start(*command, XDG_CONFIG_HOME=str(Path("site").absolute()))
+    command = [PYTHON, "-m", "rankwise", "run", "--nodes", "1"]
+    site = str(Path("site").absolute())
+    first = cluster.start(*command, "--nproc", "1", "--name", "first", "train.py", XDG_CONFIG_HOME=site)
+    assert first.returncode == 0, first.stderr
+    words += ["--dependency", f"afterany:{first.stdout.strip()}", "--account", "speech"]
+    done = cluster.start(*command, *words, "train.py", XDG_CONFIG_HOME=site)
     assert done.returncode == 0, done.stderr
     shown = cluster.start("scontrol", "-o", "show", "job", done.stdout.strip()).stdout
-    assert cluster("cancel", "train").returncode == 0
+    assert cluster("cancel", "train").returncode == cluster("cancel", "first").returncode == 0
+    assert f" Dependency=afterany:{first.stdout.strip()}(unfulfilled) " in shown
     for fact in (
         "JobName=train",
         "Partition=main",
@@ -185,6 +190,7 @@ def test_what_is_asked_for_arrives_word_by_word_and_a_sites_habits_need_not_be_t
         "ReqNodeList=node2",
         "CPUs/Task=2",
         "MinMemoryNode=200M",
+        "Account=speech",
     ):
         assert f" {fact} " in f" {shown} ", shown
     assert "Comment=a $(touch x) b " in shown

@@ -226,7 +226,9 @@ class Roster:
     def _last_words(self, called: _Called) -> str:
         assert self._by is not None
         words = called.words.read_text(errors="replace").strip()
-        own = words.splitlines()[-1].removeprefix("rankwise: ") if words else f"{called.command[0]} ended without a word"
+        status = called.process.poll() or 0
+        end = f"was killed by {signal.Signals(-status).name}" if status < 0 else "ended without a word"
+        own = words.splitlines()[-1].removeprefix("rankwise: ") if words else f"{called.command[0]} {end}"
         return self._by.refusal(called.host.name, words) or own
 
     def _drop_call(self, index: int) -> None:
