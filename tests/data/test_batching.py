@@ -304,4 +304,4 @@ def test_what_there_is_to_train_on_is_described_without_a_number_of_steps() -> N
     assert loader.describe() == "211 samples"
     assert loader.describe_batch() == "global batch 240 tokens (about 7 samples, 64 sorted together)"
     two: Loader = loaders(Items(), 2, global_batch_size=None, batch_sampler=Batches(), accumulate=2)[0]
-    assert two.describe_batch() == "global batch of Batches, up to 8 over 2 ranks x 2 accumulated"
+    assert two.describe_batch() == "global batch by batch_sampler (Batches), up to 8 samples over 2 ranks x 2 accumulated"

@@ -156,7 +156,7 @@ class ByTokens:
 
     def describe(self) -> str:
         most = f", {self.most} at most" if self.most is not None else ""
-        return f"{self.tokens:g} tokens (about {self.size} samples{most}, {self.pool} sorted together)"
+        return f"{self.tokens:g} tokens (about {self.size} sample{'s' * (self.size != 1)}{most}, {self.pool} sorted together)"
 
     def state(self) -> dict[str, Any]:
         return {"batches by": self.by, "global_batch_tokens": self.tokens, "most": self.most, "pool": self.pool}
@@ -222,7 +222,7 @@ class BySampler:
         return balanced_share(samples, self._lengths.of(np.array(samples)), rank, world_size, accumulate)
 
     def describe(self) -> str:
-        return f"of {type(self._sampler).__name__}, up to {self.size}"
+        return f"by batch_sampler ({type(self._sampler).__name__}), up to {self.size} samples"
 
     def state(self) -> dict[str, Any]:
         return {"batches by": self.by}
