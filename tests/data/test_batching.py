@@ -298,6 +298,14 @@ def test_lengths_that_are_none_are_a_data_error() -> None:
         loaders(Items(), 1, global_batch_size=None, batch_sampler=[[]])
 
 
+@pytest.mark.parametrize("index", [211, -1])
+def test_an_index_that_the_dataset_does_not_have_is_a_data_error_with_the_sampler(index: int) -> None:
+    with pytest.raises(
+        DataError, match=rf"batch_sampler: list yields the index {index}, and the dataset has 211 samples, 0 to 210"
+    ):
+        loaders(Items(), 1, global_batch_size=None, batch_sampler=[[0, index]])
+
+
 def test_what_there_is_to_train_on_is_described_without_a_number_of_steps() -> None:
     (loader,) = loaders(Items(), 1, **BY_TOKENS)
     assert loader.steps_per_epoch is None

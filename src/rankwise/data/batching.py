@@ -174,9 +174,10 @@ class BySampler:
 
     by = "a batch sampler"
 
-    def __init__(self, sampler: Any, seed: int, lengths: LengthOf | None) -> None:
+    def __init__(self, sampler: Any, seed: int, lengths: LengthOf | None, samples: int) -> None:
         _check_sampler(sampler)
         self._sampler = sampler
+        self._samples = samples
         self._seed = seed
         self._lengths = lengths
         self._epoch = -1
@@ -204,7 +205,7 @@ class BySampler:
         aside.put()
         try:
             seeds.seed_streams(seeds.derive(self._seed, epoch, "batches"))
-            self._batches = [_indices(batch, self._sampler) for batch in self._sampler]
+            self._batches = [_indices(batch, self._sampler, self._samples) for batch in self._sampler]
         finally:
             aside.back()
         self._batches = [batch for batch in self._batches if batch]
@@ -338,10 +339,16 @@ def _check_sampler(sampler: Any) -> None:
             )
 
 
-def _indices(batch: Any, sampler: Any) -> list[int]:
+def _indices(batch: Any, sampler: Any, samples: int) -> list[int]:
     if isinstance(batch, int) or not isinstance(batch, Iterable):
         raise ConfigError(
             f"batch_sampler: {type(sampler).__name__} yields {type(batch).__name__}, not lists of indices; "
             "torch.utils.data.BatchSampler(sampler, batch_size, drop_last) makes these of it"
         )
-    return [int(index) for index in batch]
+    indices = [int(index) for index in batch]
+    if outside := [index for index in indices if not 0 <= index < samples]:
+        raise DataError(
+            f"batch_sampler: {type(sampler).__name__} yields the index {outside[0]}, and the dataset has {samples} samples, "
+            f"0 to {samples - 1}: make the sampler of this dataset"
+        )
+    return indices
