@@ -114,6 +114,7 @@ class ByTokens:
         self.tokens = tokens
         self.most = most
         some = lengths.of(np.arange(0, order.samples, max(order.samples // _ESTIMATED, 1)))
+        self._longer = float((some > tokens).mean())
         self.size = max(min(int(tokens / max(float(some.mean()), 1e-9)), most or order.samples, order.samples), 1)
         self.pool = pool if pool is not None else min(self.size * _POOL_STEPS, order.samples)
         if self.pool < 1:
@@ -156,7 +157,9 @@ class ByTokens:
 
     def describe(self) -> str:
         most = f", {self.most} at most" if self.most is not None else ""
-        return f"{self.tokens:g} tokens (about {self.size} sample{'s' * (self.size != 1)}{most}, {self.pool} sorted together)"
+        longer = f"; {100 * self._longer:.2g} % of the samples are longer: batches of one" if self._longer else ""
+        about = f"about {self.size} sample{'s' * (self.size != 1)}{most}"
+        return f"{self.tokens:g} tokens ({about}, {self.pool} sorted together{longer})"
 
     def state(self) -> dict[str, Any]:
         return {"batches by": self.by, "global_batch_tokens": self.tokens, "most": self.most, "pool": self.pool}
