@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,12 @@ def broken_layers(path: Path, modules: list[str]) -> list[str]:
 def test_an_import_points_down(path: Path) -> None:
     assert room(path) in LAYERS, f"{path}: give it a layer"
     assert not broken_layers(path, imports(path))
+
+
+def test_the_map_in_the_design_has_every_room() -> None:
+    design = Path(__file__).parents[1].joinpath("docs", "design.md").read_text()
+    named = set(re.findall(r"\w+", design.partition("```text\n")[2].partition("```")[0]))
+    assert set(LAYERS) - named == set()
 
 
 def test_the_layer_test_finds_an_import_that_points_up() -> None:

@@ -92,8 +92,8 @@ def test_every_setting_that_only_some_schedulers_know_is_an_option_under_a_headi
     options = {parameter.name: parameter.opts for parameter in run.params}
     assert set(SCHEDULERS) <= set(options)
     told = rankwise("run", "--help", env={**os.environ, "COLUMNS": "80"}).stdout
-    parts = re.split(r"^(This run|Several nodes|Slurm|Grid Engine):$", told, flags=re.MULTILINE)
-    assert parts[1::2] == ["This run", "Several nodes", "Slurm", "Grid Engine"]
+    parts = re.split(r"^(This run|Several nodes|A job in a queue|Slurm|Grid Engine):$", told, flags=re.MULTILINE)
+    assert parts[1::2] == ["This run", "Several nodes", "A job in a queue", "Slurm", "Grid Engine"]
     assert all(len(line) <= 80 for line in told.splitlines())
     for name in SCHEDULERS:
         assert option(name) in options[name]

@@ -71,6 +71,8 @@ _OF_SCHEDULERS: dict[str, list[tuple[tuple[str, ...], Any, str]]] = {
         (("--master-addr", "--master_addr"), "HOST", "Started by hand: the first of the nodes."),
         (("--join-timeout",), float, "How long the other nodes may take to come.  [default: 300]"),
         (("--node-wait",), float, "How long a missing node is waited for before MIN will do.  [default: 30]"),
+    ],
+    "A job in a queue": [
         (("--setup",), ["LINE"], "A line of shell for the job before it starts: \"module load cuda\". Repeatable."),
         (("--requeue",), None, "Back into the queue when the time is over or others need the nodes, until it is done."),
         (("--dry-run",), None, "Print the job's text, leave it in the run directory, and start nothing."),
@@ -82,7 +84,7 @@ _OF_SCHEDULERS: dict[str, list[tuple[tuple[str, ...], Any, str]]] = {
         (("-w", "--nodelist"), "A,B", "Nodes that it must have."),
         (("-c", "--cpus-per-task"), int, "Cores of each node, for all its ranks."),
         (("--mem",), "SIZE", "Memory of each node: 64G."),
-        (("-A", "--account"), "NAME", "Who pays."),
+        (("-A", "--account"), "NAME", "Whose share of the cluster it is charged to; also Grid Engine's."),
         (("--qos",), "NAME", "Quality of service."),
         (("-C", "--constraint"), "FEATURES", "What its nodes must be."),
         (("-a", "--array"), "0-7", "As many runs, RUN-0 to RUN-7; each finds its number in SLURM_ARRAY_TASK_ID."),

@@ -8,7 +8,7 @@
     logs/rank-0.log ...                        what each rank printed, lives one after the other
     logs/job-12.log                            what a queued job printed: its agents' lines, and what they showed of the ranks
     metrics.jsonl telemetry/                   figures; TensorBoard's events
-    checkpoints/ failure.json report.html
+    checkpoints/ failure.json
     .function/                                 a function in the place of a script, and what it returned; for this user alone
 
 A reader never sees half a record: each is written under a unique name, flushed and renamed.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import time
 import uuid
@@ -32,6 +33,11 @@ from rankwise.errors import RunDirError
 from rankwise.lease import Holder, Lease
 
 ENV_RUN_DIR = "RANKWISE_RUN_DIR"
+
+_MOVED_ASIDE = re.compile(r"\.\d{4}-\d\d-\d\d-\d{6}(-\d+)?$")
+"""How the name of a run ends that --fresh has moved aside."""
+
+_MOST_NAMED = 8
 
 Say = Callable[[str], None]
 
@@ -364,7 +370,9 @@ def find_run(run: str | None, verb: str) -> RunDir:
     Raises RunDirError with those that there are, and what to type: `rankwise VERB RUN`.
     """
     here = [path for path in sorted(Path("runs").glob("*")) if _is_run(path)]
-    names = ", ".join(path.name for path in here) or "none"
+    here = [path for path in here if not _MOVED_ASIDE.search(path.name)] or here  # those can be had by their names
+    more = f" and {len(here) - _MOST_NAMED} more" if len(here) > _MOST_NAMED else ""
+    names = (", ".join(path.name for path in here[:_MOST_NAMED]) or "none") + more
     if run is None:
         if len(here) != 1:
             raise RunDirError(f"which run? type: rankwise {verb} RUN; the runs here: {names}")

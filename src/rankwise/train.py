@@ -280,6 +280,10 @@ class Trainer:
     ) -> Any:
         """Collective. What `predict_fn(model, batch)` returns for each sample of `data`, in its order, once: on the main
         rank, None on the others (`on="all"`: there too), or handed to `into(indices, rows)`. `rankwise.predict` says more."""
+        if not callable(predict_fn):
+            raise ConfigError(
+                f"predict_fn is a {type(predict_fn).__name__}: give trainer.predict(data, predict_fn), in this order"
+            )
         self.sync.equalise(self.state.model)
         return predict(predict_fn, self.state.model, self._once(data), on=on, into=into, precision=self._precision)
 

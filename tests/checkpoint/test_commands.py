@@ -281,7 +281,7 @@ def test_a_damaged_one_counts_neither_as_one_of_the_last_nor_as_the_best(folder:
         (("export", "--to", "m.safetensors", "--part", "optimizer"), "safetensors holds tensors alone; write a .pt instead"),
         (("average", "--to", "m.pt"), "Type one of --last N and --best N"),
         (("average", "--to", "m.pt", "--last", "1", "--best", "1"), "Type one of --last N and --best N"),
-        (("average", "--to", "m.pt", "--last", "9"), "9 checkpoints asked for, 5 there in runs/a/checkpoints"),
+        (("average", "--to", "m.pt", "--last", "9"), "9 checkpoints asked for, 5 there in runs/a/checkpoints; type 5"),
         (("average", "--to", "m.pt", "--last", "0"), "0 checkpoints asked for"),
         (("average", "--to", "m.pt", "--best", "1", "--by", "wer"), "'wer': is more of it better?"),
         (("average", "--to", "m.pt", "--best", "1", "--by", "x_loss"), "1 checkpoints asked for, 0 there with x_loss"),

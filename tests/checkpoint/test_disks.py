@@ -135,6 +135,11 @@ def test_a_scope_that_there_is_not_is_an_error_with_those_that_there_are(tmp_pat
         Checkpoints(tmp_path, scope="all")
 
 
+def test_shares_of_one_checkpoint_on_disks_apart_are_an_error_that_names_both_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^sharded_saves=True and checkpoint_scope='node': .* leave one of them out"):
+        Checkpoints(tmp_path, sharded=True, scope="node")
+
+
 # --- loading
 
 

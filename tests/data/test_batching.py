@@ -298,10 +298,20 @@ def test_lengths_that_are_none_are_a_data_error() -> None:
         loaders(Items(), 1, global_batch_size=None, batch_sampler=[[]])
 
 
+@pytest.mark.parametrize("index", [211, -1])
+def test_an_index_that_the_dataset_does_not_have_is_a_data_error_with_the_sampler(index: int) -> None:
+    with pytest.raises(
+        DataError, match=rf"batch_sampler: list yields the index {index}, and the dataset has 211 samples, 0 to 210"
+    ):
+        loaders(Items(), 1, global_batch_size=None, batch_sampler=[[0, index]])
+
+
 def test_what_there_is_to_train_on_is_described_without_a_number_of_steps() -> None:
     (loader,) = loaders(Items(), 1, **BY_TOKENS)
     assert loader.steps_per_epoch is None
     assert loader.describe() == "211 samples"
     assert loader.describe_batch() == "global batch 240 tokens (about 7 samples, 64 sorted together)"
+    (short,) = loaders(Items(), 1, **{**BY_TOKENS, "global_batch_tokens": 30, "lengths": [20] * 105 + [40] * 106})
+    assert "(about 1 sample, 64 sorted together; 50 % of the samples are longer: batches of one)" in short.describe_batch()
     two: Loader = loaders(Items(), 2, global_batch_size=None, batch_sampler=Batches(), accumulate=2)[0]
-    assert two.describe_batch() == "global batch of Batches, up to 8 over 2 ranks x 2 accumulated"
+    assert two.describe_batch() == "global batch by batch_sampler (Batches), up to 8 samples over 2 ranks x 2 accumulated"

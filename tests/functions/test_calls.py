@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rankwise import pickles
-from rankwise.errors import FunctionError
+from rankwise.errors import ConfigError, FunctionError
 from rankwise.functions import calls
 
 
@@ -75,6 +75,13 @@ def test_the_source_of_a_cell_travels_with_it(monkeypatch: pytest.MonkeyPatch) -
     assert fn() == 5
     linecache.checkcache()
     assert linecache.getline(name, 2) == "    return 5\n"
+
+
+def test_what_is_no_call_is_an_error_with_what_to_give() -> None:
+    with pytest.raises(ConfigError, match=r"^args=0\.1: give .* as a tuple: \(0\.1,\)$"):
+        calls.pack(len, 0.1, {})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^fn=3: give the function itself"):
+        calls.pack(3, (), {})  # type: ignore[arg-type]
 
 
 def test_a_folder_that_a_host_does_not_see_is_said() -> None:

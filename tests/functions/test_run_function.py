@@ -184,7 +184,9 @@ def test_without_cloudpickle_it_is_said_what_to_install(monkeypatch: pytest.Monk
 
 def test_a_run_belongs_to_one_function() -> None:
     rankwise.run_function(modes_of_its_files, nproc=1, name="one")
-    with pytest.raises(ConfigError, match=r"runs/one is of test_run_function\.mode.* and this is test_run_function\.leave"):
+    with pytest.raises(
+        ConfigError, match=r"runs/one is of test_run_function\.mode.* and this is test_run_function\.leave.* name=\"NAME\""
+    ):
         rankwise.run_function(leaves_without_a_word, nproc=1, name="one")
 
 

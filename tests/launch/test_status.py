@@ -66,12 +66,13 @@ def test_a_run_that_waits_in_a_queue_has_not_begun(rankwise: Run, run: RunDir, q
 def test_a_run_is_told_in_a_line_a_fact_and_as_a_record(rankwise: Run, run: RunDir, queued: Callable[[str], None]) -> None:
     queued(RUNNING)
     life = run.begin_life(4, ("train.py",))
-    run.metrics.write_text('{"life": 1, "step": 50, "loss": 2.5}\n{"life": 1, "step": 100, "loss": 2.25, "lr": 0.1}\n')
+    run.metrics.write_text('{"life": 1, "step": 50, "loss": 2.5}\n{"life": 1, "step": 100, "loss": 2.25, "lr": 0.1}\n'
+                           '{"life": 1, "step": 100, "eval_loss": 2.125}\n')  # fmt: skip
     told = rankwise("status").stdout.splitlines()  # the only run there is
     assert told[1].endswith(": RUNNING on node[1-2]")
     assert told[2].startswith(f"life 1  4 ranks, first on {life.host}, began ")
     assert ", goes on for " in told[2]
-    assert told[3].startswith("step    100, loss 2.25, lr 0.1, written ")
+    assert told[3].startswith("step    100, loss 2.25, lr 0.1, eval_loss 2.125, written ")
     found = json.loads(rankwise("status", "--json", "train").stdout)
     assert (found["alive"], found["job"]["phase"], found["job"]["id"], found["last"]["step"]) == (True, "running", "12", 100)
     queued(FAILED)

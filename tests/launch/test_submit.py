@@ -83,12 +83,30 @@ def test_a_dry_run_needs_no_scheduler_prints_the_script_alone_and_leaves_what_a_
     assert done.returncode == 0, done.stderr
     assert done.stdout == train().job.read_text()
     assert done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=train\n#SBATCH --nodes=2\n")
-    assert done.stderr.startswith("rankwise: train.py by slurm (as asked) on 2 nodes, as many ranks each as it has ")
+    assert done.stderr.startswith(
+        "rankwise: train.py by slurm (as asked) on 2 nodes, as many ranks each as it has devices, in "
+    )
     plan = json.loads(train().plan.read_text())
     assert (plan["on"], plan["nodes"], plan["min_nodes"], plan["nproc"], plan["threads"]) == ("slurm", 2, 2, 0, 0)
     assert (plan["job"], plan["launcher_pid"], plan["argv"]) == ({"partition": "gpu"}, 0, ["train.py", "--lr", "1"])
     assert sorted(path.name for path in train().path.iterdir()) == ["config.json", "job.sh", "logs", "plan.json", "telemetry"]
     assert os.access(train().job, os.X_OK)
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        ("-H a:2,b:3", "by ssh (-H names hosts) on 2 nodes, 5 ranks in all, in runs/train"),
+        (
+            "--on sge --pe mpi --slots 8",
+            "by sge (as asked) on the nodes of its 8 slots, as many ranks each as it has slots, in runs/train",
+        ),
+        ("--on sge", "by sge (as asked) on 1 node, as many ranks as it has devices, in runs/train"),
+    ],
+)
+def test_the_first_line_says_how_many_ranks_where(words: str, where: str, rankwise: Run) -> None:
+    Path("train.py").write_text(SCRIPT)
+    assert rankwise("run", *words.split(), "--dry-run", "train.py").stderr == f"rankwise: train.py {where}\n"
 
 
 def test_a_dry_run_of_this_machine_prints_its_script_too_and_starts_nothing(rankwise: Run) -> None:

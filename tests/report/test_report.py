@@ -64,6 +64,20 @@ def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(run: RunD
     live(other, life())
     with pytest.raises(RunDirError, match=r"the runs here: b, train$"):
         find_run("x", "report")
+    for k in range(10):
+        RunDir(tmp_path / "runs" / f"sweep-{k}").prepare(fresh=False)
+        live(RunDir(tmp_path / "runs" / f"sweep-{k}"), life())
+    with pytest.raises(RunDirError, match=r"the runs here: b, sweep-0, .*, sweep-6 and 4 more$"):
+        find_run("x", "report")
+
+
+def test_runs_that_were_moved_aside_are_had_by_name_alone(run: RunDir, tmp_path: Path) -> None:
+    live(run, life())
+    run.prepare(fresh=True)
+    live(run, life())
+    [older] = tmp_path.glob("runs/train.*")
+    assert find_run(None, "report").path.resolve() == run.path
+    assert find_run(older.name, "report").path.resolve() == older
 
 
 def test_the_report_is_printed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,8 @@ def choose(folder: Path, last: int | None, best: int | None, by: Best | None) ->
 
 def _enough(found: list[Path], n: int, where: str) -> list[Path]:
     if n < 1 or len(found) < n:
-        raise ConfigError(f"{n} checkpoints asked for, {len(found)} there {where}")
+        cure = f"; type {len(found)} in the place of {n}" if found and n > 0 else ""
+        raise ConfigError(f"{n} checkpoints asked for, {len(found)} there {where}{cure}")
     return found
 
 

@@ -85,7 +85,10 @@ class Checkpoints:
         if scope not in ("main", "node"):
             raise ConfigError(f"checkpoint_scope={scope!r}: choose main (rank 0 writes) or node (one rank of each node)")
         if sharded and scope == "node":
-            raise ConfigError("ranks that each write a share need a disk that all nodes see: leave out sharding, or scope node")
+            raise ConfigError(
+                "sharded_saves=True and checkpoint_scope='node': shares of one checkpoint need a disk that all nodes see; "
+                "leave one of them out (the scope may stand in --checkpoint-scope too)"
+            )
         self.folder = folder
         self._best = Best.of(keep_best, larger_is_better)
         self._mirror = Mirror(mirror) if mirror is not None else None

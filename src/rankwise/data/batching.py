@@ -114,6 +114,7 @@ class ByTokens:
         self.tokens = tokens
         self.most = most
         some = lengths.of(np.arange(0, order.samples, max(order.samples // _ESTIMATED, 1)))
+        self._longer = float((some > tokens).mean())
         self.size = max(min(int(tokens / max(float(some.mean()), 1e-9)), most or order.samples, order.samples), 1)
         self.pool = pool if pool is not None else min(self.size * _POOL_STEPS, order.samples)
         if self.pool < 1:
@@ -156,7 +157,9 @@ class ByTokens:
 
     def describe(self) -> str:
         most = f", {self.most} at most" if self.most is not None else ""
-        return f"{self.tokens:g} tokens (about {self.size} samples{most}, {self.pool} sorted together)"
+        longer = f"; {100 * self._longer:.2g} % of the samples are longer: batches of one" if self._longer else ""
+        about = f"about {self.size} sample{'s' * (self.size != 1)}{most}"
+        return f"{self.tokens:g} tokens ({about}, {self.pool} sorted together{longer})"
 
     def state(self) -> dict[str, Any]:
         return {"batches by": self.by, "global_batch_tokens": self.tokens, "most": self.most, "pool": self.pool}
@@ -174,9 +177,10 @@ class BySampler:
 
     by = "a batch sampler"
 
-    def __init__(self, sampler: Any, seed: int, lengths: LengthOf | None) -> None:
+    def __init__(self, sampler: Any, seed: int, lengths: LengthOf | None, samples: int) -> None:
         _check_sampler(sampler)
         self._sampler = sampler
+        self._samples = samples
         self._seed = seed
         self._lengths = lengths
         self._epoch = -1
@@ -204,7 +208,7 @@ class BySampler:
         aside.put()
         try:
             seeds.seed_streams(seeds.derive(self._seed, epoch, "batches"))
-            self._batches = [_indices(batch, self._sampler) for batch in self._sampler]
+            self._batches = [_indices(batch, self._sampler, self._samples) for batch in self._sampler]
         finally:
             aside.back()
         self._batches = [batch for batch in self._batches if batch]
@@ -222,7 +226,7 @@ class BySampler:
         return balanced_share(samples, self._lengths.of(np.array(samples)), rank, world_size, accumulate)
 
     def describe(self) -> str:
-        return f"of {type(self._sampler).__name__}, up to {self.size}"
+        return f"by batch_sampler ({type(self._sampler).__name__}), up to {self.size} samples"
 
     def state(self) -> dict[str, Any]:
         return {"batches by": self.by}
@@ -338,10 +342,16 @@ def _check_sampler(sampler: Any) -> None:
             )
 
 
-def _indices(batch: Any, sampler: Any) -> list[int]:
+def _indices(batch: Any, sampler: Any, samples: int) -> list[int]:
     if isinstance(batch, int) or not isinstance(batch, Iterable):
         raise ConfigError(
             f"batch_sampler: {type(sampler).__name__} yields {type(batch).__name__}, not lists of indices; "
             "torch.utils.data.BatchSampler(sampler, batch_size, drop_last) makes these of it"
         )
-    return [int(index) for index in batch]
+    indices = [int(index) for index in batch]
+    if outside := [index for index in indices if not 0 <= index < samples]:
+        raise DataError(
+            f"batch_sampler: {type(sampler).__name__} yields the index {outside[0]}, and the dataset has {samples} samples, "
+            f"0 to {samples - 1}: make the sampler of this dataset"
+        )
+    return indices

@@ -382,7 +382,7 @@ def _batching(
             )
     known = LengthOf(lengths, order.samples) if lengths is not None else None
     if sampler is not None:
-        return BySampler(sampler, order.seed, known)
+        return BySampler(sampler, order.seed, known, order.samples)
     assert known is not None
     assert tokens is not None
     return ByTokens(order, known, tokens, size, pool)

@@ -45,6 +45,13 @@ def predict(
     and what is theirs: no more is held than of 32 steps. Without shuffling, and with batches by count, the indices go up from
     call to call. What it raises is raised on all ranks.
     """
+    given: tuple[Any, ...] = (predict_fn, model, loader)
+    if not callable(given[0]) or not isinstance(given[2], Loader):
+        kinds = ", ".join(type(each).__name__ for each in given)
+        raise ConfigError(
+            f"predict({kinds}): give predict(predict_fn, model, loader), the last a rankwise.Loader(dataset, world, "
+            "global_batch_size=..., max_epochs=1, shuffle=False)"
+        )
     if on not in ("main", "all"):
         raise ConfigError(f"on={on!r}: predictions are wanted on 'main' or on 'all' ranks")
     if into is not None and on != "main":

@@ -30,6 +30,11 @@ def pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
     The line has what Python needs to find the modules of the function, and the source where there is no file of it (a
     notebook). Raises ConfigError that names what cannot be sent.
     """
+    given: Any = fn
+    if not callable(given):
+        raise ConfigError(f"fn={given!r:.60}: give the function itself, not what it returns: run_function(train, (0.1,))")
+    if isinstance(args, str) or not hasattr(args, "__iter__"):
+        raise ConfigError(f"args={args!r}: give what the function is called with as a tuple: ({args!r},)")
     parts = (fn, tuple(args), dict(kwargs))
     try:
         pickled = pickles.dumps(parts)

@@ -107,7 +107,7 @@ def _scheduler(config: RunConfig, env: Mapping[str, str]) -> tuple[str, str]:
 def _known(on: str, typed: str) -> str:
     name = mpi.installed() if on == "mpi" else on
     if name not in BY_NAME:
-        raise ConfigError(f"{typed}: there is no scheduler {name}; choose {', '.join(BY_NAME)}")
+        raise ConfigError(f"{typed}: there is no scheduler {name}; choose {', '.join((*BY_NAME, 'mpi'))}")
     return name
 
 

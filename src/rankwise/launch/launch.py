@@ -187,7 +187,14 @@ def _headline(program: script.Program, plan: Plan, choice: Choice, lives: int = 
     nodes = count(plan.nodes, choice.word) if plan.min_nodes == plan.nodes else f"{plan.min_nodes} to {plan.nodes} nodes"
     gpus = str(plan.job.get("gpus_per_node", "")).rpartition(":")[2]
     each = plan.nproc or int(gpus or 0)
-    ranks = f"{count(each, 'rank')} each" if each else "as many ranks each as it has slots or devices"
+    if each:
+        ranks = f"{count(each, 'rank')} each"
+    elif slots := plan.job.get("slots"):
+        nodes, ranks = f"the nodes of its {count(int(slots), 'slot')}", "as many ranks each as it has slots"
+    elif plan.hosts and all(host.slots for host in plan.hosts):
+        ranks = f"{count(sum(host.slots for host in plan.hosts), 'rank')} in all"
+    else:
+        ranks = f"as many ranks {'each ' if plan.nodes > 1 else ''}as it has devices"
     ranks += f" ({each * plan.nodes} in all)" if each and plan.min_nodes == plan.nodes > 1 else ""
     going_on = f", life {lives + 1}" if lives else ""
     return f"{program.name} by {plan.on} ({choice.why}) on {nodes}, {ranks}, in {short(Path(plan.run_dir))}{going_on}"

@@ -57,10 +57,16 @@ def facts(run: RunDir) -> dict[str, Any]:
         "job": {**asdict(job), **asdict(state)} if job is not None and state is not None else None,
         "writer": _described(run, writer) if writer is not None else None,
         "lives": [asdict(life) for life in run.lives()],
-        "last": figures[-1] if figures else None,
+        "last": _last(figures),
         "written": run.metrics.stat().st_mtime if figures else None,
         "failure": asdict(failure) if failure is not None else None,
     }
+
+
+def _last(figures: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The figures of the last step that has any: those of the training and those of the evaluation are two lines."""
+    of_step = [record for record in figures if record.get("step") == figures[-1].get("step")]
+    return {name: value for record in of_step for name, value in record.items()} if figures else None
 
 
 def _described(run: RunDir, writer: Holder) -> dict[str, Any]:
@@ -84,9 +90,8 @@ def as_text(found: dict[str, Any]) -> str:
     if not lives:
         rows.append(("life 1", "has not begun" if found["alive"] else "never began"))
     if (last := found["last"]) is not None:
-        numbers = [
-            f"{name} {value:.4g}" for name, value in last.items() if name in ("loss", "lr") and isinstance(value, int | float)
-        ]
+        told = [name for name in last if name in ("loss", "lr") or name.startswith("eval_")]
+        numbers = [f"{name} {last[name]:.4g}" for name in told if isinstance(last[name], int | float)]
         written = f"written {clock(max(0.0, time.time() - found['written']))} ago"
         rows.append(("step", ", ".join([str(last.get("step", "?")), *numbers, written])))
     if found["failure"] is not None:
@@ -98,7 +103,8 @@ def as_text(found: dict[str, Any]) -> str:
 def _course(life: dict[str, Any], found: dict[str, Any]) -> str:
     began = f"began {stamp(life['started'])}"
     if life["ended"] is not None:
-        return f"{began}, took {clock(life['ended'] - life['started'])}, exit status {life['status']}: {life['outcome']}"
+        status = f", exit status {life['status']}" if life["status"] else ""
+        return f"{began}, took {clock(life['ended'] - life['started'])}{status}: {life['outcome']}"
     if found["alive"]:
         return f"{began}, goes on for {clock(time.time() - life['started'])}"
     return f"{began}; killed, or its machine went down"

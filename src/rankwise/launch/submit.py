@@ -76,9 +76,10 @@ def compare_with_earlier_lives(run: RunDir, program: Program) -> None:
     before, now = lives[-1].argv, program.argv
     words = 3 if program.is_function else 2
     if Path(before[0]).name != Path(now[0]).name or (now[0] == "-m" and before[:words] != now[:words]):
+        name, fresh = ('name="NAME"', "fresh=True") if program.is_function else ("--name NAME", "--fresh")
         raise ConfigError(
             f"the run in {short(run.path)} is of {named(before)} and this is {program.name}; give this one another name "
-            "with --name NAME, or move the older aside with --fresh"
+            f"with {name}, or move the older aside with {fresh}"
         )
     if before[1:] != now[1:]:
         say(

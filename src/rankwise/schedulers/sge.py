@@ -122,7 +122,7 @@ def _options(plan: Plan) -> list[str]:
     slots, pe = job.get("slots"), job.get("pe")
     if slots is not None and str(slots) != "1" and pe is None:
         raise ConfigError(
-            f"--slots {slots} without --pe: slots are given out by a parallel environment; those there are: qconf -spl"
+            f"--slots {slots} without --pe: a parallel environment gives them out; type --pe NAME too, one of qconf -spl"
         )
     if pe is not None and slots is None:
         raise ConfigError(f"--pe {pe} without --slots: how many slots? For example: --pe {pe} --slots 8")
