@@ -35,6 +35,7 @@ from savers import ENDLESS, EVERY, SAVERS, Board, LightningElsewhere, Ours, Save
 THIRD = 3 * EVERY
 NOBODY = 65534
 draw = random.Random()
+elsewhere = Path("/var/tmp") / f"kill-savers-{os.getpid()}"  # on another disk than --folder, one hopes
 
 
 def forked(work: Callable[[Callable[[str], None]], None], uid: int | None = None) -> tuple[int, int]:
@@ -71,8 +72,7 @@ def told(pid: int, reading: int) -> str:
 
 def temporary(kind: type[Saver], folder: Path) -> None:
     """Where what is called temporary lies: on the same disk, or on another one."""
-    where = Path("/var/tmp" if kind is LightningElsewhere else folder.parent / "tmp")
-    tempfile.tempdir = str(where)
+    tempfile.tempdir = str(elsewhere if kind is LightningElsewhere else folder.parent / "tmp")
 
 
 def train(kind: type[Saver], folder: Path, board: Board, steps: int, uid: int | None = None) -> tuple[int, int]:
@@ -115,7 +115,7 @@ class Place:
 
     def clean(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        for file in (self.base / "tmp").iterdir():
+        for file in [*(self.base / "tmp").iterdir(), *elsewhere.iterdir()]:
             file.unlink()
 
 
@@ -337,16 +337,25 @@ def main() -> int:
     print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
     base = Path(tempfile.mkdtemp(dir=options.folder))
     base.chmod(0o755)
+    elsewhere.mkdir()
+    elsewhere.chmod(0o777)
     place, right = Place(base), True
     try:
         for kind in SAVERS:
             if options.savers and not any(word in kind.name for word in options.savers):
+                continue
+            if kind.needs not in versions:
+                print(f"{kind.name:23}left out: {kind.needs} is not installed")
+                continue
+            if kind is LightningElsewhere and elsewhere.stat().st_dev == base.stat().st_dev:
+                print(f"{kind.name:23}left out: {base} and {elsewhere} are on one disk")
                 continue
             for what, line, good in measure(kind, place, options):
                 print(f"{kind.name:23}{what:11} {line}", flush=True)
                 right = right and (good or not issubclass(kind, Ours))
     finally:
         shutil.rmtree(base, ignore_errors=True)
+        shutil.rmtree(elsewhere, ignore_errors=True)
     return 0 if right else 1
 
 

@@ -87,6 +87,7 @@ class Saver:
     """A hand-written loop around `save` and `load`."""
 
     name = ""
+    needs = "torch"
     late = 0  # how many steps before a save that has returned one is surely there
 
     def __init__(self, folder: Path) -> None:
@@ -180,6 +181,7 @@ class OursBackground(Ours):
 
 class AccelerateFolder(Saver):
     name = "Accelerate, one folder"
+    needs = "accelerate"
     numbered = False
 
     def prepare(self) -> None:
@@ -228,6 +230,7 @@ class Lightning(Saver):
     """`ModelCheckpoint(save_last=True)` and `fit(ckpt_path="last")`; temporary files on the disk of the checkpoints."""
 
     name = "Lightning, last"
+    needs = "lightning"
 
     def trainer(self, callback: Any, steps: int) -> tuple[Any, Any]:
         import lightning.pytorch as lightning
@@ -292,6 +295,7 @@ class LightningElsewhere(Lightning):
 
 class Transformers(Saver):
     name = "HF Trainer"
+    needs = "transformers"
 
     def trainer(self, callback: Any, steps: int) -> Any:
         import transformers
