@@ -115,8 +115,11 @@ class Place:
 
     def clean(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        for file in [*(self.base / "tmp").iterdir(), *elsewhere.iterdir()]:
-            file.unlink()
+        for path in [*(self.base / "tmp").iterdir(), *elsewhere.iterdir()]:
+            if path.is_dir():  # torch's own
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 # --- kills
