@@ -349,6 +349,7 @@ SAVERS: list[type[Saver]] = [
 def import_all() -> dict[str, str]:
     """Versions, by library; what is imported here is not imported by each child. Without one its savers are left out."""
     found = {"torch": torch.__version__}
+    optimizer_of(Model())  # imports more of torch; a child that is nobody may not read where Python is
     for name in ("accelerate", "lightning.pytorch", "transformers"):
         with contextlib.suppress(ImportError):
             module = __import__(name, fromlist=["__version__"])
