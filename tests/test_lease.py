@@ -211,6 +211,19 @@ def test_of_two_processes_that_want_one_run_at_once_exactly_one_gets_it(
         assert names(run.path) == ["lease.json", "logs", "telemetry"]
 
 
+def test_where_no_thread_can_be_started_it_is_held_and_released_all_the_same(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    held = run.take()
+    assert run.holder() is not None
+    held.release()
+    assert run.holder() is None
+
+
 # --- elsewhere
 
 

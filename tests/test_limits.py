@@ -318,7 +318,7 @@ def test_ranks_that_may_not_be_started_are_one_line_with_the_count_of_processes(
     assert "never" not in done.stdout
 
 
-@pytest.mark.parametrize("more", [4, 5])  # the launcher, the agent, the warm process, the one that forks, and one rank
+@pytest.mark.parametrize("more", [5, 6])  # the launcher and its thread, the agent, the warm process, what forks, one rank
 def test_ranks_that_the_warm_process_may_not_all_fork_are_started_by_themselves_and_run_once(plain_user, more: int) -> None:
     source = "import os\nwith open(os.environ['RANK'], 'a') as file: file.write('ran ')\nprint(open(os.environ['RANK']).read())"
     done = plain_user(more, source)

@@ -225,7 +225,8 @@ class Lease:
         self._fd = fd  # its own file, whatever has that name later
         self._over = threading.Event()
         self._beat = threading.Thread(target=self._touch, name="rankwise-lease", daemon=True)
-        self._beat.start()
+        with contextlib.suppress(RuntimeError):  # no more threads: nor can there be an agent then, and that will be said
+            self._beat.start()
 
     def _touch(self) -> None:
         while not self._over.wait(BEAT_S):
@@ -237,7 +238,8 @@ class Lease:
         if os.getpid() != self._holder.pid or self._over.is_set():
             return
         self._over.set()
-        self._beat.join()
+        if self._beat.is_alive():
+            self._beat.join()
         os.close(self._fd)
         with contextlib.suppress(RunDirError):
             current = read(self._path)
