@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +25,14 @@ _FOREIGN = (
     "RANKWISE_",
     "SUBMITIT",
 )
+
+
+def pytest_configure() -> None:
+    """Who starts the tests by nohup, or behind a shell's back, has them ignore these; what the tests start must not."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)  # passed over here as before; a handler does not survive an exec
 
 
 _CLUSTERS = ("slurm", "sge", "debian_hosts", "hosts", "ssh", "openmpi", "mpich")

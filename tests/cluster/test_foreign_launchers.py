@@ -62,6 +62,11 @@ class Row:
     def __str__(self) -> str:
         return f"{self.launcher}: {self.asked_by}"
 
+    @property
+    def up(self) -> str | None:
+        """What must be up for it."""
+        return COMMANDS[self.launcher][0]
+
 
 def rows() -> Iterator[Row]:
     for line in DOCUMENT.read_text().splitlines():
