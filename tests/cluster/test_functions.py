@@ -109,9 +109,7 @@ def test_a_function_answers_from_each_host_or_raises_what_was_raised_there(on: s
     assert sorted(hosts) == ["node1", "node2"]
     assert answers == [f"[(0, 0, 1, '{hosts[0]}'), (1, 1, 1, '{hosts[1]}')]"]
     assert "rank 0" in printed
-    assert re.fullmatch(
-        "'no data' raised on rank 1, on node[12]:", printed[-1]
-    )  # in an order of its own
+    assert re.fullmatch("'no data' raised on rank 1, on node[12]:", printed[-1])  # in an order of its own
 
 
 def test_a_preempted_job_of_submitit_saves_after_one_step_and_goes_on_when_it_is_requeued(slurm: Start) -> None:
