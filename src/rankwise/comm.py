@@ -304,10 +304,10 @@ def is_alone() -> bool:
 
 def patient() -> Any:
     """Collective, the first time. A process group whose collectives wait for a rank as long as it lives: for work that only
-    some ranks do, and that may take hours. None, the default group, where torch has no gloo.
+    some ranks do, and that may take hours. None, the default group, where torch has no gloo, and for a rank that is alone.
     """
     global _patient
-    if not dist.is_gloo_available():
+    if is_alone() or not dist.is_gloo_available():
         return None
     if _patient[0] is not dist.group.WORLD:
         _patient = dist.group.WORLD, dist.new_group(backend="gloo", timeout=_PATIENCE)

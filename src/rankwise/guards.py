@@ -10,9 +10,10 @@ there, and collectives answer as on one rank.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from rankwise import comm
@@ -147,6 +148,17 @@ def _loaded(packed: bytes) -> Any:
         raise MainProcessError(
             f"rank {comm.rank()} cannot unpickle what the function returned: {type(error).__name__}: {error}"
         ) from error
+
+
+@contextlib.contextmanager
+def agreed() -> Iterator[None]:
+    """Collective. What the block raises on one rank, all raise after it, however long the others have to wait."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as problem:
+        error = problem
+    settle(error, comm.patient())
 
 
 def settle(error: BaseException | None, group: Any = None) -> None:

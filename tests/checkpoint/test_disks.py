@@ -253,7 +253,7 @@ def load_onto_a_full_disk(tmp: Path) -> str:
         raise OSError(28, "No space left on device")
 
     if comm.rank() == 2:
-        disks._Writer._name_it = full  # type: ignore[method-assign]
+        disks.put = full
     return load_error(tmp, APART)
 
 

@@ -15,7 +15,7 @@ from rankwise.checkpoint.folders import order
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.checkpoint.shelf import Shelf
 from rankwise.errors import CheckpointError
-from rankwise.guards import settle
+from rankwise.guards import agreed
 from rankwise.terminal import count
 
 
@@ -33,17 +33,14 @@ def chosen(shelf: Shelf, damaged: dict[Path, str]) -> Chosen | None:
     """
     group = comm.patient()
     is_first = any(ranks[0] == comm.rank() for ranks in comm.nodes())
-    own, why, error = None, "", None
-    if is_first:
+    own, why = None, ""
+    with agreed():
         try:
             if comm.is_main():
                 shelf.bring()
-            own = shelf.newest(damaged, shelf.glanced_at)
+            own = shelf.newest(damaged, shelf.glanced_at) if is_first else None
         except CheckpointError as problem:
             why = str(problem)
-        except BaseException as problem:
-            error = problem
-    settle(error, group)
     told = comm.all_gather_object((own[0].name if own is not None else "", why), group)
     newest = max((name for name, _ in told if name), key=lambda name: order(Path(name)), default=None)
     if newest is None:

@@ -15,9 +15,9 @@ import xxhash
 
 from rankwise import comm
 from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint.folders import fsync, remove
+from rankwise.checkpoint.folders import put
 from rankwise.errors import CheckpointError
-from rankwise.guards import settle
+from rankwise.guards import agreed, settle
 
 _CHUNK = 32 << 20  # bytes: a rank that only hears of it holds as much
 
@@ -27,14 +27,14 @@ def sharing(folder: Path) -> list[list[int]]:
     missing. Raises CheckpointError on all ranks where it cannot be."""
     group = comm.patient()
     mine = next(ranks[0] for ranks in comm.nodes() if comm.rank() in ranks)
-    probe, error = f"tmp.{uuid.uuid4().hex}", None
-    try:
-        if comm.rank() == mine:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / probe).touch()
-    except OSError as problem:
-        error = CheckpointError(f"{folder} cannot be written on rank {comm.rank()} ({problem.strerror})")
-    settle(error, group)
+    probe = f"tmp.{uuid.uuid4().hex}"
+    with agreed():
+        try:
+            if comm.rank() == mine:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / probe).touch()
+        except OSError as problem:
+            raise CheckpointError(f"{folder} cannot be written on rank {comm.rank()} ({problem.strerror})") from None
     probes = comm.all_gather_object(probe, group)
     names = set(os.listdir(folder)) if comm.rank() == mine else set()
     seen = comm.all_gather_object([rank for rank, name in enumerate(probes) if name in names], group)  # all have looked now
@@ -110,20 +110,11 @@ class _Writer:
     def finish(self) -> None:
         try:
             if self.error is None:
-                self._name_it()
+                put(self._temporary, self._folder)
         except OSError as error:
             self._fail(error)
         finally:
             shutil.rmtree(self._temporary, ignore_errors=True)
-
-    def _name_it(self) -> None:
-        for path in self._temporary.iterdir():
-            fsync(path)
-        fsync(self._temporary)
-        if self._folder.exists():
-            remove(self._folder)
-        os.rename(self._temporary, self._folder)
-        fsync(self._folder.parent)
 
     def _fail(self, error: OSError) -> None:
         self.error = CheckpointError(f"{self._folder} cannot be written on rank {comm.rank()} ({error.strerror})")

@@ -56,6 +56,17 @@ def remove(path: Path) -> bool:
     return True
 
 
+def put(temporary: Path, final: Path) -> None:
+    """Make a folder of files durable, and give it its name, in place of one that has it."""
+    for path in temporary.iterdir():
+        fsync(path)
+    fsync(temporary)
+    if final.exists():
+        remove(final)
+    os.rename(temporary, final)
+    fsync(final.parent)
+
+
 def fsync(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
     try:

@@ -11,7 +11,6 @@ Object stores rename nothing: a checkpoint is there once its manifest is, which 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import threading
 import uuid
@@ -21,7 +20,7 @@ from typing import Any
 
 from rankwise import log
 from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint.folders import fsync, is_name, order, remove
+from rankwise.checkpoint.folders import is_name, order, put
 from rankwise.errors import CheckpointError, ConfigError
 
 _PATIENCE_S = 2.0
@@ -129,13 +128,7 @@ class Mirror:
             for path in self._fs.ls(f"{self._root}/{name}", detail=False):
                 self._fs.get_file(path, str(temporary / path.rsplit("/", 1)[-1]))
             manifests.verify(temporary)
-            for path in temporary.iterdir():
-                fsync(path)
-            fsync(temporary)
-            if (folder / name).exists():
-                remove(folder / name)
-            os.rename(temporary, folder / name)
-            fsync(folder)
+            put(temporary, folder / name)
         except CheckpointError as error:
             raise CheckpointError(f"{name} of {self.url}: {str(error).replace(str(temporary), name)}") from None
         except Exception as error:

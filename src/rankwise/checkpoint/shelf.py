@@ -43,7 +43,7 @@ class Shelf:
         """A step may be saved again (a life that went on from an older checkpoint): beside the first, which goes after."""
         return max((time for path in self.all() for saved, time in [order(path)] if saved == step), default=0)
 
-    def is_whole(self, folder: Path) -> None:
+    def mark_whole(self, folder: Path) -> None:
         """This process has written it, or read all of it."""
         self._whole.add(folder)
         self._damaged.discard(folder)

@@ -24,7 +24,7 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from rankwise.checkpoint.shelf import Shelf
 from rankwise.checkpoint.snapshot import Snapshot
 from rankwise.checkpoint.writing import plain, why_not, write_file
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
-from rankwise.guards import run_on_firsts, run_on_main, settle
+from rankwise.guards import agreed, run_on_firsts, run_on_main, settle
 from rankwise.lease import Fence
 from rankwise.state import Stateful
 
@@ -94,7 +94,7 @@ class Checkpoints:
         self._mirror = Mirror(mirror) if mirror is not None else None
         self._shelf = Shelf(folder, Retention.of(keep_last, keep_younger_than_s, keep_steps), self._best, self._mirror)
         self._scope = scope
-        self._groups: list[list[int]] | None = None  # the ranks for which one writes, that one first
+        self._groups: list[list[int]] | None = None  # with scope node: the ranks for which one writes, that one first
         self._durable = False
         self._snapshot = Snapshot() if background else None
         self._writer = Background()
@@ -122,7 +122,8 @@ class Checkpoints:
         `background` it is not there yet, and what is raised is of the save before (as `wait` would): this one is not begun.
         """
         began = time.perf_counter()
-        told = comm.all_gather_object((seed.rng_state(), self._shelf.times_saved(step)))
+        writes = any(ranks[0] == comm.rank() for ranks in self._writers())
+        told = comm.all_gather_object((seed.rng_state(), self._shelf.times_saved(step) if writes else 0))
         streams = {str(rank): stream for rank, (stream, _) in enumerate(told)}
         times = max(times for _, times in told)
         final = self.folder / (f"step-{step:08d}" + (f"-{times + 1}" if times else ""))
@@ -160,7 +161,7 @@ class Checkpoints:
         """Collective. Each rank begins to write its share of the modules and optimizers, the main rank all else too."""
         self._conclude()
         rank, ranks = comm.rank(), comm.world_size()
-        with _agreed():
+        with agreed():
             manifest = record()
             states = {name: part.state_dict() for name, part in parts.items()} | {loading.RNG: streams}
             shares = sharding.divided(parts, states, ranks)
@@ -169,7 +170,7 @@ class Checkpoints:
             shares = {}
         temporary = run_on_main(self._begin_together, [final])
         try:
-            with _agreed():
+            with agreed():
                 sharding.await_folder(temporary, rank)
                 share = sharding.share_of(rank, shares, states)
                 copied = self._copied(share)
@@ -237,12 +238,14 @@ class Checkpoints:
 
     def _writers(self) -> list[list[int]]:
         """Collective, the first time. The groups of ranks of which the first one writes."""
+        if comm.is_alone():
+            return [[comm.rank()]]
+        if self._scope == "main":
+            return [list(range(comm.world_size()))]
         if self._groups is None:
-            self._groups = [list(range(comm.world_size()))]
-            if self._scope == "node" and not comm.is_alone():
-                self._groups = sharing(self.folder)
-                if len(self._groups) == 1 and len(comm.nodes()) > 1:
-                    log.say(f"all nodes see {self.folder}: the main rank writes for all")
+            self._groups = sharing(self.folder)
+            if len(self._groups) == 1 and len(comm.nodes()) > 1:
+                log.say(f"all nodes see {self.folder}: the main rank writes for all")
         return self._groups
 
     def _meet(self) -> None:
@@ -316,7 +319,7 @@ class Checkpoints:
             raise CheckpointError(why_not(final, states, error)) from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # not there if all went well
-        self._shelf.is_whole(final)
+        self._shelf.mark_whole(final)
 
     def _unique(self) -> Path:
         return self.folder / f"tmp.{uuid.uuid4().hex}"
@@ -423,7 +426,7 @@ class Checkpoints:
                 if run_on_main(folder.exists):
                     raise
             else:
-                self._shelf.is_whole(folder)
+                self._shelf.mark_whole(folder)
                 if is_copy and self._scope == "main" and not comm.is_main():
                     remove(folder)
                 return manifest
@@ -445,17 +448,6 @@ class Checkpoints:
         except BaseException as problem:
             return problem
         return None
-
-
-@contextlib.contextmanager
-def _agreed() -> Iterator[None]:
-    """Collective. What the block raises on one rank, all raise after it."""
-    error: BaseException | None = None
-    try:
-        yield
-    except BaseException as problem:
-        error = problem
-    settle(error, comm.patient())
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

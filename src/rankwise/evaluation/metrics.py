@@ -18,7 +18,7 @@ import torch
 
 from rankwise import comm
 from rankwise.errors import ConfigError, StepError
-from rankwise.guards import settle
+from rankwise.guards import agreed
 
 
 class Metric(Protocol):
@@ -101,14 +101,10 @@ class Metrics:
         home = ranks[0] if ranks else 0
         told = comm.gather_object(mine, home)
         figures: dict[str, float] = {}
-        error: BaseException | None = None
-        if told:
-            try:
+        with agreed():  # it may compute for long
+            if told:
                 take(metric, told if comm.is_alone() else [told[rank] for rank in ranks])
                 figures = _figures(name, _quietly(metric.compute))
-            except BaseException as problem:  # whatever it is, the other ranks wait
-                error = problem
-        settle(error, None if comm.is_alone() else comm.patient())  # it may compute for long
         return comm.broadcast_object(figures, home)
 
     def _whole(self) -> Iterable[Any]:

@@ -17,7 +17,7 @@ from rankwise import comm
 from rankwise.data import Loader
 from rankwise.errors import ConfigError, StepError
 from rankwise.evaluation.evaluate import evaluating
-from rankwise.guards import run_on_main, settle
+from rankwise.guards import agreed, run_on_main
 from rankwise.precision import Precision
 
 _ROUND = 32  # steps whose predictions travel together
@@ -83,13 +83,8 @@ def predict(
 
 def _whole(parts: Sequence[Part]) -> Any:
     """Collective. All of them as one; what is wrong with them where they are is raised on all ranks."""
-    rows, error = None, None
-    try:
-        rows = _joined(parts)[1] if parts else None
-    except StepError as problem:
-        error = problem
-    settle(error)
-    return rows
+    with agreed():
+        return _joined(parts)[1] if parts else None
 
 
 def _rows(value: Any, n: int, where: str = "") -> Any:
