@@ -24,6 +24,7 @@ _FOREIGN = (
     "TORCHELASTIC",
     "RANKWISE_",
     "SUBMITIT",
+    "PYTHONUNBUFFERED",  # a line printed by one of several processes on one pipe would come in pieces
 )
 
 

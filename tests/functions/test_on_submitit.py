@@ -53,7 +53,8 @@ def trains(folder: str) -> tuple[int, list[int]]:
     model = torch.nn.Linear(4, 1)
 
     def step(model: Any, batch: Any) -> Any:
-        Path(folder, "begun").touch()
+        if rankwise.rank() == 0:  # Submitit's own handler has it until this rank is at its first step
+            Path(folder, "begun").touch()
         if not Path(folder, "signalled").exists():
             time.sleep(0.05)
         return (model(batch[0]) ** 2).sum(), len(batch[0])
