@@ -44,6 +44,12 @@ class Batching(Protocol):
     def leaves_nothing(self, epoch: int, stop: int) -> bool:
         """Whether the epoch ends at that position."""
 
+    def steps_per_epoch(self) -> int | None:
+        """None where that is not known, or not the same in each epoch."""
+
+    def fewest(self) -> int:
+        """Samples of the smallest global batch that may come."""
+
     def share(self, samples: list[int], rank: int, world_size: int, accumulate: int) -> list[list[int]]:
         """The micro-batches of rank `rank`, of one global batch: all ranks' cost about the same. Empty ones are left out."""
 
@@ -80,6 +86,12 @@ class ByCount:
 
     def leaves_nothing(self, epoch: int, stop: int) -> bool:
         return stop >= self._order.samples or (self._drop_last and stop + self.size > self._order.samples)
+
+    def steps_per_epoch(self) -> int:
+        return steps_of(self._order.samples, self.size, self._drop_last)
+
+    def fewest(self) -> int:
+        return self.size if self._drop_last else self._order.samples % self.size or self.size
 
     def share(self, samples: list[int], rank: int, world_size: int, accumulate: int) -> list[list[int]]:
         return even_share(samples, rank, world_size, accumulate)
@@ -121,17 +133,9 @@ class ByTokens:
             raise ConfigError(f"pool={pool}: give how many samples are sorted together, from 1 up")
 
     def steps(self, epoch: int, start: int) -> Iterator[tuple[int, list[int]]]:
+        others = ": the lengths of the samples, or global_batch_tokens, are others than when the checkpoint was made"
         for number in range(start // self.pool, -(-self._order.samples // self.pool)):
-            stop = number * self.pool
-            for samples in self._of_pool(epoch, number):
-                before, stop = stop, stop + len(samples)
-                if before >= start:
-                    yield stop, samples
-                elif stop > start:
-                    raise DataError(
-                        f"position {start} of epoch {epoch} is in the middle of a global batch: the lengths of the samples, or "
-                        "global_batch_tokens, are others than when the checkpoint was made"
-                    )
+            yield from _going_on(self._of_pool(epoch, number), number * self.pool, epoch, start, others)
 
     def _of_pool(self, epoch: int, number: int) -> list[list[int]]:
         order = self._order
@@ -151,6 +155,12 @@ class ByTokens:
 
     def leaves_nothing(self, epoch: int, stop: int) -> bool:
         return stop >= self._order.samples
+
+    def steps_per_epoch(self) -> None:
+        return None
+
+    def fewest(self) -> int:
+        return 1
 
     def share(self, samples: list[int], rank: int, world_size: int, accumulate: int) -> list[list[int]]:
         return balanced_share(samples, self._lengths.of(np.array(samples)), rank, world_size, accumulate)
@@ -188,16 +198,8 @@ class BySampler:
         self.size = max(map(len, self._of(0)))
 
     def steps(self, epoch: int, start: int) -> Iterator[tuple[int, list[int]]]:
-        stop = 0
-        for samples in self._of(epoch):
-            before, stop = stop, stop + len(samples)
-            if before >= start:
-                yield stop, samples
-            elif stop > start:
-                raise DataError(
-                    f"position {start} of epoch {epoch} is in the middle of a global batch of {type(self._sampler).__name__}: "
-                    "it gives other batches than when the checkpoint was made"
-                )
+        others = f" of {type(self._sampler).__name__}: it gives other batches than when the checkpoint was made"
+        yield from _going_on(self._of(epoch), 0, epoch, start, others)
 
     def _of(self, epoch: int) -> list[list[int]]:
         if self._epoch == epoch:
@@ -220,6 +222,12 @@ class BySampler:
     def leaves_nothing(self, epoch: int, stop: int) -> bool:
         return stop >= sum(map(len, self._of(epoch)))
 
+    def steps_per_epoch(self) -> None:
+        return None
+
+    def fewest(self) -> int:
+        return 1
+
     def share(self, samples: list[int], rank: int, world_size: int, accumulate: int) -> list[list[int]]:
         if self._lengths is None:
             return even_share(samples, rank, world_size, accumulate)
@@ -233,6 +241,23 @@ class BySampler:
 
     def load(self, state: Mapping[str, Any]) -> None:
         pass
+
+
+def steps_of(samples: int, size: int, drop_last: bool) -> int:
+    """Global batches of `size` samples in an epoch."""
+    return samples // size if drop_last else -(-samples // size)
+
+
+def _going_on(
+    batches: Iterable[list[int]], position: int, epoch: int, start: int, others: str
+) -> Iterator[tuple[int, list[int]]]:
+    """(the position after it, its samples) of each batch from `start` on; the first of `batches` begins at `position`."""
+    for samples in batches:
+        before, position = position, position + len(samples)
+        if before >= start:
+            yield position, samples
+        elif position > start:
+            raise DataError(f"position {start} of epoch {epoch} is in the middle of a global batch{others}")
 
 
 def of_all_ranks(name: str, of_one: N | None, of_all: N | None, parts: int) -> N | None:

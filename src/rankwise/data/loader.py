@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from rankwise import log
-from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthOf
+from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthOf, steps_of
 from rankwise.data.fetch import Fetch, Fetcher, fetched, promises
 from rankwise.data.order import Order, share
 from rankwise.data.stream import Request, Step, Stream
@@ -144,22 +144,18 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        if self.samples is None:
-            return None
-        if self._batching is not None and not isinstance(self._batching, ByCount):
-            return None
-        whole, rest = divmod(self.samples, self.global_batch_size)
-        return whole + (1 if rest and not self.drop_last else 0)
+        if self._batching is not None:
+            return self._batching.steps_per_epoch()
+        return None if self._hint is None else steps_of(self._hint, self.global_batch_size, self.drop_last)
 
     @property
     def fewest(self) -> int:
         """Samples of the smallest global batch that may come."""
+        if self._batching is not None:
+            return self._batching.fewest()
         if self._uneven is not None:
             return self.global_batch_size if self._uneven == "pad" or (self._uneven == "stop" and self.drop_last) else 0
-        if self._order is None or isinstance(self._batching, ByCount):
-            rest = 1 if self._order is None else self._order.samples % self.global_batch_size
-            return self.global_batch_size if self.drop_last or rest == 0 else rest
-        return 1
+        return self.global_batch_size if self.drop_last else 1
 
     @property
     def finished(self) -> bool:
