@@ -25,6 +25,7 @@ from pathlib import Path
 
 from rankwise import network, processes
 from rankwise.errors import RunDirError
+from rankwise.terminal import stamp
 
 BEAT_S = 0.75
 GONE_S = 30.0
@@ -133,7 +134,7 @@ def lasts(path: Path, holder: Holder, say: Callable[[str], None]) -> bool:
             told = True
             say(
                 f"waiting {GONE_S:.0f} s for a sign of life of pid {holder.pid} on {holder.host}, "
-                f"which writes in {path.parent} since {_stamp(holder.since)}"
+                f"which writes in {path.parent} since {stamp(holder.since)}"
             )
         time.sleep(_LOOK_S)
     return True
@@ -157,13 +158,9 @@ def silent_s(path: Path) -> float:
 
 def in_use(path: Path, holder: Holder) -> RunDirError:
     return RunDirError(
-        f"the run in {path.parent} is alive: pid {holder.pid} on {holder.host} since {_stamp(holder.since)}; "
+        f"the run in {path.parent} is alive: pid {holder.pid} on {holder.host} since {stamp(holder.since)}; "
         "wait for it, stop it, or start another with --name NAME"
     )
-
-
-def _stamp(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 @contextlib.contextmanager
@@ -259,6 +256,6 @@ class Fence:
         now = read(self._path)
         if self._holder is not None and now is not None and now.token != self._holder.token:
             raise RunDirError(
-                f"the run in {self._path.parent} was taken over by pid {now.pid} on {now.host} at {_stamp(now.since)}, as "
+                f"the run in {self._path.parent} was taken over by pid {now.pid} on {now.host} at {stamp(now.since)}, as "
                 f"this one ({self._holder.host}) gave no sign of life for {GONE_S:.0f} s; this one ends, that one goes on"
             )

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -109,6 +110,11 @@ def seconds_of(text: str) -> float | None:
     """Of `90s`, `30m`, `12h`, `7d`, `2w`; None for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
     return float(found[1]) * _UNITS[found[2]] if found is not None else None
+
+
+def stamp(seconds: float) -> str:
+    """A time since the epoch, as this machine's clock and date."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def clock(seconds: float) -> str:

@@ -6,7 +6,6 @@ print(listed(find("train"), verify=False));  print(shown(pick(find("train"), Non
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,7 @@ from rankwise.checkpoint.folders import checkpoints_in
 from rankwise.checkpoint.manifest import FileRecord, Manifest, saved_at
 from rankwise.errors import CheckpointError
 from rankwise.report.terminal import table
-from rankwise.terminal import short, size
+from rankwise.terminal import short, size, stamp
 
 # --- ls
 
@@ -34,8 +33,9 @@ def listed(folder: Path, verify: bool) -> str:
     for path, found in manifests_of.items():
         if isinstance(found, Manifest):
             cells = [_figure(found.metrics.get(name)) for name in figures]
-            rows.append([path.name, str(found.step), _time(path), size(found.bytes), str(found.world_size), *cells, ""])
-            rows[-1][-1] = _state(path, found, verify) + (f", the best {best.name}" if best and path == first else "")
+            saved = [stamp(saved_at(path)), size(found.bytes), str(found.world_size)]
+            state = _state(path, found, verify) + (f", the best {best.name}" if best and path == first else "")
+            rows.append([path.name, str(found.step), *saved, *cells, state])
         else:
             rows.append([path.name, *[""] * (4 + len(figures)), f"damaged: {found}"])
     return table(rows)
@@ -62,10 +62,6 @@ def _state(path: Path, manifest: Manifest, verify: bool) -> str:
     return "sizes fit"
 
 
-def _time(path: Path) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved_at(path)))
-
-
 def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
@@ -76,7 +72,7 @@ def _figure(value: float | None) -> str:
 def shown(path: Path) -> str:
     """Its figures, its parts, and every tensor. Raises CheckpointError when the manifest is damaged."""
     manifest = Manifest.read(path)
-    head = f"{short(path)}: step {manifest.step}, saved {_time(path)} by {manifest.world_size} rank"
+    head = f"{short(path)}: step {manifest.step}, saved {stamp(saved_at(path))} by {manifest.world_size} rank"
     lines = [head + f"{'s' * (manifest.world_size != 1)} with torch {manifest.torch}, {size(manifest.bytes)}"]
     for title, pairs in (("metrics", manifest.metrics), ("made with", manifest.info)):
         if pairs:

@@ -18,7 +18,7 @@ from rankwise.lease import Holder
 from rankwise.rundir import Job, Life, RunDir
 from rankwise.schedulers import BY_NAME
 from rankwise.schedulers.job import State
-from rankwise.terminal import clock, count, short
+from rankwise.terminal import clock, count, short, stamp
 
 _ALIVE = ("waiting", "stuck", "running")
 
@@ -138,8 +138,3 @@ def typed(run: RunDir) -> str:
     """What names this run on a command line typed here, quoted."""
     path = short(run.path.absolute())
     return shlex.quote(run.path.name if path == f"runs/{run.path.name}" else path)
-
-
-def stamp(seconds: float) -> str:
-    """A time of day with its date."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

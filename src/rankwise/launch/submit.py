@@ -22,11 +22,11 @@ from rankwise.launch import code, follow
 from rankwise.launch.choice import Choice
 from rankwise.launch.conclude import say
 from rankwise.launch.script import Program, named
-from rankwise.launch.status import stamp, state_of, typed
+from rankwise.launch.status import state_of, typed
 from rankwise.plan import Plan
 from rankwise.rundir import Job, RunDir, write_json, write_text
 from rankwise.schedulers.job import State
-from rankwise.terminal import short
+from rankwise.terminal import short, stamp
 
 _LOOK_S = 1.0
 """A scheduler needs a moment to see that a job can never start."""

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from rankwise.rundir import Life, RunDir, find_run
-from rankwise.terminal import clock
+from rankwise.terminal import clock, stamp
 
 _MOMENTS = 10
 _COLUMNS = 80
@@ -42,7 +41,7 @@ def report(run: RunDir, columns: int = _COLUMNS) -> str:
 def _lives(run: RunDir, lives: Sequence[Life], columns: int) -> str:
     rows = [["life", "started", "took", "ranks", "how it ended"]]
     for life in lives:
-        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(life.started))
+        began = stamp(life.started)
         took = clock(life.ended - life.started) if life.ended is not None else "-"
         rows.append([str(life.life), began, took, str(life.ranks), life.outcome or _open_end(run, life, lives[-1])])
     if not lives:
