@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from rankwise.errors import RunDirError
 from rankwise.rundir import Failure, Part, RunDir, write_json, write_text
 
 DEADLINE_S = 30.0
-_SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture

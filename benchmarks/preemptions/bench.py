@@ -315,6 +315,20 @@ def bench(folder: Path, name: str, stops: int, within_s: float, reference: Train
     return tally.text(name)
 
 
+def judged(bench: Callable[[Path], None], where: str = "/dev/shm") -> int:
+    """Its exit status, in a folder of its own. Nothing that it has started outlives it."""
+    with tempfile.TemporaryDirectory(dir=where) as name:
+        try:
+            bench(Path(name))
+        except WrongError as problem:
+            print(f"WRONG: {problem}")
+            return 1
+        finally:
+            for process in processes(Path(name)):
+                process.kill()
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("launchers", nargs="*", choices=[*LAUNCHERS, []], default=list(LAUNCHERS))
@@ -324,20 +338,14 @@ def main() -> int:
     parser.add_argument("--within-s", type=float, default=1.0, help="until all ranks must know, from the first signal")
     options = parser.parse_args()
     random.seed(options.seed)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        folder = Path(name)
-        try:
-            reference = Training(LAUNCHERS["rankwise"], folder / "reference", options.steps)
-            finished(reference, reference.wait(reference.start(), 600.0))
-            for launcher in options.launchers:
-                print(bench(folder, launcher, options.stops, options.within_s, reference), flush=True)
-        except WrongError as problem:
-            print(f"WRONG: {problem}")
-            return 1
-        finally:
-            for process in processes(folder):
-                process.kill()
-    return 0
+
+    def stops(folder: Path) -> None:
+        reference = Training(LAUNCHERS["rankwise"], folder / "reference", options.steps)
+        finished(reference, reference.wait(reference.start(), 600.0))
+        for launcher in options.launchers:
+            print(bench(folder, launcher, options.stops, options.within_s, reference), flush=True)
+
+    return judged(stops)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,12 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import torch
-from bench import DONE, PID, START_S, Launcher, Training, WrongError, own_process, processes, wait_until_gone
+from bench import DONE, PID, START_S, Launcher, Training, WrongError, judged, own_process, wait_until_gone
 
 CHAIN = (2, 3, 1, 4)
 SAMPLES, STEPS_OF_AN_EPOCH = 203, 13
@@ -139,16 +138,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     random.seed(options.seed)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        try:
-            print(bench(Path(name), options.lives, options.steps))
-        except WrongError as problem:
-            print(f"WRONG: {problem}")
-            return 1
-        finally:
-            for process in processes(Path(name)):
-                process.kill()
-    return 0
+    return judged(lambda folder: print(bench(folder, options.lives, options.steps)))
 
 
 if __name__ == "__main__":

@@ -17,13 +17,12 @@ import random
 import socket
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from bench import HANG_S, LONGEST_SKEW_S, SIGNALS, START_S, WrongError, processes
+from bench import HANG_S, LONGEST_SKEW_S, SIGNALS, START_S, WrongError, judged, processes
 
 SCRIPT = Path(__file__).with_name("loops.py")
 RANKS = 4
@@ -159,23 +158,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     random.seed(options.seed)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        try:
-            for launcher, bench in (("torchrun, 2 nodes", by_torchrun), ("rankwise run", by_rankwise)):
-                for loop in LOOPS:
-                    run, took_s = bench(Path(name) / f"{bench.__name__}-{loop}", loop, options.stops)
-                    print(
-                        f"{launcher}, {loop}: {run.stops} of {len(took_s)} stops after one step; from the first signal until "
-                        f"the last rank knew: {statistics.median(took_s):.3f} s (median), {max(took_s):.3f} s (longest)",
-                        flush=True,
-                    )
-        except WrongError as problem:
-            print(f"WRONG: {problem}")
-            return 1
-        finally:
-            for process in processes(Path(name)):
-                process.kill()
-    return 0
+
+    def stops(folder: Path) -> None:
+        for launcher, bench in (("torchrun, 2 nodes", by_torchrun), ("rankwise run", by_rankwise)):
+            for loop in LOOPS:
+                run, took_s = bench(folder / f"{bench.__name__}-{loop}", loop, options.stops)
+                print(
+                    f"{launcher}, {loop}: {run.stops} of {len(took_s)} stops after one step; from the first signal until "
+                    f"the last rank knew: {statistics.median(took_s):.3f} s (median), {max(took_s):.3f} s (longest)",
+                    flush=True,
+                )
+
+    return judged(stops)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from bench import (
     check_end,
     check_stop,
     finished,
-    processes,
+    judged,
     wait_for_moment,
 )
 
@@ -119,19 +118,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     random.seed(options.seed)
-    with open(LOCK, "w") as lock, tempfile.TemporaryDirectory(dir="/tmp") as name:
+    with open(LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         subprocess.run([HOSTS / "slurm-up", str(RANKS), "--gpus", "0", "--", "--no-ssh", "--debian-hosts"], check=True)
         try:
-            print(bench(Path(name), options.stops, options.steps))
-        except WrongError as problem:
-            print(f"WRONG: {problem}")
-            return 1
+            return judged(lambda folder: print(bench(folder, options.stops, options.steps)), "/tmp")
         finally:
             subprocess.run([HOSTS / "slurm-down"], check=True, stdout=subprocess.DEVNULL)
-            for process in processes(Path(name)):
-                process.kill()
-    return 0
 
 
 if __name__ == "__main__":
