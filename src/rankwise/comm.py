@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankwise import network, processes, rendezvous, schedulers
+from rankwise import errors, network, processes, rendezvous, schedulers
 from rankwise import world as world_
 from rankwise.errors import ConfigError, WorldError
 from rankwise.world import Given, World
@@ -63,6 +63,7 @@ def init(
     or ranks do not come, and names those.
     """
     global _world, _pid
+    errors.without_traceback()
     if dist.is_initialized():
         return _here()
     if rank is not None and local_rank is None and local_world_size is None and multiprocessing.parent_process() is not None:

@@ -17,6 +17,10 @@ Stopped                  not an error: training stopped as asked, everything is 
 
 from __future__ import annotations
 
+import sys
+import traceback
+from types import TracebackType
+
 EXIT_USAGE = 2
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
@@ -83,3 +87,22 @@ class Stopped(SystemExit):
 
     signum = 0
     """The signal for which it stopped; 0 where that is not known."""
+
+
+def without_traceback() -> None:
+    """From now on an uncaught error of ours ends this process with its message, where it was raised, and the user's line."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        if not isinstance(error, RankwiseError):
+            before(kind, error, tb)
+            return
+        main = getattr(sys.modules["__main__"], "__file__", None)
+        lines = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(tb) if frame.filename == main]
+        where = [note.partition("\n")[0].rstrip(":") for note in getattr(error, "__notes__", ())]
+        print("\n  ".join([f"error: {error}", *where, *(f"at {line}" for line in lines[-1:])]), file=sys.stderr)
+
+    if getattr(before, "_of_rankwise", False):
+        return
+    hook._of_rankwise = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

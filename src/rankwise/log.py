@@ -8,14 +8,11 @@ log.get_logger(__name__).info("loaded")       # the same rule for Python's loggi
 from __future__ import annotations
 
 import logging
-import sys
-import traceback
 from collections.abc import MutableMapping
-from types import TracebackType
 from typing import Any
 
 from rankwise import comm
-from rankwise.errors import RankwiseError, WorldError
+from rankwise.errors import WorldError
 
 _warned: set[str] = set()
 
@@ -76,21 +73,3 @@ def _here() -> tuple[int, bool]:
 
 def _prefixed(text: str, rank: int) -> str:
     return "\n".join(f"[rank {rank}] {line}" for line in text.split("\n"))
-
-
-def errors_without_traceback() -> None:
-    """From now on an uncaught error of ours ends this process with its message and the user's line alone."""
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        if not isinstance(error, RankwiseError):
-            before(kind, error, tb)
-            return
-        main = getattr(sys.modules["__main__"], "__file__", None)
-        lines = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(tb) if frame.filename == main]
-        print(f"error: {error}" + (f"\n  at {lines[-1]}" if lines else ""), file=sys.stderr)
-
-    if getattr(before, "_of_rankwise", False):
-        return
-    hook._of_rankwise = True  # type: ignore[attr-defined]
-    sys.excepthook = hook

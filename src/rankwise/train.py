@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rankwise import comm, log, seed
+from rankwise import comm, errors, log, seed
 from rankwise import optimizer as optimizers
 from rankwise.actions import Action, Log, every
 from rankwise.checkpoint import Checkpoints
@@ -128,7 +128,7 @@ class Trainer:
         workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        log.errors_without_traceback()
+        errors.without_traceback()
         if max_epochs is None and max_steps is None:
             raise ConfigError("say how long to train: max_epochs=... or max_steps=...")
         numbers = {"max_epochs": max_epochs, "max_steps": max_steps, "log_every": log_every, "eval_every": eval_every}

@@ -69,6 +69,7 @@ def run_function(
     With a queue (`on="slurm"`) this waits for the job. `wait=False` returns a FunctionRun at once instead of the results.
     `timeout_s` bounds the wait: then the run is stopped, and TimeoutError raised.
     """
+    errors.without_traceback()
     given = {"nproc": nproc, "nodes": nodes, "on": on, "hosts": hosts, "name": name, **settings}
     run = FunctionRun(_config(calls.name_of(fn), given, wait), calls.pack(fn, args, kwargs or {}), calls.name_of(fn))
     if not wait:

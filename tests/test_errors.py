@@ -1,0 +1,58 @@
+"""Errors without a traceback."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+import pytest
+
+from rankwise import errors
+from rankwise.errors import ConfigError
+
+Hooked = list[tuple[type[BaseException], BaseException]]
+
+
+@pytest.fixture
+def before(monkeypatch: pytest.MonkeyPatch) -> Hooked:
+    """What reaches the hook that was there before ours."""
+    seen: Hooked = []
+
+    def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        seen.append((kind, error))
+
+    monkeypatch.setattr(sys, "excepthook", hook)
+    return seen
+
+
+def test_an_error_of_ours_ends_with_its_message_and_the_users_line(
+    before: Hooked, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__)
+    errors.without_traceback()
+    try:
+        raise ConfigError("set x, not y")
+    except ConfigError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        line = error.__traceback__.tb_lineno if error.__traceback__ else 0
+    assert capsys.readouterr().err == f"error: set x, not y\n  at {__file__}:{line}\n"
+    assert before == []
+
+
+def test_any_other_error_goes_to_the_hook_before(before: Hooked, capsys: pytest.CaptureFixture[str]) -> None:
+    errors.without_traceback()
+    first = sys.excepthook
+    errors.without_traceback()
+    assert sys.excepthook is first  # twice is once
+    error = ValueError("yours")
+    sys.excepthook(ValueError, error, None)
+    assert before == [(ValueError, error)]
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_of_another_rank_says_which_without_its_traceback(before: Hooked, capsys: pytest.CaptureFixture[str]) -> None:
+    errors.without_traceback()
+    error = ConfigError("set x, not y")
+    error.add_note("raised on rank 1:\nTraceback (most recent call last):\n  ...")
+    sys.excepthook(type(error), error, None)
+    assert capsys.readouterr().err == "error: set x, not y\n  raised on rank 1\n"
