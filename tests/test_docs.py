@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
@@ -18,18 +19,21 @@ README = (ROOT / "README.md").read_text()
 DOCUMENTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+PYTHON = [block for text in DOCUMENTS for block in blocks("python", text)]
 
 
 def launched(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "rankwise", "run", *words], capture_output=True, text=True, timeout=200)
 
 
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_the_readmes_python_runs_on_two_ranks_and_on_one(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_the_documents_python_runs_on_two_ranks_and_on_one(number: int, tmp_path: Path) -> None:
     script = tmp_path / "readme.py"
-    script.write_text(blocks("python")[number])
+    script.write_text(PYTHON[number])
     two = launched("--nproc", "2", str(script))
     assert two.returncode == 0, two.stdout + two.stderr
     one = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
@@ -107,6 +111,12 @@ def test_links_between_documents_lead_somewhere() -> None:
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for link in re.findall(r"\]\(([^)#:]+\.md)\)", document.read_text()):
             assert (document.parent / link).exists(), f"{document.name}: {link}"
+
+
+def test_every_argument_of_the_trainer_is_in_its_document() -> None:
+    text = (ROOT / "docs" / "trainer.md").read_text()
+    given = [name for name in inspect.signature(rankwise.Trainer).parameters if name not in ("model", "optimizer", "step_fn")]
+    assert [name for name in given if not re.search(rf"^\|[^|]*`{name}\b", text, re.MULTILINE)] == []
 
 
 def test_the_documents_name_only_options_that_exist() -> None:
