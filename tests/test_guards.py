@@ -197,6 +197,27 @@ def test_when_main_dies_at_its_work_nobody_waits_for_it() -> None:
     assert "no answer" not in str(caught.value)
 
 
+def main_begins_before_the_others_are_ready() -> bool:
+    from torch import distributed
+
+    make, ready = distributed.new_group, 0.0
+
+    def slow(**options: Any) -> Any:
+        nonlocal ready
+        group = make(**options)
+        time.sleep(0.5 * comm.rank())
+        ready = time.time()
+        return group
+
+    distributed.new_group = slow
+    began = run_on_main(time.time)
+    return began < max(comm.all_gather_object(ready))
+
+
+def test_main_begins_its_work_when_all_are_where_they_can_learn_of_its_death() -> None:
+    assert on_ranks(3, main_begins_before_the_others_are_ready) == [False] * 3
+
+
 def post_failure(error: str) -> tuple[tuple[str, Any, str, float], Any]:
     def post() -> None:
         if comm.rank() == 2:

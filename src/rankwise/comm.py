@@ -311,7 +311,10 @@ def patient() -> Any:
     if is_alone() or not dist.is_gloo_available():
         return None
     if _patient[0] is not dist.group.WORLD:
-        _patient = dist.group.WORLD, dist.new_group(backend="gloo", timeout=_PATIENCE)
+        group = dist.new_group(backend="gloo")  # to make it is bounded by torch's own 30 minutes
+        dist.barrier(group)  # who died at its work while others still make it would leave these waiting for each other
+        dist.distributed_c10d._set_pg_timeout(_PATIENCE, group)
+        _patient = dist.group.WORLD, group
     return _patient[1]
 
 
