@@ -45,7 +45,7 @@ from rankwise.checkpoint.retention import Retention
 from rankwise.checkpoint.sharding import Others
 from rankwise.checkpoint.shelf import Shelf
 from rankwise.checkpoint.snapshot import Snapshot
-from rankwise.checkpoint.writing import plain, why_not, write_file
+from rankwise.checkpoint.writing import plain, states_of, why_not, write_file
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
 from rankwise.guards import agreed, run_on_firsts, run_on_main, settle
 from rankwise.lease import Fence
@@ -147,7 +147,7 @@ class Checkpoints:
         """On a rank that writes for others."""
         self._writer.wait()
         manifest = record()
-        states = {name: part.state_dict() for name, part in parts.items()} | {loading.RNG: streams}
+        states = states_of(parts) | {loading.RNG: streams}
         copied = self._copied(states)
         if copied is None:
             self._write_and_prune(final, states, manifest)
@@ -163,7 +163,7 @@ class Checkpoints:
         rank, ranks = comm.rank(), comm.world_size()
         with agreed():
             manifest = record()
-            states = {name: part.state_dict() for name, part in parts.items()} | {loading.RNG: streams}
+            states = states_of(parts) | {loading.RNG: streams}
             shares = sharding.divided(parts, states, ranks)
         if len(set(comm.all_gather_object(sharding.digest(shares, states)))) > 1:
             log.warning_once("the main rank writes checkpoints alone: the ranks' tensors differ in names, types or shapes")
