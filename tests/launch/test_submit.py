@@ -96,7 +96,11 @@ def test_a_dry_run_needs_no_scheduler_prints_the_script_alone_and_leaves_what_a_
 @pytest.mark.parametrize(
     ("words", "where"),
     [
-        ("-H a:2,b:3", "by ssh (-H names hosts) on 2 nodes, 5 ranks in all, in runs/train"),
+        ("-H a:2,b:3", "by ssh (-H names hosts) on 2 nodes (a:2, b:3), 5 ranks in all, in runs/train"),
+        (
+            "-H a,b,c,d,e",
+            "by ssh (-H names hosts) on 5 nodes (a, b, c, d, ...), as many ranks each as it has devices, in runs/train",
+        ),
         (
             "--on sge --pe mpi --slots 8",
             "by sge (as asked) on the nodes of its 8 slots, as many ranks each as it has slots, in runs/train",

@@ -27,6 +27,7 @@ from rankwise.terminal import count, seconds_of, short
 _FEW_FILES = 1024  # what a login shell has
 _FILES_TO_BEGIN = 32
 _LOG_TAIL_BYTES = 4096
+_NAMED = 4  # hosts, in the first line; all are in plan.json
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -185,6 +186,9 @@ def _start(run: RunDir, choice: Choice) -> int:
 def _headline(program: script.Program, plan: Plan, choice: Choice, lives: int = 0) -> str:
     """What is started elsewhere, by whom, and why by them."""
     nodes = count(plan.nodes, choice.word) if plan.min_nodes == plan.nodes else f"{plan.min_nodes} to {plan.nodes} nodes"
+    if plan.hosts:
+        names = [f"{host.name}:{host.slots}" if host.slots else host.name for host in plan.hosts[:_NAMED]]
+        nodes += f" ({', '.join(names)}{', ...' if len(plan.hosts) > _NAMED else ''})"
     gpus = str(plan.job.get("gpus_per_node", "")).rpartition(":")[2]
     each = plan.nproc or int(gpus or 0)
     if each:
