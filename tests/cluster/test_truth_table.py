@@ -25,5 +25,6 @@ def test_the_ranks_of_one_script_are_right_or_one_error_says_what_to_type(
         return
     assert (answer.said, answer.status) == ([], 1), answer.text
     assert place.says in answer.text
-    errors = [line for line in answer.text.splitlines() if "NotJoinedError" in line]
+    errors = [line for line in answer.text.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, answer.text
+    assert "Traceback" not in answer.text
