@@ -6,9 +6,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import pytest
+import torch
 from environments import openmpi
 from ranks import RankError, on_ranks, torchrun
 
@@ -197,6 +199,16 @@ def test_when_main_dies_at_its_work_nobody_waits_for_it() -> None:
     assert "no answer" not in str(caught.value)
 
 
+def patience_after_a_guard() -> timedelta:
+    run_on_main(lambda: None)
+    patience: timedelta = comm.patient()._get_backend(torch.device("cpu")).options._timeout
+    return patience
+
+
+def test_a_guard_waits_for_years() -> None:
+    assert min(on_ranks(2, patience_after_a_guard, init={"timeout_s": 5.0})) > timedelta(days=365)
+
+
 def main_begins_before_the_others_are_ready() -> bool:
     from torch import distributed
 
@@ -211,7 +223,9 @@ def main_begins_before_the_others_are_ready() -> bool:
 
     distributed.new_group = slow
     began = run_on_main(time.time)
-    return began < max(comm.all_gather_object(ready))
+    readies = comm.all_gather_object(ready)
+    assert min(readies) > 0
+    return began < max(readies)
 
 
 def test_main_begins_its_work_when_all_are_where_they_can_learn_of_its_death() -> None:

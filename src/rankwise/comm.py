@@ -56,7 +56,8 @@ def init(
 
     `backend` is torch's; by default gloo for tensors on the CPU and NCCL for those on a GPU. `timeout_s` bounds each
     collective. Where the launcher gives no address (mpirun, srun, `torch.multiprocessing.spawn`) rank 0 announces its own in a
-    file, or listens at `rdzv`, "HOST:PORT"; `join_timeout_s` bounds the wait for the others then.
+    file, or listens at `rdzv`, "HOST:PORT"; `join_timeout_s` bounds the wait for the others then. From now on an uncaught error
+    of ours ends this process with its message and the script's line, without a traceback.
 
     The numbers are for who is given them, and not by variables: `rank` and `world_size` are enough in what
     `torch.multiprocessing.spawn` started on one machine. Raises WorldError when it cannot be told which rank this process is,
@@ -312,7 +313,7 @@ def patient() -> Any:
         return None
     if _patient[0] is not dist.group.WORLD:
         group = dist.new_group(backend="gloo")  # to make it is bounded by torch's own 30 minutes
-        dist.barrier(group)  # who died at its work while others still make it would leave these waiting for each other
+        dist.barrier(group)  # all have it before any rank begins its work: one that dies there is noticed by the others
         dist.distributed_c10d._set_pg_timeout(_PATIENCE, group)
         _patient = dist.group.WORLD, group
     return _patient[1]

@@ -153,12 +153,13 @@ def _loaded(packed: bytes) -> Any:
 @contextlib.contextmanager
 def agreed() -> Iterator[None]:
     """Collective. What the block raises on one rank, all raise after it, however long the others have to wait."""
+    group = comm.patient()  # made before the work: to make it is bounded
     error: BaseException | None = None
     try:
         yield
     except BaseException as problem:
         error = problem
-    settle(error, comm.patient())
+    settle(error, group)
 
 
 def settle(error: BaseException | None, group: Any = None) -> None:
