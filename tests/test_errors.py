@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from pathlib import Path
 from types import TracebackType
 
 import pytest
@@ -53,6 +55,40 @@ def test_any_other_error_goes_to_the_hook_before(before: Hooked, capsys: pytest.
 def test_an_error_of_another_rank_says_which_without_its_traceback(before: Hooked, capsys: pytest.CaptureFixture[str]) -> None:
     errors.without_traceback()
     error = ConfigError("set x, not y")
-    error.add_note("raised on rank 1:\nTraceback (most recent call last):\n  ...")
+    ours = errors.__file__
+    error.add_note(
+        "raised on rank 1:\nTraceback (most recent call last):\n"
+        f'  File "/home/u/train.py", line 7, in train\n    init()\n  File "{ours}", line 9, in check\n    raise ...'
+    )
+    error.add_note("a note of the user's,\nof two lines")
     sys.excepthook(type(error), error, None)
-    assert capsys.readouterr().err == "error: set x, not y\n  raised on rank 1\n"
+    told = "error: set x, not y\n  raised on rank 1 at /home/u/train.py:7\n  a note of the user's,\nof two lines\n"
+    assert capsys.readouterr().err == told
+    assert before == []
+
+
+def test_an_error_of_ours_that_follows_one_of_the_scripts_hides_neither(before: Hooked) -> None:
+    """try: train() finally: checkpoints.wait()"""
+    errors.without_traceback()
+    error = ConfigError("ours")
+    with contextlib.suppress(ConfigError):
+        try:
+            raise ValueError("yours")
+        finally:
+            raise error
+    sys.excepthook(ConfigError, error, error.__traceback__)
+    assert before == [(ConfigError, error)]
+
+
+def test_an_error_of_ours_that_follows_one_that_we_handle_is_its_message_alone(
+    before: Hooked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors.without_traceback()
+    namespace: dict[str, object] = {"ConfigError": ConfigError}
+    source = "def ours():\n  try: {}['x']\n  except KeyError: waited()\ndef waited(): raise ConfigError('set x')"
+    exec(compile(source, str(Path(errors.__file__).with_name("comm.py")), "exec"), namespace)
+    with pytest.raises(ConfigError) as caught:
+        namespace["ours"]()  # type: ignore[operator]
+    sys.excepthook(ConfigError, caught.value, None)
+    assert capsys.readouterr().err == "error: set x\n"
+    assert before == []

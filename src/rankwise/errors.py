@@ -17,9 +17,13 @@ Stopped                  not an error: training stopped as asked, everything is 
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import traceback
 from types import TracebackType
+
+_OURS = os.path.dirname(__file__)
 
 EXIT_USAGE = 2
 EXIT_PREEMPTED = 75
@@ -89,17 +93,34 @@ class Stopped(SystemExit):
     """The signal for which it stopped; 0 where that is not known."""
 
 
+def _without_frames(note: str) -> str:
+    """Of a traceback of another process, its first line and the last place that is not ours."""
+    frames = re.findall(r'^ +File "(.+)", line (\d+)', note, re.MULTILINE)
+    if not frames:
+        return note
+    theirs = [f" at {path}:{line}" for path, line in frames if not path.startswith(_OURS)]
+    return note.partition("\n")[0].rstrip(":") + "".join(theirs[-1:])
+
+
+def _hides_one_of_the_scripts(error: BaseException) -> bool:
+    """Whether it was raised while an error of the script's own was handled there: try: train() finally: checkpoints.wait()."""
+    first = error.__context__
+    if error.__suppress_context__ or first is None or isinstance(first, RankwiseError) or first.__traceback__ is None:
+        return False
+    return not first.__traceback__.tb_frame.f_code.co_filename.startswith(_OURS)
+
+
 def without_traceback() -> None:
     """From now on an uncaught error of ours ends this process with its message, where it was raised, and the user's line."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        if not isinstance(error, RankwiseError):
+        if not isinstance(error, RankwiseError) or _hides_one_of_the_scripts(error):
             before(kind, error, tb)
             return
         main = getattr(sys.modules["__main__"], "__file__", None)
         lines = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(tb) if frame.filename == main]
-        where = [note.partition("\n")[0].rstrip(":") for note in getattr(error, "__notes__", ())]
+        where = [_without_frames(note) for note in getattr(error, "__notes__", ())]
         print("\n  ".join([f"error: {error}", *where, *(f"at {line}" for line in lines[-1:])]), file=sys.stderr)
 
     if getattr(before, "_of_rankwise", False):
