@@ -478,7 +478,7 @@ def test_a_state_that_could_not_be_read_again_is_refused_when_it_is_saved(folder
 
 
 def test_a_sparse_tensor_is_refused_by_its_path_before_anything_is_written(folder: Path, background: bool) -> None:
-    with pytest.raises(CheckpointError, match=r"part/value is a tensor of the layout torch.sparse_coo, .* tensor.to_dense\(\)"):
+    with pytest.raises(ConfigError, match=r"part/value is a tensor of the layout torch.sparse_coo, .* tensor.to_dense\(\)"):
         save(Checkpoints(folder, background=background), 1, part=Box(torch.eye(3).to_sparse()))
     assert not folder.exists() or leftovers(folder) == []
 

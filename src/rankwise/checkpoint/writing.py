@@ -18,16 +18,17 @@ import torch
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.layout import layout
 from rankwise.checkpoint.manifest import FileRecord
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, ConfigError
 from rankwise.state import Stateful
 
 
 def states_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:
-    """What each part gives. Raises CheckpointError for a tensor without elements in a row, by its path."""
+    """What each part gives. Raises ConfigError for a tensor that is not strided (a sparse one), by its path: no later save
+    could hold it either."""
     states = {name: part.state_dict() for name, part in parts.items()}
     for path, tensor in manifests.tensors(states):
         if tensor.layout is not torch.strided:
-            raise CheckpointError(
+            raise ConfigError(
                 f"{path} is a tensor of the layout {tensor.layout}, which a checkpoint cannot hold; let state_dict give what "
                 "it is made of (its indices and values), or tensor.to_dense()"
             )
