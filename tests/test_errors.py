@@ -6,6 +6,7 @@ import contextlib
 import sys
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pytest
 
@@ -84,11 +85,11 @@ def test_an_error_of_ours_that_follows_one_that_we_handle_is_its_message_alone(
     before: Hooked, capsys: pytest.CaptureFixture[str]
 ) -> None:
     errors.without_traceback()
-    namespace: dict[str, object] = {"ConfigError": ConfigError}
+    namespace: dict[str, Any] = {"ConfigError": ConfigError}
     source = "def ours():\n  try: {}['x']\n  except KeyError: waited()\ndef waited(): raise ConfigError('set x')"
     exec(compile(source, str(Path(errors.__file__).with_name("comm.py")), "exec"), namespace)
     with pytest.raises(ConfigError) as caught:
-        namespace["ours"]()  # type: ignore[operator]
+        namespace["ours"]()
     sys.excepthook(ConfigError, caught.value, None)
     assert capsys.readouterr().err == "error: set x\n"
     assert before == []

@@ -217,7 +217,7 @@ def main_begins_before_the_others_are_ready() -> bool:
     def slow(**options: Any) -> Any:
         nonlocal ready
         group = make(**options)
-        time.sleep(0.5 * comm.rank())
+        time.sleep(0.5 * comm.rank())  # late on purpose: what main must not overtake
         ready = time.time()
         return group
 

@@ -23,7 +23,7 @@ import sys
 import traceback
 from types import TracebackType
 
-_OURS = os.path.dirname(__file__)
+_OURS = os.path.dirname(__file__) + os.sep
 
 EXIT_USAGE = 2
 EXIT_PREEMPTED = 75
@@ -113,6 +113,8 @@ def _hides_one_of_the_scripts(error: BaseException) -> bool:
 def without_traceback() -> None:
     """From now on an uncaught error of ours ends this process with its message, where it was raised, and the user's line."""
     before = sys.excepthook
+    if getattr(before, "__module__", None) == __name__:
+        return
 
     def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         if not isinstance(error, RankwiseError) or _hides_one_of_the_scripts(error):
@@ -123,7 +125,4 @@ def without_traceback() -> None:
         where = [_without_frames(note) for note in getattr(error, "__notes__", ())]
         print("\n  ".join([f"error: {error}", *where, *(f"at {line}" for line in lines[-1:])]), file=sys.stderr)
 
-    if getattr(before, "_of_rankwise", False):
-        return
-    hook._of_rankwise = True  # type: ignore[attr-defined]
     sys.excepthook = hook
