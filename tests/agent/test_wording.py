@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rankwise.agent import wording
 from rankwise.agent.wording import Told, is_short_of_memory, parameter_counts, reword
 
 IN_WORKER = """Caught KeyError in DataLoader worker process 1.
@@ -33,6 +34,16 @@ def test_an_exception_of_the_script_is_told_as_it_is() -> None:
 def test_what_a_loader_worker_raised_is_told_with_the_users_line_and_the_worker() -> None:
     told = reword(record("KeyError", IN_WORKER), 1, "train.py")
     assert told == Told("KeyError: 'audio_5'", "data.py:6, in loader worker 1")
+
+
+@pytest.mark.parametrize(
+    ("folder", "told"), [("rankwise", "in loader worker 1"), ("rankwise-data", "mine.py:6, in loader worker 1")]
+)
+def test_a_folder_whose_name_begins_as_our_packages_does_is_the_users(folder: str, told: str) -> None:
+    ours = Path(wording.__file__).parents[1]
+    assert ours.name == "rankwise"
+    worker = IN_WORKER.replace("/home/ann/data.py", str(ours.with_name(folder) / "mine.py"))
+    assert reword(record("KeyError", worker), 1, "train.py").where == told
 
 
 def test_what_was_noted_on_an_exception_is_told_too() -> None:

@@ -26,7 +26,7 @@ _SIZES = re.compile(r"params\[(\d+)\] in this process with sizes (\[.*?\]) appea
 _NO_DEVICE = re.compile("invalid device ordinal|Invalid device id")
 _MOST_NAMES = 4
 _LONGEST_NOTE = 120
-_OURS = str(Path(__file__).parents[1])
+_OURS = f"{Path(__file__).parents[1]}/"
 
 
 @dataclass(frozen=True)
