@@ -5,20 +5,36 @@
 The processes are forked from a clean one that has imported torch (multiprocessing's forkserver), so `function` lives at the
 top of a module. What it raises on a rank is raised here, with the rank's traceback. `environ` has for each rank what its
 launcher sets, in the place of torchrun's variables on one node; `init` goes to `rankwise.init`.
+
+    [done] = scripts_on_ranks(1, "train.py", "--lr", "0.1")
+
+is `python train.py --lr 0.1` without its start: a process that is forked likewise, prints into a file and ends as Python does.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import multiprocessing
 import os
+import runpy
+import signal
 import socket
+import subprocess
+import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+import types
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "rankwise.train"])
+# What the modules of tests import, too: each rank imports that of its function, and pytest alone takes longer than the rest.
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "rankwise.train", "numpy", "pytest", "psutil"])
 
 
 class RankError(AssertionError):
@@ -43,17 +59,16 @@ def on_ranks(
     **kwargs: Any,
 ) -> list[Any]:
     """What `function(*args, **kwargs)` returns on each of n ranks, in their order."""
-    holder = socket.socket()  # bound and never listening: the port stays ours until the store listens on it
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("", 0))
     if environ is None:
         environ = [torchrun(r, n, n) if n > 1 else {} for r in range(n)]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1])} if n > 1 else {}
-    with holder:
+    with _address() as address:
         pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(n)]
         calls = (function, args, kwargs, dict(init or {}))
         processes = [
-            _CONTEXT.Process(target=_rank, args=({**environ[r], **address}, pipes[r][1], os.getcwd(), *calls)) for r in range(n)
+            _CONTEXT.Process(
+                target=_rank, args=({**environ[r], **(address if n > 1 else {})}, pipes[r][1], os.getcwd(), *calls)
+            )
+            for r in range(n)
         ]
         for process in processes:
             process.start()
@@ -69,6 +84,91 @@ def on_ranks(
     if errors:
         raise RankError("\n".join(errors))
     return [value for _, value in answers]
+
+
+@contextlib.contextmanager
+def _address() -> Iterator[dict[str, str]]:
+    """Where ranks meet."""
+    with socket.socket() as holder:  # bound and never listening: the port stays ours until the store listens on it
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1])}
+
+
+def scripts_on_ranks(
+    n: int, *argv: str, timeout_s: float = 60.0, launched: bool = False
+) -> list[subprocess.CompletedProcess[str]]:
+    """What `python argv` prints on each of n ranks (stdout has both streams), and how it ends; -9 where it was ended here.
+
+    Several ranks have torchrun's variables, one that is `launched` too. `argv` begins with a script, or with -m and a module.
+    """
+    out = [Path(f"/dev/shm/rankwise-test-{uuid.uuid4().hex}") for _ in range(n)]
+    with _address() as address:
+        started = []
+        for rank, path in enumerate(out):
+            environ = {**os.environ, **({**torchrun(rank, n, n), **address} if n > 1 or launched else {})}
+            started.append(_CONTEXT.Process(target=_script, args=(environ, str(path), os.getcwd(), argv)))
+            started[-1].start()
+        deadline = time.monotonic() + timeout_s
+        try:
+            for process in started:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
+    try:
+        return [
+            subprocess.CompletedProcess(argv, process.exitcode, path.read_text(), "")
+            for process, path in zip(started, out, strict=True)
+        ]
+    finally:
+        for path in out:
+            path.unlink(missing_ok=True)
+
+
+def _script(environ: dict[str, str], out: str, cwd: str, argv: tuple[str, ...]) -> None:
+    """All that makes a forked process `python argv`, and its end that of Python."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environ)
+    fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  # both are open as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]
+    multiprocessing.set_start_method(None, force=True)
+    import torch
+
+    torch.set_num_threads(1)
+    torch.default_generator.seed()
+    sys.argv = list(argv)
+    status = 0
+    try:
+        if argv[0] == "-m":
+            sys.argv = list(argv[1:])
+            sys.path.insert(0, cwd)
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
+            sys.modules["__main__"] = module = types.ModuleType("__main__")
+            module.__file__ = argv[0]
+            exec(compile(Path(argv[0]).read_text(), argv[0], "exec", dont_inherit=True), module.__dict__)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        status = 1
+        sys.excepthook(type(error), error, error.__traceback__)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status & 0xFF)
 
 
 def _answer(rank: int, reader: Connection, timeout_s: float) -> tuple[bool, Any]:
@@ -100,5 +200,7 @@ def _rank(
         answer = (False, traceback.format_exc())
     writer.send(answer)
     writer.close()
-    rankwise.barrier() if answer[0] else None
+    if answer[0]:
+        with contextlib.suppress(RuntimeError):  # one that is done may be killed before another has heard of it
+            rankwise.barrier()
     os._exit(0)  # the reader has the answer; taking torch apart costs more than the test
