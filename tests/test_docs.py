@@ -6,11 +6,13 @@ import inspect
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ranks import scripts_on_ranks
 
 import rankwise
 
@@ -31,13 +33,12 @@ def launched(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_the_documents_python_runs_on_two_ranks_and_on_one(number: int, tmp_path: Path) -> None:
-    script = tmp_path / "readme.py"
-    script.write_text(PYTHON[number])
-    two = launched("--nproc", "2", str(script))
-    assert two.returncode == 0, two.stdout + two.stderr
-    one = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
-    assert one.returncode == 0, one.stderr
+def test_the_documents_python_runs_on_two_ranks_and_on_one(number: int) -> None:
+    Path("readme.py").write_text(PYTHON[number])
+    for ranks in (2, 1):
+        for done in scripts_on_ranks(ranks, "readme.py"):
+            assert done.returncode == 0, done.stdout
+        shutil.rmtree("runs", ignore_errors=True)  # a Trainer's, which would go on there
 
 
 @pytest.mark.parametrize(("number", "module", "last"), [(0, "cloudpickle", "[(0, "), (1, "submitit", "[0, 1]")])
@@ -61,19 +62,30 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], str]] = {
 """The words that each is given, and what it says."""
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+BY_THE_COMMAND = ("01_torchrun_script.py", "04_gpt.py")
+"""One that knows nothing of us, and the README's demo. The others differ in what they train alone: their ranks are forked."""
+
+
+@pytest.mark.parametrize("example", [name for name in EXAMPLES if name not in BY_THE_COMMAND])
 def test_an_example_runs_on_two_ranks(example: str) -> None:
     words, said = EXAMPLES[example]
-    done = launched("--nproc", "2", str(ROOT / "examples" / example), *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert said in done.stdout
+    main, _ = scripts_on_ranks(2, str(ROOT / "examples" / example), *words)
+    assert main.returncode == 0, main.stdout
+    assert said in main.stdout
 
 
 @pytest.mark.parametrize("example", [name for name in EXAMPLES if not name.startswith("01")])  # that one needs a launcher
 def test_an_example_runs_as_plain_python(example: str) -> None:
     words, said = EXAMPLES[example]
-    command = [sys.executable, str(ROOT / "examples" / example), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    [done] = scripts_on_ranks(1, str(ROOT / "examples" / example), *words)
+    assert done.returncode == 0, done.stdout
+    assert said in done.stdout
+
+
+@pytest.mark.parametrize("example", BY_THE_COMMAND)
+def test_an_example_runs_by_the_readmes_command(example: str) -> None:
+    words, said = EXAMPLES[example]
+    done = launched("--nproc", "2", "--start-method", "fork", str(ROOT / "examples" / example), *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert said in done.stdout
 
