@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from launched import left_over, wait_for
-from ranks import on_ranks
+from ranks import on_ranks, scripts_on_ranks
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from rankwise import cli
 from rankwise.comm import rank
+from rankwise.selftest import verb
 from rankwise.train import Trainer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -79,22 +82,38 @@ for epoch in range(1000):
 Tested = Callable[..., tuple[int, dict[str, str], str]]
 
 
+def _forked(words: Sequence[str], out: Path, timeout_s: float, env: Mapping[str, str]) -> bool:
+    """`rankwise run` without its start: the ranks are forked where torch is imported."""
+    ranks, argv = int(words[words.index("--nproc") + 1]), words[words.index("-m") :]
+    out.write_text("".join(done.stdout for done in scripts_on_ranks(ranks, *argv, timeout_s=timeout_s, launched=True)))
+    return True
+
+
 @pytest.fixture
-def tested(tmp_path: Path) -> Tested:
+def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Tested:
     """(exit status, the status of each check, all that was printed) of a script; nothing is left where it was typed."""
 
-    def test(source: str | Path, *words: str, ranks: str = "1,2") -> tuple[int, dict[str, str], str]:
+    def test(source: str | Path, *words: str, ranks: str = "1,2", command: bool = False) -> tuple[int, dict[str, str], str]:
         script = source if isinstance(source, Path) else tmp_path / "train.py"
         if isinstance(source, str):
             script.write_text(source)
         here = sorted(path.name for path in tmp_path.iterdir())
-        command = [sys.executable, "-m", "rankwise", "selftest", "--ranks", ranks, str(script), *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-        told = done.stdout + done.stderr
-        assert "Traceback" not in told, told
+        typed = ["selftest", "--ranks", ranks, str(script), *words]
+        if command:
+            monkeypatch.delenv("XDG_CONFIG_HOME")  # its ranks are forked, as a user's are
+            status = subprocess.run([sys.executable, "-m", "rankwise", *typed], timeout=250).returncode
+        else:
+            before = signal.getsignal(signal.SIGTERM)
+            monkeypatch.setattr(verb, "_run", _forked)
+            with pytest.raises(SystemExit) as end:
+                cli.main(typed)
+            signal.signal(signal.SIGTERM, before)
+            status = int(end.value.code or 0)
+        printed, said = capfd.readouterr()
+        assert "Traceback" not in printed + said, printed + said
         assert sorted(path.name for path in tmp_path.iterdir()) == here
-        lines = re.findall(r"^(ok|FAILED|known|open) +(gradients|samples|[a-z][a-z ]*?)  ", done.stdout, re.MULTILINE)
-        return done.returncode, {check: status for status, check in lines}, told
+        lines = re.findall(r"^(ok|FAILED|known|open) +(gradients|samples|[a-z][a-z ]*?)  ", printed, re.MULTILINE)
+        return status, {check: status for status, check in lines}, printed + said
 
     return test
 
@@ -120,7 +139,7 @@ def test_a_loss_that_is_a_mean_of_means_is_caught_with_the_trainer(tested: Teste
 
 def test_a_loss_that_is_a_mean_of_means_over_ragged_counts_is_caught_by_hand(tested: Tested) -> None:
     ragged = ("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y.where(x[:, 0] > 0.3, -100))")
-    status, checks, told = tested(planted(BY_HAND, ragged))
+    status, checks, told = tested(planted(BY_HAND, ragged), command=True)
     assert (status, checks["gradients"]) == (1, "FAILED"), told
     assert "a mean of means" in told
 
@@ -158,7 +177,7 @@ def test_an_optimizer_step_that_one_rank_leaves_out_is_caught(tested: Tested) ->
 
 
 def test_an_mlp_with_a_ragged_last_batch_passes(tested: Tested) -> None:
-    status, checks, told = tested(planted(TRAINER, ("LAYER", "nn.Identity()")), ranks="1,2,4")
+    status, checks, told = tested(planted(TRAINER, ("LAYER", "nn.Identity()")), ranks="1,2,4", command=True)
     assert status == 0, told
     assert set(checks.values()) == {"ok"}
     assert list(checks) == ["weights at the start", "samples", "gradients", "random numbers", "steps", "resume", "evaluation"]

@@ -95,17 +95,9 @@ def _start(argv: Sequence[str], settings: Settings, timeout_s: float, env: Mappi
     for stale in folder.glob(f"ranks-{ranks}-rank-*"):
         stale.unlink()
     shutil.rmtree(folder / "saved", ignore_errors=True)  # no start goes on where another was
-    command = [sys.executable, "-m", "rankwise", "run", "--nproc", str(ranks), "--run-dir", str(folder / f"run-{ranks}")]
-    command += ["--grace", str(_GRACE_S), "-m", "rankwise.probe", str(path), *argv]
-    with open(folder / f"out-{ranks}.txt", "w+") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
-        try:
-            process.wait(timeout_s)
-            late = ""
-        except subprocess.TimeoutExpired:
-            late = f" within {timeout_s:g} s"
-        finally:
-            _end(process)
+    words = ["--nproc", str(ranks), "--run-dir", str(folder / f"run-{ranks}"), "--grace", str(_GRACE_S)]
+    in_time = _run([*words, "-m", "rankwise.probe", str(path), *argv], folder / f"out-{ranks}.txt", timeout_s, env)
+    late = "" if in_time else f" within {timeout_s:g} s"
     records = [_record(folder / f"ranks-{ranks}-rank-{rank}.json") for rank in range(ranks)]
     missing = [rank for rank, record in enumerate(records) if record is None]
     if missing:
@@ -116,6 +108,20 @@ def _start(argv: Sequence[str], settings: Settings, timeout_s: float, env: Mappi
     found = [record for record in records if record is not None]
     _refuse_failed(argv[0], found)
     return found
+
+
+def _run(words: Sequence[str], out: Path, timeout_s: float, env: Mapping[str, str]) -> bool:
+    """`rankwise run` with these words, which prints into a file; whether it ended in time. Nothing of it is left."""
+    with open(out, "w") as file:
+        command = [sys.executable, "-m", "rankwise", "run", *words]
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            _end(process)
+    return True
 
 
 def _refuse_failed(script: str, records: Sequence[dict[str, Any]]) -> None:
