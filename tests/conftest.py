@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
 import os
+import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+_DEFAULT_TIERS = "not cluster and not stress"
+"""Of pyproject.toml."""
+
+_BEGAN = time.time()
 
 _FOREIGN = (
     "RANK",
@@ -36,6 +45,43 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, lambda *_: None)  # passed over here as before; a handler does not survive an exec
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One per core that we may use; each worker imports torch, so more than a few gain nothing."""
+    return min(len(os.sched_getaffinity(0)), 8)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    return _ByHosts(config, log)
+
+
+class _ByHosts(LoadScopeScheduling):
+    """Tests that need virtual hosts run in one worker, one after the other; each other test where there is room."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "hosts" if nodeid.startswith("tests/cluster/") and "/test_under_mpirun.py" not in nodeid else nodeid
+
+
+def pytest_unconfigure() -> None:
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # waits for it: its CPU time counts
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What was left out and the command for it; what all of it took."""
+    if config.option.markexpr == _DEFAULT_TIERS:
+        terminalreporter.write_line(
+            "left out: real Slurm, Grid Engine, Open MPI, MPICH and ssh hosts (needs root on Debian), and stress; to run them, "
+            f'type: {Path(sys.executable)} -m pytest -m "cluster or stress"'
+        )
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    wall_s = time.time() - _BEGAN
+    cpu_s = sum(use.ru_utime + use.ru_stime for use in used)
+    terminalreporter.write_line(f"the tests took {_clock(wall_s)} of wall time and {_clock(cpu_s)} of CPU time")
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
 _CLUSTERS = ("slurm", "sge", "debian_hosts", "hosts", "ssh", "openmpi", "mpich")
 """What says which hosts a test needs: a fixture, or a value of a parameter by which it asks for one."""
 
@@ -55,9 +101,13 @@ def _cluster(item: pytest.Item) -> int:
 
 
 @pytest.fixture(autouse=True)
-def _empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _empty_place(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no-configuration"))  # not that of whoever runs the tests
+    # Not the configuration of whoever runs the tests. Ranks that are spawned start without torch: to import it takes the
+    # time of ten such runs, and the tests whose subject is the fork, or whose script needs torch, ask for it.
+    configuration = tmp_path_factory.mktemp("configuration")
+    (configuration / "rankwise.toml").write_text('start-method = "spawn"\n')
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(configuration))
     for name in list(os.environ):
         if name.startswith(_FOREIGN):
             monkeypatch.delenv(name)

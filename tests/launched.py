@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,9 @@ from rankwise import processes
 from rankwise.rundir import RunDir
 
 DEADLINE_S = 30.0
+
+FORKED = ("--nproc", "2", "--start-method", "fork")
+"""Options of a run whose subject is the warm process. Other runs have one where their script imports torch (conftest.py)."""
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> Any:
@@ -95,6 +99,8 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     def start(source: str, *words: str, options: tuple[str, ...] = ("--nproc", "2"), **popen: object) -> Launched:
         script = tmp_path / "script.py"
         script.write_text(source)
+        if "--start-method" not in options and re.search(r"import .*(torch|rankwise)", source):
+            options = (*options, "--start-method", "fork")  # the ranks of one import
         started.append(Launched(tmp_path, *options, str(script), *words, **popen))
         return started[-1]
 

@@ -12,7 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import DEADLINE_S, launch, left_over, wait_for
+from cluster_runs import GATE
+from launched import DEADLINE_S, FORKED, launch, left_over, wait_for
+from ranks import scripts_on_ranks
 
 from rankwise import processes
 from rankwise.page import Page
@@ -99,11 +101,14 @@ def test_a_rank_that_raises_ends_the_others_and_is_named_with_its_traceback(laun
     [
         ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL: often the kernel's out-of-memory killer"),
         ("import ctypes; ctypes.string_at(0)", 139, "rank 1 was killed by SIGSEGV"),
+        ("os.abort()", 134, "rank 1 was killed by SIGABRT"),
+        ("os.kill(os.getpid(), signal.SIGXCPU)", 152, "rank 1 was killed by SIGXCPU: its CPU time limit"),
         ("sys.exit(3)", 3, "rank 1 left with status 3"),
+        ("resource.setrlimit(resource.RLIMIT_AS, (1 << 28, -1)); x = bytearray(1 << 32)", 1, "raised MemoryError"),
     ],
 )
 def test_the_exit_status_is_that_of_the_rank_that_is_the_cause(launch, death: str, status: int, said: str) -> None:
-    run = launch(f"import os, sys, time\nif os.environ['RANK'] == '1': {death}\ntime.sleep(600)")
+    run = launch(f"import os, resource, signal, sys, time\nif os.environ['RANK'] == '1': {death}\ntime.sleep(600)")
     assert run.wait() == status
     assert said in run.output()
 
@@ -173,11 +178,14 @@ def test_random_numbers_differ_between_ranks_where_they_do_in_fresh_processes(la
 
 
 def test_a_script_that_sets_variables_before_it_imports_torch_is_obeyed_and_that_is_said(launch, tmp_path: Path) -> None:
-    run = launch("import os\nos.environ['OMP_NUM_THREADS'] = '2'\nimport torch\nprint('threads', torch.get_num_threads())")
+    run = launch(
+        "import os\nos.environ['OMP_NUM_THREADS'] = '2'\nimport torch\nprint('threads', torch.get_num_threads())",
+        options=("--nproc", "1", "--start-method", "fork"),
+    )
     assert run.wait() == 0
     plain = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=True).stdout
     assert "line 2 sets environment variables before torch is imported: each rank imports torch by itself" in run.output()
-    assert run.run.log(1).read_text() == plain
+    assert run.run.log(0).read_text() == plain
 
 
 def test_a_folder_named_like_a_library_beside_the_script_does_no_harm(launch, tmp_path: Path) -> None:
@@ -192,7 +200,8 @@ def test_a_folder_named_like_a_library_beside_the_script_does_no_harm(launch, tm
 def test_the_warm_process_has_one_thread(launch, tmp_path: Path) -> None:
     run = launch(
         "import os, time\nopen(f'ready-{os.environ[\"RANK\"]}', 'w').close()\n"
-        "while not os.path.exists('go'): time.sleep(0.01)\n"
+        "while not os.path.exists('go'): time.sleep(0.01)\n",
+        options=FORKED,
     )
     wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists(), "ranks")
     ranks = run.pids()
@@ -229,13 +238,14 @@ def test_nothing_is_left_whoever_is_killed(launch, tmp_path: Path, victim: str) 
     run = launch(
         "import os, subprocess, time\nsubprocess.Popen(['sleep', '612'], start_new_session=True, env={**os.environ})\n"
         "open(f'ready-{os.environ[\"RANK\"]}', 'w').close()\n"
-        "while not os.path.exists('go'): time.sleep(0.01)\n"
+        "while not os.path.exists('go'): time.sleep(0.01)\n",
+        options=FORKED if victim in ("warm", "everything") else ("--nproc", "2"),
     )
     wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists(), "ranks")
     ranks = run.pids()
     agent = run.agent()
-    [warm] = [pid for pid in processes.children(agent) if pid not in ranks]
-    victims = {"launcher": [run.process.pid], "agent": [agent], "warm": [warm]}
+    victims = {"launcher": [run.process.pid], "agent": [agent], "warm": sorted({*processes.children(agent)} - {*ranks})}
+    assert len(victims["warm"]) == (victim in ("warm", "everything"))
     for pid in victims.get(victim, [*processes.descendants(run.process.pid), run.process.pid]):
         processes.send(pid, signal.SIGKILL)
     if victim == "warm":
@@ -266,10 +276,9 @@ def test_ctrl_c_stops_all_ranks_after_the_same_step_saves_and_says_how_to_go_on(
     assert {record["life"] for record in again.run.read_metrics() if record["step"] > step} == {2}
 
 
-def test_a_stopped_run_ends_with_the_weights_of_one_that_was_never_stopped(launch, tmp_path: Path) -> None:
-    whole = launch(train(steps=60), options=("--nproc", "2", "--run-dir", str(tmp_path / "whole")))
-    assert whole.wait() == 0
-    weights = re.search(r"weights .*", whole.output())
+def test_a_stopped_run_ends_with_the_weights_of_one_that_was_never_stopped(launch) -> None:
+    Path("whole.py").write_text(train(steps=60))
+    weights = re.search(r"weights .*", scripts_on_ranks(2, "whole.py")[0].stdout)
     run = launch(train(pause_s=0.02, steps=60))
     wait_for(lambda: run.steps() >= 10, "some steps")
     run.process.send_signal(signal.SIGTERM)
@@ -281,13 +290,22 @@ def test_a_stopped_run_ends_with_the_weights_of_one_that_was_never_stopped(launc
     assert weights[0] in again.output()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_to_one_rank_stops_all(launch, signum: int) -> None:
+def test_a_signal_to_one_rank_stops_all_and_saves(launch) -> None:
     run = launch(train(pause_s=0.02, steps=100), options=("--nproc", "3"))
     wait_for(lambda: run.steps() >= 3, "some steps")
-    os.kill(run.pids()[1], signum)
+    os.kill(run.pids()[1], signal.SIGTERM)
     assert run.wait() == 75
-    assert f"stopped by {signal.Signals(signum).name} after step" in run.output()
+    assert "stopped by SIGTERM after step" in run.output()
+    assert len(list(run.run.checkpoints.glob("step-*"))) == 1
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(launch, tmp_path: Path, signum: int) -> None:
+    run = launch(GATE, options=("--nproc", "3"))
+    wait_for(lambda: len(list(tmp_path.glob("joined-*"))) == 3, "the loop")
+    os.kill(run.pids()[1], signum)
+    assert run.wait() == (130 if signum == signal.SIGINT else 75)
+    assert len({(tmp_path / f"stopped-{rank}").read_text() for rank in range(3)}) == 1
 
 
 def test_a_script_without_our_parts_gets_the_signal_itself_on_every_rank(launch, tmp_path: Path) -> None:
@@ -340,7 +358,7 @@ def test_a_training_that_does_not_stop_within_the_grace_is_not_mistaken_for_a_fa
 
 
 def test_a_stop_while_torch_is_being_imported_ends_the_run_at_once(launch) -> None:
-    run = launch("import time; time.sleep(600)")
+    run = launch("import time; time.sleep(600)", options=FORKED)
     wait_for(lambda: run.run.world.exists(), "the agent")
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
@@ -359,11 +377,12 @@ def test_the_run_directory_of_a_live_run_is_refused_with_who_holds_it(launch, ra
 
 
 def test_fresh_moves_the_older_run_aside(launch, tmp_path: Path) -> None:
-    assert launch(train(steps=5)).wait() == 0
-    run = launch(train(steps=5), options=("--nproc", "2", "--fresh"))
+    first = launch("print('first')")
+    assert first.wait() == 0
+    run = launch("print('second')", options=("--nproc", "2", "--fresh"))
     assert run.wait() == 0
     assert "the older run was moved to runs/script." in run.output()
-    assert "going on" not in run.output()
+    assert run.run.log(0).read_text() == "second\n"
     assert [life.life for life in run.run.lives()] == [1]
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
@@ -391,12 +410,15 @@ def test_a_console_that_closes_does_not_touch_the_run(launch, tmp_path: Path) ->
     assert log == "".join(f"line {i}\n" for i in range(20000))
 
 
-def test_two_ranks_reach_the_losses_of_one_with_the_same_global_batch(launch, tmp_path: Path) -> None:
+def test_two_ranks_reach_the_losses_of_one_with_the_same_global_batch(tmp_path: Path) -> None:
     losses = []
-    for n in ("1", "2"):
-        run = launch(train(), options=("--nproc", n, "--run-dir", str(tmp_path / n)))
-        assert run.wait() == 0
-        losses.append([record["loss"] for record in RunDir(tmp_path / n).read_metrics()])
+    for n in (1, 2):
+        (tmp_path / str(n)).mkdir()
+        os.chdir(tmp_path / str(n))
+        Path("script.py").write_text(train())
+        assert [done.returncode for done in scripts_on_ranks(n, "script.py")] == [0] * n
+        losses.append([record["loss"] for record in RunDir(Path("runs", "script")).read_metrics()])
+    assert len(losses[0]) == 40
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 

@@ -67,7 +67,12 @@ def _example() -> None:
         shutil.copy(EXAMPLES / "05_ranks.py", name)
 
 
-@pytest.mark.parametrize("line", ONE_MACHINE)
+def _marks(line: str) -> list[pytest.MarkDecorator]:
+    """Lines of another launcher start only what that is: tests/schedulers/test_torchrun.py has the variables that it sets."""
+    return [] if line.startswith(("python train.py", "rankwise ")) else [pytest.mark.stress]
+
+
+@pytest.mark.parametrize("line", [pytest.param(line, marks=_marks(line)) for line in ONE_MACHINE])
 def test_the_line_as_it_stands_is_one_world_of_so_many_ranks(line: str) -> None:
     ranks = ONE_MACHINE[line]
     done = in_shell(line.format(port=free_port()))
@@ -77,7 +82,7 @@ def test_the_line_as_it_stands_is_one_world_of_so_many_ranks(line: str) -> None:
     assert done.stdout.count("done: 3.1") == 1
 
 
-@pytest.mark.parametrize("launcher", [LAUNCH, "rankwise run"])
+@pytest.mark.parametrize("launcher", [pytest.param(LAUNCH, marks=pytest.mark.stress), "rankwise run"])
 def test_the_two_lines_of_two_machines_number_the_ranks_as_the_manual_says(launcher: str) -> None:
     """Both on this machine, in a folder each."""
     for rank in "01":

@@ -84,6 +84,7 @@ def test_an_address_that_is_none_is_refused_before_anybody_waits(rdzv: str, monk
         rankwise.init(rank=1, world_size=2, local_rank=1, local_world_size=2, rdzv=rdzv)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(
     "launcher", [("torch.distributed.launch", "--nproc_per_node=2"), ("torch.distributed.run", "--nproc-per-node=2")]
 )
