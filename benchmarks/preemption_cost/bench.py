@@ -1,6 +1,6 @@
 """What does a step pay for being stoppable, and what is sent for it?
 
-    python benchmarks/preemptions/cost.py [STEPS]                 root, for a network of its own
+    python benchmarks/preemption_cost/bench.py [STEPS]                 root, for a network of its own
 
 Four ranks of two nodes that know nothing of each other but a connection (LOCAL_WORLD_SIZE=2), under no agent: the gate's own
 call alone, STEPS times (a million), in twenty rounds, as processor time; and the packets on the loopback interface, all there

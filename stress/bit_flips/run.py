@@ -1,6 +1,6 @@
 """Is every damage of a checkpoint found, the file and the tensor named, and the checkpoint before it used?
 
-    python benchmarks/bit_flips/bench.py [--draws 300] [--seed 0] [--folder /dev/shm]
+    python stress/bit_flips/run.py [--draws 300] [--seed 0] [--folder /dev/shm]
 
 So many single bits flipped, holes zeroed (1 B to 64 kB) and truncations, at random places of random files of a checkpoint, the
 manifest included: half of the draws choose the file, half the byte. Beside it the same in one file of torch.save (read whole,
@@ -13,9 +13,7 @@ import collections
 import contextlib
 import io
 import random
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,12 +25,12 @@ from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.errors import CheckpointError
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from judge import WrongError, judged
+
 KINDS = ("flip", "hole", "truncation")
 draw = random.Random()  # its own: a checkpoint that is loaded sets the global one back
-
-
-class MissedError(Exception):
-    """What must not be."""
 
 
 def damaged(data: bytes, kind: str) -> tuple[bytes, int, int]:
@@ -93,7 +91,7 @@ def hit(folder: Path, file: Path, data: bytes, changed: bytes, begin: int, end: 
 
 
 def check(folder: Path, file: Path, kind: str) -> str:
-    """Damage it, see that all is as it must be, make it whole. Where the damage was. Raises MissedError."""
+    """Damage it, see that all is as it must be, make it whole. Where the damage was. Raises WrongError."""
     newest = Checkpoints(folder).all()[-1]
     data = file.read_bytes()
     changed, begin, end = damaged(data, kind)
@@ -103,16 +101,16 @@ def check(folder: Path, file: Path, kind: str) -> str:
     try:
         text = damage_of(newest)
         if text is None:
-            raise MissedError(f"not found: {what}")
+            raise WrongError(f"not found: {what}")
         if not text.startswith(str(file)):
-            raise MissedError(f"the file is not named: {what}: {text}")
+            raise WrongError(f"the file is not named: {what}: {text}")
         if names and not (names[0] in text and ("in tensor" in text or "before tensors" in text)):
-            raise MissedError(f"tensor {names[0]} is not named: {what}: {text}")
+            raise WrongError(f"tensor {names[0]} is not named: {what}: {text}")
         fresh = parts(99)
         with contextlib.redirect_stdout(io.StringIO()):
             manifest = Checkpoints(folder).load_latest(fresh)
         if manifest is None or manifest.step != 1 or not equal(state_of(fresh), state_of(parts(1))):
-            raise MissedError(f"the checkpoint before was not used: {what}")
+            raise WrongError(f"the checkpoint before was not used: {what}")
     finally:
         file.write_bytes(data)
     return "in tensors" if names else "in the manifest" if file.name == manifests.NAME else "between tensors"
@@ -178,19 +176,15 @@ def main() -> int:
     options = parser.parse_args()
     draw.seed(options.seed)
     torch.set_num_threads(1)
-    folder = Path(tempfile.mkdtemp(dir=options.folder))
-    try:
+
+    def trial(folder: Path) -> None:
         for line in ours(folder / "checkpoints", options.draws):
             print(line, flush=True)
         for name, path, load in others(folder):
             for line in other(name, path, load, options.draws):
                 print(line, flush=True)
-    except MissedError as problem:
-        print(f"WRONG: {problem}")
-        return 1
-    finally:
-        shutil.rmtree(folder)
-    return 0
+
+    return judged(trial, options.folder)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Is a training that is killed at any moment, again and again, the training that was never killed?
 
-    python benchmarks/kill_anywhere/bench.py [--kills 100] [--in-save 30] [--steps 1000] [--seed 0] [--folder /dev/shm]
+    python stress/kill_anywhere/run.py [--kills 100] [--in-save 30] [--steps 1000] [--seed 0] [--folder /dev/shm]
         [--blocking]
 
 SIGKILL to a rank, the agent, the launcher or all of them: at a moment drawn from the whole life of a run, its start included,
@@ -19,7 +19,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,27 +27,15 @@ import psutil
 import torch
 
 from rankwise.checkpoint import manifest as manifests
-from rankwise.errors import CheckpointError
 from rankwise.rundir import RunDir
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from judge import WrongError, judged, processes
 
 SCRIPT = Path(__file__).with_name("train.py")
 VICTIMS = ("rank 0", "rank 1", "agent", "launcher", "all")
 DEADLINE_S = 60.0
-
-
-class WrongError(Exception):
-    """What must not be."""
-
-
-def processes(folder: Path) -> list[psutil.Process]:
-    """All that have to do with runs below a folder."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            words = [*process.cmdline(), process.environ().get("RANKWISE_RUN_DIR", "")]
-            if process.pid != os.getpid() and any(f"{folder}/" in word for word in words):
-                found.append(process)
-    return found
 
 
 class Training:
@@ -177,7 +164,7 @@ def never_killed(folder: Path, steps: int, words: Sequence[str]) -> tuple[Traini
     return training, dict(training.losses()[1]), took_s - train_s, train_s
 
 
-def bench(folder: Path, kills: int, in_save: int, steps: int, words: Sequence[str]) -> str:
+def trial(folder: Path, kills: int, in_save: int, steps: int, words: Sequence[str]) -> str:
     """The summary. Raises WrongError."""
     reference, losses, start_s, train_s = never_killed(folder / "reference", steps, words)
     if sorted(losses) != list(range(1, steps + 1)):
@@ -233,16 +220,8 @@ def main() -> int:
     parser.add_argument("--blocking", action="store_true", help="saves that the loop waits for, instead of those behind it")
     options = parser.parse_args()
     random.seed(options.seed)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        try:
-            print(bench(Path(folder), options.kills, options.in_save, options.steps, ["blocking"] * options.blocking))
-        except (WrongError, CheckpointError) as problem:
-            print(f"WRONG: {problem}")
-            return 1
-        finally:
-            for process in processes(Path(folder)):
-                process.kill()
-    return 0
+    words = ["blocking"] * options.blocking
+    return judged(lambda folder: print(trial(folder, options.kills, options.in_save, options.steps, words)), options.folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What bench.py kills: a tiny training of two ranks that saves every few steps.
+"""What run.py kills: a tiny training of two ranks that saves every few steps.
 
 rankwise run --nproc 2 train.py STEPS FINAL SAVED [blocking]
 

@@ -1,6 +1,6 @@
 """Is a training of lives on 2, 3, 1 and 4 ranks, killed between them, the one whose lives ended cleanly at the same steps?
 
-    python benchmarks/preemptions/bench_chain.py [--lives 12] [--steps 300] [--seed 0]
+    python stress/preemptions/chain.py [--lives 12] [--steps 300] [--seed 0]
 
 Each life is `rankwise run` on the next number of ranks, ended by SIGKILL to one rank, to all, to the agent or the launcher,
 some time after its first step; what it did since its last checkpoint is lost, and done again by the next. Then the same chain
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from bench import DONE, PID, START_S, Launcher, Training, WrongError, judged, own_process, wait_until_gone
+from run import DONE, PID, START_S, Launcher, Training, WrongError, judged, own_process, wait_until_gone
 
 CHAIN = (2, 3, 1, 4)
 SAMPLES, STEPS_OF_AN_EPOCH = 203, 13
@@ -73,13 +73,13 @@ def killed_chain(training: Training, lives: int) -> tuple[Ledger, list[tuple[int
     """(the samples of the steps that count, (ranks, last such step) of each life, the steps that were rolled back)."""
     ledger: Ledger = {}
     ends: list[tuple[int, int]] = []
-    rolled_back = began = 0
+    rolled_back = began = status = 0
     for number, ranks in enumerate(itertools.islice(itertools.cycle(CHAIN), lives)):
         training.launcher = on(ranks)
         launcher = training.start()
-        if number + 1 < lives:
+        if number + 1 < lives and began < training.steps:
             kill(training, launcher, ranks)
-        training.wait(launcher, 600.0)
+        status = training.wait(launcher, 600.0)
         wait_until_gone(training)
         taken, saved = take(training, ranks), newest(training)
         if min(taken, default=began + 1) != began + 1:
@@ -89,6 +89,10 @@ def killed_chain(training: Training, lives: int) -> tuple[Ledger, list[tuple[int
         ends.append((ranks, saved))
         began = saved
         print(f"\r{number + 1} lives", end="", file=sys.stderr, flush=True)
+        if status == 0:
+            break  # the training is complete, perhaps before the last life
+    if status != 0:
+        raise WrongError(f"the last life ended with {status}\n{training.out.read_text()}")
     return ledger, ends, rolled_back
 
 
@@ -104,7 +108,7 @@ def clean_chain(training: Training, ends: list[tuple[int, int]]) -> Ledger:
     return ledger
 
 
-def bench(folder: Path, lives: int, steps: int) -> str:
+def trial(folder: Path, lives: int, steps: int) -> str:
     """The summary. Raises WrongError."""
     unbroken = Training(on(1), folder / "unbroken", steps)
     unbroken.wait(unbroken.start(), 600.0)
@@ -126,7 +130,7 @@ def bench(folder: Path, lives: int, steps: int) -> str:
         raise WrongError("the parameters in the end are not those of the clean chain")
     told = ", ".join(f"{ranks} to step {step}" for ranks, step in ends)
     return (
-        f"{lives} lives, by ranks: {told}; {rolled_back} steps rolled back\n"
+        f"{len(ends)} lives, by ranks: {told}; {rolled_back} steps rolled back\n"
         f"all {steps} global batches as on one rank without a break, parameters bit for bit those of the clean chain"
     )
 
@@ -138,7 +142,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     random.seed(options.seed)
-    return judged(lambda folder: print(bench(folder, options.lives, options.steps)))
+    return judged(lambda folder: print(trial(folder, options.lives, options.steps)), Path("/dev/shm"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What bench_loops.py stops: hand-written loops whose ranks are never all in the same step, and each at its own pace.
+"""What loops.py stops: hand-written loops whose ranks are never all in the same step, and each at its own pace.
 
-LAUNCHER loops.py FOLDER LOOP STOPS
+LAUNCHER hand_written.py FOLDER LOOP STOPS
 
 LOOP: `ahead` (a collective in each step that the device has done four steps later), `local` (parameters are averaged every 8
 steps), `none` (no collective). After each of STOPS stops a rank goes on with a new StopSignal, when it is let. In FOLDER it

@@ -1,9 +1,9 @@
 """Do all ranks stop after the same step where no collective keeps them together?
 
-    python benchmarks/preemptions/bench_loops.py [--stops 50] [--seed 0]
+    python stress/preemptions/loops.py [ahead] [local] [none] [--stops 50] [--seed 0]
 
 Four ranks, each at its own pace, in a loop whose hosts are four steps ahead of the device, in one that averages every 8
-steps, and in one without a collective; signals as in bench.py. Under `rankwise run` each stop ends a life; under torchrun, two
+steps, and in one without a collective; signals as in run.py. Under `rankwise run` each stop ends a life; under torchrun, two
 of them, so that the ranks are of two nodes that know nothing of each other, one life is stopped again and again. After each
 stop: all ranks have done the same steps, those of the life began where the one before had ended, and each rank's parameter is
 that of a serial program after so many steps. Exits with 1 when something is wrong.
@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from bench import HANG_S, LONGEST_SKEW_S, SIGNALS, START_S, WrongError, judged, processes
+from run import HANG_S, LONGEST_SKEW_S, SIGNALS, START_S, WrongError, judged, processes
 
-SCRIPT = Path(__file__).with_name("loops.py")
+SCRIPT = Path(__file__).with_name("hand_written.py")
 RANKS = 4
 ROW = 8
 PID, DONE, PHASE, AGREED, GO = range(5)
@@ -154,22 +154,23 @@ def by_torchrun(folder: Path, loop: str, stops: int) -> tuple[Run, list[float]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
+    parser.add_argument("loops", nargs="*", choices=[*LOOPS, []], default=list(LOOPS))
     parser.add_argument("--stops", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     random.seed(options.seed)
 
     def stops(folder: Path) -> None:
-        for launcher, bench in (("torchrun, 2 nodes", by_torchrun), ("rankwise run", by_rankwise)):
-            for loop in LOOPS:
-                run, took_s = bench(folder / f"{bench.__name__}-{loop}", loop, options.stops)
+        for launcher, trial in (("torchrun, 2 nodes", by_torchrun), ("rankwise run", by_rankwise)):
+            for loop in options.loops:
+                run, took_s = trial(folder / f"{trial.__name__}-{loop}", loop, options.stops)
                 print(
                     f"{launcher}, {loop}: {run.stops} of {len(took_s)} stops after one step; from the first signal until "
                     f"the last rank knew: {statistics.median(took_s):.3f} s (median), {max(took_s):.3f} s (longest)",
                     flush=True,
                 )
 
-    return judged(stops)
+    return judged(stops, Path("/dev/shm"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Is a training that is preempted again and again the training that never was, whoever started its ranks?
 
-    python benchmarks/preemptions/bench.py [rankwise] [torchrun] [mpirun] [--stops 50] [--steps 800] [--seed 0]
+    python stress/preemptions/run.py [rankwise] [torchrun] [mpirun] [--stops 50] [--steps 800] [--seed 0]
         [--within-s 1]
 
 SIGTERM, SIGUSR1 or SIGUSR2 to one rank of three, to several, up to 2 s after each other, to all, or to our launcher or agent:
@@ -22,7 +22,6 @@ import re
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,9 +32,13 @@ import torch
 
 from rankwise.rundir import RunDir
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from judge import WrongError, judged, processes
+
 SCRIPT = Path(__file__).with_name("train.py")
 RANKS = 3
-MOST_RANKS = 4  # bench_chain.py
+MOST_RANKS = 4  # chain.py
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ROW = 8
 PID, DONE, PHASE, AGREED = range(4)
@@ -43,10 +46,6 @@ PHASES = ("-", "load", "compute", "reduce", "evaluate", "save")
 LONGEST_SKEW_S = 2.0
 HANG_S = 30.0
 START_S = 120.0
-
-
-class WrongError(Exception):
-    """What must not be."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +80,6 @@ LAUNCHERS = {
         environ=_AS_ROOT,
     ),
 }
-
-
-def processes(folder: Path) -> list[psutil.Process]:
-    """All that have to do with runs below a folder."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            words = [*process.cmdline(), process.environ().get("RANKWISE_RUN_DIR", "")]
-            if process.pid != os.getpid() and any(f"{folder}" in word for word in words):
-                found.append(process)
-    return found
 
 
 class Training:
@@ -291,7 +279,7 @@ def finished(training: Training, status: int, was_signalled: bool = False) -> No
         raise WrongError(f"it ended with {status}, {training.ends()}\n{training.out.read_text()}")
 
 
-def bench(folder: Path, name: str, stops: int, within_s: float, reference: Training) -> str:
+def trial(folder: Path, name: str, stops: int, within_s: float, reference: Training) -> str:
     """The summary. Raises WrongError."""
     launcher, tally, steps = LAUNCHERS[name], Tally(), reference.steps
     trainings = [Training(launcher, folder / f"{name}-1", steps)]
@@ -315,20 +303,6 @@ def bench(folder: Path, name: str, stops: int, within_s: float, reference: Train
     return tally.text(name)
 
 
-def judged(bench: Callable[[Path], None], where: str = "/dev/shm") -> int:
-    """Its exit status, in a folder of its own. Nothing that it has started outlives it."""
-    with tempfile.TemporaryDirectory(dir=where) as name:
-        try:
-            bench(Path(name))
-        except WrongError as problem:
-            print(f"WRONG: {problem}")
-            return 1
-        finally:
-            for process in processes(Path(name)):
-                process.kill()
-    return 0
-
-
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("launchers", nargs="*", choices=[*LAUNCHERS, []], default=list(LAUNCHERS))
@@ -343,9 +317,9 @@ def main() -> int:
         reference = Training(LAUNCHERS["rankwise"], folder / "reference", options.steps)
         finished(reference, reference.wait(reference.start(), 600.0))
         for launcher in options.launchers:
-            print(bench(folder, launcher, options.stops, options.within_s, reference), flush=True)
+            print(trial(folder, launcher, options.stops, options.within_s, reference), flush=True)
 
-    return judged(stops)
+    return judged(stops, Path("/dev/shm"))
 
 
 if __name__ == "__main__":

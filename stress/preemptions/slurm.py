@@ -1,10 +1,10 @@
 """The same training in the queue of a real Slurm, put back into it after each preemption.
 
-    python benchmarks/preemptions/bench_slurm.py [--stops 10] [--steps 800] [--seed 0]          root on Debian
+    python stress/preemptions/slurm.py [--stops 10] [--steps 800] [--seed 0]          root on Debian
 
 Three virtual hosts with Slurm (tests/cluster/hosts), a rank on each: `rankwise run --on slurm --requeue`. Each life is ended by
 `scancel -s TERM`, `USR1` or `USR2`, or by that signal to one rank or two; its agents leave with 75, the job goes back into the
-queue, and the next life goes on. What is looked at is as in bench.py. Exits with 1 when something is wrong.
+queue, and the next life goes on. What is looked at is as in run.py. Exits with 1 when something is wrong.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench import (
+from run import (
     HANG_S,
     LAUNCHERS,
     RANKS,
@@ -74,7 +74,7 @@ def ranks(training: Training) -> list[int]:
     return found
 
 
-def bench(folder: Path, stops: int, steps: int) -> str:
+def trial(folder: Path, stops: int, steps: int) -> str:
     """The summary. Raises WrongError."""
     reference = Training(LAUNCHERS["rankwise"], folder / "reference", steps)
     finished(reference, reference.wait(reference.start(), 600.0))
@@ -122,7 +122,7 @@ def main() -> int:
         fcntl.flock(lock, fcntl.LOCK_EX)
         subprocess.run([HOSTS / "slurm-up", str(RANKS), "--gpus", "0", "--", "--no-ssh", "--debian-hosts"], check=True)
         try:
-            return judged(lambda folder: print(bench(folder, options.stops, options.steps)), "/tmp")
+            return judged(lambda folder: print(trial(folder, options.stops, options.steps)), Path("/tmp"))
         finally:
             subprocess.run([HOSTS / "slurm-down"], check=True, stdout=subprocess.DEVNULL)
 

@@ -1,4 +1,4 @@
-"""What bench.py preempts: a tiny training that loads, computes, reduces, evaluates and saves, and says at each moment which.
+"""What run.py preempts: a tiny training that loads, computes, reduces, evaluates and saves, and says at each moment which.
 
 LAUNCHER train.py FOLDER STEPS [blocking] [workers] [until=STEP]
 
@@ -25,7 +25,7 @@ LOAD, COMPUTE, REDUCE, EVALUATE, SAVE = PHASES = range(1, 6)
 
 
 class Now:
-    """A rank's row of the map that bench.py watches."""
+    """A rank's row of the map that run.py watches."""
 
     def __init__(self, path: Path, rank: int) -> None:
         with path.open("r+b") as file:
