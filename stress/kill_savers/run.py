@@ -1,6 +1,6 @@
 """Killed at random while it saves: what does each library's documented way to resume find?
 
-    python benchmarks/kill_savers/bench.py [--kills 200] [--limit_s 150] [--draws 40] [--seed 0] [--folder /dev/shm]
+    python stress/kill_savers/run.py [--kills 200] [--limit_s 150] [--draws 40] [--seed 0] [--folder /dev/shm]
                                            [--savers NAME ...]
 
 savers.py trains and saves every 3 steps; a parent that has imported everything once forks it and SIGKILLs it: half of the kills
@@ -204,7 +204,7 @@ def kills(kind: type[Saver], place: Place, count: int, limit_s: float) -> tuple[
     )
     for text, times in texts.most_common(3):
         line += f"\n{'':26}{times} x {' '.join(text.split())}"
-    return line, ends["whole"] == ends.total()
+    return line, ends["whole"] == ends.total() > 0
 
 
 # --- damage
@@ -335,6 +335,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--savers", nargs="*", default=[])
     options = parser.parse_args()
+    for word in options.savers:
+        if not any(word in kind.name for kind in SAVERS):
+            parser.error(f"--savers {word}: the savers are {', '.join(kind.name for kind in SAVERS)}")
     torch.set_num_threads(1)
     versions = import_all()
     print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)

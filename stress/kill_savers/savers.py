@@ -1,4 +1,4 @@
-"""The tiny training loop of bench.py, once a library: `train` saves every few steps, `resume` does what its documentation says.
+"""The tiny training loop of run.py, once a library: `train` saves every few steps, `resume` does what its documentation says.
 
 The state is a weight and its momentum, 2 MB each, and the loop's own count: every element says its step.
 """

@@ -1,9 +1,10 @@
 """Which rank a script takes itself for, in every place that starts it: rankwise beside Lightning, Accelerate, PyTorch-Ignite.
 
-    python benchmarks/truth_table/bench.py PYTHON [LIBRARY...]
+    python stress/truth_table/run.py PYTHON [LIBRARY...]
 
 PYTHON is one that has the other libraries. Root on Debian: it brings up Slurm, Grid Engine and ssh hosts one after another, as
-the tests in tests/cluster do, and lets other tests have the machine between them.
+the tests in tests/cluster do, and lets other tests have the machine between them. Exits with 1 when rankwise is not right in a
+place; what the other libraries do there is printed.
 """
 
 import shutil
@@ -64,7 +65,7 @@ def measure(library: str, places: list[Place], python: str, folder: Path) -> dic
     return words
 
 
-def main() -> None:
+def main() -> int:
     clusters.LOCK_S = 3600.0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is up is brought down then too
     python, libraries = sys.argv[1], sys.argv[2:] or LIBRARIES
@@ -80,7 +81,12 @@ def main() -> None:
     for place in PLACES:
         row = [table[library][place.name] for library in libraries]
         print(f"| {place.name} | {place.ranks or 'an error'} | {' | '.join(row)} |")
+    ours = table.get("rankwise", {})
+    wrong = [place.name for place in PLACES if ours and ours[place.name] != ("right" if place.ranks else "error")]
+    if wrong:
+        print(f"WRONG: rankwise in these places: {', '.join(wrong)}")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
