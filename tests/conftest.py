@@ -36,12 +36,24 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, lambda *_: None)  # passed over here as before; a handler does not survive an exec
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    doses = "of the stress tests: what CI runs, or all that the RESULTS.md in stress/ were taken with"
+    parser.addoption("--dose", choices=("small", "whole"), default="small", help=doses)
+
+
 _CLUSTERS = ("slurm", "sge", "debian_hosts", "hosts", "ssh", "openmpi", "mpich")
 """What says which hosts a test needs: a fixture, or a value of a parameter by which it asks for one."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need the same hosts come after each other, wherever they are: to bring others up takes seconds each time."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need the same hosts come after each other, wherever they are: to bring others up takes seconds each time.
+
+    A whole dose of a stress test has no time limit.
+    """
+    if config.getoption("dose") == "whole":
+        for item in items:
+            if item.get_closest_marker("stress") is not None:
+                item.add_marker(pytest.mark.timeout(0))
     items.sort(key=_cluster)
 
 
@@ -61,6 +73,12 @@ def _empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(_FOREIGN):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def dose(request: pytest.FixtureRequest) -> str:
+    """`small` or `whole`."""
+    return str(request.config.getoption("dose"))
 
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
