@@ -8,12 +8,16 @@ is of network here, meanwhile.
 """
 
 import os
-import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import rankwise
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measure import rounds, spread
 
 ROUNDS = 20
 
@@ -30,20 +34,23 @@ def rank(steps: int) -> None:
     stop.agreed(0)
     rankwise.barrier()
     time.sleep(0.5)  # what the barrier has sent has come
-    before, took_ns = packets(), []
-    for _ in range(ROUNDS):
+
+    def gate(_: int) -> float:
         began = time.thread_time_ns()
         for step in range(steps // ROUNDS):
             stop.agreed(step)
-        took_ns.append((time.thread_time_ns() - began) / (steps // ROUNDS))
+        return (time.thread_time_ns() - began) / (steps // ROUNDS)
+
+    before = packets()
+    took_ns = rounds({"gate": gate}, ROUNDS)["gate"]
     sent = packets() - before
     time.sleep(0.5)  # nobody begins to say anything while another counts
-    figures = rankwise.comm.all_gather_object((statistics.median(took_ns), min(took_ns), max(took_ns), sent))
+    figures = rankwise.comm.all_gather_object((spread(took_ns, 0, " ns a step"), sent))
     stop.finish()
     stop.leave()
     if world.is_main:
-        for number, (median, least, most, count) in enumerate(figures):
-            print(f"rank {number}: {median:.0f} ns a step ({least:.0f} to {most:.0f}), {count} packets in {steps} steps")
+        for number, (taken, count) in enumerate(figures):
+            print(f"rank {number}: {taken}, {count} packets in {steps} steps")
 
 
 def main() -> None:
