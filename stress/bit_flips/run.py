@@ -25,7 +25,7 @@ from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.errors import CheckpointError
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from judge import WrongError, judged
 

@@ -32,7 +32,7 @@ import torch
 
 from rankwise.rundir import RunDir
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from judge import WrongError, judged, processes
 
