@@ -9,6 +9,7 @@ to 1e-10. Exits with 1 when a difference is larger than --within, or a run did n
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,10 @@ DEMO = Path(__file__).parents[2] / "examples" / "04_gpt.py"
 def losses(ranks: int, steps: int, batch: int, folder: Path) -> dict[int, float]:
     run_dir = folder / str(ranks)
     command = [sys.executable, "-m", "rankwise", "run", "--nproc", str(ranks), "--run-dir", str(run_dir), str(DEMO)]
-    done = subprocess.run([*command, "--steps", str(steps), "--batch", str(batch)], capture_output=True, text=True)
+    # One thread on any number of ranks: on a busy machine, threads that wait for each other make one rank take minutes.
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = ["--steps", str(steps), "--batch", str(batch)]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, env=environ)
     if done.returncode != 0:
         raise WrongError(f"the demo on {ranks} ranks failed with status {done.returncode}:\n{done.stdout}{done.stderr}")
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
