@@ -126,7 +126,7 @@ class _Machine:
                 pytest.skip(f"{STATE} is there: virtual hosts of somebody else are up; the *-down in {HOSTS} remove them")
             unless_held.pop_all()
         self._lock = lock
-        session.addfinalizer(self._end)
+        session.addfinalizer(self.end)
 
     def _down(self) -> None:
         if self._up is not None:
@@ -134,7 +134,8 @@ class _Machine:
             self._up = None
             subprocess.run([HOSTS / script], check=True, capture_output=True, timeout=120)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """No hosts are up, and others may have the machine."""
         try:
             self._down()
         finally:
@@ -151,6 +152,13 @@ def slurm(request: pytest.FixtureRequest) -> Start:
     """Two hosts with Slurm, on each of which its own name is 127.0.1.1; calls a command here as a user does."""
     _machine.use("slurm", request.session)
     return started
+
+
+@pytest.fixture
+def slurm_elsewhere(request: pytest.FixtureRequest) -> None:
+    """For a runner that brings up Slurm itself: it can (else the test is skipped), and no hosts are up."""
+    _machine.use("slurm", request.session)
+    _machine.end()
 
 
 @pytest.fixture

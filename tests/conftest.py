@@ -45,6 +45,11 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, lambda *_: None)  # passed over here as before; a handler does not survive an exec
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    doses = "of the stress tests: what CI runs, or all that the RESULTS.md in stress/ were taken with"
+    parser.addoption("--dose", choices=("small", "whole"), default="small", help=doses)
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """One per core that we may use; each worker imports torch, so more than a few gain nothing."""
     return min(len(os.sched_getaffinity(0)), 8)
@@ -54,11 +59,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScope
     return _ByHosts(config, log)
 
 
+_ON_HOSTS = ("tests/cluster/", "tests/stress/test_preemptions.py")
+
+
 class _ByHosts(LoadScopeScheduling):
     """Tests that need virtual hosts run in one worker, one after the other; each other test where there is room."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "hosts" if nodeid.startswith("tests/cluster/") and "/test_under_mpirun.py" not in nodeid else nodeid
+        return "hosts" if nodeid.startswith(_ON_HOSTS) and "/test_under_mpirun.py" not in nodeid else nodeid
 
 
 def pytest_unconfigure() -> None:
@@ -86,8 +94,15 @@ _CLUSTERS = ("slurm", "sge", "debian_hosts", "hosts", "ssh", "openmpi", "mpich")
 """What says which hosts a test needs: a fixture, or a value of a parameter by which it asks for one."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need the same hosts come after each other, wherever they are: to bring others up takes seconds each time."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need the same hosts come after each other, wherever they are: to bring others up takes seconds each time.
+
+    A whole dose of a stress test has no time limit.
+    """
+    if config.getoption("dose") == "whole":
+        for item in items:
+            if item.get_closest_marker("stress") is not None:
+                item.add_marker(pytest.mark.timeout(0))
     items.sort(key=_cluster)
 
 
@@ -111,6 +126,12 @@ def _empty_place(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monke
     for name in list(os.environ):
         if name.startswith(_FOREIGN):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def dose(request: pytest.FixtureRequest) -> str:
+    """`small` or `whole`."""
+    return str(request.config.getoption("dose"))
 
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -1,7 +1,7 @@
 """Places in which a script may find itself, and whether what its ranks say of themselves is true.
 
 `SCRIPT` is the one script, without a flag; each of its ranks leaves what it knows in the folder `said` beside it. The same of
-other libraries is in benchmarks/truth_table.
+other libraries is in stress/truth_table.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ others on the machine move less.
 
 import argparse
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -27,6 +26,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from rankwise.checkpoint import Checkpoints
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measure import median, ratios, rounds, spread
 
 Way = tuple[Callable[[int], object], Callable[[], object]]
 """(what the loop waits for, until it is done)"""
@@ -107,36 +110,35 @@ def lightning(folder: Path) -> Callable[[dict], Way] | None:
     return way
 
 
-def bench(folder: Path, rounds: int) -> str:
+def bench(folder: Path, count: int) -> str:
     model, optimizer, step = trained()
     size = sum(tensor.nbytes for tensor in tensors(model, optimizer))
     found = ways(folder, model, optimizer)
-    wall: dict[str, list[float]] = {name: [] for name in found}
-    cpu: dict[str, list[float]] = {name: [] for name in found}
-    for turn in range(rounds + 2):
-        names = list(found)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            save, wait = found[name]
-            step()
-            began, began_cpu = time.perf_counter(), time.thread_time()
-            save(turn)
-            wall[name].append(time.perf_counter() - began)
-            cpu[name].append(time.thread_time() - began_cpu)
-            wait()
+
+    def saved(way: Way, turn: int) -> tuple[float, float]:
+        save, wait = way
+        step()
+        began, began_cpu = time.perf_counter(), time.thread_time()
+        save(turn)
+        taken = time.perf_counter() - began, time.thread_time() - began_cpu
+        wait()
+        return taken
+
+    times = rounds({name: lambda turn, way=way: saved(way, turn) for name, way in found.items()}, count, warm=2, rotate=True)
+    wall = {name: [seconds for seconds, _ in taken] for name, taken in times.items()}
+    cpu = {name: [seconds for _, seconds in taken] for name, taken in times.items()}
     on_disk = sum(path.stat().st_size for path in (folder / "background").rglob("step-*/*")) / len(
         list((folder / "background").glob("step-*"))
     )
     lines = [
-        f"{size / 1e6:.0f} MB, on the disk {on_disk / size:.4f} of that; {rounds} rounds; ratios to memcpy of the same round"
+        f"{size / 1e6:.0f} MB, on the disk {on_disk / size:.4f} of that; {count} rounds; ratios to memcpy of the same round"
     ]
     lines.append(f"{'':28} {'wall: median (min .. max)':32} CPU of the caller: median")
     for name in found:
-        ratios = [a / b for a, b in zip(wall[name][2:], wall["memcpy"][2:], strict=True)]
-        cpus = [a / b for a, b in zip(cpu[name][2:], cpu["memcpy"][2:], strict=True)]
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
-        lines.append(f"{name:28} {spread:32} {statistics.median(cpus):.2f}")
-    medians = {name: statistics.median(times[2:]) for name, times in wall.items()}
-    least = {name: min(times[2:]) for name, times in wall.items()}
+        cpus = ratios(cpu[name], cpu["memcpy"])
+        lines.append(f"{name:28} {spread(ratios(wall[name], wall['memcpy'])):32} {median(cpus):.2f}")
+    medians = {name: median(seconds) for name, seconds in wall.items()}
+    least = {name: min(seconds) for name, seconds in wall.items()}
     lines.append("ratio of medians, of least:  " + ", ".join(
         f"{name} {medians[name] / medians['memcpy']:.2f} {least[name] / least['memcpy']:.2f}" for name in found
     ))  # fmt: skip

@@ -3,11 +3,16 @@
 rankwise run --nproc 2 --check-collectives benchmarks/check_collectives/bench.py
 """
 
-import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measure import median, p10, p90, ratios, rounds
 
 CHUNK = 200
 ROUNDS = 40
@@ -26,16 +31,17 @@ def seconds(all_reduce, tensor):
     return (time.perf_counter() - began) / CHUNK
 
 
-for numel in (1, 1000, 1_000_000):
+def compare(numel):
     tensor = torch.zeros(numel)
-    ratios, base = [], []
-    for _ in range(ROUNDS if numel < 1_000_000 else 4):
-        a, b = seconds(plain, tensor), seconds(noted, tensor)
-        base.append(a)
-        ratios.append(b / a)
+    ways = {"plain": lambda _: seconds(plain, tensor), "noted": lambda _: seconds(noted, tensor)}
+    found = rounds(ways, ROUNDS if numel < 1_000_000 else 4)
+    slower = ratios(found["noted"], found["plain"])
     if dist.get_rank() == 0:
-        low, high = statistics.quantiles(ratios, n=10)[0], statistics.quantiles(ratios, n=10)[-1]
         print(
-            f"{numel:>9} elements: {statistics.median(base) * 1e6:7.0f} us without, "
-            f"ratio {statistics.median(ratios):.3f} (p10 {low:.3f}, p90 {high:.3f})"
+            f"{numel:>9} elements: {median(found['plain']) * 1e6:7.0f} us without, "
+            f"ratio {median(slower):.3f} (p10 {p10(slower):.3f}, p90 {p90(slower):.3f})"
         )
+
+
+for numel in (1, 1000, 1_000_000):
+    compare(numel)

@@ -3,10 +3,14 @@
 python benchmarks/import_time/bench.py [rounds]
 """
 
-import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measure import ratios, rounds, spread
 
 CASES = {
     "import torch": [sys.executable, "-c", "import torch"],
@@ -21,20 +25,19 @@ CASES = {
 }
 
 
+def seconds(command: list[str]) -> float:
+    began = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - began
+
+
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
-    seconds: dict[str, list[float]] = {name: [] for name in CASES}
-    for _ in range(rounds):
-        for name, command in CASES.items():
-            began = time.perf_counter()
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            seconds[name].append(time.perf_counter() - began)
-    base = seconds["import torch"]
-    print(f"{rounds} interleaved rounds; whole processes; ratio to `import torch`: median of pairs (min .. max), min / min")
-    for name, times in seconds.items():
-        ratios = [t / b for t, b in zip(times, base, strict=True)]
-        least = min(times) / min(base)
-        print(f"{name:36} {statistics.median(ratios):6.3f} ({min(ratios):.3f} .. {max(ratios):.3f})  {least:.3f}")
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 15
+    found = rounds({name: lambda _, command=command: seconds(command) for name, command in CASES.items()}, count)
+    base = found["import torch"]
+    print(f"{count} interleaved rounds; whole processes; ratio to `import torch`: median of pairs (min .. max), min / min")
+    for name, times in found.items():
+        print(f"{name:36}  {spread(ratios(times, base), 3)}  {min(times) / min(base):.3f}")
 
 
 if __name__ == "__main__":

@@ -5,13 +5,15 @@ python benchmarks/launch/bench.py [rounds] [ranks ...]
 
 import os
 import resource
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measure import ratios, rounds, spread
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 
@@ -31,7 +33,7 @@ def commands(ranks: int, folder: str) -> dict[str, list[str]]:
     }
 
 
-def measure(command: list[str], folder: str) -> tuple[float, float, float]:
+def timed(command: list[str], folder: str) -> tuple[float, float, float]:
     """(seconds to the last rank's first step, from there to the exit, CPU seconds of the whole tree)."""
     for mark in Path(folder).glob("first-*"):
         mark.unlink()
@@ -46,21 +48,23 @@ def measure(command: list[str], folder: str) -> tuple[float, float, float]:
     return first - began, ended - first, cpu
 
 
+def compare(ranks: int, count: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {name: lambda _, words=words: timed(words, folder) for name, words in commands(ranks, folder).items()}
+        found = rounds(ways, count)
+    print(f"{ranks} ranks, {count} interleaved rounds, rankwise / torchrun: median of pairs (min .. max)")
+    columns = zip(zip(*found["rankwise"], strict=True), zip(*found["torchrun"], strict=True), strict=True)
+    for what, (ours, theirs) in zip(
+        ("launch to first step", "first step to exit", "CPU of the whole tree"), columns, strict=True
+    ):
+        print(f"  {what:22} {spread(ratios(ours, theirs))}")
+
+
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 9
     os.environ["OMP_NUM_THREADS"] = "1"
     for ranks in [int(word) for word in sys.argv[2:]] or [2, 4]:
-        folder = tempfile.mkdtemp()
-        figures: dict[str, list[tuple[float, float, float]]] = {"torchrun": [], "rankwise": []}
-        for _ in range(rounds):
-            for name, command in commands(ranks, folder).items():
-                figures[name].append(measure(command, folder))
-        shutil.rmtree(folder)
-        print(f"{ranks} ranks, {rounds} interleaved rounds, rankwise / torchrun: median of pairs (min .. max)")
-        for column, what in enumerate(("launch to first step", "first step to exit", "CPU of the whole tree")):
-            pairs = zip(figures["rankwise"], figures["torchrun"], strict=True)
-            ratios = [ours[column] / theirs[column] for ours, theirs in pairs]
-            print(f"  {what:22} {statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})")
+        compare(ranks, count)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,20 @@
 pip install -c constraints.txt speechbrain torchaudio;  python benchmarks/length_batches/bench.py
 """
 
-import statistics
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 from speechbrain.dataio.sampler import DistributedSamplerWrapper, DynamicBatchSampler
 
 from rankwise import Loader, World
 from rankwise.data.batching import balanced_runs
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measure import median, rounds, spread
 
 SAMPLES, TURNS = 50_000, 5
 RNG = np.random.default_rng(0)
@@ -89,17 +94,18 @@ def main():
             found = [figures(lengths, plan(ranks)) for ranks in RANKS]
             costs = " ".join(f"{cost:.3f}" for _, cost, _, _ in found)
             print(f"{case:36s} {found[0][0]:6.1%}  {costs}  {sum(f[2] for f in found)} {sum(f[3] for f in found)}")
+
+    def seconds(plan):
+        began = time.process_time()
+        plan(1)
+        return time.process_time() - began
+
     plans = cases(LENGTHS["log-normal"])
-    times = {case: [] for case in plans}
-    for _ in range(TURNS):
-        for case, plan in plans.items():
-            began = time.process_time()
-            plan(1)
-            times[case].append(time.process_time() - began)
-    base = statistics.median(times["global_batch_tokens"])
+    times = rounds({case: lambda _, plan=plan: seconds(plan) for case, plan in plans.items()}, TURNS)
+    base = median(times["global_batch_tokens"])
     print("\nCPU time of one epoch's plan on 1 rank, ratios of medians")
     for case, spent in times.items():
-        print(f"{case:36s} {statistics.median(spent) / base:.2f}  ({min(spent) / base:.2f} to {max(spent) / base:.2f})")
+        print(f"{case:36s} {spread([taken / base for taken in spent])}")
     print(f"global_batch_tokens: {base / SAMPLES * 1e6:.2f} us a sample")
 
 

@@ -5,10 +5,12 @@ python benchmarks/many_agents/bench.py [agents ...]
 The head is the agent as it is, in a process of its own, with one short rank; the others are light members in one process that
 speak over real links: they prove the secret, say who they are, say that their rank is there when asked to start, beat each
 second, and say how it ended. One machine: both share its cores, and a thousand sockets are all on loopback.
+Exits with 1 when a member lost its link, an agent waits for more than 120 s, or the head failed.
 """
 
 import json
 import os
+import platform
 import resource
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -27,6 +30,8 @@ from rankwise.plan import Plan
 from rankwise.rundir import RunDir, write_json
 
 HOLD_S = 6.0
+LIMIT_S = 120.0
+VERSIONS = {"rankwise": version("rankwise"), "Python": platform.python_version()}
 
 
 class Member:
@@ -36,7 +41,7 @@ class Member:
         hello = {
             "hello": {
                 "index": index, "host": f"node{index}", "home": record["home"], "ranks": 1, "why": "simulated", "page": "",
-                "port": 1, "versions": {}, "door": None,
+                "port": 1, "versions": VERSIONS, "door": None,
             }
         }  # fmt: skip
         self.link, _, _ = knock(["127.0.0.1"], record["port"], record["secret"], hello)
@@ -69,7 +74,7 @@ def head(folder: Path, agents: int) -> tuple[subprocess.Popen, RunDir]:
         version=2, run_id=uuid.uuid4().hex, run_dir=str(run.path), argv=("sh", "-c", f"sleep {HOLD_S}"), interpreter=(),
         environment={}, cwd=str(folder), name="train", on="openmpi", nodes=agents, min_nodes=agents, hosts=(), node_rank=-1,
         nproc=1, threads=1, job={}, fork=False, master_addr="", master_port=0, join_timeout_s=300.0, node_wait_s=30.0,
-        max_restarts=0, stop_after_s=0.0, limit_s=0.0, grace_s=10.0, stall_warn_s=0.0, check_collectives=False, tee="none",
+        max_restarts=0, stop_after_s=0.0, grace_s=10.0, stall_warn_s=0.0, check_collectives=False, tee="none",
         launcher_pid=0,
     )  # fmt: skip
     write_json(run.plan, plan.record())
@@ -108,30 +113,38 @@ def measure(agents: int) -> dict:
         turn(members, lambda: time.perf_counter() > joined + 4.0)
         idle = sum(agent.cpu_times()[:2])
         turn(members, lambda: all(member.over or member.link.closed for member in members))
-        status = process.wait()
+        lost = sum(not member.over for member in members)
+        status = process.wait(timeout=LIMIT_S)
     return {
         "agents": agents, "calls_s": called - began, "to_start_s": joined - called, "head_cpu_s": cpu_joined - cpu,
-        "messages_an_agent": told / max(1, agents - 1), "head_share_while_running": (idle - cpu_joined) / 4.0, "status": status,
+        "messages_an_agent": told / max(1, agents - 1), "head_share_while_running": (idle - cpu_joined) / 4.0,
+        "lost": lost, "status": status,
     }  # fmt: skip
 
 
 def turn(members: list, over) -> None:
+    until = time.monotonic() + LIMIT_S
     while True:
         for member in members:
             if member.link.closed is None:
                 member.look()
         if over():
             return
+        if time.monotonic() > until:
+            raise SystemExit(f"WRONG: the head or a member still waits after {LIMIT_S:g} s")
         time.sleep(0.02)
 
 
-def main() -> None:
+def main() -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    right = True
     for agents in [int(word) for word in sys.argv[1:]] or [2, 10, 100, 300, 1000]:
         found = measure(agents)
         print(json.dumps({key: round(value, 4) for key, value in found.items()}), flush=True)
+        right = right and found["status"] == found["lost"] == 0
+    return 0 if right else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

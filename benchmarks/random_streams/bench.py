@@ -4,15 +4,19 @@ python benchmarks/random_streams/bench.py
 """
 
 import random
-import statistics
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from rankwise import seed
 from rankwise.data.fetch import Fetch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measure import median, p10, rounds
 
 TURNS, CALLS, BATCH = 60, 200, 32
 
@@ -64,14 +68,16 @@ CASES = {
     f"a batch of {BATCH} indices, draws_nothing": lambda key: quiet.here((0, indices)),
 }
 
-times = {name: [] for name in CASES}
-for _ in range(TURNS):  # interleaved, so that a busy machine is busy for all
-    for name, call in CASES.items():
-        began = time.perf_counter()
-        for key in range(CALLS):
-            call(key)
-        times[name].append((time.perf_counter() - began) / CALLS * 1e6)
+
+def microseconds(call):
+    began = time.perf_counter()
+    for key in range(CALLS):
+        call(key)
+    return (time.perf_counter() - began) / CALLS * 1e6
+
+
+times = rounds({name: lambda _, call=call: microseconds(call) for name, call in CASES.items()}, TURNS)
 print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, numpy {np.__version__}; {TURNS} turns of {CALLS} calls")
 print(f"{'':45s} us p10  median")
 for name, values in times.items():
-    print(f"{name:45s} {statistics.quantiles(values, n=10)[0]:7.1f} {statistics.median(values):7.1f}")
+    print(f"{name:45s} {p10(values):7.1f} {median(values):7.1f}")

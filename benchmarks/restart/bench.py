@@ -5,13 +5,15 @@ python benchmarks/restart/bench.py [rounds] [ranks ...]
 
 import json
 import os
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measure import ratios, rounds, spread
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 
@@ -40,25 +42,24 @@ def cold(ranks: int, folder: str) -> float:
     return first_step(folder, 0, ranks) - began
 
 
+def compare(ranks: int, count: int) -> None:
+    def in_a_folder(way):
+        with tempfile.TemporaryDirectory() as folder:
+            return way(ranks, folder)
+
+    found = rounds({"torchrun": lambda _: in_a_folder(cold), "restart": lambda _: in_a_folder(restart)}, count)
+    restarts = [from_fork for from_fork, _ in found["restart"]]
+    print(f"{ranks} ranks, {count} interleaved rounds: median (min .. max)")
+    print(f"  torchrun, launch to first step, s   {spread(found['torchrun'], 3)}")
+    print(f"  restart, fork to first step, s      {spread(restarts, 3)}")
+    print(f"  restart / torchrun                  {spread(ratios(restarts, found['torchrun']), 3)}")
+
+
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 9
     os.environ["OMP_NUM_THREADS"] = "1"
     for ranks in [int(word) for word in sys.argv[2:]] or [2, 4]:
-        restarts, colds = [], []
-        for _ in range(rounds):
-            for figures, measure in ((colds, cold), (restarts, restart)):
-                folder = tempfile.mkdtemp()
-                figures.append(measure(ranks, folder))
-                shutil.rmtree(folder)
-        ratios = [ours[0] / theirs for ours, theirs in zip(restarts, colds, strict=True)]
-        print(f"{ranks} ranks, {rounds} interleaved rounds: median (min .. max)")
-        print(f"  torchrun, launch to first step, s   {_spread(colds)}")
-        print(f"  restart, fork to first step, s      {_spread([r[0] for r in restarts])}")
-        print(f"  restart / torchrun                  {_spread(ratios)}")
-
-
-def _spread(figures: list[float]) -> str:
-    return f"{statistics.median(figures):.3f} ({min(figures):.3f} .. {max(figures):.3f})"
+        compare(ranks, count)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import argparse
 import os
 import pickle
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -26,6 +25,10 @@ from torch import nn
 
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measure import median, ratios, rounds, spread
 
 Parts = tuple[nn.Module, torch.optim.Optimizer]
 Taken = tuple[float, float]
@@ -93,23 +96,24 @@ def ways(folder: Path) -> dict[str, Callable[..., object]]:
     }
 
 
-def bench(folder: Path, rounds: int, fork: bool) -> str:
+def bench(folder: Path, count: int, fork: bool) -> str:
     found = ways(folder)
-    lines = [f"{rounds} rounds; of pairs: median (min .. max); of the least; of CPU: median"]
+    lines = [f"{count} rounds; of pairs: median (min .. max); of the least; of CPU: median"]
+    take = forked if fork else lambda way, stepped: timed(way, new(stepped))
     for stepped in (False, True):
-        times: dict[str, list[Taken]] = {name: [] for name in found}
-        for turn in range(rounds + 1):
-            names = [name for name in found if stepped or name != "memcpy"]
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                times[name].append(forked(found[name], stepped) if fork else timed(found[name], new(stepped)))
+        ways_here = {
+            name: lambda _, way=way, stepped=stepped: take(way, stepped)
+            for name, way in found.items()
+            if stepped or name != "memcpy"
+        }
+        times = rounds(ways_here, count, warm=1, rotate=True)
         lines.append("in place: the optimizer has made a step" if stepped else "fresh: it has not")
-        base = times["torch.load + load_state_dict"][1:]
-        for name, all_took in times.items():
-            if took := all_took[1:]:
-                wall = [a[0] / b[0] for a, b in zip(took, base, strict=True)]
-                cpu = [a[1] / b[1] for a, b in zip(took, base, strict=True)]
-                spread = f"{statistics.median(wall):.2f} ({min(wall):.2f} .. {max(wall):.2f})"
-                lines.append(f"  {name:30} {spread:24} {min(took)[0] / min(base)[0]:.2f}   {statistics.median(cpu):.2f}")
+        base, base_cpu = zip(*times["torch.load + load_state_dict"], strict=True)
+        for name, took in times.items():
+            wall, cpu = zip(*took, strict=True)
+            lines.append(
+                f"  {name:30} {spread(ratios(wall, base)):24} {min(wall) / min(base):.2f}   {median(ratios(cpu, base_cpu)):.2f}"
+            )
     return "\n".join(lines)
 
 
@@ -125,7 +129,7 @@ def cost_of_sums(folder: Path) -> str:
         for tensor in state:
             manifests.tensor_sum(tensor)
         took.append(time.thread_time() - began)
-    cost = statistics.median(took) / size * 1e9
+    cost = median(took) / size * 1e9
     return f"sums at a save: {cost:.3f} s/GB on one core; on the disk {on_disk / size:.4f} of the state"
 
 

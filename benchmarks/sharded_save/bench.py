@@ -9,7 +9,7 @@ that waits longest; CPU is that of the main rank's loop thread (the copy), and o
 
 import argparse
 import shutil
-import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +20,10 @@ from torch import nn
 import rankwise
 from rankwise import comm
 from rankwise.checkpoint import Checkpoints
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measure import ratios, rounds, spread
 
 
 def main() -> None:
@@ -34,27 +38,29 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     gradients = [torch.randn_like(p) for p in model.parameters()]
     folder = rankwise.run_on_main(lambda: Path(tempfile.mkdtemp(dir=options.folder)))
-    ways = {name: Checkpoints(folder / name, 1, background=True, sharded=name == "all") for name in ("one", "all")}
-    times: dict[str, list[list[float]]] = {name: [] for name in ways}
-    for turn in range(options.rounds + 2):
-        for name in ways if turn % 2 else reversed(ways):
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter.grad = gradient
-            optimizer.step()
-            comm.barrier()
-            began, cpu, all_cpu = time.perf_counter(), time.thread_time(), time.process_time()
-            ways[name].save({"model": model, "optimizer": optimizer}, turn)
-            taken = [time.perf_counter() - began, time.thread_time() - cpu]
-            ways[name].wait()
-            taken += [time.perf_counter() - began, time.process_time() - all_cpu]
-            slowest = comm.all_reduce(torch.tensor([taken[0], taken[2]]), "max").tolist()
-            times[name].append([slowest[0], taken[1], slowest[1], taken[3]])
+
+    def saved(checkpoints: Checkpoints, turn: int) -> list[float]:
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        comm.barrier()
+        began, cpu, all_cpu = time.perf_counter(), time.thread_time(), time.process_time()
+        checkpoints.save({"model": model, "optimizer": optimizer}, turn)
+        taken = [time.perf_counter() - began, time.thread_time() - cpu]
+        checkpoints.wait()
+        taken += [time.perf_counter() - began, time.process_time() - all_cpu]
+        slowest = comm.all_reduce(torch.tensor([taken[0], taken[2]]), "max").tolist()
+        return [slowest[0], taken[1], slowest[1], taken[3]]
+
+    ways = {name: Checkpoints(folder / name, 1, background=True, sharded=name == "all") for name in ("all", "one")}
+    found = rounds(
+        {name: lambda turn, way=way: saved(way, turn) for name, way in ways.items()}, options.rounds, warm=2, rotate=True
+    )
     if comm.is_main():
-        for column, figure in enumerate(("the loop waits", "CPU of the copy", "on the disk", "CPU of all of the main rank")):
-            pairs = zip(times["all"][2:], times["one"][2:], strict=True)
-            ratios = [a[column] / b[column] for a, b in pairs]
-            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
-            print(f"{figure:30} all ranks / one: {spread}", flush=True)
+        columns = zip(zip(*found["all"], strict=True), zip(*found["one"], strict=True), strict=True)
+        figures = ("the loop waits", "CPU of the copy", "on the disk", "CPU of all of the main rank")
+        for figure, (all_ranks, one) in zip(figures, columns, strict=True):
+            print(f"{figure:30} all ranks / one: {spread(ratios(all_ranks, one))}", flush=True)
         shutil.rmtree(folder)
 
 

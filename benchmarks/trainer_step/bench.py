@@ -8,11 +8,11 @@ Both loops live in this process and take turns of 40 steps; the same tiny model 
 (16) and optimizer (SGD): nothing hides a loop's own cost. The hand-written loop uses torch's DataLoader.
 """
 
-import statistics
 import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,6 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import rankwise
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measure import median, p10, ratios
 
 TURN = 40
 TURNS = 120
@@ -129,13 +133,12 @@ def main() -> None:
     trainer_loop(turns, world, data, folder)
     raw.join()
     warm = 5
-    pairs = list(zip(turns.times["Trainer"], turns.times["raw"], strict=True))[warm:-1]
-    ratios = [a / b for a, b in pairs]
-    tenth = {name: statistics.quantiles(times[warm:], n=10)[0] for name, times in turns.times.items()}
+    slower = ratios(turns.times["Trainer"], turns.times["raw"])[warm:-1]
+    tenth = {name: p10(times[warm:]) for name, times in turns.times.items()}
     if world.is_main:
         print(
-            f"{world.world_size} rank(s), {len(ratios)} paired turns of {TURN} steps, Trainer / hand-written: "
-            f"median {statistics.median(ratios):.3f}, p10 of turns {tenth['Trainer'] / tenth['raw']:.3f} "
+            f"{world.world_size} rank(s), {len(slower)} paired turns of {TURN} steps, Trainer / hand-written: "
+            f"median {median(slower):.3f}, p10 of turns {tenth['Trainer'] / tenth['raw']:.3f} "
             f"(raw {1e6 * tenth['raw']:.0f} us a step); Python {sys.version.split()[0]}, torch {torch.__version__}"
         )
 

@@ -19,12 +19,12 @@ optimizer are those of bench.py. Each has what it does by itself:
 
 import logging
 import os
-import statistics
 import sys
 import tempfile
 import threading
 import traceback
 import warnings
+from pathlib import Path
 
 import torch
 from bench import BATCH, TURN, Rows, Turns, parts, raw_loop, trainer_loop
@@ -32,6 +32,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import rankwise
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measure import median, p10, ratios
 
 NAMES = ["raw", "Trainer", "Fabric", "Accelerate", "Ignite", "Lightning", "Lightning bare", "HF Trainer"]
 
@@ -208,9 +212,7 @@ def report(turns: Turns, ranks: int) -> None:
     print(f"{'':16}{'median of pairs':>16}{'p10 of turns':>14}")
     for name in NAMES:
         times = turns.times[name][warm:-1]
-        median = statistics.median(a / b for a, b in zip(times, raw, strict=True))
-        tenth = statistics.quantiles(times, n=10)[0] / statistics.quantiles(raw, n=10)[0]
-        print(f"{name:16}{median:16.2f}{tenth:14.2f}")
+        print(f"{name:16}{median(ratios(times, raw)):16.2f}{p10(times) / p10(raw):14.2f}")
 
 
 if __name__ == "__main__":

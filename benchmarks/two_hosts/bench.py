@@ -7,12 +7,15 @@ torchrun is typed on each host, here by two ssh at once; rankwise once, and reac
 
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measure import median, ratios, rounds, spread
 
 WORKER = str(Path(__file__).parents[1] / "launch" / "worker.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -32,7 +35,7 @@ def rankwise(hosts: list[str], ranks: int, folder: str, port: int) -> list[list[
     return [[sys.executable, "-m", "rankwise", "run", "-H", named, WORKER, folder]]
 
 
-def measure(commands: list[list[str]], folder: str, ranks: int) -> tuple[float, float]:
+def timed(commands: list[list[str]], folder: str, ranks: int) -> tuple[float, float]:
     """(seconds to the last rank's first step, from there to the exit)."""
     for mark in Path(folder).glob("first-*"):
         mark.unlink()
@@ -48,23 +51,23 @@ def measure(commands: list[list[str]], folder: str, ranks: int) -> tuple[float, 
 
 def main() -> None:
     hosts = sys.argv[1:3]
-    rounds, ranks = [int(word) for word in sys.argv[3:5]] if len(sys.argv) > 4 else (7, 2)
+    count, ranks = [int(word) for word in sys.argv[3:5]] if len(sys.argv) > 4 else (7, 2)
     os.environ["OMP_NUM_THREADS"] = "1"
-    figures: dict[str, list[tuple[float, float]]] = {"torchrun": [], "rankwise": []}
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        for number in range(rounds):
-            for name, make in (("torchrun", torchrun), ("rankwise", rankwise)):
-                figures[name].append(measure(make(hosts, ranks, folder, 29500 + number), folder, ranks * len(hosts)))
+
+        def way(make):
+            return lambda turn: timed(make(hosts, ranks, folder, 29500 + turn), folder, ranks * len(hosts))
+
+        found = rounds({"torchrun": way(torchrun), "rankwise": way(rankwise)}, count)
     print(
-        f"{ranks} ranks on each of {len(hosts)} hosts, {rounds} interleaved rounds, "
+        f"{ranks} ranks on each of {len(hosts)} hosts, {count} interleaved rounds, "
         "rankwise / torchrun: median of pairs (min .. max)"
     )
+    columns = {name: list(zip(*rows, strict=True)) for name, rows in found.items()}
     for column, what in enumerate(("command to first step", "first step to exit")):
-        pairs = zip(figures["rankwise"], figures["torchrun"], strict=True)
-        ratios = [ours[column] / theirs[column] for ours, theirs in pairs]
-        print(f"{what}: {statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})")
-        for name, rows in figures.items():
-            print(f"  {name}: {statistics.median(row[column] for row in rows):.2f} s")
+        print(f"{what}: {spread(ratios(columns['rankwise'][column], columns['torchrun'][column]))}")
+        for name in found:
+            print(f"  {name}: {median(columns[name][column]):.2f} s")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,54 @@
+"""What all benches share: rounds in which the ways take turns, ratios of pairs, and how far figures spread.
+
+found = rounds({"torchrun": lambda turn: theirs(), "rankwise": lambda turn: ours()}, 9)
+print(spread(ratios(found["rankwise"], found["torchrun"])))          0.62 (0.58 .. 0.71)
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from statistics import median
+from typing import TypeVar
+
+__all__ = ["median", "p10", "p90", "ratios", "rounds", "spread"]
+
+Figure = TypeVar("Figure")
+
+
+def rounds(
+    ways: Mapping[str, Callable[[int], Figure]], count: int, warm: int = 0, rotate: bool = False
+) -> dict[str, list[Figure]]:
+    """What each way returned in each of `count` rounds: a machine that is busy is then busy for all ways.
+
+    In a round each way is called once with the number of the round, in the order of `ways`; with `rotate`, the next way begins
+    in each round. The first `warm` rounds are made as well and not counted.
+    """
+    names = list(ways)
+    found: dict[str, list[Figure]] = {name: [] for name in names}
+    for turn in range(warm + count):
+        first = turn % len(names) if rotate else 0
+        for name in names[first:] + names[:first]:
+            figure = ways[name](turn)
+            if turn >= warm:
+                found[name].append(figure)
+    return found
+
+
+def ratios(ours: Iterable[float], theirs: Iterable[float]) -> list[float]:
+    """Of the two figures of each round. ValueError if there are not as many of both."""
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def spread(figures: Iterable[float], digits: int = 2, unit: str = "") -> str:
+    """The median, the least and the most: `1.02 (0.98 .. 1.10)`. The unit stands behind the median."""
+    figures = list(figures)
+    return f"{median(figures):.{digits}f}{unit} ({min(figures):.{digits}f} .. {max(figures):.{digits}f})"
+
+
+def p10(figures: Iterable[float]) -> float:
+    """What a tenth of at least two figures are below."""
+    return statistics.quantiles(figures, n=10)[0]
+
+
+def p90(figures: Iterable[float]) -> float:
+    """What a tenth of at least two figures are above."""
+    return statistics.quantiles(figures, n=10)[-1]

@@ -1,0 +1,228 @@
+"""Is a training that is killed at any moment, again and again, the training that was never killed?
+
+    python stress/kill_anywhere/run.py [--kills 100] [--in-save 30] [--steps 1000] [--seed 0] [--folder /dev/shm]
+        [--blocking]
+
+SIGKILL to a rank, the agent, the launcher or all of them: at a moment drawn from the whole life of a run, its start included,
+or inside a save. After each kill: nothing is left in ps, every checkpoint by its name is whole, none that was complete is gone,
+and the next life goes on from the newest with the very losses of a run that was never killed. A training that reaches its end
+must have that run's parameters, bit for bit; then another begins, until there were enough kills. Exits with 1 when something is
+wrong.
+"""
+
+import argparse
+import collections
+import contextlib
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from rankwise.checkpoint import manifest as manifests
+from rankwise.rundir import RunDir
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from judge import WrongError, judged, processes
+
+SCRIPT = Path(__file__).with_name("train.py")
+VICTIMS = ("rank 0", "rank 1", "agent", "launcher", "all")
+DEADLINE_S = 60.0
+
+
+class Training:
+    """One training, over as many lives as it takes."""
+
+    def __init__(self, folder: Path, steps: int, words: Sequence[str]) -> None:
+        folder.mkdir()
+        self.run = RunDir(folder / "run")
+        self.final = folder / "final.pt"
+        self.saved = folder / "saved.txt"
+        self.out = folder / "out.txt"
+        self.lives = 0
+        self._words = [str(steps), str(self.final), str(self.saved), *words]
+
+    def start(self) -> psutil.Popen:
+        self.lives += 1
+        with self.out.open("w") as out:
+            words = [sys.executable, "-m", "rankwise", "run", "--nproc", "2", "--run-dir", str(self.run.path)]
+            return psutil.Popen([*words, SCRIPT, *self._words], stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def saving(self) -> list[Path]:
+        with contextlib.suppress(OSError):
+            return [p for p in self.run.checkpoints.iterdir() if p.name.startswith("tmp.")]
+        return []
+
+    def newest(self) -> int:
+        """The step of the newest checkpoint, 0 if there is none; each of them must be whole."""
+        with contextlib.suppress(FileNotFoundError):
+            return max((manifests.verify(p).step for p in self.run.checkpoints.iterdir() if p.name[:5] == "step-"), default=0)
+        return 0
+
+    def last_saved(self) -> int:
+        lines = self.saved.read_text().split() if self.saved.exists() else []
+        return int(lines[-1]) if lines else 0
+
+    def losses(self) -> dict[int, list[tuple[int, float]]]:
+        """(step, loss) as they came, of each life that got so far."""
+        lives = collections.defaultdict(list)
+        for record in self.run.read_metrics():
+            if "loss" in record:
+                lives[record["life"]].append((record["step"], record["loss"]))
+        return lives
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return torch.load(self.final, weights_only=True)
+
+
+def pick(training: Training, launcher: psutil.Popen, victim: str) -> list[int]:
+    """The pids of a victim; the launcher's where that is not there yet."""
+    with contextlib.suppress(psutil.Error, IndexError, OSError):
+        if victim == "all":
+            return [launcher.pid, *(p.pid for p in launcher.children(recursive=True))]
+        if victim == "agent":
+            return [p.pid for p in launcher.children() if "rankwise.agent" in p.cmdline()][:1] or [launcher.pid]
+        if victim.startswith("rank"):
+            children = {p.pid for p in launcher.children(recursive=True)}
+            pid = training.run.lives()[-1].pids[int(victim[-1])]
+            return [pid] if pid in children else [launcher.pid]
+    return [launcher.pid]
+
+
+def wait_and_kill(training: Training, launcher: psutil.Popen, victim: str, delay_s: float, in_save: bool) -> str | None:
+    """Kill after so many seconds, and then in the next save if asked to. Who was killed; None if it ended before."""
+    with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
+        launcher.wait(timeout=delay_s)
+        return None
+    pids = pick(training, launcher, victim)  # to look for them in a save would take longer than it
+    if in_save:
+        until = time.monotonic() + DEADLINE_S
+        before = set(training.saving())
+        while not set(training.saving()) - before:
+            if launcher.poll() is not None or time.monotonic() > until:
+                break
+        pids = pids if victim == "launcher" or pids != [launcher.pid] else pick(training, launcher, victim)
+        time.sleep(random.uniform(0.0, 0.03))  # a save takes that long
+    if launcher.poll() is not None:
+        return None
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return victim if victim == "launcher" or pids != [launcher.pid] else "launcher"
+
+
+def wait_until_gone(training: Training, launcher: psutil.Popen) -> float:
+    """Seconds until nothing is left of it."""
+    began = time.monotonic()
+    while launcher.poll() is None or processes(training.run.path.parent):
+        if time.monotonic() - began > DEADLINE_S:
+            left = [(p.pid, p.cmdline()) for p in processes(training.run.path.parent)]
+            for pid, _ in left:
+                os.kill(pid, signal.SIGKILL)
+            raise WrongError(f"left in ps {DEADLINE_S:.0f} s after a kill: {left}")
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def check(training: Training, lives_before: int, began_at: int, reference: dict[int, float]) -> None:
+    """The life just over began one step after the checkpoint that it had, and its losses are those of the reference."""
+    lives = training.losses()
+    steps = [step for step, _ in lives.get(lives_before + 1, [])]
+    if steps != list(range(began_at + 1, began_at + 1 + len(steps))):
+        raise WrongError(f"a life that had a checkpoint of step {began_at} did steps {steps[0]} to {steps[-1]}")
+    for life, figures in lives.items():
+        for step, loss in figures:
+            if loss != reference[step]:
+                raise WrongError(f"life {life} has loss {loss} at step {step}, the run that was never killed {reference[step]}")
+    newest, saved = training.newest(), training.last_saved()
+    if newest < saved:
+        raise WrongError(f"the save of step {saved} was complete, and the newest checkpoint is of step {newest}")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def never_killed(folder: Path, steps: int, words: Sequence[str]) -> tuple[Training, dict[int, float], float, float]:
+    """(the training, its loss at each step, its seconds before the first step, and after it)"""
+    training = Training(folder, steps, words)
+    began = time.monotonic()
+    launcher = training.start()
+    if launcher.wait(timeout=600) != 0:
+        raise WrongError(f"the run that nobody kills failed:\n{training.out.read_text()}")
+    took_s = time.monotonic() - began
+    wait_until_gone(training, launcher)
+    train_s = max(record.get("clock_s", 0.0) for record in training.run.read_metrics())
+    return training, dict(training.losses()[1]), took_s - train_s, train_s
+
+
+def trial(folder: Path, kills: int, in_save: int, steps: int, words: Sequence[str]) -> str:
+    """The summary. Raises WrongError."""
+    reference, losses, start_s, train_s = never_killed(folder / "reference", steps, words)
+    if sorted(losses) != list(range(1, steps + 1)):
+        raise WrongError("the run that nobody kills has not logged each step")
+    trainings = [Training(folder / "1", steps, words)]
+    victims: collections.Counter[str] = collections.Counter()
+    before_first_step = in_saves = done = ended = 0
+    gone_s = []
+    while done < kills or in_saves < in_save or done == 0 or not ended:
+        training = trainings[-1]
+        lives_before, began_at, leftovers = len(training.run.lives()), training.newest(), training.saving()
+        enough = done >= kills and in_saves >= in_save
+        aim_at_save = not enough and in_saves < in_save and (random.random() < 1.5 * in_save / kills or done >= kills)
+        launcher = training.start()
+        left_s = start_s + train_s * (1 - began_at / steps)
+        delay_s = 1e6 if enough else random.uniform(0.0, left_s * (0.8 if aim_at_save else 1.0))
+        victim = wait_and_kill(training, launcher, random.choice(VICTIMS), delay_s, aim_at_save)
+        gone = wait_until_gone(training, launcher)
+        check(training, lives_before, began_at, losses)
+        if victim is not None:
+            gone_s.append(gone)
+            done += 1
+            victims[victim] += 1
+            in_saves += bool(set(training.saving()) - set(leftovers))
+            before_first_step += lives_before + 1 not in training.losses()
+        elif launcher.returncode != 0:
+            raise WrongError(f"a life that nobody killed ended with {launcher.returncode}:\n{training.out.read_text()}")
+        else:
+            if not same(training.parameters(), reference.parameters()):
+                raise WrongError("the parameters in the end are not those of the run that was never killed")
+            ended += 1
+            trainings.append(Training(folder / str(len(trainings) + 1), steps, words))
+        if sys.stderr.isatty():
+            print(f"\r{done} kills, {in_saves} in a save, {ended} trainings ended", end="", file=sys.stderr)
+    lives = [t.lives for t in trainings[:ended]]
+    return (
+        f"{done} kills ({', '.join(f'{name} {n}' for name, n in sorted(victims.items()))}), {in_saves} of them inside a save, "
+        f"{before_first_step} before the first step of a life\n"
+        f"{ended} trainings of {steps} steps ended, in {min(lives)} to {max(lives)} lives: losses of every step and parameters "
+        "bit for bit those of the run that was never killed\n"
+        f"no torn checkpoint, none lost; nothing left in ps, after {statistics.median(gone_s):.2f} s (median), "
+        f"{max(gone_s):.2f} s (longest)"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--in-save", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where the runs live: in memory, or on a disk")
+    parser.add_argument("--blocking", action="store_true", help="saves that the loop waits for, instead of those behind it")
+    options = parser.parse_args()
+    random.seed(options.seed)
+    words = ["blocking"] * options.blocking
+    return judged(lambda folder: print(trial(folder, options.kills, options.in_save, options.steps, words)), options.folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""Runs what a person types in stress/ and benchmarks/, and takes the exit status for the answer."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else "/tmp"
+
+
+def right(runner: str, *words: str) -> str:
+    """What the runner printed; fails with that if it did not exit with 0.
+
+    The time limit is that of the test: then the runner is interrupted and ends what it started.
+    """
+    command = [sys.executable, str(ROOT / runner), *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            text, _ = process.communicate()
+        except BaseException:
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=60)
+            raise
+    print(text)
+    assert process.returncode == 0, f"{runner} {' '.join(words)}: status {process.returncode}\n{text}"
+    return text

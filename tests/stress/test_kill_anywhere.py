@@ -1,0 +1,20 @@
+"""SIGKILL at any moment of a run: stress/kill_anywhere."""
+
+from __future__ import annotations
+
+import pytest
+from runners import MEMORY, right
+
+pytestmark = pytest.mark.stress
+
+DOSES = {
+    "small": {"behind": ["--kills", "4", "--in-save", "1", "--steps", "200"],
+              "blocking": ["--kills", "2", "--in-save", "1", "--steps", "200", "--blocking"]},
+    "whole": {"behind": ["--kills", "200", "--in-save", "60", "--seed", "2"], "blocking": ["--blocking"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("saves", ["behind", "blocking"])
+def test_a_training_that_is_killed_again_and_again_is_the_one_that_was_never_killed(saves: str, dose: str) -> None:
+    text = right("stress/kill_anywhere/run.py", "--folder", MEMORY, *DOSES[dose][saves])
+    assert "bit for bit" in text

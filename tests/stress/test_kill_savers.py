@@ -1,0 +1,20 @@
+"""SIGKILL inside a save, damage, a full disk, a folder that is read only: stress/kill_savers."""
+
+from __future__ import annotations
+
+import pytest
+from runners import MEMORY, right
+
+pytestmark = pytest.mark.stress
+
+DOSES = {"small": ["--kills", "8", "--draws", "5", "--savers", "rankwise", "one file"], "whole": []}
+
+
+def test_what_rankwise_resumes_after_a_kill_or_damage_is_a_complete_save(dose: str) -> None:
+    text = right("stress/kill_savers/run.py", "--folder", MEMORY, *DOSES[dose])
+    lines = text.splitlines()
+    for saver in ("rankwise, blocking", "rankwise, background"):
+        assert sum(line.startswith(saver) for line in lines) >= 4  # and a fifth, the full disk, if a tmpfs can be mounted
+    # The runner sees what a plain file does not: a flipped bit.
+    flipped = next(line for line in lines if line.startswith("torch.save, one file") and "bit flip" in line)
+    assert "load something else, silently" in flipped

@@ -1,0 +1,50 @@
+"""Preemptions of a training under each launcher, and kills between changing numbers of ranks: stress/preemptions."""
+
+from __future__ import annotations
+
+import pytest
+from clusters import Start, openmpi, slurm_elsewhere
+from runners import right
+
+__all__ = ["openmpi", "slurm_elsewhere"]  # fixtures
+
+pytestmark = pytest.mark.stress
+
+BUSY = ["--steps", "60", "--within-s", "20"]  # a machine of CI may be busy
+
+
+def preempted(launcher: str, stops: int, *words: str) -> None:
+    text = right("stress/preemptions/run.py", launcher, "--stops", str(stops), *words)
+    assert f"{launcher}: {stops} preemptions, 0 wrong" in text
+
+
+@pytest.mark.parametrize(("launcher", "small"), [("rankwise", 2), ("torchrun", 1)])
+def test_preemptions_leave_every_step_every_sample_and_every_bit_as_they_were(launcher: str, small: int, dose: str) -> None:
+    preempted(launcher, *{"small": (small, *BUSY), "whole": (50,)}[dose])
+
+
+@pytest.mark.cluster
+def test_a_preemption_under_mpirun_leaves_every_step_every_sample_and_every_bit_as_they_were(openmpi: Start, dose: str) -> None:
+    preempted("mpirun", *{"small": (1, *BUSY), "whole": (50,)}[dose])
+
+
+@pytest.mark.cluster
+def test_a_preemption_in_a_queue_leaves_every_step_every_sample_and_every_bit_as_they_were(
+    slurm_elsewhere: None, dose: str
+) -> None:
+    stops, *words = {"small": ("1", "--steps", "200"), "whole": ("10",)}[dose]
+    text = right("stress/preemptions/slurm.py", "--stops", stops, *words)
+    assert f"slurm: {stops} preemptions, 0 wrong" in text
+
+
+def test_all_ranks_stop_after_the_same_step_when_no_collective_keeps_them_together(dose: str) -> None:
+    words = {"small": ["none", "--stops", "2"], "whole": []}[dose]
+    text = right("stress/preemptions/loops.py", *words)
+    assert "rankwise run, none: " in text
+    assert "torchrun, 2 nodes, none: " in text
+
+
+def test_a_training_killed_on_changing_numbers_of_ranks_is_the_one_that_stopped_cleanly(dose: str) -> None:
+    words = {"small": ["--lives", "3", "--steps", "150"], "whole": []}[dose]
+    text = right("stress/preemptions/chain.py", *words)
+    assert "parameters bit for bit those of the clean chain" in text
