@@ -9,7 +9,7 @@ pytestmark = pytest.mark.stress
 
 DOSES = {
     "small": {"behind": ["--kills", "4", "--in-save", "1", "--steps", "200"],
-              "blocking": ["--kills", "2", "--in-save", "1", "--steps", "200", "--blocking"]},
+              "blocking": ["--kills", "1", "--in-save", "1", "--steps", "200", "--blocking"]},
     "whole": {"behind": ["--kills", "200", "--in-save", "60", "--seed", "2"], "blocking": ["--blocking"]},
 }  # fmt: skip
 
