@@ -74,7 +74,7 @@ def test_an_example_runs_on_two_ranks(example: str) -> None:
     assert said in main.stdout
 
 
-@pytest.mark.parametrize("example", [name for name in EXAMPLES if not name.startswith("01")])  # that one needs a launcher
+@pytest.mark.parametrize("example", [name for name in EXAMPLES if name not in BY_THE_COMMAND])
 def test_an_example_runs_as_plain_python(example: str) -> None:
     words, said = EXAMPLES[example]
     [done] = scripts_on_ranks(1, str(ROOT / "examples" / example), *words)

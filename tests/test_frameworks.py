@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.stress
+
 SCRIPTS = Path(__file__).with_name("frameworks")
 
 

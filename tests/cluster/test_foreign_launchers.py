@@ -1,4 +1,7 @@
-"""What other launchers do with a signal: each row of the table in docs/stopping.md is tried here."""
+"""What other launchers do with a signal: each row of the table in docs/stopping.md is tried here, without a line of ours.
+
+A small dose tries one signal of each launcher.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from launched import wait_for
 
 __all__ = ["hosts", "mpich", "openmpi", "sge", "slurm"]  # fixtures
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.stress]
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "stopping.md"
 SAVE_S = 4.0  # longer than Open MPI waits, and shorter than anybody else
@@ -109,7 +112,12 @@ def test_the_table_is_of_all_that_starts_ranks() -> None:
     assert {row.launcher for row in rows()} == set(COMMANDS)
 
 
-@pytest.mark.parametrize("row", list(rows()), ids=str)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "row" in metafunc.fixturenames:
+        chosen = {row.launcher: row for row in rows()}.values() if metafunc.config.getoption("dose") == "small" else rows()
+        metafunc.parametrize("row", list(chosen), ids=str)
+
+
 def test_a_signal_to_another_launcher_does_what_the_table_says(row: Row, request: pytest.FixtureRequest) -> None:
     fixture, words = COMMANDS[row.launcher]
     start: Start | None = request.getfixturevalue(fixture) if fixture is not None else None
