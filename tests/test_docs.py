@@ -42,7 +42,10 @@ def test_the_documents_python_runs_on_two_ranks_and_on_one(number: int) -> None:
 
 
 @pytest.mark.parametrize(("number", "module", "last"), [(0, "cloudpickle", "[(0, "), (1, "submitit", "[0, 1]")])
-def test_the_readmes_functions_run_from_a_plain_script(number: int, module: str, last: str) -> None:
+def test_the_readmes_functions_run_from_a_plain_script(
+    number: int, module: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))  # ranks that need torch are forked
     pytest.importorskip(module, reason=f"{module} is not installed (pip install 'rankwise[functions,submitit]')")
     Path("readme.py").write_text(blocks("py")[number])
     done = subprocess.run([sys.executable, "readme.py"], capture_output=True, text=True, timeout=100)

@@ -27,7 +27,8 @@ has_cloudpickle = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
+def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))  # nearly all these functions need torch: their ranks are forked
     yield
     assert wait_for(lambda: not left_over(tmp_path), "nothing left in ps")
 

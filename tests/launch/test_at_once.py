@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import pytest
 from launched import left_over, wait_for
 
 from rankwise.rundir import RunDir
@@ -42,21 +42,22 @@ else:
 """
 
 
-def test_twenty_runs_at_once_do_not_collide() -> None:
+@pytest.mark.parametrize("runs", [8, pytest.param(20, marks=pytest.mark.stress)])
+def test_runs_that_start_at_once_do_not_collide(runs: int) -> None:
     Path("train.py").write_text(MEET)
     started = []
     try:
-        for number in range(20):
+        for number in range(runs):
             with open(f"out-{number}.txt", "w") as out:
-                words = [*RUN, "--name", f"r{number}", "train.py", "20"]
+                words = [*RUN, "--name", f"r{number}", "train.py", str(runs)]
                 started.append(subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL))
         statuses = [run.wait(timeout=120) for run in started]
     finally:
         for run in started:
             run.kill()
             run.wait()
-    assert statuses == [0] * 20, "".join(path.read_text() for path in Path.cwd().glob("out-*"))
-    assert {path.name for path in Path("runs").iterdir()} == {f"r{number}" for number in range(20)}
+    assert statuses == [0] * runs, "".join(path.read_text() for path in Path.cwd().glob("out-*"))
+    assert {path.name for path in Path("runs").iterdir()} == {f"r{number}" for number in range(runs)}
     assert wait_for(lambda: not left_over(Path.cwd()), "nothing left in ps")
 
 
@@ -66,9 +67,8 @@ def test_the_second_run_of_a_directory_is_refused_at_once_with_who_holds_it() ->
     try:
         run = RunDir(Path("runs/train"))
         wait_for(lambda: run.world.exists() and run.lives()[-1].pids, "the ranks")
-        began = time.monotonic()
         second = subprocess.run([*RUN, "train.py"], capture_output=True, text=True, timeout=60)
-        took = time.monotonic() - began
+        assert first.poll() is None  # it was not waited for
     finally:
         first.terminate()
         first.wait()
@@ -77,5 +77,4 @@ def test_the_second_run_of_a_directory_is_refused_at_once_with_who_holds_it() ->
         f"rankwise: the run in {Path.cwd()}/runs/train is alive: pid {first.pid} on "
     )
     assert second.stderr.splitlines()[-1].endswith("wait for it, stop it, or start another with --name NAME")
-    assert took < 5  # a second on a machine that has nothing else to do
     assert len(run.lives()) == 1
