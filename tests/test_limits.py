@@ -113,7 +113,7 @@ def test_memory_refused_to_a_rank_is_told_with_what_each_rank_held(launch, state
         TRAINS.replace("FAULT", statement),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (12_000_000_000, 12_000_000_000)),
     )
-    assert run.wait() == 1
+    assert run.wait() == 1, run.output()
     summary = json.loads(run.run.failure.read_text())["summary"]
     assert said in summary
     assert " at step 3 (script.py:9); rank 1 held up to 0." in summary
@@ -321,7 +321,7 @@ def test_ranks_that_may_not_be_started_are_one_line_with_the_count_of_processes(
 @pytest.mark.parametrize("more", [5, 6])  # the launcher and its thread, the agent, the warm process, what forks, one rank
 def test_ranks_that_the_warm_process_may_not_all_fork_are_started_by_themselves_and_run_once(plain_user, more: int) -> None:
     source = "import os\nwith open(os.environ['RANK'], 'a') as file: file.write('ran ')\nprint(open(os.environ['RANK']).read())"
-    done = plain_user(more, source)
+    done = plain_user(more, source, "--start-method", "fork")
     assert done.returncode == 0, done.stderr
     assert "no warm start (it cannot fork: Resource temporarily unavailable)" in done.stderr
     assert done.stdout == "ran \n"

@@ -144,6 +144,8 @@ def test_a_long_message_is_cut_in_the_line() -> None:
         (end(0, 1.0, 3), 3),
         (raised(0, 1.0), 1),
         (replace(raised(0, 1.0), exit_code=2), 2),
+        (replace(raised(0, 1.0), exit_code=None, signum=signal.SIGTERM, sent=True), 1),  # while it was exiting
+        (replace(raised(0, 1.0), exit_code=None, signum=signal.SIGSEGV), 139),
         (end(0, 1.0, 255), 255),
         (end(0, 1.0, 0), 1),
     ],

@@ -113,8 +113,11 @@ def _with_the_odd_model(ends: Sequence[Evidence]) -> Evidence | None:
 
 
 def exit_status(end: Evidence) -> int:
-    """As a shell reports it; a rank that left early with 0 is a failure all the same."""
-    if end.signum is not None:
+    """As a shell reports it; a rank that left early with 0 is a failure all the same.
+
+    A rank that raised and was still exiting when the agent's signal came exits with the status of its exception.
+    """
+    if end.signum is not None and not (end.sent and end.exception is not None):
         return 128 + end.signum
     return end.exit_code or 1
 
