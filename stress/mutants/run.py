@@ -10,7 +10,7 @@
 
 The tests of the file that mirrors the module run first, then all other tests that cover the line, quick ones first, for --limit
 seconds at most. A mutant is killed when a test fails that passes without the mutant. It has timed out when a test fails because
-it took too long. Each of --jobs works in a copy of the repository. Exits with 1 if a mutant survived.
+it did not end. Each of --jobs works in a copy of the repository. Exits with 1 if a mutant survived.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import collections
 import concurrent.futures
 import json
 import multiprocessing
+import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -44,8 +46,11 @@ from rankwise import processes  # noqa: E402
 TEST_S = 100
 """For one test."""
 
-TIMED_OUT = ("Timeout (>", "no answer within", "timed out after")
-"""In the message of a test that took too long: pytest-timeout, on_ranks, subprocess."""
+MEMORY = 6 << 30
+"""For one process: a loop that does not end may fill a list."""
+
+TIMED_OUT = ("Timeout (>", "no answer within", "timed out after", "MemoryError")
+"""In the error of a test that did not end: pytest-timeout, on_ranks, subprocess; or that filled its memory."""
 
 QUIET = {"PYTHONWARNINGS": "ignore::SyntaxWarning"}
 """`x is 1` must fail by what it does, not by the compiler's warning, which the tests take as an error."""
@@ -126,6 +131,8 @@ class Judge:
 
     def __init__(self, folder: Path) -> None:
         processes.become_subreaper()
+        processes.die_with_parent(os.getppid())
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         self._folder = folder
         self._scratch = Scratch(folder / "rankwise")
         self._scratch.install(HERE / "chosen.py")
@@ -150,7 +157,7 @@ class Judge:
                 all_of, record = [], None
         outcome = "survived"
         if record is not None and record["type"] != "Limit":
-            outcome = "timed out" if any(words in str(record["says"]) for words in TIMED_OUT) else "killed"
+            outcome = "timed out" if any(words in f"{record['type']}: {record['says']}" for words in TIMED_OUT) else "killed"
         failure = record if outcome != "survived" and record is not None else {"test": "", "type": "", "is_assertion": False}
         return Verdict(
             mutant.number,
