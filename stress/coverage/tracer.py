@@ -56,7 +56,6 @@ def _in_child() -> None:
     """The parent saves what it has measured; a child starts with nothing, in a file of its own."""
     if _current is not None:
         with contextlib.suppress(Exception):
-            atexit.unregister(_current._atexit)
             _current.stop()
         _start()
 
@@ -139,6 +138,7 @@ def pytest_sessionfinish() -> None:
 
 
 _start()
+atexit.register(_save)
 sys.meta_path.insert(0, _Pause())  # type: ignore[arg-type]
 os.register_at_fork(after_in_child=_in_child)
 os._exit = _before(lambda *_: _save(), os._exit)  # type: ignore[assignment]
