@@ -31,7 +31,7 @@ disable_warnings = no-data-collected, module-not-imported, already-imported, no-
 """
 
 
-def measure(scratch: Scratch, words: list[str], data: Path) -> int | None:
+def measure(scratch: Scratch, words: list[str], data: Path) -> int:
     """Run tests; `data` is then coverage's, with the tests as contexts and the paths of this checkout. pytest's status."""
     pieces = scratch.folder.parent / "pieces"
     pieces.mkdir()
@@ -48,7 +48,7 @@ def measure(scratch: Scratch, words: list[str], data: Path) -> int | None:
     return status
 
 
-def main() -> int | None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for `tests` (coverage's data) and `tests.json`")
     parser.add_argument("--missing", action="store_true", help="with the lines and branches that no test runs")

@@ -1,6 +1,7 @@
 """A plugin of pytest (-p chosen): runs the tests that a file names, in its order, and records why the first one failed.
 
-`--chosen FILE` is JSON: {"tests": [ids], "all_of": [test files]}. All other tests of the files in `all_of` run last.
+`--chosen FILE` is JSON: {"tests": [ids], "all_of": [test files], "but": [ids]}. All other tests of the files in `all_of` run
+last; those in `but` do not run.
 `--failure FILE` is written when the first test fails, or the first file cannot be imported.
 """
 
@@ -21,7 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     chosen = json.loads(config.getoption("--chosen").read_text())
     place = {test: number for number, test in enumerate(chosen["tests"])}
-    items[:] = [item for item in items if item.nodeid in place or item.nodeid.partition("::")[0] in chosen["all_of"]]
+    named = [item for item in items if item.nodeid in place or item.nodeid.partition("::")[0] in chosen["all_of"]]
+    items[:] = [item for item in named if item.nodeid not in chosen["but"]]
     items.sort(key=lambda item: place.get(item.nodeid, len(place)))
 
 

@@ -31,6 +31,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 COVERAGE = HERE.parent / "coverage"
@@ -49,8 +51,8 @@ TEST_S = 100
 MEMORY = 6 << 30
 """For one process: a loop that does not end may fill a list."""
 
-TIMED_OUT = ("Timeout (>", "no answer within", "timed out after", "MemoryError")
-"""In the error of a test that did not end: pytest-timeout, on_ranks, subprocess; or that filled its memory."""
+TIMED_OUT = ("Timeout (>", "no answer within", "timed out after")
+"""In the message of a test that did not end: pytest-timeout, on_ranks, subprocess."""
 
 QUIET = {"PYTHONWARNINGS": "ignore::SyntaxWarning"}
 """`x is 1` must fail by what it does, not by the compiler's warning, which the tests take as an error."""
@@ -109,6 +111,16 @@ def _lines(path: Path, line: int, count: int) -> set[int]:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why a test failed; chosen.py writes it."""
+
+    test: str
+    type: str
+    says: str
+    is_assertion: bool
+
+
+@dataclass(frozen=True)
 class Verdict:
     number: int
     change: str
@@ -122,6 +134,9 @@ class Verdict:
     is_assertion: bool = False
     tests: int = 0
     """How many cover its line."""
+
+    all_ran: bool = True
+    """False for a survivor if --limit left out some of its tests."""
 
     seconds: float = 0.0
 
@@ -137,58 +152,59 @@ class Judge:
         self._scratch = Scratch(folder / "rankwise")
         self._scratch.install(HERE / "chosen.py")
         self._passes: set[str] = set()
+        self._fails: set[str] = set()
+        """Without a mutant."""
 
     def judge(self, mutant: Mutant, tests: list[str], limit_s: float) -> Verdict:
         began = time.monotonic()
         near = nearby(mutant.file)
-        others = [test for test in tests if test.partition("::")[0] not in near]
-        first = [test for test in tests if test not in others]
+        first = [test for test in tests if test.partition("::")[0] in near]
+        others = [test for test in tests if test not in first]
+        failure, all_ran = None, True
+        try:
+            failure = self._killed(mutant, first, near, began + limit_s)
+            if failure is None and others:
+                failure = self._killed(mutant, others, [], began + limit_s)
+        except subprocess.TimeoutExpired:
+            all_ran = False
+        outcome, killer = "survived", Failure("", "", "", False)
+        if failure is not None:
+            outcome, killer = "timed out" if any(words in failure.says for words in TIMED_OUT) else "killed", failure
+        found = (outcome, killer.test, killer.type, killer.is_assertion, len(tests), all_ran)
+        return Verdict(mutant.number, mutant.describe(), *found, round(time.monotonic() - began, 1))
+
+    def _killed(self, mutant: Mutant, tests: list[str], all_of: list[str], until: float) -> Failure | None:
+        """The first failure of a test that passes without the mutant. Raises TimeoutExpired."""
         path = self._scratch.folder / mutant.file
         source = path.read_text()
-        record: dict[str, object] | None = None
-        for names, all_of in ((first, near), (others, [])):
-            while record is None and (names or all_of):
+        while True:
+            try:
                 path.write_text(mutant.applied(source))
-                record = self._run(names, all_of, limit_s - (time.monotonic() - began))
+                failure = self._run(tests, all_of, max(until - time.monotonic(), 0.0))
+            finally:
                 path.write_text(source)
-                if record is None or record["type"] == "Limit" or self._passes_without(str(record["test"])):
-                    break
-                names = [test for test in names if test != record["test"]]
-                all_of, record = [], None
-        outcome = "survived"
-        if record is not None and record["type"] != "Limit":
-            outcome = "timed out" if any(words in f"{record['type']}: {record['says']}" for words in TIMED_OUT) else "killed"
-        failure = record if outcome != "survived" and record is not None else {"test": "", "type": "", "is_assertion": False}
-        return Verdict(
-            mutant.number,
-            mutant.describe(),
-            outcome,
-            str(failure["test"]),
-            str(failure["type"]),
-            bool(failure["is_assertion"]),
-            len(tests),
-            round(time.monotonic() - began, 1),
-        )
+            if failure is None or self._passes_without(failure.test):
+                return failure
 
     def _passes_without(self, test: str) -> bool:
-        if test not in self._passes and self._run([test], [], 3 * TEST_S) is None:
-            self._passes.add(test)
+        if test not in self._passes:
+            (self._passes if self._run([test], [], 3.0 * TEST_S) is None else self._fails).add(test)
         return test in self._passes
 
-    def _run(self, tests: list[str], all_of: list[str], limit_s: float) -> dict[str, object] | None:
-        """Why the first test that failed did; None if none failed."""
+    def _run(self, tests: list[str], all_of: list[str], limit_s: float) -> Failure | None:
+        """Why the first test that failed did; None if all passed. Raises TimeoutExpired."""
         chosen, failure = self._folder / "chosen.json", self._folder / "failure.json"
-        chosen.write_text(json.dumps({"tests": tests, "all_of": all_of}))
+        chosen.write_text(json.dumps({"tests": tests, "all_of": all_of, "but": sorted(self._fails)}))
         failure.unlink(missing_ok=True)
         files = list(dict.fromkeys([*all_of, *(test.partition("::")[0] for test in tests)]))
         words = ("-p", "chosen", "--chosen", chosen, "--failure", failure, "-x", f"--timeout={TEST_S}")
-        status = self._scratch.pytest(*words, *files, "-Wignore::SyntaxWarning", timeout_s=max(limit_s, 0.0), environ=QUIET)
-        processes.end_tree()
+        try:
+            status = self._scratch.pytest(*words, *files, "-Wignore::SyntaxWarning", timeout_s=limit_s, environ=QUIET)
+        finally:
+            processes.end_tree()
         if failure.exists():
-            return dict(json.loads(failure.read_text()))
-        if status is None:
-            return {"test": "", "type": "Limit", "says": "", "is_assertion": False}
-        if status == 0:
+            return Failure(**json.loads(failure.read_text()))
+        if status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return None
         raise RuntimeError(f"pytest exited with {status} for {files}, but no test failed")
 
@@ -268,8 +284,9 @@ def main() -> int:
                 verdict = future.result()
                 verdicts[verdict.number] = verdict
                 write(verdicts)
-                print(f"{verdict.number:3} {verdict.outcome:9} {verdict.seconds:6.1f} s  {verdict.change}", flush=True)
-                print(f"{'':14}{verdict.by} {verdict.test}" if verdict.test else f"{'':14}{verdict.tests} tests", flush=True)
+                tests = "" if verdict.all_ran else f", but not all of its {verdict.tests} tests ran"
+                print(f"{verdict.number:3} {verdict.outcome:9} {verdict.seconds:6.1f} s  {verdict.change}{tests}", flush=True)
+                print(f"{'':14}{verdict.by} {verdict.test}", flush=True) if verdict.test else None
     print(table(mutants, verdicts))
     return int(any(verdict.outcome == "survived" for verdict in verdicts.values()))
 
