@@ -274,6 +274,24 @@ def flip(patch: pytest.MonkeyPatch, at: int) -> None:
     patch.setattr(os, "preadv", flipped)
 
 
+@pytest.mark.parametrize("bit", range(16))
+def test_a_bit_outside_the_tensors_that_differs_when_it_is_read_is_damage(
+    bit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, record = saved(tmp_path, Box(torch.ones(300)))
+    pread = os.pread
+
+    def flipped(fd: int, size: int, at: int) -> bytes:
+        data = bytearray(pread(fd, size, at))
+        if at == 0:
+            data[bit // 8] ^= 1 << bit % 8
+        return bytes(data)
+
+    monkeypatch.setattr(os, "pread", flipped)
+    with pytest.raises(DamagedError, match=r"part.pt is damaged outside its tensors$"):
+        reader.read(path, record)
+
+
 def load_with_a_flip(folder: Path, on: int) -> tuple[int, int, list[str]]:
     at = Manifest.read(folder / "step-00000002").files["model.pt"].layout["value"].offset or 0
     checkpoints, parts = Checkpoints(folder), of_step(-1)
