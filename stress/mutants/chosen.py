@@ -1,7 +1,7 @@
 """A plugin of pytest (-p chosen): runs the tests that a file names, in its order, and records why the first one failed.
 
 `--chosen FILE` is JSON: {"tests": [ids], "all_of": [test files], "but": [ids]}. All other tests of the files in `all_of` run
-last; those in `but` do not run.
+first, because they are new; those in `but` do not run.
 `--failure FILE` is written when the first test fails, or the first file cannot be imported.
 """
 
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     place = {test: number for number, test in enumerate(chosen["tests"])}
     named = [item for item in items if item.nodeid in place or item.nodeid.partition("::")[0] in chosen["all_of"]]
     items[:] = [item for item in named if item.nodeid not in chosen["but"]]
-    items.sort(key=lambda item: place.get(item.nodeid, len(place)))
+    items.sort(key=lambda item: place.get(item.nodeid, -1))
 
 
 class Failure:

@@ -8,9 +8,10 @@
 
 `draw` requires `pip install cosmic-ray==8.7.0`; `map` and judging require `pip install coverage==7.17.3`.
 
-The tests of the file that mirrors the module run first, then all other tests that cover the line, quick ones first, for --limit
-seconds at most. A mutant is killed when a test fails that passes without the mutant. It has timed out when a test fails because
-it did not end. Each of --jobs works in a copy of the repository. Exits with 1 if a mutant survived.
+The tests of the file that mirrors the module run first (those that the map does not know before all others), then all other
+tests that cover the line, quick ones first, for --limit seconds at most. A mutant is killed when a test fails that passes
+without the mutant. It has timed out when a test fails because it did not end. Each of --jobs works in a copy of the
+repository. Exits with 1 if a mutant survived.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,7 +89,13 @@ class Map:
         lines = _lines(ROOT / mutant.file, mutant.line, len(mutant.old))
         by_line = self._data.contexts_by_lineno(str(ROOT / mutant.file))
         found = {test for line in lines for test in by_line.get(line, ()) if test}
-        return sorted(found - self._failed, key=lambda test: self._seconds.get(test, 0.0))
+        return self._sorted(found)
+
+    def of_files(self, files: Sequence[str]) -> list[str]:
+        return self._sorted({test for test in self._seconds if test.partition("::")[0] in files})
+
+    def _sorted(self, tests: set[str]) -> list[str]:
+        return sorted(tests - self._failed, key=lambda test: self._seconds.get(test, 0.0))
 
 
 def _lines(path: Path, line: int, count: int) -> set[int]:
@@ -155,10 +162,10 @@ class Judge:
         self._fails: set[str] = set()
         """Without a mutant."""
 
-    def judge(self, mutant: Mutant, tests: list[str], limit_s: float) -> Verdict:
+    def judge(self, mutant: Mutant, covering: Map, limit_s: float) -> Verdict:
         began = time.monotonic()
-        near = nearby(mutant.file)
-        first = [test for test in tests if test.partition("::")[0] in near]
+        near, tests = nearby(mutant.file), covering.tests(mutant)
+        first = list(dict.fromkeys([*(test for test in tests if test.partition("::")[0] in near), *covering.of_files(near)]))
         others = [test for test in tests if test not in first]
         failure, all_ran = None, True
         try:
@@ -210,16 +217,18 @@ class Judge:
 
 
 _judge: Judge | None = None
+_map: Map | None = None
 
 
-def _begin(folder: str) -> None:
-    global _judge
-    _judge = Judge(Path(tempfile.mkdtemp(dir=folder)))
+def _begin(folder: str, path: Path) -> None:
+    global _judge, _map
+    _judge, _map = Judge(Path(tempfile.mkdtemp(dir=folder))), Map(path)
 
 
-def _judged(mutant: Mutant, tests: list[str], limit_s: float) -> Verdict:
+def _judged(mutant: Mutant, limit_s: float) -> Verdict:
     assert _judge is not None
-    return _judge.judge(mutant, tests, limit_s)
+    assert _map is not None
+    return _judge.judge(mutant, _map, limit_s)
 
 
 # --- the table
@@ -272,14 +281,13 @@ def main() -> int:
     verdicts = {n: v for n, v in results().items() if v.change == mutants[n - 1].describe()}
     if arguments.verb == "judge":
         only = set(map(int, arguments.only.split(","))) if arguments.only else {m.number for m in mutants} - verdicts.keys()
-        covering = Map(arguments.map)
         with (
             tempfile.TemporaryDirectory(prefix="rankwise-mutants-") as folder,
             concurrent.futures.ProcessPoolExecutor(
-                arguments.jobs, multiprocessing.get_context("spawn"), _begin, (folder,)
+                arguments.jobs, multiprocessing.get_context("spawn"), _begin, (folder, arguments.map)
             ) as pool,
         ):
-            asked = [pool.submit(_judged, m, covering.tests(m), arguments.limit) for m in mutants if m.number in only]
+            asked = [pool.submit(_judged, m, arguments.limit) for m in mutants if m.number in only]
             for future in concurrent.futures.as_completed(asked):
                 verdict = future.result()
                 verdicts[verdict.number] = verdict
