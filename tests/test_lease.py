@@ -133,6 +133,13 @@ def test_a_process_that_lives_is_not_gone() -> None:
     assert not Holder.this_process().is_gone()
 
 
+def test_a_machine_without_a_name_of_its_own_is_known_by_its_boot(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "machine_id", lambda: "")
+    holder = left_by(run)
+    assert (holder.is_here(), holder.is_gone()) == (True, False)
+    assert left_by(run, pid=dead_pid()).is_gone()
+
+
 def test_keys_of_a_later_version_in_a_lease_are_passed_over(run: RunDir) -> None:
     holder = Holder.this_process()
     write_json(run.lease, {**asdict(holder), "renewed": 5})
@@ -147,9 +154,10 @@ def test_a_lease_that_cannot_be_read_is_never_taken_over(run: RunDir, text: str)
     assert run.lease.read_text() == text
 
 
-def test_release_removes_ones_own_lease_alone(run: RunDir) -> None:
+@pytest.mark.parametrize("token", ["", "another's", "~"])
+def test_release_removes_ones_own_lease_alone(token: str, run: RunDir) -> None:
     mine = run.take()
-    other = left_by(run, token="another's")
+    other = left_by(run, token=token)
     mine.release()
     assert run.holder() == other
 

@@ -115,6 +115,81 @@ def test_a_signal_that_reaches_a_rank_after_the_stop_is_the_request_that_was_ans
     assert on_ranks(2, late_signals) == [(4, -signal.SIGTERM)] * 2
 
 
+def stopped_alone() -> StopSignal:
+    """What a process that is alone has left after SIGTERM."""
+    signals = StopSignal(World(0, 1, 0, 1, 0, source="test"))
+    while not signals.agreed(0):
+        os.kill(os.getpid(), signal.SIGTERM)
+    signals.leave()
+    return signals
+
+
+def interrupted_late() -> str:
+    """What Ctrl-C does to a process that is alone and was stopped by SIGTERM."""
+    stopped_alone()
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1.0)
+    except KeyboardInterrupt:
+        return "ended"
+    return "nothing"
+
+
+def test_ctrl_c_ends_a_process_that_is_alone_after_its_stop_too() -> None:
+    assert on_ranks(1, interrupted_late) == ["ended"]
+
+
+def handled_at_exit() -> list[bool]:
+    """Whether SIGUSR1 has the script's own handler when the process exits, and SIGTERM, which was answered, none."""
+    signals = stopped_alone()
+    own = lambda *_: None  # noqa: E731
+    signal.signal(signal.SIGUSR1, own)
+    signals._end()
+    return [signal.getsignal(signal.SIGUSR1) is own, signal.getsignal(signal.SIGTERM) is signal.SIG_IGN]
+
+
+def test_when_a_process_exits_a_late_signal_is_ignored_and_the_scripts_own_handlers_stay() -> None:
+    assert on_ranks(1, handled_at_exit) == [[True, True]]
+
+
+def signalled_worker() -> tuple[int, int]:
+    """The flag that a signal to a process forked from this rank leaves in the rank's row, and that process's status."""
+    signals = StopSignal(discover(os.environ))
+    assert not signals.agreed(0)
+    if (child := os.fork()) == 0:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os._exit(7)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert signals._row is not None
+    return signals._row.flag, status
+
+
+def test_a_signal_to_a_forked_process_is_no_request_of_its_rank() -> None:
+    assert on_ranks(2, signalled_worker) == [(0, 7)] * 2
+
+
+def after_the_first_has_finished() -> int:
+    """The first rank has 5 steps, and then the second is signalled, amid its 60."""
+    signals = StopSignal(discover(os.environ))
+    step, steps = 0, (5, 60)[comm.rank()]
+    while step < steps and not signals.agreed(step):
+        step += 1
+        if step == 20:
+            comm.barrier()
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.004)
+    signals.finish()
+    if comm.rank() == 0:
+        comm.barrier()
+    comm.barrier()
+    signals.leave()
+    return step
+
+
+def test_a_signal_after_a_rank_has_finished_lets_the_others_do_their_last_step() -> None:
+    assert on_ranks(2, after_the_first_has_finished) == [5, 60]
+
+
 def stopped_again() -> int:
     """After a second stop, long after the first: how many signals the process has survived."""
     for _ in range(2):

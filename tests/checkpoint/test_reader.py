@@ -66,6 +66,7 @@ def states() -> dict[str, Any]:
         "kinds": [torch.ones(5).to(kind) for kind in kinds],
         "views": [tensor, tensor[1:, 2], tensor.t(), tensor[3], tensor[:0], torch.empty(0, 3), torch.tensor(3)],
         "slice": tensor[5:7].clone()[1:],
+        "beginning": tensor[:2],
         "parameter": [nn.Parameter(tensor), nn.Parameter(tensor, requires_grad=False), torch.ones(2, requires_grad=True)],
         "nest": (None, True, 2**70, float("-inf"), "ä/\n", (1, (2.5,)), {0: {(1, 2): [tensor]}}, OrderedDict(b=1)),
         "model": model.state_dict(),
@@ -220,7 +221,30 @@ def test_a_new_optimizer_goes_on_as_the_one_that_was_saved(
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
+def test_large_pages_are_handed_out_one_after_the_other_until_there_is_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = reader._LargePages(256)
+    first, second, third = (pages.take(size) for size in (100, 64, 1))
+    assert [tensor.numel() for tensor in (first, second, third)] == [100, 64, 1]
+    assert (second.data_ptr() - first.data_ptr(), third.data_ptr() - second.data_ptr()) == (128, 64)
+    monkeypatch.setattr(reader, "_new", lambda size: size)
+    assert pages.take(1) == 1
+
+
+def test_tensors_of_a_module_that_share_a_part_of_their_memory_are_not_read_into() -> None:
+    memory = torch.zeros(20)
+    model = nn.ParameterDict({"a": memory[:6], "b": memory[4:10], "c": memory[10:], "d": torch.zeros(3)})
+    assert reader.own_tensors(model).keys() == {"c", "d"}
+
+
 # --- damage
+
+
+def test_a_file_that_ends_while_it_is_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, record = saved(tmp_path, Box(torch.ones(300)))
+    begin, preadv = record.layout["value"].offset or 0, os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:40]], at) if at == begin else 0)
+    with pytest.raises(DamagedError, match=rf"^a file ends after {begin + 40} bytes, which was longer$"):
+        reader.read(path, record)
 
 
 def test_a_byte_that_differs_when_it_is_read_is_found_and_the_tensor_named(
@@ -248,6 +272,24 @@ def flip(patch: pytest.MonkeyPatch, at: int) -> None:
         return got
 
     patch.setattr(os, "preadv", flipped)
+
+
+@pytest.mark.parametrize("bit", range(16))
+def test_a_bit_outside_the_tensors_that_differs_when_it_is_read_is_damage(
+    bit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, record = saved(tmp_path, Box(torch.ones(300)))
+    pread = os.pread
+
+    def flipped(fd: int, size: int, at: int) -> bytes:
+        data = bytearray(pread(fd, size, at))
+        if at == 0:
+            data[bit // 8] ^= 1 << bit % 8
+        return bytes(data)
+
+    monkeypatch.setattr(os, "pread", flipped)
+    with pytest.raises(DamagedError, match=r"part.pt is damaged outside its tensors$"):
+        reader.read(path, record)
 
 
 def load_with_a_flip(folder: Path, on: int) -> tuple[int, int, list[str]]:

@@ -11,7 +11,7 @@ import pytest
 from boxes import loaded, of_step
 
 from rankwise.checkpoint import Checkpoints
-from rankwise.checkpoint.retention import Retention, age_s
+from rankwise.checkpoint.retention import Retention, age_s, prunable
 from rankwise.errors import ConfigError
 
 
@@ -106,6 +106,16 @@ def test_a_clock_that_was_set_back_removes_nothing_young(tmp_path: Path) -> None
     aged(tmp_path / "step-00000001", -5000.0)
     checkpoints.save(of_step(2), 2)
     assert names(tmp_path) == [1, 2]
+
+
+def test_a_checkpoint_that_a_faster_clock_has_saved_is_not_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    saved = [checkpoints.save(of_step(step), step) for step in (1, 2, 3)]
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    for path, age in zip(saved, (0.0, -0.5, 0.0), strict=True):
+        os.utime(path / "manifest.json", times=(now - age,) * 2)
+    assert prunable(tmp_path, keep_last=1) == [saved[0]]
 
 
 def fit_with_named_steps(folder: Path) -> list[int]:

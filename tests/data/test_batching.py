@@ -12,7 +12,7 @@ from batches import all_of, flat, global_batches, loaders, steps_of
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler
 
 from rankwise.data import Loader, Order
-from rankwise.data.batching import ByTokens, LengthOf, balanced_runs
+from rankwise.data.batching import ByCount, ByTokens, LengthOf, balanced_runs, of_all_ranks
 from rankwise.errors import ConfigError, DataError
 
 SAMPLES = 211
@@ -42,6 +42,24 @@ def padded(samples: list[int]) -> int:
 
 
 BY_TOKENS: dict[str, Any] = {"global_batch_size": None, "global_batch_tokens": TOKENS, "lengths": LENGTHS, "pool": 64}
+
+
+# --- by count
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_the_steps_of_an_epoch_are_as_many_as_its_global_batches(drop_last: bool) -> None:
+    for samples, size in itertools.product((1, 8, 9, 211), (1, 4, 9)):
+        batching = ByCount(Order(samples), size, drop_last)
+        sizes = [len(batch) for _, batch in batching.steps(epoch=0, start=0)]
+        assert batching.steps_per_epoch() == len(sizes), (samples, size)
+        assert min(sizes, default=size) == batching.fewest(), (samples, size)
+
+
+def test_what_is_given_for_one_rank_counts_once_for_each_of_its_parts() -> None:
+    assert of_all_ranks("batch_size", 6, None, 4) == 24
+    assert of_all_ranks("batch_size", None, 6, 4) == 6
+    assert of_all_ranks("batch_size", None, None, 4) is None
 
 
 # --- by tokens

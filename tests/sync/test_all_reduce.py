@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -172,6 +173,16 @@ def test_a_clip_norm_of_nothing_does_not_clip() -> None:
     expected, _ = parallel_loop(1, None)
     for clip in (0.0, -1.0):
         assert same(parallel_loop(1, clip)[0], expected)
+
+
+def test_a_norm_of_just_the_clip_norm_is_not_clipped() -> None:
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(model.weight, 5.0)
+    sync = AllReduce(clip_norm=2.0)
+    sync.wrap(model)
+    sync.backward(model(torch.full((1,), 2.0, dtype=torch.float64)).sum(), 1)
+    assert sync.step(model, torch.optim.SGD(model.parameters(), lr=1.0)).grad_norm == 2.0
+    assert model.weight.item() == 3.0
 
 
 # --- messages
@@ -517,6 +528,15 @@ def test_parameters_without_a_gradient_are_named_once(capfd: pytest.CaptureFixtu
     assert "halves.1.weight, halves.1.bias, never.weight, never.bias;" in said[0]
 
 
+def test_of_many_parameters_without_a_gradient_four_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+    sync = AllReduce()
+    sync.wrap(model)
+    sync.backward(model[0](torch.ones(2)).sum(), 1)
+    sync.step(model, adamw(model))
+    assert ": 1.weight, 1.bias, 2.weight, 2.bias and 2 more;" in capfd.readouterr().out
+
+
 def test_a_way_of_reducing_that_there_is_not_is_refused() -> None:
     with pytest.raises(ConfigError, match="reduction='ring'; choose one of auto, flat, ddp"):
         AllReduce(reduction="ring")
@@ -588,6 +608,23 @@ def buffers() -> list[Any]:
 
 def test_equalise_makes_running_statistics_those_of_the_first_rank() -> None:
     assert on_ranks(2, buffers) == [[[1.0, 1.0], [1.0, 1.0], True], [[2.0, 2.0], [1.0, 1.0], True]]
+
+
+def waiting(reduction: str) -> tuple[float, float]:
+    """Seconds in communication, and in all."""
+    began = time.perf_counter()
+    sync = AllReduce(reduction=reduction)
+    model = sync.wrap(plain_model())
+    for step in range(3):
+        sync.backward(*loss_of(model, sequences()[step : step + 1]))
+        sync.step(model, adamw(model))
+    return sync.wait_s, time.perf_counter() - began
+
+
+@pytest.mark.parametrize("reduction", WAYS)
+def test_the_time_in_communication_is_a_part_of_the_time_that_has_passed(reduction: str) -> None:
+    for wait_s, all_s in on_ranks(2, waiting, reduction):
+        assert 0.0 < wait_s < all_s
 
 
 def scaled_loop(scale: float | None, reduction: str) -> tuple[Flat, float, dict[str, Any]]:
