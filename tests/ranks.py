@@ -36,6 +36,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 # What the modules of tests import, too: each rank imports that of its function, and pytest alone takes longer than the rest.
 _CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "rankwise.train", "numpy", "pytest", "psutil", "torchmetrics"])
 
+_EXIT_S = 5.0  # all have answered and exit by themselves; under coverage they save first (stress/coverage)
+
 
 class RankError(AssertionError):
     """A rank raised; the text is its traceback."""
@@ -76,6 +78,8 @@ def on_ranks(
             writer.close()
         try:
             answers = [_answer(r, reader, timeout_s) for r, (reader, _) in enumerate(pipes)]
+            for process in processes if all(ok for ok, _ in answers) else ():
+                process.join(_EXIT_S)
         finally:
             for process in processes:
                 process.kill()

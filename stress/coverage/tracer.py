@@ -15,7 +15,6 @@ import contextlib
 import functools
 import importlib.machinery
 import json
-import multiprocessing.process
 import multiprocessing.spawn
 import os
 import sys
@@ -27,7 +26,6 @@ from typing import Any
 import coverage
 
 _HERE = Path(__file__).parent
-_GRACE_S = 3.0  # `on_ranks` kills a rank that has answered; it must save its data first
 _TEST = "rankwise test"
 
 _current: coverage.Coverage | None = None
@@ -111,8 +109,9 @@ def _name_the_test() -> None:
         return {**prepared(name), _TEST: os.environ.get("PYTEST_CURRENT_TEST", "")}
 
     def prepare_and_switch(data: dict[str, Any]) -> None:
-        os.environ["PYTEST_CURRENT_TEST"] = data.pop(_TEST, "")
-        _switch(os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0])
+        if test := data.pop(_TEST, ""):
+            os.environ["PYTEST_CURRENT_TEST"] = test
+            _switch(test.rpartition(" ")[0])
         prepare(data)
 
     multiprocessing.spawn.get_preparation_data = get_preparation_data  # type: ignore[assignment]
@@ -144,6 +143,4 @@ os.register_at_fork(after_in_child=_in_child)
 os._exit = _before(lambda *_: _save(), os._exit)  # type: ignore[assignment]
 os.execv = _before(lambda *_: _current and _current.save(), os.execv)  # type: ignore[assignment]
 os.execve = _before(lambda *_: _current and _current.save(), os.execve)
-_process = multiprocessing.process.BaseProcess
-_process.kill = _before(lambda process: process.join(_GRACE_S), _process.kill)  # type: ignore[method-assign]
 _name_the_test()
