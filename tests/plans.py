@@ -71,7 +71,9 @@ def mpirun(tmp_path: Path) -> Callable[..., list[str]]:
     """Runs a text as its first line says; returns the words that mpirun got, whose stdin must be at its end."""
     command = tmp_path / "bin" / "mpirun"
     command.parent.mkdir()
-    command.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps([sys.argv[1:], sys.stdin.read()]))\n")
+    python = shlex.quote(sys.executable)  # a path of any name, which a line that begins with #! may not hold
+    source = "import json, sys; print(json.dumps([sys.argv[1:], sys.stdin.read()]))"
+    command.write_text(f'#!/bin/sh\nexec {python} -c {shlex.quote(source)} "$@"\n')
     command.chmod(0o755)
 
     def run(text: str, **environ: str) -> list[str]:

@@ -270,14 +270,15 @@ def plain_user() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     if os.getuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root and setpriv, to become a user whose processes are counted")
     # No process of root is ever refused. The user may read where our Python lies, root's home as it may be.
-    become = "setpriv --reuid 64123 --regid 64123 --clear-groups --inh-caps=-all,+dac_read_search"
+    uid = 60100 + os.getpid() % 4000  # nobody's, and no other worker's: its processes are counted
+    become = f"setpriv --reuid {uid} --regid {uid} --clear-groups --inh-caps=-all,+dac_read_search"
     become += " --ambient-caps=-all,+dac_read_search"
     with tempfile.TemporaryDirectory() as folder:
-        os.chown(folder, 64123, 64123)
+        os.chown(folder, uid, uid)
 
         def run(more: int, source: str, *options: str) -> subprocess.CompletedProcess[str]:
             Path(folder, "script.py").write_text(source)
-            now = sum(len(os.listdir(f"/proc/{p.pid}/task")) for p in psutil.process_iter() if p.uids().real == 64123)
+            now = sum(len(os.listdir(f"/proc/{p.pid}/task")) for p in psutil.process_iter() if p.uids().real == uid)
             command = [*become.split(), "prlimit", f"--nproc={now + more}", sys.executable, "-m", "rankwise", "run"]
             command += ["--nproc", "2", *options, "script.py"]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -400,7 +401,7 @@ def test_a_run_killed_with_everything_goes_on_from_its_last_checkpoint(launch) -
 def test_a_console_that_closes_does_not_touch_the_run(launch, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("for i in range(20000): print('line', i)\n")
-    command = f"{sys.executable} -m rankwise run --nproc 2 {script} | head -1; exit ${{PIPESTATUS[0]}}"
+    command = f"{shlex.quote(sys.executable)} -m rankwise run --nproc 2 {script} | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     log = (tmp_path / "runs" / "script" / "logs" / "rank-0.log").read_text()

@@ -1,4 +1,7 @@
-"""The script that joins under whatever Python itself starts ranks with: spawn, torch's old launcher, torchrun."""
+"""The script that joins under whatever Python itself starts ranks with: spawn, torch's old launcher, torchrun.
+
+Each rank imports torch: what takes more than three is of the stress tier.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,7 @@ def test_what_spawn_starts_joins_by_the_numbers_it_is_given() -> None:
     assert [path.name for path in Path.cwd().iterdir()] == ["train.py"]
 
 
+@pytest.mark.stress
 def test_what_spawn_starts_below_each_rank_of_a_launcher_is_an_error_of_both() -> None:
     Path("train.py").write_text(SPAWN)
     done = run("-m", "rankwise", "run", "--nproc", "2", "train.py")
@@ -47,6 +51,7 @@ def test_what_spawn_starts_below_each_rank_of_a_launcher_is_an_error_of_both() -
     ]
 
 
+@pytest.mark.stress
 def test_two_processes_of_one_rank_at_a_given_address_are_told_what_a_rank_is_over_several_nodes() -> None:
     """A manual's `rank = node_rank + gpu`."""
     with socket.socket() as free:

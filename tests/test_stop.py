@@ -295,6 +295,7 @@ rankwise.Trainer(model, optimizer, step, data, global_batch_size=8, max_steps=10
 """
 
 
+@pytest.mark.stress
 def test_sigterm_to_torchrun_stops_a_training_after_one_step_saved_and_it_goes_on(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     run = RunDir(tmp_path / "runs" / "train")
