@@ -59,7 +59,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScope
     return _ByHosts(config, log)
 
 
-_ON_HOSTS = ("tests/cluster/", "tests/stress/test_preemptions.py")
+_ON_HOSTS = ("tests/cluster/", "tests/stress/test_preemptions.py::test_a_preemption_in_a_queue")
 
 
 class _ByHosts(LoadScopeScheduling):
