@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DEFAULT_TIER = ("-m", "not cluster and not stress")
 
 
 class Scratch:
@@ -55,11 +54,14 @@ class Scratch:
     def pytest(
         self, *words: str | Path, timeout_s: float | None = None, environ: Mapping[str, str] | None = None, quiet: bool = True
     ) -> int:
-        """pytest's exit status. Raises TimeoutExpired after killing pytest; the caller ends what else has started."""
+        """pytest's exit status. Raises TimeoutExpired after killing pytest; the caller ends what else has started.
+
+        In one process (-n0): tests run in the order in which they are chosen.
+        """
         for cache in self.folder.joinpath("src").rglob("__pycache__"):
             shutil.rmtree(cache)  # a change of the same length within the same second would not be compiled
         process = subprocess.Popen(
-            [self.python, "-m", "pytest", *DEFAULT_TIER, *words],
+            [self.python, "-m", "pytest", "-n0", *words],
             cwd=self.folder,
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **(environ or {})},
             stdin=subprocess.DEVNULL,
