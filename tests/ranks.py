@@ -142,9 +142,10 @@ def _script(environ: dict[str, str], out: str, cwd: str, argv: tuple[str, ...]) 
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  # both are open as long as the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    multiprocessing.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]
     multiprocessing.set_start_method(None, force=True)
     import torch
+
+    from rankwise.agent import warm
 
     torch.set_num_threads(1)
     torch.default_generator.seed()
@@ -158,13 +159,9 @@ def _script(environ: dict[str, str], out: str, cwd: str, argv: tuple[str, ...]) 
             runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
-            sys.modules["__main__"] = module = types.ModuleType("__main__")
-            module.__file__ = argv[0]
-            exec(compile(Path(argv[0]).read_text(), argv[0], "exec", dont_inherit=True), module.__dict__)
+            warm._run_script(argv[0])
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
+        status = warm._exit_status(end)
     except BaseException as error:
         status = 1
         sys.excepthook(type(error), error, error.__traceback__)
@@ -172,7 +169,7 @@ def _script(environ: dict[str, str], out: str, cwd: str, argv: tuple[str, ...]) 
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(status & 0xFF)
+    os._exit(status)
 
 
 def _answer(rank: int, reader: Connection, timeout_s: float) -> tuple[bool, Any]:
