@@ -56,14 +56,18 @@ def _begin(words: list[str]) -> int:
         return _guarded(_called)
     run = RunDir(Path(words[0]))
     if words[1:2] == ["--node"]:
-        return _calling(None, run, int(words[2]), _start_of_this_job(os.environ))
+        return _calling(None, run, int(words[2]), _start_of_this_job(os.environ), Waiting(os.getppid()))
     plan = Plan.load(run.plan)
     scheduler = schedulers.BY_NAME[plan.on]
     index = _index(plan, scheduler)
-    body: Callable[[], int] = lambda: (  # noqa: E731
-        _head(plan, run, scheduler) if index == 0 else _calling(plan, run, index, _start(scheduler, os.environ))
-    )
-    return body() if plan.launcher_pid else _guarded(body)
+
+    def body(guard: int | None) -> int:
+        waiting = Waiting(plan.launcher_pid, guard)
+        if index == 0:
+            return _head(plan, run, scheduler, waiting)
+        return _calling(plan, run, index, _start(scheduler, os.environ), waiting)
+
+    return body(None) if plan.launcher_pid else _guarded(body)
 
 
 def _index(plan: Plan, scheduler: ModuleType) -> int:
@@ -74,29 +78,39 @@ def _index(plan: Plan, scheduler: ModuleType) -> int:
     return tasks.index if tasks is not None else 0
 
 
-def _guarded(body: Callable[[], int]) -> int:
-    """In a child of this process, which sweeps up what that leaves if it is killed: nothing above it would, on this host."""
+def _guarded(body: Callable[[int], int]) -> int:
+    """In a child of this process, which sweeps up what that leaves if it is killed: nothing above it would, on this host.
+
+    `body` gets a pipe on which the signals that come to this process are passed on.
+    """
     processes.become_subreaper()
     guard = os.getpid()
+    reader, writer = os.pipe()
     agent = os.fork()
     if agent == 0:
         processes.die_with_parent(guard)
-        return body()
+        os.close(writer)
+        return body(reader)
+    os.close(reader)
     for signum in STOP_SIGNALS:
-        signal.signal(signum, lambda number, _: processes.send(agent, number))
+        signal.signal(signum, lambda number, _: _pass_on(writer, number))
     status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
     processes.end_tree()
     os._exit(status if status >= 0 else 128 - status)  # a status, never a signal: Grid Engine ends a whole job for one
 
 
+def _pass_on(writer: int, signum: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # it is over
+        os.write(writer, bytes([signum]))
+
+
 # --- the head
 
 
-def _head(plan: Plan, run: RunDir, scheduler: ModuleType) -> int:
+def _head(plan: Plan, run: RunDir, scheduler: ModuleType, waiting: Waiting) -> int:
     processes.become_subreaper()
     lease = run.take() if not plan.launcher_holds else None
     screen = Screen(Terminal(sys.stdout))
-    waiting = Waiting(plan.launcher_pid)
     secret = _secret_of_all(plan)
     door, node, roster, status = None, None, None, 1
     try:
@@ -199,10 +213,9 @@ def _to_pass_on(env: Mapping[str, str]) -> dict[str, str]:
 # --- a member that calls
 
 
-def _calling(plan: Plan | None, run: RunDir, index: int, start: str) -> int:
+def _calling(plan: Plan | None, run: RunDir, index: int, start: str, waiting: Waiting) -> int:
     """A member where something else has started every agent: it finds the head by the file in the run directory."""
     processes.become_subreaper()
-    waiting = Waiting(plan.launcher_pid if plan is not None else os.getppid())
     if plan is not None and plan.master_addr:
         return _join(plan, run, index, waiting, [plan.master_addr], plan.master_port, _secret_of_all(plan))
     record = _find_door(run, index, start, waiting)
@@ -278,14 +291,14 @@ class _Patience:
 # --- a member that was called
 
 
-def _called() -> int:
+def _called(guard: int) -> int:
     """The head has started this agent by ssh or qrsh: what it must know comes first over stdin."""
     processes.become_subreaper()
     link = Link(os.dup(0), os.dup(1))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # a rank that reads must not take the head's words
     os.dup2(2, 1)
-    waiting = Waiting(0)
+    waiting = Waiting(0, guard)
     waiting.register(link)
     greeting = _greeting(link, waiting)
     os.environ.update({name: value for name, value in greeting["environment"].items() if name not in _OF_THE_HOST})

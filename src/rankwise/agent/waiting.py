@@ -13,21 +13,25 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from types import FrameType
 from typing import Any
-
-_AT_ONCE_S = 0.5
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Waiting:
-    """`asked`: the stop signals received, in order. `parent_pid`: the process whose end is this agent's too; 0 for none."""
+    """`asked`: the stop signals received, in order. `parent_pid`: the process whose end is this agent's too; 0 for none.
 
-    def __init__(self, parent_pid: int) -> None:
+    `guard`: a pipe, on which this agent's guard passes on the signals that it gets, a byte each. Hydra and Grid Engine signal a
+    whole group, this process and its guard: the same signal from both is one request, however long the second takes.
+    """
+
+    def __init__(self, parent_pid: int, guard: int | None = None) -> None:
         self.asked: list[int] = []
-        self._heard: dict[int, float] = {}
-        self._is_guarded = not parent_pid
+        self._own: Counter[int] = Counter()
+        self._passed_on: Counter[int] = Counter()
+        self._guard = guard
         self.ready: set[int] = set()
         """File descriptors at which something had come when `wait` last returned."""
 
@@ -44,6 +48,9 @@ class Waiting:
             signal.signal(signum, self._on_signal)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
+        if guard is not None:
+            os.set_blocking(guard, False)
+            self._selector.register(guard, selectors.EVENT_READ)
         self._parent: int | None = None
         if parent_pid:
             try:
@@ -53,10 +60,11 @@ class Waiting:
                 sys.exit(1)  # it is gone already: nobody wants this run
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        now = time.monotonic()
-        before, self._heard[signum] = self._heard.get(signum, -_AT_ONCE_S), now
-        # Hydra and Grid Engine signal a whole group: this process, and its guard, which passes the same one on.
-        if not (self._is_guarded and now < before + _AT_ONCE_S):
+        self._count(self._own, signum)
+
+    def _count(self, source: Counter[int], signum: int) -> None:
+        source[signum] += 1
+        if source[signum] > self.asked.count(signum):
             self.asked.append(signum)
 
     def register(self, source: Any) -> None:
@@ -77,6 +85,12 @@ class Waiting:
         if self._wakeup.fileno() in self.ready:
             with contextlib.suppress(BlockingIOError):
                 self._wakeup.recv(4096)
+        if self._guard is not None and self._guard in self.ready:
+            passed_on = os.read(self._guard, 4096)
+            if not passed_on:  # it has been killed, and this process is about to be
+                self._selector.unregister(self._guard)
+            for signum in passed_on:
+                self._count(self._passed_on, signum)
 
     @property
     def parent_ended(self) -> bool:

@@ -1,0 +1,60 @@
+"""The signals that an agent is sent: what counts as one request, and what as a second. In a process of its own, as it takes
+over the signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from ranks import on_ranks
+
+from rankwise.agent.waiting import Waiting
+
+
+def signals_of_both() -> list[list[int]]:
+    """What was asked for after each of: a signal, the same from the guard, that and another from the guard, both again."""
+    reader, writer = os.pipe()
+    waiting = Waiting(0, reader)
+    os.kill(os.getpid(), signal.SIGINT)
+    waiting.wait(0)
+    asked = [list(waiting.asked)]
+    os.write(writer, bytes([signal.SIGINT]))  # as late as it may be
+    waiting.wait(0)
+    asked.append(list(waiting.asked))
+    os.write(writer, bytes([signal.SIGINT, signal.SIGTERM]))
+    waiting.wait(0)
+    asked.append(list(waiting.asked))
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
+    waiting.wait(0)
+    return [*asked, list(waiting.asked)]
+
+
+def test_a_signal_that_the_guard_passes_on_too_is_one_request_whichever_comes_first() -> None:
+    [asked] = on_ranks(1, signals_of_both)
+    assert asked == [[signal.SIGINT], [signal.SIGINT], *[[signal.SIGINT, signal.SIGINT, signal.SIGTERM]] * 2]
+
+
+def two_signals() -> list[int]:
+    waiting = Waiting(0)
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    return waiting.asked
+
+
+def test_two_signals_to_an_agent_are_two_requests_however_soon_the_second_comes() -> None:
+    assert on_ranks(1, two_signals) == [[signal.SIGINT, signal.SIGINT]]
+
+
+def guard_that_is_gone() -> tuple[list[int], bool, bool]:
+    reader, writer = os.pipe()
+    waiting = Waiting(0, reader)
+    os.close(writer)
+    waiting.wait(0)
+    seen = reader in waiting.ready
+    waiting.wait(0)
+    return waiting.asked, seen, reader in waiting.ready
+
+
+def test_a_guard_that_is_gone_is_no_request_and_is_not_looked_at_again() -> None:
+    assert on_ranks(1, guard_that_is_gone) == [([], True, False)]
