@@ -105,7 +105,9 @@ def _serve(channel, agent):
     gc.disable()  # a collection during the imports only walks what lives for ever: a third of their time
     try:
         import torch
-        import torch._dynamo  # noqa: F401  # else every rank imports it for its first optimizer
+
+        if _may_compile(sys.argv):
+            import torch._dynamo  # noqa: F401  # else every rank imports it, for its first optimizer
     except BaseException as error:  # what a folder named like a library raises is the script's business
         _send(channel, {"failed": f"{type(error).__name__}: {error}"})
         return None
@@ -131,6 +133,23 @@ def _serve(channel, agent):
         if status != 0:
             _send(channel, {"failed": f"the process that forks the ranks ended with status {status}"})
     return None
+
+
+def _may_compile(command):
+    """Whether the ranks may import torch._dynamo, which takes as long as torch itself: optimizers do, DDP, and the compiler.
+
+    A guess from the script's text: where it is wrong each rank imports it by itself, or this process has for nothing.
+    """
+    if command[0] == "-m":
+        return True
+    with open(command[0], "rb") as file:
+        source = file.read()
+    if re.search(rb"optim|compile|Distributed|Trainer", source):
+        return True
+    imports = re.findall(rb"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w., ]+))", source, re.MULTILINE)
+    words = {word.split()[0] for package, several in imports for word in (package or several).split(b",") if word.strip()}
+    modules = {word.split(b".")[0].decode() for word in words}
+    return not modules <= {*sys.stdlib_module_names, "torch", "numpy", "rankwise"}
 
 
 def _made_a_group():
