@@ -229,7 +229,7 @@ def limited(what: int, count: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(what, (count, count))
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.stress)])
 def test_few_open_files_are_a_warning_and_the_run_goes_on(launch, start_method: str) -> None:
     run = launch(
         "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\nprint('met')",

@@ -84,7 +84,10 @@ def test_the_ranks_whose_collective_differs_are_named_with_both_lines(launch, th
     assert said in failure.summary
 
 
-@pytest.mark.parametrize("start", [(), ("--start-method", "spawn")], ids=["forked", "spawned"])
+SPAWNED = pytest.param(("--start-method", "spawn"), marks=pytest.mark.stress, id="spawned")  # the test below has one
+
+
+@pytest.mark.parametrize("start", [pytest.param((), id="forked"), SPAWNED])
 def test_what_scripts_usually_do_is_no_mismatch(launch, start: tuple[str, ...]) -> None:
     run = launch(FIVE_THEN.replace("THEN", USUAL), options=("--nproc", "3", "--check-collectives", *start))
     assert run.wait() == 0, run.output()
