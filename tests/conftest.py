@@ -36,6 +36,7 @@ _FOREIGN = (
 
 def pytest_configure() -> None:
     """Who starts the tests by nohup, or behind a shell's back, has them ignore these; what the tests start must not."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of Pythons are started here: each would compile all of ours
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
@@ -13,10 +12,12 @@ from types import MappingProxyType
 
 import environments as seen
 import pytest
+import torch
 from conftest import Run
 from environments import Env
+from ranks import on_ranks
 
-from rankwise import rundir, schedulers
+from rankwise import comm, rundir, schedulers
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.report.explain import as_record, as_text
 from rankwise.world import World, discover, explain
@@ -333,11 +334,11 @@ def test_without_an_address_the_tasks_of_a_step_find_each_other_by_a_file_that_i
     assert not list(tmp_path.iterdir())
 
 
+def found_by_a_task() -> tuple[int, int, str, float]:
+    world = comm.init()
+    return world.rank, world.world_size, world.source, comm.all_reduce(torch.tensor([float(world.rank)])).item()
+
+
 def test_with_the_address_that_was_asked_for_the_tasks_of_a_step_find_each_other() -> None:
-    with socket.socket() as holder:  # bound and never listening: the port stays ours until the store listens on it
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}
-        processes = [started({**seen.SLURM_STEP[rank], "SLURM_STEP_NUM_TASKS": "2", **address}) for rank in range(2)]
-        ends = [process.communicate(timeout=120) for process in processes]
-    assert [stdout for stdout, _ in ends] == ["0 2 slurm 1.0\n", "1 2 slurm 1.0\n"], ends
+    tasks = [{**seen.SLURM_STEP[rank], "SLURM_STEP_NUM_TASKS": "2", "GLOO_SOCKET_IFNAME": "lo"} for rank in range(2)]
+    assert on_ranks(2, found_by_a_task, environ=tasks) == [(0, 2, "slurm", 1.0), (1, 2, "slurm", 1.0)]  # it gives the address

@@ -11,8 +11,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import on_ranks, scripts_on_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -1007,9 +1005,8 @@ def test_a_learning_rate_out_of_numpy_does_not_spoil_the_checkpoints(tmp_path: P
 
 def test_a_step_makes_few_python_calls_beyond_those_of_a_hand_written_loop() -> None:
     """An exact count; what a step costs in time is a benchmark's business."""
-    bench = Path(__file__).parents[1] / "benchmarks" / "trainer_step" / "calls.py"
-    done = subprocess.run([sys.executable, str(bench)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    [done] = scripts_on_ranks(1, str(Path(__file__).parents[1] / "benchmarks" / "trainer_step" / "calls.py"))
+    assert done.returncode == 0, done.stdout
     extra = re.search(r": ([+-]\d+\.\d) a step", done.stdout)
     assert extra is not None
     assert float(extra[1]) <= 45

@@ -267,7 +267,7 @@ except Odd as error:
 
 
 @has_cloudpickle
-@pytest.mark.parametrize("how", ["script", "-c"])
+@pytest.mark.parametrize("how", ["script", pytest.param("-c", marks=pytest.mark.stress)])
 def test_functions_of_main_work_from_a_script_and_from_python_c(how: str, tmp_path: Path) -> None:
     source = SCRIPT.replace("SCRIPT", "raise Odd(x)" if how == "script" else "in twice")
     (tmp_path / "train.py").write_text(source)
