@@ -36,8 +36,8 @@ def test_jobs_at_once_in_one_folder_do_not_meet_each_other(mpirun: Start, script
     assert nothing_is_left()
 
 
-def test_the_trainer_example_trains_on_four_ranks(mpirun: Start) -> None:
-    done = mpirun("-np", "4", PYTHON, str(ROOT / "examples" / "03_trainer_digits.py"))
+def test_the_trainer_example_trains_on_four_ranks(openmpi: Start) -> None:
+    done = openmpi("-np", "4", PYTHON, str(ROOT / "examples" / "03_trainer_digits.py"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "global batch 64 = 16 x 4 ranks" in done.stdout
     assert done.stdout.count("done: 480 steps") == 1

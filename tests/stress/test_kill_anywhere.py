@@ -8,8 +8,8 @@ from runners import MEMORY, right
 pytestmark = pytest.mark.stress
 
 DOSES = {
-    "small": {"behind": ["--kills", "4", "--in-save", "1", "--steps", "200"],
-              "blocking": ["--kills", "1", "--in-save", "1", "--steps", "200", "--blocking"]},
+    "small": {"behind": ["--kills", "3", "--in-save", "1", "--steps", "150"],
+              "blocking": ["--kills", "1", "--in-save", "1", "--steps", "100", "--blocking"]},
     "whole": {"behind": ["--kills", "200", "--in-save", "60", "--seed", "2"], "blocking": ["--blocking"]},
 }  # fmt: skip
 

@@ -32,7 +32,7 @@ def test_a_preemption_under_mpirun_leaves_every_step_every_sample_and_every_bit_
 def test_a_preemption_in_a_queue_leaves_every_step_every_sample_and_every_bit_as_they_were(
     slurm_elsewhere: None, dose: str
 ) -> None:
-    stops, *words = {"small": ("1", "--steps", "200"), "whole": ("10",)}[dose]
+    stops, *words = {"small": ("1", "--steps", "100"), "whole": ("10",)}[dose]
     text = right("stress/preemptions/slurm.py", "--stops", stops, *words)
     assert f"slurm: {stops} preemptions, 0 wrong" in text
 
@@ -45,6 +45,6 @@ def test_all_ranks_stop_after_the_same_step_when_no_collective_keeps_them_togeth
 
 
 def test_a_training_killed_on_changing_numbers_of_ranks_is_the_one_that_stopped_cleanly(dose: str) -> None:
-    words = {"small": ["--lives", "3", "--steps", "150"], "whole": []}[dose]
+    words = {"small": ["--lives", "3", "--steps", "90"], "whole": []}[dose]
     text = right("stress/preemptions/chain.py", *words)
     assert "parameters bit for bit those of the clean chain" in text
