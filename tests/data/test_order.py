@@ -40,6 +40,14 @@ def test_epochs_and_seeds_have_orders_of_their_own(samples: int) -> None:
         assert len({tuple(o) for o in firsts}) > 8
 
 
+def test_large_seeds_have_orders_of_their_own_and_small_ones_those_of_older_checkpoints() -> None:
+    assert Order(10, 7).indices(1, 0, 10).tolist() == [9, 0, 8, 6, 7, 1, 3, 4, 2, 5]
+    assert Order(2000, 2**32 - 1).indices(3, 0, 6).tolist() == [1929, 1449, 191, 1412, 533, 1078]
+    seeds = (5, 5 + 2**32, 5 + 2**33, 2**64 + 5, 2**64)
+    orders = {tuple(Order(500, seed).indices(epoch, 0, 500).tolist()) for seed in seeds for epoch in range(3)}
+    assert len(orders) == 3 * len(seeds)
+
+
 @pytest.mark.parametrize("samples", [5, 1023, 1025, 50_000])
 def test_a_slice_is_the_same_whatever_is_asked_around_it(samples: int) -> None:
     rng = np.random.default_rng(0)

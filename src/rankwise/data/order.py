@@ -72,10 +72,17 @@ def split(indices: Positions, parts: int) -> list[Positions]:
 @lru_cache(maxsize=8)
 def _run(samples: int, seed: int, epoch: int, k: int) -> Indices:
     positions = np.arange(k * _RUN, min((k + 1) * _RUN, samples), dtype=np.int64)
-    keys = np.random.SeedSequence([seed, epoch])
+    keys = _keys(seed, epoch)
     if samples < _SMALL:
         return _read_only(np.random.default_rng(keys).permutation(samples)[positions])
     return _read_only(_permute(positions, samples, keys.generate_state(_ROUNDS, np.uint64).astype(np.uint64)))
+
+
+def _keys(seed: int, epoch: int) -> np.random.SeedSequence:
+    """Of a large seed numpy makes two words, and the second would be taken for the epoch of a small one."""
+    if seed < 2**32:
+        return np.random.SeedSequence([seed, epoch])
+    return np.random.SeedSequence([epoch, seed], spawn_key=(1,))
 
 
 def _read_only(indices: Indices) -> Indices:
