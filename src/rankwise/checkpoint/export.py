@@ -127,7 +127,7 @@ def write(state: State, to: Path) -> None:
     temporary = to.with_name(f".{to.name}.{uuid.uuid4().hex}")
     try:
         if to.suffix == ".safetensors":
-            _save_safetensors(_apart(state), temporary)
+            _save_safetensors(*_apart(state), temporary)
         else:
             with open(temporary, "wb") as file:
                 torch.save(state, file)
@@ -141,27 +141,33 @@ def write(state: State, to: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _save_safetensors(state: Mapping[str, torch.Tensor], to: Path) -> None:
+def _save_safetensors(state: Mapping[str, torch.Tensor], tied: Mapping[str, str], to: Path) -> None:
     try:
-        _safetensors().save_file(state, to)
+        _safetensors().save_file(state, to, {"format": "pt", **tied})
     except ConfigError:
         raise
     except Exception as error:  # of a type of its own
         raise RuntimeError(str(error)) from None
 
 
-def _apart(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """What safetensors takes: tensors, none of which shares memory with another."""
+def _apart(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """What safetensors takes: (tensors, none of which shares memory with another; of those that are one tensor under several
+    names all names but the first, with that). Its load_model, and the libraries that use it, look for them so."""
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise ConfigError(f"{name} is a {type(value).__name__}, and safetensors holds tensors alone; write a .pt instead")
     seen: set[int] = set()
-    apart = {}
+    first: dict[Any, str] = {}
+    apart, tied = {}, {}
     for name, tensor in state.items():
         address = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if address in seen else tensor.contiguous()
+        whole = (address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and first.setdefault(whole, name) != name:
+            tied[name] = first[whole]
+            continue
+        apart[name] = tensor.clone() if address in seen else tensor
         seen.add(address)
-    return {name: tensor.contiguous() for name, tensor in apart.items()}
+    return {name: tensor.contiguous() for name, tensor in apart.items()}, tied
 
 
 def _safetensors() -> Any:
