@@ -26,12 +26,11 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     loader = rankwise.Loader(dataset, world, global_batch_size=64, max_epochs=10)  # (2) which sample when, on which rank
-    sync = rankwise.AllReduce()  # (3) the gradient of the whole global batch
-    model = sync.wrap(model)
+    sync = rankwise.AllReduce().attach(model, optimizer)  # (3) the gradient of the whole global batch
     checkpoints = rankwise.Checkpoints((world.run_dir or Path("runs/02_own_loop")) / "checkpoints")  # (4)
     stop = rankwise.StopSignal(world)  # (5) Ctrl-C stops all ranks after the same step
 
-    parts = {"model": model, "optimizer": optimizer, "loader": loader}
+    parts = {"sync": sync, "model": model, "optimizer": optimizer, "loader": loader}
     found = checkpoints.load_latest(parts)
     step = found.step if found else 0
     batches = iter(loader)
@@ -39,7 +38,7 @@ def main():
         for x, y in next(batches):  # the micro-batches of one step; none on a rank without a sample
             loss = F.cross_entropy(model(x), y, reduction="sum")
             sync.backward(loss, len(y))  # a sum and the count it is over, not a mean
-        sync.step(model, optimizer)
+        sync.step()
         step += 1
         if step % 50 == 0:
             rankwise.say(f"step {step}, epoch {loader.epoch + 1}: loss {loss.item() / len(y):.3f} in rank 0's last batch")

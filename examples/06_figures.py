@@ -43,9 +43,8 @@ def main():
     x, y = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
     train_data, eval_data = NoisyDigits(x[:1500], y[:1500]), TensorDataset(x[1500:], y[1500:])
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 10))
-    sync = rankwise.AllReduce(clip_norm=1.0)
-    model = sync.wrap(model)
     state = rankwise.TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    sync = rankwise.AllReduce().attach(model, state.optimizer, clip_norm=1.0)
     rankwise.seed_rank(0, world.rank)  # dropout differs from rank to rank
 
     def eval_loader():
@@ -60,7 +59,7 @@ def main():
             loss = F.cross_entropy(model(inputs), targets, reduction="sum")
             sync.backward(loss, len(targets))
             meters.add(loss=(loss.detach(), len(targets)))  # waits for no device and no rank
-        sync.step(model, state.optimizer)
+        sync.step()
         state.step += 1
         state.epoch, state.epoch_ended = loader.epoch, loader.position == 0
         if state.step % EVERY == 0:

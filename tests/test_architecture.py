@@ -25,10 +25,11 @@ LAYERS = {
     "rendezvous": 1.7,
     "comm": 2,
     "gatekeeper": 3.5,
-    "guards": 3.5, "settings": 3.5, "log": 3, "seed": 3, "device": 3, "precision": 3, "state": 3, "optimizer": 3, "model": 3.5,
+    "guards": 3.5, "settings": 3.5, "log": 3, "seed": 3, "device": 3, "precision": 3, "state": 3, "optimizer": 3,
+    "digest": 3, "model": 3.5,
     "launch": 3, "agent": 3, "report": 3,
     "data": 4, "sync": 4, "checkpoint": 4, "telemetry": 4, "stop": 4,
-    "actions": 4.5, "evaluation": 4.5, "claim": 4.5,
+    "actions": 4.5, "evaluation": 4.5, "claim": 4.5, "divergence": 4.5, "finite": 4.5, "plateau": 4.6,
     "selftest": 4.7,
     "train": 5,
     "functions": 5.5, "probe": 5.5,
@@ -38,7 +39,8 @@ LAYERS = {
 
 TORCH_ALLOWED = {
     "comm", "guards", "gatekeeper", "log", "seed", "device", "precision", "state", "optimizer", "model", "settings", "data",
-    "sync", "checkpoint", "telemetry", "stop", "actions", "evaluation", "train", "selftest", "probe",
+    "digest", "sync", "checkpoint", "telemetry", "stop", "actions", "evaluation", "divergence", "finite", "plateau", "train",
+    "selftest", "probe",
 }  # fmt: skip
 """Besides agent/warm.py, which runs in a process of its own."""
 

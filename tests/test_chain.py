@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from rankwise import Trainer, comm, train
+from rankwise import Trainer, comm
 from rankwise.state import TrainState
+from rankwise.telemetry import writers
 
 SAMPLES = 50
 GLOBAL_BATCH = 8  # an epoch is 6 steps of 8 samples and one of 2: fewer than there are ranks in the last life
@@ -35,7 +36,7 @@ Ledger = dict[int, list[int]]
 def life(folder: Path, ledger: Path, max_steps: int, killed: Sequence[int], kill_at: int) -> list[float]:
     """Train on to `max_steps`; ranks that are `killed` end after a step as if the machine had ended them."""
     multiprocessing.set_start_method("fork", force=True)
-    train.find_spec = lambda name: None  # type: ignore[assignment, misc]  # TensorBoard takes longer than all this
+    writers.find_spec = lambda name: None  # type: ignore[assignment, misc]  # TensorBoard takes longer than all this
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
     generator = torch.Generator().manual_seed(7)

@@ -492,6 +492,7 @@ def test_a_rank_that_leaves_without_an_exception_has_its_last_lines_shown(launch
 
 
 def test_forgetting_to_join_is_an_error_and_no_lonely_training(launch) -> None:
-    run = launch("import rankwise, torch\nrankwise.AllReduce().wrap(torch.nn.Linear(2, 2))")
+    attached = "rankwise.AllReduce().attach(model, torch.optim.SGD(model.parameters()))"
+    run = launch(f"import rankwise, torch\nmodel = torch.nn.Linear(2, 2)\n{attached}")
     assert run.wait() == 2
     assert "has not joined the others; call rankwise.init() first" in run.output()

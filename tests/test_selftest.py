@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from rankwise import cli
+from rankwise import cli, comm
 from rankwise.comm import rank
+from rankwise.selftest import trainer as trainer_module
 from rankwise.selftest import verb
+from rankwise.sync import AllReduce, flat
 from rankwise.train import Trainer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -180,7 +183,9 @@ def test_an_mlp_with_a_ragged_last_batch_passes(tested: Tested) -> None:
     status, checks, told = tested(planted(TRAINER, ("LAYER", "nn.Identity()")), ranks="1,2,4")
     assert status == 0, told
     assert set(checks.values()) == {"ok"}
-    assert list(checks) == ["weights at the start", "samples", "gradients", "random numbers", "steps", "resume", "evaluation"]
+    assert list(checks) == [
+        "weights at the start", "samples", "gradients", "random numbers", "steps", "resume", "looking", "evaluation",
+    ]  # fmt: skip
     for layout in ("1 x 4", "2 x 2", "4 x 1"):
         assert layout in told
     assert "float64" in told
@@ -219,6 +224,14 @@ def test_a_loop_of_ones_own_passes(loop: str, tested: Tested) -> None:
     assert "not tested in a loop of your own: a resumed step, evaluation" in told
 
 
+def test_a_mean_with_the_count_1_is_caught_in_a_loop_of_ones_own(tested: Tested) -> None:
+    mean = ('F.cross_entropy(model(x), y, reduction="sum")', "F.cross_entropy(model(x), y)")
+    source = (EXAMPLES / "02_own_loop.py").read_text()
+    status, checks, told = tested(planted(source, mean, ("backward(loss, len(y))", "backward(loss, 1)")))
+    assert (status, checks["gradients"]) == (1, "FAILED"), told
+    assert "a mean of means" in told
+
+
 # --- as a method
 
 
@@ -242,12 +255,49 @@ class _Forgetful(nn.Module):
         return x / self.calls
 
 
+class _Running(nn.Module):
+    """Divides by a running scale of what this rank has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.scale.mul_(0.9).add_(0.1 * x.abs().mean())
+        return x / self.scale
+
+
+@contextlib.contextmanager
+def _equalised(sync: AllReduce, module: nn.Module | None = None) -> Iterator[None]:
+    """As it once was: rank 0's buffers everywhere, for good."""
+    comm.broadcast(list(sync._trained.model.buffers()))
+    yield
+
+
+@contextlib.contextmanager
+def _all_in_training(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    yield
+    model.train()
+
+
 def _asked_on_a_rank(bug: str) -> tuple[list[str], bool]:
     """(the checks that failed, whether the Trainer is as it was and says the same)."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
     if bug == "forgets":
         model.append(_Forgetful())
+    if bug == "other strides":
+        flat._view = lambda piece, parameter: piece.data.view_as(parameter)
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()
+    if bug == "own buffers":
+        model.append(_Running())
+        AllReduce.averaged = _equalised  # type: ignore[method-assign, assignment]
+    if bug == "modes":
+        trainer_module.evaluating = _all_in_training  # type: ignore[attr-defined]
+        model.insert(1, nn.BatchNorm1d(8).eval())
     data = TensorDataset(torch.randn(45, 6), torch.randint(3, (45,)))
 
     def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
@@ -269,7 +319,17 @@ def test_a_trainer_can_be_asked_on_the_ranks_that_there_are_and_is_not_changed(r
     assert on_ranks(ranks, _asked_on_a_rank, "") == [([], True)] * ranks
 
 
-@pytest.mark.parametrize(("bug", "check"), [("seeds", "random"), ("skips", "steps"), ("forgets", "resume")])
+@pytest.mark.parametrize(
+    ("bug", "check"),
+    [
+        ("seeds", "random"),
+        ("skips", "steps"),
+        ("forgets", "resume"),
+        ("other strides", "gradients"),
+        ("own buffers", "looking"),
+        ("modes", "looking"),
+    ],
+)
 def test_a_trainer_that_is_asked_names_the_mistake(bug: str, check: str) -> None:
     told = on_ranks(2, _asked_on_a_rank, bug)
     assert all(check in failed and same for failed, same in told), told

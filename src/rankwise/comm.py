@@ -38,6 +38,7 @@ _world: World | None = None  # what init found: the identity of this process and
 _pid = 0  # the process that called init
 _alone = False
 _patient: tuple[Any, Any] = (None, None)  # (the process group it belongs to, the group)
+_for_cpu: tuple[Any, Any] = (None, None)  # (the process group, one for tensors on the CPU if that has no backend for them)
 _nodes: tuple[Any, list[list[int]]] = (None, [])
 
 
@@ -319,6 +320,22 @@ def patient() -> Any:
     return _patient[1]
 
 
+def group_for(device: torch.device) -> Any:
+    """Collective, the first time. The process group for tensors there: None, the default one, or one of gloo for the CPU, where
+    the script has made a default group that has no backend for it (`init_process_group("nccl")`)."""
+    global _for_cpu
+    if device.type != "cpu":
+        return None
+    if _for_cpu[0] is not dist.group.WORLD:
+        has_cpu = any(part.split(":")[0] == "cpu" for part in dist.get_backend_config().split(","))
+        made = None if has_cpu or not dist.is_gloo_available() else dist.new_group(backend="gloo")
+        _for_cpu = dist.group.WORLD, made
+    return _for_cpu[1]
+
+
+_CPU = torch.device("cpu")
+
+
 def nodes() -> list[list[int]]:
     """Collective, the first time. The ranks of each node, the first one first.
 
@@ -351,7 +368,7 @@ def _grouped(told: Sequence[tuple[Any, int]]) -> list[list[int]]:
 def barrier() -> None:
     """Collective. Return when all ranks have called it."""
     if not is_alone():
-        dist.barrier()
+        dist.barrier(group_for(_CPU))
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -375,7 +392,7 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         return tensor
     values = tensor.detach()
     carrier = values.to(_CARRIER.get(values.dtype, values.dtype)).contiguous()
-    dist.all_reduce(carrier, _OPS[op])
+    dist.all_reduce(carrier, _OPS[op], group_for(carrier.device))
     if op == "mean":
         carrier.div_(dist.get_world_size())
     if carrier is not values:
@@ -392,7 +409,7 @@ def broadcast(tensors: Sequence[torch.Tensor], src: int = 0) -> None:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for group in kinds.values():
         flat = torch.cat([t.reshape(-1) for t in group])
-        dist.broadcast(flat, src)
+        dist.broadcast(flat, src, group_for(flat.device))
         parts = torch.split(flat, [t.numel() for t in group])
         for tensor, part in zip(group, parts, strict=True):
             tensor.copy_(part.view_as(tensor))
@@ -403,7 +420,7 @@ def broadcast_object(value: T, src: int = 0, group: Any = None) -> T:
     if is_alone():
         return value
     box: list[Any] = [value]
-    dist.broadcast_object_list(box, src, group)
+    dist.broadcast_object_list(box, src, group if group is not None else group_for(_CPU))
     return box[0]  # type: ignore[no-any-return]
 
 
@@ -412,7 +429,7 @@ def all_gather_object(value: T, group: Any = None) -> list[T]:
     if is_alone():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group)
+    dist.all_gather_object(values, value, group if group is not None else group_for(_CPU))
     return values
 
 
@@ -421,7 +438,7 @@ def gather_object(value: T, dst: int = 0) -> list[T]:
     if is_alone():
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == dst else None
-    dist.gather_object(value, values, dst)
+    dist.gather_object(value, values, dst, group_for(_CPU))
     return values or []
 
 

@@ -52,3 +52,11 @@ def prepare(
 def is_synced(model: nn.Module) -> bool:
     """Whether its forward pass waits for the other ranks: then each must have a sample in every micro-batch."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+
+
+def begin_training(model: nn.Module) -> bool:
+    """Put a model that is wholly in evaluation mode into training mode; True if it was. A mixture is meant, and stays."""
+    if any(module.training for module in model.modules()):
+        return False
+    model.train()
+    return True

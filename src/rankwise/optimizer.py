@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -44,8 +45,21 @@ def fuse(optimizer: Optimizer, fused: bool | None = None) -> None:
     for group in optimizer.param_groups:
         nobody_chose = group["fused"] is None and group["foreach"] is None
         plain = not group.get("differentiable") and not group.get("capturable")
-        if nobody_chose and plain and all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in group["params"]):
+        usual = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in group["params"])
+        if nobody_chose and plain and usual and (not isinstance(optimizer, SGD) or _give_momentum(optimizer, group)):
             group["fused"] = True
+
+
+def _give_momentum(optimizer: SGD, group: dict[str, Any]) -> bool:
+    """Whether SGD's fused kernel will do: it takes momenta of all parameters or of none, and fails when one gets its first
+    gradient later than others. A zero is what the first step would make of none."""
+    if not group["momentum"]:
+        return True
+    if group["dampening"] or not all(p.requires_grad for p in group["params"]):
+        return False
+    for parameter in group["params"]:
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return True
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -79,13 +93,14 @@ def _scale_base(scheduler: Any, factor: float) -> None:
 
 
 def settings(optimizer: Optimizer) -> dict[str, Any]:
-    """What the script has set: `{"optimizer": "AdamW", "lr": 0.1, ...}`, with `... of group k` where there are several.
+    """What the script has set: `{"optimizer": "AdamW", "lr": 0.1, ...}`, with `... of group k` from the second group on. Which
+    groups there are may change in a training, and is compared by the names of their parameters.
 
     The kernel (fused, foreach) is not among them: it changes the last bits alone.
     """
-    found: dict[str, Any] = {"optimizer": type(optimizer).__name__, "parameter groups": len(optimizer.param_groups)}
+    found: dict[str, Any] = {"optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
-        where = f" of group {number}" if len(optimizer.param_groups) > 1 else ""
+        where = f" of group {number}" if number else ""
         found["lr" + where] = float(group.get("initial_lr", group["lr"]))  # a scheduler has changed lr already
         for name, value in group.items():
             if name in ("params", "param_names", "fused", "foreach", "capturable", *_RATES):

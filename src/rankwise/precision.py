@@ -26,11 +26,9 @@ class Precision:
 
     @classmethod
     def of(cls, name: str, device: torch.device) -> Precision:
-        """`name`: fp32, bf16, or fp16 (on a GPU alone, with a loss scale)."""
+        """`name`: fp32, bf16, or fp16 (with a loss scale)."""
         if name not in _DTYPES:
             raise ConfigError(f"precision={name!r}; choose one of {', '.join(_DTYPES)}")
-        if name == "fp16" and device.type != "cuda":
-            raise ConfigError(f"precision='fp16' needs a GPU and this rank is on {device.type}; use 'bf16' or 'fp32'")
         return cls(name, _DTYPES[name], device.type)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rankwise import log
+from rankwise import comm, log
 from rankwise.errors import ConfigError
 
 
@@ -41,6 +41,18 @@ class Settings:
                 "trained beyond its end may rise again. For another one start anew with --fresh, or beside it with --name NAME"
             )
         self._kept.update(state["kept"])
+
+
+def compare(mine: Mapping[str, Any]) -> None:
+    """Collective. Raises ConfigError on all ranks for the first setting that is another on some rank."""
+    told = comm.all_gather_object({name: repr(value) for name, value in mine.items()})
+    for rank, other in enumerate(told):
+        for name, value in told[0].items():
+            if other[name] != value:
+                raise ConfigError(
+                    f"the ranks are not set alike: {name} is {value} on rank 0 and {other[name]} on rank {rank}; give all "
+                    "ranks the same"
+                )
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -19,36 +19,41 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rankwise import comm, errors, log, seed
 from rankwise import optimizer as optimizers
 from rankwise.actions import Action, Log, every
 from rankwise.checkpoint import Checkpoints
+from rankwise.checkpoint.best import check_name
 from rankwise.claim import claim, run_path
 from rankwise.data import Loader
 from rankwise.data.batching import of_all_ranks
 from rankwise.device import local_device
+from rankwise.divergence import Divergence
 from rankwise.errors import CheckpointError, ConfigError, RunDirError, StepError
 from rankwise.evaluation import Evaluate, Metrics, Pair, predict
+from rankwise.finite import Weights, check_rates
 from rankwise.lease import Fence, Lease
-from rankwise.model import is_synced, prepare
+from rankwise.model import begin_training, is_synced, prepare
+from rankwise.plateau import check_plateau, step_plateau
 from rankwise.precision import LossScale, Precision
 from rankwise.rundir import RunDir
 from rankwise.selftest.finding import Finding, as_text, passed
+from rankwise.selftest.halves import warn_of_means
 from rankwise.selftest.trainer import Subject, check
-from rankwise.settings import Settings, plain
+from rankwise.settings import Settings, compare, plain
 from rankwise.state import Stateful, TrainState
 from rankwise.stop import StopSignal
-from rankwise.sync import AllReduce, StepResult, SyncStrategy
-from rankwise.telemetry import JsonlWriter, Meters, Progress, TensorBoardWriter, TimeBreakdown
-from rankwise.telemetry.writers import Writer
+from rankwise.sync import AllReduce, Shared, StepResult, SyncStrategy
+from rankwise.telemetry import Meters, Progress, TimeBreakdown
+from rankwise.telemetry.writers import Writer, open_writers
 from rankwise.terminal import short
 from rankwise.world import agent_row
 from rankwise.world import checkpoint_scope as scope_of
@@ -62,7 +67,8 @@ class Trainer:
 
     step_fn(model, batch) -> (loss sum, the count it is over). eval_fn(model, batch) -> {name: (sum, count)}; by default the
     loss of `step_fn`. `eval_metrics`: {name: object with update, compute and reset} that eval_fn updates (torchmetrics').
-    `scheduler` steps once an optimizer step. Give `batch_size` (of one rank and micro-batch) or `global_batch_size` (of all
+    `scheduler` steps once an optimizer step; torch's ReduceLROnPlateau after each evaluation, on `scheduler_metric` (by default
+    eval_loss). Give `batch_size` (of one rank and micro-batch) or `global_batch_size` (of all
     ranks and accumulated micro-batches), or `batch_tokens` or `global_batch_tokens` with `lengths`, or `batch_sampler`
     (data/loader.py), and `max_epochs` or `max_steps` or both. `precision`: fp32, bf16, fp16. `lr_scale`: none, linear or
     sqrt, by how many times the global batch is that of one rank (with `batch_size`). `reduction`: auto, flat or ddp
@@ -75,6 +81,7 @@ class Trainer:
     `checkpoint_scope`: main, and rank 0 writes; node, and so does one rank of each node, where they share no disk; by default
     what --checkpoint-scope says. `checkpoint_mirror`: a URL (s3://bucket/run) for fsspec, where checkpoints are copied to, and
     had from when they are not here.
+    `on_divergence`: warn or error, where ranks no longer hold the same though they should.
     `actions` run after each step, after the Trainer's own. A run directory that holds checkpoints is gone on with, unless
     `fresh`.
     """
@@ -90,6 +97,8 @@ class Trainer:
         eval_fn: Callable[[Any, Any], Mapping[str, Pair] | None] | None = None,
         eval_metrics: Mapping[str, Any] | None = None,
         scheduler: Any = None,
+        scheduler_metric: str | None = None,
+        on_divergence: str = "warn",
         batch_size: int | None = None,
         global_batch_size: int | None = None,
         batch_tokens: float | None = None,
@@ -143,7 +152,7 @@ class Trainer:
             raise ConfigError(f"workers={workers}: give how many processes fetch ahead, 0 for none")
         optimizers.check(model, optimizer)
         if keep_best is not None and not actions:  # an action may measure anything
-            _check_keep_best(keep_best, eval_data is not None, eval_fn is not None)
+            check_name(keep_best, eval_data is not None, eval_fn is not None)
         self.world = comm.init()
         self.device = local_device(self.world)
         self.max_steps = max_steps
@@ -172,14 +181,14 @@ class Trainer:
             device=self.device,
         )
         nominal = self.loader.global_batch_size
-        loss_scale = LossScale() if precision == "fp16" else None
-        self.sync: SyncStrategy = sync if sync is not None else AllReduce(clip_norm, nominal, loss_scale, reduction)
-        self._unwrapped = copy.copy(sync) if sync is not None else None
-        if sync is not None and (clip_norm is not None or reduction != "auto"):
-            raise ConfigError("clip_norm and reduction belong to the strategy when you give one: sync=AllReduce(clip_norm=...)")
+        if sync is not None and reduction != "auto":
+            raise ConfigError(f"reduction belongs to the strategy when you give one: sync=AllReduce({reduction!r})")
+        self.sync: SyncStrategy = AllReduce(reduction) if sync is None else sync
+        self._unattached = copy.deepcopy(self.sync)
         self.run = RunDir(run_path(self.world, run_dir))
         self._fresh = fresh
         self._lease: Lease | None = None
+        self._weights = Weights()
         self.checkpoints = Checkpoints(
             self.run.checkpoints, keep_last, keep_best, larger_is_better, keep_steps, keep_younger_than_s, background_saves,
             sharded_saves, checkpoint_scope or scope_of(self.world), checkpoint_mirror,
@@ -193,9 +202,17 @@ class Trainer:
         fixed |= {"scheduler": type(scheduler).__name__ if scheduler is not None else None}
         kept = plain(scheduler.state_dict()) if scheduler is not None else {}
         self._settings = Settings(fixed, {f"{type(scheduler).__name__}'s {name}": value for name, value in kept.items()})
+        every_rank = {"max_epochs": max_epochs, "max_steps": max_steps, "accumulate": accumulate, "seed": seed, **fixed}
+        every_rank |= {"precision": precision, "the strategy": type(self.sync).__name__, "reduction": reduction}
+        every_rank |= {"log_every": log_every, "eval_every": eval_every, "keep_best": keep_best, "device": self.device.type}
+        if uneven is None and not self.loader.is_split:
+            every_rank["the number of samples in train_data"] = self.loader.samples
+        compare(every_rank)
         model = prepare(model, self.device, self.world, sync_batchnorm, compile)
         self._prepare_optimizer(optimizer, scheduler, fused, lr_scale, (batch_size or batch_tokens) is not None)
-        self.state = TrainState(self.sync.wrap(model), optimizer)
+        self.state = TrainState(model, optimizer)
+        self._attach = functools.partial(type(self.sync).attach, clip_norm=clip_norm, typical_count=nominal)
+        self._attach(self.sync, model, optimizer, loss_scale=LossScale() if precision == "fp16" else None)
         self._check_rest()
         self._writers: list[Writer] = []  # opened by `fit`, on the main rank
         self._progress = Progress(agent_row(self.world))
@@ -213,20 +230,30 @@ class Trainer:
         self._breakdown = self._new_breakdown(evaluate)
         self._log = Log(self.meters, self._breakdown, self._progress, self._writers, every_steps=log_every)
         self.actions: list[Action] = [self._log, *([self._hear] if background_saves and self.world.is_main else [])]
-        if scheduler is not None:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            check_plateau(scheduler_metric, eval_data is not None, eval_fn is not None, bool(actions))
+        elif scheduler_metric is not None:
+            raise ConfigError("scheduler_metric is what a ReduceLROnPlateau is stepped on; leave it out for another scheduler")
+        elif scheduler is not None:
             # Not for a step that was left out: fp16 begins with some, and a warm-up would lose its first ones.
             self.actions.insert(0, lambda state: scheduler.step() if self._left_out_in_a_row == 0 else None)
         self._evaluate = evaluate
         if evaluate is not None:
             self.actions.append(every(evaluate, steps=eval_every, epochs=None if eval_every else 1, at_end=True))
-        self.actions += [*actions, every(self._save, seconds=save_every_s)]
+        self.actions += actions
+        if isinstance(scheduler, ReduceLROnPlateau):
+            self.actions.append(step_plateau(scheduler, scheduler_metric or "eval_loss"))
+        self._divergence = Divergence(self.sync, on_divergence)
+        if actions:  # what they have changed of the model
+            self.actions.append(lambda _: self.sync.follow())
+        self.actions += [check_rates, self._divergence, every(self._save, seconds=save_every_s)]
         if keep_steps:
             self.actions.append(lambda state: self._save(state) if state.step in keep_steps else None)
         if keep_best is not None and keep_best != "loss":  # that of training is new each log interval: no occasion to save
             self.actions.append(self._save_if_best)
         parts: dict[str, Stateful | None] = {
-            "settings": self._settings, "train": self.state, "model": model, "optimizer": optimizer, "loader": self.loader,
-            "log": self._log, "sync": self.sync, "scheduler": scheduler,
+            "settings": self._settings, "train": self.state, "sync": self.sync, "model": model, "optimizer": optimizer,
+            "loader": self.loader, "log": self._log, "scheduler": scheduler,
         }  # fmt: skip
         self.state.parts = {name: part for name, part in parts.items() if part is not None}
 
@@ -257,19 +284,20 @@ class Trainer:
     def fit(self) -> TrainState:
         """Collective. Train until the last step or an agreed stop; everything is saved when it returns, or raises Stopped."""
         with self._open() as state:
-            batches = iter(self.loader)
+            batches = self._looked_at(iter(self.loader))
             while not self.stop.agreed(state.step) and not self._done(state):
                 micro_batches = next(batches)  # what one optimizer step takes: this rank's part of the global batch
-                for i, batch in enumerate(micro_batches):
-                    with self.sync.accumulating(last=i == len(micro_batches) - 1):
-                        loss_sum, count = self._forward(state.model, batch)
-                        self.sync.backward(loss_sum, count)
+                for i, batch in enumerate(micro_batches, start=1):
+                    loss_sum, count = self._forward(state.model, batch)
+                    self.sync.backward(loss_sum, count, last=i == len(micro_batches))
                     self.meters.add(loss=(loss_sum.detach(), count))
-                self._advance(state, self.sync.step(state.model, state.optimizer))
+                self._advance(state, self.sync.step(), len(micro_batches))
                 for action in self.actions:  # schedule, log, evaluate, the user's own, save: each an action
                     action(state)
             self.stop.finish()
             self._save_at_end(state)
+            if not self.stop.signum:
+                self.sync.finish()
             self._say_end(state)
         if self.stop.signum:
             raise self.stop.stopped()
@@ -284,8 +312,8 @@ class Trainer:
             raise ConfigError(
                 f"predict_fn is a {type(predict_fn).__name__}: give trainer.predict(data, predict_fn), in this order"
             )
-        self.sync.equalise(self.state.model)
-        return predict(predict_fn, self.state.model, self._once(data), on=on, into=into, precision=self._precision)
+        with self.sync.averaged():
+            return predict(predict_fn, self.state.model, self._once(data), on=on, into=into, precision=self._precision)
 
     def selftest(self) -> bool:
         """Collective. Show, on copies, that the gradient does not depend on ranks and micro-batches, that a resumed step is the
@@ -299,7 +327,10 @@ class Trainer:
 
     def selftest_findings(self) -> list[Finding]:
         """Collective. What `selftest` tells; the same on all ranks."""
-        new_sync = AllReduce if self._unwrapped is None else lambda: copy.copy(self._unwrapped)
+
+        def new_sync(*copies: Any, **given: Any) -> SyncStrategy:
+            return self._attach(copy.deepcopy(self._unattached), *copies, **given)
+
         subject = Subject(
             self.state.model, self.state.optimizer, self.state.parts.get("scheduler"), self._forward, self._step_fn,
             self.loader, self._evaluate, new_sync, self.world, self._seed,
@@ -321,21 +352,34 @@ class Trainer:
             )
         return result
 
-    def _advance(self, state: TrainState, result: StepResult) -> None:
+    def _looked_at(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
+        """Collective at the first of all: step_fn is tried on it."""
+        for micro_batches in batches:
+            if self.state.step == 0:
+                warn_of_means(self._forward, self.state.model, micro_batches)
+            yield micro_batches
+
+    def _advance(self, state: TrainState, result: StepResult, micro_batches: int) -> None:
         state.step += 1
         state.epoch = self.loader.epoch
         state.epoch_ended = self.loader.position == 0
         state.last = self._done(state)
-        if not result.finite or result.total <= 0:
-            self._say_left_out(state, result)
+        if not result.mine.stepped:
+            self.meters.forget(micro_batches)  # the NaN of a skipped step would be that of the whole interval
+        if result.shared is None:
+            return
+        if not result.shared.finite or result.shared.total <= 0:
+            self._say_left_out(state, result.shared)
         else:
             self._left_out_in_a_row = 0
 
     def _done(self, state: TrainState) -> bool:
         return self.loader.finished or (self.max_steps is not None and state.step >= self.max_steps)
 
-    def _say_left_out(self, state: TrainState, result: StepResult) -> None:
+    def _say_left_out(self, state: TrainState, result: Shared) -> None:
         """All ranks see the same result, so all raise or none does."""
+        if not result.finite:
+            self._weights.check(state, f"since step {state.step - 1}")
         why = "the gradient is not finite" if not result.finite else f"its counts sum to {result.total:g}"
         state.steps_left_out += 1
         self._left_out_in_a_row += 1
@@ -360,7 +404,7 @@ class Trainer:
         outcome, status = "ended by an exception", 1
         try:
             if self.world.is_main:
-                self._writers += _writers(self.run, life.life)
+                self._writers += open_writers(self.run, life.life)
             if self._fresh or life.fresh:
                 self.checkpoints.begin_anew()
             self._begin(self.state)
@@ -390,13 +434,15 @@ class Trainer:
     def _begin(self, state: TrainState) -> None:
         """Collective. Load the newest checkpoint if there is one, and say what will happen."""
         seed.seed_rank(self._seed, self.world.rank)
+        if begin_training(state.model):
+            log.say("the model was in evaluation mode (as from_pretrained leaves it), and is now in training mode")
+        check_rates(state)
         manifest = self.checkpoints.load_latest(state.parts)
         self._saved_step = state.step if manifest is not None else -1
-        self._begun_at = state.step
+        self._begun_at = self._weights.finite_at = state.step
         self._saved_in: Path | None = None
         self._left_out_in_a_row = 0
         self._told: BaseException | None = None  # of a save that failed
-        state.model.train()
         self._say_plan(state)
         if manifest is None and len(self.run.lives()) > 1:
             log.say("no checkpoint of an earlier life to go on from: from the beginning")
@@ -413,6 +459,7 @@ class Trainer:
                 log.say(f"not bit for bit as if it had never stopped: {', '.join(differs)}")
         self._progress.begin(self._total_steps(), state.step)
         self._log.begin()
+        self._divergence.begin(state.step)
 
     def _say_end(self, state: TrainState) -> None:
         if not self.world.is_main:
@@ -442,7 +489,8 @@ class Trainer:
         if state.step == self._saved_step:
             return
         self._log.reduce(state)
-        self.sync.equalise(state.model)
+        self._weights.check(state, f"found after step {state.step}")
+        self._divergence.before_save(state)
         try:
             self.checkpoints.wait()  # for the one before
         except CheckpointError as error:
@@ -534,27 +582,6 @@ class Trainer:
         log.say("; ".join(text for text in (self.loader.describe_batch(), self.sync.describe()) if text))
         if self._lr_text:
             log.say(self._lr_text)
-
-
-def _check_keep_best(name: str, evaluates: bool, by_eval_fn: bool) -> None:
-    """Raises ConfigError for a figure that nothing will measure."""
-    if name == "loss":
-        return
-    if not evaluates:
-        raise ConfigError(f"keep_best={name!r}: nothing is evaluated without eval_data; 'loss' is that of training")
-    if not name.startswith("eval_"):
-        raise ConfigError(f"keep_best={name!r}: a figure of an evaluation is called eval_ and the name that eval_fn gives it")
-    if not by_eval_fn and name != "eval_loss":
-        raise ConfigError(f"keep_best={name!r}: without eval_fn the one figure of an evaluation is 'eval_loss'")
-
-
-def _writers(run: RunDir, life: int) -> list[Writer]:
-    writers: list[Writer] = [JsonlWriter(run.metrics, life)]
-    if find_spec("tensorboard") is not None:
-        writers.append(TensorBoardWriter(run.telemetry))
-    else:
-        log.say("no TensorBoard events: pip install 'rankwise[tensorboard]' to have them; metrics.jsonl is written")
-    return writers
 
 
 def _is_count(value: Any) -> bool:

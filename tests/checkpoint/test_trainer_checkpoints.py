@@ -19,12 +19,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import rankwise
-from rankwise import train
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
 from rankwise.lease import Holder
 from rankwise.rundir import RunDir, write_json
 from rankwise.state import TrainState
+from rankwise.telemetry import writers
 
 __all__ = ["background", "small_disk"]  # fixtures
 
@@ -43,7 +43,7 @@ def step_fn(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
 
 def fit(folder: Path, max_steps: int, said: io.StringIO | None = None, **settings: Any) -> tuple[list[float], str]:
     """(the parameters in the end, what was said). In a process of its own."""
-    train.find_spec = lambda name: None  # type: ignore[assignment, misc]  # importing TensorBoard takes longer than the test
+    writers.find_spec = lambda name: None  # type: ignore[assignment, misc]  # importing TensorBoard takes longer than the test
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -200,7 +200,7 @@ def fit_scripted(
     state: list[TrainState] = []
     settings = {"keep_last": 1, "keep_best": "eval_loss", "eval_every": 2, **settings}
     remember = lambda now: None  # noqa: E731
-    train.find_spec = lambda name: None  # type: ignore[assignment, misc]
+    writers.find_spec = lambda name: None  # type: ignore[assignment, misc]
     model = nn.Linear(3, 1)
     trainer = rankwise.Trainer(
         model, torch.optim.SGD(model.parameters(), 0.01), step_fn, data(), eval_data=data(), eval_fn=scripted(figures, state),

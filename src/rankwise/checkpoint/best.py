@@ -63,3 +63,15 @@ def best_by(manifests: Sequence[Manifest]) -> Best:
             return Best(**manifest.best)
     figures = ", ".join(dict.fromkeys(name for manifest in manifests for name in manifest.metrics)) or "none"
     raise ConfigError(f"the best by which figure? Its run named none: type --by NAME; the figures that there are: {figures}")
+
+
+def check_name(name: str, evaluates: bool, by_eval_fn: bool) -> None:
+    """Raises ConfigError for a figure that nothing will measure."""
+    if name == "loss":
+        return
+    if not evaluates:
+        raise ConfigError(f"keep_best={name!r}: nothing is evaluated without eval_data; 'loss' is that of training")
+    if not name.startswith("eval_"):
+        raise ConfigError(f"keep_best={name!r}: a figure of an evaluation is called eval_ and the name that eval_fn gives it")
+    if not by_eval_fn and name != "eval_loss":
+        raise ConfigError(f"keep_best={name!r}: without eval_fn the one figure of an evaluation is 'eval_loss'")

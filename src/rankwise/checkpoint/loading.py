@@ -5,6 +5,8 @@ load_part(folder, manifest, "model", model);  load_stream(folder, manifest)
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,30 @@ from rankwise.terminal import count
 
 RNG = "rng"
 """The part that holds every rank's random state."""
+
+RANKS = "ranks"
+"""The part that holds what each rank has apart from the others, by rank and part; not there if no rank has anything."""
+
+
+@contextlib.contextmanager
+def averaged(parts: Mapping[str, Stateful]) -> Iterator[None]:
+    """Collective. Inside, what ranks hold apart is the same on all, where a part (a strategy) can make it so."""
+    with contextlib.ExitStack() as stack:
+        for strategy in _strategies(parts).values():
+            stack.enter_context(strategy.averaged())
+        yield
+
+
+def _strategies(parts: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Those that hold something apart; a module of the user's may have an attribute of one of these names."""
+    methods = ("averaged", "rank_state_dict", "load_rank_state_dict")
+    return {name: part for name, part in parts.items() if all(callable(getattr(type(part), each, None)) for each in methods)}
+
+
+def own_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
+    """By part, what this rank has apart from the others; within `averaged`."""
+    found = {name: strategy.rank_state_dict() for name, strategy in _strategies(parts).items()}
+    return {name: state for name, state in found.items() if state is not None}
 
 
 def _read(folder: Path, manifest: Manifest, name: str, part: Stateful | None, verify: bool) -> Any:
@@ -52,6 +78,23 @@ def load_part(folder: Path, manifest: Manifest, name: str, part: Stateful, verif
             f"{name} does not fit its checkpoint {path}: {text[:400]}; undo the change, or start anew with --fresh, "
             "or beside it with --name NAME"
         ) from None
+
+
+def load_own_states(folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify: bool) -> None:
+    """After the parts. Of another number of ranks none has its own again: it begins with what all have."""
+    found: dict[str, Any] = {}
+    if f"{RANKS}.pt" in manifest.files:
+        found = _read(folder, manifest, RANKS, None, verify)
+        if manifest.world_size != comm.world_size():
+            names = sorted({name for state in found.values() for name in state})
+            log.say(
+                f"what each of {count(manifest.world_size, 'rank')} held apart (in {', '.join(names)}; running statistics, "
+                "for example) is not resumed: all ranks begin with the main rank's"
+            )
+            found = {}
+    own = found.get(str(comm.rank()), {})
+    for name, strategy in _strategies(parts).items():
+        strategy.load_rank_state_dict(own.get(name))
 
 
 def load_stream(folder: Path, manifest: Manifest, verify: bool) -> None:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     import torch
 
 VERSION = 1
+VERSION_WITH_RANKS = 2
+"""Of a checkpoint that holds what ranks have apart: who does not know of it would resume another training."""
+
 NAME = "manifest.json"
 _FIRST = "{\n"  # as `text` writes it; one that a person has brought into one line is held to its sum alone
 _NAMED = 3  # damaged tensors of one file
@@ -105,8 +108,10 @@ class Manifest:
         try:
             text = path.read_text()
             record = json.loads(text)
-            if record["version"] != VERSION:
-                raise CheckpointError(f"{path}: version {record['version']}, this rankwise reads version {VERSION}")
+            if record["version"] not in (VERSION, VERSION_WITH_RANKS):
+                raise CheckpointError(
+                    f"{path}: version {record['version']}, this rankwise reads versions {VERSION} and {VERSION_WITH_RANKS}"
+                )
             # Not a byte may differ, though it says the same (1e-05 and 1E-05): who damaged one byte may have damaged others.
             if text.startswith(_FIRST) and text != _as_text(record):
                 raise CheckpointError(f"{path} is damaged")

@@ -122,32 +122,42 @@ class Checkpoints:
         `background` it is not there yet, and what is raised is of the save before (as `wait` would): this one is not begun.
         """
         began = time.perf_counter()
+        try:
+            with loading.averaged(parts):
+                return self._save(parts, step, info, metrics)
+        finally:
+            self.wait_s += time.perf_counter() - began
+
+    def _save(
+        self, parts: Mapping[str, Stateful], step: int, info: Mapping[str, Any] | None, metrics: Mapping[str, float] | None
+    ) -> Path:
         writes = any(ranks[0] == comm.rank() for ranks in self._writers())
-        told = comm.all_gather_object((seed.rng_state(), self._shelf.times_saved(step) if writes else 0))
-        streams = {str(rank): stream for rank, (stream, _) in enumerate(told)}
-        times = max(times for _, times in told)
+        own = loading.own_states(parts)
+        told = comm.all_gather_object((seed.rng_state(), self._shelf.times_saved(step) if writes else 0, bool(own)))
+        every = {loading.RNG: {str(rank): stream for rank, (stream, _, _) in enumerate(told)}}
+        if any(has for _, _, has in told):
+            every[loading.RANKS] = {str(rank): state for rank, state in enumerate(comm.all_gather_object(own))}
+        times = max(times for _, times, _ in told)
+        version = manifests.VERSION_WITH_RANKS if loading.RANKS in every else manifests.VERSION
         final = self.folder / (f"step-{step:08d}" + (f"-{times + 1}" if times else ""))
 
         def record() -> Manifest:
             return Manifest(
-                manifests.VERSION, step, comm.world_size(), torch.__version__, {}, dict(info or {}), _finite(metrics or {}),
+                version, step, comm.world_size(), torch.__version__, {}, dict(info or {}), _finite(metrics or {}),
                 asdict(self._best) if self._best is not None else {},
             )  # fmt: skip
 
-        try:
-            if self._sharded and not comm.is_alone():
-                return self._save_together(parts, final, record, streams)
-            return run_on_firsts(self._writers(), lambda: self._save_alone(parts, final, record, streams))
-        finally:
-            self.wait_s += time.perf_counter() - began
+        if self._sharded and not comm.is_alone():
+            return self._save_together(parts, final, record, every)
+        return run_on_firsts(self._writers(), lambda: self._save_alone(parts, final, record, every))
 
     def _save_alone(
-        self, parts: Mapping[str, Stateful], final: Path, record: Callable[[], Manifest], streams: Mapping[str, Any]
+        self, parts: Mapping[str, Stateful], final: Path, record: Callable[[], Manifest], every: Mapping[str, Any]
     ) -> Path:
         """On a rank that writes for others."""
         self._writer.wait()
         manifest = record()
-        states = states_of(parts) | {loading.RNG: streams}
+        states = states_of(parts) | dict(every)
         copied = self._copied(states)
         if copied is None:
             self._write_and_prune(final, states, manifest)
@@ -156,14 +166,14 @@ class Checkpoints:
         return final
 
     def _save_together(
-        self, parts: Mapping[str, Stateful], final: Path, record: Callable[[], Manifest], streams: Mapping[str, Any]
+        self, parts: Mapping[str, Stateful], final: Path, record: Callable[[], Manifest], every: Mapping[str, Any]
     ) -> Path:
         """Collective. Each rank begins to write its share of the modules and optimizers, the main rank all else too."""
         self._conclude()
         rank, ranks = comm.rank(), comm.world_size()
         with agreed():
             manifest = record()
-            states = states_of(parts) | {loading.RNG: streams}
+            states = states_of(parts) | dict(every)
             shares = sharding.divided(parts, states, ranks)
         if len(set(comm.all_gather_object(sharding.digest(shares, states)))) > 1:
             log.warning_once("the main rank writes checkpoints alone: the ranks' tensors differ in names, types or shapes")
@@ -436,10 +446,11 @@ class Checkpoints:
         self, folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify: bool = True
     ) -> BaseException | None:
         """What went wrong on this rank."""
-        asked = {name for part in (*parts, loading.RNG) for name in sharding.files_of(manifest, part)}
+        asked = {name for part in (*parts, loading.RNG, loading.RANKS) for name in sharding.files_of(manifest, part)}
         try:
             for name, part in parts.items():
                 loading.load_part(folder, manifest, name, part, verify)
+            loading.load_own_states(folder, manifest, parts, verify)
             loading.load_stream(folder, manifest, verify)
             if verify and comm.is_main():  # a checkpoint is whole or damaged, though nobody asks for all of it
                 for name in manifest.files.keys() - asked:

@@ -73,9 +73,8 @@ class Evaluate:
 
     def figures(self, state: TrainState) -> dict[str, float]:
         """Collective. `eval_<name>` of each, and nothing else happens."""
-        if self._sync is not None:
-            self._sync.equalise(state.model)
-        with evaluating(state.model), self._metrics.of_this_rank():
+        averaged = self._sync.averaged() if self._sync is not None else contextlib.nullcontext()
+        with averaged, evaluating(state.model), self._metrics.of_this_rank():
             batches = 0
             totals: dict[str, list[torch.Tensor]] = {}
             with torch.no_grad(), self._precision.autocast():
@@ -104,13 +103,15 @@ class Evaluate:
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; what is drawn at random inside does not move the training's streams."""
-    training, streams = model.training, seed.rng_state()
+    """The model in evaluation mode, and each module afterwards in its own; what is drawn at random inside does not move the
+    training's streams."""
+    training, streams = [module for module in model.modules() if module.training], seed.rng_state()
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
         seed.set_rng_state(streams)
 
 

@@ -24,6 +24,7 @@ CHECKS = {
     "random": "random numbers",
     "steps": "steps",
     "resume": "resume",
+    "looking": "looking",
     "evaluation": "evaluation",
 }
 """Each check by its name: how it is called on the screen, in this order."""

@@ -1,6 +1,7 @@
-"""The gradient of one global batch, in one piece on one device and shared out; and why they differ, where they do.
+"""The gradient of one global batch, in one piece on one device and shared out; why they differ, where they do; and what the
+optimizer makes of it.
 
-gradients = Gradients(model, step_fn, forward, new_sync, whole, parts)
+gradients = Gradients(model, optimizer, step_fn, forward, new_sync, whole, parts)
 finding = gradients.finding({"2 x 2": micro_batches})        # collective
 """
 
@@ -17,8 +18,10 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
 from rankwise import comm
+from rankwise.model import begin_training
 from rankwise.selftest.difference import TOLERANCES, Difference, difference
 from rankwise.selftest.finding import FAILED, KNOWN, OK, OPEN, Finding
 from rankwise.selftest.layers import Mixing, first_mixing
@@ -28,6 +31,7 @@ from rankwise.sync import SyncStrategy
 Step = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
 Found = dict[str, Any]  # gradients, by the names of their parameters
 
+_ROUNDED = 1e-6  # of an update: a kernel that takes another order rounds otherwise
 _ADDITIVE = 1e-3  # what is twice as much of twice as many, in whatever type
 
 
@@ -40,18 +44,20 @@ class Gradients:
     def __init__(
         self,
         model: nn.Module,
+        optimizer: Optimizer,
         step_fn: Step,
         forward: Step,
-        new_sync: Callable[[], SyncStrategy],
+        new_sync: Callable[..., SyncStrategy],
         whole: Any,
         parts: Sequence[Any],
     ) -> None:
         self._new_sync = new_sync
-        self._model = copy.deepcopy(model).train()
+        self._model, self._optimizer = copies(model, optimizer)
         self._step, self._dtype = forward, _name(next(model.parameters()).dtype)
         self._whole, self._parts = whole, list(parts)
         if _works_in_float64(model, step_fn, whole):
             self._model = self._model.double()
+            _make_float64(self._optimizer)
             self._step, self._dtype = step_fn, "float64"
         self._tolerance = TOLERANCES.get(self._dtype, 1e-3)
         self._held: tuple[type[nn.Module], ...] = ()
@@ -63,6 +69,8 @@ class Gradients:
             return drawing
         with self._exact():
             reference, apart = self._compare(layouts)
+            if (update := self._update(layouts)) is not None:
+                return update
             figures = ", ".join(f"{name} {a}" for name, a in apart.items())
             if self._is_small(apart.values()):
                 return Finding("gradients", OK, self._evidence("equal to those of one batch on one device"), where=figures)
@@ -107,10 +115,13 @@ class Gradients:
 
     def _fresh(self) -> nn.Module:
         model = copy.deepcopy(self._model)
+        self._hold(model)
+        return model
+
+    def _hold(self, model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, self._held):
                 module.eval()
-        return model
 
     def _given(self, batch: Any) -> Any:
         return as_float64(batch) if self._dtype == "float64" else batch
@@ -127,14 +138,42 @@ class Gradients:
 
     def _together(self, batches: Sequence[Any]) -> Found:
         """Collective. By the strategy, over all ranks."""
-        sync = self._new_sync()
-        model = sync.wrap(self._fresh())
-        for i, batch in enumerate(batches):
-            with sync.accumulating(last=i == len(batches) - 1):
-                sync.backward(*self._step(model, self._given(batch)))
-        recorder = _Recorder(model)
-        sync.step(model, recorder)  # type: ignore[arg-type]  # it takes no step
-        return recorder.found
+        return self._stepped(batches)[0]
+
+    def _stepped(self, batches: Sequence[Any]) -> tuple[Found, Found]:
+        """Collective. (the gradient that the strategy gives the optimizer, the parameters after its step)."""
+        model, optimizer = copies(self._model, self._optimizer)
+        self._hold(model)
+        sync = self._new_sync(model, optimizer, clip_norm=None)
+        found: Found = {}
+        optimizer.register_step_pre_hook(lambda *_: found.update(_gradients_of(model)))
+        for i, batch in enumerate(batches, start=1):
+            sync.backward(*self._step(model, self._given(batch)), last=i == len(batches))
+        sync.step()
+        return found, _as_arrays(dict(model.named_parameters()))
+
+    def _update(self, layouts: Mapping[str, Sequence[Any]]) -> Finding | None:
+        """Collective. None if the optimizer moves the parameters as its plain kernel does with the same gradient."""
+        name, batches = next(iter(layouts.items()))
+        gradient, moved = self._stepped(batches)
+        model, optimizer = copies(self._model, self._optimizer)
+        for group in optimizer.param_groups:
+            group.update({kernel: False for kernel in ("fused", "foreach") if kernel in group})
+        before = _as_arrays(dict(model.named_parameters()))
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name in gradient:
+                parameter.grad = torch.from_numpy(gradient[parameter_name]).to(parameter)
+        optimizer.step()
+        expected = {n: a - before[n] for n, a in _as_arrays(dict(model.named_parameters())).items()}
+        apart = difference(expected, {n: a - before[n] for n, a in moved.items()})
+        far = max(comm.all_gather_object(apart), key=lambda a: a.size)
+        if far.size <= max(self._tolerance, _ROUNDED):
+            return None
+        return Finding(
+            "gradients", FAILED, f"on {name} the update is another than that of the optimizer's plain kernel: {far}, relative, "
+            f"in {self._dtype}", "gradients do not lie in memory as their parameters do, or not all that is trained is stepped",
+            "give torch's optimizer fused=False, foreach=False; and report it, with the model's memory format",
+        )  # fmt: skip
 
     def _compare(self, layouts: Mapping[str, Sequence[Any]]) -> tuple[Found, dict[str, Difference]]:
         """Collective. (the reference, how far each layout is from it on the rank where it is farthest)."""
@@ -201,24 +240,28 @@ def _known(mixing: Mixing, evidence: str) -> Finding:
     )  # fmt: skip
 
 
-class _Recorder:
-    """In the place of the optimizer: it keeps the gradients it is given."""
+def copies(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    """Of both, in the modes in which a training begins; the one trains the other."""
+    memo: dict[int, Any] = {}
+    copied = copy.deepcopy(model, memo)
+    begin_training(copied)
+    return copied, copy.deepcopy(optimizer, memo)
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.param_groups = [{"params": list(model.parameters()), "lr": 0.0}]
-        self.found: Found = {}
 
-    def step(self) -> None:
-        self.found = _gradients_of(self._model)
+def _make_float64(optimizer: Optimizer) -> None:
+    """What it keeps of each parameter; not its counts of steps."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0:
+                state[name] = value.double()
 
 
 def _gradients_of(model: nn.Module) -> Found:
-    return {
-        name: p.grad.detach().to("cpu", torch.float64).numpy().copy()
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
+    return _as_arrays({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+def _as_arrays(tensors: Mapping[str, torch.Tensor]) -> Found:
+    return {name: tensor.detach().to("cpu", torch.float64).numpy().copy() for name, tensor in tensors.items()}
 
 
 def _works_in_float64(model: nn.Module, step_fn: Step, batch: Any) -> bool:
@@ -227,7 +270,8 @@ def _works_in_float64(model: nn.Module, step_fn: Step, batch: Any) -> bool:
     worked = False
     with contextlib.suppress(Exception):  # whatever the user's function raises there, float32 will do
         torch.set_default_dtype(torch.float64)
-        trial = copy.deepcopy(model).train().double()
+        trial = copy.deepcopy(model).double()
+        begin_training(trial)
         loss_sum, _ = step_fn(trial, as_float64(batch))
         loss_sum.backward()  # type: ignore[no-untyped-call]
         worked = loss_sum.dtype == torch.float64

@@ -52,7 +52,7 @@ def _weights(records: Sequence[Record]) -> Finding:
         return Finding("weights", OK, "the same on {}", where=str(len(records)))
     return Finding(
         "weights", FAILED, f"on {here}: {apart}", "the ranks do not begin as one model",
-        "DistributedDataParallel(model) or sync.wrap(model) before the first step sends rank 0's to all",
+        "DistributedDataParallel(model) or sync.attach(model, optimizer) before the first step sends rank 0's to all",
     )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def _between_ranks(records: Sequence[Record], gradients: Gradients) -> list[Find
         return [Finding("gradients", FAILED, evidence, cause, "call the wrapped model: model(x)")]
     if not any(record["wrapped"] for record in records):
         return [Finding("gradients", FAILED, evidence, "nothing reduces the gradients over the ranks",
-                        "DistributedDataParallel(model), or rankwise.AllReduce: wrap, backward, step")]  # fmt: skip
+                        "DistributedDataParallel(model), or rankwise.AllReduce: attach, backward, step")]  # fmt: skip
     return [Finding("gradients", FAILED, evidence, "gradients change after they were reduced, or DDP is left in no_sync()",
                     "clip and change them alike on all ranks; leave no_sync() for the last micro-batch")]  # fmt: skip
 

@@ -19,13 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rankwise import comm, seed
 from rankwise.checkpoint import Checkpoints
 from rankwise.data import Loader
+from rankwise.digest import digest, digests
 from rankwise.evaluation import Evaluate
+from rankwise.evaluation.evaluate import evaluating
 from rankwise.guards import run_on_main
-from rankwise.selftest.digest import digest, digests
+from rankwise.model import begin_training
 from rankwise.selftest.finding import FAILED, OK, OPEN, Finding
 from rankwise.selftest.gradients import Gradients
 from rankwise.selftest.judge import first_apart, judge_draws
@@ -57,8 +60,8 @@ class Subject:
     step_fn: Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
     loader: Loader
     evaluate: Evaluate | None
-    new_sync: Callable[[], SyncStrategy]
-    """A strategy that has wrapped no model yet."""
+    new_sync: Callable[..., SyncStrategy]
+    """(model, optimizer, what else `attach` takes) -> a new strategy, attached to these copies."""
 
     world: World
     seed: int
@@ -103,7 +106,7 @@ def _weights(subject: Subject) -> Finding:
         return Finding("weights", OK, "the same on {}", where=str(subject.world.world_size))
     return Finding(
         "weights", FAILED, f"on {_ranks(subject)}: {apart}", "the ranks do not begin as one model",
-        "let sync.wrap(model) broadcast rank 0's, and change no parameter between it and the first step",
+        "let sync.attach(model, optimizer) broadcast rank 0's, and change no parameter between it and the first step",
     )  # fmt: skip
 
 
@@ -183,7 +186,7 @@ def _gradients(subject: Subject) -> Finding:
         return next(iter(subject.loader.anew(world, accumulate, size)))
 
     (whole,), parts = batches(ONE, 1), batches(ONE, 4)
-    gradients = Gradients(subject.model, subject.step_fn, subject.forward, subject.new_sync, whole, parts)
+    gradients = Gradients(subject.model, subject.optimizer, subject.step_fn, subject.forward, subject.new_sync, whole, parts)
     return gradients.finding({layout(ranks, k): batches(subject.world, k) for k in splits})
 
 
@@ -191,7 +194,8 @@ def _gradients(subject: Subject) -> Finding:
 
 
 def _random(subject: Subject) -> Finding:
-    model = copy.deepcopy(subject.model).train()
+    model = copy.deepcopy(subject.model)
+    begin_training(model)
     seed.seed_rank(subject.seed, subject.world.rank)
     with Draws() as draws:
         for step in islice(subject.loader.anew(subject.world, 1), _STEPS):
@@ -208,24 +212,23 @@ class _Copy:
 
     def __init__(self, subject: Subject) -> None:
         memo: dict[int, Any] = {}
-        self.model: nn.Module = copy.deepcopy(subject.model, memo).train()
+        self.model: nn.Module = copy.deepcopy(subject.model, memo)
+        begin_training(self.model)
         self.optimizer: Optimizer = copy.deepcopy(subject.optimizer, memo)
         self.scheduler: Any = copy.deepcopy(subject.scheduler, memo)
-        self.sync = subject.new_sync()
-        self.model = self.sync.wrap(self.model)
+        self.sync = subject.new_sync(self.model, self.optimizer)
         self.loader = subject.loader.anew(subject.world, subject.loader.accumulate)
         self._forward = subject.forward
-        parts = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader, "sync": self.sync}
+        parts = {"sync": self.sync, "model": self.model, "optimizer": self.optimizer, "loader": self.loader}
         self.parts: dict[str, Any] = parts | ({"scheduler": self.scheduler} if self.scheduler is not None else {})
 
     def step(self) -> None:
         """Collective. The next one of the loader."""
         micro_batches = next(iter(self.loader))
-        for i, batch in enumerate(micro_batches):
-            with self.sync.accumulating(last=i == len(micro_batches) - 1):
-                self.sync.backward(*self._forward(self.model, batch))
-        self.sync.step(self.model, self.optimizer)
-        if self.scheduler is not None:
+        for i, batch in enumerate(micro_batches, start=1):
+            self.sync.backward(*self._forward(self.model, batch), last=i == len(micro_batches))
+        self.sync.step()
+        if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
 
     def digests(self) -> dict[str, str]:
@@ -237,7 +240,8 @@ class _Copy:
             for key, value in state.items()
             if isinstance(value, torch.Tensor)
         }
-        return digests({**self.model.state_dict(), **kept})
+        modes = torch.tensor([module.training for module in self.model.modules()])
+        return digests({**self.model.state_dict(), **kept, "modes of modules": modes})
 
 
 def _resume_and_steps(subject: Subject) -> list[Finding]:
@@ -247,6 +251,8 @@ def _resume_and_steps(subject: Subject) -> list[Finding]:
         before = digests(dict(unbroken.model.named_parameters()))
         seed.seed_rank(subject.seed, subject.world.rank)
         unbroken.step()
+        with unbroken.sync.averaged(), evaluating(unbroken.model):
+            pass
         checkpoints.save(unbroken.parts, 1)
         unbroken.step()
         moved = digests(dict(unbroken.model.named_parameters()))
@@ -254,8 +260,15 @@ def _resume_and_steps(subject: Subject) -> list[Finding]:
         checkpoints.load_latest(resumed.parts)
         resumed.step()
         apart = first_apart([unbroken.digests(), resumed.digests()], ("the unbroken run", "the resumed one"))
-        told = comm.all_gather_object((moved, apart, [name for name in before if before[name] == moved[name]]))
-    return [_steps([of for of, _, _ in told], [still for _, _, still in told], len(before)), _resume(told[0][1])]
+        never = _Copy(subject)
+        seed.seed_rank(subject.seed, subject.world.rank)
+        never.step()
+        never.step()
+        looked = first_apart([never.digests(), unbroken.digests()], ("a run that was not looked at", "one that was"))
+        told = comm.all_gather_object((moved, apart, looked, [name for name in before if before[name] == moved[name]]))
+    steps = _steps([of for of, *_ in told], [still for *_, still in told], len(before))
+    resumes, looks = [text for _, text, _, _ in told if text], [text for _, _, text, _ in told if text]
+    return [steps, _resume(resumes[0] if resumes else None), _looking(looks[0] if looks else None)]
 
 
 def _steps(moved: Sequence[dict[str, str]], still: Sequence[Sequence[str]], parameters: int) -> Finding:
@@ -283,6 +296,16 @@ def _resume(apart: str | None) -> Finding:
         "something that the step needs is not in the state_dict of the model, optimizer or scheduler (or the device's kernels "
         "do not give the same bits twice)",
         "register it (register_buffer), or give its owner a state_dict",
+    )  # fmt: skip
+
+
+def _looking(apart: str | None) -> Finding:
+    if apart is None:
+        return Finding("looking", OK, "an evaluation and a save between two steps change nothing, bit for bit")
+    return Finding(
+        "looking", FAILED, f"an evaluation or a save between two steps changes the training: {apart}",
+        "buffers, modes or random streams are not put back after it",
+        "let the strategy (sync=) put back in averaged() what it has changed; keep what forward changes in buffers",
     )  # fmt: skip
 
 

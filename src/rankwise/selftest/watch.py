@@ -33,7 +33,7 @@ from rankwise.checkpoint import Checkpoints
 from rankwise.data import loader as own
 from rankwise.data.order import share
 from rankwise.data.stream import Request
-from rankwise.selftest.digest import digest, digests
+from rankwise.digest import digest, digests
 from rankwise.selftest.settings import Settings
 from rankwise.selftest.still import Draws, without_dropout
 from rankwise.selftest.trainer import row_digests, tensors_in
@@ -94,6 +94,7 @@ class Watch:
         self._replace(_BaseDataLoaderIter, "_next_index", self._iter_next_index)
         self._replace(_BaseDataLoaderIter, "__next__", self._iter_next)
         self._replace(own, "fetched", self._own_fetched)
+        self._replace(own.Loader, "__init__", self._own_init)
         self._replace(torch, "save", self._save)
         self._replace(Checkpoints, "__init__", self._checkpoints_init)
         return self
@@ -238,6 +239,16 @@ class Watch:
         return next
 
     # --- our own
+
+    def _own_init(self, original: Any) -> Any:
+        """An odd number of samples: parts of equal size would hide that a mean of means is taken."""
+
+        def init(loader: Any, *args: Any, global_batch_size: Any = None, **kwargs: Any) -> None:
+            if isinstance(global_batch_size, int) and global_batch_size > 2:
+                global_batch_size -= global_batch_size % 2 == 0
+            original(loader, *args, global_batch_size=global_batch_size, **kwargs)
+
+        return init
 
     def _own_fetched(self, original: Any) -> Any:
         def fetched(requests: Iterator[Any], fetcher: Any, workers: int, pin: bool = False) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """Every step the exact gradient of the whole global batch.
 
-    sync = AllReduce(clip_norm=1.0);  model = sync.wrap(model)
-    sync.backward(loss_sum, count);   sync.step(model, optimizer)
+    sync = AllReduce().attach(model, optimizer, clip_norm=1.0)
+    sync.backward(loss_sum, count);   sync.step()
 
 A loss sum is differentiated, not a mean: the sums of all ranks and the counts they are over add up, and one division gives the
 mean's gradient, for any number of ranks, micro-batches and samples. Two ways of adding up: flat.py and ddp.py.
@@ -11,89 +11,172 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from rankwise import comm, log
-from rankwise.errors import ConfigError, StepError
+from rankwise.errors import ConfigError, RankwiseError, StepError
 from rankwise.precision import LossScale
 from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction
 from rankwise.sync.flat import FlatReduction
-from rankwise.sync.reduction import Reduction, Tail
-from rankwise.sync.strategy import StepResult
+from rankwise.sync.reduction import Count, Reduction, Sums
+from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult
+from rankwise.sync.trained import Trained, first_apart, some
 
-_NOTHING = contextlib.nullcontext()
 _REDUCTIONS = ("auto", "flat", "ddp")
-_NAMED = 4  # parameters without a gradient that are named one by one
+_LARGE = 1e18  # a float32 norm is exact between its inverse and this: squares neither overflow nor vanish
+_FOLLOW = "call sync.follow() on all ranks after a layer is replaced or added, before the next forward pass"
 
 
 class AllReduce:
     """Exact data parallelism.
 
-    `clip_norm`: largest global norm of the mean gradient; None or <= 0 does not clip. `nominal`: a constant, the same on
-    all ranks, near the count of a step; the gradients that are summed are divided by it (a power of two changes no bit).
-    `loss_scale` for fp16. `reduction`: `flat`, one message after the backward pass; `ddp`, buckets during it; `auto` takes ddp
-    on GPUs for more gradients than one of DDP's buckets holds. On a single rank nothing is sent.
+    `reduction`: `flat`, one message after the backward pass; `ddp`, buckets during it; `auto` takes ddp on GPUs for more
+    gradients than one of DDP's buckets holds. On a single rank nothing is sent.
 
-    A parameter that got no gradient on any rank in a step is left alone, as in a loop on one device, and named once.
+    The gradients that are summed are divided by `typical_count`, a constant (a power of two near it changes no bit): a hook on
+    a gradient that is not linear sees that scaled sum, not the mean.
+
+    A parameter that got no gradient on any rank in a step is left alone, as in a loop on one device, and named once. Buffers
+    are each rank's own: what is evaluated and saved is a copy, the main rank's.
     """
 
-    def __init__(
-        self,
-        clip_norm: float | None = None,
-        nominal: float = 1.0,
-        loss_scale: LossScale | None = None,
-        reduction: str = "auto",
-    ) -> None:
+    promise: Promise = "exact"
+    held = Held("same", "own", "same")
+
+    def __init__(self, reduction: str = "auto") -> None:
         if reduction not in _REDUCTIONS:
             raise ConfigError(f"reduction={reduction!r}; choose one of {', '.join(_REDUCTIONS)}")
-        self._clip_norm = clip_norm if clip_norm is not None and clip_norm > 0 else math.inf
-        self._nominal = 2.0 ** round(math.log2(nominal))
-        self._loss_scale = loss_scale
         self._way = reduction
         self._seed: torch.Tensor | None = None
-        self._names: dict[int, str] = {}
         self._told_unused = False
+        self._own_buffers: dict[str, torch.Tensor] | None = None
+        self._inside = False
+        """Of `backward` or `step`: what adds to gradients and steps now is not the user's own call."""
+        self._called = False
+        self._strangers = False
+        self._waited_s = 0.0
 
     @property
     def wait_s(self) -> float:
-        return self._reduction.wait_s
+        return self._waited_s + self._reduction.wait_s
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Collective. Rank 0's parameters and buffers everywhere; returns the model itself."""
-        comm.broadcast([*model.parameters(), *model.buffers()])
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        if not parameters:
-            raise ConfigError("the model has no parameter that requires a gradient: there is nothing to train")
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        self._reduction: Reduction = DdpReduction(model) if self._takes_ddp(parameters) else FlatReduction(parameters)
-        return model
+    @property
+    def _together(self) -> bool:
+        return not comm.is_alone()
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        clip_norm: float | None = None,
+        loss_scale: LossScale | None = None,
+        typical_count: float = 1.0,
+    ) -> Self:
+        if hasattr(self, "_trained"):
+            raise ConfigError("this strategy has a model already; make another one: AllReduce().attach(model, optimizer)")
+        if clip_norm is not None and math.isnan(clip_norm):
+            raise ConfigError("clip_norm=nan clips nothing and skips nothing; give a number, or None not to clip")
+        self._clip_norm = clip_norm if clip_norm is not None and clip_norm > 0 else math.inf
+        self._nominal = 2.0 ** round(math.log2(typical_count))
+        self._loss_scale = loss_scale
+        self._trained = Trained(model, optimizer)
+        self._optimizer = optimizer
+        self._agree(ConfigError)
+        comm.broadcast(self._trained.tensors())
+        self._reduction = self._new_reduction()
+        self._on_step = optimizer.register_step_pre_hook(self._before_step)
+        return self
+
+    def _new_reduction(self) -> Reduction:
+        for hook in getattr(self, "_hooks", ()):
+            hook.remove()
+        parameters = self._trained.parameters
+        watched: Any = [parameters[i] for i in {0, len(parameters) // 2, len(parameters) - 1}]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in watched]
+        self._overlaps = self._takes_ddp(parameters)
+        if not self._overlaps:
+            return FlatReduction(parameters, self._together)
+        sparse = [name for name, module in self._trained.model.named_modules() if getattr(module, "sparse", False) is True]
+        if sparse:
+            raise ConfigError(f"the gradient of {sparse[0]} is sparse, which DDP's buckets cannot hold; use reduction='flat'")
+        return DdpReduction(parameters)
 
     def _takes_ddp(self, parameters: Sequence[nn.Parameter]) -> bool:
-        if self._way != "auto" or not dist.is_initialized():
-            return self._way == "ddp" and dist.is_initialized()
+        if self._way != "auto" or not self._together:
+            return self._way == "ddp" and self._together
         size = sum(p.numel() * p.element_size() for p in parameters)
         return parameters[0].device.type != "cpu" and size > BUCKET_BYTES
 
     def describe(self) -> str:
-        return f"gradients: {self._reduction.describe()}" if dist.is_initialized() else ""
+        return f"gradients: {self._reduction.describe()}" if self._together else ""
 
-    def accumulating(self, last: bool) -> contextlib.AbstractContextManager[object]:
-        if last:
-            self._reduction.expect()
-        return _NOTHING
+    # --- what is trained may change
 
-    def backward(self, loss_sum: torch.Tensor, count: float | torch.Tensor) -> None:
+    def follow(self) -> None:
+        if not self._trained.changed():
+            return
+        self._inside = True
+        try:
+            self._follow(told=True)
+        finally:
+            self._inside = False
+
+    def _follow(self, told: bool) -> None:
+        """Announce it by a message of the old set, which a rank without a change takes for a step's: so it meets it there.
+        Then all compare what they train, and gradients go on in the new set. `told`: the values may be sent."""
+        old = self._reduction
+        gradients, count = old.take_home()
+        home = {id(p): g for p, g in zip(old.parameters, gradients, strict=True)}
+        new = self._trained.new()
+        old.reduce(changed=True).read()
+        old.release()
+        for parameter in old.parameters:
+            parameter.grad = None
+        mine = {id(p): p.grad for p in self._trained.named().values() if p.grad is not None}
+        self._agree(StepError, changed=True)
+        self._trained.look()
+        before = [tensor.detach().clone() for tensor in new.values()]
+        comm.broadcast(list(new.values()))
+        alike = all(_same_bits(a, b) for a, b in zip(before, new.values(), strict=True))
+        if not told and not comm.all_agree(alike):
+            raise StepError(f"what is new ({some(list(new))}) has had other values on other ranks in this step; {_FOLLOW}")
+        self._waited_s += old.wait_s
+        self._reduction = self._new_reduction()
+        found = [home.get(id(p), mine.get(id(p))) for p in self._reduction.parameters]
+        self._reduction.put(found, count)
+
+    def _agree(self, kind: type[RankwiseError], changed: bool = False) -> None:
+        """Collective. All ranks train the same, or all raise an error of this kind."""
+        told = comm.all_gather_object((changed, self._trained.traits()))
+        apart = first_apart([traits for _, traits in told])
+        if apart is not None:
+            raise kind(f"the ranks do not train the same: {apart}; make and change the model alike on all ranks")
+        if len({flag for flag, _ in told}) > 1:
+            which = ", ".join(str(rank) for rank, (flag, _) in enumerate(told) if flag)
+            raise kind(f"a layer was replaced on rank {which} alone; replace it on all ranks after the same step")
+
+    # --- a step
+
+    def backward(self, loss_sum: torch.Tensor, count: Count, *, last: bool = False) -> None:
         seed = self._seed
         if seed is None or seed.dtype != loss_sum.dtype or seed.device != loss_sum.device:
             self._seed = seed = self._new_seed(loss_sum)
-        # A seed costs no node in the graph; dividing the loss would.
-        self._reduction.backward(loss_sum, seed, count)
+        if isinstance(count, torch.Tensor):
+            count = count.item() if count.device.type == "cpu" else count.detach().double()
+        if last and self._overlaps:
+            last = not self._trained.changed()
+        self._inside = self._called = True
+        try:
+            # A seed costs no node in the graph; dividing the loss would.
+            self._reduction.backward(loss_sum, seed, count, last)
+        finally:
+            self._inside = False
 
     def _new_seed(self, loss_sum: torch.Tensor) -> torch.Tensor:
         if loss_sum.dim() != 0 or not loss_sum.requires_grad:
@@ -104,30 +187,48 @@ class AllReduce:
         scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
         return torch.full((), scale / self._nominal, dtype=loss_sum.dtype, device=loss_sum.device)
 
-    def step(self, model: nn.Module, optimizer: Optimizer) -> StepResult:
+    def step(self) -> StepResult:
         """Collective: the gradient's reduction (one message, or DDP's buckets), in which all else rides, and nothing more.
 
         A gradient that is not finite, or over nothing, is left out on all ranks.
         """
-        tail = self._reduction.reduce()
-        result, complete = self._judge(self._reduction.gradients(), tail)
-        if result.finite and result.total > 0:
-            if not complete:
-                self._leave_alone(tail.without_gradient())
-            optimizer.step()
-        self._reduction.release()
-        return result
+        if self._strangers and not self._called:
+            raise StepError(
+                "gradients came by loss.backward(), which counts nothing; type sync.backward(loss_sum, count) instead"
+            )
+        self._strangers = self._called = False
+        self._inside = True
+        try:
+            return self._step()
+        finally:
+            self._inside = False
 
-    def _judge(self, gradients: list[torch.Tensor], tail: Tail) -> tuple[StepResult, bool]:
-        """Make the gradients those of the mean loss, clipped; (the result, whether each parameter has one). All ranks see the
-        same sums, so all decide alike."""
-        norm_there = _norm(gradients)
-        complete, count = tail.read()  # waits for the device, once a step
+    def _step(self) -> StepResult:
+        if not self._reduction.begun and self._trained.changed():
+            self._follow(told=False)
+        tail = self._reduction.reduce()
+        shared, sums = self._judge(self._reduction.gradients(), tail.read)
+        if sums.changed:  # on other ranks: they compare what is trained
+            self._agree(StepError)
+        stepped = shared.finite and shared.total > 0
+        if stepped:
+            if not sums.complete:
+                self._leave_alone(tail.without_gradient())
+            self._optimizer.step()
+        self._reduction.release()
+        return StepResult(Mine(shared.total, shared.grad_norm, stepped), shared)
+
+    def _judge(self, gradients: list[torch.Tensor], read: Any) -> tuple[Shared, Sums]:
+        """Make the gradients those of the mean loss, clipped. All ranks see the same sums, so all decide alike."""
+        norm_there = _norm(gradients, torch.float32)
+        sums: Sums = read()  # waits for the device, once a step
         norm = norm_there.item()
-        finite = math.isfinite(norm) and math.isfinite(count)
+        if not 1 / _LARGE < norm < _LARGE:
+            norm = _norm(gradients, torch.float64).item()  # squares that a float32 does not hold
+        finite = math.isfinite(norm) and math.isfinite(sums.total)
         loss_scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
-        factor = self._nominal / (loss_scale * count) if count > 0 else 0.0
-        if self._loss_scale is not None:
+        factor = self._nominal / (loss_scale * sums.total) if sums.total > 0 else 0.0
+        if self._loss_scale is not None and not sums.changed:
             self._loss_scale.update(finite)
             self._seed = None
         norm *= factor
@@ -135,7 +236,7 @@ class AllReduce:
             factor *= self._clip_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
         if finite and factor != 1.0:
             torch._foreach_mul_(gradients, factor)
-        return StepResult(count, norm, finite), complete > 0
+        return Shared(sums.total, norm, finite, int(not finite)), sums
 
     def _leave_alone(self, indices: Sequence[int]) -> None:
         parameters = self._reduction.parameters
@@ -143,29 +244,80 @@ class AllReduce:
             parameters[index].grad = None
         if indices and not self._told_unused:
             self._told_unused = True
-            names = [self._names[id(parameters[index])] for index in indices]
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            names = [self._trained.name(parameters[index]) for index in indices]
             log.warn(
                 f"{len(names)} of {len(parameters)} parameters got no gradient in this step, on any rank: "
-                f"{', '.join(names[:_NAMED])}{more}; the optimizer leaves them alone (where that is meant, "
+                f"{some(names)}; the optimizer leaves them alone (where that is meant, "
                 "requires_grad_(False) before the optimizer is made says so)"
             )
 
-    def equalise(self, model: nn.Module) -> None:
-        """Collective. Rank 0's buffers (running statistics) everywhere; nothing for a model without buffers."""
-        comm.broadcast(list(model.buffers()))
+    # --- mistakes in a loop of one's own
+
+    def _on_gradient(self, _parameter: torch.Tensor) -> None:
+        self._strangers = self._strangers or not self._inside
+
+    def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not self._inside:
+            raise StepError(
+                "optimizer.step() (or scaler.step()) steps on this rank's own gradient; type sync.step() instead: it sums the "
+                "gradients over all ranks, and calls the optimizer"
+            )
+
+    # --- looking
+
+    @contextlib.contextmanager
+    def averaged(self, module: nn.Module | None = None) -> Iterator[None]:
+        named = dict((self._trained.model if module is None else module).named_buffers())
+        if not named or not self._together:
+            yield
+            return
+        buffers = list(named.values())
+        own = [buffer.detach().clone() for buffer in buffers]
+        comm.broadcast(buffers)
+        if module is None:
+            self._own_buffers = {n: o for (n, b), o in zip(named.items(), own, strict=True) if not _same_bits(o, b)}
+        try:
+            yield
+        finally:
+            self._own_buffers = None
+            for buffer, value in zip(buffers, own, strict=True):
+                buffer.copy_(value)
+
+    def finish(self) -> None:
+        """Collective. The main rank's buffers everywhere; the optimizer is the user's own again."""
+        comm.broadcast(list(self._trained.model.buffers()))
+        self._on_step.remove()
+
+    # --- what is saved
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loss_scale": self._loss_scale.state_dict()} if self._loss_scale is not None else {}
+        scale = {"loss_scale": self._loss_scale.state_dict()} if self._loss_scale is not None else {}
+        return {"trained": self._trained.state_dict(), **scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "trained" in state:  # not in checkpoints that are older than it
+            self._trained.load_state_dict(state["trained"])
         if self._loss_scale is not None and "loss_scale" in state:
             self._loss_scale.load_state_dict(state["loss_scale"])
             self._seed = None
 
+    def rank_state_dict(self) -> dict[str, Any] | None:
+        return {"buffers": self._own_buffers} if self._own_buffers else None
 
-def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Of all together, in a type that holds it; nothing waits for it here."""
-    dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+    def load_rank_state_dict(self, state: dict[str, Any] | None) -> None:
+        named = dict(self._trained.model.named_buffers())
+        for name, value in (state or {}).get("buffers", {}).items():
+            if name in named:
+                named[name].copy_(value)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Zeros of two signs are not, and two that are no numbers may be."""
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def _norm(gradients: list[torch.Tensor], at_least: torch.dtype) -> torch.Tensor:
+    """Of all together; nothing waits for it here."""
+    dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else at_least
     norms = torch._foreach_norm(gradients, 2, dtype)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

@@ -19,7 +19,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.sync.reduction import RidingTail
+from rankwise.sync.reduction import Count, RidingTail
 from rankwise.terminal import size
 
 BUCKET_BYTES = 25 * 2**20
@@ -32,9 +32,12 @@ _NO_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" 
 class DdpReduction:
     """A Reduction that overlaps with the backward pass of the last micro-batch."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        ddp = DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=True, **_NO_BUFFERS)
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        # The reducer takes its buckets in the order that it is given, and a backward pass has the last layers' gradients first.
+        self.parameters = list(reversed(parameters))
+        ddp = DistributedDataParallel(
+            nn.ParameterList(self.parameters), init_sync=False, gradient_as_bucket_view=True, **_NO_BUFFERS
+        )
         ddp.register_comm_hook(None, lambda _, bucket: self._on_bucket(bucket))  # DDP would refuse annotations as text
         self._reducer = ddp.reducer
         self._reducer._push_all_rebuilt_params()
@@ -43,8 +46,9 @@ class DdpReduction:
         self._before: list[torch.Tensor | None] | None = None
         """The gradients when the last backward pass began: what it replaced, it has given to the reducer. None: not begun."""
         self._touched: list[bool] | None = None
+        self._changed = False
         self._reduced = False
-        self._count: float | torch.Tensor = 0.0
+        self._count: Count = 0.0
         self._message: torch.Tensor | None = None
         """The last bucket and the tail behind it, in one."""
         self._tail: RidingTail | None = None
@@ -52,28 +56,46 @@ class DdpReduction:
         """The tail in a message of its own, when the last bucket is not exact enough to carry a count (bf16, fp16)."""
         self.wait_s = 0.0
 
-    def expect(self) -> None:
+    @property
+    def begun(self) -> bool:
+        return self._reduced or self._before is not None
+
+    def backward(self, loss_sum: torch.Tensor, seed: torch.Tensor, count: Count, last: bool) -> None:
+        self._count = self._count + count  # first: it rides in a message that the backward pass sends
+        if last:
+            self._expect()
+        loss_sum.backward(seed)  # type: ignore[no-untyped-call]
+
+    def _expect(self) -> None:
         self._before = [p.grad for p in self.parameters]
         self._reducer.prepare_for_forward()
         self._reducer.prepare_for_backward([])
 
-    def backward(self, loss_sum: torch.Tensor, seed: torch.Tensor, count: float | torch.Tensor) -> None:
-        self._count = self._count + count  # first: it rides in a message that the backward pass sends
-        loss_sum.backward(seed)  # type: ignore[no-untyped-call]
+    def take_home(self) -> tuple[list[torch.Tensor | None], Count]:
+        found = [p.grad.clone() if p.grad is not None else None for p in self.parameters]
+        count, self._count = self._count, 0.0
+        self.release()
+        return found, count
 
-    def reduce(self) -> RidingTail:
+    def put(self, gradients: Sequence[torch.Tensor | None], count: Count) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._count = count
+
+    def reduce(self, changed: bool = False) -> RidingTail:
         began = time.perf_counter()
+        self._changed = changed
         if not self._reduced:
             self._touched = [p.grad is not None for p in self.parameters]
             if self._before is None:  # no sample here, or a loop that did not say which micro-batch is the last
-                self.expect()
+                self._expect()
             assert self._before is not None
             _add_nothing([p for p, before in zip(self.parameters, self._before, strict=True) if p.grad is before])
         assert self._tail is not None
         assert self._reduced, "DDP's reducer has not sent all of its buckets"
         if self._apart is not None:
             self._apart.zero_()
-            self._tail.write(self._count, self._touched)
+            self._tail.write(self._count, self._touched, changed)
             dist.all_reduce(self._apart)
         self.wait_s += time.perf_counter() - began
         self._before = self._touched = None
@@ -95,11 +117,11 @@ class DdpReduction:
         n = buffer.numel()
         self._message[:n].copy_(buffer)
         self._message[n:].zero_()
-        self._tail.write(self._count, self._touched)
+        self._tail.write(self._count, self._touched, self._changed)
         return _summed(self._message, self._message[:n])
 
     def _make_tail(self, buffer: torch.Tensor) -> None:
-        length = len(self.parameters) + 2
+        length = len(self.parameters) + RidingTail.LENGTH
         if torch.finfo(buffer.dtype).bits >= 32:
             self._message = torch.zeros(buffer.numel() + length, dtype=buffer.dtype, device=buffer.device)
             self._tail = RidingTail(self._message[-length:])
@@ -128,6 +150,11 @@ def _summed(message: torch.Tensor, result: torch.Tensor) -> torch.futures.Future
 
 
 def _add_nothing(parameters: Sequence[nn.Parameter]) -> None:
-    """A backward pass that gives each parameter a gradient of zero, as the reducer waits for one."""
+    """A backward pass that gives each parameter a gradient of zero, frozen ones too, as the reducer waits for one."""
+    frozen = [p for p in parameters if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
     with torch.enable_grad():
         torch.autograd.backward([p.reshape(-1)[:0].sum() for p in parameters])
+    for parameter in frozen:
+        parameter.requires_grad_(False)

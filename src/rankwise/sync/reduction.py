@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import nn
+
+Count = float | torch.Tensor
+
+_BITS = 12  # of a limb: its sum over 4096 ranks is exact in float32
+_LIMBS = 5
+_UNITS = [2.0 ** (_BITS * k) for k in range(_LIMBS)]
+
+
+class Sums(NamedTuple):
+    """What rides behind the gradients, summed over ranks."""
+
+    total: float
+    """Of the counts."""
+
+    complete: float
+    """Ranks that have a gradient for each parameter."""
+
+    changed: float
+    """Ranks on which another set of parameters is trained now: this message is of the old one."""
 
 
 class Tail(Protocol):
     """What a step was over, and which parameters got a gradient."""
 
-    def write(self, count: float | torch.Tensor, touched: Sequence[bool] | None) -> None:
+    def write(self, count: Count, touched: Sequence[bool] | None, changed: bool) -> None:
         """This rank's part. `touched`: which parameters got a gradient; None for all."""
 
-    def read(self) -> tuple[float, float]:
-        """(ranks that have a gradient for each parameter, the count of all ranks). Waits for the device."""
+    def read(self) -> Sums:
+        """Waits for the device."""
 
     def without_gradient(self) -> list[int]:
         """Parameters that got a gradient on no rank. Waits for the device: ask only if no rank has all of them."""
@@ -24,67 +45,101 @@ class Tail(Protocol):
 class LocalTail:
     """The Tail of a rank that is alone."""
 
-    def write(self, count: float | torch.Tensor, touched: Sequence[bool] | None) -> None:
+    def write(self, count: Count, touched: Sequence[bool] | None, changed: bool) -> None:
         self._count = count
         self._touched = touched
+        self._changed = changed
 
-    def read(self) -> tuple[float, float]:
-        return float(self._touched is None), float(self._count)
+    def read(self) -> Sums:
+        return Sums(float(self._count), float(self._touched is None), float(self._changed))
 
     def without_gradient(self) -> list[int]:
         return [index for index, touched in enumerate(self._touched or ()) if not touched]
 
 
 class RidingTail:
-    """What rides at the end of a gradient message: `[gradients for parameter 0, 1, ..., ranks that have all of them, count]`.
+    """The end of a gradient message: `[ranks with a gradient for parameter 0, 1, ..., complete, changed, the count in parts]`.
 
-    With it no message of its own says what a step was over, and a parameter that got no gradient on any rank is known.
+    With it no message of its own says what a step was over, and a parameter that got no gradient on any rank is known. The
+    count is exact to 2^53 in a float32 too: its whole part rides in limbs of 12 bits, each of which is summed exactly.
     """
+
+    LENGTH = 2 + _LIMBS + 1
+    """Beside an element for each parameter."""
 
     def __init__(self, view: torch.Tensor) -> None:
         self._view = view
-        self._written: tuple[float, float] | None = None
-        self._ends = view[-2:]
+        self._written: tuple[float, bool, bool] | None = None
+        self._ends = view[-self.LENGTH :]
         self._source = torch.zeros_like(self._ends)
+        self._units = torch.tensor(_UNITS, dtype=torch.float64, device=view.device)
 
-    def write(self, count: float | torch.Tensor, touched: Sequence[bool] | None) -> None:
+    def write(self, count: Count, touched: Sequence[bool] | None, changed: bool) -> None:
         """Into a view that is zero."""
-        everything = 1.0 if touched is None else 0.0
+        complete = touched is None
         if isinstance(count, torch.Tensor):
             self._written = None
-            self._source[0] = everything
-            self._source[1] = count
-        elif self._written != (everything, count):
-            self._written = (everything, count)
-            self._source = torch.tensor(self._written, dtype=self._ends.dtype, device=self._ends.device)
+            self._source[0] = complete
+            self._source[1] = changed
+            self._source[2:] = _limbs_there(count, self._units)
+        elif self._written != (count, complete, changed):
+            self._written = (count, complete, changed)
+            values = [float(complete), float(changed), *_limbs(count)]
+            self._source = torch.tensor(values, dtype=self._ends.dtype, device=self._ends.device)
         self._ends.copy_(self._source)
         if touched is not None:
-            self._view[:-2] = torch.tensor(touched, dtype=self._view.dtype)
+            self._view[: -self.LENGTH] = torch.tensor(touched, dtype=self._view.dtype)
 
-    def read(self) -> tuple[float, float]:
-        complete, count = self._ends.tolist()
-        return complete, count
+    def read(self) -> Sums:
+        complete, changed, *limbs, rest = self._ends.tolist()
+        return Sums(sum(limb * unit for limb, unit in zip(limbs, _UNITS, strict=True)) + rest, complete, changed)
 
     def without_gradient(self) -> list[int]:
-        return torch.nonzero(self._view[:-2] == 0).flatten().tolist()
+        return torch.nonzero(self._view[: -self.LENGTH] == 0).flatten().tolist()
+
+
+def _limbs(count: float) -> list[float]:
+    """Of the whole part, the least first, and what is behind the point; all that is not finite is in the last."""
+    if not math.isfinite(count):
+        return [0.0] * _LIMBS + [count]
+    whole = math.floor(count)
+    limbs = [float((whole >> (_BITS * k)) & ((1 << _BITS) - 1)) for k in range(_LIMBS - 1)]
+    return [*limbs, float(whole >> (_BITS * (_LIMBS - 1))), count - whole]
+
+
+def _limbs_there(count: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+    """The same on the device, where nothing waits for the count."""
+    count = count.detach().to(torch.float64).reshape(())
+    whole = count.floor()
+    above = (whole / units).floor()
+    limbs = above.clone()
+    limbs[:-1] -= above[1:] * 2.0**_BITS
+    return torch.cat([limbs, (count - whole).reshape(1)])
 
 
 class Reduction(Protocol):
     """One way. Between `release` and the next backward pass no gradient is left of the step before."""
 
-    parameters: list[torch.nn.Parameter]
+    parameters: list[nn.Parameter]
     """Those that require a gradient, each once; `Tail` counts in this order."""
 
     wait_s: float
     """Seconds that `reduce` has taken so far."""
 
-    def expect(self) -> None:
-        """The backward pass of this rank's last micro-batch of the step comes next."""
+    @property
+    def begun(self) -> bool:
+        """Whether a part of this step's message may be on its way already."""
 
-    def backward(self, loss_sum: torch.Tensor, seed: torch.Tensor, count: float | torch.Tensor) -> None:
-        """Add this micro-batch's gradient, times `seed`, and its count."""
+    def backward(self, loss_sum: torch.Tensor, seed: torch.Tensor, count: Count, last: bool) -> None:
+        """Add this micro-batch's gradient, times `seed`, and its count. `last`: of this rank's step."""
 
-    def reduce(self) -> Tail:
+    def take_home(self) -> tuple[list[torch.Tensor | None], Count]:
+        """Copies of this rank's own gradients, None for a parameter without one, and its count; none of it is left here."""
+
+    def put(self, gradients: Sequence[torch.Tensor | None], count: Count) -> None:
+        """As if a backward pass had given these; at the beginning of a step."""
+
+    def reduce(self, changed: bool = False) -> Tail:
         """Collective. Sum gradients and counts over ranks; parameters hold the sums as their gradients."""
 
     def gradients(self) -> list[torch.Tensor]:

@@ -1,17 +1,35 @@
-"""The protocol of a synchronisation strategy. A new one is one new file; the loop learns nothing of it."""
+"""The protocol of a synchronisation strategy. A new one is one new file; the loop learns nothing of it.
+
+sync = AllReduce().attach(model, optimizer, clip_norm=1.0)
+sync.backward(loss_sum, count)               # for each micro-batch
+result = sync.step()
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from rankwise.precision import LossScale
 
-class StepResult(NamedTuple):
-    """Equal on all ranks."""
+Promise = Literal["exact", "rounded", "averaged"]
+Holding = Literal["same", "own", "shard"]
+
+
+class Held(NamedTuple):
+    """What ranks hold between two steps: the same, each its own, or each a share of one state."""
+
+    parameters: Holding
+    buffers: Holding
+    optimizer: Holding
+
+
+class Shared(NamedTuple):
+    """What a step was over all ranks. Equal on all ranks."""
 
     total: float
     """What the step's loss was over, all ranks together (samples, frames, tokens)."""
@@ -20,34 +38,92 @@ class StepResult(NamedTuple):
     """Of the mean gradient, before clipping."""
 
     finite: bool
-    """False: the gradient was not, and the step was left out on all ranks."""
+    """False: the gradient was not, and the step was skipped."""
+
+    skipped: int
+    """Steps that were skipped since the last such result, on all ranks together where each steps for itself."""
+
+
+class Mine(NamedTuple):
+    """What a step was on this rank: for logs only, since ranks may differ."""
+
+    total: float
+    grad_norm: float
+    stepped: bool
+
+
+class StepResult(NamedTuple):
+    mine: Mine
+    shared: Shared | None
+    """None: nothing was sent in this step, so that nothing can be decided by it."""
 
 
 class SyncStrategy(Protocol):
-    """A loss sum and its count go in on each rank; the optimizer steps on the gradient of the whole global batch."""
+    """A loss sum and its count go in on each rank; the optimizer steps.
+
+    `state_dict` is the part of the state that is equal on all ranks, `rank_state_dict` this rank's own. Whatever decides what
+    ranks do next follows from facts that all of them share.
+    """
+
+    promise: Promise
+    """exact: the gradient of the whole global batch, to the last digits; rounded: but for what compression loses, which is
+    made up for later; averaged: replicas that differ between two averages."""
+
+    held: Held
 
     @property
     def wait_s(self) -> float:
         """Seconds that the loop has spent in communication so far, waiting for other ranks included."""
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Collective. Make the model equal on all ranks and ready to train; returns what the step function is given."""
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        clip_norm: float | None = None,
+        loss_scale: LossScale | None = None,
+        typical_count: float = 1.0,
+    ) -> Self:
+        """Collective, once. Rank 0's parameters and buffers everywhere, frozen ones too; `step` alone calls the optimizer now.
 
-    def accumulating(self, last: bool) -> contextlib.AbstractContextManager[object]:
-        """Around the forward and backward pass of one micro-batch; `last` is the step's last on this rank."""
+        `model`: a module that holds all that the optimizer trains. `clip_norm`: largest norm of the mean gradient; None or <= 0
+        does not clip. `typical_count`: the same on all ranks, near the count of a step. Raises ConfigError for what cannot be
+        trained so.
+        """
 
-    def backward(self, loss_sum: torch.Tensor, count: float | torch.Tensor) -> None:
-        """Add this micro-batch's gradient. `loss_sum`: scalar; `count`: what it is over."""
+    def follow(self) -> None:
+        """Collective where the model or the optimizer has changed what is trained (unfrozen or new parameters, a new group):
+        call it when all ranks have changed it. What is new holds rank 0's values afterwards.
 
-    def step(self, model: nn.Module, optimizer: Optimizer) -> StepResult:
-        """Collective. Reduce, judge, clip, step; gradients are zero afterwards."""
+        `step` follows too, but sends no values: it raises StepError where those of new parameters differ between ranks.
+        """
+
+    def backward(self, loss_sum: torch.Tensor, count: float | torch.Tensor, *, last: bool = False) -> None:
+        """Add this micro-batch's gradient. `loss_sum`: scalar; `count`: what it is over. `last`: of this step on this rank, so
+        that it may begin to send. Never waits."""
+
+    def step(self) -> StepResult:
+        """Collective. Reduce, judge, clip, step; gradients are zero afterwards. Raises on all ranks or on none."""
+
+    def averaged(self, module: nn.Module | None = None) -> contextlib.AbstractContextManager[None]:
+        """Collective. Inside, `module` (None: the model) is what evaluation, prediction and saves see, the same on all ranks;
+        afterwards each rank's is bit for bit what it was."""
+
+    def finish(self) -> None:
+        """Collective, once, after the last step: replicas become one."""
 
     def describe(self) -> str:
         """How, in a few words, for what is printed at the start; empty if there is nothing to say."""
 
-    def equalise(self, model: nn.Module) -> None:
-        """Collective. Make equal what ranks hold apart between steps (buffers), before evaluation and saving."""
+    def state_dict(self) -> dict[str, Any]:
+        """Local."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Local; before the model and the optimizer load theirs."""
 
-    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+    def rank_state_dict(self) -> dict[str, Any] | None:
+        """Local, within `averaged`. What this rank holds apart; None for nothing."""
+
+    def load_rank_state_dict(self, state: dict[str, Any] | None, /) -> None:
+        """Local; after the model and the optimizer have loaded theirs. None: no such state was saved, or on another number of
+        ranks: the rank begins with what all have."""

@@ -26,6 +26,11 @@ class Meters:
             self._sums[name].append(total)
             self._counts[name].append(count)
 
+    def forget(self, times: int) -> None:
+        """As if the last so many calls of `add` had not been."""
+        for values in (*self._sums.values(), *self._counts.values()):
+            del values[len(values) - times :]
+
     def reduce(self, clock_s: float = 0.0) -> tuple[dict[str, tuple[float, float]], float]:
         """Collective: one all-reduce in float64. (sum, count) over all ranks since the last call, for each name.
 

@@ -6,10 +6,12 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from rankwise import log
+from rankwise.rundir import RunDir
 
 
 class Writer(Protocol):
@@ -76,3 +78,13 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def open_writers(run: RunDir, life: int) -> list[Writer]:
+    """Those of one life of a run."""
+    writers: list[Writer] = [JsonlWriter(run.metrics, life)]
+    if find_spec("tensorboard") is not None:
+        writers.append(TensorBoardWriter(run.telemetry))
+    else:
+        log.say("no TensorBoard events: pip install 'rankwise[tensorboard]' to have them; metrics.jsonl is written")
+    return writers

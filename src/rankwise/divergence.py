@@ -1,0 +1,123 @@
+"""Whether the ranks still hold the same, where their strategy promises it: digests, compared now and then.
+
+divergence = Divergence(sync, "warn");  divergence(state)       # an action: at most a hundredth of the time
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from rankwise import comm, log
+from rankwise.digest import digest
+from rankwise.errors import ConfigError, StepError
+from rankwise.state import TrainState
+from rankwise.sync import SyncStrategy
+
+_SHARE = 0.01  # of the time
+_FEWEST = 50  # steps between two checks
+CHOICES = ("warn", "error")
+
+
+class Divergence:
+    """Parameters, buffers, the optimizer's state and learning rates, as far as `sync.held` has them the same on all ranks."""
+
+    def __init__(self, sync: SyncStrategy, choice: str) -> None:
+        if choice not in CHOICES:
+            raise ConfigError(f"on_divergence={choice!r}; choose one of {', '.join(CHOICES)}")
+        self._sync = sync
+        self._raises = choice == "error"
+        self._alike = self._looked = 0
+        self._earliest: float = 0
+        self._next: float = 0
+        self._since = time.perf_counter()
+        self._found = False
+
+    def begin(self, step: int) -> None:
+        self._alike = self._looked = step
+        self._next = step + _FEWEST
+        self._since = time.perf_counter()
+
+    def __call__(self, state: TrainState) -> None:
+        if state.step >= self._next:
+            self._check(state)
+
+    def before_save(self, state: TrainState) -> None:
+        """Collective. Unless saves follow each other so soon that it would take more than its share of the time."""
+        if state.step >= self._earliest:
+            self._check(state)
+
+    def _check(self, state: TrainState) -> None:
+        """Collective. Warn, or raise StepError on all ranks: what differs first, by how much, on which rank, since when."""
+        if self._found or comm.is_alone():
+            self._next = self._earliest = math.inf
+            return
+        began = time.perf_counter()
+        mine = {
+            name: digest(value) if isinstance(value, torch.Tensor) else repr(value)
+            for name, value in self._promised(state).items()
+        }
+        cost_s = time.perf_counter() - began
+        step_s = (began - self._since) / max(state.step - self._looked, 1)
+        steps = math.ceil(cost_s / (_SHARE * step_s)) if step_s > 0 else _FEWEST
+        told = comm.all_gather_object((xxhash.xxh3_128_hexdigest(repr(mine).encode()), steps))
+        self._looked, self._earliest = state.step, state.step + told[0][1]  # the main rank's clock, for all
+        self._next = max(self._earliest, state.step + _FEWEST)
+        self._since = time.perf_counter()
+        if len({whole for whole, _ in told}) == 1:
+            self._alike = state.step
+            return
+        self._found = True
+        self._tell(state, mine)
+
+    def _tell(self, state: TrainState, mine: Mapping[str, str]) -> None:
+        told = comm.all_gather_object(dict(mine))
+        name = next(n for n in told[0] if any(rank.get(n) != told[0][n] for rank in told))
+        rank = next(r for r, digests in enumerate(told) if digests.get(name) != told[0][name])
+        far = max(comm.all_gather_object(self._distance(state, name)))
+        text = (
+            f"the ranks no longer hold the same: {name} differs between rank 0 and rank {rank}, by {far:.3g} at most, after "
+            f"step {state.step}; all was alike after step {self._alike}; look for what only some ranks do, or do otherwise"
+        )
+        if self._raises:
+            raise StepError(text)
+        log.warn(text)
+
+    def _distance(self, state: TrainState, name: str) -> float:
+        """Collective. Of this rank's from the main rank's; infinite where shapes differ."""
+        value = self._promised(state).get(name)
+        kind = comm.broadcast_object(_kind(value))
+        if any(each != kind for each in comm.all_gather_object(_kind(value))):
+            return math.inf
+        if not isinstance(value, torch.Tensor):
+            first: Any = comm.broadcast_object(value)
+            return abs(float(value) - float(first)) if isinstance(value, int | float) and value != first else 0.0
+        theirs = value.detach().clone()
+        comm.broadcast([theirs])
+        apart = (value.detach().to(torch.float64) - theirs.to(torch.float64)).abs()
+        return float(apart.max()) if apart.numel() else 0.0
+
+    def _promised(self, state: TrainState) -> dict[str, Any]:
+        held = self._sync.held
+        found: dict[str, Any] = {}
+        for number, group in enumerate(state.optimizer.param_groups):
+            found[f"the learning rate of group {number}"] = group["lr"]
+        names = {id(p): name for name, p in state.model.named_parameters()}
+        if held.parameters == "same":
+            found |= dict(state.model.named_parameters())
+        if held.buffers == "same":
+            found |= dict(state.model.named_buffers())
+        if held.optimizer == "same":
+            for parameter, kept in state.optimizer.state.items():
+                for key, value in kept.items():
+                    found[f"{names.get(id(parameter), 'a parameter')}'s {key} in the optimizer"] = value
+        return found
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -1,0 +1,49 @@
+"""A training of numbers: learning rates and weights that are none end it, before they are saved.
+
+check_rates(state);  weights.check(state, "since step 41")
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from rankwise import comm
+from rankwise.errors import StepError
+from rankwise.state import TrainState
+
+
+def check_rates(state: TrainState) -> None:
+    """An action. Raises StepError for a learning rate that would end the training with weights that are no numbers."""
+    for number, group in enumerate(state.optimizer.param_groups):
+        if not isinstance(group["lr"], torch.Tensor) and not math.isfinite(group["lr"]):  # one on a GPU would be waited for
+            where = f" of group {number}" if len(state.optimizer.param_groups) > 1 else ""
+            raise StepError(
+                f"the learning rate{where} is {float(group['lr'])} after step {state.step}: look at the scheduler, or at what "
+                "the script computes it from"
+            )
+
+
+class Weights:
+    """`finite_at`: the last step after which they were seen to be."""
+
+    def __init__(self) -> None:
+        self.finite_at = 0
+
+    def check(self, state: TrainState, since: str) -> None:
+        """Collective. Raises StepError on all ranks where a trained parameter of any is not finite."""
+        bad = next((n for n, p in state.model.named_parameters() if p.requires_grad and not _is_finite(p)), None)
+        told = [(rank, name) for rank, name in enumerate(comm.all_gather_object(bad)) if name is not None]
+        if told:
+            where = "" if len(told) == comm.world_size() else f" on rank {told[0][0]}"
+            raise StepError(
+                f"the weights are not finite{where}, {since}: {told[0][1]} has nan or inf, and had none after step "
+                f"{self.finite_at}; look at the learning rate and the optimizer's settings. Checkpoints up to there are kept"
+            )
+        self.finite_at = state.step
+
+
+def _is_finite(parameter: torch.Tensor) -> bool:
+    """One pass, and no copy: a sum that is finite has finite terms; one that is not may be a large sum of such."""
+    return math.isfinite(float(parameter.detach().sum())) or bool(torch.isfinite(parameter).all())

@@ -1,0 +1,87 @@
+"""Whether the loss of the first micro-batch is a sum, as its count says: the mean of two halves is the mistake that fits.
+
+warn_of_means(forward, model, micro_batches)          # before the first step; nothing is different afterwards
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankwise import comm, log, seed
+from rankwise.model import is_synced
+from rankwise.selftest.trainer import tensors_in
+
+Forward = Callable[[nn.Module, Any], tuple[torch.Tensor, float | torch.Tensor]]
+
+_NEAR = 0.1  # dropout makes passes differ
+
+
+def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[Any]) -> None:
+    """Collective, as `forward` may be. Only where each rank has a micro-batch that can be cut in two along its samples."""
+    parts = [micro_batches[0], *halves(micro_batches[0])] if micro_batches else []
+    if is_synced(model) or not comm.all_agree(len(parts) == 3):
+        return
+    found = []
+    with _untouched(model), torch.no_grad(), contextlib.suppress(Exception):  # a function that takes no half is left alone
+        for part in parts:
+            total, count = forward(model, part)
+            found.append((float(total), float(count)))
+    if len(found) == 3 and comm.is_main() and is_mean(*found):
+        (whole, n), (first, _), (second, _) = found
+        log.warn(
+            f"the loss of step_fn seems to be a mean, and its count {n:g}: {whole:.4g} for the first micro-batch, {first:.4g} "
+            f'and {second:.4g} for its halves; return the sum over the samples, reduction="sum", with that count'
+        )
+
+
+def is_mean(whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float]) -> bool:
+    """Of (loss, count) each: the counts add up and the losses do not, but average."""
+    (loss, n), (a, k), (b, m) = whole, first, second
+    if n != k + m or not n:
+        return False
+    mean = (a * k + b * m) / n
+    return abs(loss - mean) <= _NEAR * abs(mean) and abs(loss - (a + b)) > 3 * _NEAR * abs(loss)
+
+
+def halves(batch: Any) -> list[Any]:
+    """Two, or none where a batch has fewer than two samples, or no tensor of a sample a row."""
+    sizes = [len(tensor) for tensor in tensors_in(batch) if tensor.dim() > 0]
+    if not sizes or sizes[0] < 2:
+        return []
+    n = sizes[0]
+    return [_cut(batch, n, slice(None, n // 2)), _cut(batch, n, slice(n // 2, None))]
+
+
+def _cut(value: Any, n: int, part: slice) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[part] if value.dim() > 0 and len(value) == n else value
+    if isinstance(value, dict):
+        return {key: _cut(each, n, part) for key, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cut(each, n, part) for each in value))
+    if isinstance(value, list | tuple):
+        if len(value) == n and not any(isinstance(each, torch.Tensor | dict | list | tuple) for each in value):
+            return value[part]
+        return type(value)(_cut(each, n, part) for each in value)
+    return value
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Random streams, buffers and modes are put back, bit for bit."""
+    streams = seed.rng_state()
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        seed.set_rng_state(streams)
+        for buffer, value in kept:
+            buffer.copy_(value)
+        for module, training in modes:
+            module.training = training

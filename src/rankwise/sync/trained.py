@@ -1,0 +1,256 @@
+"""What an optimizer trains of a model: asked at every step, never taken once.
+
+trained = Trained(model, optimizer)
+if trained.changed(): ...            # unfrozen, added, replaced, laid out otherwise in memory
+trained.look();  trained.parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from rankwise import log
+from rankwise.errors import ConfigError
+
+_REFUSED = {
+    LBFGS: "evaluates the loss several times in a step, by a function that it is given, and one reduction a step is not enough",
+    SparseAdam: "requires sparse gradients, and gradients are summed over ranks as dense ones",
+}
+_NAMED = 4  # of many, those that are named one by one
+_requires_grad = attrgetter("requires_grad")
+_strides = torch.Tensor.stride
+_params = itemgetter("params")
+_values: Any = dict.values
+
+
+class Trait(NamedTuple):
+    """What all ranks must agree on of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    strides: tuple[int, ...]
+    """Those of more than one element a step: gradients are laid out in memory like their parameters."""
+
+    groups: tuple[int, ...]
+    """Of the optimizer's parameter groups, those that hold it."""
+
+
+class Trained:
+    """All parameters of `model` that require a gradient, and what `optimizer` holds beside them."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        for kind, why in _REFUSED.items():
+            if isinstance(optimizer, kind):
+                raise ConfigError(f"{kind.__name__} {why}; choose another optimizer, for example AdamW or SGD")
+        self.model = model
+        self.optimizer = optimizer
+        self.look()
+
+    def look(self) -> None:
+        """Take note of what is trained now. Raises ConfigError for what cannot be trained on several ranks."""
+        self._refuse()
+        self._modules = list(self.model.modules())
+        self._homes: list[dict[str, Any]] = [module._parameters for module in self._modules]
+        self._homes += [module._modules for module in self._modules]
+        self._in_homes = list(chain.from_iterable(home.values() for home in self._homes))
+        self._named = self.named()
+        self._all = list(self._named.values())
+        self._known = {*map(id, self._all), *map(id, self._modules)}  # kept alive here: no id is taken again
+        self._flags = list(map(_requires_grad, self._all))
+        self._grouped = list(chain.from_iterable(group["params"] for group in self.optimizer.param_groups))
+        self._sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        self.parameters = [p for p in self._all if p.requires_grad]
+        """Those that require a gradient, each once, in the model's order."""
+
+        self._strides = list(map(_strides, self.parameters))
+        if not self.parameters:
+            raise ConfigError("the model has no parameter that requires a gradient: there is nothing to train")
+
+    def changed(self) -> bool:
+        """Whether what is trained is another set than at the last look, or lies otherwise in memory. Local, and cheap: it is
+        asked at each step, for a thousand parameters, so that all of it is maps."""
+        if list(map(_requires_grad, self._all)) != self._flags or list(map(_strides, self.parameters)) != self._strides:
+            return True
+        groups = list(map(_params, self.optimizer.param_groups))
+        if list(map(len, groups)) != self._sizes or not all(map(is_, chain.from_iterable(groups), self._grouped)):
+            return True
+        homes = chain.from_iterable(map(_values, self._homes))
+        if sum(map(len, self._homes)) == len(self._in_homes) and all(map(is_, homes, self._in_homes)):
+            return False
+        return not self._is_as_it_was()
+
+    def _is_as_it_was(self) -> bool:
+        """A layer was replaced or is made anew in each pass: are its parameters others?"""
+        now = list(self.named().values())
+        if len(now) != len(self._all) or not all(map(is_, now, self._all)):
+            return False
+        self.look()
+        return True
+
+    def new(self) -> dict[str, torch.Tensor]:
+        """By name, the parameters, and buffers of modules, that were not there at the last look."""
+        found: dict[str, torch.Tensor] = {n: p for n, p in self.named().items() if id(p) not in self._known}
+        for prefix, module in self.model.named_modules():
+            if id(module) not in self._known:
+                found |= module.named_buffers(prefix, recurse=False)
+        return found
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """The parameters of the model, frozen ones too, and what else the optimizer trains; as it is now."""
+        return dict(self.model.named_parameters()) | self._outside()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of these, and the model's buffers."""
+        return [*self.named().values(), *self.model.buffers()]
+
+    def name(self, parameter: torch.Tensor) -> str:
+        return next((name for name, p in self._named.items() if p is parameter), "a parameter")
+
+    def traits(self) -> list[Trait]:
+        """As it is now; the same on all ranks, or they are not one training."""
+        groups: dict[int, list[int]] = {}
+        for number, group in enumerate(self.optimizer.param_groups):
+            for p in group["params"]:
+                groups.setdefault(id(p), []).append(number)
+        return [
+            Trait(
+                name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad,
+                tuple(stride for stride, n in zip(p.stride(), p.shape, strict=True) if n > 1), tuple(groups.get(id(p), ())),
+            )
+            for name, p in self.named().items()
+        ]  # fmt: skip
+
+    def _refuse(self) -> None:
+        names = self.named()
+        for name, p in names.items():
+            if isinstance(p, nn.parameter.UninitializedParameter):
+                raise ConfigError(
+                    f"{name} has no shape yet (a lazy module): run one batch through the model first, so that ranks can begin "
+                    "with the same values: model(batch)"
+                )
+            if p.is_complex():
+                raise ConfigError(
+                    f"{name} is complex ({p.dtype}): gradients are summed as real numbers; keep two real parameters, and "
+                    "put them together by torch.view_as_complex in forward"
+                )
+        mine = set(map(id, self.model.parameters()))
+        if not any(id(p) in mine for group in self.optimizer.param_groups for p in group["params"]):
+            raise ConfigError("the optimizer holds no parameter of the model: make it of model.parameters(), after the model")
+
+    def _outside(self) -> dict[str, nn.Parameter]:
+        """By a name of ours, what the optimizer has and the model has not: a loss with weights, a layer that was replaced."""
+        mine = set(map(id, self.model.parameters()))
+        return {
+            f"parameter {k} of the optimizer's group {number}": p
+            for number, group in enumerate(self.optimizer.param_groups)
+            for k, p in enumerate(group["params"])
+            if id(p) not in mine
+        }
+
+    # --- what is saved of it
+
+    def state_dict(self) -> dict[str, Any]:
+        """By name: what the groups hold, what is frozen, which modules are in evaluation mode, and the values of what the model
+        does not hold."""
+        named = self.named()
+        names = {id(p): name for name, p in named.items()}
+        return {
+            "groups": [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups],
+            "frozen": [name for name, p in named.items() if not p.requires_grad],
+            "evaluating": [name for name, module in self.model.named_modules() if not module.training],
+            "outside": {name: p.detach() for name, p in self._outside().items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Freeze, unfreeze and set modes as they were. Raises ConfigError where the optimizer held other parameters."""
+        now = self.state_dict()
+        if state["groups"] != now["groups"]:
+            raise ConfigError(_other_groups(state["groups"], now["groups"]))
+        frozen, evaluating = set(state["frozen"]), set(state["evaluating"])
+        if frozen ^ set(now["frozen"]):
+            told = _changes(now["frozen"], state["frozen"])
+            log.say(f"as the checkpoint has it, and not as the script begins: {told}")
+        for name, parameter in self.named().items():
+            parameter.requires_grad_(name not in frozen)
+            if name in state["outside"]:
+                parameter.data.copy_(state["outside"][name])
+        for name, module in self.model.named_modules():
+            module.training = name not in evaluating
+
+
+def _changes(before: Sequence[str], after: Sequence[str]) -> str:
+    thawed = [name for name in before if name not in after]
+    frozen = [name for name in after if name not in before]
+    told = [
+        f"{len(names)} parameters {how} ({some(names)})" for names, how in ((thawed, "unfrozen"), (frozen, "frozen")) if names
+    ]
+    return ", ".join(told)
+
+
+def _other_groups(before: Sequence[Sequence[str]], now: Sequence[Sequence[str]]) -> str:
+    """Why the saved groups are not those of the script."""
+    had, has = list(chain.from_iterable(before)), list(chain.from_iterable(now))
+    gone, new = [n for n in had if n not in set(has)], [n for n in has if n not in set(had)]
+    if gone or new:
+        told = [
+            f"{some(gone)}, which the script's does not" if gone else "",
+            f"not {some(new)}, which the script's does" if new else "",
+        ]
+        what = f"the optimizer of the checkpoint trains {' and '.join(filter(None, told))}"
+    else:
+        counts = [", ".join(str(len(group)) for group in groups) for groups in (before, now)]
+        what = (
+            f"the optimizer of the checkpoint has its parameters in another order or in other groups (of {counts[0]}; in the "
+            f"script of {counts[1]})"
+        )
+    return (
+        f"{what}; where a run has changed it on its way (a layer replaced, a group added), let the script do so before the "
+        "training is resumed, or start again with --fresh, or beside it with --name NAME"
+    )
+
+
+def some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
+
+
+def first_apart(ranks: Sequence[Sequence[Trait]]) -> str | None:
+    """In words where ranks train other things than rank 0; None if all agree."""
+    for rank, traits in enumerate(ranks):
+        theirs = {trait.name: trait for trait in traits}
+        own = {trait.name: trait for trait in ranks[0]}
+        for name in chain(own, theirs):
+            a, b = own.get(name), theirs.get(name)
+            if a == b:
+                continue
+            if a is None or b is None:
+                return f"rank {0 if b is None else rank} has the parameter {name} and rank {rank if b is None else 0} has not"
+            field, here, there = next((f, x, y) for f, x, y in zip(Trait._fields, a, b, strict=True) if x != y)
+            words = {"requires_grad": ("trained", "frozen")}.get(field)
+            if words is not None:
+                here, there = (words[0] if here else words[1]), (words[0] if there else words[1])
+                return f"{name} is {here} on rank 0 and {there} on rank {rank}"
+            return f"{name} has {field} {here} on rank 0 and {there} on rank {rank}"
+    return None
+
+
+def is_dense(parameter: torch.Tensor) -> bool:
+    """Whether its elements lie in memory without gap or overlap, in whatever order: as autograd asks before it lays out a
+    gradient like its parameter."""
+    expected = 1
+    for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
