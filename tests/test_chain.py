@@ -45,8 +45,9 @@ def life(folder: Path, ledger: Path, max_steps: int, killed: Sequence[int], kill
 
     def step_fn(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
         inputs, labels, numbers = batch
-        with open(f"{ledger}-{comm.rank()}", "a") as file:
-            file.write(f"{trainer.state.step + 1} {' '.join(map(str, numbers.tolist()))}\n")
+        if torch.is_grad_enabled():  # not where the Trainer tries the first micro-batch
+            with open(f"{ledger}-{comm.rank()}", "a") as file:
+                file.write(f"{trainer.state.step + 1} {' '.join(map(str, numbers.tolist()))}\n")
         return F.cross_entropy(model(inputs), labels, reduction="sum"), len(labels)
 
     def kill(state: TrainState) -> None:

@@ -84,7 +84,7 @@ class Digits(torch.utils.data.Dataset):
 def step_fn(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
     now.into(COMPUTE)
     x, y, index = batch
-    if model.training:
+    if model.training and torch.is_grad_enabled():  # not where the Trainer tries the first micro-batch
         step = trainer.state.step + 1
         note("samples", f"{step}: {' '.join(map(str, index.tolist()))}")
         time.sleep((step * 7 + world.rank * 5) % 11 * 0.001)  # each rank at its own pace
