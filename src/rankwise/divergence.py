@@ -16,6 +16,7 @@ import xxhash
 from rankwise import comm, log
 from rankwise.digest import digest
 from rankwise.errors import ConfigError, StepError
+from rankwise.optimizer import named_state
 from rankwise.state import TrainState
 from rankwise.sync import SyncStrategy
 
@@ -107,15 +108,12 @@ class Divergence:
         found: dict[str, Any] = {}
         for number, group in enumerate(state.optimizer.param_groups):
             found[f"the learning rate of group {number}"] = group["lr"]
-        names = {id(p): name for name, p in state.model.named_parameters()}
         if held.parameters == "same":
             found |= dict(state.model.named_parameters())
         if held.buffers == "same":
             found |= dict(state.model.named_buffers())
         if held.optimizer == "same":
-            for parameter, kept in state.optimizer.state.items():
-                for key, value in kept.items():
-                    found[f"{names.get(id(parameter), 'a parameter')}'s {key} in the optimizer"] = value
+            found |= named_state(state.model, state.optimizer)
         return found
 
 

@@ -92,6 +92,16 @@ def _scale_base(scheduler: Any, factor: float) -> None:
         _scale_base(inner, factor)
 
 
+def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """What the optimizer keeps of each parameter: `{"0.weight's exp_avg in the optimizer": tensor, ...}`."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {
+        f"{names.get(id(p), 'a parameter')}'s {key} in the optimizer": value
+        for p, kept in optimizer.state.items()
+        for key, value in kept.items()
+    }
+
+
 def settings(optimizer: Optimizer) -> dict[str, Any]:
     """What the script has set: `{"optimizer": "AdamW", "lr": 0.1, ...}`, with `... of group k` from the second group on. Which
     groups there are may change in a training, and is compared by the names of their parameters.

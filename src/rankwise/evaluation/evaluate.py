@@ -105,13 +105,20 @@ class Evaluate:
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """The model in evaluation mode, and each module afterwards in its own; what is drawn at random inside does not move the
     training's streams."""
-    training, streams = [module for module in model.modules() if module.training], seed.rng_state()
-    model.eval()
+    with unmoved(model):
+        model.eval()
+        yield
+
+
+@contextlib.contextmanager
+def unmoved(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards each module's mode and the random streams are what they were."""
+    modes, streams = [(module, module.training) for module in model.modules()], seed.rng_state()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, training in modes:
+            module.training = training
         seed.set_rng_state(streams)
 
 

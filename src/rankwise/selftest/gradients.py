@@ -52,6 +52,8 @@ class Gradients:
         parts: Sequence[Any],
     ) -> None:
         self._new_sync = new_sync
+        self._model: nn.Module
+        self._optimizer: Optimizer
         self._model, self._optimizer = copies(model, optimizer)
         self._step, self._dtype = forward, _name(next(model.parameters()).dtype)
         self._whole, self._parts = whole, list(parts)
@@ -240,12 +242,12 @@ def _known(mixing: Mixing, evidence: str) -> Finding:
     )  # fmt: skip
 
 
-def copies(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-    """Of both, in the modes in which a training begins; the one trains the other."""
+def copies(model: nn.Module, *others: Any) -> list[Any]:
+    """Of the model, in the modes in which a training begins, and of what belongs to it: the optimizer trains the copy."""
     memo: dict[int, Any] = {}
-    copied = copy.deepcopy(model, memo)
-    begin_training(copied)
-    return copied, copy.deepcopy(optimizer, memo)
+    copied = [copy.deepcopy(each, memo) for each in (model, *others)]
+    begin_training(copied[0])
+    return copied
 
 
 def _make_float64(optimizer: Optimizer) -> None:
@@ -270,9 +272,8 @@ def _works_in_float64(model: nn.Module, step_fn: Step, batch: Any) -> bool:
     worked = False
     with contextlib.suppress(Exception):  # whatever the user's function raises there, float32 will do
         torch.set_default_dtype(torch.float64)
-        trial = copy.deepcopy(model).double()
-        begin_training(trial)
-        loss_sum, _ = step_fn(trial, as_float64(batch))
+        [trial] = copies(model)
+        loss_sum, _ = step_fn(trial.double(), as_float64(batch))
         loss_sum.backward()  # type: ignore[no-untyped-call]
         worked = loss_sum.dtype == torch.float64
     torch.set_default_dtype(before)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise import comm, log, seed
+from rankwise import comm, log
+from rankwise.evaluation.evaluate import unmoved
 from rankwise.model import is_synced
 from rankwise.selftest.trainer import tensors_in
 
@@ -74,14 +75,10 @@ def _cut(value: Any, n: int, part: slice) -> Any:
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Random streams, buffers and modes are put back, bit for bit."""
-    streams = seed.rng_state()
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        yield
+        with unmoved(model):
+            yield
     finally:
-        seed.set_rng_state(streams)
         for buffer, value in kept:
             buffer.copy_(value)
-        for module, training in modes:
-            module.training = training

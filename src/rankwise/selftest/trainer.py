@@ -28,9 +28,9 @@ from rankwise.digest import digest, digests
 from rankwise.evaluation import Evaluate
 from rankwise.evaluation.evaluate import evaluating
 from rankwise.guards import run_on_main
-from rankwise.model import begin_training
+from rankwise.optimizer import named_state
 from rankwise.selftest.finding import FAILED, OK, OPEN, Finding
-from rankwise.selftest.gradients import Gradients
+from rankwise.selftest.gradients import Gradients, copies
 from rankwise.selftest.judge import first_apart, judge_draws
 from rankwise.selftest.still import Draws
 from rankwise.state import TrainState
@@ -194,8 +194,7 @@ def _gradients(subject: Subject) -> Finding:
 
 
 def _random(subject: Subject) -> Finding:
-    model = copy.deepcopy(subject.model)
-    begin_training(model)
+    [model] = copies(subject.model)
     seed.seed_rank(subject.seed, subject.world.rank)
     with Draws() as draws:
         for step in islice(subject.loader.anew(subject.world, 1), _STEPS):
@@ -211,11 +210,9 @@ class _Copy:
     """A model and all that trains it, for a few steps of its own."""
 
     def __init__(self, subject: Subject) -> None:
-        memo: dict[int, Any] = {}
-        self.model: nn.Module = copy.deepcopy(subject.model, memo)
-        begin_training(self.model)
-        self.optimizer: Optimizer = copy.deepcopy(subject.optimizer, memo)
-        self.scheduler: Any = copy.deepcopy(subject.scheduler, memo)
+        self.model: nn.Module
+        self.optimizer: Optimizer
+        self.model, self.optimizer, self.scheduler = copies(subject.model, subject.optimizer, subject.scheduler)
         self.sync = subject.new_sync(self.model, self.optimizer)
         self.loader = subject.loader.anew(subject.world, subject.loader.accumulate)
         self._forward = subject.forward
@@ -233,13 +230,7 @@ class _Copy:
 
     def digests(self) -> dict[str, str]:
         """Of the parameters, and of what the optimizer keeps of each."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        kept = {
-            f"{names.get(id(p), 'a parameter')}'s {key} in the optimizer": value
-            for p, state in self.optimizer.state.items()
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor)
-        }
+        kept = named_state(self.model, self.optimizer)
         modes = torch.tensor([module.training for module in self.model.modules()])
         return digests({**self.model.state_dict(), **kept, "modes of modules": modes})
 

@@ -89,7 +89,7 @@ class Trained:
         return not self._is_as_it_was()
 
     def _is_as_it_was(self) -> bool:
-        """A layer was replaced or is made anew in each pass: are its parameters others?"""
+        """A layer was replaced, or is made again in each pass: has it other parameters?"""
         now = list(self.named().values())
         if len(now) != len(self._all) or not all(map(is_, now, self._all)):
             return False
