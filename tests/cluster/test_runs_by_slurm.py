@@ -153,7 +153,7 @@ def test_a_step_that_ends_before_all_its_agents_have_come_is_said_at_once(slurm:
     cut = launch(*there, "--nproc", "1", "train.py")
     status, out = cut.wait()
     assert status in (143, 137), out  # what srun ends its other tasks by: SIGTERM, and SIGKILL where that takes long
-    assert "execve(): /scratch/venv/bin/python: No such file or directory" in out
+    assert "srun: error: node2: task 1: Exited with exit code 2" in out  # what could not be started, 3 of 60 plain sruns lose
     line = "before any rank was started; why is in the lines above"
     assert f"rankwise: what starts the agents (slurm) ended with status {status} {line}" in out.splitlines()
     assert time.monotonic() < cut.began + 5 + 5  # salloc's own way in and out
