@@ -23,7 +23,9 @@ from rankwise import cli, comm
 from rankwise.comm import rank
 from rankwise.selftest import trainer as trainer_module
 from rankwise.selftest import verb
-from rankwise.sync import AllReduce, flat
+from rankwise.sync import AllReduce, flat, trained
+from rankwise.sync.flat import FlatReduction
+from rankwise.sync.reduction import Reduction
 from rankwise.train import Trainer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -283,6 +285,12 @@ def _all_in_training(model: nn.Module) -> Iterator[None]:
     model.train()
 
 
+def _of_the_model_alone(sync: AllReduce) -> Reduction:
+    """As it once was: what the optimizer trains beside the model is no rank's business."""
+    sync._hooks, sync._overlaps = [], False
+    return FlatReduction(list(sync._trained.model.parameters()), sync._together)
+
+
 def _asked_on_a_rank(bug: str) -> tuple[list[str], bool]:
     """(the checks that failed, whether the Trainer is as it was and says the same)."""
     torch.manual_seed(0)
@@ -298,25 +306,39 @@ def _asked_on_a_rank(bug: str) -> tuple[list[str], bool]:
     if bug == "modes":
         trainer_module.evaluating = _all_in_training  # type: ignore[attr-defined]
         model.insert(1, nn.BatchNorm1d(8).eval())
+    if bug == "trained taken once":
+        trained.Trained.changed = lambda self: False  # type: ignore[method-assign]
+    if bug == "outside left alone":
+        AllReduce._new_reduction = _of_the_model_alone  # type: ignore[method-assign]
+    if bug in ("outside not saved", "frozen not saved"):
+        part = bug.split()[0]
+        whole = trained.Trained.state_dict
+        empty: dict[str, Any] = {} if part == "outside" else []  # type: ignore[assignment]
+        trained.Trained.state_dict = lambda self: {**whole(self), part: empty}  # type: ignore[method-assign]
     data = TensorDataset(torch.randn(45, 6), torch.randint(3, (45,)))
+    scale = nn.Parameter(torch.tensor(1.5))  # no part of the model, as the weights of a loss
+    outside = [scale] if "outside" in bug else []
 
     def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
         if bug == "seeds":
             torch.manual_seed(7)
-        return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+        scores = model(batch[0]) * scale if outside else model(batch[0])
+        return functional.cross_entropy(scores, batch[1], reduction="sum"), len(batch[1])
 
-    optimizer = (_Sleepy if bug == "skips" else torch.optim.SGD)(model.parameters(), lr=0.1)
+    optimizer = (_Sleepy if bug == "skips" else torch.optim.SGD)([*model.parameters(), *outside], lr=0.1)
     trainer = Trainer(model, optimizer, step, data, global_batch_size=8, max_epochs=1)
-    before, streams = [p.clone() for p in model.parameters()], torch.get_rng_state()
+    parameters = [*model.parameters(), *outside]
+    before, streams = [p.clone() for p in parameters], torch.get_rng_state()
     failed = [finding.check for finding in trainer.selftest_findings() if finding.status == "FAILED"]
-    same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    same = same and all(p.requires_grad and (p.grad is None or not p.grad.any()) for p in parameters)
     same = same and torch.equal(streams, torch.get_rng_state()) and trainer.loader.position == 0
     return failed, same and trainer.selftest() == (not failed)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_trainer_can_be_asked_on_the_ranks_that_there_are_and_is_not_changed(ranks: int) -> None:
-    assert on_ranks(ranks, _asked_on_a_rank, "") == [([], True)] * ranks
+@pytest.mark.parametrize(("ranks", "honest"), [(1, ""), (3, ""), (1, "outside"), (2, "outside")])
+def test_a_trainer_can_be_asked_on_the_ranks_that_there_are_and_is_not_changed(ranks: int, honest: str) -> None:
+    assert on_ranks(ranks, _asked_on_a_rank, honest) == [([], True)] * ranks
 
 
 @pytest.mark.parametrize(
@@ -328,6 +350,10 @@ def test_a_trainer_can_be_asked_on_the_ranks_that_there_are_and_is_not_changed(r
         ("other strides", "gradients"),
         ("own buffers", "looking"),
         ("modes", "looking"),
+        ("trained taken once", "gradients"),
+        ("outside left alone", "gradients"),
+        ("outside not saved", "resume"),
+        ("frozen not saved", "resume"),
     ],
 )
 def test_a_trainer_that_is_asked_names_the_mistake(bug: str, check: str) -> None:

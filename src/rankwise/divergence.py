@@ -16,7 +16,7 @@ import xxhash
 from rankwise import comm, log
 from rankwise.digest import digest
 from rankwise.errors import ConfigError, StepError
-from rankwise.optimizer import named_state
+from rankwise.optimizer import named_parameters, named_state
 from rankwise.state import TrainState
 from rankwise.sync import SyncStrategy
 
@@ -109,7 +109,7 @@ class Divergence:
         for number, group in enumerate(state.optimizer.param_groups):
             found[f"the learning rate of group {number}"] = group["lr"]
         if held.parameters == "same":
-            found |= dict(state.model.named_parameters())
+            found |= named_parameters(state.model, state.optimizer)
         if held.buffers == "same":
             found |= dict(state.model.named_buffers())
         if held.optimizer == "same":

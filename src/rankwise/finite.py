@@ -6,11 +6,13 @@ check_rates(state);  weights.check(state, "since step 41")
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
 from rankwise import comm
 from rankwise.errors import StepError
+from rankwise.optimizer import named_parameters
 from rankwise.state import TrainState
 
 
@@ -33,7 +35,8 @@ class Weights:
 
     def check(self, state: TrainState, since: str) -> None:
         """Collective. Raises StepError on all ranks where a trained parameter of any is not finite."""
-        bad = next((n for n, p in state.model.named_parameters() if p.requires_grad and not _is_finite(p)), None)
+        named = named_parameters(state.model, state.optimizer)
+        bad = _first_not_finite({name: p.detach() for name, p in named.items() if p.requires_grad})
         told = [(rank, name) for rank, name in enumerate(comm.all_gather_object(bad)) if name is not None]
         if told:
             where = "" if len(told) == comm.world_size() else f" on rank {told[0][0]}"
@@ -44,6 +47,14 @@ class Weights:
         self.finite_at = state.step
 
 
-def _is_finite(parameter: torch.Tensor) -> bool:
-    """One pass, and no copy: a sum that is finite has finite terms; one that is not may be a large sum of such."""
-    return math.isfinite(float(parameter.detach().sum())) or bool(torch.isfinite(parameter).all())
+def _first_not_finite(named: Mapping[str, torch.Tensor]) -> str | None:
+    """One pass and no copy, and each device is waited for once: a sum that is finite has finite terms; one that is not may be
+    a large sum of such."""
+    devices: dict[torch.device, list[str]] = {}
+    for name, tensor in named.items():
+        devices.setdefault(tensor.device, []).append(name)
+    suspects = set()
+    for names in devices.values():
+        finite = torch.stack([named[name].sum().float() for name in names]).isfinite().tolist()
+        suspects |= {name for name, one in zip(names, finite, strict=True) if not one}
+    return next((name for name in named if name in suspects and not named[name].isfinite().all()), None)

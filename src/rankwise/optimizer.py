@@ -92,9 +92,25 @@ def _scale_base(scheduler: Any, factor: float) -> None:
         _scale_base(inner, factor)
 
 
+def outside(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """What the optimizer trains that the model does not hold, by a name of ours: a loss with weights, a replaced layer."""
+    mine = set(map(id, model.parameters()))
+    return {
+        f"parameter {k} of the optimizer's group {number}": p
+        for number, group in enumerate(optimizer.param_groups)
+        for k, p in enumerate(group["params"])
+        if id(p) not in mine
+    }
+
+
+def named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """Those of the model, frozen ones too, and what else the optimizer trains."""
+    return dict(model.named_parameters()) | outside(model, optimizer)
+
+
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """What the optimizer keeps of each parameter: `{"0.weight's exp_avg in the optimizer": tensor, ...}`."""
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in named_parameters(model, optimizer).items()}
     return {
         f"{names.get(id(p), 'a parameter')}'s {key} in the optimizer": value
         for p, kept in optimizer.state.items()

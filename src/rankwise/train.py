@@ -45,7 +45,7 @@ from rankwise.model import begin_training, is_synced, prepare
 from rankwise.plateau import check_plateau, step_plateau
 from rankwise.precision import LossScale, Precision
 from rankwise.rundir import RunDir
-from rankwise.selftest.finding import Finding, as_text, passed
+from rankwise.selftest.finding import Finding, as_text, combined, passed
 from rankwise.selftest.halves import warn_of_means
 from rankwise.selftest.trainer import Subject, check
 from rankwise.settings import Settings, compare, plain
@@ -322,7 +322,7 @@ class Trainer:
         `rankwise selftest SCRIPT.py` does it on 1, 2 and 4 ranks.
         """
         findings = self.selftest_findings()
-        log.say(as_text(findings))
+        log.say(as_text(combined(findings)))
         return passed(findings)
 
     def selftest_findings(self) -> list[Finding]:

@@ -8,7 +8,6 @@ finding = gradients.finding({"2 x 2": micro_batches})        # collective
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,11 +20,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from rankwise import comm
-from rankwise.model import begin_training
+from rankwise.optimizer import outside
 from rankwise.selftest.difference import TOLERANCES, Difference, difference
 from rankwise.selftest.finding import FAILED, KNOWN, OK, OPEN, Finding
 from rankwise.selftest.layers import Mixing, first_mixing
 from rankwise.selftest.still import Draws, without_dropout
+from rankwise.selftest.twin import Twin
 from rankwise.sync import SyncStrategy
 
 Step = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
@@ -52,12 +52,12 @@ class Gradients:
         parts: Sequence[Any],
     ) -> None:
         self._new_sync = new_sync
-        self._model: nn.Module
-        self._optimizer: Optimizer
-        self._model, self._optimizer = copies(model, optimizer)
+        twin = Twin(model, optimizer)
+        self._model, self._optimizer = twin.model, twin.optimizer
         self._step, self._dtype = forward, _name(next(model.parameters()).dtype)
         self._whole, self._parts = whole, list(parts)
-        if _works_in_float64(model, step_fn, whole):
+        # What the optimizer trains outside the model stays of its own type: it is not copied.
+        if not outside(model, optimizer) and _works_in_float64(model, optimizer, step_fn, whole):
             self._model = self._model.double()
             _make_float64(self._optimizer)
             self._step, self._dtype = step_fn, "float64"
@@ -74,6 +74,8 @@ class Gradients:
             if (update := self._update(layouts)) is not None:
                 return update
             figures = ", ".join(f"{name} {a}" for name, a in apart.items())
+            if self._is_small(apart.values()) and (thawed := self._thawed(reference, layouts)) is not None:
+                return thawed
             if self._is_small(apart.values()):
                 return Finding("gradients", OK, self._evidence("equal to those of one batch on one device"), where=figures)
             evidence = self._evidence("differ from those of one batch on one device")
@@ -116,57 +118,63 @@ class Gradients:
     # --- two ways to a gradient
 
     def _fresh(self) -> nn.Module:
-        model = copy.deepcopy(self._model)
-        self._hold(model)
-        return model
+        return self._twin().model
 
-    def _hold(self, model: nn.Module) -> None:
-        for module in model.modules():
+    def _twin(self) -> Twin:
+        twin = Twin(self._model, self._optimizer)
+        for module in twin.model.modules():
             if isinstance(module, self._held):
                 module.eval()
+        return twin
 
     def _given(self, batch: Any) -> Any:
         return as_float64(batch) if self._dtype == "float64" else batch
 
     def _alone(self, batches: Sequence[Any]) -> Found:
         """The mean gradient, by hand: sums added up, divided once by all counts."""
-        model = self._fresh()
         count = 0.0
-        for batch in batches:
-            loss_sum, n = self._step(model, self._given(batch))
-            loss_sum.backward()  # type: ignore[no-untyped-call]
-            count += float(n)
-        return {name: g / count if count else g * math.nan for name, g in _gradients_of(model).items()}
+        with self._twin() as twin:
+            for batch in batches:
+                loss_sum, n = self._step(twin.model, self._given(batch))
+                loss_sum.backward()  # type: ignore[no-untyped-call]
+                count += float(n)
+            return {name: g / count if count else g * math.nan for name, g in _gradients_of(twin).items()}
 
     def _together(self, batches: Sequence[Any]) -> Found:
         """Collective. By the strategy, over all ranks."""
         return self._stepped(batches)[0]
 
-    def _stepped(self, batches: Sequence[Any]) -> tuple[Found, Found]:
-        """Collective. (the gradient that the strategy gives the optimizer, the parameters after its step)."""
-        model, optimizer = copies(self._model, self._optimizer)
-        self._hold(model)
-        sync = self._new_sync(model, optimizer, clip_norm=None)
-        found: Found = {}
-        optimizer.register_step_pre_hook(lambda *_: found.update(_gradients_of(model)))
-        for i, batch in enumerate(batches, start=1):
-            sync.backward(*self._step(model, self._given(batch)), last=i == len(batches))
-        sync.step()
-        return found, _as_arrays(dict(model.named_parameters()))
+    def _stepped(self, batches: Sequence[Any], thawed: str | None = None) -> tuple[Found, Found]:
+        """Collective. (the gradient that the strategy gives the optimizer, the parameters after its step). `thawed`: one
+        parameter that is frozen until the strategy is attached."""
+        with self._twin() as twin:
+            late = [p for name, p in twin.named().items() if name == thawed]
+            for parameter in late:
+                parameter.requires_grad_(False)
+            sync = self._new_sync(twin.model, twin.optimizer, clip_norm=None)
+            for parameter in late:
+                parameter.requires_grad_(True)
+            found: Found = {}
+            twin.optimizer.register_step_pre_hook(lambda *_: found.update(_gradients_of(twin)))
+            for i, batch in enumerate(batches, start=1):
+                sync.backward(*self._step(twin.model, self._given(batch)), last=i == len(batches))
+            sync.step()
+            sync.finish()
+            return found, _as_arrays(twin.named())
 
     def _update(self, layouts: Mapping[str, Sequence[Any]]) -> Finding | None:
         """Collective. None if the optimizer moves the parameters as its plain kernel does with the same gradient."""
         name, batches = next(iter(layouts.items()))
         gradient, moved = self._stepped(batches)
-        model, optimizer = copies(self._model, self._optimizer)
-        for group in optimizer.param_groups:
-            group.update({kernel: False for kernel in ("fused", "foreach") if kernel in group})
-        before = _as_arrays(dict(model.named_parameters()))
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name in gradient:
-                parameter.grad = torch.from_numpy(gradient[parameter_name]).to(parameter)
-        optimizer.step()
-        expected = {n: a - before[n] for n, a in _as_arrays(dict(model.named_parameters())).items()}
+        with Twin(self._model, self._optimizer) as twin:
+            for group in twin.optimizer.param_groups:
+                group.update({kernel: False for kernel in ("fused", "foreach") if kernel in group})
+            before = _as_arrays(twin.named())
+            for parameter_name, parameter in twin.named().items():
+                if parameter_name in gradient:
+                    parameter.grad = torch.from_numpy(gradient[parameter_name]).to(parameter)
+            twin.optimizer.step()
+            expected = {n: a - before[n] for n, a in _as_arrays(twin.named()).items()}
         apart = difference(expected, {n: a - before[n] for n, a in moved.items()})
         far = max(comm.all_gather_object(apart), key=lambda a: a.size)
         if far.size <= max(self._tolerance, _ROUNDED):
@@ -175,6 +183,22 @@ class Gradients:
             "gradients", FAILED, f"on {name} the update is another than that of the optimizer's plain kernel: {far}, relative, "
             f"in {self._dtype}", "gradients do not lie in memory as their parameters do, or not all that is trained is stepped",
             "give torch's optimizer fused=False, foreach=False; and report it, with the model's memory format",
+        )  # fmt: skip
+
+    def _thawed(self, reference: Found, layouts: Mapping[str, Sequence[Any]]) -> Finding | None:
+        """Collective. None if a parameter that is frozen at first gets the same gradient once it is not."""
+        trained = [name for name, p in self._twin().named().items() if p.requires_grad]
+        if len(trained) < 2:
+            return None
+        name, batches = next(iter(layouts.items()))
+        found, _ = self._stepped(batches, thawed=trained[0])
+        far = max(comm.all_gather_object(difference(reference, found)), key=lambda a: a.size)
+        if far.size <= self._tolerance:
+            return None
+        return Finding(
+            "gradients", FAILED, f"on {name} gradients differ when {trained[0]} is unfrozen after the start: {far}, relative, "
+            f"in {self._dtype}", "the strategy (sync=) takes what is trained once, when it is attached",
+            "let it ask at every step which parameters require a gradient",
         )  # fmt: skip
 
     def _compare(self, layouts: Mapping[str, Sequence[Any]]) -> tuple[Found, dict[str, Difference]]:
@@ -242,14 +266,6 @@ def _known(mixing: Mixing, evidence: str) -> Finding:
     )  # fmt: skip
 
 
-def copies(model: nn.Module, *others: Any) -> list[Any]:
-    """Of the model, in the modes in which a training begins, and of what belongs to it: the optimizer trains the copy."""
-    memo: dict[int, Any] = {}
-    copied = [copy.deepcopy(each, memo) for each in (model, *others)]
-    begin_training(copied[0])
-    return copied
-
-
 def _make_float64(optimizer: Optimizer) -> None:
     """What it keeps of each parameter; not its counts of steps."""
     for state in optimizer.state.values():
@@ -258,22 +274,21 @@ def _make_float64(optimizer: Optimizer) -> None:
                 state[name] = value.double()
 
 
-def _gradients_of(model: nn.Module) -> Found:
-    return _as_arrays({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+def _gradients_of(twin: Twin) -> Found:
+    return _as_arrays({name: p.grad for name, p in twin.named().items() if p.grad is not None})
 
 
 def _as_arrays(tensors: Mapping[str, torch.Tensor]) -> Found:
     return {name: tensor.detach().to("cpu", torch.float64).numpy().copy() for name, tensor in tensors.items()}
 
 
-def _works_in_float64(model: nn.Module, step_fn: Step, batch: Any) -> bool:
+def _works_in_float64(model: nn.Module, optimizer: Optimizer, step_fn: Step, batch: Any) -> bool:
     """Collective: all ranks or none."""
     before = torch.get_default_dtype()
     worked = False
     with contextlib.suppress(Exception):  # whatever the user's function raises there, float32 will do
         torch.set_default_dtype(torch.float64)
-        [trial] = copies(model)
-        loss_sum, _ = step_fn(trial.double(), as_float64(batch))
+        loss_sum, _ = step_fn(Twin(model, optimizer).model.double(), as_float64(batch))
         loss_sum.backward()  # type: ignore[no-untyped-call]
         worked = loss_sum.dtype == torch.float64
     torch.set_default_dtype(before)

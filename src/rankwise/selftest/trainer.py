@@ -5,12 +5,13 @@ findings = check(Subject(...))
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -30,9 +31,10 @@ from rankwise.evaluation.evaluate import evaluating
 from rankwise.guards import run_on_main
 from rankwise.optimizer import named_state
 from rankwise.selftest.finding import FAILED, OK, OPEN, Finding
-from rankwise.selftest.gradients import Gradients, copies
+from rankwise.selftest.gradients import Gradients
 from rankwise.selftest.judge import first_apart, judge_draws
 from rankwise.selftest.still import Draws
+from rankwise.selftest.twin import Twin
 from rankwise.state import TrainState
 from rankwise.sync import SyncStrategy
 from rankwise.world import World
@@ -194,7 +196,7 @@ def _gradients(subject: Subject) -> Finding:
 
 
 def _random(subject: Subject) -> Finding:
-    [model] = copies(subject.model)
+    model = Twin(subject.model, subject.optimizer).model
     seed.seed_rank(subject.seed, subject.world.rank)
     with Draws() as draws:
         for step in islice(subject.loader.anew(subject.world, 1), _STEPS):
@@ -210,50 +212,80 @@ class _Copy:
     """A model and all that trains it, for a few steps of its own."""
 
     def __init__(self, subject: Subject) -> None:
-        self.model: nn.Module
-        self.optimizer: Optimizer
-        self.model, self.optimizer, self.scheduler = copies(subject.model, subject.optimizer, subject.scheduler)
-        self.sync = subject.new_sync(self.model, self.optimizer)
-        self.loader = subject.loader.anew(subject.world, subject.loader.accumulate)
+        self._twin = Twin(subject.model, subject.optimizer, subject.scheduler)
+        [self._scheduler] = self._twin.others
+        self.model = self._twin.model
+        with self._twin:
+            self.sync = subject.new_sync(self.model, self._twin.optimizer)
+        self._loader = subject.loader.anew(subject.world, subject.loader.accumulate)
         self._forward = subject.forward
-        parts = {"sync": self.sync, "model": self.model, "optimizer": self.optimizer, "loader": self.loader}
-        self.parts: dict[str, Any] = parts | ({"scheduler": self.scheduler} if self.scheduler is not None else {})
+        parts = {"sync": self.sync, "model": self.model, "optimizer": self._twin.optimizer, "loader": self._loader}
+        self._parts: dict[str, Any] = parts | ({"scheduler": self._scheduler} if self._scheduler is not None else {})
 
     def step(self) -> None:
         """Collective. The next one of the loader."""
-        micro_batches = next(iter(self.loader))
-        for i, batch in enumerate(micro_batches, start=1):
-            self.sync.backward(*self._forward(self.model, batch), last=i == len(micro_batches))
-        self.sync.step()
-        if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step()
+        micro_batches = next(iter(self._loader))
+        with self._twin:
+            for i, batch in enumerate(micro_batches, start=1):
+                self.sync.backward(*self._forward(self.model, batch), last=i == len(micro_batches))
+            self.sync.step()
+        if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step()
+
+    def freeze_one(self, before: dict[str, str]) -> str | None:
+        """Collective. A parameter of the model that has moved since `before`, beside others: its name."""
+        now = self.parameters()
+        moved = [name for name, _ in self.model.named_parameters() if before[name] != now[name]]
+        name: str | None = comm.broadcast_object(moved[-1] if len(moved) > 1 else None)
+        self.freeze(name)
+        return name
+
+    def freeze(self, name: str | None) -> None:
+        if name is not None:
+            self.model.get_parameter(name).requires_grad_(False)
+
+    def save(self, checkpoints: Checkpoints) -> None:
+        """Collective."""
+        with self._twin:
+            checkpoints.save(self._parts, 1)
+
+    def load(self, checkpoints: Checkpoints) -> None:
+        """Collective. What it prints would be about a copy."""
+        with self._twin, contextlib.redirect_stdout(io.StringIO()):
+            checkpoints.load_latest(self._parts)
+
+    def parameters(self) -> dict[str, str]:
+        with self._twin:
+            return digests(self._twin.named())
 
     def digests(self) -> dict[str, str]:
-        """Of the parameters, and of what the optimizer keeps of each."""
-        kept = named_state(self.model, self.optimizer)
+        """Of parameters and buffers, and of what the optimizer keeps."""
+        kept = named_state(self.model, self._twin.optimizer)
         modes = torch.tensor([module.training for module in self.model.modules()])
-        return digests({**self.model.state_dict(), **kept, "modes of modules": modes})
+        return {**digests({**self.model.state_dict(), **kept, "modes of modules": modes}), **self.parameters()}
 
 
 def _resume_and_steps(subject: Subject) -> list[Finding]:
     with _folder() as folder:
         unbroken, resumed = _Copy(subject), _Copy(subject)
         checkpoints = Checkpoints(folder)
-        before = digests(dict(unbroken.model.named_parameters()))
+        before = unbroken.parameters()
         seed.seed_rank(subject.seed, subject.world.rank)
         unbroken.step()
+        frozen = unbroken.freeze_one(before)
         with unbroken.sync.averaged(), evaluating(unbroken.model):
             pass
-        checkpoints.save(unbroken.parts, 1)
+        unbroken.save(checkpoints)
         unbroken.step()
-        moved = digests(dict(unbroken.model.named_parameters()))
+        moved = unbroken.parameters()
         seed.seed_rank(subject.seed + 1, subject.world.rank)  # as a new process: elsewhere
-        checkpoints.load_latest(resumed.parts)
+        resumed.load(checkpoints)
         resumed.step()
         apart = first_apart([unbroken.digests(), resumed.digests()], ("the unbroken run", "the resumed one"))
         never = _Copy(subject)
         seed.seed_rank(subject.seed, subject.world.rank)
         never.step()
+        never.freeze(frozen)
         never.step()
         looked = first_apart([never.digests(), unbroken.digests()], ("a run that was not looked at", "one that was"))
         told = comm.all_gather_object((moved, apart, looked, [name for name in before if before[name] == moved[name]]))
@@ -300,7 +332,7 @@ def _looking(apart: str | None) -> Finding:
     )  # fmt: skip
 
 
-@contextmanager
+@contextlib.contextmanager
 def _folder() -> Iterator[Path]:
     """Collective. A folder that all ranks see, gone afterwards."""
     path = run_on_main(tempfile.mkdtemp, kwargs={"prefix": "rankwise-selftest-"})

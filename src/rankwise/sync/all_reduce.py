@@ -286,7 +286,8 @@ class AllReduce:
     def finish(self) -> None:
         """Collective. The main rank's buffers everywhere; the optimizer is the user's own again."""
         comm.broadcast(list(self._trained.model.buffers()))
-        self._on_step.remove()
+        for hook in (self._on_step, *self._hooks):
+            hook.remove()
 
     # --- what is saved
 

@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from rankwise import log
 from rankwise.errors import ConfigError
+from rankwise.optimizer import named_parameters, outside
 
 _REFUSED = {
     LBFGS: "evaluates the loss several times in a step, by a function that it is given, and one reduction a step is not enough",
@@ -106,7 +107,7 @@ class Trained:
 
     def named(self) -> dict[str, nn.Parameter]:
         """The parameters of the model, frozen ones too, and what else the optimizer trains; as it is now."""
-        return dict(self.model.named_parameters()) | self._outside()
+        return named_parameters(self.model, self.optimizer)
 
     def tensors(self) -> list[torch.Tensor]:
         """All of these, and the model's buffers."""
@@ -146,16 +147,6 @@ class Trained:
         if not any(id(p) in mine for group in self.optimizer.param_groups for p in group["params"]):
             raise ConfigError("the optimizer holds no parameter of the model: make it of model.parameters(), after the model")
 
-    def _outside(self) -> dict[str, nn.Parameter]:
-        """By a name of ours, what the optimizer has and the model has not: a loss with weights, a layer that was replaced."""
-        mine = set(map(id, self.model.parameters()))
-        return {
-            f"parameter {k} of the optimizer's group {number}": p
-            for number, group in enumerate(self.optimizer.param_groups)
-            for k, p in enumerate(group["params"])
-            if id(p) not in mine
-        }
-
     # --- what is saved of it
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,7 +158,7 @@ class Trained:
             "groups": [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups],
             "frozen": [name for name, p in named.items() if not p.requires_grad],
             "evaluating": [name for name, module in self.model.named_modules() if not module.training],
-            "outside": {name: p.detach() for name, p in self._outside().items()},
+            "outside": {name: p.detach() for name, p in outside(self.model, self.optimizer).items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

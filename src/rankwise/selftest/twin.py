@@ -1,0 +1,50 @@
+"""Copies of a model and of what trains it, which a check may train.
+
+with Twin(model, optimizer) as twin:
+    step_fn(twin.model, batch)[0].backward();  twin.optimizer.step()
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from rankwise.model import begin_training
+from rankwise.optimizer import named_parameters, outside
+
+
+class Twin:
+    """`others`: what refers to the optimizer, such as its scheduler.
+
+    step_fn reads what the optimizer trains outside the model (a loss with weights) where it is, so that this is not copied:
+    within `with`, it holds this twin's values and gradients, and otherwise the user's.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *others: Any) -> None:
+        self._outside = list(outside(model, optimizer).values())
+        memo: dict[int, Any] = {id(p): p for p in self._outside}
+        self.model: nn.Module = copy.deepcopy(model, memo)
+        self.optimizer: Optimizer = copy.deepcopy(optimizer, memo)
+        self.others: list[Any] = [copy.deepcopy(each, memo) for each in others]
+        begin_training(self.model)
+        self._apart: list[tuple[torch.Tensor, torch.Tensor | None]] = [(p.detach().clone(), None) for p in self._outside]
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """All parameters of the model, and what else the optimizer trains."""
+        return named_parameters(self.model, self.optimizer)
+
+    def __enter__(self) -> Self:
+        self._exchange()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exchange()
+
+    def _exchange(self) -> None:
+        apart, self._apart = self._apart, [(p.data, p.grad) for p in self._outside]
+        for parameter, (value, gradient) in zip(self._outside, apart, strict=True):
+            parameter.data, parameter.grad = value, gradient
