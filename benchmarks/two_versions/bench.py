@@ -1,0 +1,87 @@
+"""Is a step of the Trainer slower than it was at an earlier commit?
+
+    python benchmarks/two_versions/bench.py COMMIT [--ranks 1 2] [--tensors 10 1000] [--turns 60]
+
+Trains one small model with both versions at the same time, each by its own `rankwise run`; the two take turns of some steps, so
+that a busy machine is busy for both. Prints the ratio of this checkout's step to that of COMMIT: the median of the pairs.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from measure import p10, p90, ratios, rounds
+
+WARM = 5
+
+
+class Version:
+    """A training that stands between its turns."""
+
+    def __init__(self, tree: Path, folder: Path, ranks: int, tensors: int, turns: int) -> None:
+        folder.mkdir()
+        self._go, self._done = folder / "go", folder / "done"
+        for pipe in (self._go, self._done):
+            os.mkfifo(pipe)
+        environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "rankwise", "run", "--nproc", str(ranks), str(HERE / "worker.py")]
+        self._log = open(folder / "log", "w")
+        self._process = subprocess.Popen(
+            [*command, str(folder), str(tensors), str(turns)],
+            env=environment, cwd=folder, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        self._writer, self._reader = open(self._go, "w"), open(self._done)
+
+    def turn(self, _number: int) -> float:
+        """Microseconds a step."""
+        print("go", file=self._writer, flush=True)
+        return float(self._reader.readline())
+
+    def end(self) -> None:
+        self._writer.close()
+        if self._process.wait() != 0:
+            raise SystemExit(f"the training failed: {self._log.name}")
+        self._log.close()
+
+
+def compare(before: Path, ranks: int, tensors: int, turns: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        trees = {"before": before, "now": ROOT}
+        versions = {name: Version(tree, Path(folder, name), ranks, tensors, turns) for name, tree in trees.items()}
+        times = rounds({name: version.turn for name, version in versions.items()}, turns - WARM, WARM, rotate=True)
+        for version in versions.values():
+            version.end()
+    found = sorted(ratios(times["now"], times["before"]))
+    quartiles = f"{found[len(found) // 4]:.3f} .. {found[3 * len(found) // 4]:.3f}"
+    tenth = p10(times["now"]) / p10(times["before"])
+    return (
+        f"{ranks} rank{'s' * (ranks > 1)}, {tensors} tensors: {found[len(found) // 2]:.3f} (quartiles {quartiles}; of the "
+        f"fastest tenths {tenth:.3f}), {p10(times['before']):.0f} to {p90(times['before']):.0f} us a step before"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("commit")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--tensors", type=int, nargs="+", default=[10, 1000])
+    parser.add_argument("--turns", type=int, default=60)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        before = Path(folder, "before")
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(before)], check=True)
+        subprocess.run(["git", "checkout", "-q", options.commit], cwd=before, check=True)
+        for ranks in options.ranks:
+            for tensors in options.tensors:
+                print(compare(before, ranks, tensors, options.turns), flush=True)
+
+
+if __name__ == "__main__":
+    main()
