@@ -28,7 +28,7 @@ def trial(folder: Path, ranks: list[int], many: int, seed: int) -> None:
         chosen = list(cells.cells(("flat", "ddp") if n > 1 else ("auto",)))
         if many:
             chosen = random.Random(seed).sample(chosen, min(many, len(chosen)))
-        told = rankwise.run_function(cells.run_all, (chosen, str(folder)), nproc=n, run_dir=folder / f"run-{n}", tee="none")
+        told = rankwise.run_function(cells.run_all, (chosen, str(folder)), nproc=n, run_dir=folder / f"run-{n}")
         found = [
             (cell, next(filter(None, problems), None)) for cell, problems in zip(chosen, zip(*told, strict=True), strict=True)
         ]
