@@ -13,12 +13,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from measure import p10, p90, ratios, rounds
 
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 WARM = 5
 
 
@@ -32,12 +32,13 @@ class Version:
             os.mkfifo(pipe)
         environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "rankwise", "run", "--nproc", str(ranks), str(HERE / "worker.py")]
-        self._log = open(folder / "log", "w")
-        self._process = subprocess.Popen(
-            [*command, str(folder), str(tensors), str(turns)],
-            env=environment, cwd=folder, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        self._writer, self._reader = open(self._go, "w"), open(self._done)
+        self._log = folder / "log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [*command, str(folder), str(tensors), str(turns)],
+                env=environment, cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        self._writer, self._reader = self._go.open("w"), self._done.open()
 
     def turn(self, _number: int) -> float:
         """Microseconds a step."""
@@ -47,8 +48,8 @@ class Version:
     def end(self) -> None:
         self._writer.close()
         if self._process.wait() != 0:
-            raise SystemExit(f"the training failed: {self._log.name}")
-        self._log.close()
+            raise SystemExit(f"the training failed:\n{self._log.read_text()[-2000:]}")
+        self._reader.close()
 
 
 def compare(before: Path, ranks: int, tensors: int, turns: int) -> str:
