@@ -142,8 +142,8 @@ def ranks_for(nproc: str, env: Mapping[str, str], dev: Path = _DEV, sys: Path = 
         return int(nproc), "as asked"
     count = gpus(env, dev, sys)
     if count > 0:
-        return count, "auto: one a GPU"
-    return physical_cores(), f"auto: {_why_no_gpu(env, dev, sys)}, so one a physical core"
+        return count, "auto: one per GPU"
+    return physical_cores(), f"auto: {_why_no_gpu(env, dev, sys)}, so one per physical core"
 
 
 def _why_no_gpu(env: Mapping[str, str], dev: Path, sys: Path) -> str:
@@ -154,8 +154,8 @@ def _why_no_gpu(env: Mapping[str, str], dev: Path, sys: Path) -> str:
     build = torch_build()
     if build is not None and "xpu" in build.built_for and _intel(dev, sys):
         raise ConfigError(
-            "--nproc auto: this machine has a GPU of Intel, of which torch makes one device or several, as "
-            "ZE_FLAT_DEVICE_HIERARCHY and ZE_AFFINITY_MASK say; give their number, --nproc N, which is printed by "
+            "--nproc auto: only torch can count the devices of this machine's Intel GPUs (ZE_FLAT_DEVICE_HIERARCHY and "
+            "ZE_AFFINITY_MASK change their number); type --nproc N, with the number that this prints: "
             'python -c "import torch; print(torch.xpu.device_count())"'
         )
     if build is not None and _amd(dev, sys):
