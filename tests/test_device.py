@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from rankwise import accelerator, machine
 from rankwise.device import local_device, to_device
 from rankwise.errors import DeviceError, WorldError
+from rankwise.model import is_synced, prepare
 from rankwise.rundir import Part, RunDir
 from rankwise.world import World
 
@@ -120,3 +122,16 @@ def test_what_is_there_already_is_not_copied() -> None:
     a = torch.ones(2)
     assert to_device([a], torch.device("cpu"))[0] is a
     assert to_device(7, torch.device("cpu")) == 7
+
+
+class Moved(nn.Sequential):
+    """Stays where it is."""
+
+    def to(self, *_: Any, **__: Any) -> Moved:
+        return self
+
+
+@pytest.mark.parametrize(("kind", "synced"), [("cuda", True), ("xpu", True), ("mps", False), ("cpu", False)])
+def test_batch_statistics_are_those_of_all_ranks_where_torch_can(kind: str, synced: bool) -> None:
+    model = prepare(Moved(nn.BatchNorm1d(2)), torch.device(kind), world(0, 2), sync_batchnorm=True)
+    assert is_synced(model) is synced
