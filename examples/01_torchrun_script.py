@@ -3,6 +3,8 @@
 rankwise run examples/01_torchrun_script.py
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
@@ -13,17 +15,23 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def main():
-    dist.init_process_group("gloo")  # RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, as by torchrun
+    gpu = torch.accelerator.current_accelerator(check_available=True)  # None on a machine without one
+    device = torch.device("cpu") if gpu is None else torch.device(gpu.type, int(os.environ["LOCAL_RANK"]))
+    if gpu is not None:
+        torch.accelerator.set_device_index(device)
+    # RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set, as by torchrun
+    dist.init_process_group(dist.get_default_backend_for_device(device))  # NCCL for GPUs, gloo for the CPU
     torch.manual_seed(0)
     data = load_digits()
     dataset = TensorDataset(torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target))
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=32, sampler=sampler)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for epoch in range(10):
         sampler.set_epoch(epoch)
         for x, y in loader:
+            x, y = x.to(device), y.to(device)
             loss = F.cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()

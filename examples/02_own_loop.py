@@ -19,16 +19,18 @@ import rankwise
 
 def main():
     world = rankwise.init()  # (1) who am I; joins the others
+    device = rankwise.local_device(world)  # (2) this rank's GPU, or the CPU if there is none
     torch.manual_seed(0)
     data = rankwise.run_on_main(load_digits)  # (a guard: fetched once, or fails everywhere at once)
     dataset = TensorDataset(torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target))
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    loader = rankwise.Loader(dataset, world, global_batch_size=64, max_epochs=10)  # (2) which sample when, on which rank
-    sync = rankwise.AllReduce().attach(model, optimizer)  # (3) the gradient of the whole global batch
-    checkpoints = rankwise.Checkpoints((world.run_dir or Path("runs/02_own_loop")) / "checkpoints")  # (4)
-    stop = rankwise.StopSignal(world)  # (5) Ctrl-C stops all ranks after the same step
+    # (3) which sample when, on which rank
+    loader = rankwise.Loader(dataset, world, global_batch_size=64, max_epochs=10, device=device)
+    sync = rankwise.AllReduce().attach(model, optimizer)  # (4) the gradient of the whole global batch
+    checkpoints = rankwise.Checkpoints((world.run_dir or Path("runs/02_own_loop")) / "checkpoints")  # (5)
+    stop = rankwise.StopSignal(world)  # (6) Ctrl-C stops all ranks after the same step
 
     parts = {"sync": sync, "model": model, "optimizer": optimizer, "loader": loader}
     found = checkpoints.load_latest(parts)

@@ -29,9 +29,10 @@ def make_scratch() -> Path:
 
 
 def main() -> None:
-    rankwise.init(timeout_s=60)
+    world = rankwise.init(timeout_s=60)
+    device = rankwise.local_device(world)  # this rank's GPU, or the CPU if there is none
     rankwise.seed_everything(0)  # the same on every rank: a model would be made here
-    board = torch.rand(2)
+    board = torch.rand(2, device=device)
     rankwise.broadcast([board])  # and if in doubt, rank 0's
     rankwise.seed_rank(0, rankwise.rank())  # from here on each rank draws its own
     here = f"local rank {rankwise.local_rank()} of {rankwise.local_world_size()}"
@@ -40,7 +41,7 @@ def main() -> None:
     plan, scratch = make_plan(), make_scratch()
     hits = 0.0
     for number in range(1, plan["rounds"] + 1):
-        darts = torch.rand(plan["darts"], 2)
+        darts = torch.rand(plan["darts"], 2, device=device)
         mine = ((darts**2).sum(1) <= 1).double().mean()
         share = rankwise.all_reduce(mine, "mean")  # of all ranks; alone, its own
         hits += float(share)

@@ -38,22 +38,23 @@ def evaluate(model, batch):
 
 def main():
     world = rankwise.init()
+    device = rankwise.local_device(world)  # this rank's GPU, or the CPU if there is none
     rankwise.seed_everything(0)
     data = rankwise.run_on_main(load_digits)
     x, y = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
     train_data, eval_data = NoisyDigits(x[:1500], y[:1500]), TensorDataset(x[1500:], y[1500:])
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 10))
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 10)).to(device)
     state = rankwise.TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     sync = rankwise.AllReduce().attach(model, state.optimizer, clip_norm=1.0)
     rankwise.seed_rank(0, world.rank)  # dropout differs from rank to rank
 
     def eval_loader():
-        return rankwise.Loader(eval_data, world, global_batch_size=64, shuffle=False, max_epochs=1)
+        return rankwise.Loader(eval_data, world, global_batch_size=64, shuffle=False, max_epochs=1, device=device)
 
     evaluation = rankwise.Evaluate(evaluate, eval_loader, sync)
     each_epoch = rankwise.every(evaluation, epochs=1)
     meters = rankwise.Meters("loss")
-    loader = rankwise.Loader(train_data, world, global_batch_size=50, max_epochs=EPOCHS)
+    loader = rankwise.Loader(train_data, world, global_batch_size=50, max_epochs=EPOCHS, device=device)
     for micro_batches in loader:
         for inputs, targets in micro_batches:
             loss = F.cross_entropy(model(inputs), targets, reduction="sum")

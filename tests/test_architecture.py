@@ -23,6 +23,7 @@ LAYERS = {
     "schedulers": 1.2,
     "world": 1.5,
     "rendezvous": 1.7,
+    "accelerator": 1.8,
     "comm": 2,
     "gatekeeper": 3.5,
     "guards": 3.5, "settings": 3.5, "log": 3, "seed": 3, "device": 3, "precision": 3, "state": 3, "optimizer": 3,
@@ -38,9 +39,9 @@ LAYERS = {
 }  # fmt: skip
 
 TORCH_ALLOWED = {
-    "comm", "guards", "gatekeeper", "log", "seed", "device", "precision", "state", "optimizer", "model", "settings", "data",
-    "digest", "sync", "checkpoint", "telemetry", "stop", "actions", "evaluation", "divergence", "finite", "plateau", "train",
-    "selftest", "probe",
+    "accelerator", "comm", "guards", "gatekeeper", "log", "seed", "device", "precision", "state", "optimizer", "model",
+    "settings", "data", "digest", "sync", "checkpoint", "telemetry", "stop", "actions", "evaluation", "divergence", "finite",
+    "plateau", "train", "selftest", "probe",
 }  # fmt: skip
 """Besides agent/warm.py, which runs in a process of its own."""
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from rankwise import accelerator, machine
 from rankwise.device import local_device, to_device
-from rankwise.errors import WorldError
+from rankwise.errors import DeviceError, WorldError
+from rankwise.model import is_synced, prepare
 from rankwise.rundir import Part, RunDir
 from rankwise.world import World
 
@@ -23,13 +26,16 @@ def world(local_rank: int, local_world_size: int, run_dir: Path | None = None) -
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A machine with so many GPUs; returns the list of those that were made current."""
+    """A machine with so many GPUs that torch can use, of as many or more; returns the list of those that were made current."""
 
-    def fake(count: int) -> list[int]:
-        current: list[int] = []
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    def fake(count: int, there: int | None = None, kind: str = "cuda") -> list[torch.device]:
+        current: list[torch.device] = []
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        found = torch.device(kind) if count else None
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: found)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(machine, "gpus", lambda env: count if there is None else there)
+        monkeypatch.setattr(accelerator, "use", current.append)
         return current
 
     return fake
@@ -43,7 +49,33 @@ def test_without_a_gpu_the_device_is_the_cpu(gpus: Any) -> None:
 def test_each_rank_takes_the_gpu_of_its_local_rank(gpus: Any) -> None:
     current = gpus(4)
     assert [local_device(world(r, 4)) for r in range(4)] == [torch.device("cuda", r) for r in range(4)]
-    assert current == [0, 1, 2, 3]
+    assert current == [torch.device("cuda", r) for r in range(4)]
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps", "mtia"])
+def test_a_rank_takes_whatever_accelerator_torch_has(gpus: Any, kind: str) -> None:
+    gpus(2, kind=kind)
+    assert local_device(world(1, 2)) == torch.device(kind, 1)
+
+
+def test_gpus_that_are_hidden_are_not_taken(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert local_device(world(1, 2)) == torch.device("cpu")
+
+
+def test_a_gpu_that_torch_cannot_use_is_not_silently_the_cpu(gpus: Any) -> None:
+    gpus(0, there=8)
+    with pytest.raises(DeviceError, match=r"has 8 GPUs, but torch .* cannot use them: it is built without CUDA"):
+        local_device(world(0, 1))
+
+
+def test_one_failed_gpu_of_several_is_named_as_such(gpus: Any) -> None:
+    gpus(7, there=8)
+    assert local_device(world(6, 8)) == torch.device("cuda", 6)
+    failed = r"8 ranks on this node: .* has 8 GPUs, but torch can use 7 of them; nvidia-smi .*--nproc 7"
+    with pytest.raises(DeviceError, match=failed):
+        local_device(world(7, 8))
 
 
 def test_a_rank_that_sees_one_gpu_alone_takes_that_one(gpus: Any) -> None:
@@ -54,11 +86,11 @@ def test_a_rank_that_sees_one_gpu_alone_takes_that_one(gpus: Any) -> None:
 def test_more_ranks_than_gpus_is_an_error_that_says_what_to_type(gpus: Any, tmp_path: Path) -> None:
     gpus(2)
     assert local_device(world(1, 3)) == torch.device("cuda", 1)
-    with pytest.raises(WorldError, match=r"3 ranks on this node but 2 visible GPUs; type --nproc 2.*CUDA_VISIBLE_DEVICES="):
+    with pytest.raises(WorldError, match=r"3 ranks on this node but 2 GPUs visible; type --nproc 2.*CUDA_VISIBLE_DEVICES="):
         local_device(world(2, 3))
     gpus(1)
     RunDir(tmp_path).begin_life(2, ("train.py",), (Part("h", 0, 2, ""),))
-    with pytest.raises(WorldError, match="--nproc 1"):
+    with pytest.raises(WorldError, match="2 ranks on this node but 1 GPU visible; type --nproc 1"):
         local_device(world(0, 2, run_dir=tmp_path))
 
 
@@ -90,3 +122,16 @@ def test_what_is_there_already_is_not_copied() -> None:
     a = torch.ones(2)
     assert to_device([a], torch.device("cpu"))[0] is a
     assert to_device(7, torch.device("cpu")) == 7
+
+
+class Moved(nn.Sequential):
+    """Stays where it is."""
+
+    def to(self, *_: Any, **__: Any) -> Moved:
+        return self
+
+
+@pytest.mark.parametrize(("kind", "synced"), [("cuda", True), ("xpu", True), ("mps", False), ("cpu", False)])
+def test_batch_statistics_are_those_of_all_ranks_where_torch_can(kind: str, synced: bool) -> None:
+    model = prepare(Moved(nn.BatchNorm1d(2)), torch.device(kind), world(0, 2), sync_batchnorm=True)
+    assert is_synced(model) is synced

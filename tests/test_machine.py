@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rankwise import machine
+from rankwise.errors import ConfigError
 
 
 @pytest.fixture
@@ -37,10 +38,102 @@ def test_each_device_file_of_a_gpu_is_one_and_its_helpers_are_none(dev: Path, tm
         ("0, 1", 2),
         ("GPU-8932f937,GPU-5eb", 2),
         ("MIG-1", 1),
+        ("NoDevFiles", 0),  # Slurm's word for a job that was given none
+        ("0,x,1", 1),
     ],
 )
 def test_what_is_visible_counts_and_not_what_is_there(visible: str, count: int, dev: Path) -> None:
     assert machine.gpus({"CUDA_VISIBLE_DEVICES": visible}, dev) == count
+
+
+def trees(tmp_path: Path, files: dict[str, str]) -> tuple[Path, Path]:
+    """The folders of a machine's devices: what /dev and /sys hold."""
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "dev", tmp_path / "sys"
+
+
+def amd(cards: int, mapped: int) -> dict[str, str]:
+    """A host with so many AMD GPUs, as a container sees it that may use `mapped` of them. Node 0 is the processor."""
+    nodes = "sys/class/kfd/kfd/topology/nodes"
+    files = {"dev/kfd": "", f"{nodes}/0/properties": "cpu_cores_count 64\nsimd_count 0\ndrm_render_minor 0\n"}
+    for k in range(1, cards + 1):
+        files[f"{nodes}/{k}/properties"] = f"cpu_cores_count 0\nsimd_count 304\ndrm_render_minor {127 + k}\n"
+    return files | {f"dev/dri/renderD{127 + k}": "" for k in range(1, mapped + 1)}
+
+
+def torch_for(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
+    build = machine.TorchBuild("2.13.0+x", frozenset(kinds))
+    monkeypatch.setattr(machine, "torch_build", lambda: build)
+
+
+@pytest.mark.parametrize(
+    ("env", "count"),
+    [
+        ({}, 4),
+        ({"ROCR_VISIBLE_DEVICES": "0,1,2"}, 3),
+        ({"HIP_VISIBLE_DEVICES": "1"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "2"}, 1),
+        ({"ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "0"}, 1),
+        ({"HIP_VISIBLE_DEVICES": "-1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+    ],
+)
+def test_amds_gpus_count_with_a_torch_for_them(
+    env: dict[str, str], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_for(monkeypatch, "hip")
+    assert machine.gpus(env, *trees(tmp_path, amd(cards=8, mapped=4))) == count
+
+
+def test_amds_gpus_do_not_count_for_another_torch_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_for(monkeypatch, "cuda")
+    folders = trees(tmp_path, amd(cards=2, mapped=2))
+    assert machine.gpus({}, *folders) == 0
+    ranks, why = machine.ranks_for("auto", {}, *folders)
+    assert ranks == machine.physical_cores()
+    assert why == "auto: torch 2.13.0+x is not built for the AMD GPU here, so one per physical core"
+
+
+def test_amds_driver_without_a_gpu_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_for(monkeypatch, "hip")
+    assert machine.gpus({}, *trees(tmp_path, amd(cards=0, mapped=0))) == 0
+
+
+def test_chosen_gpus_of_amd_are_chosen_by_amds_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_for(monkeypatch, "hip")
+    assert machine.visible("1,3", {}, *trees(tmp_path, amd(cards=4, mapped=4))) == {"HIP_VISIBLE_DEVICES": "1,3"}
+    assert machine.visible("0", {}, *trees(tmp_path / "b", {"dev/nvidia0": ""})) == {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+def test_intels_gpus_are_refused_by_auto_with_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"dev/dri/renderD128": "", "sys/class/drm/renderD128/device/vendor": "0x8086\n"}
+    folders = trees(tmp_path, files)
+    torch_for(monkeypatch, "xpu")
+    with pytest.raises(ConfigError, match=r"--nproc auto: .*Intel.*--nproc N.*torch\.xpu\.device_count"):
+        machine.ranks_for("auto", {}, *folders)
+    assert machine.ranks_for("4", {}, *folders) == (4, "as asked")
+    assert machine.ranks_for("auto", {"CUDA_VISIBLE_DEVICES": ""}, *folders)[0] == machine.physical_cores()
+    torch_for(monkeypatch)  # a laptop's, which nobody means to train on
+    assert machine.ranks_for("auto", {}, *folders)[1] == "auto: no GPU here, so one per physical core"
+
+
+def test_a_gpu_whose_driver_is_not_loaded_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel was updated, and NVIDIA's module is not built for it: /dev/nvidia0 is gone, the card is on the bus."""
+    card = "sys/bus/pci/devices/0000:17:00.0"
+    folders = trees(tmp_path, {"dev/null": "", f"{card}/vendor": "0x10de\n", f"{card}/class": "0x030200\n"})
+    why = "auto: the NVIDIA GPU here has no driver (no /dev/nvidia0), so one per physical core"
+    assert machine.ranks_for("auto", {}, *folders) == (machine.physical_cores(), why)
+    (tmp_path / card / "class").write_text("0x040300\n")  # the sound of its HDMI
+    assert machine.ranks_for("auto", {}, *folders)[1] == "auto: no GPU here, so one per physical core"
+
+
+def test_hidden_gpus_are_said_to_be_hidden(dev: Path) -> None:
+    why = machine.ranks_for("auto", {"CUDA_VISIBLE_DEVICES": ""}, dev)[1]
+    assert why == "auto: CUDA_VISIBLE_DEVICES= hides every GPU, so one per physical core"
 
 
 def test_cores_are_those_that_this_process_may_use() -> None:
@@ -60,10 +153,10 @@ def test_a_number_of_ranks_is_obeyed() -> None:
 
 
 def test_auto_is_a_rank_for_each_gpu() -> None:
-    assert machine.ranks_for("auto", {"CUDA_VISIBLE_DEVICES": "2,5"}) == (2, "auto: one a GPU")
+    assert machine.ranks_for("auto", {"CUDA_VISIBLE_DEVICES": "2,5"}) == (2, "auto: one per GPU")
 
 
 def test_auto_without_a_gpu_is_a_rank_for_each_physical_core() -> None:
     count, why = machine.ranks_for("auto", {"CUDA_VISIBLE_DEVICES": ""})
     assert count == machine.physical_cores()
-    assert why == "auto: no GPU here, so one a physical core"
+    assert why == "auto: no GPU here, so one per physical core"

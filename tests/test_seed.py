@@ -126,3 +126,16 @@ def test_numpys_numbers_lie_where_they_are_copied_from() -> None:
     _, keys, position, *_ = np.random.get_state(legacy=True)
     assert words[:624].tolist() == keys.tolist()
     assert words[624] == position
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_the_stream_of_an_accelerator_is_taken_and_put_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, put = getattr(torch, kind), []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(kind))
+    for name, fake in (("is_initialized", lambda: True), ("is_available", lambda: True), ("set_rng_state", put.append)):
+        monkeypatch.setattr(device, name, fake)
+    monkeypatch.setattr(device, "get_rng_state", lambda: torch.arange(3, dtype=torch.uint8))
+    state = seed.rng_state()
+    assert state[kind].tolist() == [0, 1, 2]
+    seed.set_rng_state(state)
+    assert [given.tolist() for given in put] == [[0, 1, 2]]

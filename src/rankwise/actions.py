@@ -20,6 +20,8 @@ from rankwise.telemetry.writers import Writer
 
 Action = Callable[[TrainState], None]
 
+_SLOW_LINE_S = 60.0  # a log interval that takes longer than this is not waited for
+
 
 def every(
     action: Action,
@@ -96,6 +98,8 @@ class Log:
             self._progress.show(state.step, f"epoch {state.epoch + 1}", self._text)
         if state.epoch_ended:
             self._end_epoch(state)
+        elif time.monotonic() - self._last_line >= max(self._line_every_s, _SLOW_LINE_S):
+            self._say_line(state, "")  # without metrics: they are reduced together with the other ranks, at a log interval
 
     def reduce(self, state: TrainState) -> None:
         """Collective. Bring the figures up to this step; nothing is pending afterwards."""
@@ -108,20 +112,28 @@ class Log:
             self._epoch[name] = (before[0] + total, before[1] + count)
             state.measure({name: mean(total, count)})
         span = self._breakdown.since_last()
-        figures = {**{name: state.metrics[name] for name in sums}, "lr": float(state.optimizer.param_groups[0]["lr"])}
+        figures = {**{name: state.metrics[name] for name in sums}, "lr": _rate_of(state)}
         shares = {f"share/{name}": s / span.elapsed_s for name, s in span.parts_s.items() if span.elapsed_s}
         for writer in self._writers:
             writer.write(state.step, {"epoch": state.epoch, "clock_s": state.clock_s, **figures, **shares})
         self._text = ", ".join(f"{name} {state.metrics[name]:.4g}" for name in sums)
-        now = time.monotonic()
-        if now - self._last_line >= self._line_every_s and not state.epoch_ended:
-            self._last_line = now
-            self._progress.say(f"step {state.step}: {self._text}")
+        if time.monotonic() - self._last_line >= self._line_every_s and not state.epoch_ended:
+            self._say_line(state, f"{self._text}, ")
+
+    def _say_line(self, state: TrainState, metrics: str) -> None:
+        self._last_line = time.monotonic()
+        self._progress.say(f"{self._progress.place(state.step)}: {metrics}{self._pace(state)}")
+
+    def _pace(self, state: TrainState) -> str:
+        return f"lr {_rate_of(state):.4g}, {self._progress.pace(state.step)}"
 
     def _end_epoch(self, state: TrainState) -> None:
         means = ", ".join(f"{name} {mean(*pair):.4g}" for name, pair in self._epoch.items())
         span = self._epoch_time.since_last()
-        self._progress.say(f"epoch {state.epoch}: {self._epoch_steps} steps, {means}, {span.text()}")
+        self._progress.say(
+            f"epoch {state.epoch}: {self._epoch_steps} steps, {means}, {span.text()}; "
+            f"{self._progress.place(state.step)}, {self._pace(state)}"
+        )
         self._last_line = time.monotonic()
         self._epoch = {}
         self._epoch_steps = 0
@@ -132,3 +144,8 @@ class Log:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._epoch = {name: (pair[0], pair[1]) for name, pair in state["epoch"].items()}
         self._epoch_steps = state["epoch_steps"]
+
+
+def _rate_of(state: TrainState) -> float:
+    """The learning rate of the first parameter group."""
+    return float(state.optimizer.param_groups[0]["lr"])

@@ -135,7 +135,7 @@ def _options_of_schedulers(command: Any) -> Any:
     "--nproc_per_node",
     "nproc",
     metavar="N|auto",
-    help="Ranks on this machine, or on each; auto is one a GPU, or one a physical core where there is no GPU.  [default: auto]",
+    help="Ranks on this machine, or on each; auto is one per GPU, or per physical core if there is no GPU.  [default: auto]",
 )
 @click.option("--gpus", metavar="0,2", help="The GPUs to use, by number; all by default.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT.py is the name of a module, as for python -m.")

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankwise import errors, network, processes, rendezvous, schedulers
+from rankwise import accelerator, errors, network, processes, rendezvous, schedulers
 from rankwise import world as world_
-from rankwise.errors import ConfigError, WorldError
+from rankwise.errors import ConfigError, DeviceError, WorldError
 from rankwise.world import Given, World
 
 T = TypeVar("T")
@@ -55,14 +55,16 @@ def init(
 ) -> World:
     """Collective. Join the other ranks, if there are any, and return which rank this is. A second call changes nothing.
 
-    `backend` is torch's; by default gloo for tensors on the CPU and NCCL for those on a GPU. `timeout_s` bounds each
-    collective. Where the launcher gives no address (mpirun, srun, `torch.multiprocessing.spawn`) rank 0 announces its own in a
-    file, or listens at `rdzv`, "HOST:PORT"; `join_timeout_s` bounds the wait for the others then. From now on an uncaught error
-    of ours ends this process with its message and the script's line, without a traceback.
+    `backend` is torch's; by default gloo for tensors on the CPU and NCCL for those on a GPU (XCCL on Intel's): then all ranks
+    must have the same kind of device. `timeout_s` bounds each collective. Where the launcher gives no address (mpirun, srun,
+    `torch.multiprocessing.spawn`) rank 0 announces its own in a file, or listens at `rdzv`, "HOST:PORT"; `join_timeout_s`
+    bounds the wait for the others then. From now on an uncaught error of ours ends this process with its message and the
+    script's line, without a traceback.
 
     The numbers are for who is given them, and not by variables: `rank` and `world_size` are enough in what
     `torch.multiprocessing.spawn` started on one machine. Raises WorldError when it cannot be told which rank this process is,
-    or ranks do not come, and names those.
+    or ranks do not come, and names those; and on all ranks if their devices differ, or a rank has a GPU that torch cannot use
+    (that rank: DeviceError, with torch's own reason).
     """
     global _world, _pid
     errors.without_traceback()
@@ -120,17 +122,46 @@ def _join(world: World, backend: str | None, timeout_s: float, join_timeout_s: f
         interface = network.interface_towards(world.master_addr or "")
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if backend is None:
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if world.origin.get("master_addr") == "MASTER_ADDR" and world.source == "torchrun":
         # Who set these may have made the store itself, as torchrun's agent does: torch knows.
-        dist.init_process_group(
-            backend, init_method="env://", rank=world.rank, world_size=world.world_size, timeout=timeout
-        )  # fmt: skip
-        return world
-    world, store = _meet(world, timeout, join_timeout_s) if lacks else (world, _store_at(world, timeout, join_timeout_s))
+        if backend is not None:  # it may need no store
+            dist.init_process_group(
+                backend, init_method="env://", rank=world.rank, world_size=world.world_size, timeout=timeout
+            )  # fmt: skip
+            return world
+        found, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout))  # type: ignore[attr-defined]
+        found.set_timeout(timeout)
+        store: Any = dist.PrefixStore("default_pg", found)  # type: ignore[attr-defined]
+    elif lacks:
+        world, store = _meet(world, timeout, join_timeout_s)
+    else:
+        store = _store_at(world, timeout, join_timeout_s)
+    if backend is None:
+        backend = _agreed_backend(world, store)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
     return world
+
+
+def _agreed_backend(world: World, store: Any) -> str:
+    """Collective. That of the device that all ranks have. One without a GPU would wait in gloo for the others in NCCL."""
+    kind, problem = "cpu", None
+    try:
+        found = accelerator.current(os.environ)
+        kind = found.type if found is not None else "cpu"
+    except DeviceError as error:
+        problem = error
+    accelerator.compare(store, world, kind, problem)
+    if kind == "cpu":
+        return "gloo"
+    theirs = dist.Backend.default_device_backend_map.get(kind)
+    if theirs is None or not dist.is_backend_available(theirs):
+        if kind in dist.Backend.backend_capability["gloo"]:
+            return "gloo"
+        raise ConfigError(
+            f"torch {torch.__version__} has no collectives for its device {kind}; give one that has: "
+            'rankwise.init(backend="..."), or train on one device: --nproc 1'
+        )
+    return f"cpu:gloo,{kind}:{theirs}" if theirs != "gloo" else "gloo"
 
 
 def _meet(world: World, timeout: timedelta, join_timeout_s: float) -> tuple[World, Any]:

@@ -155,7 +155,7 @@ class RunConfig:
         if not self.argv:
             raise ConfigError("nothing to run; type: rankwise run script.py [its arguments]")
         if self.nproc != "auto" and not (self.nproc.isdecimal() and int(self.nproc) > 0):
-            cure = "; auto is one a GPU, or a core where there is none" if self.nproc in ("gpu", "cpu") else ""
+            cure = "; auto is one per GPU, or one per core if there is none" if self.nproc in ("gpu", "cpu") else ""
             raise ConfigError(f"--nproc {self.nproc}: give a number of ranks from 1 up, or auto{cure}")
         if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
             raise ConfigError(f"--name {self.name!r}: a name is one folder; for another place type --run-dir PATH")

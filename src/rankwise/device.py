@@ -5,28 +5,39 @@ device = local_device(world);  batch = to_device(batch, device)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from rankwise.errors import WorldError
+from rankwise import accelerator
+from rankwise.errors import DeviceError, WorldError
 from rankwise.world import World, ranks_of_one_agent
 
 
 def local_device(world: World) -> torch.device:
-    """The GPU of this rank, or the CPU where there is none. A rank that sees one GPU alone takes that one."""
-    if not torch.cuda.is_available():
+    """The GPU of this rank, or the CPU if there is none (or CUDA_VISIBLE_DEVICES hides all). A rank that sees only one GPU
+    takes that one.
+
+    Raises DeviceError, with torch's own reason, if there is a GPU that torch cannot use: the CPU would be silently slow.
+    """
+    found = accelerator.current(os.environ)
+    if found is None:
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    count = torch.accelerator.device_count()
     index = 0 if count == 1 else world.local_rank
     if index >= count or (count == 1 and ranks_of_one_agent(world) > 1):
+        failed = accelerator.too_few(count, os.environ)
+        if failed is not None:
+            raise DeviceError(f"{world.local_world_size} ranks on this node: {failed}; or type --nproc {count}")
         raise WorldError(
-            f"{world.local_world_size} ranks on this node but {count} visible GPUs; type --nproc {count}, "
+            f"{world.local_world_size} ranks on this node but {accelerator.gpus(count)} visible; type --nproc {count}, "
             "or hide the GPUs from a run on the CPU: CUDA_VISIBLE_DEVICES= rankwise run ..."
         )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    device = torch.device(found.type, index)
+    accelerator.use(device)
+    return device
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -4,6 +4,7 @@ RankwiseError            exit status 2 unless a subclass says otherwise
   ConfigError            a setting that cannot work
   WorldError             this process cannot tell which rank it is, or the ranks disagree
     NotJoinedError       it is one of several that were asked for, and would train alone
+  DeviceError            there is a GPU that torch cannot use
   RunDirError            the run directory cannot be used
   DataError              the dataset or its order
   StepError              a step function, or a rank's count of samples, broke its contract
@@ -46,6 +47,10 @@ class WorldError(RankwiseError):
 
 class NotJoinedError(WorldError):
     """One process of a job of several that nothing has joined: it would train alone. `allow_independent` permits it."""
+
+
+class DeviceError(RankwiseError):
+    """There is a GPU, and torch cannot use it: its driver, its state, or a torch that is built for another."""
 
 
 class RunDirError(RankwiseError):

@@ -2,21 +2,106 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import resource
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rankwise.errors import ConfigError
 
+_DEV, _SYS = Path("/dev"), Path("/sys")
+_NVIDIA, _INTEL = "0x10de", "0x8086"
+_DISPLAY = ("0x0300", "0x0302")  # PCI classes: a graphics card, a card that computes alone
 
-def gpus(env: Mapping[str, str], dev: Path = Path("/dev")) -> int:
-    """GPUs that a rank would see: CUDA_VISIBLE_DEVICES where it is set, else the device files of this host or container."""
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """What this Python's torch is, read without importing it."""
+
+    version: str
+    built_for: frozenset[str]
+    """Of cuda, hip (AMD), xpu (Intel)."""
+
+
+def torch_build() -> TorchBuild | None:
+    """None if there is no torch, or its version file says nothing."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return None
+    version = re.search(r"^__version__ = '(.+)'", text, re.MULTILINE)
+    values = dict(re.findall(r"^(cuda|hip|xpu)\b.* = (.+)", text, re.MULTILINE))
+    if version is None or not values:
+        return None
+    return TorchBuild(version[1], frozenset(name for name, value in values.items() if value != "None"))
+
+
+def gpus(env: Mapping[str, str], dev: Path = _DEV, sys: Path = _SYS) -> int:
+    """GPUs that a rank would see: those that CUDA_VISIBLE_DEVICES names, else the device files of this host or container.
+
+    NVIDIA's; without one AMD's, if this Python's torch may be built for them. Intel's are not counted: how many devices torch
+    sees depends on their driver's settings.
+    """
     visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        named = [d.strip() for d in visible.split(",") if d.strip()]
-        return named.index("-1") if "-1" in named else len(named)  # CUDA stops reading at -1
+    if visible is not None and named(visible) == 0:
+        return 0
+    there = _nvidia(dev)
+    if there == 0 and (amd := _amd(dev, sys)) > 0 and _may_be_built_for("hip"):
+        lists = [env.get("ROCR_VISIBLE_DEVICES"), env.get("HIP_VISIBLE_DEVICES", visible)]
+        return min([amd, *(named(some) for some in lists if some is not None)])
+    return there if visible is None else named(visible)
+
+
+def named(visible: str) -> int:
+    """How many devices a list such as `0,2` or `GPU-8932f937,GPU-5eb` names: CUDA reads up to the first that is no device."""
+    names = [name.strip() for name in visible.split(",")]
+    known = [re.match(r"\d|GPU-|MIG-", name) is not None for name in names]
+    return known.index(False) if False in known else len(known)
+
+
+def _nvidia(dev: Path) -> int:
     return len([d for d in dev.glob("nvidia*") if d.name.removeprefix("nvidia").isdecimal()])
+
+
+def _amd(dev: Path, sys: Path) -> int:
+    """As AMD's driver lists them, if this host or container has their device files."""
+    if not (dev / "kfd").exists():
+        return 0
+    found = 0
+    for node in sys.glob("class/kfd/kfd/topology/nodes/*/properties"):
+        values = dict(line.split()[:2] for line in _read(node).splitlines() if len(line.split()) >= 2)
+        is_gpu = values.get("simd_count", "0") != "0"
+        found += is_gpu and (dev / "dri" / f"renderD{values.get('drm_render_minor', '')}").exists()
+    return found
+
+
+def _intel(dev: Path, sys: Path) -> int:
+    cards = [card for card in sys.glob("class/drm/renderD*") if (dev / "dri" / card.name).exists()]
+    return len([card for card in cards if _read(card / "device" / "vendor") == _INTEL])
+
+
+def _without_driver(sys: Path) -> bool:
+    """Whether the bus has an NVIDIA GPU. Asked where there is no device file of one."""
+    cards = [card.parent for card in sys.glob("bus/pci/devices/*/vendor") if _read(card) == _NVIDIA]
+    return any(_read(card / "class").startswith(_DISPLAY) for card in cards)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _may_be_built_for(kind: str) -> bool:
+    build = torch_build()
+    return build is None or kind in build.built_for
 
 
 def cores() -> int:
@@ -37,23 +122,42 @@ def open_files() -> int:
     return limit if limit >= 0 else 1 << 31
 
 
-def visible(wanted: str | None, env: Mapping[str, str], dev: Path = Path("/dev")) -> dict[str, str]:
+def visible(wanted: str | None, env: Mapping[str, str], dev: Path = _DEV, sys: Path = _SYS) -> dict[str, str]:
     """What --gpus 0,2 puts into the environment of the ranks. Raises ConfigError for a GPU that is not there."""
     if wanted is None:
         return {}
-    count = gpus({}, dev)
+    count = gpus({}, dev, sys)
     numbers = [int(n) for n in wanted.split(",")]
     if max(numbers) >= count:
         there = f"has {count} GPU{'s' * (count != 1)} (0 to {count - 1})" if count else "has no GPU"
         raise ConfigError(f"--gpus {wanted}: this machine {there}; leave --gpus out, or give numbers that are there")
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}
+    # AMD's own variable outranks NVIDIA's there.
+    name = "CUDA_VISIBLE_DEVICES" if _nvidia(dev) else "HIP_VISIBLE_DEVICES"
+    return {name: ",".join(map(str, numbers))}
 
 
-def ranks_for(nproc: str, env: Mapping[str, str]) -> tuple[int, str]:
-    """(ranks on this machine, why so many), for a number or `auto`."""
-    count = gpus(env)
+def ranks_for(nproc: str, env: Mapping[str, str], dev: Path = _DEV, sys: Path = _SYS) -> tuple[int, str]:
+    """(ranks on this machine, why so many), for a number or `auto`. Raises ConfigError for GPUs that only torch can count."""
     if nproc != "auto":
         return int(nproc), "as asked"
+    count = gpus(env, dev, sys)
     if count > 0:
-        return count, "auto: one a GPU"
-    return physical_cores(), "auto: no GPU here, so one a physical core"
+        return count, "auto: one per GPU"
+    return physical_cores(), f"auto: {_why_no_gpu(env, dev, sys)}, so one per physical core"
+
+
+def _why_no_gpu(env: Mapping[str, str], dev: Path, sys: Path) -> str:
+    """Where `gpus` has found none. A GPU that is there and not used is said."""
+    hidden = env.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None:
+        return f"CUDA_VISIBLE_DEVICES={hidden} hides every GPU" if _nvidia(dev) else "no GPU here"
+    build = torch_build()
+    if build is not None and "xpu" in build.built_for and _intel(dev, sys):
+        raise ConfigError(
+            "--nproc auto: only torch can count the devices of this machine's Intel GPUs (ZE_FLAT_DEVICE_HIERARCHY and "
+            "ZE_AFFINITY_MASK change their number); type --nproc N, with the number that this prints: "
+            'python -c "import torch; print(torch.xpu.device_count())"'
+        )
+    if build is not None and _amd(dev, sys):
+        return f"torch {build.version} is not built for the AMD GPU here"
+    return "the NVIDIA GPU here has no driver (no /dev/nvidia0)" if _without_driver(sys) else "no GPU here"

@@ -16,6 +16,8 @@ from rankwise import log
 from rankwise.errors import ConfigError
 from rankwise.world import World
 
+_SYNCED_ON = ("cuda", "xpu", "hpu")  # where torch's SyncBatchNorm works
+
 
 def prepare(
     model: nn.Module,
@@ -30,7 +32,7 @@ def prepare(
     """
     model = model.to(device)
     if sync_batchnorm and world.world_size > 1:
-        if device.type == "cuda":
+        if device.type in _SYNCED_ON:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         else:
             log.say("sync_batchnorm is left out: it works on GPUs only; each rank has the statistics of its own part")
@@ -39,10 +41,10 @@ def prepare(
             "BatchNorm normalises by each rank's own part of a batch: results depend on the number of ranks "
             "(sync_batchnorm=True takes all of it, on GPUs)"
         )
-    if is_synced(model) and device.type != "cuda":
+    if is_synced(model) and device.type not in _SYNCED_ON:
         raise ConfigError(
-            "the model holds a SyncBatchNorm, which works on GPUs only, and this rank is on the CPU; make it a BatchNorm, and "
-            "let Trainer(sync_batchnorm=True) convert it where that works"
+            f"the model holds a SyncBatchNorm, which works on GPUs only, and this rank is on {device.type}; make it "
+            "a BatchNorm, and let Trainer(sync_batchnorm=True) convert it where that works"
         )
     if compile is not False:
         model.compile(**({} if compile is True else dict(compile)))  # in place: no `_orig_mod.` prefix in its state

@@ -53,9 +53,17 @@ def rng_state() -> dict[str, Any]:
         "numpy": [kind, torch.tensor(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
+    for name, device in _accelerators():
+        if device.is_initialized():
+            state[name] = device.get_rng_state()
     return state
+
+
+def _accelerators() -> list[tuple[str, Any]]:
+    """That of this build of torch, by its type, if it has a random stream: the module that holds it."""
+    found = torch.accelerator.current_accelerator()
+    module = getattr(torch, found.type, None) if found is not None else None
+    return [(found.type, module)] if found is not None and hasattr(module, "is_initialized") else []
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
@@ -65,8 +73,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"].cpu())
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
+    for name, device in _accelerators():
+        if name in state and device.is_available():
+            device.set_rng_state(state[name].cpu())
 
 
 _MT19937_BYTES = 625 * 4  # numpy's mt19937_state: 624 words and the position in them

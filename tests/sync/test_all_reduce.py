@@ -18,7 +18,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
-from rankwise import comm
+from rankwise import accelerator, comm
 from rankwise.data.loader import share
 from rankwise.errors import ConfigError, StepError
 from rankwise.precision import LossScale
@@ -646,3 +646,14 @@ def test_a_loss_scale_changes_no_parameter_and_is_the_same_on_all_ranks(reductio
     assert again.state_dict() == scaled[0][2]
     again.load_state_dict({})  # of a checkpoint that is older than what it holds
     assert again.state_dict() == scaled[0][2]
+
+
+def test_a_model_that_is_left_on_the_cpu_beside_a_gpu_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for found, said in ((None, False), (torch.device("cuda"), True)):
+        monkeypatch.setattr(accelerator, "current", lambda env, found=found: found)
+        model = nn.Linear(1, 1)
+        AllReduce().attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        warning = "warning: the model is on the CPU and will train there, beside a GPU: model.to(rankwise.local_device(world))"
+        assert (warning in capsys.readouterr().out) is said

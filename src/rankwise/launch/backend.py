@@ -10,7 +10,6 @@ where the script may leave, counts: there it may well know what it does.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,22 +34,10 @@ def why_not_nccl(env: Mapping[str, str], interpreter: Sequence[str], dev: Path =
     # AMD's driver, Jetson's and the one of Windows' Linux have other names than /dev/nvidia0.
     if not any(any(dev.glob(name)) for name in ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")):
         return "this machine has no GPU"
-    version = _torch_without_gpu() if interpreter[:1] == (sys.executable,) else None
-    return f"the installed torch {version} is built without CUDA" if version is not None else None
-
-
-def _torch_without_gpu() -> str | None:
-    """The version of this Python's torch if it is built for no GPU, read without importing it."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
+    build = machine.torch_build() if interpreter[:1] == (sys.executable,) else None
+    if build is None or build.built_for & {"cuda", "hip"}:
         return None
-    try:
-        text = Path(spec.origin).with_name("version.py").read_text()
-    except OSError:
-        return None
-    version = re.search(r"^__version__ = '(.+)'", text, re.MULTILINE)
-    built_for = re.findall(r"^(?:cuda|hip|rocm)\b.* = (.+)", text, re.MULTILINE)
-    return version[1] if version is not None and built_for and set(built_for) == {"None"} else None
+    return f"the installed torch {build.version} is built without CUDA"
 
 
 def asks_for_nccl(tree: ast.Module) -> int | None:

@@ -216,7 +216,7 @@ def _announce(program: script.Program, plan: Plan, choice: Choice, why: str, liv
     say(f"{program.name} on {count(nproc, 'rank')} ({why}), {count(plan.threads, 'thread')} each, "
          f"in {short(Path(plan.run_dir))}{going_on}")  # fmt: skip
     if 0 < gpus < nproc:
-        say(f"warning: {nproc} ranks share {count(gpus, 'GPU')}; NCCL refuses that. --nproc {gpus} is one a GPU")
+        say(f"warning: {nproc} ranks share {count(gpus, 'GPU')}; NCCL refuses that. --nproc {gpus} is one per GPU")
     elif nproc > machine.cores():
         say(f"warning: {nproc} ranks share {count(machine.cores(), 'core')}: each step waits for the slowest")
     if (files := machine.open_files()) < _FEW_FILES:

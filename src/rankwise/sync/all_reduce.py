@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rankwise import comm, log
+from rankwise import accelerator, comm, log
 from rankwise.errors import ConfigError, RankwiseError, StepError
 from rankwise.precision import LossScale
 from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction
@@ -86,6 +87,8 @@ class AllReduce:
         self._nominal = 2.0 ** round(math.log2(typical_count))
         self._loss_scale = loss_scale
         self._trained = Trained(model, optimizer)
+        if self._trained.parameters[0].device.type == "cpu" and accelerator.current(os.environ) is not None:
+            log.warn("the model is on the CPU and will train there, beside a GPU: model.to(rankwise.local_device(world)) first")
         self._optimizer = optimizer
         self._agree(ConfigError)
         comm.broadcast(self._trained.tensors())

@@ -1,4 +1,7 @@
-"""The progress line: given to the agent, which owns the terminal; drawn here where there is no agent."""
+"""How far a loop is: the progress line of a terminal, and what the lines of a log say of it.
+
+The progress line is given to the agent, which owns the terminal; it is drawn here if there is no agent.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import time
 
 from rankwise import log
 from rankwise.page import Row
-from rankwise.terminal import Terminal, progress_line
+from rankwise.terminal import Terminal, clock, progress_line, stamp
 
 _INTERVAL_S = 0.1
 _TEXT = 120  # characters: no terminal has room for more beside the bar, nor has the page
@@ -28,6 +31,26 @@ class Progress:
         self._initial = initial
         self._began = time.monotonic()
         self._next = self._began
+        self._pace_since = self._began, initial
+
+    def place(self, done: int) -> str:
+        """`step 110/800`; `step 110` if the total is unknown."""
+        return f"step {done}" if self._total is None else f"step {done}/{self._total}"
+
+    def pace(self, done: int) -> str:
+        """`7.61 steps/s, 0:01:31 left, 2026-11-22 14:02:11`.
+
+        The rate is that since the last call, so that a log shows when a run has become slower. The time left follows from all
+        steps since `begin`: one evaluation or save does not move it.
+        """
+        now = time.monotonic()
+        since, before = self._pace_since
+        self._pace_since = now, done
+        parts = [_rate(done - before, now - since)] if done > before else []
+        if self._total is not None and self._initial < done < self._total:
+            left_s = (self._total - done) * (now - self._began) / (done - self._initial)
+            parts.append(f"{clock(left_s)} left")
+        return ", ".join([*parts, stamp(time.time())])
 
     def show(self, done: int, label: str, text: str) -> None:
         """Ten times a second at most; costs a look at the clock in between."""
@@ -59,3 +82,10 @@ class Progress:
             self._row.say("")
         elif self._terminal is not None:
             self._terminal.status("")
+
+
+def _rate(steps: int, seconds: float) -> str:
+    """`7.61 steps/s`, or `20.3 s/step` if a step takes more than a second."""
+    if steps >= seconds:
+        return f"{steps / max(seconds, 1e-9):.3g} steps/s"
+    return f"{seconds / steps:.3g} s/step"

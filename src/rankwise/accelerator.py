@@ -1,0 +1,161 @@
+"""What torch computes on in this process: the GPU of this machine, or the CPU if there is none; never one for the other.
+
+found = accelerator.current(os.environ)      # torch.device("cuda"), or None for the CPU
+accelerator.compare(store, world, ...)       # the same on all ranks, before the first collective could wait for ever
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rankwise import machine
+from rankwise.errors import DeviceError, WorldError
+from rankwise.rendezvous import who
+from rankwise.world import World
+
+_ON_THE_CPU = "to train on the CPU, put CUDA_VISIBLE_DEVICES= before the command"
+_CURES = {
+    "802": "on a machine with NVSwitch start the fabric manager: sudo systemctl start nvidia-fabricmanager",
+    "803": "the driver in the kernel and its libraries have different versions: reboot this machine",
+    "804": "a libcuda of CUDA's compat package is found first, which this GPU does not support: remove it from LD_LIBRARY_PATH",
+    "no kernel image": "this torch is not built for so old or so new a GPU: choose another on https://pytorch.org/get-started",
+    "out of memory": "nvidia-smi shows which process has the memory",
+    "busy or unavailable": "nvidia-smi shows which process uses it",
+    "no NVIDIA driver": "install or load NVIDIA's driver",
+    "too old": "",  # torch says what to do itself
+    "built without": "install another: https://pytorch.org/get-started",
+}
+"""What to do, by what torch says (the numbers are CUDA's)."""
+
+_ASIDE = " Did you run some cuda functions before calling NumCudaDevices() that might have already set an error?"
+"""torch's guess, of 100 letters, in front of what is the matter."""
+
+_COMPARED = "rankwise/device"
+_TELL_S = 5.0  # the store goes with rank 0: it waits so long for the others to read
+
+
+def current(env: Mapping[str, str]) -> torch.device | None:
+    """torch's accelerator, without an index; None without a GPU, or if CUDA_VISIBLE_DEVICES hides all of them.
+
+    Raises DeviceError, with torch's own reason, if there is a GPU that torch cannot use.
+    """
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and machine.named(visible) == 0:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says here why it cannot, and again below
+        found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None:
+        return torch.device(found.type)
+    count = machine.gpus(env)
+    if count == 0:
+        return None
+    reason = _reason()
+    there = f"CUDA_VISIBLE_DEVICES={visible} names" if visible is not None else f"{platform.node()} has"
+    raise DeviceError(
+        f"{there} {gpus(count)}, but torch {torch.__version__} cannot use {'it' if count == 1 else 'them'}: "
+        f"{_with_cure(reason)}; {_ON_THE_CPU}"
+    )
+
+
+def use(device: torch.device) -> None:
+    """Make it the current one, and compute a number on it. Raises DeviceError, with torch's own reason, if that fails."""
+    try:
+        torch.accelerator.set_device_index(device)
+        torch.ones(1, device=device).add_(1)
+        torch.accelerator.synchronize(device)
+    except RuntimeError as error:  # torch.AcceleratorError is one
+        reason = _with_cure(_first_line(error))
+        raise DeviceError(f"{device} on {platform.node()} cannot be used: {reason}; {_ON_THE_CPU}") from None
+
+
+def too_few(count: int, env: Mapping[str, str]) -> str | None:
+    """What to say if torch can use fewer GPUs, `count`, than there are; None if these are all."""
+    there = machine.gpus(env)
+    if there <= count:
+        return None
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    what = f"CUDA_VISIBLE_DEVICES={visible} names" if visible is not None else f"{platform.node()} has"
+    return f"{what} {gpus(there)}, but torch can use {count} of them; nvidia-smi shows which has failed"
+
+
+def compare(store: Any, world: World, kind: str, problem: DeviceError | None) -> None:
+    """Collective, before there is a process group. Raises on all ranks unless all compute on the same kind of device.
+
+    `kind`: "cpu", "cuda", ...; `problem`: why this rank cannot use its GPU, which it raises when the others know. The others
+    raise a WorldError that says which ranks have what. Costs three small messages a rank.
+    """
+    store.set(f"{_COMPARED}/{world.rank}", json.dumps([_named(kind), platform.node(), str(problem or "")]))
+    if store.add(f"{_COMPARED}/came", 1) == world.world_size:
+        told = [json.loads(store.get(f"{_COMPARED}/{rank}")) for rank in range(world.world_size)]
+        store.set(f"{_COMPARED}/verdict", difference(told))
+    verdict = store.get(f"{_COMPARED}/verdict").decode()  # waits for it
+    if not verdict:
+        return
+    heard = store.add(f"{_COMPARED}/heard", 1)
+    deadline = time.monotonic() + _TELL_S
+    while world.rank == 0 and heard < world.world_size and time.monotonic() < deadline:
+        time.sleep(0.01)
+        heard = store.add(f"{_COMPARED}/heard", 0)
+    if problem is not None:
+        raise problem
+    raise WorldError(verdict)
+
+
+def difference(told: Sequence[tuple[str, str, str]]) -> str:
+    """`told`: of each rank its kind of device, its host and why it cannot use its GPU. Empty if all have the same and can."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, (kind, _, problem) in enumerate(told):
+        groups.setdefault(("" if problem else kind, problem), []).append(rank)
+    if len(groups) == 1 and not told[0][2]:
+        return ""
+    parts = []
+    for (kind, problem), ranks in groups.items():
+        hosts = sorted({told[rank][1] for rank in ranks})
+        where = f"{who(ranks)} on {', '.join(hosts[:3])}{', ...' if len(hosts) > 3 else ''}"
+        parts.append(f"{where}: {problem.partition('; ' + _ON_THE_CPU)[0] or kind}")
+    return (
+        f"the ranks do not all have a device of the same kind: {'; '.join(parts)}. Repair or leave out the nodes that differ; "
+        f"{_ON_THE_CPU}"
+    )
+
+
+def _named(kind: str) -> str:
+    names = {"cpu": "the CPU (no GPU found)", "cuda": "AMD GPU (ROCm)" if torch.version.hip else "NVIDIA GPU (CUDA)"}
+    return names.get(kind, kind)
+
+
+def _reason() -> str:
+    """Why torch has no accelerator here, in its own words."""
+    built = [name for name in ("cuda", "hip", "xpu") if getattr(torch.version, name, None)]
+    if not built:
+        return "it is built without CUDA"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (torch.xpu if built == ["xpu"] else torch.cuda).init()
+    except Exception as error:  # AssertionError, RuntimeError: whatever torch raises here is the reason
+        return _first_line(error)
+    return "it finds none"
+
+
+def _first_line(error: BaseException) -> str:
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return line.replace(_ASIDE, "")
+
+
+def _with_cure(reason: str) -> str:
+    cure = next((cure for words, cure in _CURES.items() if words in reason), "nvidia-smi may show more")
+    return f"{reason} ({cure})" if cure else reason
+
+
+def gpus(count: int) -> str:
+    """`1 GPU`, `8 GPUs`."""
+    return f"{count} GPU{'s' * (count != 1)}"

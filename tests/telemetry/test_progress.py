@@ -1,0 +1,108 @@
+"""What the lines of a log say of how far a loop is."""
+
+from __future__ import annotations
+
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from rankwise.actions import Log
+from rankwise.state import TrainState
+from rankwise.telemetry import Meters, Progress, TimeBreakdown, progress
+
+NOON = time.mktime((2026, 11, 22, 12, 0, 0, 0, 0, -1))
+STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return NOON + self.now - 100.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    moved = Clock()
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=moved.monotonic, time=moved.time))
+    return moved
+
+
+def test_the_pace_has_the_rate_the_time_left_and_the_clock(clock: Clock) -> None:
+    shown = Progress(None)
+    shown.begin(800, 0)
+    clock.now += 10.0
+    assert shown.place(100) == "step 100/800"
+    assert shown.pace(100) == "10 steps/s, 0:01:10 left, 2026-11-22 12:00:10"
+
+
+def test_the_rate_is_that_since_the_last_line_and_the_time_left_that_of_all_steps(clock: Clock) -> None:
+    shown = Progress(None)
+    shown.begin(200, 0)
+    clock.now += 10.0
+    shown.pace(100)
+    clock.now += 30.0  # it has become slower
+    assert shown.pace(130).startswith("1 steps/s, 21.5 s left, ")
+
+
+def test_a_resumed_loop_does_not_count_the_steps_of_before(clock: Clock) -> None:
+    shown = Progress(None)
+    shown.begin(800, 700)
+    clock.now += 20.0
+    assert shown.pace(710).startswith("2 s/step, 0:03:00 left, ")
+
+
+def test_without_a_total_and_at_the_end_no_time_is_left(clock: Clock) -> None:
+    shown = Progress(None)
+    shown.begin(None, 0)
+    clock.now += 1.0
+    assert shown.place(4) == "step 4"
+    assert shown.pace(4) == "4 steps/s, 2026-11-22 12:00:01"
+    shown.begin(4, 0)
+    clock.now += 1.0
+    assert shown.pace(4) == "4 steps/s, 2026-11-22 12:00:02"
+
+
+def trained(log: Log, meters: Meters, shown: Progress, ends: dict[int, bool]) -> None:
+    """Calls `log` after each of these steps; the value says whether an epoch ends with it."""
+    model = nn.Linear(1, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.25))
+    shown.begin(40, 0)
+    log.begin()
+    for step, epoch_ended in ends.items():
+        meters.add(loss=(3.0, 2))
+        state.step, state.epoch_ended = step, epoch_ended
+        state.epoch += epoch_ended
+        log(state)
+
+
+def test_a_line_of_a_log_has_step_total_metrics_learning_rate_rate_time_left_and_clock(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    meters, shown = Meters("loss"), Progress(None)
+    log = Log(meters, TimeBreakdown({}), shown, (), every_steps=2, line_every_s=0.0)
+    trained(log, meters, shown, {1: False, 2: False, 3: True})
+    line, epoch = capfd.readouterr().out.splitlines()
+    assert re.fullmatch(rf"step 2/40: loss 1\.5, lr 0\.25, [\d.e+]+ steps/s, [\d.]+ s left, {STAMP}", line), line
+    assert re.fullmatch(
+        rf"epoch 1: 3 steps, loss 1\.5, .* elapsed \(.*\); step 3/40, lr 0\.25, [\d.e+]+ steps/s, [\d.]+ s left, {STAMP}", epoch
+    ), epoch
+
+
+def test_a_slow_log_interval_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Steps of 20 seconds and metrics every 50 of them: the first metrics come after a quarter of an hour."""
+    monkeypatch.setattr("rankwise.actions._SLOW_LINE_S", 0.0)
+    meters, shown = Meters("loss"), Progress(None)
+    log = Log(meters, TimeBreakdown({}), shown, (), every_steps=50, line_every_s=0.0)
+    trained(log, meters, shown, {1: False})
+    assert re.fullmatch(rf"step 1/40: lr 0\.25, .*, {STAMP}\n", capfd.readouterr().out)

@@ -1,0 +1,50 @@
+"""Every example, and all Python of the documents, computes on the local device: shown on a GPU that is not there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from fake_device import on_a_fake_gpu
+from ranks import on_ranks
+from test_docs import EXAMPLES, PYTHON, ROOT, blocks
+
+FUNCTION = blocks("py")[0]
+
+
+def shortened(text: str) -> str:
+    """One epoch shows it, and a bit of text."""
+    text = re.sub(r"max_epochs=\d+|EPOCHS, EVERY = \d+", lambda found: re.sub(r"\d+", "1", found[0]), text)
+    return text.replace("64 * 1024", "2 * 1024").replace(", 300)", ", 3)")
+
+
+SHOWN = {
+    **{name: shortened((ROOT / "examples" / name).read_text()) for name in EXAMPLES},
+    **{f"python {k}": text for k, text in enumerate(PYTHON)},
+    # A run of its own, whose ranks know nothing of this GPU: here the function is called as one of them.
+    "a function": FUNCTION.replace("rankwise.run_function(train, (0.1,))", "train(0.1)"),
+}
+WORDS = {"04_gpt.py": ("--steps", "2", "--batch", "4")}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_is_shown_computes_on_the_local_device(name: str) -> None:
+    Path("shown.py").write_text(SHOWN[name])
+    [uses] = on_ranks(1, on_a_fake_gpu, "shown.py", *WORDS.get(name, ()))
+    assert uses
+    assert {device for _, device in uses} == {"meta"}, uses
+
+
+def test_a_script_that_forgets_the_device_is_found() -> None:
+    """The model alone, the batches alone, and neither."""
+    text = PYTHON[0]
+    assert text.count(".to(device)") == text.count(", device=device") == 1
+    without_batches = text.replace(", device=device", "")
+    Path("shown.py").write_text(text.replace(".to(device)", "").replace(", device=device", ""))
+    [uses] = on_ranks(1, on_a_fake_gpu, "shown.py")
+    assert {device for _, device in uses} == {"cpu"}
+    for forgetful in (without_batches, text.replace(".to(device)", "")):
+        Path("shown.py").write_text(forgetful)
+        with pytest.raises(AssertionError, match="expected all tensors to be on the same device"):
+            on_ranks(1, on_a_fake_gpu, "shown.py")
