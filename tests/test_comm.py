@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -259,6 +260,17 @@ def count_broadcasts() -> int:
 
 def test_a_broadcast_is_one_message_for_each_dtype() -> None:
     assert on_ranks(2, count_broadcasts) == [2, 2]
+
+
+def listens() -> list[str]:
+    """The addresses at which this process listens, but for those of gloo: where its store is."""
+    return sorted({c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN})
+
+
+def test_ranks_of_one_machine_that_are_given_an_address_meet_at_that_alone() -> None:
+    tasks = [{**SLURM_STEP[rank], "SLURM_STEP_NUM_TASKS": "2", "GLOO_SOCKET_IFNAME": "lo"} for rank in range(2)]
+    for first, second in [on_ranks(2, listens, environ=tasks)]:
+        assert set(first) == set(second) == {"127.0.0.1"}
 
 
 def init_again() -> bool:

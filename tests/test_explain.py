@@ -197,12 +197,18 @@ rank 2 of 4: local rank 0 of 2, node 1 (source: slurm)
   master port       unknown  Slurm gives none: rank 0 announces it, or set MASTER_PORT
 
 not taken
-  torchrun  needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: not set
-  openmpi   needs OMPI_COMM_WORLD_RANK: not set
-  mpich     needs PMI_RANK and MPI_LOCALRANKID: not set
-  submitit  needs SUBMITIT_EXECUTOR=local and SUBMITIT_LOCAL_GLOBALID: not set
-  sge       needs PE_HOSTFILE or JOB_SCRIPT=QRSH: not set
-  local     slurm is believed first; by itself this would be rank 0 of 1
+  torchrun    needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: not set
+  jsrun       needs JSM_NAMESPACE_RANK: not set
+  openmpi     needs OMPI_COMM_WORLD_RANK: not set
+  horovodrun  needs HOROVOD_RANK: not set
+  mvapich     needs MV2_COMM_WORLD_RANK: not set
+  pals        needs PALS_RANKID: not set
+  flux        needs FLUX_TASK_RANK: not set
+  mpich       needs PMI_RANK and MPI_LOCALRANKID: not set
+  submitit    needs SUBMITIT_EXECUTOR=local and SUBMITIT_LOCAL_GLOBALID: not set
+  sge         needs PE_HOSTFILE or JOB_SCRIPT=QRSH: not set
+  others      needs PMIX_RANK, LSF_PM_TASKID, ... (one of several processes) or LSB_MCPU_HOSTS, ... (several hosts): not set
+  local       slurm is believed first; by itself this would be rank 0 of 1
 """
 
 

@@ -79,3 +79,23 @@ def test_the_interface_towards_a_host_is_that_of_the_route_and_for_itself_one_of
 def test_this_host_goes_by_its_names_and_addresses(two_interfaces: None) -> None:
     assert [network.is_here(name) for name in (platform.node(), "localhost", "first-ib")] == [True] * 3
     assert [network.is_here(name) for name in ("other", "nowhere")] == [False] * 2
+
+
+@pytest.mark.parametrize(
+    ("host", "one_host", "address"),
+    [
+        ("10.9.0.1", False, "10.9.0.1"), ("127.0.0.1", True, "127.0.0.1"), ("127.0.0.1", False, None),
+        ("10.0.0.2", False, None),
+        ("first-ib", False, "10.9.0.1"), (platform.node(), False, None), (platform.node(), True, "127.0.1.1"),
+        ("other", True, None), ("no", False, None),
+    ],
+)  # fmt: skip
+def test_an_address_or_a_name_is_listened_at_alone_where_it_means_one_place_to_all(
+    two_interfaces: None, host: str, one_host: bool, address: str | None
+) -> None:
+    assert network.own_address(host, one_host) == address
+
+
+def test_a_listener_at_one_address_is_at_no_other() -> None:
+    with network.listen_at("127.0.0.1") as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"

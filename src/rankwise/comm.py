@@ -13,6 +13,7 @@ import contextlib
 import multiprocessing
 import os
 import platform
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -40,6 +41,7 @@ _alone = False
 _patient: tuple[Any, Any] = (None, None)  # (the process group it belongs to, the group)
 _for_cpu: tuple[Any, Any] = (None, None)  # (the process group, one for tensors on the CPU if that has no backend for them)
 _nodes: tuple[Any, list[list[int]]] = (None, [])
+_groups = 0  # that ranks of an agent of ours have made
 
 
 def init(
@@ -123,6 +125,10 @@ def _join(world: World, backend: str | None, timeout_s: float, join_timeout_s: f
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if world.origin.get("master_addr") == "MASTER_ADDR" and world.source == "torchrun":
+        if world.run_dir is not None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+            store = _store_of_agent(world, timeout)
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
+            return world
         # Who set these may have made the store itself, as torchrun's agent does: torch knows.
         if backend is not None:  # it may need no store
             dist.init_process_group(
@@ -178,19 +184,21 @@ def _meet(world: World, timeout: timedelta, join_timeout_s: float) -> tuple[Worl
     if world.rank == 0:
         with rendezvous.Gathering(world, name, folders) as gathering:
             gathering.wait(join_timeout_s)
-            store = _tcp_store(world, "127.0.0.1", 0, timeout)
-            meeting = gathering.release(store.port)
+            address = gathering.reached_at()
+            listener = network.listen_at(address) if address is not None else network.listen(loopback=False)
+            store = _own_store(world, listener, address or "127.0.0.1", timeout)
+            meeting = gathering.release(store.port, address)
     else:
         meeting = rendezvous.join(world, name, folders, join_timeout_s)
-        store = _tcp_store(world, meeting.master_addr, meeting.master_port, timeout)
+        store = _their_store(world, meeting.master_addr, meeting.master_port, timeout)
     if meeting.interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
     origin = {**world.origin, "master_addr": "rank 0 announced it", "master_port": "rank 0 announced it"}
     if world.node_rank is None:
         origin["node_rank"] = "hosts in the order of their lowest rank"
     node_rank = meeting.node_rank if world.node_rank is None else world.node_rank
-    address = (meeting.master_addr, meeting.master_port)
-    return replace(world, node_rank=node_rank, master_addr=address[0], master_port=address[1], origin=origin), store
+    world = replace(world, node_rank=node_rank, master_addr=meeting.master_addr, master_port=meeting.master_port, origin=origin)
+    return world, store
 
 
 def _start(world: World) -> str | None:
@@ -207,16 +215,18 @@ def _store_at(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
     address, port = world.master_addr or "", world.master_port or 0
     deadline = time.monotonic() + join_timeout_s
     if world.rank == 0:
+        own = network.own_address(address, one_host=world.local_world_size == world.world_size)
         try:
-            store = _tcp_store(world, "127.0.0.1", port, timeout)
-        except RuntimeError as error:
+            listener = network.listen_at(own, port) if own is not None else network.listen(loopback=False, port=port)
+        except OSError as error:
             raise WorldError(
                 f"rank 0 cannot listen on port {port} of {platform.node()} ({world.origin['master_port']}): "
-                f"{str(error).splitlines()[0]}; choose another port, or give none: then one is taken that is free"
+                f"{error.strerror}; choose another port, or give none: then one is taken that is free"
             ) from None
+        store = _own_store(world, listener, own or "127.0.0.1", timeout)
     else:
         rendezvous.reach(world, address, port, join_timeout_s)
-        store = _tcp_store(world, address, port, timeout)
+        store = _their_store(world, address, port, timeout)
     if store.add(f"rankwise/{world.rank}", 1) > 1:
         store.set("rankwise/twice", str(world.rank))
     missing = list(range(world.world_size))
@@ -240,10 +250,45 @@ def _store_at(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
     return store
 
 
-def _tcp_store(world: World, host: str, port: int, timeout: timedelta) -> Any:
-    """torch's store: made by rank 0, on a port that the kernel chooses if it is 0, and reached by the others."""
+def _store_of_agent(world: World, timeout: timedelta) -> Any:
+    """The store of ranks that an agent of ours has started, where it has chosen: as torch makes it for "env://", but that it
+    listens only where the ranks come in. Each group that a script makes has keys of its own: an earlier one, which it has
+    destroyed, may have left the store and in it addresses that nobody answers at.
+    """
+    global _groups
+    _groups += 1
+    place = (world.master_addr, world.master_port or 0)
+    if world.rank == 0 and (address := world_.store_address(world)):
+        place = (address, place[1])
+        # An OSError: what this process has made there before is there still, and torch shares it.
+        with contextlib.suppress(OSError):
+            return _keys(_own_store(world, network.listen_at(*place), address, timeout, like_torch=True))
+    return _keys(
+        dist.TCPStore(  # type: ignore[attr-defined]
+            *place, world.world_size, is_master=world.rank == 0, timeout=timeout, multi_tenant=True
+        )
+    )
+
+
+def _keys(store: Any) -> Any:
+    return dist.PrefixStore(f"rankwise/{_groups}", store)  # type: ignore[attr-defined]
+
+
+def _own_store(world: World, listener: socket.socket, host: str, timeout: timedelta, like_torch: bool = False) -> Any:
+    """torch's store, made by rank 0: it takes over `listener`, which torch by itself opens on all interfaces. `host` reaches it
+    from here. `like_torch`: as for "env://", it waits until all ranks have come, and is shared with a later one.
+    """
+    port, fd = listener.getsockname()[1], listener.detach()
     return dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, world.world_size, is_master=world.rank == 0, timeout=timeout, wait_for_workers=False
+        host, port, world.world_size, is_master=True, timeout=timeout, wait_for_workers=like_torch, multi_tenant=like_torch,
+        master_listen_fd=fd,
+    )  # fmt: skip
+
+
+def _their_store(world: World, host: str, port: int, timeout: timedelta) -> Any:
+    """Rank 0's store, reached by the others."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, world.world_size, is_master=False, timeout=timeout, wait_for_workers=False
     )
 
 

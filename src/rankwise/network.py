@@ -39,6 +39,24 @@ def listen(loopback: bool, port: int = 0) -> socket.socket:
     return socket.create_server(("", port), backlog=1024)
 
 
+def listen_at(address: str, port: int = 0) -> socket.socket:
+    """At one address of this host alone."""
+    return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=1024)
+
+
+def own_address(host: str, one_host: bool) -> str | None:
+    """The address of this host that `host`, a name or an address, means to whoever calls it by that.
+
+    None where it is another's, and where others may take it for another one: a name may have several, and where not `one_host`
+    one that is 127.0.1.1 here is something else there.
+    """
+    found = {host} if _is_address(host) else _addresses_of(host)
+    if one_host:
+        return next((a for a in sorted(found, key=lambda a: ":" in a) if is_loopback(a) or a in own_addresses()), None)
+    own = [a for a in own_addresses() if a in found]
+    return own[0] if len(own) == 1 and len(found) == 1 else None
+
+
 def own_addresses() -> list[str]:
     """Those by which other hosts may reach this one, that of the default route first. Names are not asked: /etc/hosts may
     have this host's own name at 127.0.1.1."""

@@ -1,7 +1,7 @@
 """How ranks find rank 0 where their launcher gives no address: rank 0 listens, and says where in a file that all can read.
 
     with Gathering(world, start, folders) as gathering:      # rank 0
-        gathering.wait(300);  meeting = gathering.release(store_port)
+        gathering.wait(300);  meeting = gathering.release(store_port, address)
     meeting = join(world, start, folders, 300)               # the others
 
 The file (mode 0600, whole or absent) has rank 0's addresses, a port that the kernel chose, and a secret. It is named after
@@ -174,16 +174,30 @@ class Gathering:
         here = {guest.rank for guest in self._guests.values()}
         return [rank for rank in range(1, self.world.world_size) if rank not in here]
 
-    def release(self, port: int) -> Meeting:
-        """Tell every rank that the store listens at `port`. Rank 0 itself reaches it by loopback."""
+    def reached_at(self) -> str | None:
+        """The one address of this host at which all ranks can reach it: loopback's if all are here; None: there are several."""
+        outside = {
+            guest.local for guest in self._guests.values() if guest.rank is not None and not network.is_loopback(guest.local)
+        }
+        return "127.0.0.1" if not outside else next(iter(outside)) if len(outside) == 1 else None
+
+    def release(self, port: int, address: str | None = None) -> Meeting:
+        """Tell every rank that the store listens at `port`, of `address` alone unless that is None: then each takes the one by
+        which it has come."""
         ranks = {guest.rank: guest for guest in self._guests.values() if guest.rank is not None}
         homes = list(dict.fromkeys([network.home(), *(ranks[rank].home for rank in sorted(ranks))]))
         outside = next((g.local for g in ranks.values() if not network.is_loopback(g.local)), None)
         interface = network.interface_of(outside) if outside is not None else None
         for guest in ranks.values():
-            go = {"port": port, "node_rank": homes.index(guest.home), "hosts": len(homes), "interface": interface}
+            go = {
+                "port": port,
+                "node_rank": homes.index(guest.home),
+                "hosts": len(homes),
+                "interface": interface,
+                "address": address,
+            }
             _send(guest.conn, {"go": go})
-        return Meeting("127.0.0.1", port, 0, interface if len(homes) > 1 else None)
+        return Meeting(address or "127.0.0.1", port, 0, interface if len(homes) > 1 else None)
 
     def _publish(self) -> None:
         addresses = ["127.0.0.1"] if _on_one_host(self.world) else network.own_addresses()
@@ -389,7 +403,7 @@ class _Caller:
             raise WorldError(str(told["refused"]))
         go = told["go"]
         own = network.interface_of(network.plain(self._conn.getsockname()[0])) if not same_host else go["interface"]
-        return Meeting(self._address, int(go["port"]), int(go["node_rank"]), own if go["hosts"] > 1 else None)
+        return Meeting(go["address"] or self._address, int(go["port"]), int(go["node_rank"]), own if go["hosts"] > 1 else None)
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
         assert self._conn is not None

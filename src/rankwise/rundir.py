@@ -97,6 +97,9 @@ class Part(_Record):
     page: str
     """Where these ranks find the page shared with their agent."""
 
+    store: str = ""
+    """The one address by which all nodes reach rank 0; empty where they do so by several."""
+
 
 @dataclass(frozen=True)
 class Life(_Record):

@@ -215,6 +215,12 @@ def ranks_of_one_agent(world: World) -> int:
     return part.ranks if part is not None else 1
 
 
+def store_address(world: World) -> str:
+    """The one address at which all ranks reach rank 0's store; empty where no agent of ours says so."""
+    part = _part(world)
+    return part.store if part is not None else ""
+
+
 def checkpoint_scope(world: World) -> str:
     """What `rankwise run --checkpoint-scope` said: `main` or `node`."""
     life = _life(world)

@@ -65,6 +65,8 @@ class Orders:
 
     master_addr: str
     master_port: int
+    store: str
+    """The one address by which all nodes reach rank 0; empty where they do so by several."""
 
 
 @dataclass(frozen=True)

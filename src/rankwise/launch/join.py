@@ -34,8 +34,11 @@ class Started:
 
 
 def together(env: Mapping[str, str]) -> Started | None:
-    """None where this process is alone. Raises WorldError under a launcher whose processes are ranks already (torchrun)."""
+    """None where this process is alone. Raises WorldError under a launcher whose processes are ranks already (torchrun), or
+    which does not say which of them this is."""
     found = explain(env)
+    if found.error is not None and getattr(ORDER.get(found.source), "one_of_several", lambda _: False)(env):
+        raise found.error
     if found.world is None or found.world.world_size == 1:
         return None
     module = ORDER[found.source]

@@ -14,12 +14,18 @@ and, where it starts the processes but gives no address of rank 0,
     start(env, ancestors) -> str | None
                                  a name that all processes of this very start have in common, and no other start that may be
                                  alive; `ancestors` are the command lines above this process, the nearest first; pure
+    one_of_several(env) -> bool  this process is one of several that `ranks` cannot join: a launcher must not start in each of
+                                 them either; pure. Only where it does not say how many there are
     one_a_node(env) -> bool      each node has one of them, which is then for all its devices; pure
     of_rank(env, ranks, per_node) -> Mapping[str, str]
                                  `env`, in which it speaks of our agent, as a rank of that agent is to find it: what it says
                                  of the agent's own place says the rank's, or is taken out. Then whoever believes it, and not
                                  RANK, believes no other thing. What it says of the job stays. `per_node`: the ranks of each
                                  node, as `short_list` writes them; pure. Not asked where the task is the rank
+
+and, where a user's own job array makes tasks that are worlds of their own,
+
+    array_task(env) -> str | None  the number of the task that this process is in; None outside of an array; pure
 
 and, where a job has a folder for itself, over all its starts,
 
@@ -67,16 +73,38 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from rankwise.schedulers import local, manual, mpich, openmpi, sge, slurm, ssh, submitit, torchrun
+from rankwise.schedulers import (
+    flux,
+    horovodrun,
+    jsrun,
+    local,
+    manual,
+    mpich,
+    mvapich,
+    openmpi,
+    others,
+    pals,
+    sge,
+    slurm,
+    ssh,
+    submitit,
+    torchrun,
+)
 from rankwise.schedulers.ranks import Ranks
 
 ORDER: dict[str, ModuleType] = {
     "torchrun": torchrun,
+    "jsrun": jsrun,
     "openmpi": openmpi,
+    "horovodrun": horovodrun,
+    "mvapich": mvapich,
+    "pals": pals,
+    "flux": flux,
     "mpich": mpich,
     "submitit": submitit,
     "slurm": slurm,
     "sge": sge,
+    "others": others,
     "local": local,
 }
 
@@ -98,4 +126,11 @@ def job_folder(env: Mapping[str, str]) -> Path | None:
     return next(filter(None, found), None)
 
 
-__all__ = ["BY_NAME", "ORDER", "Ranks", "job_folder"]
+def named_by_task(name: str, env: Mapping[str, str]) -> str:
+    """The default name of a run: in a task of the user's own job array with its number, for each task is a run of its own."""
+    found = (module.array_task(env) for module in ORDER.values() if hasattr(module, "array_task"))
+    task = next(filter(None, found), None)
+    return name if task is None else f"{name}-{task}"
+
+
+__all__ = ["BY_NAME", "ORDER", "Ranks", "job_folder", "named_by_task"]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import shlex
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from rankwise.plan import Plan
 from rankwise.schedulers import local, ssh
+from rankwise.schedulers.job import agent
 from rankwise.schedulers.ranks import (
     Ranks,
     Tasks,
-    address,
+    counted,
     not_joined,
     require,
     shown,
@@ -56,17 +56,12 @@ def ranks(env: Mapping[str, str]) -> Ranks:
     require(env, ("PMI_RANK", "PMI_SIZE"), "MPICH")
     if "MPI_LOCALRANKID" not in env and "MPI_LOCALNRANKS" not in env:
         return _another_launcher(env)
-    require(env, VARIABLES, "MPICH")
-    rank, world_size, local_rank, local_world_size = (whole_number(env, name) for name in VARIABLES)
-    # `-hosts a,b` deals ranks out in turn: neither rank // local size nor rank % nodes is the node.
-    one_node = local_world_size == world_size
-    master_addr, master_port, where = address(env, "MPICH")
-    origin = dict(zip(("rank", "world_size", "local_rank", "local_world_size"), VARIABLES, strict=True))
-    origin["node_rank"] = "all ranks are on one node" if one_node else "MPICH does not tell it"
-    node_rank = 0 if one_node else None
-    return Ranks(
-        rank, world_size, local_rank, local_world_size, node_rank, master_addr, master_port, origin={**origin, **where}
-    )
+    return counted(env, VARIABLES, "MPICH")
+
+
+def one_of_several(env: Mapping[str, str]) -> bool:
+    """Under another launcher that speaks PMI."""
+    return "MPI_LOCALRANKID" not in env and env.get("PMI_SIZE") != "1"
 
 
 def one_a_node(env: Mapping[str, str]) -> bool:
@@ -99,9 +94,8 @@ def render(plan: Plan) -> str:
     """A shell script that becomes mpirun, which starts one agent a node with the whole environment."""
     where = ["-hosts", ",".join(host.name for host in plan.hosts)] if plan.hosts else []
     mpirun = ["mpirun", "-np", str(plan.nodes), "-ppn", "1", *where]
-    agent = [sys.executable, "-m", "rankwise.agent", plan.run_dir]
     # Not that it ends for all: agents above the first wait for ever for the end of their stdin.
-    return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\nexec {shlex.join([*mpirun, *agent])} </dev/null\n"
+    return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\nexec {shlex.join(mpirun)} {agent(plan.run_dir)} </dev/null\n"
 
 
 def _another_launcher(env: Mapping[str, str]) -> Ranks:

@@ -6,13 +6,13 @@ import hashlib
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 
 from rankwise.errors import ConfigError
 from rankwise.plan import Plan
 from rankwise.schedulers import local, ssh
-from rankwise.schedulers.ranks import Ranks, Tasks, address, require, tasks_of, whole_number, without
+from rankwise.schedulers.job import agent
+from rankwise.schedulers.ranks import Ranks, Tasks, counted, tasks_of, without
 
 # _NODE_RANK is not among them: it is the local rank under another name, not the index of the node.
 VARIABLES = (
@@ -52,17 +52,7 @@ def tasks(env: Mapping[str, str]) -> Tasks | None:
 
 def ranks(env: Mapping[str, str]) -> Ranks:
     """Raises WorldError for a part of the variables, a value that is no number, a rank that is not below its size."""
-    require(env, VARIABLES, "Open MPI")
-    rank, world_size, local_rank, local_world_size = (whole_number(env, name) for name in VARIABLES)
-    # rank // local size is wrong under --map-by node and with an uneven number of slots.
-    one_node = local_world_size == world_size
-    master_addr, master_port, where = address(env, "Open MPI")
-    origin = dict(zip(("rank", "world_size", "local_rank", "local_world_size"), VARIABLES, strict=True))
-    origin["node_rank"] = "all ranks are on one node" if one_node else "Open MPI does not tell it"
-    node_rank = 0 if one_node else None
-    return Ranks(
-        rank, world_size, local_rank, local_world_size, node_rank, master_addr, master_port, origin={**origin, **where}
-    )
+    return counted(env, VARIABLES, "Open MPI")
 
 
 def one_a_node(env: Mapping[str, str]) -> bool:
@@ -92,10 +82,9 @@ def render(plan: Plan) -> str:
     """A shell script that becomes mpirun, which starts one agent a node; the agents share the node's cores out themselves."""
     where = ["-H", ",".join(host.name for host in plan.hosts)] if plan.hosts else []
     mpirun = ["mpirun", "-np", str(plan.nodes), "--map-by", "ppr:1:node", "--bind-to", "none", *where]
-    agent = [sys.executable, "-m", "rankwise.agent", plan.run_dir]
     # PATH goes along by itself. What a Python needs to start and to find rankwise goes where it is set; mpirun warns elsewhere.
     export = " ".join(f"${{{name}:+-x {name}}}" for name in ("PYTHONPATH", "LD_LIBRARY_PATH"))
-    start = f"exec {shlex.join(mpirun)} \\\n  {export} \\\n  {shlex.join(agent)} </dev/null"
+    start = f"exec {shlex.join(mpirun)} \\\n  {export} \\\n  {agent(plan.run_dir)} </dev/null"
     return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\n{start}\n"
 
 

@@ -62,6 +62,24 @@ def tasks_of(env: Mapping[str, str], index: str, count: str) -> Tasks | None:
     return Tasks(int(env[index]), int(env[count]), shown(env, (index, count)))
 
 
+def counted(env: Mapping[str, str], names: Sequence[str], launcher: str) -> Ranks:
+    """By the four variables of a launcher that counts ranks and gives no address: rank, size, local rank, local size.
+
+    Raises WorldError for a part of them, a value that is no number, a rank that is not below its size.
+    """
+    require(env, names, launcher)
+    rank, world_size, local_rank, local_world_size = (whole_number(env, name) for name in names)
+    # Neither rank // local size nor rank % nodes is the node: ranks may be dealt out in turn, and nodes have uneven numbers.
+    one_node = local_world_size == world_size
+    master_addr, master_port, where = address(env, launcher)
+    origin = dict(zip(("rank", "world_size", "local_rank", "local_world_size"), names, strict=True))
+    origin["node_rank"] = "all ranks are on one node" if one_node else f"{launcher} does not tell it"
+    node_rank = 0 if one_node else None
+    return Ranks(
+        rank, world_size, local_rank, local_world_size, node_rank, master_addr, master_port, origin={**origin, **where}
+    )
+
+
 def address(env: Mapping[str, str], launcher: str) -> tuple[str | None, int | None, dict[str, str]]:
     """Where rank 0 listens, for a launcher that counts ranks and gives no address: MASTER_ADDR, MASTER_PORT, the origins."""
     origin = {

@@ -10,14 +10,13 @@ from __future__ import annotations
 import re
 import shlex
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rankwise.errors import ConfigError, WorldError
 from rankwise.plan import Host, Plan
-from rankwise.schedulers.job import State, call, last_line, one_line, slug
+from rankwise.schedulers.job import State, agent, call, enter, last_line, one_line, slug
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single, whole_number
 
 VARIABLES = ("PE_HOSTFILE", "JOB_SCRIPT", "NHOSTS", "NSLOTS", "SGE_TASK_ID")
@@ -47,6 +46,8 @@ _CURES = (
         "Grid Engine's server does not answer; is it up?",
     ),
 )
+
+_SHARED = "every host must see the run directory, under this path: --run-dir PATH, a folder on a file system that they share"
 
 # Of the states that qstat shows, those in which a job neither just waits nor just runs.
 _LETTERS = (
@@ -89,9 +90,13 @@ def ranks(env: Mapping[str, str]) -> Ranks:
     notes = []
     if slots is not None and slots > 1:
         notes.append(f"NSLOTS={slots} slots on this host and one process; to use them all: rankwise run script.py")
-    if env.get("SGE_TASK_ID", "undefined") != "undefined":
-        notes.append(f"task {env['SGE_TASK_ID']} of job array {env.get('JOB_ID', '?')}: each is a world of its own")
+    if (task := array_task(env)) is not None:
+        notes.append(f"task {task} of job array {env.get('JOB_ID', '?')}: each is a world of its own")
     return single("a Grid Engine job on one host", "; ".join(notes) or None)
+
+
+def array_task(env: Mapping[str, str]) -> str | None:
+    return None if (task := env.get("SGE_TASK_ID", "undefined")) == "undefined" else task
 
 
 def attached(env: Mapping[str, str]) -> bool:
@@ -110,9 +115,9 @@ def render(plan: Plan) -> str:
     """The job's script: `cd RUN_DIR && qsub job.sh`. Raises ConfigError for what such a script cannot hold."""
     lines = ["#!/bin/bash", *(f"#$ {option}" for option in _options(plan)), ""]
     lines += [one_line(line, "--setup") for line in plan.job.get("setup", ())]
-    lines.append(f"cd {shlex.quote(one_line(plan.cwd, 'the folder'))} || exit 2")
+    lines.append(enter(one_line(plan.cwd, "the folder")))
     # No process stands between: Grid Engine asks this one to stop, and its exit status is the job's (99: once more).
-    lines.append(f"exec {shlex.join([sys.executable, '-m', 'rankwise.agent', one_line(plan.run_dir, '--run-dir')])}")
+    lines.append(f"exec {agent(one_line(plan.run_dir, '--run-dir'))}")
     return "\n".join(lines) + "\n"
 
 
@@ -223,7 +228,8 @@ def state(job_id: str) -> State:
         reason = _error_reason(call(["qstat", "-j", job_id], _MISSING).stdout)
     except ConfigError as error:
         return State("unknown", str(error))
-    return State("stuck", f"{listed}: it will never start: {reason}; mend that, then type: qmod -cj {job_id}")
+    shared = f"; {_SHARED}" if re.search(r"No such file|Permission denied|can't (open|chdir|stat)", reason) else ""
+    return State("stuck", f"{listed}: it will never start: {reason}{shared}; mend that, then type: qmod -cj {job_id}")
 
 
 def _listed(xml: str, job_id: str) -> str | None:

@@ -6,14 +6,13 @@ import math
 import re
 import shlex
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rankwise.errors import ConfigError, WorldError
 from rankwise.plan import Plan
-from rankwise.schedulers.job import State, call, last_line, one_line, slug
+from rankwise.schedulers.job import State, agent, call, enter, last_line, one_line, slug
 from rankwise.schedulers.ranks import (
     Ranks,
     Tasks,
@@ -100,6 +99,10 @@ def start(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | N
 
 def one_a_node(env: Mapping[str, str]) -> bool:
     return all(count == 1 for count in tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "0")))
+
+
+def array_task(env: Mapping[str, str]) -> str | None:
+    return env.get("SLURM_ARRAY_TASK_ID")
 
 
 def of_rank(env: Mapping[str, str], ranks: Ranks, per_node: str) -> Mapping[str, str]:
@@ -267,7 +270,7 @@ def render(plan: Plan) -> str:
         "",
         *redirection,
         *(one_line(text, "--setup") for text in job.get("setup", ())),
-        f"cd {shlex.quote(plan.cwd)} || exit 2",
+        enter(plan.cwd),
         *_start(plan, job, run_dir),
     ]
     return "\n".join(lines) + "\n"
@@ -323,12 +326,15 @@ def _start(plan: Plan, job: Mapping[str, Any], run_dir: str) -> list[str]:
     if (cpus := _cpus(job, plan)) is not None:
         words.append(f"--cpus-per-task={cpus}")
     elif "within" in job:
-        words.append("--cpu-bind=none")
+        words.append("$bind")
     words.append("--kill-on-bad-exit=1" if _ends_with_the_first(plan) else "--kill-on-bad-exit=0 --no-kill")
-    command = f"{' '.join(words)} \\\n  {shlex.join([sys.executable, '-m', 'rankwise.agent'])} {run_dir}"
+    command = f"{' '.join(words)} \\\n  {agent()} {run_dir}"
     # Slurm gave the job from MIN to MAX; the user's own allocation may have more.
     there = ["nodes=${SLURM_JOB_NUM_NODES:-$SLURM_NNODES}", f"nodes=$((nodes < {plan.nodes} ? nodes : {plan.nodes}))"]
     there = there if several else []
+    if "$bind" in words:
+        # srun would give the agent one core. Where nothing binds it needs no word of this, and has one against it.
+        there.append("bind=$(scontrol show config | grep -q '^TaskPlugin .*affinity' && echo --cpu-bind=none)")
     if not job.get("requeue"):
         return [*there, f"exec {command}"]
     return [
@@ -503,6 +509,10 @@ def state(job_id: str) -> State:
     if word in _RUNNING:
         nodes = re.search(r"\bNodeList=(\S+)", done.stdout.replace("ReqNodeList", "").replace("ExcNodeList", ""))
         return State("running", f"{shown} on {nodes[1]}" if nodes is not None and nodes[1] != "(null)" else shown)
+    if reason == "JobLaunchFailure":
+        host = re.search(r"\bBatchHost=(\S+)", done.stdout)
+        shown += f": {host[1] if host is not None else 'its first node'} could not begin it: it does not see the run directory "
+        shown += "under that path, or may not write there; type --run-dir PATH, a folder on a file system that all nodes share"
     return State("ended", shown, _exit_status(word, re.search(r"\bExitCode=([0-9]+):([0-9]+)", done.stdout)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rankwise.errors import WorldError
-from rankwise.schedulers import mpich, openmpi, slurm, submitit
+from rankwise.schedulers import flux, horovodrun, jsrun, mpich, mvapich, openmpi, pals, slurm, submitit
 from rankwise.schedulers.ranks import Ranks, Tasks, whole_number
 
 _TRIPLE = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -23,7 +23,8 @@ def detect(env: Mapping[str, str]) -> bool:
 
 def _started(env: Mapping[str, str]) -> Tasks | None:
     """What the innermost launcher that starts one process a task says of this one."""
-    return next((tasks for module in (openmpi, mpich, submitit, slurm) if (tasks := module.tasks(env)) is not None), None)
+    starters = (jsrun, openmpi, horovodrun, mvapich, pals, flux, mpich, submitit, slurm)
+    return next((tasks for module in starters if (tasks := module.tasks(env)) is not None), None)
 
 
 def ranks(env: Mapping[str, str]) -> Ranks:

@@ -1,0 +1,93 @@
+"""Launchers and clouds that start one of several processes and do not say enough to join them: named, never trained alone.
+
+Each would be a launcher of its own if it gave rank, size, local rank and local size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from rankwise.schedulers.ranks import Ranks, not_joined, shown, single
+
+_STARTERS = {
+    "PMIX_RANK": "a launcher that speaks PMIx alone",
+    "ALPS_APP_PE": "aprun",
+    "MPT_LRANK": "mpiexec of HPE MPT",
+    "PMI_ID": "mpirun_rsh",
+    "LSF_PM_TASKID": "blaunch",
+    "PBS_TASKNUM": "pbsdsh",
+}
+"""The variable that each sets for every process that it starts; PBS gives the job's own script the number 1."""
+
+_HOSTS = {
+    "LSB_MCPU_HOSTS": "an LSF job",
+    "PBS_NUM_NODES": "a PBS job",
+    "SM_HOSTS": "a SageMaker job",
+    "AWS_BATCH_JOB_NUM_NODES": "an AWS Batch job",
+}
+"""The variable that names or counts the hosts of a job."""
+
+VARIABLES = (*_STARTERS, *_HOSTS)
+NEEDS = "PMIX_RANK, LSF_PM_TASKID, ... (one of several processes) or LSB_MCPU_HOSTS, ... (several hosts)"
+
+_VARIABLES_OF_RANKS = "RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+
+
+def detect(env: Mapping[str, str]) -> bool:
+    """True in one of several processes of such a launcher, and in a job of several hosts."""
+    return one_of_several(env) or _job_of_several(env) is not None
+
+
+def one_of_several(env: Mapping[str, str]) -> bool:
+    return any(name in env for name in _STARTERS if name != "PBS_TASKNUM") or env.get("PBS_TASKNUM", "1") != "1"
+
+
+def array_task(env: Mapping[str, str]) -> str | None:
+    """Of LSF, whose jobs without an array have the index 0, and of PBS."""
+    if env.get("LSB_JOBINDEX", "0") != "0":
+        return env["LSB_JOBINDEX"]
+    return env.get("PBS_ARRAY_INDEX") or env.get("PBS_ARRAYID")
+
+
+def ranks(env: Mapping[str, str]) -> Ranks:
+    """Raises NotJoinedError: nothing says which rank this is."""
+    if one_of_several(env):
+        variable = next(name for name in _STARTERS if name in env)
+        raise not_joined(
+            shown(env, [variable]),
+            f"{_STARTERS[variable]} has started this process, and does not tell it how many there are",
+            f"start the script with mpirun, or with rankwise run -H HOST1,HOST2, or set {_VARIABLES_OF_RANKS} for each",
+        )
+    if (found := _job_of_several(env)) is not None:
+        variable, count = found
+        raise not_joined(
+            shown(env, [variable]),
+            f"this is one process of {_HOSTS[variable]} of {count} hosts",
+            "start the script on all of them with what the site has for it (jsrun, mpirun), or with rankwise run -H "
+            "HOST1,HOST2; for this host alone: rankwise run script.py",
+        )
+    return single("a job of one host")
+
+
+def _job_of_several(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """(the variable that says so, how many hosts); None for one host, and where nothing says so."""
+    counts = {
+        "LSB_MCPU_HOSTS": len(env.get("LSB_MCPU_HOSTS", "").split()) // 2,  # host1 16 host2 16
+        "PBS_NUM_NODES": _number(env.get("PBS_NUM_NODES")),
+        "SM_HOSTS": _length(env.get("SM_HOSTS")),
+        "AWS_BATCH_JOB_NUM_NODES": _number(env.get("AWS_BATCH_JOB_NUM_NODES")),
+    }
+    return next(((name, count) for name, count in counts.items() if count > 1), None)
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else 1
+
+
+def _length(text: str | None) -> int:
+    try:
+        found = json.loads(text or "[]")
+    except ValueError:
+        return 1
+    return len(found) if isinstance(found, list) else 1
