@@ -6,11 +6,14 @@ run = RunDir(run_path(world, None));  life, lease = claim(run, world, fresh=Fals
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rankwise import log, schedulers
 from rankwise.config import default_run_dir
+from rankwise.errors import ConfigError
 from rankwise.guards import run_on_main
 from rankwise.lease import Lease
 from rankwise.rundir import Life, RunDir
@@ -23,7 +26,7 @@ def run_path(world: World, run_dir: str | os.PathLike[str] | None) -> Path:
     if world.run_dir is None:
         if run_dir is not None:
             return Path(run_dir).absolute()
-        return schedulers.job_folder(os.environ) or default_run_dir(Path(_script()).stem)
+        return schedulers.job_folder(os.environ) or default_run_dir(schedulers.named_by_task(Path(_script()).stem, os.environ))
     if run_dir is not None and Path(run_dir).absolute() != world.run_dir:
         log.say(f"writing in {short(world.run_dir)}, which the launcher made; for run_dir={run_dir} type --run-dir {run_dir}")
     return world.run_dir
@@ -46,6 +49,43 @@ def claim(run: RunDir, world: World, fresh: bool) -> tuple[Life, Lease | None]:
         return run.begin_life(world.world_size, tuple(sys.argv), fresh=fresh)
 
     return run_on_main(prepare), lease
+
+
+def already_done(run: RunDir, world: World, steps: int) -> str:
+    """Collective. What is said where a run has nothing left to train.
+
+    Raises ConfigError where other arguments than this life's have trained it: exit status 0 would say that these have.
+    """
+    launched = world.run_dir is not None
+    run_on_main(_refuse_other_arguments, [run, steps, launched])
+    more = "for more, raise max_steps or max_epochs"
+    return f"already done: {steps} steps; {more}; for a new run: {'--fresh' if launched else 'fresh=True'}"
+
+
+def _refuse_other_arguments(run: RunDir, steps: int, launched: bool) -> None:
+    lives = run.lives()
+    now, trained = lives[-1], _trained_last(run, lives)
+    if trained is None or _arguments(trained) == _arguments(now):
+        return
+    named, anew = ("--name NAME", "--fresh") if launched else ("run_dir=FOLDER", "fresh=True")
+    raise ConfigError(
+        f"already done: the {steps} steps of the run in {short(run.path)} were trained as `{shlex.join(trained.argv)}`, and "
+        f"this is `{shlex.join(now.argv)}`, of which nothing was trained; for a training of its own: {named}; to train it "
+        f"from the beginning: {anew}; for more steps raise max_steps or max_epochs"
+    )
+
+
+def _trained_last(run: RunDir, lives: Sequence[Life]) -> Life | None:
+    """The life that has trained last, by what it has measured; where nothing was, the last that has ended as it should."""
+    numbers = [record.get("life") for record in run.read_metrics() if isinstance(record, dict)]
+    if numbers:
+        return next((life for life in lives if life.life == numbers[-1]), None)
+    return next((life for life in reversed(lives[:-1]) if life.status == 0), None)
+
+
+def _arguments(life: Life) -> tuple[str, ...]:
+    """Those of the script: `-m` and a module are its name."""
+    return life.argv[2:] if life.argv[:1] == ("-m",) else life.argv[1:]
 
 
 def _set_aside(run: RunDir) -> None:

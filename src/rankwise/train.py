@@ -32,7 +32,7 @@ from rankwise import optimizer as optimizers
 from rankwise.actions import Action, Log, every
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint.best import check_name
-from rankwise.claim import claim, run_path
+from rankwise.claim import already_done, claim, run_path
 from rankwise.data import Loader
 from rankwise.data.batching import of_all_ranks
 from rankwise.device import local_device
@@ -447,8 +447,7 @@ class Trainer:
         if manifest is None and len(self.run.lives()) > 1:
             log.say("no checkpoint of an earlier life to go on from: from the beginning")
         elif manifest is not None and self._done(state):
-            anew = "--fresh" if self.world.run_dir is not None else "fresh=True"
-            log.say(f"already done: {state.step} steps; for more, raise max_steps or max_epochs; for a new run: {anew}")
+            log.say(already_done(self.run, self.world, state.step))
         elif manifest is not None:
             log.say(f"going on from step {state.step} (epoch {state.epoch + 1})")
             now = self._numerics()

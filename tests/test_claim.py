@@ -1,0 +1,74 @@
+"""The run directory of a training: whose it is, and what is said where nothing is left to train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rankwise.claim import already_done, run_path
+from rankwise.errors import ConfigError
+from rankwise.rundir import RunDir
+from rankwise.world import World
+
+ALONE = World(0, 1, 0, 1, 0, "local")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """One life has trained it, as `train.py --lr 1`."""
+    made = RunDir(tmp_path / "run")
+    made.prepare(fresh=False)
+    made.update_life(made.begin_life(1, ("train.py", "--lr", "1")), status=0)
+    made.metrics.write_text('{"life": 1, "step": 12, "loss": 0.5}\n')
+    return made
+
+
+def test_a_run_that_is_done_says_so_to_the_command_that_has_trained_it(run: RunDir) -> None:
+    run.begin_life(1, ("/else/where/train.py", "--lr", "1"))
+    assert already_done(run, ALONE, 12) == (
+        "already done: 12 steps; for more, raise max_steps or max_epochs; for a new run: fresh=True"
+    )
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_other_arguments_than_those_that_have_trained_it_are_an_error_however_often_they_are_tried(
+    run: RunDir, times: int
+) -> None:
+    for _ in range(times):
+        run.begin_life(1, ("train.py", "--lr", "2"))
+        with pytest.raises(ConfigError, match=r"trained as `train.py --lr 1`, and this is `train.py --lr 2`.*fresh=True"):
+            already_done(run, ALONE, 12)
+
+
+def test_under_a_launcher_its_options_are_what_to_type(run: RunDir) -> None:
+    run.begin_life(1, ("train.py", "--lr", "2"))
+    launched = World(0, 1, 0, 1, 0, "torchrun", run_dir=run.path)
+    with pytest.raises(ConfigError, match=r"for a training of its own: --name NAME; .* from the beginning: --fresh"):
+        already_done(run, launched, 12)
+
+
+def test_arguments_that_have_trained_the_rest_of_it_themselves_are_right(run: RunDir) -> None:
+    run.begin_life(1, ("train.py", "--lr", "2"))
+    with run.metrics.open("a") as file:
+        file.write('{"life": 2, "step": 24, "loss": 0.4}\n')
+    assert already_done(run, ALONE, 24).startswith("already done: 24 steps")
+
+
+def test_without_figures_the_last_life_that_has_ended_well_is_asked(run: RunDir) -> None:
+    run.metrics.unlink()
+    run.begin_life(1, ("train.py", "--lr", "2"))
+    with pytest.raises(ConfigError, match=r"trained as `train.py --lr 1`"):
+        already_done(run, ALONE, 12)
+
+
+def test_a_module_and_the_file_that_it_is_have_the_same_arguments(run: RunDir) -> None:
+    run.begin_life(1, ("-m", "package.train", "--lr", "1"))
+    assert already_done(run, ALONE, 12)
+
+
+def test_in_a_job_array_each_task_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = run_path(ALONE, None)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert run_path(ALONE, None) == before.with_name(f"{before.name}-3")
+    assert run_path(ALONE, tmp_path) == tmp_path
