@@ -476,7 +476,7 @@ def test_a_second_ctrl_c_in_a_training_is_no_failure(launch) -> None:
     wait_for(lambda: run.steps() >= 1, "a step")
     run.process.send_signal(signal.SIGINT)
     wait_for(
-        lambda: "SIGINT: all ranks stop after the step they are in, and save; Ctrl-C again kills them" in run.output(),
+        lambda: "SIGINT: all ranks stop after the step they are in, and save\n" in run.output(),  # no terminal, no Ctrl-C
         "an answer",
     )
     run.process.send_signal(signal.SIGINT)
@@ -496,3 +496,21 @@ def test_forgetting_to_join_is_an_error_and_no_lonely_training(launch) -> None:
     run = launch(f"import rankwise, torch\nmodel = torch.nn.Linear(2, 2)\n{attached}")
     assert run.wait() == 2
     assert "has not joined the others; call rankwise.init() first" in run.output()
+
+
+LISTENS = """
+import psutil, rankwise, torch.distributed as dist
+for again in range(2):
+    world = rankwise.init()
+    rankwise.barrier()
+    found = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == world.master_port and not c.raddr}
+    print("store", sorted(found), flush=True)
+    dist.destroy_process_group()
+"""
+
+
+def test_the_store_of_a_run_on_one_machine_listens_on_loopback_alone_and_once_more_after_it_was_destroyed(launch) -> None:
+    run = launch(LISTENS)
+    assert run.wait() == 0, run.output()
+    assert run.run.log(0).read_text() == "store ['127.0.0.1']\n" * 2
+    assert run.run.log(1).read_text() == "store []\n" * 2

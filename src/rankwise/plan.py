@@ -6,6 +6,7 @@ rundir.write_json(run.plan, plan.record());  plan = Plan.load(run.plan)
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,12 @@ class Plan:
     checkpoint_scope: str = "main"
     """Whose first rank writes a Trainer's checkpoints: `main`, that of the run, or `node`, that of each node."""
 
+    terminal: bool = True
+    """Whether the launcher prints to a terminal: an agent may find one that mpirun made, and that leads to a file."""
+
+    attended: bool = False
+    """Whether somebody at a terminal sees what the agents say, and may type Ctrl-C."""
+
     launcher_holds: bool = False
     """The launcher has the right to write in the run directory as long as the run lives; otherwise the head takes it."""
 
@@ -130,7 +137,10 @@ class Plan:
         try:
             record: Any = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise RunDirError(f"{path}: no plan can be read there ({error})") from None
+            raise RunDirError(
+                f"{path}: no plan can be read there on {platform.node()} ({error}); every node must see the run directory "
+                "under one path: type --run-dir PATH, a folder on a file system that all nodes share"
+            ) from None
         return cls.of(record, str(path))
 
     @classmethod

@@ -23,9 +23,10 @@ _CLEAR_LINE = b"\r\x1b[K"
 class Terminal:
     """The one writer of an output stream. Bytes go through untouched: what a script prints is its own business."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, plain: bool = False) -> None:
+        """`plain`: lines alone, whatever the stream is."""
         self._fd = stream.fileno()
-        self.is_tty = os.isatty(self._fd)
+        self.is_tty = os.isatty(self._fd) and not plain
         self._status = b""
         self._shown = False
         self._at_line_start = True

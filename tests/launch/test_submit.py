@@ -250,7 +250,62 @@ def test_a_job_that_ends_before_it_begins_is_a_failure_with_its_reason(rankwise:
     fake.says("PENDING Resources", "CANCELLED None 0:15")
     done = rankwise("run", "--on", "slurm", "--wait", "train.py")
     assert done.returncode == 143
-    assert done.stderr.splitlines()[-1].startswith("rankwise: job 12: CANCELLED, exit status 143; what it printed: ")
+    assert done.stderr.splitlines()[-1] == (
+        "rankwise: job 12: CANCELLED, exit status 143 before any rank was started; it printed nothing"
+    )
+
+
+def test_a_job_that_its_scheduler_will_never_start_is_not_waited_for_without_end(rankwise: Run, fake: FakeSlurm) -> None:
+    never = "PENDING DependencyNeverSatisfied"
+    fake.says("PENDING Resources", "RUNNING", never, "PENDING Priority", "RUNNING", never, never)
+    done = rankwise("run", "--on", "slurm", "--wait", "train.py")
+    assert (done.returncode, fake.cancelled) == (1, "")
+    assert done.stderr.splitlines()[-1] == (
+        "rankwise: no longer waited for: job 12 does not start by itself; it stays in the queue, to be mended; to take it out: "
+        "rankwise cancel train"
+    )
+
+
+def test_a_job_whose_folder_no_node_sees_says_so_and_what_to_type(rankwise: Run, fake: FakeSlurm) -> None:
+    fake.command("scontrol", "echo 'JobId=12 JobState=FAILED Reason=JobLaunchFailure Dependency=(null) ExitCode=0:53'")
+    done = rankwise("run", "--on", "slurm", "--wait", "train.py")
+    assert done.returncode == 181
+    last = done.stderr.splitlines()[-1]
+    assert "its first node could not begin it: it does not see the run directory" in last
+    assert "type --run-dir PATH, a folder on a file system that all nodes share" in last
+    assert "what it printed" not in last
+
+
+SAVES = """
+import os, signal, sys, time
+from rankwise.world import agent_row, discover
+row = agent_row(discover(os.environ))
+row.join()
+row.flag, step = signal.SIGTERM, 1
+while row.pass_gate(step):
+    step += 1
+    time.sleep(0.01)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize(("source", "job", "status"), [(SAVES, 0, 75), ("raise SystemExit(75)", 75, 75)])
+def test_a_stop_that_has_saved_is_no_failed_job_and_still_the_status_of_who_waits(
+    rankwise: Run, fake: FakeSlurm, source: str, job: int, status: int
+) -> None:
+    fake.command("srun", 'while test "${1#--}" != "$1"; do shift; done; exec "$@"')
+    log = "$(sed -n 's/^#SBATCH --chdir=//p' \"$2\")/logs/job-12.log"
+    fake.command(
+        "sbatch", f'cd "$(dirname "$2")"; OMP_NUM_THREADS=1 bash "$2" > "{log}" 2>&1; echo $? > {fake.folder}/left; echo 12'
+    )
+    fake.command(
+        "scontrol", f'echo "JobId=12 JobState=COMPLETED Reason=None Dependency=(null) ExitCode=$(cat {fake.folder}/left):0"'
+    )
+    Path("train.py").write_text(f"import os\nos.environ['X'] = '1'\n{source}\n")
+    done = rankwise("run", "--on", "slurm", "--nproc", "1", "--wait", "train.py", env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert (done.returncode, (fake.folder / "left").read_text()) == (status, f"{job}\n"), done.stdout + done.stderr
+    assert train().lives()[-1].status == 75
+    assert "Ctrl-C" not in train().job_log("12").read_text()
 
 
 def test_ctrl_c_ends_the_waiting_and_not_the_job(fake: FakeSlurm) -> None:

@@ -136,7 +136,7 @@ class Head:
         self._held = self._released = False
         self._signalled: set[int] = set()
         records = tuple(
-            PartRecord(part.introduction.host, order.first, part.introduction.ranks, part.introduction.page)
+            PartRecord(part.introduction.host, order.first, part.introduction.ranks, part.introduction.page, order.store)
             for part, order in zip(parts, orders, strict=True)
         )
         todo = list(zip(parts, orders, strict=True))
@@ -296,7 +296,8 @@ class Head:
             for part in parts:
                 part.hold(self._stop_signal)
             name = signal.Signals(self._stop_signal).name
-            self._say(f"{name}: all ranks stop after the step they are in, and save; Ctrl-C again kills them")
+            again = "; Ctrl-C again kills them" if self._plan.attended else ""
+            self._say(f"{name}: all ranks stop after the step they are in, and save{again}")
         for part in parts:
             outside = [rank for rank in part.facts.alive if rank not in joined and rank not in self._signalled]
             if outside:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import platform
 import secrets
+import shutil
 import signal
 import sys
 import time
@@ -58,6 +59,7 @@ def _begin(words: list[str]) -> int:
     if words[1:2] == ["--node"]:
         return _calling(None, run, int(words[2]), _start_of_this_job(os.environ), Waiting(os.getppid()))
     plan = Plan.load(run.plan)
+    _enter(plan)
     scheduler = schedulers.BY_NAME[plan.on]
     index = _index(plan, scheduler)
 
@@ -68,6 +70,19 @@ def _begin(words: list[str]) -> int:
         return _calling(plan, run, index, _start(scheduler, os.environ), waiting)
 
     return body(None) if plan.launcher_pid else _guarded(body)
+
+
+def _enter(plan: Plan) -> None:
+    """Into the folder that the script runs in. Raises ConfigError for what of the run this host does not have."""
+    cure = "every host needs it in the same place, by a shared file system or a copy"
+    try:
+        os.chdir(plan.cwd)
+    except OSError as error:
+        raise ConfigError(f"{platform.node()} has no {plan.cwd} ({str(error.strerror).lower()}): the script: {cure}") from None
+    if plan.interpreter and shutil.which(plan.interpreter[0]) is None:
+        raise ConfigError(f"{platform.node()} has no Python {plan.interpreter[0]}, which is to run the script: {cure}")
+    if plan.interpreter and plan.argv[0] != "-m" and not Path(plan.argv[0]).exists():
+        raise ConfigError(f"{platform.node()} has no script {plan.argv[0]} in {plan.cwd}: {cure}")
 
 
 def _index(plan: Plan, scheduler: ModuleType) -> int:
@@ -110,7 +125,7 @@ def _pass_on(writer: int, signum: int) -> None:
 def _head(plan: Plan, run: RunDir, scheduler: ModuleType, waiting: Waiting) -> int:
     processes.become_subreaper()
     lease = run.take() if not plan.launcher_holds else None
-    screen = Screen(Terminal(sys.stdout))
+    screen = Screen(Terminal(sys.stdout, plain=not plan.terminal))
     secret = _secret_of_all(plan)
     door, node, roster, status = None, None, None, 1
     try:
@@ -163,8 +178,18 @@ def _head(plan: Plan, run: RunDir, scheduler: ModuleType, waiting: Waiting) -> i
             node.close()
         if lease is not None:
             lease.release()
-    again = status == EXIT_PREEMPTED and plan.job.get("requeue") and "within" not in plan.job
-    return getattr(scheduler, "AGAIN", status) if again else status
+    return _told_to_the_starter(status, plan, run, scheduler)
+
+
+def _told_to_the_starter(status: int, plan: Plan, run: RunDir, scheduler: ModuleType) -> int:
+    """The agent's exit status. A queue that is to start the job once more has its own; in one that is not, a stop that has
+    saved is no failure of the job: what the run came to is in its own record.
+    """
+    if status != EXIT_PREEMPTED or plan.launcher_holds or "within" in plan.job or not hasattr(scheduler, "allocated"):
+        return status
+    if plan.job.get("requeue"):
+        return getattr(scheduler, "AGAIN", status)
+    return 0 if run.lives()[-1].outcome.startswith("stopped") else status
 
 
 def _slots(plan: Plan, index: int) -> int:
@@ -222,12 +247,13 @@ def _calling(plan: Plan | None, run: RunDir, index: int, start: str, waiting: Wa
     plan = Plan.load(run.plan)
     if plan.run_id != record["run_id"]:
         raise RunDirError(f"{run.plan} is of another run than the head's; do all nodes see the same {run.path}?")
+    _enter(plan)
     ways = [*(["127.0.0.1"] if record["home"] == network.home() else []), *record["addresses"]]
     return _join(plan, run, index, waiting, ways, int(record["port"]), str(record["secret"]))
 
 
 def _join(plan: Plan, run: RunDir, index: int, waiting: Waiting, ways: Sequence[str], port: int, secret: str) -> int:
-    node = Node(plan, run, index, waiting, Screen(Terminal(sys.stdout)), _slots(plan, index))
+    node = Node(plan, run, index, waiting, Screen(Terminal(sys.stdout, plain=not plan.terminal)), _slots(plan, index))
     try:
         patience = _Patience(index, waiting)
         while True:
@@ -304,13 +330,7 @@ def _called(guard: int) -> int:
     os.environ.update({name: value for name, value in greeting["environment"].items() if name not in _OF_THE_HOST})
     plan = Plan.of(greeting["plan"], "what the head said")
     index, secret = int(greeting["node"]), str(greeting["secret"])
-    try:
-        os.chdir(plan.cwd)
-    except OSError as error:
-        raise ConfigError(
-            f"{platform.node()} has no {plan.cwd} ({str(error.strerror).lower()}): every host needs the script in the same "
-            "place, by a shared file system or a copy"
-        ) from None
+    _enter(plan)
     node = Node(plan, RunDir(Path(plan.run_dir)), index, waiting, Wire(link), int(greeting["ranks"]))
     door = None
     try:

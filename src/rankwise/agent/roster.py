@@ -229,6 +229,8 @@ class Roster:
         status = called.process.poll() or 0
         end = f"was killed by {signal.Signals(-status).name}" if status < 0 else "ended without a word"
         own = words.splitlines()[-1].removeprefix("rankwise: ") if words else f"{called.command[0]} {end}"
+        if self._command[0] in own:
+            own += "; every host needs this Python, with rankwise, under this path"
         return self._by.refusal(called.host.name, words) or own
 
     def _drop_call(self, index: int) -> None:
@@ -365,6 +367,7 @@ class Roster:
                     per_node=per_node,
                     master_addr=routes.get(me.home) or address,
                     master_port=first.port,
+                    store=address if len({route for route in routes.values() if route}) < 2 else "",
                 )
             )
             done += me.ranks

@@ -28,6 +28,7 @@ from rankwise.functions import calls
 from rankwise.launch import status
 from rankwise.launch.follow import End
 from rankwise.rundir import Job, RunDir
+from rankwise.schedulers import named_by_task
 from rankwise.schedulers.job import slug
 
 _TICK_S = 0.02
@@ -99,7 +100,12 @@ def _config(name: str, given: Mapping[str, Any], wait: bool) -> RunConfig:
     found |= {key: tuple(value) for key, value in found.items() if isinstance(value, list)}
     if "run_dir" in found:
         found["run_dir"] = os.fspath(found["run_dir"])
-    own = {"argv": (WORKER, name), "module": True, "name": slug(name.rpartition(".")[2]), "wait": wait}
+    own = {
+        "argv": (WORKER, name),
+        "module": True,
+        "name": named_by_task(slug(name.rpartition(".")[2]), os.environ),
+        "wait": wait,
+    }
     return RunConfig.of(*site_settings(os.environ), own, found)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankwise.config import RunConfig
-from rankwise.errors import RunDirError
+from rankwise.errors import EXIT_PREEMPTED, RunDirError
 from rankwise.launch import status
 from rankwise.launch.conclude import conclude, say
 from rankwise.rundir import Job, RunDir
@@ -142,11 +142,21 @@ def wait(run: RunDir, job: Job, lives: int, config: RunConfig) -> int:
     _show([Tail(run.job_log(job.id))], end.goes_on)
     newest = run.lives()[lives:][-1:]
     exit_status = end.status if end.status is not None else newest[0].status if newest else None
+    if end.stuck:
+        say(
+            f"no longer waited for: job {job.id} does not start by itself; it stays in the queue, to be mended; to take it "
+            f"out: rankwise cancel {status.typed(run)}"
+        )
+        return 1
+    if newest and newest[0].status == EXIT_PREEMPTED and exit_status == 0:
+        exit_status = EXIT_PREEMPTED  # to its scheduler a job that has stopped as it was asked, and saved, has not failed
     if exit_status is None:
         say(f"job {job.id}: {end.reason}; how it ended is not known")
         return 1
     if not newest or newest[0].status is None:
-        say(f"job {job.id}: {end.reason}, exit status {exit_status}; what it printed: {short(run.job_log(job.id))}")
+        log = run.job_log(job.id)
+        printed = f"what it printed: {short(log)}" if log.exists() else "it printed nothing"
+        say(f"job {job.id}: {end.reason}, exit status {exit_status} before any rank was started; {printed}")
         return exit_status
     return conclude(run, exit_status, lives, config)
 
@@ -160,6 +170,9 @@ class End:
         self._forgotten_since: float | None = None
         self.status: int | None = None
         self.reason = ""
+        self.stuck = False
+        """It would be waited for without end."""
+        self._seen_stuck = False
 
     def goes_on(self) -> bool:
         if not self._interval.over():
@@ -168,6 +181,10 @@ class End:
         if state.reason != self.reason and state.phase in ("waiting", "stuck"):
             say(f"job {self._job.id}: {state.reason}")
         self.reason, self.status = state.reason, state.status
+        # Twice: what a scheduler says of a job between two of its states need not last.
+        self.stuck, self._seen_stuck = state.phase == "stuck" and self._seen_stuck, state.phase == "stuck"
+        if self.stuck:
+            return False
         if state.phase != "unknown":
             self._forgotten_since = None
             return state.phase != "ended"

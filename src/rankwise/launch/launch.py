@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
-from rankwise import machine, processes
+from rankwise import machine, processes, schedulers
 from rankwise.config import RunConfig
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
 from rankwise.launch import backend, code, join, script, submit
@@ -39,12 +40,16 @@ def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None)
     """
     started = None if config.allow_independent else join.together(env)
     program = script.find(config)
-    run = RunDir(config.path(program.run_name))
+    run = RunDir(config.path(schedulers.named_by_task(program.run_name, env)))
     if started is not None and started.tasks.index > 0:
         return join.follow(started, run)
     choice = choose(config, env) if started is None else join.choice(started, config)
     if choice.node_rank > 0:  # the run's own folder is the first node's; where it is seen from here its logs go there too
         run = RunDir(run.path.with_name(f".{run.path.name}-node-{choice.node_rank}"))
+    if program.no_torch is not None:
+        if choice.is_here:
+            raise ConfigError(program.no_torch)
+        say(f"warning: {program.no_torch}")  # what the job sets up first may give it one
     if choice.is_here:
         environment = machine.visible(config.gpus, env)
         nproc, why = machine.ranks_for(config.nproc, {**env, **environment})
@@ -156,6 +161,8 @@ def _plan(
         launcher_pid=os.getpid() if choice.attached and not config.dry_run and not choice.starts_agents else 0,
         fresh=config.fresh,
         checkpoint_scope=config.checkpoint_scope,
+        terminal=choice.attached and sys.stdout.isatty(),
+        attended=choice.attached and sys.stderr.isatty(),
         launcher_holds=choice.attached and not config.dry_run,
     )
 

@@ -9,6 +9,7 @@ import ast
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,9 @@ class Program:
     pitfalls: tuple[str, ...] = ()
     """What in it goes wrong with more ranks than one, a sentence each."""
 
+    no_torch: str | None = None
+    """Where it is certain to import torch, and which Python has none; None if that may go well."""
+
     @property
     def name(self) -> str:
         """What a person calls it."""
@@ -70,6 +74,7 @@ class ScriptFacts:
     keep_cold: str | None
     nccl_line: int | None = None
     pitfalls: tuple[str, ...] = ()
+    torch_line: int | None = None
 
 
 def find(config: RunConfig) -> Program:
@@ -84,7 +89,14 @@ def find(config: RunConfig) -> Program:
     if program.argv[0] == "-m":
         return _examine_module(program) if program.interpreter == ours else program
     facts = examine(program.argv[0])
-    return Program(program.interpreter, program.argv, facts.keep_cold, facts.nccl_line, facts.pitfalls)
+    no_torch = None
+    if facts.torch_line is not None and program.interpreter == ours and not _has_torch():
+        there = shlex.join(program.argv)
+        no_torch = (
+            f"{program.name}, line {facts.torch_line}: it imports torch, and {sys.executable}, which runs rankwise, has none; "
+            f"name the Python that has it: rankwise run -- /path/to/python {there}"
+        )
+    return Program(program.interpreter, program.argv, facts.keep_cold, facts.nccl_line, facts.pitfalls, no_torch)
 
 
 def _python_command(argv: tuple[str, ...]) -> Program | None:
@@ -163,7 +175,26 @@ def examine(script: str) -> ScriptFacts:
         # What it sees of the machine may be its own choice.
         nccl_line=backend.asks_for_nccl(tree) if b"VISIBLE_DEVICES" not in source else None,
         pitfalls=tuple(pitfalls(tree)),
+        torch_line=_import_of_torch(tree),
     )
+
+
+def _import_of_torch(tree: ast.Module) -> int | None:
+    """The line of one that is certain to run: a statement of the module itself."""
+    for node in tree.body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module or ""]
+        if any(name.split(".")[0] == "torch" for name in names):
+            return node.lineno
+    return None
+
+
+def _has_torch() -> bool:
+    try:
+        return importlib.util.find_spec("torch") is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _shown(error: SyntaxError | ValueError) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,6 +39,28 @@ def one_line(text: str, what: str) -> str:
     if re.search(r"[\x00-\x1f\x7f]", text):
         raise ConfigError(f"{what} {text!r}: a job's script cannot carry a newline or another control character; take it out")
     return text
+
+
+_AGENT = (
+    '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1: every node needs it under this path; install rankwise on a '
+    'file system that all nodes share, and start that one" >&2; exit 2; }; exec "$@"'
+)
+
+
+def agent(run_dir: str = "") -> str:
+    """The words that start an agent on a node, for a shell to read: a node without this Python says so, in words of ours.
+
+    What starts processes there has its own, and some lose them: of plain srun's a twentieth never come. `run_dir` empty: it
+    follows.
+    """
+    words = ["/bin/sh", "-c", _AGENT, "sh", sys.executable, "-m", "rankwise.agent"]
+    return shlex.join([*words, run_dir] if run_dir else words)
+
+
+def enter(folder: str) -> str:
+    """The line of a job's text that enters the folder of the script. The shell's own words name it where it is not there."""
+    why = "the script runs there: every node needs it under this path, on a file system that they share, or as a copy"
+    return f'cd {shlex.quote(folder)} || {{ echo "rankwise: $(uname -n) lacks that folder; {why}" >&2; exit 2; }}'
 
 
 def call(command: Sequence[str], missing: str, cwd: str | None = None) -> subprocess.CompletedProcess[str]:
