@@ -40,6 +40,15 @@ open(f"sum-{dist.get_rank()}", "w").write(str(int(total)))
 dist.destroy_process_group()
 """
 
+LISTENS = """
+import psutil, rankwise
+world = rankwise.init(join_timeout_s=60)
+rankwise.barrier()
+found = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == world.master_port and not c.raddr]
+print(world.rank, *found, flush=True)
+"""
+"""Each rank prints where the store listens, if it is its own."""
+
 GATE = """
 import os, signal, sys, time
 from rankwise.world import agent_row, discover

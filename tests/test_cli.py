@@ -270,3 +270,21 @@ def test_a_site_file_spares_the_user_an_option(rankwise: Run, tmp_path: Path) ->
     (tmp_path / "configuration" / "rankwise.toml").write_text("nproc = 3")
     told = rankwise("run", "script.py", env={**os.environ, "XDG_CONFIG_HOME": str(tmp_path / "configuration")})
     assert "one of 3" in told.stdout
+
+
+def test_without_torch_in_this_python_a_script_that_needs_it_is_refused_here_and_warned_of_elsewhere(
+    rankwise: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import sys\nclass No:\n    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n            raise ModuleNotFoundError(name)\nsys.meta_path.insert(0, No())\n"
+    )
+    Path("train.py").write_text("import torch\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    here = rankwise("run", "--nproc", "1", "train.py", env=env)
+    assert (here.returncode, here.stdout) == (2, "")
+    assert "which runs rankwise, has none; name the Python that has it: rankwise run -- /path/to/python train.py" in here.stderr
+    there = rankwise("run", "--on", "slurm", "--dry-run", "train.py", env=env)
+    assert there.returncode == 0
+    assert there.stderr.startswith("rankwise: warning: train.py, line 1: it imports torch, and ")

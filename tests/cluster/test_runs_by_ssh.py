@@ -15,6 +15,7 @@ import pytest
 from cluster_runs import (
     FOR_EVER,
     GATE,
+    LISTENS,
     RUN,
     SUM,
     TELL,
@@ -39,6 +40,15 @@ pytestmark = pytest.mark.cluster
 New = Callable[..., Launched]
 TWO_NAMES = ("node1", "node2")
 TWO = ("-H", "node1:2,node2:1")
+
+
+def test_the_store_of_a_run_listens_at_the_one_address_by_which_the_other_hosts_come(hosts: Start, launch: New) -> None:
+    run = launch(*TORCH, *TWO, "--tee", "all", write(LISTENS))
+    status, out = run.wait()
+    assert status == 0, out
+    assert sorted(line for line in out.splitlines() if line.startswith("[rank")) == [
+        "[rank 0] 0 10.88.0.1", "[rank 1] 1", "[rank 2] 2",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("at", ["head", "node1"])

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cluster_runs import LISTENS, write
 from clusters import PYTHON, ROOT, Start, mpich, nothing_is_left, openmpi, ranks, script, slurm
 
 __all__ = ["mpich", "openmpi", "script", "slurm"]  # fixtures
@@ -24,6 +25,11 @@ def test_rank_0_on_the_second_host_announces_that_hosts_address(slurm: Start, sc
     Path("hosts").write_text("node2\nnode2\nnode1\n")
     done = slurm("srun", "-m", "arbitrary", "-N2", "-n3", PYTHON, script, SLURM_HOSTFILE="hosts")
     assert ranks(done) == [[0, 3, 0, 2, 1, 6], [1, 3, 1, 2, 1, 6], [2, 3, 0, 1, 0, 6]]
+
+
+def test_the_store_of_tasks_that_meet_by_a_file_listens_at_the_address_by_which_they_come(slurm: Start) -> None:
+    done = slurm("srun", "-N2", "--ntasks-per-node=2", PYTHON, write(LISTENS))
+    assert sorted(done.stdout.splitlines()) == ["0 10.88.0.1", "1", "2", "3"], done.stderr
 
 
 def test_steps_at_once_in_one_folder_do_not_meet_each_other(slurm: Start, script: str) -> None:

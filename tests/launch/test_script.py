@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rankwise.config import RunConfig
 from rankwise.errors import ConfigError
+from rankwise.launch import script
 from rankwise.launch.script import examine
 
 
@@ -159,3 +161,29 @@ def test_these_writes_are_seen_too(write: str) -> None:
 def test_these_need_no_cold_start(write: str) -> None:
     Path("train.py").write_text(f"import os\n{write}\nimport torch\n")
     assert examine("train.py").keep_cold is None
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("import os\nimport torch.nn as nn", 2),
+        ("from torch import nn", 1),
+        ("try:\n    import torch\nexcept ImportError:\n    torch = None", None),
+        ("def main():\n    import torch", None),
+        ("import torchish\nfrom .torch import nn", None),
+    ],
+)
+def test_an_import_of_torch_that_is_certain_to_run_is_known_by_its_line(source: str, line: int | None) -> None:
+    Path("train.py").write_text(source)
+    assert examine("train.py").torch_line == line
+
+
+def test_a_script_that_needs_torch_is_told_what_to_type_where_this_python_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("train.py").write_text("import torch\n")
+    assert script.find(RunConfig(argv=("train.py", "--lr", "1"))).no_torch is None
+    monkeypatch.setattr(script, "_has_torch", lambda: False)
+    found = script.find(RunConfig(argv=("train.py", "--lr", "1"))).no_torch
+    assert found is not None
+    assert found.startswith("train.py, line 1: it imports torch, and ")
+    assert found.endswith("rankwise run -- /path/to/python train.py --lr 1")
+    assert script.find(RunConfig(argv=("python3", "train.py"), command=True)).no_torch is None

@@ -1,0 +1,89 @@
+"""What an agent finds of a run on its host, what it says to whoever has started it, and to whom it speaks of Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import platform
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_runs import GATE
+from launched import wait_for
+from plans import plan
+
+from rankwise.agent import roles
+from rankwise.errors import ConfigError
+from rankwise.plan import Plan
+from rankwise.rundir import RunDir
+from rankwise.schedulers import local, sge, slurm
+
+HERE = platform.node()
+
+
+def planned(**changes: Any) -> Plan:
+    return plan(str(Path.cwd()), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacks"),
+    [
+        ({"cwd": "/no/where"}, "has no /no/where (no such file or directory): the script"),
+        ({"argv": ("other.py",)}, "has no script other.py in "),
+        ({"interpreter": ("/no/python", "-u")}, "has no Python /no/python, which is to run the script"),
+    ],
+)
+def test_what_a_host_lacks_of_a_run_is_named_with_the_host_and_the_cure(changes: dict[str, Any], lacks: str) -> None:
+    Path("train.py").write_text("")
+    with pytest.raises(ConfigError) as raised:
+        roles._enter(planned(**changes))
+    assert str(raised.value).startswith(f"{HERE} {lacks}")
+    assert str(raised.value).endswith("every host needs it in the same place, by a shared file system or a copy")
+
+
+@pytest.mark.parametrize("changes", [{}, {"argv": ("-m", "package.train")}, {"argv": ("sh", "-c", "true"), "interpreter": ()}])
+def test_a_host_that_has_all_of_it_is_entered(changes: dict[str, Any]) -> None:
+    Path("train.py").write_text("")
+    roles._enter(planned(**changes))
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome", "module", "changes", "told"),
+    [
+        (75, "stopped by SIGUSR1 after step 3", slurm, {}, 0),
+        (75, "stopped by SIGUSR1 after step 3", sge, {}, 0),
+        (75, "stopped by SIGUSR1 after step 3", slurm, {"job": {"requeue": True}}, 75),
+        (75, "stopped by SIGUSR1 after step 3", sge, {"job": {"requeue": True}}, 99),
+        (75, "stopped by SIGUSR1 after step 3", slurm, {"job": {"within": True}}, 75),
+        (75, "stopped by SIGUSR1 after step 3", slurm, {"launcher_holds": True}, 75),
+        (75, "stopped by SIGTERM after step 3", local, {}, 75),
+        (75, "rank 0 left with status 75", slurm, {}, 75),
+        (1, "rank 0 left with status 1", slurm, {}, 1),
+        (0, "all ranks ended with status 0", slurm, {}, 0),
+    ],
+)
+def test_to_its_queue_a_job_that_has_stopped_and_saved_has_not_failed(
+    status: int, outcome: str, module: Any, changes: dict[str, Any], told: int, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    run.prepare(fresh=False)
+    run.update_life(run.begin_life(1, ("train.py",)), status=status, outcome=outcome)
+    assert roles._told_to_the_starter(status, planned(**changes), run, module) == told
+
+
+def test_who_sits_at_a_terminal_is_told_what_a_second_ctrl_c_does() -> None:
+    """tests/test_run.py has the same in a file, where nobody is."""
+    Path("train.py").write_text("import os\nos.environ['X'] = '1'\n" + GATE)
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "rankwise", "run", "--nproc", "1", "train.py"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=slave, stderr=slave) as process:
+        wait_for(Path("joined-0").exists, "the gate")
+        process.send_signal(signal.SIGINT)
+    said = os.read(master, 1 << 16)
+    os.close(master)
+    os.close(slave)
+    assert b"all ranks stop after the step they are in, and save; Ctrl-C again kills them" in said
