@@ -58,14 +58,14 @@ def test_a_folder_of_the_script_that_no_node_sees_is_named(slurm: Start, launch:
     inside = ["sh", "-c", f'cd {own} && exec "$@"', "sh", *RUN]
     status, said = launch(*inside, "--on", "slurm", "--nproc", "1", "--wait", "--run-dir", shared, "train.py").wait()
     assert status == 2
-    assert "rankwise: node1 lacks that folder; the script runs there: every node needs it under this path" in said
+    assert "rankwise: node1 does not see the script's folder; use one on a file system that all nodes share" in said
 
 
 def test_a_python_that_the_nodes_of_slurm_do_not_have_is_named(slurm: Start, launch: Launch, own_python: str) -> None:
     words = ["-m", "rankwise", *RUN[3:], "--on", "slurm", "--nodes", "2", "--nproc", "1", "--wait", write(SAYS)]
     status, said = launch(own_python, *words).wait()
     assert status not in (0, None)
-    assert f" has no Python {own_python}: every node needs it under this path; install rankwise on a file system that" in said
+    assert f" has no Python {own_python}; install rankwise where all nodes see it" in said
     assert "before any rank was started; what it printed: " in said.splitlines()[-1]
 
 
@@ -110,7 +110,7 @@ def test_a_run_directory_that_no_host_of_grid_engine_sees_is_not_waited_for_with
 def test_a_python_that_the_hosts_of_grid_engine_do_not_have_is_named(sge: Start, launch: Launch, own_python: str) -> None:
     status, said = launch(own_python, "-m", "rankwise", *RUN[3:], "--on", "sge", "--wait", write(SAYS)).wait()
     assert status == 2, said
-    assert f" has no Python {own_python}: every node needs it under this path" in said
+    assert f" has no Python {own_python}; install rankwise where all nodes see it" in said
 
 
 # --- job arrays of the user's own

@@ -41,9 +41,9 @@ def one_line(text: str, what: str) -> str:
     return text
 
 
-_AGENT = (
-    '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1: every node needs it under this path; install rankwise on a '
-    'file system that all nodes share, and start that one" >&2; exit 2; }; exec "$@"'
+_CHECK = (
+    '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; '
+    'exec "$@"'
 )
 
 
@@ -53,14 +53,14 @@ def agent(run_dir: str = "") -> str:
     What starts processes there has its own, and some lose them: of plain srun's a twentieth never come. `run_dir` empty: it
     follows.
     """
-    words = ["/bin/sh", "-c", _AGENT, "sh", sys.executable, "-m", "rankwise.agent"]
-    return shlex.join([*words, run_dir] if run_dir else words)
+    words = [sys.executable, "-m", "rankwise.agent", *([run_dir] if run_dir else [])]
+    return f"{shlex.join(['/bin/sh', '-c', _CHECK, 'sh'])} \\\n  {shlex.join(words)}"
 
 
 def enter(folder: str) -> str:
     """The line of a job's text that enters the folder of the script. The shell's own words name it where it is not there."""
-    why = "the script runs there: every node needs it under this path, on a file system that they share, or as a copy"
-    return f'cd {shlex.quote(folder)} || {{ echo "rankwise: $(uname -n) lacks that folder; {why}" >&2; exit 2; }}'
+    why = "does not see the script's folder; use one on a file system that all nodes share"
+    return f'cd {shlex.quote(folder)} || {{ echo "rankwise: $(uname -n) {why}" >&2; exit 2; }}'
 
 
 def call(command: Sequence[str], missing: str, cwd: str | None = None) -> subprocess.CompletedProcess[str]:

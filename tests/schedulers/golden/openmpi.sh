@@ -2,4 +2,5 @@
 cd /home/me || exit 2
 exec mpirun -np 2 --map-by ppr:1:node --bind-to none -H node1,node2 \
   ${PYTHONPATH:+-x PYTHONPATH} ${LD_LIBRARY_PATH:+-x LD_LIBRARY_PATH} \
-  /bin/sh -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1: every node needs it under this path; install rankwise on a file system that all nodes share, and start that one" >&2; exit 2; }; exec "$@"' sh @PYTHON@ -m rankwise.agent /home/me/runs/train </dev/null
+  /bin/sh -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' sh \
+  @PYTHON@ -m rankwise.agent /home/me/runs/train </dev/null

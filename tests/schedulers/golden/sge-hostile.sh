@@ -13,5 +13,6 @@
 #$ -l "x=$(touch x);it's"
 #$ -q "*@!(a|b)"
 
-cd '/home/a b/$(touch x);it'"'"'s "here"' || { echo "rankwise: $(uname -n) lacks that folder; the script runs there: every node needs it under this path, on a file system that they share, or as a copy" >&2; exit 2; }
-exec /bin/sh -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1: every node needs it under this path; install rankwise on a file system that all nodes share, and start that one" >&2; exit 2; }; exec "$@"' sh @PYTHON@ -m rankwise.agent '/home/a b/$(touch x);it'"'"'s "here"/runs/`touch y` & *'
+cd '/home/a b/$(touch x);it'"'"'s "here"' || { echo "rankwise: $(uname -n) does not see the script's folder; use one on a file system that all nodes share" >&2; exit 2; }
+exec /bin/sh -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' sh \
+  @PYTHON@ -m rankwise.agent '/home/a b/$(touch x);it'"'"'s "here"/runs/`touch y` & *'

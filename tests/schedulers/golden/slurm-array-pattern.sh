@@ -8,6 +8,7 @@
 #SBATCH --open-mode=append
 
 exec >>/home/u/runs/100%-"$SLURM_ARRAY_TASK_ID"/logs/job-"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID".log 2>&1
-cd /home/u || { echo "rankwise: $(uname -n) lacks that folder; the script runs there: every node needs it under this path, on a file system that they share, or as a copy" >&2; exit 2; }
+cd /home/u || { echo "rankwise: $(uname -n) does not see the script's folder; use one on a file system that all nodes share" >&2; exit 2; }
 exec srun --export=ALL --nodes=1 --ntasks=1 --ntasks-per-node=1 --kill-on-bad-exit=1 \
-  /bin/sh -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1: every node needs it under this path; install rankwise on a file system that all nodes share, and start that one" >&2; exit 2; }; exec "$@"' sh @PYTHON@ -m rankwise.agent /home/u/runs/100%-"$SLURM_ARRAY_TASK_ID"
+  /bin/sh -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' sh \
+  @PYTHON@ -m rankwise.agent /home/u/runs/100%-"$SLURM_ARRAY_TASK_ID"

@@ -6,7 +6,8 @@
 #SBATCH --output=/dev/null
 #SBATCH --open-mode=append
 
-cd /home/u || { echo "rankwise: $(uname -n) lacks that folder; the script runs there: every node needs it under this path, on a file system that they share, or as a copy" >&2; exit 2; }
+cd /home/u || { echo "rankwise: $(uname -n) does not see the script's folder; use one on a file system that all nodes share" >&2; exit 2; }
 bind=$(scontrol show config | grep -q '^TaskPlugin .*affinity' && echo --cpu-bind=none)
 exec srun --export=ALL --nodes=2 --ntasks=2 --ntasks-per-node=1 $bind --kill-on-bad-exit=1 \
-  /bin/sh -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1: every node needs it under this path; install rankwise on a file system that all nodes share, and start that one" >&2; exit 2; }; exec "$@"' sh @PYTHON@ -m rankwise.agent /home/u/100%
+  /bin/sh -c '[ -x "$1" ] || { echo "rankwise: $(uname -n) has no Python $1; install rankwise where all nodes see it" >&2; exit 2; }; exec "$@"' sh \
+  @PYTHON@ -m rankwise.agent /home/u/100%
