@@ -257,7 +257,7 @@ def _store_of_agent(world: World, timeout: timedelta) -> Any:
     """
     global _groups
     _groups += 1
-    place = (world.master_addr, world.master_port or 0)
+    place = (world.master_addr or "", world.master_port or 0)
     if world.rank == 0 and (address := world_.store_address(world)):
         place = (address, place[1])
         # An OSError: what this process has made there before is there still, and torch shares it.
