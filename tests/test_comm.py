@@ -268,7 +268,10 @@ def listens() -> list[str]:
 
 
 def test_ranks_of_one_machine_that_are_given_an_address_meet_at_that_alone() -> None:
-    tasks = [{**SLURM_STEP[rank], "SLURM_STEP_NUM_TASKS": "2", "GLOO_SOCKET_IFNAME": "lo"} for rank in range(2)]
+    tasks = [
+        {**SLURM_STEP[rank], "SLURM_STEP_NUM_TASKS": "2", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+        for rank in range(2)
+    ]
     for first, second in [on_ranks(2, listens, environ=tasks)]:
         assert set(first) == set(second) == {"127.0.0.1"}
 

@@ -319,7 +319,7 @@ os._exit(0)  # taking torch apart is torch's own: with gloo it aborts now and th
 
 
 def started(env: Env) -> subprocess.Popen[str]:
-    env = {"PATH": os.environ["PATH"], **env}
+    env = {"PATH": os.environ["PATH"], **env, "CUDA_VISIBLE_DEVICES": ""}  # there is no GPU here
     return subprocess.Popen([sys.executable, "-c", SCRIPT], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -346,5 +346,8 @@ def found_by_a_task() -> tuple[int, int, str, float]:
 
 
 def test_with_the_address_that_was_asked_for_the_tasks_of_a_step_find_each_other() -> None:
-    tasks = [{**seen.SLURM_STEP[rank], "SLURM_STEP_NUM_TASKS": "2", "GLOO_SOCKET_IFNAME": "lo"} for rank in range(2)]
+    tasks = [
+        {**seen.SLURM_STEP[rank], "SLURM_STEP_NUM_TASKS": "2", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+        for rank in range(2)
+    ]
     assert on_ranks(2, found_by_a_task, environ=tasks) == [(0, 2, "slurm", 1.0), (1, 2, "slurm", 1.0)]  # it gives the address

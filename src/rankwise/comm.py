@@ -125,19 +125,14 @@ def _join(world: World, backend: str | None, timeout_s: float, join_timeout_s: f
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if world.origin.get("master_addr") == "MASTER_ADDR" and world.source == "torchrun":
-        if world.run_dir is not None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
-            store = _store_of_agent(world, timeout)
-            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
-            return world
+        ours = world.run_dir is not None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
         # Who set these may have made the store itself, as torchrun's agent does: torch knows.
-        if backend is not None:  # it may need no store
+        if backend is not None and (not ours or backend == "mpi"):  # it may need no store
             dist.init_process_group(
                 backend, init_method="env://", rank=world.rank, world_size=world.world_size, timeout=timeout
             )  # fmt: skip
             return world
-        found, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout))  # type: ignore[attr-defined]
-        found.set_timeout(timeout)
-        store: Any = dist.PrefixStore("default_pg", found)  # type: ignore[attr-defined]
+        store = _store_of_agent(world, timeout) if ours else _store_of_torch(world, timeout)
     elif lacks:
         world, store = _meet(world, timeout, join_timeout_s)
     else:
@@ -248,6 +243,13 @@ def _store_at(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
             rendezvous.say(f"rank 0 waits for {waits}")
         time.sleep(0.05)
     return store
+
+
+def _store_of_torch(world: World, timeout: timedelta) -> Any:
+    """What "env://" makes, or finds."""
+    found, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout))  # type: ignore[attr-defined]
+    found.set_timeout(timeout)
+    return dist.PrefixStore("default_pg", found)  # type: ignore[attr-defined]
 
 
 def _store_of_agent(world: World, timeout: timedelta) -> Any:
