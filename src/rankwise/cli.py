@@ -17,6 +17,27 @@ _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 class _Group(click.Group):
     """Prints our own errors in one line; anything else is a bug and keeps its traceback."""
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        """As click's, with standard streams that are closed or cannot be written, and under PYTHONINSPECT."""
+        from rankwise import processes, terminal
+
+        terminal.open_closed_streams()
+        lost = None
+        try:
+            return super().main(*args, **options)
+        except SystemExit as end:
+            status = int(end.code or 0)
+        except OSError as error:
+            if (lost := terminal.unwritten(sys.stdout, error)) is None and terminal.unwritten(sys.stderr, error) is None:
+                raise
+            status = 1 if lost is not None else 2  # 2: an error, which nobody can be told
+        if lost is None:
+            lost = terminal.unwritten(sys.stdout)
+        if lost:
+            click.echo(f"rankwise: what it prints cannot be written to the standard output: {lost}", err=True)
+        terminal.unwritten(sys.stderr)
+        processes.leave(status or (1 if lost is not None else 0))
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)

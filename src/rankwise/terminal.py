@@ -8,10 +8,12 @@ terminal.write(b"a line above it\\n")
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,16 +22,54 @@ from typing import Any, TextIO
 _CLEAR_LINE = b"\r\x1b[K"
 
 
+def open_closed_streams() -> None:
+    """Put /dev/null in place of each standard stream that this process was started without (`<&-`).
+
+    Otherwise the first file or socket that it opens gets that number, and every process below it takes it for the stream.
+    """
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+            os.set_inheritable(null, True)
+            stream = open(null, mode, closefd=False)  # noqa: SIM115  # as long as this process
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
+def unwritten(stream: TextIO, after: OSError | None = None) -> str | None:
+    """Why what was printed there cannot be written, None if it is; empty where its reader has gone (`| head -1`).
+
+    What is left of it is dropped, so that the end of Python does not fail on it. `after`: an error that may have come from
+    there; of an unbuffered stream nothing is left that could tell, so an empty line is tried.
+    """
+    try:
+        if after is not None:
+            stream.write("\n")
+        stream.flush()
+        return None
+    except OSError as error:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+        stream.flush()
+        return "" if error.errno == errno.EPIPE else str(error.strerror)
+
+
 class Terminal:
     """The one writer of an output stream. Bytes go through untouched: what a script prints is its own business."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._fd = stream.fileno()
-        self.is_tty = os.isatty(self._fd)
+    def __init__(self, stream: TextIO | None) -> None:
+        """None, as Python has it for a stream that this process was started without: nothing is printed."""
+        self._fd = stream.fileno() if stream is not None else -1
+        self.is_tty = stream is not None and os.isatty(self._fd)
         self._status = b""
         self._shown = False
         self._at_line_start = True
-        self.closed = False
+        self.closed = stream is None
+        self.lost: str | None = None
+        """Why nothing can be printed any more, where it is not that its reader has gone."""
 
     @property
     def columns(self) -> int:
@@ -78,8 +118,9 @@ class Terminal:
             except BlockingIOError:
                 with contextlib.suppress(OSError):
                     os.set_blocking(self._fd, True)
-            except OSError:
+            except OSError as error:
                 self.closed = True
+                self.lost = str(error.strerror) if error.errno != errno.EPIPE else None
 
 
 def short(path: Path) -> str:

@@ -54,7 +54,10 @@ class Screen:
             print(f"rankwise: {text}", file=sys.stderr, flush=True)
 
     def write(self, data: bytes) -> None:
+        lost = self._terminal.lost
         self._terminal.write(data)
+        if lost != self._terminal.lost:
+            self.say(f"what the ranks print is no longer shown here ({self._terminal.lost}); it is in their logs")
 
     def progress(self, text: str) -> None:
         self._terminal.progress(text)

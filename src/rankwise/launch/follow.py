@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankwise.config import RunConfig
-from rankwise.errors import RunDirError
+from rankwise.errors import OutputError, RunDirError
 from rankwise.launch import status
 from rankwise.launch.conclude import conclude, say
 from rankwise.rundir import Job, RunDir
@@ -117,6 +117,8 @@ def _show(tails: Sequence[Tail], goes_on: Callable[[], bool]) -> None:
     for tail in tails:
         terminal.write(tail.close())
     terminal.end_line()
+    if terminal.lost is not None:
+        raise OutputError(f"what it prints cannot be written to the standard output: {terminal.lost}")
     sys.stdout.flush()
 
 
