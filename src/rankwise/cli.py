@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -17,14 +17,14 @@ _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 class _Group(click.Group):
     """Prints our own errors in one line; anything else is a bug and keeps its traceback."""
 
-    def main(self, *args: Any, **options: Any) -> Any:
+    def main(self, *args: Any, **options: Any) -> NoReturn:
         """As click's, with standard streams that are closed or cannot be written, and under PYTHONINSPECT."""
-        from rankwise import processes, terminal
+        from rankwise import terminal
 
         terminal.open_closed_streams()
-        lost = None
+        lost, status = None, 0
         try:
-            return super().main(*args, **options)
+            super().main(*args, **options)
         except SystemExit as end:
             status = int(end.code or 0)
         except OSError as error:
@@ -35,8 +35,7 @@ class _Group(click.Group):
             lost = terminal.unwritten(sys.stdout)
         if lost:
             click.echo(f"rankwise: what it prints cannot be written to the standard output: {lost}", err=True)
-        terminal.unwritten(sys.stderr)
-        processes.leave(status or (1 if lost is not None else 0))
+        terminal.leave(status or (1 if lost is not None else 0))
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

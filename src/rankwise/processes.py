@@ -12,11 +12,9 @@ import errno
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -39,16 +37,6 @@ def die_with_parent(parent_pid: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
-
-
-def leave(status: int) -> NoReturn:
-    """End this process with that status, also under PYTHONINSPECT: for Python SystemExit is an error then, to be looked into."""
-    if sys.flags.inspect and not sys.flags.interactive:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
-        os._exit(status)
-    sys.exit(status)
 
 
 def start_time(pid: int) -> int | None:

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 _CLEAR_LINE = b"\r\x1b[K"
 
@@ -55,6 +55,16 @@ def unwritten(stream: TextIO, after: OSError | None = None) -> str | None:
         os.close(null)
         stream.flush()
         return "" if error.errno == errno.EPIPE else str(error.strerror)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process with that status, though what it printed cannot be written (Python's own is 120 then), and under
+    PYTHONINSPECT, to which SystemExit is an error to be looked into."""
+    for stream in (sys.stdout, sys.stderr):
+        unwritten(stream)
+    if sys.flags.inspect and not sys.flags.interactive:
+        os._exit(status)
+    sys.exit(status)
 
 
 class Terminal:

@@ -27,4 +27,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     terminal.open_closed_streams()
-    processes.leave(main())
+    terminal.leave(main())

@@ -31,9 +31,10 @@ def conclude(run: RunDir, status: int, lives_before: int, config: RunConfig, by:
     if status < 0:
         say(f"{by} was killed by {signal.Signals(-status).name}; its ranks were ended, nothing else is lost")
         return 128 - status
-    if life is None or life.status is None:
-        if status > 128 and not asked:  # of an agent that could not begin, which has said why, it is less
-            say(f"{by} ended with status {status} before any rank was started; why is in the lines above")
+    if life is None or life.status is None:  # an agent that could not begin, or could not record the end, has said why
+        if status > 128 and not asked:
+            when = "before any rank was started" if life is None else "and the end of the run is not recorded"
+            say(f"{by} ended with status {status} {when}; why is in the lines above")
         return status
     if failure is not None:
         _say_failure(run, failure, config)
@@ -46,12 +47,12 @@ def conclude(run: RunDir, status: int, lives_before: int, config: RunConfig, by:
 
 
 def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
-    print(file=sys.stderr)
+    _show("")
     if failure.traceback is not None:
         if not _is_told(failure) and not config.is_function:  # whoever called it is given the exception
-            print(failure.traceback.rstrip("\n"), file=sys.stderr)
+            _show(failure.traceback.rstrip("\n"))
     elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # rank 0's are above
-        print(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES)), end="", file=sys.stderr)
+        _show(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES)), end="")
     say(f"{failure.summary}, on {failure.host}")
     if failure.step is not None:
         saved, again = run.saved(), "call" if config.is_function else "command"
@@ -94,5 +95,9 @@ def _resume_command(config: RunConfig) -> str:
 
 def say(text: str) -> None:
     """To the person who started the run; what is printed for programs goes to the standard output."""
+    _show(f"rankwise: {text}")
+
+
+def _show(text: str, end: str = "\n") -> None:
     with contextlib.suppress(OSError):
-        print(f"rankwise: {text}", file=sys.stderr, flush=True)
+        print(text, end=end, file=sys.stderr, flush=True)

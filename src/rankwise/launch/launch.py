@@ -15,7 +15,7 @@ from types import FrameType
 
 from rankwise import machine, processes
 from rankwise.config import RunConfig
-from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
 from rankwise.launch import backend, code, join, script, submit
 from rankwise.launch.choice import Choice, choose
 from rankwise.launch.conclude import conclude, say
@@ -97,7 +97,7 @@ def _run_here(
         announce(lives)
         forward = _Forward(choice.module.PASSED if choice.starts_agents else {})
         agent = forward.to(_start(run, choice))
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RunDirError):
             write_text(run.code, code.describe(Path(program.name).absolute().parent))
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
         if choice.starts_agents and (newest := run.lives()[lives:][-1:]) and newest[0].status is not None:
