@@ -46,7 +46,9 @@ class _Group(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args[0].endswith(".py"):
-            ctx.fail(f"{args[0]} is no command; type: rankwise run {args[0]}")
+            from rankwise.terminal import typed
+
+            ctx.fail(f"{args[0]} is no command; type: {typed('run', *args)}")
         return super().resolve_command(ctx, args)
 
 

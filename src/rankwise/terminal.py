@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -139,6 +140,25 @@ def short(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+def typed(*words: str) -> str:
+    """A command line of ours that can be pasted into the shell in which this one was typed: `rankwise status train`.
+
+    `rankwise` where the shell finds this very command by that name; else the path by which it was typed, or where it lies.
+    """
+    script = Path(sys.argv[0])
+    beside = Path(sys.executable).with_name("rankwise")
+    found = shutil.which("rankwise")
+    if found is not None and (Path(found).parent == beside.parent or Path(found).resolve() == script.resolve()):
+        command = ["rankwise"]
+    elif script.name == "rankwise":
+        command = [str(script)]
+    elif beside.exists():
+        command = [short(beside)]
+    else:
+        command = [sys.executable, "-m", "rankwise"]
+    return shlex.join([*command, *words])
 
 
 def count(n: int, what: str) -> str:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rankwise.terminal import typed
+
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process (\d+)\.")
 _ELSEWHERE = re.compile(r"raised (on [^\n]+):\nTraceback \(most recent call last\):\n")
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
@@ -158,5 +160,5 @@ def _as_module(script: str) -> str:
     folder, names = path.parent.parent, [path.parent.name, path.stem]
     while (folder / "__init__.py").exists():
         folder, names = folder.parent, [folder.name, *names]
-    command = f"rankwise run -m {shlex.quote('.'.join(names))}"
+    command = typed("run", "-m", ".".join(names))
     return command if folder == Path.cwd() else f"cd {shlex.quote(str(folder))} && {command}"
