@@ -61,8 +61,8 @@ def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None)
     for pitfall in program.pitfalls if nproc != 1 or choice.nodes > 1 else ():
         say(f"warning: {program.name}, {pitfall}")
     if config.dry_run or not choice.attached:
-        say(_headline(program, plan, choice))
         found = submit.members(choice, run, plan)
+        say(_headline(program, plan, choice))
         if config.dry_run:
             return submit.dry_run(text, found, config)
         return submit.queue(choice, text, found, config, program, call)
