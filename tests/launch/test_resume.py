@@ -13,7 +13,9 @@ import pytest
 from rankwise import cli
 from rankwise.config import RunConfig, is_given, misplaced, option
 from rankwise.launch.conclude import _resume_command
+from rankwise.launch.script import Program
 from rankwise.launch.status import called
+from rankwise.launch.submit import compare_with_earlier_lives
 from rankwise.rundir import RunDir
 
 HOSTILE = "-a $(touch X) 'b\"; `id` *"
@@ -106,3 +108,22 @@ def test_a_script_that_knows_the_option_and_dies_of_something_else_is_told_nothi
     Path("x.py").write_text(PARSES + "raise SystemExit(2)")
     done = rankwise("run", "--nproc", "1", "x.py", "--name", "2")
     assert (done.returncode, "meant for rankwise" in done.stderr) == (2, False)
+
+
+# --- another command for the same run
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_other_arguments_are_said_and_checkpoints_are_spoken_of_only_where_there_are_any(
+    saved: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(Path("runs/x"))
+    run.prepare(fresh=False)
+    run.begin_life(1, ("x.py",))
+    if saved:
+        (run.checkpoints / "step-00000004").mkdir(parents=True)
+    compare_with_earlier_lives(run, Program(("python",), ("x.py", "a b")))
+    said = capsys.readouterr().err
+    assert "was last started as `x.py`, now as `x.py 'a b'`; " in said
+    assert ("it goes on with what its checkpoints hold" in said) == saved
+    assert said.endswith("For a training of its own: --name NAME, or --fresh\n")
