@@ -121,6 +121,8 @@ def _empty_place(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monke
     configuration = tmp_path_factory.mktemp("configuration")
     (configuration / "rankwise.toml").write_text('start-method = "spawn"\n')
     monkeypatch.setenv("XDG_CONFIG_HOME", str(configuration))
+    # As in an active environment: there the command is called `rankwise`.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     for name in list(os.environ):
         if name.startswith(_FOREIGN):
             monkeypatch.delenv(name)

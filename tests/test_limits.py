@@ -22,6 +22,9 @@ from launched import Launched, launch, left_over, wait_for
 
 from rankwise import processes
 from rankwise.agent import memory
+from rankwise.config import RunConfig
+from rankwise.errors import ConfigError
+from rankwise.launch import launch as launcher
 
 __all__ = ["launch"]  # a fixture
 
@@ -225,8 +228,9 @@ def _asked(run: Launched) -> bool:
 # --- files
 
 
-def limited(what: int, count: int) -> Callable[[], None]:
-    return lambda: resource.setrlimit(what, (count, count))
+def limited(what: int, count: int, most: int | None = None) -> Callable[[], None]:
+    """`most`: what may be set; as little where it is not given."""
+    return lambda: resource.setrlimit(what, (count, count if most is None else most))
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.stress)])
@@ -243,10 +247,36 @@ def test_few_open_files_are_a_warning_and_the_run_goes_on(launch, start_method: 
 
 @pytest.mark.parametrize("count", [33, 20, 12])
 def test_too_few_open_files_to_begin_are_one_line_that_says_what_to_type(launch, count: int) -> None:
-    run = launch("print('never')", preexec_fn=limited(resource.RLIMIT_NOFILE, count))
+    run = launch("print('never')", preexec_fn=limited(resource.RLIMIT_NOFILE, count, 5000))
     assert run.wait() == 2
     said = "a process may have only {} files open (ulimit -n), and 2 ranks need 34 to begin; type: ulimit -n 4096"
     assert run.output() == f"rankwise: {said.format(count)}\n"
+
+
+@pytest.mark.parametrize(
+    ("nproc", "files", "processes", "said"),
+    [
+        (5000, (1024, 20000), 30000, r"^a process may have only 1024 .* 5000 ranks need 5032 to begin; type: ulimit -n 10064$"),
+        (15000, (1024, 20000), 30000, r"type: ulimit -n 20000$"),
+        (
+            100000,
+            (1024, 20000),
+            1 << 22,
+            r"^100000 ranks are more than this machine can hold, 19968: .*; give --nproc 19968 or",
+        ),
+        (100000, (1 << 20, 1 << 20), 32768, r"^100000 ranks are more than this machine can hold, 32768: .* 32768 processes; "),
+        (2, (20, 20), 32768, r"^2 ranks are more than this machine can hold, 0: .*; ask an administrator for more$"),
+    ],
+)
+def test_a_limit_that_is_advised_is_one_that_will_do_and_may_be_set(
+    nproc: int, files: tuple[int, int], processes: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankwise.machine.open_files", lambda at_most=False: files[at_most])
+    monkeypatch.setattr("rankwise.machine.processes", lambda: processes)
+    Path("train.py").touch()
+    with pytest.raises(ConfigError, match=said):
+        launcher.launch(RunConfig(argv=("train.py",), nproc=str(nproc)), {})
+    assert [path.name for path in Path().iterdir()] == ["train.py"]
 
 
 def test_a_rank_that_has_no_descriptor_left_leaves_its_evidence_with_the_count_and_the_limit(launch) -> None:

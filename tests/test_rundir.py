@@ -210,13 +210,6 @@ def test_lives_of_a_later_version_can_be_read(run: RunDir) -> None:
     assert run.lives()[0].started == life.started
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"lives": [{"life": 1}]}', '{"lives": 1}'])
-def test_a_world_that_cannot_be_read_is_an_error_that_names_it(run: RunDir, text: str) -> None:
-    run.world.write_text(text)
-    with pytest.raises(RunDirError, match=r"world\.json cannot be read"):
-        run.lives()
-
-
 # --- figures and failures
 
 
@@ -297,3 +290,59 @@ def test_the_folder_one_stands_in_is_not_moved_away(run: RunDir, monkeypatch: py
     with pytest.raises(RunDirError, match="the folder you are in"):
         run.prepare(fresh=True)
     assert run.logs.is_dir()
+
+
+# --- damage, and what is in the way
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "{}", "3", "[]", '{"lives": 3}', '{"lives": [3]}', '{"lives": [{"life": 1}]}', "\x00" * 10,
+        '{"lives": [{"life": 1, "started": "x", "host": "h", "ranks": 1, "argv": []}]}',
+        '{"lives": [{"life": 1, "started": 0, "host": "h", "ranks": 1, "argv": "x.py"}]}',
+    ],
+)  # fmt: skip
+def test_a_damaged_record_of_lives_is_named_with_the_cure(run: RunDir, text: str) -> None:
+    run.world.write_text(text)
+    with pytest.raises(RunDirError, match=r"world\.json, the record .* cannot be read \(.*\); remove it .*--fresh$"):
+        run.lives()
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "logs", "telemetry"])
+def test_a_file_in_place_of_a_folder_is_refused_before_anything_is_run(tmp_path: Path, name: str) -> None:
+    made = RunDir(tmp_path / "train")
+    made.prepare(fresh=False)
+    path = made.path / name
+    if path.exists():
+        path.rmdir()
+    path.write_text("mine")
+    with pytest.raises(
+        RunDirError, match=rf"{name} is a file, and the run needs a folder there; move it away, or type --fresh$"
+    ):
+        made.prepare(fresh=False)
+    assert path.read_text() == "mine"
+    aside = made.prepare(fresh=True)
+    assert aside is not None
+    assert (aside / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "world.json", "failure.json", "lease.json"])
+def test_a_folder_in_place_of_a_file_is_refused_before_anything_is_run(run: RunDir, name: str) -> None:
+    (run.path / name).mkdir()
+    with pytest.raises(RunDirError, match=rf"{name} is a folder, and the run needs a file there"):
+        run.prepare(fresh=False)
+
+
+def test_an_odd_line_of_the_metrics_is_passed_over(run: RunDir) -> None:
+    from rankwise.launch.status import as_text, facts
+    from rankwise.report.terminal import report
+
+    whole = {"life": 1, "step": 3, "loss": 0.5, "clock_s": 2.0, "share/saving": 0.1}
+    odd = ["3", "null", "[1]", '"x"', '{"a": 1}', '{"step": "3", "life": 1}', '{"step": true, "life": 1}', '{"step": 3}',
+           "[" * 100_000, '{"loss": 0.', '{"step": 4, "life": 1, "clock_s": "x", "share/saving": "y"}']  # fmt: skip
+    run.metrics.write_bytes(b"\xff\n" + "\n".join([*odd, json.dumps(whole), *odd]).encode())
+    assert [record["step"] for record in run.read_metrics()] == [3, 4, 3, 3, 4]
+    run.begin_life(1, ("train.py",))
+    assert "0.5" in report(run)
+    assert "step" in as_text(facts(run))

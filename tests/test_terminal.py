@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 import os
 import select
+import shlex
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TextIO
 
 import pytest
 
-from rankwise.terminal import Terminal, clock, progress_line, size
+from rankwise.terminal import Terminal, clock, progress_line, size, typed
 
 CLEAR = b"\r\x1b[K"
 
@@ -202,3 +204,49 @@ def test_a_size_has_a_unit_and_three_digits() -> None:
     assert [size(n) for n in (0, 999, 1000, 2_600_000, 25 << 20, 3 * 10**9)] == [
         "0 B", "999 B", "1 kB", "2.6 MB", "26.2 MB", "3 GB",
     ]  # fmt: skip
+
+
+# --- what is printed to be typed
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The command in an environment of its own, which is not on the PATH."""
+    command = tmp_path / ".venv" / "bin" / "rankwise"
+    command.parent.mkdir(parents=True)
+    command.write_text("#!/bin/sh\n")
+    command.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(command.with_name("python")))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    return command
+
+
+def test_the_command_is_printed_as_it_was_typed_unless_the_shell_finds_it_by_its_name(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [".venv/bin/rankwise"])
+    assert typed("run", "train.py") == ".venv/bin/rankwise run train.py"
+    monkeypatch.setattr(sys, "argv", ["/x/rankwise/agent/__main__.py"])  # nobody has typed that
+    assert typed("run", "train.py") == ".venv/bin/rankwise run train.py"
+    monkeypatch.setenv("PATH", f"{installed.parent}:/bin")
+    assert typed("run", "train.py") == "rankwise run train.py"
+    installed.unlink()
+    monkeypatch.setattr(sys, "argv", ["/x/rankwise/__main__.py"])
+    assert typed("run") == f"{sys.executable} -m rankwise run"
+
+
+def test_another_rankwise_on_the_path_is_not_taken_for_this_one(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = installed.parents[2] / "other" / "rankwise"
+    other.parent.mkdir()
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{other.parent}:/bin")
+    monkeypatch.setattr(sys, "argv", [".venv/bin/rankwise"])
+    assert typed("status") == ".venv/bin/rankwise status"
+    monkeypatch.setattr(sys, "argv", [str(other)])  # by pip install --user: the scripts of its Python lie elsewhere
+    assert typed("status") == "rankwise status"
+
+
+def test_what_is_printed_to_be_typed_is_safe_to_paste(installed: Path) -> None:
+    words = ["run", "./-lead $(touch X).py", "a'b", "", "`id`"]
+    assert shlex.split(typed(*words)) == [".venv/bin/rankwise", *words]

@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import ConfigError, RankwiseError
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 class _Group(click.Group):
     """Prints our own errors in one line; anything else is a bug and keeps its traceback."""
+
+    def main(self, *args: Any, **options: Any) -> NoReturn:
+        """As click's, with standard streams that are closed or cannot be written, and under PYTHONINSPECT."""
+        from rankwise import terminal
+
+        terminal.open_closed_streams()
+        lost, status = None, 0
+        try:
+            super().main(*args, **options)
+        except SystemExit as end:
+            status = int(end.code or 0)
+        except OSError as error:
+            if (lost := terminal.unwritten(sys.stdout, error)) is None and terminal.unwritten(sys.stderr, error) is None:
+                raise
+            status = 1 if lost is not None else 2  # 2: an error, which nobody can be told
+        if lost is None:
+            lost = terminal.unwritten(sys.stdout)
+        if lost:
+            click.echo(f"rankwise: what it prints cannot be written to the standard output: {lost}", err=True)
+        terminal.leave(status or (1 if lost is not None else 0))
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -26,7 +47,9 @@ class _Group(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args[0].endswith(".py"):
-            ctx.fail(f"{args[0]} is no command; type: rankwise run {args[0]}")
+            from rankwise.terminal import typed
+
+            ctx.fail(f"{args[0]} is no command; type: {typed('run', *args)}")
         return super().resolve_command(ctx, args)
 
 
@@ -46,8 +69,28 @@ class _Run(click.Command):
         options = [p for p in self.params if isinstance(p, click.Option)]
         elsewhere.refuse(words, {"-h": False, "--help": False, **{name: not p.is_flag for p in options for name in p.opts}})
         rest = super().parse_args(ctx, args)
-        ctx.params["command"] = words[len(words) - len(ctx.params["argv"]) - 1 :][:1] == ["--"]
+        before = words[: len(words) - len(ctx.params["argv"])]
+        ctx.params["command"] = before[-1:] == ["--"]
+        takers = [name for p in options if not p.is_flag for name in p.opts]
+        if not ctx.params["argv"] and before[-2:-1] and before[-2] in takers:
+            raise ConfigError(
+                f"nothing to run: {before[-1]} is taken for the value of {before[-2]}; give that, then the script"
+            )
+        for p in options:
+            typed = [name for name in p.opts if any(_begins(word, name) for word in before)]
+            if typed and (told := _spelling(str(p.name))) not in typed:
+                ctx.meta[told] = typed[0]
         return rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """An error names an option as it was typed, whichever of its spellings that was."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            text = str(error)
+            for told, typed in ctx.meta.items():
+                text = re.sub(rf"(?<![\w-]){re.escape(told)}(?![\w-])", typed, text)
+            raise ConfigError(text) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
@@ -57,6 +100,17 @@ class _Run(click.Command):
             rows = [p.get_help_record(ctx) for p in options if p.name in names]
             with formatter.section(heading):
                 formatter.write_dl([row for row in rows if row is not None])
+
+
+def _begins(word: str, option: str) -> bool:
+    return word == option or word.startswith(f"{option}=" if option.startswith("--") else option)
+
+
+def _spelling(name: str) -> str:
+    """How our errors call a setting."""
+    from rankwise.config import option
+
+    return option(name)
 
 
 _OF_SCHEDULERS: dict[str, list[tuple[tuple[str, ...], Any, str]]] = {
@@ -202,7 +256,7 @@ def run(config: str | None, **options: Any) -> None:
     from rankwise.launch.launch import launch
 
     given = {name: value for name, value in options.items() if is_given(value) or name == "argv"}
-    layers = [*site_settings(os.environ), read_file(config) if config else {}, given]
+    layers = [*site_settings(os.environ), read_file(config) if config is not None else {}, given]
     sys.exit(launch(RunConfig.of(*layers), os.environ))
 
 
@@ -266,6 +320,8 @@ def logs(run: str | None, rank: int | None, everyone: bool, follow: bool) -> Non
 
     if everyone and rank is not None:
         raise click.UsageError(f"--all and --rank {rank}: give one of the two")
+    if rank is not None and rank < 0:
+        raise click.UsageError(f"--rank {rank}: ranks count from 0")
     show_logs(find_run(run, "logs"), None if everyone else (rank or 0,), follow)
 
 
@@ -377,8 +433,8 @@ def export_model(run: str | None, to: Path, name: str | None, part: str, force: 
     """
     from rankwise.checkpoint import export, folders
 
-    path = folders.pick(folders.find(run), name)
     export.check_target(to, force)
+    path = folders.pick(folders.find(run), name)
     export.write(export.model_of(path, part), to)
     click.echo(f"{part} of {path.name} written to {to}")
 
@@ -403,8 +459,8 @@ def average_model(
     from rankwise.checkpoint import export, folders
     from rankwise.checkpoint.best import Best
 
-    paths = export.choose(folders.find(run), last, best, Best.of(by, larger_is_better))
     export.check_target(to, force)
+    paths = export.choose(folders.find(run), last, best, Best.of(by, larger_is_better))
     export.write(export.average(paths, part), to)
     click.echo(f"mean of {part} of {', '.join(path.name for path in paths)} written to {to}")
 

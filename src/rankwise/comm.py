@@ -225,7 +225,7 @@ def _store_at(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
     if store.add(f"rankwise/{world.rank}", 1) > 1:
         store.set("rankwise/twice", str(world.rank))
     missing = list(range(world.world_size))
-    told = time.monotonic() + rendezvous.SAY_EVERY_S
+    wait = rendezvous.Wait()
     while missing := [rank for rank in missing if not store.check([f"rankwise/{rank}"])]:
         if store.check(["rankwise/twice"]):
             twice = store.get("rankwise/twice").decode()
@@ -235,12 +235,12 @@ def _store_at(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
                 f"two processes are rank {twice} of {world.world_size} ({world.source}): over several nodes a rank is "
                 f"node_rank * ranks of a node + local_rank; or two runs were given port {port} of {address}"
             )
-        waits = f"{rendezvous.who(missing)} of {world.world_size} ({world.source}) to come to {address}, port {port}"
+        waits = f"{rendezvous.who(missing)} of {world.world_size} ({world.source})"
         if (now := time.monotonic()) > deadline:
-            raise WorldError(f"rank {world.rank} has waited {join_timeout_s:g} s for {waits}")
-        if now > told and world.rank == 0:
-            told = now + rendezvous.SAY_EVERY_S
-            rendezvous.say(f"rank 0 waits for {waits}")
+            raise WorldError(f"rank {world.rank} has waited {join_timeout_s:g} s for {waits} to come to {address}, port {port}")
+        if (due := wait.due(now)) and world.rank == 0:
+            where = f"they are to come to {address}, port {port}"
+            rendezvous.say(f"rank 0 {wait.told(now, waits)}; {where if due == 'whole' else wait.SHORT}")
         time.sleep(0.05)
     return store
 

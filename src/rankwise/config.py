@@ -6,9 +6,10 @@ config = RunConfig.of(*site_settings(os.environ), read_file("run.toml"), {"argv"
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +19,9 @@ from rankwise.terminal import seconds_of
 
 WORKER = "rankwise.functions.worker"
 """The module that ranks run which run a function; its name follows, for people."""
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True)
@@ -151,30 +155,33 @@ class RunConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, _TYPES[str(field.type)]):
-                raise ConfigError(f"{field.name} = {value!r}: it must be {_WORDS[str(field.type)]}")
+                raise ConfigError(f"{option(field.name)} {value!r}: it must be {_WORDS[str(field.type)]}")
         if not self.argv:
             raise ConfigError("nothing to run; type: rankwise run script.py [its arguments]")
-        if self.nproc != "auto" and not (self.nproc.isdecimal() and int(self.nproc) > 0):
+        if self.nproc != "auto" and not (re.fullmatch("[0-9]{1,6}", self.nproc) and int(self.nproc) > 0):
             cure = "; auto is one per GPU, or one per core if there is none" if self.nproc in ("gpu", "cpu") else ""
             raise ConfigError(f"--nproc {self.nproc}: give a number of ranks from 1 up, or auto{cure}")
         if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
             raise ConfigError(f"--name {self.name!r}: a name is one folder; for another place type --run-dir PATH")
         if self.run_dir == "":
             raise ConfigError("--run-dir '': give the folder that the run may write in, for example --run-dir runs/first")
+        for name in ("name", "run_dir"):
+            if _CONTROL.search(getattr(self, name) or ""):
+                raise ConfigError(f"{option(name)} {getattr(self, name)!r}: a newline or control character; take it out")
         if self.gpus is not None:
-            numbers = self.gpus.split(",")
-            if not all(n.strip().isdecimal() for n in numbers) or len({int(n) for n in numbers}) < len(numbers):
+            numbers = [n.strip() for n in self.gpus.split(",")]
+            if not all(re.fullmatch("[0-9]{1,6}", n) for n in numbers) or len({int(n) for n in numbers}) < len(numbers):
                 raise ConfigError(f"--gpus {self.gpus}: give the numbers of GPUs, each once, for example --gpus 0,2")
-        for name, value in (("join-timeout", self.join_timeout_s), ("node-wait", self.node_wait_s)):
-            if not value >= 0:
-                raise ConfigError(f"--{name} {value:g}: give seconds, from 0 up")
+        for name in ("join_timeout_s", "node_wait_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{option(name)} {getattr(self, name):g}: give seconds, from 0 up")
         if self.stop_after is not None and not seconds_of(self.stop_after):
             raise ConfigError(f"--stop-after {self.stop_after}: give a number and a unit, above 0: 90s, 30m, 12h, 2d")
-        if not self.grace_s > 0:
+        if not 0 < self.grace_s < math.inf:
             raise ConfigError(f"--grace {self.grace_s:g}: give the seconds that ranks may take to stop, above 0")
         if not 0 <= self.master_port < 65536:
             raise ConfigError(f"--master-port {self.master_port}: a port lies between 1 and 65535; leave it out for a free one")
-        if not self.stall_warn_s >= 0:
+        if not 0 <= self.stall_warn_s < math.inf:
             raise ConfigError(f"--stall-warn {self.stall_warn_s:g}: give seconds, or 0 for never")
         if self.max_restarts < 0:
             raise ConfigError(f"--max-restarts {self.max_restarts}: give how often to start again, from 0 up")
@@ -206,7 +213,7 @@ class RunConfig:
             for text in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
                 if not isinstance(text, str):
                     raise ConfigError(f"{option(name)}: {text!r} is no text; put it in quotes")
-                if not text.strip() or re.search(r"[\x00-\x08\x0a-\x1f\x7f]", text):
+                if not text.strip() or _CONTROL.search(text.replace("\t", " ")):
                     raise ConfigError(f"{option(name)} {text!r}: give words in one line")
         if self.gpus_per_node is not None and not re.fullmatch(r"([A-Za-z0-9_.-]+:)?[0-9]+", self.gpus_per_node):
             raise ConfigError(f"{option('gpus_per_node')} {self.gpus_per_node}: give a number, or a type and a number: a100:4")
@@ -271,6 +278,23 @@ def option(name: str) -> str:
     return _SPELLED.get(name, f"--{name.replace('_', '-')}")
 
 
+def misplaced(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(options of ours among a script's own words, each with its value; the other words)."""
+    ours: list[str] = []
+    rest = list(words)
+    position = 0
+    while position < len(rest) and rest[position] != "--":
+        name, glued, _ = rest[position].partition("=")
+        kind = _KIND_OF.get(_field(name.removeprefix("--"))) if name.startswith("--") else None
+        if kind is None:
+            position += 1
+            continue
+        several = kind != "bool" and not glued and position + 1 < len(rest)
+        ours += rest[position : position + 1 + several]
+        del rest[position : position + 1 + several]
+    return ours, rest
+
+
 _SITE_FILE = "rankwise.toml"
 
 _TYPES: dict[str, Any] = {
@@ -302,6 +326,8 @@ def default_run_dir(name: str) -> Path:
 
 _SETTINGS = [field.name for field in fields(RunConfig) if field.name not in ("argv", "module", "command", "site")]
 """What a file may hold: all but what is to be run."""
+
+_KIND_OF = {field.name: str(field.type) for field in fields(RunConfig) if field.name in _SETTINGS}
 
 
 _OF_ONE_RUN = ("name", "run_dir", "fresh", "node_rank", "array", "dependency", "dry_run")

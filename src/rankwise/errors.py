@@ -11,6 +11,7 @@ RankwiseError            exit status 2 unless a subclass says otherwise
   CheckpointError        a checkpoint cannot be written or read
     DamagedError         one that was written is not as it was
   FunctionError          a rank of a function ended without a result, or with one that cannot travel
+  OutputError            what a command prints cannot be written
   SelftestError          a script that cannot be tested
   MainProcessError       work that only some ranks do failed there, with an exception that no other rank can be given
 Stopped                  not an error: training stopped as asked, everything is saved
@@ -73,6 +74,12 @@ class CheckpointError(RankwiseError):
 
 class DamagedError(CheckpointError):
     """A file of a checkpoint is gone, cut off, or holds another byte than was written: the one before may be whole."""
+
+
+class OutputError(RankwiseError):
+    """What a command prints cannot be written, to a full disk for example."""
+
+    exit_status = 1
 
 
 class SelftestError(RankwiseError):

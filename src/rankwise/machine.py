@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -116,10 +117,19 @@ def physical_cores() -> int:
     return min(psutil.cpu_count(logical=False) or cores(), cores())
 
 
-def open_files() -> int:
-    """How many files a process may have open (ulimit -n)."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+def open_files(at_most: bool = False) -> int:
+    """How many files a process may have open (ulimit -n); `at_most`: how many its user may allow it."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1 if at_most else 0]
     return limit if limit >= 0 else 1 << 31
+
+
+def processes(kernel: Path = Path("/proc/sys/kernel")) -> int:
+    """How many processes the kernel can hold, whoever has them."""
+    limits = []
+    for name in ("pid_max", "threads-max"):
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int((kernel / name).read_text()))
+    return min(limits, default=1 << 31)
 
 
 def visible(wanted: str | None, env: Mapping[str, str], dev: Path = _DEV, sys: Path = _SYS) -> dict[str, str]:

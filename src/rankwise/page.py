@@ -24,6 +24,7 @@ _HEADER_WORDS = 8
 _ROW_WORDS = 64
 _TEXT_OFFSET = 64  # bytes into a row
 _TEXT_BYTES = _ROW_WORDS * 8 - _TEXT_OFFSET
+_LAST_WORDS_BYTES = 8192
 
 _RANKS, _HOLD, _STOP, _REASON, _GO = range(5)
 _CLAIM, _FLAG, _JOINED, _GROUPS, _TEXT_LENGTH, _TEXT_COUNT = range(6)
@@ -50,7 +51,7 @@ class Page:
     def create(cls, ranks: int) -> Page:
         """A page without a name in any file system: it is gone with its last user, however that one ends."""
         fd = os.memfd_create("rankwise-page")
-        os.ftruncate(fd, (_HEADER_WORDS + ranks * _ROW_WORDS) * 8)
+        os.ftruncate(fd, (_HEADER_WORDS + ranks * _ROW_WORDS) * 8 + ranks * _LAST_WORDS_BYTES)
         page = cls(fd)
         page._words[_RANKS] = ranks
         return page
@@ -88,6 +89,15 @@ class Page:
     def go(self) -> None:
         """The agent knows all ranks: they may begin the script."""
         self._words[_GO] = 1
+
+    def last_words_place(self, local_rank: int) -> tuple[int, int]:
+        """(offset, bytes) for what a dying rank cannot write on its disk (warm.py writes it)."""
+        return (_HEADER_WORDS + self.ranks * _ROW_WORDS) * 8 + local_rank * _LAST_WORDS_BYTES, _LAST_WORDS_BYTES
+
+    def last_words(self, local_rank: int) -> bytes:
+        """Empty unless its disk was full."""
+        offset, size = self.last_words_place(local_rank)
+        return bytes(self._map[offset : offset + size]).rstrip(b"\0")
 
     # --- the agent's side of the gate
 

@@ -37,8 +37,11 @@ from rankwise.rundir import write_text
 from rankwise.world import World
 
 FOLDER = ".rankwise"
-SAY_EVERY_S = 5.0
+SAY_AFTER_S = 5.0
 """How long a wait is silent."""
+
+DETAIL_AFTER_S = 60.0
+"""Until then who is missing most likely imports torch from a slow file system."""
 
 _LEFT_BEHIND_S = 86400.0  # a file of this age is of a rank 0 that was killed before it could remove it
 _POLL_S = 0.05
@@ -74,6 +77,33 @@ def folders(world: World, cwd: Path, home: Path | None) -> list[Path]:
 
 def say(text: str) -> None:
     print(f"rankwise: {text}", file=sys.stderr, flush=True)
+
+
+class Wait:
+    """When a wait is told of: once in a short line, from DETAIL_AFTER_S on with all that may be wrong, ever more seldom."""
+
+    SHORT = "torch may still be loading there"
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self._after_s = 0.0
+
+    @property
+    def next_s(self) -> float:
+        """When it is told of next (monotonic)."""
+        if not self._after_s:
+            return self.began + SAY_AFTER_S
+        return self.began + max(DETAIL_AFTER_S, 2 * self._after_s if self._after_s >= DETAIL_AFTER_S else 0.0)
+
+    def due(self, now: float) -> str:
+        """`short`, `whole`, or nothing."""
+        if now < self.next_s:
+            return ""
+        self._after_s = now - self.began
+        return "whole" if self._after_s >= DETAIL_AFTER_S else "short"
+
+    def told(self, now: float, of: str) -> str:
+        return f"has waited {now - self.began:.0f} s for {of}"
 
 
 def listed(ranks: Iterable[int]) -> str:
@@ -157,16 +187,17 @@ class Gathering:
 
     def wait(self, timeout_s: float) -> None:
         """Return when every rank is here. Raises WorldError that names those that are not after `timeout_s`, to all ranks."""
-        began = time.monotonic()
-        told = began + SAY_EVERY_S
+        wait = Wait()
+        deadline = wait.began + timeout_s
         while missing := self.missing():
             now = time.monotonic()
-            if now >= began + timeout_s:
+            if now >= deadline:
                 raise WorldError(self._verdict(missing, timeout_s))
-            if now >= told:
-                told = now + SAY_EVERY_S
-                say(f"rank 0 has waited {now - began:.0f} s for {self._of(missing)}; {self._where()}{self._refused}")
-            for key, _ in self._selector.select(min(told, began + timeout_s) - now):
+            if due := wait.due(now):
+                whole = due == "whole" or self._refused
+                why = f"{self._where()}{self._refused}" if whole else Wait.SHORT
+                say(f"rank 0 {wait.told(now, self._of(missing))}; {why}")
+            for key, _ in self._selector.select(min(wait.next_s, deadline) - now):
                 self._accept() if key.fileobj is self._listener else self._hear(self._guests[key.fileobj])  # type: ignore[index]
 
     def missing(self) -> list[int]:
@@ -289,36 +320,31 @@ def join(world: World, start: str, folders: Sequence[Path], timeout_s: float) ->
     """Find rank 0 and wait until all are there. Raises WorldError when it is not found in time, with where it was looked for,
     and with rank 0's own words when others are missing.
     """
-    began = time.monotonic()
-    told = began + SAY_EVERY_S
-    speaks = world.rank == 1 or world.local_rank == 0
+    wait = Wait()
+    deadline = wait.began + timeout_s
     while True:
         why = []
         for folder in folders:
             try:
-                meeting = _knock(folder / start, world, start, began + timeout_s)
+                meeting = _knock(folder / start, world, start, deadline)
             except _NotHereError as reason:
                 why.append(str(reason))
             else:
                 return meeting
         now = time.monotonic()
         looked = f"{'; '.join(why)} (as seen on {platform.node()})"
-        if now >= began + timeout_s:
+        if now >= deadline:
             raise WorldError(
                 f"rank {world.rank} of {world.world_size} ({world.source}) has not found rank 0 within {timeout_s:g} s: "
                 f"{looked}; a folder that all nodes see under one path is needed, or {CURE}"
             )
-        if now >= told:
-            told = now + SAY_EVERY_S
-            if speaks:
-                say(f"rank {world.rank} has waited {now - began:.0f} s for rank 0: {looked}")
+        _say_as_one_of(world, wait, now, "rank 0", looked)
         time.sleep(_POLL_S)
 
 
 def reach(world: World, address: str, port: int, timeout_s: float) -> None:
     """Return when something listens at an address that was given. Raises WorldError when nothing does in time."""
-    began = time.monotonic()
-    told = began + SAY_EVERY_S
+    wait = Wait()
     while True:
         try:
             socket.create_connection((address, port), timeout=_ANSWER_S).close()
@@ -327,17 +353,24 @@ def reach(world: World, address: str, port: int, timeout_s: float) -> None:
         else:
             return
         now = time.monotonic()
-        text = f"rank 0 at {address}, port {port} ({world.origin.get('master_addr')}): {why} (from {platform.node()})"
-        if now >= began + timeout_s:
+        where = f"rank 0 at {address}, port {port} ({world.origin.get('master_addr')})"
+        text = f"{where}: {why} (from {platform.node()})"
+        if now >= wait.began + timeout_s:
             raise WorldError(
                 f"rank {world.rank} of {world.world_size} ({world.source}) has not reached {text} within {timeout_s:g} s; "
                 "the address is of rank 0's host, and the port must be free there and open to the other hosts"
             )
-        if now >= told:
-            told = now + SAY_EVERY_S
-            if world.rank == 1 or world.local_rank == 0:
-                say(f"rank {world.rank} has waited {now - began:.0f} s for {text}")
+        _say_as_one_of(world, wait, now, where, f"{why} (from {platform.node()})")
         time.sleep(_POLL_S)
+
+
+def _say_as_one_of(world: World, wait: Wait, now: float, of: str, why: str) -> None:
+    """What ranks that look for rank 0 say of it: rank 1 for all, and once it lasts the first rank of each node."""
+    due = wait.due(now)
+    if due == "short" and world.rank == 1:
+        say(f"rank {world.rank} {wait.told(now, of)}; {Wait.SHORT}")
+    elif due == "whole" and (world.rank == 1 or world.local_rank == 0):
+        say(f"rank {world.rank} {wait.told(now, of)}: {why}")
 
 
 class _NotHereError(Exception):

@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import socket
 import time
 import uuid
@@ -31,6 +32,7 @@ from typing import Any, Self
 from rankwise import lease
 from rankwise.errors import RunDirError
 from rankwise.lease import Holder, Lease
+from rankwise.terminal import typed
 
 ENV_RUN_DIR = "RANKWISE_RUN_DIR"
 
@@ -81,8 +83,27 @@ class _Record:
         """Raises TypeError for what is no such object."""
         if not isinstance(record, dict):
             raise TypeError(f"{type(record).__name__} instead of an object")
-        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]  # every subclass is a dataclass
-        return cls(**{key: tuple(v) if isinstance(v, list) else v for key, v in record.items() if key in known})
+        known = {f.name: str(f.type) for f in fields(cls)}  # type: ignore[arg-type]  # every subclass is a dataclass
+        given = {key: tuple(v) if isinstance(v, list) else v for key, v in record.items() if key in known}
+        for key, value in given.items():
+            if not isinstance(value, _KINDS[known[key]]):
+                raise TypeError(f"{key} is {value!r:.40}")
+        return cls(**given)
+
+
+_KINDS: dict[str, Any] = {
+    "int": int,
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "float | None": (int, float, type(None)),
+    "str": str,
+    "str | None": (str, type(None)),
+    "bool": bool,
+    "tuple[str, ...]": tuple,
+    "tuple[int, ...]": tuple,
+    "tuple[Part, ...]": tuple,
+}
+"""What a value may be, by the type that its field is declared with."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +260,8 @@ class RunDir:
                 raise RunDirError(
                     f"{self.path} holds other things than a run; choose an empty folder, or a new one, with --run-dir PATH"
                 )
+            if not fresh:
+                self._refuse_what_is_in_the_way()
             if fresh and self.path.is_dir() and self.path.samefile(Path.cwd()):
                 raise RunDirError(f"--fresh would move {self.path}, the folder you are in; run it from another")
             if fresh and self.path.is_dir():
@@ -265,6 +288,15 @@ class RunDir:
             known = self.copy_of.read_text() if self.copy_of.exists() else ""
             self.prepare(fresh and known != run_id)
             write_text(self.copy_of, run_id)
+
+    def _refuse_what_is_in_the_way(self) -> None:
+        """Raises RunDirError for a file in place of a folder, or the reverse: later it would be found after hours of work."""
+        for path in (self.checkpoints, self.logs, self.telemetry):
+            if path.exists() and not path.is_dir():
+                raise RunDirError(f"{path} is a file, and the run needs a folder there; move it away, or type --fresh")
+        for path in (self.world, self.metrics, self.failure, self.lease, self.config, self.plan, self.job, self.code):
+            if path.is_dir():
+                raise RunDirError(f"{path} is a folder, and the run needs a file there; move it away, or type --fresh")
 
     def _is_something_else(self) -> bool:
         """A folder with content that no run has left: to write there, or to move it aside, would be a mistake."""
@@ -300,7 +332,10 @@ class RunDir:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunDirError(f"{self.world} cannot be read ({error})") from None
+            raise RunDirError(
+                f"{self.world}, the record of this run's lives, cannot be read ({error}); remove it to go on with what else is "
+                "there, or start from nothing with --fresh"
+            ) from None
 
     def begin_life(
         self,
@@ -327,12 +362,14 @@ class RunDir:
         write_json(self.world, {"lives": [asdict(life) for life in lives]})
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Every whole line of metrics.jsonl; half a line at the end of a killed life is passed over."""
+        """The lines of metrics.jsonl that are a step's; others, such as half a line of a killed life, are passed over."""
         records = []
         if self.metrics.exists():
             for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-                with contextlib.suppress(ValueError):
-                    records.append(json.loads(line))
+                with contextlib.suppress(ValueError, RecursionError):
+                    record = json.loads(line)
+                    if isinstance(record, dict) and type(record.get("step")) is int:
+                        records.append(record)
         return records
 
     def read_job(self) -> Job | None:
@@ -342,7 +379,9 @@ class RunDir:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, TypeError) as error:
-            raise RunDirError(f"{self.queued} cannot be read ({error})") from None
+            raise RunDirError(
+                f"{self.queued} cannot be read ({error}); if no job of this run waits or runs, remove it"
+            ) from None
 
     def write_job(self, job: Job | None) -> None:
         """None: this run is no longer that of a queued job."""
@@ -357,7 +396,7 @@ class RunDir:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
-            raise RunDirError(f"{self.failure} cannot be read ({error})") from None
+            raise RunDirError(f"{self.failure} cannot be read ({error}); remove it") from None
 
     def write_failure(self, failure: Failure | None) -> None:
         """None removes that of an earlier life."""
@@ -375,10 +414,10 @@ def find_run(run: str | None, verb: str) -> RunDir:
     here = [path for path in sorted(Path("runs").glob("*")) if _is_run(path)]
     here = [path for path in here if not _MOVED_ASIDE.search(path.name)] or here  # those can be had by their names
     more = f" and {len(here) - _MOST_NAMED} more" if len(here) > _MOST_NAMED else ""
-    names = (", ".join(path.name for path in here[:_MOST_NAMED]) or "none") + more
+    names = (", ".join(shlex.quote(path.name) for path in here[:_MOST_NAMED]) or "none") + more
     if run is None:
         if len(here) != 1:
-            raise RunDirError(f"which run? type: rankwise {verb} RUN; the runs here: {names}")
+            raise RunDirError(f"which run? type: {typed(verb, 'RUN')}; the runs here: {names}")
         return RunDir(here[0])
     for path in (Path(run), Path("runs", run)):
         if _is_run(path):

@@ -8,29 +8,80 @@ terminal.write(b"a line above it\\n")
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
+import shlex
 import shutil
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 _CLEAR_LINE = b"\r\x1b[K"
+
+
+def open_closed_streams() -> None:
+    """Put /dev/null in place of each standard stream that this process was started without (`<&-`).
+
+    Otherwise the first file or socket that it opens gets that number, and every process below it takes it for the stream.
+    """
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+            os.set_inheritable(null, True)
+            stream = open(null, mode, closefd=False)  # noqa: SIM115  # as long as this process
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
+def unwritten(stream: TextIO, after: OSError | None = None) -> str | None:
+    """Why what was printed there cannot be written, None if it is; empty where its reader has gone (`| head -1`).
+
+    What is left of it is dropped, so that the end of Python does not fail on it. `after`: an error that may have come from
+    there; of an unbuffered stream nothing is left that could tell, so an empty line is tried.
+    """
+    try:
+        if after is not None:
+            stream.write("\n")
+        stream.flush()
+        return None
+    except OSError as error:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+        stream.flush()
+        return "" if error.errno == errno.EPIPE else str(error.strerror)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process with that status, though what it printed cannot be written (Python's own is 120 then), and under
+    PYTHONINSPECT, to which SystemExit is an error to be looked into."""
+    for stream in (sys.stdout, sys.stderr):
+        unwritten(stream)
+    if sys.flags.inspect and not sys.flags.interactive:
+        os._exit(status)
+    sys.exit(status)
 
 
 class Terminal:
     """The one writer of an output stream. Bytes go through untouched: what a script prints is its own business."""
 
-    def __init__(self, stream: TextIO, plain: bool = False) -> None:
-        """`plain`: lines alone, whatever the stream is."""
-        self._fd = stream.fileno()
-        self.is_tty = os.isatty(self._fd) and not plain
+    def __init__(self, stream: TextIO | None, plain: bool = False) -> None:
+        """None, as Python has it for a stream that this process was started without: nothing is printed. `plain`: lines alone,
+        whatever the stream is."""
+        self._fd = stream.fileno() if stream is not None else -1
+        self.is_tty = stream is not None and os.isatty(self._fd) and not plain
         self._status = b""
         self._shown = False
         self._at_line_start = True
-        self.closed = False
+        self.closed = stream is None
+        self.lost: str | None = None
+        """Why nothing can be printed any more, where it is not that its reader has gone."""
 
     @property
     def columns(self) -> int:
@@ -79,8 +130,9 @@ class Terminal:
             except BlockingIOError:
                 with contextlib.suppress(OSError):
                     os.set_blocking(self._fd, True)
-            except OSError:
+            except OSError as error:
                 self.closed = True
+                self.lost = str(error.strerror) if error.errno != errno.EPIPE else None
 
 
 def short(path: Path) -> str:
@@ -89,6 +141,25 @@ def short(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+def typed(*words: str) -> str:
+    """A command line of ours that can be pasted into the shell in which this one was typed: `rankwise status train`.
+
+    `rankwise` where the shell finds this very command by that name; else the path by which it was typed, or where it lies.
+    """
+    script = Path(sys.argv[0])
+    beside = Path(sys.executable).with_name("rankwise")
+    found = shutil.which("rankwise")
+    if found is not None and (Path(found).parent == beside.parent or Path(found).resolve() == script.resolve()):
+        command = ["rankwise"]
+    elif script.name == "rankwise":
+        command = [str(script)]
+    elif beside.exists():
+        command = [short(beside)]
+    else:
+        command = [sys.executable, "-m", "rankwise"]
+    return shlex.join([*command, *words])
 
 
 def count(n: int, what: str) -> str:

@@ -467,7 +467,7 @@ class Trainer:
         if self.stop.signum:
             self._progress.say(f"stopped after step {state.step}, saved in {where}")
             if self.world.run_dir is None:  # no launcher that will say it
-                self._progress.say(f"to go on, type: {shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])}")
+                self._progress.say(f"to go on, type: {shlex.join(sys.orig_argv)}")
             return
         if self._saved_in is None:  # nothing was left to do
             return

@@ -223,3 +223,17 @@ def test_of_models_of_different_size_the_one_that_differs_from_most_is_the_cause
     two = judge([raised(0, 1.0, said.format(0, 4, 1, 6)), raised(1, 1.1, said.format(1, 6, 0, 4))])
     assert two is not None
     assert two.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("exception", "said"),
+    [
+        ("RuntimeError: Error(s) in loading state_dict for Linear:\n\tsize mismatch for weight: a, b.\n\tsize mismatch",
+         "raised RuntimeError: Error(s) in loading state_dict for Linear: size mismatch for weight: a, b."),
+        ("ValueError: bad:", "raised ValueError: bad:"),
+        ("ValueError: bad\nand more", "raised ValueError: bad"),
+        ("\n", "raised "),
+    ],
+)  # fmt: skip
+def test_a_first_line_that_announces_a_second_is_told_with_it(exception: str, said: str) -> None:
+    assert summary(raised(1, 1.0, exception)) == f"rank 1 {said}"

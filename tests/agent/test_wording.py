@@ -54,6 +54,26 @@ def test_what_was_noted_on_an_exception_is_told_too() -> None:
     assert own.remark == "sample 7"
 
 
+ON_MAIN = """raised on the main rank:
+Traceback (most recent call last):
+  File "/venv/lib/python3.11/site-packages/rankwise/guards.py", line 126, in _attempt
+    value = work()
+  File "/home/ann/data.py", line 6, in read
+    raise ValueError("no such speaker")
+ValueError: no such speaker
+"""
+
+
+def test_an_exception_that_came_from_the_main_rank_is_told_with_its_own_line_and_that_rank() -> None:
+    """Its pickle did not survive, or it did, and the traceback is a note on it."""
+    lost = reword(record("MainProcessError", ON_MAIN), 1, "train.py")
+    assert lost == Told("ValueError: no such speaker", "data.py:6, on the main rank")
+    whole = reword(record("ValueError", "no such speaker", notes=[ON_MAIN]), 1, "train.py")
+    assert whole == Told("ValueError: no such speaker", "train.py:9", "raised on the main rank (data.py:6)")
+    ours = reword(record("ConfigError", "set x", notes=["raised on rank 2:\nTraceback ...\n", "more"]), 1, "train.py")
+    assert ours.remark == "raised on rank 2"
+
+
 def test_of_an_exception_that_followed_another_in_a_worker_the_last_is_told() -> None:
     message = IN_WORKER + (
         "\nDuring handling of the above exception, another exception occurred:\n\nTraceback (most recent call last):\n"

@@ -284,7 +284,10 @@ def test_a_damaged_one_counts_neither_as_one_of_the_last_nor_as_the_best(folder:
     ("words", "said"),
     [
         (("ls", "nothing"), "there are no checkpoints in nothing or runs/nothing"),
-        (("show", "--checkpoint", "7"), "there is no checkpoint 7 in runs/a/checkpoints; those there: step-00000100, step"),
+        (
+            ("show", "--checkpoint", "7"),
+            "--checkpoint 7: there is none of that name in runs/a/checkpoints; those there: step-00000100, step",
+        ),
         (("export", "--to", "model.bin"), "--to model.bin: the name's end says the kind of file; type --to model.bin.pt"),
         (("export", "--to", "there.pt"), "there.pt is there already; choose another name, or type --force"),
         (("export", "--to", "no/such/m.pt"), "cannot write no/such/m.pt: there is no folder no/such"),
@@ -292,14 +295,17 @@ def test_a_damaged_one_counts_neither_as_one_of_the_last_nor_as_the_best(folder:
         (("export", "--to", "m.safetensors", "--part", "optimizer"), "safetensors holds tensors alone; write a .pt instead"),
         (("average", "--to", "m.pt"), "Type one of --last N and --best N"),
         (("average", "--to", "m.pt", "--last", "1", "--best", "1"), "Type one of --last N and --best N"),
-        (("average", "--to", "m.pt", "--last", "9"), "9 checkpoints asked for, 5 there in runs/a/checkpoints; type 5"),
-        (("average", "--to", "m.pt", "--last", "0"), "0 checkpoints asked for"),
+        (
+            ("average", "--to", "m.pt", "--last", "9"),
+            "--last 9: 9 checkpoints asked for, 5 there in runs/a/checkpoints; type --last 5",
+        ),
+        (("average", "--to", "m.pt", "--last", "0"), "--last 0: give a whole number from 1 up"),
         (("average", "--to", "m.pt", "--best", "1", "--by", "wer"), "'wer': is more of it better?"),
         (("average", "--to", "m.pt", "--best", "1", "--by", "x_loss"), "1 checkpoints asked for, 0 there with x_loss"),
         (("prune",), "what should stay? Type for example --keep-last 2"),
-        (("prune", "--older-than", "7"), "'7' is no age; type a number and a unit"),
-        (("prune", "--keep-last", "0"), "take a whole number from 1 up"),
-        (("prune", "--keep", "7"), "there is no checkpoint 7 in"),
+        (("prune", "--older-than", "7"), "--older-than '7' is no age; type a number and a unit"),
+        (("prune", "--keep-last", "0"), "--keep-last 0: give a whole number from 1 up"),
+        (("prune", "--keep", "7"), "--keep 7: there is none of that name in"),
     ],
 )
 def test_what_cannot_be_is_one_clear_line(words: tuple[str, ...], said: str, tmp_path: Path, typed: Run) -> None:

@@ -73,6 +73,14 @@ def train() -> RunDir:
 # --- a dry run
 
 
+def test_what_a_jobs_script_cannot_hold_is_named_by_the_option_that_was_typed(rankwise: Run) -> None:
+    Path("train.py").write_text(SCRIPT)
+    words = ["run", "--on", "slurm", "--dry-run"]
+    assert rankwise(*words, "--name", "a\nb", "train.py").stderr.startswith("rankwise: --name 'a\\nb': ")
+    assert rankwise(*words, "--run-dir", "a\nb", "train.py").stderr.startswith("rankwise: --run-dir ")
+    assert sorted(path.name for path in Path().iterdir()) == ["train.py"]
+
+
 def test_a_dry_run_needs_no_scheduler_prints_the_script_alone_and_leaves_what_a_job_needs(
     rankwise: Run, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ python -m rankwise.agent -                     a member that the head has starte
 
 import sys
 
-from rankwise import processes
+from rankwise import processes, terminal
 from rankwise.agent import roles
 from rankwise.errors import RankwiseError
 
@@ -26,4 +26,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    terminal.open_closed_streams()
+    terminal.leave(main())

@@ -202,8 +202,8 @@ class Crew:
         record: dict[str, Any] = {}
         path = self._run.exception(rank.rank)
         with contextlib.suppress(OSError, ValueError):
-            record = json.loads(path.read_text())
-            path.unlink()
+            record = json.loads(self._page.last_words(rank.rank - self._first) or path.read_text())
+            path.unlink(missing_ok=True)
         told = wording.reword(record, rank.rank, self._script, len(self.ranks)) if record else None
         return Evidence(
             rank=rank.rank,

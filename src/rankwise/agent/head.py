@@ -22,7 +22,7 @@ from rankwise.agent.roster import NodeError, Roster
 from rankwise.agent.stall import Observation
 from rankwise.agent.verdict import Evidence
 from rankwise.agent.waiting import Waiting
-from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
 from rankwise.page import JOIN_S
 from rankwise.plan import Plan
 from rankwise.rundir import Failure, Life, RunDir, write_text
@@ -53,8 +53,17 @@ class Screen:
         with contextlib.suppress(OSError):
             print(f"rankwise: {text}", file=sys.stderr, flush=True)
 
+    def show(self, text: str) -> None:
+        """What a person should read, as it is."""
+        self._terminal.status("")
+        with contextlib.suppress(OSError):
+            print(text.rstrip("\n"), file=sys.stderr, flush=True)
+
     def write(self, data: bytes) -> None:
+        lost = self._terminal.lost
         self._terminal.write(data)
+        if lost != self._terminal.lost:
+            self.say(f"what the ranks print is no longer shown here ({self._terminal.lost}); it is in their logs")
 
     def progress(self, text: str) -> None:
         self._terminal.progress(text)
@@ -88,7 +97,7 @@ class Head:
 
     def run(self) -> int:
         """Start the ranks, again after a failure if that was asked for."""
-        restart = 0
+        restart = status = 0
         while True:
             try:
                 parts = self._roster.gather(lambda: bool(self._asked) or self._waiting.parent_ended)
@@ -99,7 +108,13 @@ class Head:
                 self._stop_signal = self._asked[0] if self._asked else 0
                 return self._ended_before_it_began()
             self._compare(parts)
-            status, failure = self._live(restart, parts)
+            try:
+                status, failure = self._live(restart, parts)
+            except RunDirError as error:
+                if restart == 0:
+                    raise
+                self._say(f"the ranks are not started again: {error}")
+                return status
             stuck = any(part.end is not None and part.end.stuck for part in parts)
             if failure is None or restart == self._plan.max_restarts or stuck or self._waiting.parent_ended:
                 return status
@@ -128,7 +143,6 @@ class Head:
 
     def _live(self, restart: int, parts: Sequence[Part]) -> tuple[int, Failure | None]:
         """From the start of the ranks to the end of the last: (exit status, the failure if there was one)."""
-        self._run.write_failure(None)
         orders = self._roster.orders(parts, restart)
         world_size = orders[0].world_size
         self._screen.ledger = Ledger(world_size) if self._plan.check_collectives else None
@@ -146,6 +160,7 @@ class Head:
                     part.start(order, None)
             plan = self._plan  # written while they are forked: disks are slow
             life = self._run.begin_life(world_size, plan.argv, records, plan.checkpoint_scope, plan.fresh)
+            self._run.write_failure(None)
             for (part, order), record in zip(todo, records, strict=True):
                 if not self._is_here(part):
                     part.start(order, replace(life, parts=(record,)))
@@ -155,10 +170,19 @@ class Head:
         if self._screen.ledger is not None:
             self._mismatch = self._screen.ledger.look(at_end=True)
         status, outcome, failure = self._outcome(parts, life)
-        self._run.write_failure(failure)
-        with contextlib.suppress(OSError):
-            self._run.update_life(life, ended=time.time(), status=status, outcome=outcome)
+        self._record(life, status, outcome, failure)
         return status, failure
+
+    def _record(self, life: Life, status: int, outcome: str, failure: Failure | None) -> None:
+        """For the launcher, which says it. Where the disk does not take it (it is full, it is away), it is said here."""
+        try:
+            self._run.write_failure(failure)
+            self._run.update_life(life, ended=time.time(), status=status, outcome=outcome)
+        except (RunDirError, OSError) as error:
+            if failure is not None and failure.traceback is not None:
+                self._screen.show(failure.traceback)
+            self._say(f"{outcome}, on {failure.host}; its output is in {failure.log}" if failure is not None else outcome)
+            self._say(f"this end is not recorded: {error}; exit status {status}")
 
     def _is_here(self, part: Part) -> bool:
         return part is self._roster.own
@@ -234,10 +258,13 @@ class Head:
             observed = [o for index in sorted(standing) for o in standing[index][2]]
             line = stall.judge(observed, sure=any(o.sure for o in observed))
             if line is not None:
-                path = self._run.logs / "stall.txt"
-                write_text(path, "\n".join(standing[index][3] for index in sorted(standing)))
+                stacks = f"Stacks: {self._run.logs / 'stall.txt'}"
+                try:
+                    write_text(self._run.logs / "stall.txt", "\n".join(standing[index][3] for index in sorted(standing)))
+                except RunDirError as error:
+                    stacks = f"Their stacks are lost: {error}"
                 since_s = max(since for _, since, *_ in standing.values())
-                self._say(f"no progress for {since_s:.0f} s: {line}. Stacks: {path}")
+                self._say(f"no progress for {since_s:.0f} s: {line}. {stacks}")
             standing.clear()
         elif time.monotonic() > first + STALLED_S:
             standing.clear()  # elsewhere something moves

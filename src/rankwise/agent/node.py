@@ -294,6 +294,7 @@ class Node:
             "threads": self._threads,
             "go_mark": [self._page.path, self._page.go_offset],
             "group_mark": [self._page.path, self._page.row(row).groups_offset],
+            "last_words": [self._page.path, *self._page.last_words_place(row)],
             "notes": self._rings.place(row) if self._rings is not None else None,
         }
 

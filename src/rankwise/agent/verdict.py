@@ -174,5 +174,6 @@ def signal_name(signum: int) -> str:
 
 
 def _first_line(text: str, width: int = 320) -> str:
-    line = text.strip().split("\n", 1)[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # torch's own: `Error(s) in loading ...:`, and then what
     return line if len(line) <= width else line[: width - 3] + "..."

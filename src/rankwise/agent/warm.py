@@ -13,8 +13,9 @@ alone, and torch. Over CHANNEL go JSON lines; nothing executable crosses it.
 
 A spec: environment (all of it), log (path), exception (path), stacks (path), stdin (bool), threads (int or null), go_mark and
 group_mark (each a path and an offset in it: the byte there is set when the rank may begin; the rank sets it if it ever
-made a process group), notes (null, or where this rank notes each collective before it enters it: a path, the start of its
-part, and the sizes in it; agent/collectives.py reads them).
+made a process group), last_words (a path, an offset and a size: memory for an exception that the disk does not take), notes
+(null, or where this rank notes each collective before it enters it: a path, the start of its part, and the sizes in it;
+agent/collectives.py reads them).
 
 The process stays single-threaded (OMP_NUM_THREADS=1, and it never runs a parallel region), as threads do not survive a
 fork. Ranks are forked twice: the middle process announces them and ends, they fall to the agent, which alone reaps them.
@@ -394,7 +395,8 @@ def _run(command, spec):
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException as error:
         status = _exception_status(error, spec)
-    os._exit(_end_of_python(spec) or status)
+    output_lost = _end_of_python(spec)
+    os._exit(status or output_lost)
 
 
 def _run_script(path):
@@ -414,7 +416,8 @@ def _exit_status(end):
         return 0
     if isinstance(end.code, int):
         return end.code & 0xFF
-    print(end.code, file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print(end.code, file=sys.stderr)
     return 1
 
 
@@ -444,12 +447,31 @@ def _exception_status(error, spec):
     with contextlib.suppress(Exception):
         record["shortage"] = _shortage(error)
     temporary = spec["exception"] + ".tmp"
-    with contextlib.suppress(OSError), open(temporary, "w") as file:
-        json.dump(record, file)
-        file.close()
+    try:
+        with open(temporary, "w") as file:
+            json.dump(record, file)
         os.replace(temporary, spec["exception"])
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)  # noqa: PTH107  # pathlib is not imported here
+        _leave_in_memory(record, *spec["last_words"])
     _print_exception(error, text, brief)
     return status if brief else 1
+
+
+def _leave_in_memory(record, path, offset, size):
+    """Where the disk is full, which may be what has ended this rank: as much of the texts as there is room for."""
+    for longest in (size, 1000, 300, 100):
+        short = {
+            key: value[-longest:] if key == "traceback" else value[:longest] if isinstance(value, str) else value
+            for key, value in record.items()
+            if longest == size or key not in ("notes", "parameters")
+        }
+        data = json.dumps(short).encode()
+        if len(data) <= size:
+            break
+    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file, mmap.mmap(file.fileno(), 0) as memory:
+        memory[offset : offset + len(data[:size])] = data[:size]
 
 
 def _without_our_frames(tb):
@@ -524,7 +546,8 @@ def _print_exception(error, text, brief):
         with contextlib.suppress(Exception):
             sys.excepthook(type(error), error, error.__traceback__)
             return
-    print(text, end="", file=sys.stderr)
+    with contextlib.suppress(OSError):  # its log is on a full disk
+        print(text, end="", file=sys.stderr)
 
 
 def _end_of_python(spec):

@@ -15,7 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rankwise.terminal import typed
+
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process (\d+)\.")
+_ELSEWHERE = re.compile(r"raised (on [^\n]+):\nTraceback \(most recent call last\):\n")
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
 _CALL = re.compile(r'^  File "(.+)", line \d+, in (\w+)$', re.MULTILINE)
 _UNUSED = re.compile(r"Parameter(?:s| indices) which did not receive grad for rank \d+: (.+)")
@@ -54,6 +57,8 @@ def reword(record: Mapping[str, Any], rank: int, script: str, together: int = 1)
     message = str(record["message"]).strip()
     told = Told(f"{record['type']}: {message}" if message else record["type"], record.get("where"), _note(record))
     if found := _IN_WORKER.search(message):
+        return _of_worker(told, message, f"in loader worker {found[1]}")
+    if found := _ELSEWHERE.match(message):
         return _of_worker(told, message, found[1])
     names = record.get("parameters") or {}
     if found := _UNUSED.search(message):
@@ -89,21 +94,32 @@ def is_short_of_memory(exception: str) -> bool:
 
 
 def _note(record: Mapping[str, Any]) -> str | None:
-    """The first line of what was noted on the exception (PEP 678), for example the sample."""
-    lines = [line for note in record.get("notes") or () for line in str(note).splitlines()]
-    return lines[0][:_LONGEST_NOTE] if lines else None
+    """The first line of what was noted on the exception (PEP 678), for example the sample; of a traceback that was noted, where
+    it was raised."""
+    notes = [str(note) for note in record.get("notes") or () if str(note).strip()]
+    if not notes:
+        return None
+    first = notes[0].strip().splitlines()[0]
+    if (place := _place(notes[0])) is not None:
+        return f"{first.rstrip(':')} ({place})"
+    return first[:_LONGEST_NOTE].rstrip(":")
 
 
-def _of_worker(told: Told, message: str, worker: str) -> Told:
-    """torch wraps what a loader worker raised in an exception of the same type that tells the worker's traceback."""
+def _place(traceback: str) -> str | None:
+    """`data.py:6`: the innermost line of the user's."""
+    own = [f"{Path(file).name}:{line}" for file, line in _FRAME.findall(traceback) if _is_the_users(file)]
+    return own[-1] if own else None
+
+
+def _of_worker(told: Told, message: str, where: str) -> Told:
+    """What was raised in another process, a loader's worker or another rank, comes in an exception that tells its traceback."""
     lines = message.rpartition("Traceback (most recent call last):\n")[2].splitlines()
     last_of_frames = max((i for i, line in enumerate(lines) if line.startswith(" ")), default=-1)
     said = [line for line in lines[last_of_frames + 1 :] if line]
-    own = [f"{Path(file).name}:{line}" for file, line in _FRAME.findall("\n".join(lines)) if _is_the_users(file)]
-    place = f"{own[-1]}, in" if own else "in"
+    place = _place("\n".join(lines))
     return Told(
         "\n".join(said) or told.exception,
-        f"{place} loader worker {worker}",
+        f"{place}, {where}" if place is not None else where,
         said[1][:_LONGEST_NOTE] if len(said) == 2 else told.remark,
     )
 
@@ -144,5 +160,5 @@ def _as_module(script: str) -> str:
     folder, names = path.parent.parent, [path.parent.name, path.stem]
     while (folder / "__init__.py").exists():
         folder, names = folder.parent, [folder.name, *names]
-    command = f"rankwise run -m {shlex.quote('.'.join(names))}"
+    command = typed("run", "-m", ".".join(names))
     return command if folder == Path.cwd() else f"cd {shlex.quote(str(folder))} && {command}"

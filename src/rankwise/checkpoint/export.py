@@ -72,21 +72,24 @@ def choose(folder: Path, last: int | None, best: int | None, by: Best | None) ->
     """
     if (last is None) == (best is None):
         raise ConfigError("of which checkpoints? Type one of --last N and --best N")
+    option, n = ("--last", last) if last is not None else ("--best", best)
+    if n is not None and n < 1:
+        raise ConfigError(f"{option} {n}: give a whole number from 1 up")
     paths = checkpoints_in(folder)
     if last is not None:
-        return _enough(paths[-last:] if last > 0 else [], last, f"in {folder}")
+        return _enough(paths[-last:], last, f"in {folder}", option)
     assert best is not None
     found = {path: Manifest.read(path) for path in paths}
     by = by or best_by(list(found.values()))
     return _enough(
-        by.order({path: each.metrics for path, each in found.items()})[: max(best, 0)], best, f"with {by.name} in {folder}"
+        by.order({path: each.metrics for path, each in found.items()})[:best], best, f"with {by.name} in {folder}", option
     )
 
 
-def _enough(found: list[Path], n: int, where: str) -> list[Path]:
-    if n < 1 or len(found) < n:
-        cure = f"; type {len(found)} in the place of {n}" if found and n > 0 else ""
-        raise ConfigError(f"{n} checkpoints asked for, {len(found)} there {where}{cure}")
+def _enough(found: list[Path], n: int, where: str, option: str) -> list[Path]:
+    if len(found) < n:
+        cure = f"; type {option} {len(found)}" if found else ""
+        raise ConfigError(f"{option} {n}: {n} checkpoints asked for, {len(found)} there {where}{cure}")
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import uuid
 from pathlib import Path
@@ -90,8 +91,8 @@ def find(run: str | None) -> Path:
     raise RunDirError(f"there are no checkpoints in {run} or {Path('runs', run)}")
 
 
-def pick(folder: Path, name: str | None) -> Path:
-    """The checkpoint of that name (`step-00000400`, or `400`); None: the newest. Not verified."""
+def pick(folder: Path, name: str | None, option: str = "--checkpoint") -> Path:
+    """The checkpoint of that name (`step-00000400`, or `400`), as given to `option`; None: the newest. Not verified."""
     paths = checkpoints_in(folder)
     if name is None:
         return paths[-1]
@@ -99,7 +100,10 @@ def pick(folder: Path, name: str | None) -> Path:
     for path in reversed(paths):
         if path.name == wanted:
             return path
-    raise RunDirError(f"there is no checkpoint {name} in {short(folder)}; those there: {', '.join(p.name for p in paths)}")
+    there = ", ".join(path.name for path in paths)
+    raise RunDirError(
+        f"{option} {shlex.quote(name or '')}: there is none of that name in {short(folder)}; those there: {there}"
+    )
 
 
 def _listed(runs: list[Path]) -> str:

@@ -58,7 +58,7 @@ class Retention:
 def age_s(text: str) -> float:
     """Seconds of `90s`, `30m`, `12h`, `7d`, `2w`. Raises ConfigError for anything else."""
     if (found := seconds_of(text)) is None:
-        raise ConfigError(f"{text!r} is no age; type a number and a unit: 90s, 30m, 12h, 7d, 2w")
+        raise ConfigError(f"--older-than {text!r} is no age; type a number and a unit: 90s, 30m, 12h, 7d, 2w")
     return found
 
 
@@ -75,13 +75,14 @@ def prunable(
     Reads every byte of the newest, until as many whole ones are found as are to stay. What is damaged does not count; where it
     is newer than all that is whole it is left to its owner. Raises ConfigError when no rule is given, or one cannot be.
     """
-    if (keep_last is not None and keep_last < 1) or (keep_best is not None and keep_best < 1):
-        raise ConfigError("--keep-last and --keep-best take a whole number from 1 up")
-    if not (keep_last or keep_best or older_than or keep):
+    for option, n in (("--keep-last", keep_last), ("--keep-best", keep_best)):
+        if n is not None and n < 1:
+            raise ConfigError(f"{option} {n}: give a whole number from 1 up")
+    if not (keep_last or keep_best or older_than is not None or keep):
         raise ConfigError("what should stay? Type for example --keep-last 2, --keep-best 1, --older-than 7d, --keep 400")
     older_than_s = age_s(older_than) if older_than is not None else 0.0
     paths = checkpoints_in(folder)
-    named = {pick(folder, name) for name in keep}
+    named = {pick(folder, name, "--keep") for name in keep}
     whole = _first_whole(reversed(paths), keep_last or 1)
     if not whole:
         raise CheckpointError(f"no checkpoint in {folder} is whole, so none is removed")

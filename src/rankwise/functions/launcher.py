@@ -13,6 +13,7 @@ import signal
 import sys
 from typing import Any
 
+from rankwise import terminal
 from rankwise.config import RunConfig
 from rankwise.errors import RankwiseError, WorldError
 from rankwise.launch import join
@@ -55,4 +56,4 @@ def _stop_with_the_caller(pipe: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    terminal.leave(main())

@@ -6,16 +6,15 @@ return conclude(run, status, lives_before, config)
 from __future__ import annotations
 
 import contextlib
-import shlex
 import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
 
-from rankwise.config import RunConfig, option
+from rankwise.config import RunConfig, misplaced, option
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from rankwise.rundir import Failure, RunDir
-from rankwise.terminal import short
+from rankwise.terminal import short, typed
 
 _LOG_TAIL_BYTES = 4096
 
@@ -31,9 +30,10 @@ def conclude(run: RunDir, status: int, lives_before: int, config: RunConfig, by:
     if status < 0:
         say(f"{by} was killed by {signal.Signals(-status).name}; its ranks were ended, nothing else is lost")
         return 128 - status
-    if life is None or life.status is None:
-        if status > 128 and not asked:  # of an agent that could not begin, which has said why, it is less
-            say(f"{by} ended with status {status} before any rank was started; why is in the lines above")
+    if life is None or life.status is None:  # an agent that could not begin, or could not record the end, has said why
+        if status > 128 and not asked:
+            when = "before any rank was started" if life is None else "and the end of the run is not recorded"
+            say(f"{by} ended with status {status} {when}; why is in the lines above")
         return status
     if failure is not None:
         _say_failure(run, failure, config)
@@ -46,12 +46,14 @@ def conclude(run: RunDir, status: int, lives_before: int, config: RunConfig, by:
 
 
 def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
-    print(file=sys.stderr)
+    _show("")
     if failure.traceback is not None:
         if not _is_told(failure) and not config.is_function:  # whoever called it is given the exception
-            print(failure.traceback.rstrip("\n"), file=sys.stderr)
+            _show(failure.traceback.rstrip("\n"))
     elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # rank 0's are above
-        print(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES)), end="", file=sys.stderr)
+        _show(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES)), end="")
+    if (hint := _misplaced(run, failure, config)) is not None:
+        say(hint)
     say(f"{failure.summary}, on {failure.host}")
     if failure.step is not None:
         saved, again = run.saved(), "call" if config.is_function else "command"
@@ -60,6 +62,18 @@ def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
     log = Path(failure.log or "")
     where = short(log) if log.exists() else f"{log} on {failure.host}"  # a folder that only that host sees
     say(f"its output is in {where}; exit status {failure.exit_status}")
+
+
+def _misplaced(run: RunDir, failure: Failure, config: RunConfig) -> str | None:
+    """Where the script has complained of options that are ours, and follow its name: the command that was meant."""
+    ours, rest = misplaced(config.argv[1:])
+    names = [word.partition("=")[0] for word in ours if word.startswith("--")]
+    said = (failure.traceback or "") + run.log_tail(failure.rank, _LOG_TAIL_BYTES).decode(errors="replace")
+    if config.command or config.is_function or not any(name in said for name in names):
+        return None
+    meant = typed("run", *ours, *_options(config), config.argv[0], *rest)
+    are = "is an option" if len(names) == 1 else "are options"
+    return f"{' and '.join(names)} after {config.argv[0]} {are} of the script; if meant for rankwise, type: {meant}"
 
 
 def _is_told(failure: Failure) -> bool:
@@ -75,7 +89,12 @@ def _last_lines(log: bytes, count: int = 5) -> str:
 
 def _resume_command(config: RunConfig) -> str:
     """The same command, without --fresh."""
-    words = ["rankwise", "run"]
+    return typed("run", *_options(config), *config.argv)
+
+
+def _options(config: RunConfig) -> list[str]:
+    """Those of the command that say what is set here, up to the script."""
+    words: list[str] = []
     for field in fields(config):
         value = getattr(config, field.name)
         if value == field.default or field.name in ("argv", "module", "command", "fresh", "site"):
@@ -88,11 +107,14 @@ def _resume_command(config: RunConfig) -> str:
                 words.append(f"{name}={each}")
             else:
                 words += [name, f"{each:g}" if isinstance(each, float) else str(each)]
-    words += ["-m"] if config.module else ["--"] if config.command else []
-    return shlex.join([*words, *config.argv])
+    return words + (["-m"] if config.module else ["--"] if config.command else [])
 
 
 def say(text: str) -> None:
     """To the person who started the run; what is printed for programs goes to the standard output."""
+    _show(f"rankwise: {text}")
+
+
+def _show(text: str, end: str = "\n") -> None:
     with contextlib.suppress(OSError):
-        print(f"rankwise: {text}", file=sys.stderr, flush=True)
+        print(text, end=end, file=sys.stderr, flush=True)

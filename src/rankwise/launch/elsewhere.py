@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rankwise.errors import ConfigError
+from rankwise.terminal import typed
 
 _THEIRS: dict[str, tuple[int, str]] = {
     # torch.distributed.launch, torchrun
@@ -95,8 +96,7 @@ def refuse(words: Sequence[str], ours: Mapping[str, bool]) -> None:
     """Raises ConfigError, with the whole line to type, where a word is another launcher's."""
     found = translated(words, ours)
     if found is not None:
-        theirs, typed = ", ".join(found.theirs), shlex.join(found.words)
-        raise ConfigError(f"{theirs}: another launcher's words; type: rankwise run {typed}")
+        raise ConfigError(f"{', '.join(found.theirs)}: another launcher's words; type: {typed('run', *found.words)}")
 
 
 def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | None:

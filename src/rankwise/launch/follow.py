@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankwise.config import RunConfig
-from rankwise.errors import EXIT_PREEMPTED, RunDirError
+from rankwise.errors import EXIT_PREEMPTED, OutputError, RunDirError
 from rankwise.launch import status
 from rankwise.launch.conclude import conclude, say
 from rankwise.rundir import Job, RunDir
-from rankwise.terminal import Terminal, short
+from rankwise.terminal import Terminal, short, typed
 
 _TICK_S = 0.2
 _ASK_S = (1.0, 15.0)
@@ -117,6 +117,8 @@ def _show(tails: Sequence[Tail], goes_on: Callable[[], bool]) -> None:
     for tail in tails:
         terminal.write(tail.close())
     terminal.end_line()
+    if terminal.lost is not None:
+        raise OutputError(f"what it prints cannot be written to the standard output: {terminal.lost}")
     sys.stdout.flush()
 
 
@@ -145,7 +147,7 @@ def wait(run: RunDir, job: Job, lives: int, config: RunConfig) -> int:
     if end.stuck:
         say(
             f"no longer waited for: job {job.id} does not start by itself; it stays in the queue, to be mended; to take it "
-            f"out: rankwise cancel {status.typed(run)}"
+            f"out: {typed('cancel', status.called(run))}"
         )
         return 1
     if newest and newest[0].status == EXIT_PREEMPTED and exit_status == 0:

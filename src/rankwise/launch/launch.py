@@ -16,7 +16,7 @@ from types import FrameType
 
 from rankwise import machine, processes, schedulers
 from rankwise.config import RunConfig
-from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
 from rankwise.launch import backend, code, join, script, submit
 from rankwise.launch.choice import Choice, choose
 from rankwise.launch.conclude import conclude, say
@@ -26,6 +26,7 @@ from rankwise.schedulers import local
 from rankwise.terminal import count, seconds_of, short
 
 _FEW_FILES = 1024  # what a login shell has
+_MANY_FILES = 4096
 _FILES_TO_BEGIN = 32
 _LOG_TAIL_BYTES = 4096
 _NAMED = 4  # hosts, in the first line; all are in plan.json
@@ -53,7 +54,7 @@ def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None)
     if choice.is_here:
         environment = machine.visible(config.gpus, env)
         nproc, why = machine.ranks_for(config.nproc, {**env, **environment})
-        _refuse_too_few_files(nproc)
+        _refuse_what_this_machine_cannot_hold(nproc)
         _refuse_nccl_without_gpu(program, {**env, **environment})
     else:  # each node counts its own devices, and the cores for them
         environment = {} if config.gpus is None else {"CUDA_VISIBLE_DEVICES": config.gpus}
@@ -65,8 +66,8 @@ def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None)
     for pitfall in program.pitfalls if nproc != 1 or choice.nodes > 1 else ():
         say(f"warning: {program.name}, {pitfall}")
     if config.dry_run or not choice.attached:
-        say(_headline(program, plan, choice))
         found = submit.members(choice, run, plan)
+        say(_headline(program, plan, choice))
         if config.dry_run:
             return submit.dry_run(text, found, config)
         return submit.queue(choice, text, found, config, program, call)
@@ -93,16 +94,16 @@ def _run_here(
     lease = run.take(say)
     sweep_s = 5.0
     try:
-        submit.leave_records(run, plan, text, config, call)
-        run.write_job(None)
         if aside is not None:
             say(f"the older run was moved to {short(aside)}")
         submit.compare_with_earlier_lives(run, program)
+        submit.leave_records(run, plan, text, config, call)
+        run.write_job(None)
         lives = len(run.lives())
         announce(lives)
         forward = _Forward(choice.module.PASSED if choice.starts_agents else {})
         agent = forward.to(_start(run, choice))
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RunDirError):
             write_text(run.code, code.describe(Path(program.name).absolute().parent))
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
         if choice.starts_agents and (newest := run.lives()[lives:][-1:]) and newest[0].status is not None:
@@ -227,17 +228,32 @@ def _announce(program: script.Program, plan: Plan, choice: Choice, why: str, liv
     elif nproc > machine.cores():
         say(f"warning: {nproc} ranks share {count(machine.cores(), 'core')}: each step waits for the slowest")
     if (files := machine.open_files()) < _FEW_FILES:
-        say(f"warning: only {files} open files a process (ulimit -n): loader workers may need more. Type: ulimit -n 4096")
+        say(
+            f"warning: only {files} open files a process (ulimit -n): loader workers may need more"
+            + (f". Type: ulimit -n {cure}" if (cure := _advised(files, machine.open_files(at_most=True))) > files else "")
+        )
 
 
-def _refuse_too_few_files(nproc: int) -> None:
-    """Each rank holds a connection to every other, beside what Python, torch and the agent need to begin at all."""
-    needed, files = _FILES_TO_BEGIN + nproc, machine.open_files()
-    if files < needed:
+def _refuse_what_this_machine_cannot_hold(nproc: int) -> None:
+    """Each rank is a process, and holds a connection to every other beside what Python, torch and the agent need to begin."""
+    files, most_files = machine.open_files(), machine.open_files(at_most=True)
+    most = min(most_files - _FILES_TO_BEGIN, machine.processes())
+    if nproc > most:
+        cure = f"give --nproc {most} or less, or more nodes" if most > 0 else "ask an administrator for more"
+        raise ConfigError(
+            f"{count(nproc, 'rank')} are more than this machine can hold, {max(most, 0)}: a process may have {most_files} open "
+            f"files at most (ulimit -Hn), and there may be {machine.processes()} processes; {cure}"
+        )
+    if files < (needed := _FILES_TO_BEGIN + nproc):
         raise ConfigError(
             f"a process may have only {files} files open (ulimit -n), and {count(nproc, 'rank')} need {needed} to begin; "
-            f"type: ulimit -n 4096"
+            f"type: ulimit -n {_advised(needed, most_files)}"
         )
+
+
+def _advised(needed: int, most: int) -> int:
+    """A limit of open files that will do, and that a user may set."""
+    return min(max(_MANY_FILES, 2 * needed), most)
 
 
 def _refuse_nccl_without_gpu(program: script.Program, env: Mapping[str, str]) -> None:

@@ -22,6 +22,7 @@ from rankwise.config import WORKER, RunConfig
 from rankwise.errors import ConfigError
 from rankwise.launch import backend
 from rankwise.launch.pitfalls import pitfalls
+from rankwise.terminal import typed
 
 _LONGEST_SHOWN = 120
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?)?")
@@ -122,7 +123,7 @@ def _interpreter_flags() -> list[str]:
 def _examine_command(program: Program) -> Program:
     command = program.argv[0]
     if shutil.which(command) is None:
-        hint = f"; for a Python script leave out the --: rankwise run {command}" if command.endswith(".py") else ""
+        hint = f"; for a Python script leave out the --: {typed('run', *program.argv)}" if command.endswith(".py") else ""
         raise ConfigError(f"there is no command {command} (it is not on the PATH, or cannot be executed){hint}")
     return program
 
@@ -155,7 +156,8 @@ def examine(script: str) -> ScriptFacts:
     if not script:
         raise ConfigError("the name of the script is empty; type: rankwise run script.py [its arguments]")
     if path.is_dir():
-        raise ConfigError(f"{script} is a folder; give the script that trains, for example {script.rstrip('/')}/train.py")
+        example = shlex.quote(f"{script.rstrip('/')}/train.py")
+        raise ConfigError(f"{script} is a folder; give the script that trains, for example {example}")
     try:
         source = path.read_bytes()
     except OSError as error:
@@ -167,7 +169,8 @@ def examine(script: str) -> ScriptFacts:
     except (SyntaxError, ValueError) as error:
         where = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         what = error.msg if isinstance(error, SyntaxError) else str(error)
-        hint = "" if path.suffix in (".py", "") else f"; for a command that is no Python script: rankwise run -- ./{script}"
+        command = script if "/" in script else f"./{script}"
+        hint = "" if path.suffix in (".py", "") else f"; for a command that is no Python script: {typed('run', '--', command)}"
         raise ConfigError(f"{script}{where}: syntax error: {what}{hint}{_shown(error)}") from None
     line = _environment_write_before_torch(tree)
     return ScriptFacts(

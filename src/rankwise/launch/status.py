@@ -5,7 +5,6 @@ print(as_text(facts(run)));  print(cancel(run))
 
 from __future__ import annotations
 
-import shlex
 import signal
 import socket
 import time
@@ -18,7 +17,7 @@ from rankwise.lease import Holder
 from rankwise.rundir import Job, Life, RunDir
 from rankwise.schedulers import BY_NAME
 from rankwise.schedulers.job import State
-from rankwise.terminal import clock, count, short, stamp
+from rankwise.terminal import clock, count, short, stamp, typed
 
 _ALIVE = ("waiting", "stuck", "running")
 
@@ -124,7 +123,7 @@ def cancel(run: RunDir) -> str:
     if not writer.is_here():
         raise RunDirError(
             f"{short(run.path)} is alive on {writer.host} (pid {writer.pid}), and this is {socket.gethostname()}; "
-            f"type there: rankwise cancel {typed(run)}"
+            f"type there: {typed('cancel', called(run))}"
         )
     processes.send(writer.pid, signal.SIGTERM)
     return f"pid {writer.pid} is asked to stop: all ranks stop after the step they are in, and save"
@@ -134,7 +133,8 @@ def _end(life: Life) -> str:
     return f"its last life: {life.outcome}" if life.outcome else "its last life was killed"
 
 
-def typed(run: RunDir) -> str:
-    """What names this run on a command line typed here, quoted."""
+def called(run: RunDir) -> str:
+    """What names this run on a command line that is typed here."""
     path = short(run.path.absolute())
-    return shlex.quote(run.path.name if path == f"runs/{run.path.name}" else path)
+    word = run.path.name if path == f"runs/{run.path.name}" else path
+    return word if not word.startswith("-") else f"./{path}"  # else it would be an option

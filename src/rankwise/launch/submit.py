@@ -22,11 +22,11 @@ from rankwise.launch import code, follow
 from rankwise.launch.choice import Choice
 from rankwise.launch.conclude import say
 from rankwise.launch.script import Program, named
-from rankwise.launch.status import state_of, typed
+from rankwise.launch.status import called, state_of
 from rankwise.plan import Plan
 from rankwise.rundir import Job, RunDir, write_json, write_text
 from rankwise.schedulers.job import State
-from rankwise.terminal import short, stamp
+from rankwise.terminal import short, stamp, typed
 
 _LOOK_S = 1.0
 """A scheduler needs a moment to see that a job can never start."""
@@ -53,7 +53,8 @@ def refuse_if_queued(run: RunDir) -> None:
         return
     raise RunDirError(
         f"the run in {short(run.path)} is job {job.id} of {job.scheduler}, submitted {stamp(job.submitted)}: {state.reason}; "
-        f"follow it: rankwise logs -f {typed(run)}; end it: rankwise cancel {typed(run)}; or start another with --name NAME"
+        f"follow it: {typed('logs', '-f', called(run))}; end it: {typed('cancel', called(run))}; or start another with "
+        "--name NAME"
     )
 
 
@@ -84,7 +85,8 @@ def compare_with_earlier_lives(run: RunDir, program: Program) -> None:
     if before[1:] != now[1:]:
         say(
             f"warning: the run in {short(run.path)} was last started as `{shlex.join(before)}`, now as `{shlex.join(now)}`; "
-            "it goes on with what its checkpoints hold. For a training of its own: --name NAME, or --fresh"
+            f"{'it goes on with what its checkpoints hold. ' if run.saved() else ''}For a training of its own: --name NAME, or "
+            "--fresh"
         )
 
 
@@ -136,13 +138,13 @@ def queue(
         jobs = [replace(job, id=f"{job_id}_{number}") for job, number in zip(jobs, numbers, strict=True)]
     for (run, _), job in zip(found, jobs, strict=True):
         run.write_job(job)
-    run, name = found[0][0], typed(found[0][0])
+    run, name = found[0][0], called(found[0][0])
     try:
         _tell(choice, job_id, jobs[0], found, name)
         if config.wait:
             return follow.wait(run, jobs[0], lives, config)
     except KeyboardInterrupt:
-        say(f"no longer followed; job {job_id} goes on: rankwise logs -f {name}; to end it: rankwise cancel {name}")
+        say(f"no longer followed; job {job_id} goes on: {typed('logs', '-f', name)}; to end it: {typed('cancel', name)}")
         return EXIT_INTERRUPTED
     if not config.is_function:  # whoever called it is not given a line, but the run
         print(job_id)
@@ -156,7 +158,7 @@ def _tell(choice: Choice, job_id: str, job: Job, found: Sequence[Member], name: 
         choice.module.cancel(job_id)
         raise ConfigError(f"job {job_id} of {choice.name} would never start, and is cancelled: {state.reason}")
     say(f"job {job_id} of {choice.name}{_and_runs(found)}: {state.reason or state.phase}")
-    say(f"to follow it: rankwise status {name}, rankwise logs -f {name}; to end it: rankwise cancel {name}")
+    say(f"to follow it: {typed('status', name)}, {typed('logs', '-f', name)}; to end it: {typed('cancel', name)}")
 
 
 def _and_runs(found: Sequence[Member]) -> str:

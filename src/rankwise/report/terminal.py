@@ -92,15 +92,16 @@ def _time(figures: Sequence[dict[str, Any]]) -> str:
     """Where the time went: each interval's shares, weighted with its seconds."""
     total = 0.0
     parts: dict[str, float] = {}
-    clocks: dict[int, float] = {}
+    clocks: dict[str, float] = {}
     for record in figures:
-        if "clock_s" not in record:
+        if not isinstance(record.get("clock_s"), int | float):
             continue
-        seconds = max(record["clock_s"] - clocks.get(record["life"], 0.0), 0.0)
-        clocks[record["life"]] = record["clock_s"]
+        life = str(record.get("life"))
+        seconds = max(record["clock_s"] - clocks.get(life, 0.0), 0.0)
+        clocks[life] = record["clock_s"]
         total += seconds
         for name, value in record.items():
-            if name.startswith("share/"):
+            if name.startswith("share/") and isinstance(value, int | float):
                 part = name.removeprefix("share/")
                 parts[part] = parts.get(part, 0.0) + value * seconds
     if not total:

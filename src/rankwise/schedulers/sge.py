@@ -130,7 +130,7 @@ def _options(plan: Plan) -> list[str]:
             f"--slots {slots} without --pe: a parallel environment gives them out; type --pe NAME too, one of qconf -spl"
         )
     if pe is not None and slots is None:
-        raise ConfigError(f"--pe {pe} without --slots: how many slots? For example: --pe {pe} --slots 8")
+        raise ConfigError(f"--pe {pe} without --slots: how many slots? For example: --pe {shlex.quote(pe)} --slots 8")
     name = slug(plan.name)
     if name.lower() in _RESERVED:
         name = f"run-{name}"

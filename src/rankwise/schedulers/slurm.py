@@ -251,7 +251,8 @@ def render(plan: Plan) -> str:
     """A batch script; run in an allocation's shell it does the same there. Raises ConfigError for what cannot work."""
     job = {name: value for name, value in plan.job.items() if value not in (None, False)}
     array = "array" in job
-    folder = Path(plan.run_dir)
+    one_line(plan.cwd, "the folder")
+    folder = Path(one_line(plan.run_dir, "--run-dir"))
     run_dir = shlex.quote(plan.run_dir) + ('-"$SLURM_ARRAY_TASK_ID"' if array else "")
     output, redirection = _output(folder, run_dir, array)
     redirection = [] if "within" in job else redirection

@@ -1,6 +1,6 @@
 """What a check has found, and how it is told.
 
-Finding("gradients", FAILED, "4 x 1 differs by 0.3", cause="BatchNorm 1", cure="use GroupNorm")
+Finding("gradients", FAILED, "4 ranks: 0.3", cause="BatchNorm 1", cure="use GroupNorm")
 print(as_text(findings))
 """
 
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 OK, FAILED, KNOWN, OPEN = "ok", "FAILED", "known", "open"
-"""As it should be; a mistake; a difference that is so by design; not to be decided here."""
+"""As it should be; a mistake; a difference whose reason is known, and no mistake; not to be decided here."""
 
 _WORST_FIRST = (FAILED, OPEN, KNOWN, OK)
 
@@ -102,5 +102,5 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 def _together(findings: Sequence[Finding]) -> str:
     counts = {status: sum(finding.status == status for finding in findings) for status in _WORST_FIRST}
-    words = {FAILED: "FAILED", OPEN: "could not be decided", KNOWN: "differ by design", OK: "ok"}
+    words = {FAILED: "FAILED", OPEN: "could not be decided", KNOWN: "known difference" + "s" * (counts[KNOWN] != 1), OK: "ok"}
     return f"{len(findings)} checks: " + ", ".join(f"{counts[s]} {words[s]}" for s in reversed(_WORST_FIRST) if counts[s])

@@ -2,7 +2,7 @@
 optimizer makes of it.
 
 gradients = Gradients(model, optimizer, step_fn, forward, new_sync, whole, parts)
-finding = gradients.finding({"2 x 2": micro_batches})        # collective
+finding = gradients.finding({"2 ranks in 2 micro-batches": micro_batches})        # collective
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Gradients:
             reference, apart = self._compare(layouts)
             if (update := self._update(layouts)) is not None:
                 return update
-            figures = ", ".join(f"{name} {a}" for name, a in apart.items())
+            figures = ", ".join(f"{name}: {a}" for name, a in apart.items())
             if self._is_small(apart.values()) and (thawed := self._thawed(reference, layouts)) is not None:
                 return thawed
             if self._is_small(apart.values()):

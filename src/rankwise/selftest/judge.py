@@ -119,7 +119,13 @@ def judge_draws(told: Sequence[Sequence[Sequence[Any]]]) -> Finding:
     layers = list(dict.fromkeys(layer for rank in told for _, drew in rank for layer in drew))
     if not layers:
         return Finding("random", OK, "no layer draws any")
-    named = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+    named = (
+        "layer"
+        + "s" * (len(layers) > 1)
+        + " "
+        + ", ".join(layers[:3])
+        + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+    )
     for number in range(max(map(len, told))):
         seen: dict[str, int] = {}
         for rank, passes in enumerate(told):
@@ -207,10 +213,10 @@ def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
         factors[ranks] = factor(reference, gradients(ranks, mine["rank"]))
     if not apart:
         return Finding("gradients", OPEN, "one number of ranks alone: there is nothing to compare with")
-    figures = ", ".join(f"{ranks} x 1 {far}" for ranks, far in apart.items())
-    evidence = f"relative to {low} x 1: {figures}; in {first['dtype']}, {tolerance:g} is allowed"
+    figures = ", ".join(f"{_ranks(ranks)}: {far}" for ranks, far in apart.items())
+    evidence = f"those on {_ranks(low)}: {figures}; relative, in {first['dtype']}, {tolerance:g} is allowed"
     if all(far.size <= tolerance for far in apart.values()):
-        return _equal(f"equal {evidence}", first["norms"])
+        return _equal(f"equal to {evidence}", first["norms"])
     if all(factors.values()):
         told = ", ".join(f"{c:.3g} on {ranks}" for ranks, c in factors.items())
         return Finding(
@@ -219,7 +225,7 @@ def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
             "none needed where the global batch grows with the ranks and the learning rate is meant so",
         )  # fmt: skip
     return Finding(
-        "gradients", FAILED, f"differ {evidence}",
+        "gradients", FAILED, f"differ from {evidence}",
         "each rank's loss is a mean of its own, over counts that differ (tokens, frames, valid targets), and these means are "
         "averaged (a mean of means); or a layer mixes the samples of a batch",
         "divide the sum by the count of all ranks: sync.backward(loss_sum, count) of rankwise.AllReduce does",

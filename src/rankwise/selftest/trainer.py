@@ -37,6 +37,7 @@ from rankwise.selftest.still import Draws
 from rankwise.selftest.twin import Twin
 from rankwise.state import TrainState
 from rankwise.sync import SyncStrategy
+from rankwise.terminal import count
 from rankwise.world import World
 
 ONE = World(0, 1, 0, 1, 0, source="selftest")
@@ -88,8 +89,8 @@ def check(subject: Subject) -> list[Finding]:
 
 
 def layout(ranks: int, accumulate: int) -> str:
-    """`4 x 1`: ranks, and micro-batches of each."""
-    return f"{ranks} x {accumulate}"
+    """`2 ranks in 2 micro-batches`, `4 ranks`."""
+    return count(ranks, "rank") + (f" in {accumulate} micro-batches" if accumulate > 1 else "")
 
 
 def _ranks(subject: Subject) -> str:
@@ -365,7 +366,7 @@ def _evaluation(subject: Subject, evaluate: Evaluate) -> Finding:
     tolerance = 1e-4 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.02
     if apart <= tolerance:
         evidence = f"the same on one rank, in other batches: {{}}; relative, {tolerance:g} is allowed"
-        return Finding("evaluation", OK, evidence, where=f"{_ranks(subject)} {apart:.1e}")
+        return Finding("evaluation", OK, evidence, where=f"{_ranks(subject)}: {apart:.1e}")
     return Finding(
         "evaluation", FAILED, f"{name} is {here.get(name, float('nan')):.6g} on {_ranks(subject)} and {alone[name]:.6g} on one "
         "rank, in other batches", "eval_fn returns no sums: a figure of a batch was averaged, and batches differ in size",

@@ -6,6 +6,7 @@ status = selftest(("train.py", "--lr", "0.1"), ranks=(1, 2, 4), timeout_s=600)
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -38,6 +39,8 @@ def selftest(argv: Sequence[str], ranks: Sequence[int], timeout_s: float, env: M
 
     Raises ConfigError for a script that cannot be run, SelftestError for one that cannot be watched.
     """
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"--timeout {timeout_s:g}: give seconds, above 0")
     examine(argv[0])
     devices = machine.gpus(env)
     given = dict(env) if devices >= max(ranks) else {**env, "CUDA_VISIBLE_DEVICES": ""}

@@ -1,0 +1,83 @@
+"""Standard streams that are closed, full, or gone: the command runs, or says why, and its exit status is the right one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankwise.rundir import RunDir
+
+COMMAND = f"{sys.executable} -m rankwise"
+NO_SPACE = "rankwise: what it prints cannot be written to the standard output: No space left on device\n"
+
+
+def in_shell(line: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, env={**os.environ, **env}
+    )
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_run_without_a_standard_stream_is_a_run_like_any_other(closed: str) -> None:
+    Path("train.py").write_text(
+        "import os, sys\nprint(sys.stdin.read(), os.environ['RANK'])\nif os.environ['RANK'] == '1': sys.exit(3)\n"
+        "import time; time.sleep(600)"
+    )
+    done = in_shell(f"{COMMAND} run --nproc 2 train.py {closed}")
+    assert done.returncode == 3
+    assert ("rank 1 left with status 3" in done.stderr) == ("2>" not in closed)
+    run = RunDir(Path("runs/train"))
+    assert run.log(1).read_text() == " 1\n"  # nothing else has come into it
+    failure = run.read_failure()
+    assert failure is not None
+    assert failure.rank == 1
+
+
+def test_python_is_not_asked_to_look_into_the_exit_status_as_an_error() -> None:
+    Path("train.py").write_text("import sys; sys.exit(3)")
+    done = in_shell(f"{COMMAND} run --nproc 1 train.py", PYTHONINSPECT="1")
+    assert (done.returncode, "Traceback" in done.stderr) == (3, False)
+    assert done.stderr.endswith("exit status 3\n")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("verb", ["explain", "--help", "run --dry-run train.py"])
+def test_what_cannot_be_printed_is_said_in_one_line_with_status_1(verb: str, unbuffered: str) -> None:
+    Path("train.py").touch()
+    done = in_shell(f"{COMMAND} {verb} > /dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert done.returncode == 1
+    assert done.stderr.endswith(NO_SPACE)
+    assert "Traceback" not in done.stderr
+
+
+def test_logs_that_cannot_be_printed_are_said_to_be_that() -> None:
+    run = RunDir(Path("runs/train"))
+    run.prepare(fresh=False)
+    run.begin_life(1, ("train.py",))
+    run.log(0).write_text("a line\n")
+    done = in_shell(f"{COMMAND} logs > /dev/full")
+    assert (done.returncode, done.stderr) == (1, NO_SPACE)
+    done = in_shell(f"{COMMAND} logs >&-")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_reader_that_has_gone_is_no_error_to_be_told() -> None:
+    done = in_shell(f"{COMMAND} run --help | true; exit ${{PIPESTATUS[0]}}")
+    assert (done.returncode in (0, 1), done.stderr) == (True, "")
+
+
+def test_a_usage_error_that_nobody_can_be_told_has_its_status() -> None:
+    assert in_shell(f"{COMMAND} nonsense 2> /dev/full").returncode == 2
+    assert in_shell(f"{COMMAND} nonsense 2>&-").returncode == 2
+
+
+def test_ranks_whose_output_cannot_be_shown_go_on_and_that_is_said_once() -> None:
+    Path("train.py").write_text("for i in range(3): print(i, flush=True)")
+    done = in_shell(f"{COMMAND} run --nproc 1 train.py > /dev/full")
+    assert done.returncode == 0
+    assert done.stderr.count("what the ranks print is no longer shown here (No space left on device); it is in their logs") == 1
+    assert RunDir(Path("runs/train")).log(0).read_text() == "0\n1\n2\n"
