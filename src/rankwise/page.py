@@ -26,7 +26,7 @@ _TEXT_OFFSET = 64  # bytes into a row
 _TEXT_BYTES = _ROW_WORDS * 8 - _TEXT_OFFSET
 
 _RANKS, _HOLD, _STOP, _REASON, _GO = range(5)
-_CLAIM, _FLAG, _JOINED, _GROUPS, _TEXT_LENGTH, _TEXT_COUNT = range(6)
+_CLAIM, _FLAG, _JOINED, _GROUPS, _TEXT_LENGTH, _TEXT_COUNT, _COLLECTIVES = range(7)
 
 JOIN_S = 5.0
 """How long who keeps the gate waits for ranks that reach it a little later than the first."""
@@ -163,6 +163,16 @@ class Row:
     def groups_offset(self) -> int:
         """Where in the page the rank's end notes that (warm.py, which imports nothing of ours, writes it)."""
         return (self._base + _GROUPS) * 8
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives, sends and receives of torch the rank had begun when it last counted, twice a second."""
+        return self._words[self._base + _COLLECTIVES]
+
+    @property
+    def collectives_offset(self) -> int:
+        """Where in the page the rank counts them (agent/noting.py, which imports nothing of ours, writes it)."""
+        return (self._base + _COLLECTIVES) * 8
 
     @property
     def reason(self) -> int:

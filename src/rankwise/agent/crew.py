@@ -178,10 +178,11 @@ class Crew:
             self.signal(rank, signum)
 
     def progress(self) -> Hashable:
-        """Differs from the last time if any rank has begun a step, left a figure, or printed something."""
+        """Differs from the last time if any rank has begun a step or a collective, left metrics, or printed something."""
         rows = [self._row(rank.rank) for rank in self.ranks]
         return tuple(
-            (row.claim, row.said, _bytes(self._run.log(rank.rank))) for row, rank in zip(rows, self.ranks, strict=True)
+            (row.claim, row.collectives, row.said, _bytes(self._run.log(rank.rank)))
+            for row, rank in zip(rows, self.ranks, strict=True)
         )
 
     @property

@@ -292,6 +292,7 @@ class Node:
             "threads": self._threads,
             "go_mark": [self._page.path, self._page.go_offset],
             "group_mark": [self._page.path, self._page.row(row).groups_offset],
+            "count_mark": [self._page.path, self._page.row(row).collectives_offset],
             "notes": self._rings.place(row) if self._rings is not None else None,
         }
 
