@@ -30,6 +30,7 @@ import importlib.machinery
 import importlib.util
 import io
 import json
+import multiprocessing.connection
 import os
 import re
 import resource
@@ -282,6 +283,8 @@ def _exit_status(end):
 
 
 def _exception_status(error, spec):
+    error, release = _hold_signals(error)
+    error = _of_a_dead_worker(error)
     status = getattr(error, "exit_status", 1)  # our own errors carry one, and need no traceback
     brief = isinstance(status, int) and type(error).__module__.startswith("rankwise.")
     _free_a_descriptor()
@@ -312,7 +315,62 @@ def _exception_status(error, spec):
         file.close()
         os.replace(temporary, spec["exception"])
     _print_exception(error, text, brief)
+    release()
     return status if brief else 1
+
+
+def _hold_signals(error):
+    """(the error to tell, a function that gives the signals back): from here on nothing interrupts what tells it.
+
+    A handler of the script's may raise at any line: torch's for SIGCHLD does, when a loader worker has died. One that was due
+    runs while it is replaced; if that says which worker has died, it says why `error` came.
+    """
+    before, came = {}, []
+
+    def hold(signum, _frame):
+        came.append(signum)
+
+    def release():
+        for signum, handler in before.items():
+            if signum != signal.SIGCHLD:  # all that it could still do is to raise a second error
+                signal.signal(signum, handler)
+        for signum in set(came):
+            if signum != signal.SIGCHLD:
+                os.kill(os.getpid(), signum)
+
+    while True:
+        try:
+            for signum in signal.valid_signals():
+                handler = signal.getsignal(signum)
+                ends = handler is signal.SIG_DFL and signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+                if handler is not hold and ((callable(handler) and not isinstance(handler, int)) or ends):
+                    before.setdefault(signum, handler)
+                    signal.signal(signum, hold)
+            return error, release
+        except BaseException as later:
+            if str(later).startswith("DataLoader worker"):
+                error = later.with_traceback(error.__traceback__)
+
+
+def _of_a_dead_worker(error):
+    """An error that says how a loader worker has died, where all that came of it yet is a broken connection to it."""
+    unexpected = str(error).startswith("DataLoader worker (pid(s)")  # torch has not looked how
+    if not unexpected and not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)):
+        return error
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    loaders = [f.f_locals.get("self") for f in frames if f.f_code.co_filename.endswith("torch/utils/data/dataloader.py")]
+    workers = next((loader._workers for loader in reversed(loaders) if getattr(loader, "_workers", None)), [])
+    # Its connections break a moment before it can be seen to have ended.
+    ended = multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1.0) if workers else []
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join(1.0)
+            code = worker.exitcode
+            how = f"is killed by signal: {signal.strsignal(-code)}" if code and code < 0 else f"left with status {code}"
+            found = RuntimeError(f"DataLoader worker (pid {worker.pid}) {how}.").with_traceback(error.__traceback__)
+            found.__cause__ = error
+            return found
+    return error
 
 
 def _without_our_frames(tb):
@@ -323,10 +381,18 @@ def _without_our_frames(tb):
 
 
 def _where(error):
-    """The last line of the script itself that was running: `train.py:61`."""
+    """The innermost line of the script, or of the user's modules, that was running: `train.py:61`."""
     script = getattr(sys.modules["__main__"], "__file__", None)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == script]
-    return f"{os.path.basename(script)}:{frames[-1].lineno}" if frames else None
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in frames if file == script or _is_the_users(file)]
+    return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else None
+
+
+def _is_the_users(file):
+    libraries = [os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    libraries += [os.path.dirname(module.__file__) for name in ("torch", "rankwise") if (module := sys.modules.get(name))]
+    installed = "/site-packages/" in file or "/dist-packages/" in file or file.startswith("<")
+    return not installed and not any(file.startswith(folder + os.sep) for folder in libraries)
 
 
 def _free_a_descriptor():
