@@ -238,6 +238,9 @@ def on_this_rank(places: list[dict[str, Any]], module: Callable[[], nn.Module], 
                 model(torch.ones(2, 3)).sum().backward()
         model(torch.ones(2, 3)).sum().backward()
         nn.Linear(2, 2)(torch.ones(2)).sum().backward()  # in which DDP has no part
+    with model.join():  # in which a rank that is through answers the other
+        for _ in range(rank + 1):
+            model(torch.ones(2, 3)).sum().backward()
 
 
 @pytest.mark.parametrize("module", [functools.partial(nn.Linear, 3, 3), Normed], ids=["without buffers", "with buffers"])

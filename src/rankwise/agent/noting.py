@@ -170,6 +170,25 @@ class Distributed:
             return broadcast(group, tensors, *args, **kwargs)
 
         dist._broadcast_coalesced = broadcast_coalesced
+        self._pass_over_joined(ddp.Join)
+
+    def _pass_over_joined(self, join):
+        """Inside of `with model.join()` ranks that have no sample left answer the others from other lines, as they should."""
+        enter, leave, notes = join.__enter__, join.__exit__, self._notes
+
+        @functools.wraps(enter)
+        def entered(this):
+            notes.paused = True
+            return enter(this)
+
+        @functools.wraps(leave)
+        def left(this, *error):
+            try:
+                return leave(this, *error)
+            finally:
+                notes.paused = False
+
+        join.__enter__, join.__exit__ = entered, left
 
     def _note_backward_passes(self, reducer, torch):
         """Those in which a reducer sends: DDP's forward has prepared it for one, which it does not inside of `no_sync`."""
@@ -258,9 +277,12 @@ class Notes:
         self._lock = threading.Lock()
         self.inside = threading.local()  # object collectives call others
         self.numbers = {}  # collectives so far, by group
+        self.paused = False
 
     def add(self, group, size, what, site, caller=""):
         """`site`: `file:line`; two that differ are two collectives. `caller`: the user's line, where that is another."""
+        if self.paused:
+            return
         with self._lock:
             self.numbers[group] = number = self.numbers.get(group, 0) + 1
             head = f"{group}\t{number}\t{size}\t{what}\t{caller}\t"
