@@ -120,9 +120,10 @@ def test_torch_distributed_appears_in_comm_and_sync_alone() -> None:
             assert not [m for m in imports(path) if m.startswith("torch.distributed")], path
 
 
-def test_the_warm_process_needs_nothing_but_the_standard_library_and_torch() -> None:
+@pytest.mark.parametrize("name", ["warm.py", "noting.py"])
+def test_the_warm_process_needs_nothing_but_the_standard_library_and_torch(name: str) -> None:
     allowed = {*sys.stdlib_module_names, "torch"}
-    assert {m.split(".")[0] for m in imports(SOURCE / "agent" / "warm.py")} <= allowed
+    assert {m.split(".")[0] for m in imports(SOURCE / "agent" / name)} <= allowed
 
 
 def test_no_file_is_longer_than_600_lines_and_no_function_longer_than_a_page() -> None:

@@ -163,6 +163,36 @@ def test_what_a_c_plus_plus_library_said_before_it_aborted_is_the_reason(launch)
     assert "rank 1 was killed by SIGABRT: 12 vs 4: collective mismatch" in run.output()
 
 
+KILLED_WORKER = """
+import os, torch, torch.distributed as dist
+from torch.utils.data import DataLoader
+dist.init_process_group("gloo")
+batches = iter(DataLoader(torch.ones(100000, 2000), num_workers=2, batch_size=8))
+for step in range(10000):
+    next(batches)
+    dist.all_reduce(torch.ones(4))
+    if step == 30 and dist.get_rank() == 1:
+        os.kill(batches._workers[0].pid, 9)
+"""
+
+
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=pytest.mark.stress) for n in range(1, 20))])
+def test_a_loader_worker_that_is_killed_is_the_cause_and_not_the_rank_that_lost_its_peer(launch, attempt: int) -> None:
+    run = launch(KILLED_WORKER)
+    assert run.wait() == 1
+    assert "rankwise: rank 1 raised RuntimeError: DataLoader worker (pid " in run.output()
+    assert "is killed by signal: Killed. (script.py:" in run.output()
+
+
+def test_tensors_of_different_shape_are_told_with_the_lines_of_both_ranks_and_the_flag_that_names_the_shapes(launch) -> None:
+    run = launch(TOGETHER.replace("FAULT", "dist.all_reduce(torch.ones(800))").replace("ones(4)", "ones(400)"))
+    assert run.wait() == 134
+    assert "rank 0 was killed by SIGABRT: in all_reduce (script.py:8) it received " in run.output()
+    assert (
+        "; rankwise run --check-collectives names the ranks, their shapes and lines; rank 1 was in all_reduce" in run.output()
+    )
+
+
 def test_a_dead_ranks_loader_worker_does_not_keep_its_peers_waiting(launch) -> None:
     run = launch(
         """
@@ -254,6 +284,16 @@ def test_the_warm_process_killed_before_the_ranks_are_there_does_no_harm(launch)
     assert run.wait() == 0
     assert run.run.log(1).read_text() == "ran\n"
     assert "each rank is started by itself" in run.output()
+
+
+def test_the_warm_process_killed_while_the_ranks_run_is_told_and_does_no_harm(launch) -> None:
+    run = launch("import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)", options=FORKED)
+    ranks = run.pids()
+    [warm] = set(processes.children(run.agent())) - set(ranks)
+    os.kill(warm, signal.SIGKILL)
+    wait_for(lambda: "the warm process was killed by SIGKILL; the ranks that are running do not need it" in run.output(), "it")
+    (run.folder / "go").touch()
+    assert run.wait() == 0
 
 
 @pytest.mark.parametrize("moment", [0, 2, 5, *(pytest.param(other, marks=pytest.mark.stress) for other in (1, 3, 4))])

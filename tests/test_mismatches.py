@@ -27,6 +27,13 @@ else:
     dist.all_reduce(a)
     dist.all_reduce(b)
 """
+EVALUATION_ON_ONE_RANK = """model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+def evaluate():
+    dist.all_reduce(torch.ones(1))
+if rank == 0:
+    evaluate()
+model(torch.ones(2, 3)).sum().backward()
+"""
 USUAL = """
 if rank != 0:
     dist.barrier()
@@ -54,30 +61,24 @@ dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX, async_op=True).wait()
             "dist.all_reduce(torch.ones(4, dtype=torch.int32 if rank == 1 else torch.float32))",
             "rank 1 calls all_reduce(sum, int32[4]) at script.py:7 where ranks 0, 2 call all_reduce(sum, float32[4])",
         ),
-        (
-            "dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM)",
-            "rank 1 calls all_reduce(max, float32[4]) at script.py:7 where ranks 0, 2 call all_reduce(sum, float32[4])",
-        ),
         (SWAPPED, "rank 1 calls all_reduce(sum, float32[4]) at script.py:10 where ranks 0, 2 call it at script.py:13"),
         (
-            "dist.broadcast(torch.ones(4), src=int(rank == 2))",
-            "rank 2 calls broadcast(float32[4], src 1) at script.py:7 where ranks 0, 1 call broadcast(float32[4], src 0)",
+            "import rankwise\n" + SWAPPED.replace("dist.", "rankwise."),
+            "rank 1 calls all_reduce(sum, float32[4]) at script.py:11 where ranks 0, 2 call it at script.py:14",
         ),
         (
-            "dist.barrier() if rank == 1 else dist.all_reduce(torch.ones(4))",
-            "rank 1 calls barrier() at script.py:7 where ranks 0, 2 call all_reduce(sum, float32[4]) at script.py:7",
-        ),
-        (
-            "dist.all_reduce(torch.ones(8 if rank == 0 else 4))",
-            "rank 0 calls all_reduce(sum, float32[8]) at script.py:7 where ranks 1, 2 call all_reduce(sum, float32[4])",
+            EVALUATION_ON_ONE_RANK,
+            "rank 0 calls all_reduce(sum, float32[1]) at script.py:9 where ranks 1, 2 call backward() of a DDP model at "
+            "script.py:12",
         ),
     ],
-    ids=["dtype", "operation", "swapped", "root", "another collective", "shape"],
+    ids=["dtype", "swapped", "two of rankwise swapped", "against DDP"],
 )
 def test_the_ranks_whose_collective_differs_are_named_with_both_lines(launch, then: str, said: str) -> None:
     run = launch(FIVE_THEN.replace("THEN", then), options=("--nproc", "3", "--check-collectives"))
     assert run.wait() == 1
-    assert f"the ranks do not match in collective 6: {said}" in run.output()
+    number = 7 if "DDP" in said else 6  # DDP has broadcast its parameters
+    assert f"the ranks do not match in collective {number}: {said}" in run.output()
     failure = run.run.read_failure()
     assert failure is not None
     assert failure.rank in (0, 1, 2)

@@ -42,6 +42,24 @@ def test_the_late_rank_is_named_with_its_line_and_those_that_wait_with_theirs(la
     assert run.wait() == 130
 
 
+STEADY = """
+import sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+for step in range(STEPS):
+    model(torch.ones(2, 3)).sum().backward()
+    time.sleep(0.3 if rank == 0 else 0.05)
+"""
+
+
+@pytest.mark.parametrize("steps", [15, pytest.param(100, marks=pytest.mark.stress)])
+def test_steps_of_a_script_that_prints_nothing_are_progress_though_one_rank_is_always_late(launch, steps: int) -> None:
+    run = launch(STEADY.replace("STEPS", str(steps)), options=("--nproc", "2", "--stall-warn", "1.5"))
+    assert run.process.wait(timeout=120) == 0
+    assert "no progress" not in run.output()
+
+
 def test_a_stopped_rank_is_named_long_before_anything_times_out_and_so_is_its_return(launch) -> None:
     run = launch("import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)")
     pid = run.pids()[1]

@@ -27,7 +27,7 @@ _TEXT_BYTES = _ROW_WORDS * 8 - _TEXT_OFFSET
 _LAST_WORDS_BYTES = 8192
 
 _RANKS, _HOLD, _STOP, _REASON, _GO = range(5)
-_CLAIM, _FLAG, _JOINED, _GROUPS, _TEXT_LENGTH, _TEXT_COUNT = range(6)
+_CLAIM, _FLAG, _JOINED, _GROUPS, _TEXT_LENGTH, _TEXT_COUNT, _COLLECTIVES = range(7)
 
 JOIN_S = 5.0
 """How long who keeps the gate waits for ranks that reach it a little later than the first."""
@@ -173,6 +173,16 @@ class Row:
     def groups_offset(self) -> int:
         """Where in the page the rank's end notes that (warm.py, which imports nothing of ours, writes it)."""
         return (self._base + _GROUPS) * 8
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives, sends and receives of torch the rank had begun when it last counted, twice a second."""
+        return self._words[self._base + _COLLECTIVES]
+
+    @property
+    def collectives_offset(self) -> int:
+        """Where in the page the rank counts them (agent/noting.py, which imports nothing of ours, writes it)."""
+        return (self._base + _COLLECTIVES) * 8
 
     @property
     def reason(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankwise.agent import warm
+from rankwise.agent import noting
 from rankwise.agent.collectives import SLOTS, Comparison, Ledger, Mismatch, Note, Rings
 
 
@@ -67,8 +67,8 @@ def test_a_group_whose_other_ranks_are_elsewhere_does_not_fill_the_memory() -> N
     assert len(comparison._open) <= 2 * SLOTS + 1
 
 
-def notes_of(rings: Rings, rank: int) -> warm._Notes:
-    return warm._Notes(**rings.place(rank))
+def notes_of(rings: Rings, rank: int) -> noting.Notes:
+    return noting.Notes(**rings.place(rank))
 
 
 def after_reading(rings: Rings, ledger: Ledger) -> Mismatch | None:

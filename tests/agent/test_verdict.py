@@ -10,6 +10,7 @@ import pytest
 
 from rankwise.agent.verdict import FOLLOWER_SIGNS, Evidence, exit_status, judge, summary, unkillable
 
+RESET = "ConnectionResetError: [Errno 104] Connection reset by peer"
 FOLLOWS = "RuntimeError: [../gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:29500"
 
 
@@ -53,6 +54,10 @@ CAUSES = {
     "who left with 0 is no cause of a status": ([end(0, 1.0, 0), end(1, 2.0, 3)], 1),
     "who left with 0 is no cause of what the agent ended": ([end(0, 0.5, 0), sent(1, 1.0)], 1),
     "the earliest follower when there is nobody else": ([follower(0, 3.0), follower(1, 2.0), follower(2, 4.0)], 1),
+    "a broken connection of Python's own beats an earlier follower": ([follower(0, 1.0), raised(1, 2.0, RESET)], 1),
+    "a broken connection of Python's own is no cause of a status": ([raised(0, 1.0, RESET), end(1, 2.0, 3)], 1),
+    "a broken connection of Python's own is no cause of another error": ([raised(0, 1.0, RESET), raised(1, 2.0)], 1),
+    "who left with 0 while another's own connection broke": ([raised(0, 1.0, RESET), end(1, 0.5, 0)], 1),
     "what the agent ended is not blamed, however early": ([sent(0, 0.5), raised(1, 2.0), sent(2, 0.6)], 1),
     "what the agent ended is not blamed before a follower": ([sent(0, 0.5), follower(1, 2.0)], 1),
     "what raised after the agent's signal is not blamed": ([raised(0, 0.5, sent=True), end(1, 2.0, 3)], 1),
@@ -80,6 +85,13 @@ def test_the_cause_is_named_whatever_the_order_in_which_ends_are_listed(ends: li
 @pytest.mark.parametrize("sign", FOLLOWER_SIGNS)
 def test_an_exception_that_says_that_a_peer_is_gone_follows(sign: str) -> None:
     assert raised(0, 1.0, f"DistBackendError: [1] {sign}: 127.0.0.1").follows
+
+
+def test_a_broken_connection_of_pythons_own_may_follow_and_one_of_torch_does() -> None:
+    assert raised(0, 1.0, RESET).may_follow
+    assert not raised(0, 1.0, RESET).follows
+    assert not follower(0, 1.0).may_follow
+    assert not raised(0, 1.0).may_follow
 
 
 def test_other_ends_follow_nobody() -> None:
@@ -126,6 +138,18 @@ def test_where_another_rank_waited_for_one_that_left_is_said(status: int) -> Non
     assert summary(left, [waited, left]) == (
         f"rank 1 left with status {status} at step 60 while rank 0 waited for it in all_reduce (train.py:88)"
     )
+
+
+def test_of_an_abort_the_place_of_another_rank_is_told_too() -> None:
+    aborted = killed(1, 1.0, signal.SIGABRT, remark="in all_reduce (train.py:50) it received 8 bytes where it expected 4")
+    other = replace(follower(0, 1.1, where="train.py:88"), traceback=IN_ALL_REDUCE)
+    assert judge([aborted, other]) is aborted
+    assert summary(aborted, [aborted, other]) == (
+        "rank 1 was killed by SIGABRT: in all_reduce (train.py:50) it received 8 bytes where it expected 4; "
+        "rank 0 was in all_reduce (train.py:88)"
+    )
+    of_kill = killed(1, 1.0, signal.SIGKILL, remark="x")
+    assert summary(of_kill, [of_kill, other]) == "rank 1 was killed by SIGKILL: x"
 
 
 def test_a_long_message_is_cut_in_the_line() -> None:

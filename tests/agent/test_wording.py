@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankwise.agent import wording
-from rankwise.agent.wording import Told, is_short_of_memory, parameter_counts, reword
+from rankwise.agent.wording import Told, is_short_of_memory, of_abort, parameter_counts, reword
 
 IN_WORKER = """Caught KeyError in DataLoader worker process 1.
 Original Traceback (most recent call last):
@@ -44,6 +44,87 @@ def test_a_folder_whose_name_begins_as_our_packages_does_is_the_users(folder: st
     assert ours.name == "rankwise"
     worker = IN_WORKER.replace("/home/ann/data.py", str(ours.with_name(folder) / "mine.py"))
     assert reword(record("KeyError", worker), 1, "train.py").where == told
+
+
+SPAWNED = """
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "/venv/lib/python3.11/site-packages/torch/multiprocessing/spawn.py", line 96, in _wrap
+    fn(i, *args)
+  File "/home/ann/train.py", line 4, in work
+    raise ValueError("no data")
+ValueError: no data
+"""
+OF_A_POOL = '''multiprocessing.pool.RemoteTraceback:
+"""
+Traceback (most recent call last):
+  File "/usr/lib/python3.11/multiprocessing/pool.py", line 125, in worker
+    result = (True, func(*args, **kwds))
+  File "/home/ann/prepare.py", line 3, in work
+    raise ValueError("no sample")
+ValueError: no sample
+"""
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "train.py", line 6, in <module>
+'''
+
+
+def test_what_a_spawned_process_raised_is_told_with_its_own_line() -> None:
+    told = reword(record("ProcessRaisedException", SPAWNED), 0, "train.py")
+    assert told == Told("ValueError: no data", "train.py:4, in process 1 that the script has spawned")
+
+
+@pytest.mark.parametrize("head", ["multiprocessing.pool.RemoteTraceback:", "concurrent.futures.process._RemoteTraceback: "])
+def test_what_a_process_of_a_pool_raised_is_told_with_its_own_line(head: str) -> None:
+    text = OF_A_POOL.replace("multiprocessing.pool.RemoteTraceback:", head)
+    told = reword(record("ValueError", "no sample", traceback=text), 0, "train.py")
+    assert told == Told("ValueError: no sample", "prepare.py:3, in a process of its pool")
+
+
+ABORTED = """terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  [enforce fail at /gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4. Received data size
+Fatal Python error: Aborted
+
+Thread 0x00007f3f2f6146c0 (most recent call first):
+  File "/venv/lib/python3.11/threading.py", line 235 in run
+
+Thread 0x00007f3f4f018b80 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/home/ann/metrics.py", line 5 in mean
+  File "/home/ann/train.py", line 50 in <module>
+
+Extension modules: numpy
+"""
+
+
+def test_an_abort_of_gloo_for_sizes_is_told_with_the_line_and_the_flag_that_names_ranks_and_shapes() -> None:
+    said = of_abort(ABORTED, checked=False)
+    assert said is not None
+    assert said.startswith(
+        "in all_reduce (metrics.py:5) it received 8 bytes where it expected 4: the tensors of the ranks differ"
+    )
+    assert said.endswith("; rankwise run --check-collectives names the ranks, their shapes and lines")
+    checked = of_abort(ABORTED, checked=True)
+    assert checked is not None
+    assert "--check-collectives found no difference" in checked
+    assert "rankwise run --check-collectives" not in checked
+    assert "in a collective it received" in str(of_abort(ABORTED.partition("Fatal")[0], checked=False))
+
+
+def test_another_abort_is_told_in_the_librarys_words_and_a_silent_one_not_at_all() -> None:
+    assert of_abort("terminate called\n  what():  std::bad_alloc\n", checked=False) == "std::bad_alloc"
+    assert of_abort("no word of it", checked=False) is None
+
+
+def test_the_sizes_of_gloo_in_an_exception_point_to_the_flag_too() -> None:
+    failed = record("RuntimeError", "[enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4. Received data size")
+    assert "rankwise run --check-collectives" in str(reword(failed, 0, "t.py").remark)
+    assert "rankwise run --check-collectives" not in str(reword(failed, 0, "t.py", checked=True).remark)
 
 
 def test_what_was_noted_on_an_exception_is_told_too() -> None:

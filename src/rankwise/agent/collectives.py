@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -28,9 +29,9 @@ _DEFAULT_GROUP = "0"  # torch's name for it
 _EVIDENCE_S = 0.3
 """From the first difference: what the other ranks enter instead tells who is the odd one."""
 
-_SITE_MAY_DIFFER = ("barrier", "monitored_barrier", "broadcast", "reduce", "gather", "scatter")
+_ANY_SITE = re.compile(r"(barrier|monitored_barrier|(broadcast|gather|scatter)(_object.*)?|reduce|broadcast by DDP|backward)\(")
 """`if rank == 0: barrier()` further down, and a root that calls from a line of its own, are usual and harmless; so are the
-object variants of these."""
+object variants of these. A backward pass may be another rank's last micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +49,24 @@ class Note:
     """`all_reduce(sum, float32[4])`"""
 
     site: str
-    """`/home/me/train.py:31`, the innermost line that is not torch's."""
+    """`/home/me/train.py:31`, the innermost line that is neither torch's nor of a collective of ours, such as `all_reduce`."""
+
+    caller: str = ""
+    """`train.py:40`, the user's line, where the site is one of ours (a Trainer's)."""
 
     @classmethod
     def of(cls, line: str) -> Note:
-        group, number, size, what, site = line.split("\t")
-        return cls(group, int(number), int(size), what, site)
+        group, number, size, what, caller, site = line.split("\t")
+        return cls(group, int(number), int(size), what, site, caller)
 
     def agrees(self, other: Note) -> bool:
         if self.what != other.what:
             return False
-        return self.site == other.site or self.what.partition("(")[0].startswith(_SITE_MAY_DIFFER)
+        return self.site == other.site or _ANY_SITE.match(self.what) is not None
 
     @property
     def place(self) -> str:
-        return Path(self.site).name
+        return f"{self.caller} (in {self.site})" if self.caller else Path(self.site).name
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Collection, Hashable
@@ -23,7 +22,7 @@ from rankwise.agent.verdict import Evidence
 from rankwise.page import FINISHED, Page, Row
 from rankwise.rundir import RunDir
 
-_LOG_TAIL_BYTES = 8192
+_LOG_TAIL_BYTES = 65536  # the modules that a crash lists come after what is looked for
 _MOST_COMPARED = 4
 _KILL_S = 3.0  # a process in state D that SIGKILL has not ended by then waits for a disk or a driver
 _KILL_LARGE_S = 60.0  # to give hundreds of GB back may take long: no state D, and no reason to give up early
@@ -80,12 +79,14 @@ class Rank:
 class Crew:
     """All ranks of this node; the rows of its page are theirs in order."""
 
-    def __init__(self, numbers: range, script: str, run: RunDir, page: Page) -> None:
+    def __init__(self, numbers: range, script: str, run: RunDir, page: Page, checked: bool = False) -> None:
+        """`checked`: what the ranks ask of each other is compared (--check-collectives)."""
         self.ranks = [Rank(number) for number in numbers]
         self._first = numbers.start
         self._run = run
         self._page = page
         self._script = script
+        self._checked = checked
         self._dead_unknown: dict[int, tuple[int, int]] = {}  # reaped before their pid was announced
         self._oom_kills = memory.oom_kills()
         for rank in self.ranks:
@@ -119,11 +120,11 @@ class Crew:
             if pid in self._dead_unknown:
                 self._note_end(rank, *self._dead_unknown.pop(pid))
 
-    def reap(self, warm_pid: int | None, kept: Collection[int] = ()) -> bool:
-        """Take the statuses of all that ended; what a dead rank leaves behind ends with it, but for those that are kept.
-        False: the warm process ended.
+    def reap(self, warm_pid: int | None, kept: Collection[int] = ()) -> None:
+        """Take the statuses of all that ended, but for the warm process; what a dead rank leaves behind ends with it, but for
+        those that are kept.
         """
-        warm_lives, ended = True, False
+        ended = False
         while True:
             try:
                 dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -132,8 +133,7 @@ class Crew:
             if dead is None:
                 break
             if dead.si_pid == warm_pid:
-                warm_lives = False
-                break  # its status is the starter's to take
+                break  # its status is the starter's to take, which sees its channel end
             _, status, usage = os.wait4(dead.si_pid, 0)
             peak_bytes = usage.ru_maxrss * 1024
             rank = next((r for r in self.ranks if r.pid == dead.si_pid), None)
@@ -144,7 +144,6 @@ class Crew:
                 ended = True
         if ended:
             self.end_strays(keep=[warm_pid or 0, *kept])
-        return warm_lives
 
     def _note_end(self, rank: Rank, status: int, peak_bytes: int) -> None:
         rank.status = status
@@ -178,10 +177,11 @@ class Crew:
             self.signal(rank, signum)
 
     def progress(self) -> Hashable:
-        """Differs from the last time if any rank has begun a step, left a figure, or printed something."""
+        """Differs from the last time if any rank has begun a step or a collective, left metrics, or printed something."""
         rows = [self._row(rank.rank) for rank in self.ranks]
         return tuple(
-            (row.claim, row.said, _bytes(self._run.log(rank.rank))) for row, rank in zip(rows, self.ranks, strict=True)
+            (row.claim, row.collectives, row.said, _bytes(self._run.log(rank.rank)))
+            for row, rank in zip(rows, self.ranks, strict=True)
         )
 
     @property
@@ -204,7 +204,7 @@ class Crew:
         with contextlib.suppress(OSError, ValueError):
             record = json.loads(self._page.last_words(rank.rank - self._first) or path.read_text())
             path.unlink(missing_ok=True)
-        told = wording.reword(record, rank.rank, self._script, len(self.ranks)) if record else None
+        told = wording.reword(record, rank.rank, self._script, len(self.ranks), self._checked) if record else None
         return Evidence(
             rank=rank.rank,
             exit_code=code if code is not None and code >= 0 else None,
@@ -224,8 +224,7 @@ class Crew:
         if code == -signal.SIGKILL:
             return self._killed_for_memory(rank)
         if code == -signal.SIGABRT:
-            said = re.findall(rb"what\(\): *(.+)", self._run.log_tail(rank.rank, _LOG_TAIL_BYTES))
-            return said[-1].decode(errors="replace").strip() if said else None
+            return wording.of_abort(self._run.log_tail(rank.rank, _LOG_TAIL_BYTES).decode(errors="replace"), self._checked)
         return None
 
     def _remark_on_exception(self, rank: Rank, told: wording.Told) -> str | None:

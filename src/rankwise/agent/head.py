@@ -256,7 +256,7 @@ class Head:
         expected = [part.introduction.index for part in parts if part.facts.alive and part.lost is None]
         if all(index in standing for index in expected):
             observed = [o for index in sorted(standing) for o in standing[index][2]]
-            line = stall.judge(observed, sure=any(o.sure for o in observed))
+            line = stall.judge(observed, any(o.sure for o in observed), self._plan.check_collectives)
             if line is not None:
                 stacks = f"Stacks: {self._run.logs / 'stall.txt'}"
                 try:

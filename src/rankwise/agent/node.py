@@ -244,7 +244,7 @@ class Node:
             self.interface = network.interface_of(orders.master_addr)  # rank 0 is here
         self.claim = self.end = None
         numbers = range(orders.first, orders.first + self.ranks)
-        self._crew = Crew(numbers, self._plan.argv[0], self.run, self._page)
+        self._crew = Crew(numbers, self._plan.argv[0], self.run, self._page, self._plan.check_collectives)
         self._console = self._open_console(numbers)
         self._rings = Rings(self.ranks) if self._plan.check_collectives else None
         self._stalls = StallWatch(self.run, self._crew, self._plan.stall_warn_s, self.sink.say, self._stalled)
@@ -295,6 +295,7 @@ class Node:
             "go_mark": [self._page.path, self._page.go_offset],
             "group_mark": [self._page.path, self._page.row(row).groups_offset],
             "last_words": [self._page.path, *self._page.last_words_place(row)],
+            "count_mark": [self._page.path, self._page.row(row).collectives_offset],
             "notes": self._rings.place(row) if self._rings is not None else None,
         }
 
@@ -307,8 +308,7 @@ class Node:
             return
         if (message := self._starter.receive()) is not None:
             self._on_started(message)
-        if not self._crew.reap(self._starter.warm_pid, self.kept):
-            self._without_warm_process()
+        self._crew.reap(self._starter.warm_pid, self.kept)
         self._stalls.look()
         if self._console is not None and not self.sink.busy:
             self._console.show()
@@ -325,27 +325,22 @@ class Node:
         )
 
     def _on_started(self, message: dict[str, Any]) -> None:
-        """What the starter says: the warm process is ready, the ranks are there, or there is no warm process."""
+        """What the starter says: the warm process is ready, the ranks are there, or there is no warm process any more."""
         assert self._crew is not None
         if "pids" in message:
             self._crew.announce(message["pids"])
             self._page.go()
-        elif "failed" in message and not self._crew.started:
-            self.sink.say(f"no warm start ({message['failed']}); each rank is started by itself")
+        elif "failed" in message and self._crew.started:
+            self.sink.say(f"{message['failed']}; the ranks that are running do not need it")
             self._forget_channel()
-            self._start_cold()
-
-    def _without_warm_process(self) -> None:
-        """It was killed. Ranks that are there go on without it; ranks that are not are started by themselves."""
-        assert self._crew is not None
-        self._forget_channel()
-        self._starter.close()
-        if not self._crew.started:
-            self.sink.say("the warm process was killed; each rank is started by itself")
+            self._starter.close()
+        elif "failed" in message:
+            self.sink.say(f"no warm start ({message['failed']}); each rank is started by itself")
             self._start_cold()
 
     def _start_cold(self) -> None:
         """No rank is known yet: what a warm process has forked ends, and is reaped, before others take its place."""
+        self._forget_channel()
         self._starter.close()
         processes.end_tree(exclude=self._stuck | self.kept)
         self._starter.fall_back()

@@ -101,11 +101,12 @@ class Observation:
         return f"rank {self.rank} is{place} ({doing}{cpu}, the same in {len(self.stacks)} samples{running})"
 
 
-def judge(ranks: Sequence[Observation], sure: bool) -> str | None:
+def judge(ranks: Sequence[Observation], sure: bool, checked: bool = False) -> str | None:
     """What holds the run up, in one line; None if nothing can be said.
 
     `sure`: the ranks tell their steps, so that it is certain that nothing moves. Otherwise only ranks that stand in a
-    collective while another does not are a stall: a script may be silent for long.
+    collective while another does not are a stall: a script may be silent for long. `checked`: what the ranks ask of each other
+    is compared already (--check-collectives).
     """
     if any(rank.moves for rank in ranks):
         return None
@@ -117,10 +118,12 @@ def judge(ranks: Sequence[Observation], sure: bool) -> str | None:
     if waiting and len(ranks) > 1:
         if len({(rank.waits_in, rank.place) for rank in waiting}) > 1:
             return "the ranks are in different collectives: " + "; ".join(rank.told() for rank in waiting)
-        return (
-            f"all ranks wait in {waiting[0].waits_in} at {waiting[0].place}: the network, or what they ask for does not match "
-            "(rankwise run --check-collectives tells)"
+        why = (
+            "--check-collectives finds no difference between what they ask for, so the network does not answer"
+            if checked
+            else "the network does not answer, or what they ask for does not match (rankwise run --check-collectives shows it)"
         )
+        return f"all ranks wait in {waiting[0].waits_in} at {waiting[0].place}: {why}"
     return "; ".join(rank.told() for rank in late) if sure else None
 
 

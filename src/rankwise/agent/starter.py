@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rankwise.agent.verdict import signal_name
 from rankwise.plan import Plan
 
 _KILL_S = 3.0
@@ -74,7 +75,9 @@ class Starter:
         return process.pid
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message of the warm process; {"failed": why} when it is gone. Never waits."""
+        """The next message of the warm process; {"failed": why} when it is gone, after which it is to be closed. Never waits
+        for one that lives.
+        """
         if not self._inbox and self.channel is not None:
             self._read()
         return self._inbox.pop(0) if self._inbox else None
@@ -88,11 +91,18 @@ class Starter:
         except OSError:
             data = b""
         if not data:
-            self.close()
-            self._inbox.append({"failed": "the warm process ended"})
+            self._inbox.append({"failed": f"the warm process {self._end()}"})
             return
         *lines, self._partial = (self._partial + data).split(b"\n")
         self._inbox += [json.loads(line) for line in lines]
+
+    def _end(self) -> str:
+        """How the warm process ended, which has closed its end of the channel."""
+        status = None
+        if self._warm is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self._warm.wait(timeout=_KILL_S)
+        return f"was killed by {signal_name(-status)}" if status is not None and status < 0 else "ended"
 
     def fall_back(self) -> None:
         """Give up the warm process and start the ranks asked for by themselves."""

@@ -6,6 +6,7 @@ first death seen is often a follower's. `judge` is pure: it reads what was colle
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ FOLLOWER_SIGNS = (
 )
 """What a rank says whose peer is gone."""
 
+_PYTHONS_OWN = re.compile(r"\w*Error: \[Errno \d+\] ")
+"""An error of a connection that Python has made itself; those of process groups and of torch's store are torch's."""
 
 _USUAL: dict[int, str] = {
     signal.SIGKILL: "often the kernel's out-of-memory killer",
@@ -68,6 +71,15 @@ class Evidence:
     @property
     def follows(self) -> bool:
         """Whether this end only says that a peer is gone."""
+        return self._says_so and not _PYTHONS_OWN.match(self.exception or "")
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether it says that of a connection which need not be one between ranks: a download, a database."""
+        return self._says_so and not self.follows
+
+    @property
+    def _says_so(self) -> bool:
         return self.exception is not None and any(sign in self.exception for sign in FOLLOWER_SIGNS)
 
     @property
@@ -79,19 +91,20 @@ def judge(ends: Sequence[Evidence]) -> Evidence | None:
     """The cause among the ranks that have ended, None if none of them failed.
 
     First a signal that was not ours, then an exception that is not a follower's, then a status other than 0, then a node that
-    was lost, then a rank that nothing can end, then one that left with 0 while others failed for want of it, then the earliest
-    follower.
+    was lost, then a rank that nothing can end, then one that left with 0 while others failed for want of it, then a broken
+    connection that was perhaps to no rank, then the earliest follower.
     """
     failed = [e for e in ends if e.failed and (not e.sent or e.stuck)] or [e for e in ends if e.failed]
     if not failed:
         return None
     classes = (
         [e for e in failed if e.signum is not None and not e.sent],
-        [e for e in failed if e.exception is not None and not e.follows],
+        [e for e in failed if e.exception is not None and not e.follows and not e.may_follow],
         [e for e in failed if e.exception is None and e.exit_code],
         [e for e in failed if e.lost],
         [e for e in failed if e.stuck],
-        [e for e in ends if e.exit_code == 0] if any(e.follows for e in failed) else [],
+        [e for e in ends if e.exit_code == 0] if any(e.follows or e.may_follow for e in failed) else [],
+        [e for e in failed if e.may_follow],
         failed,
     )
     found = next(c for c in classes if c)
@@ -130,14 +143,17 @@ def summary(culprit: Evidence, ends: Sequence[Evidence] = ()) -> str:
 
 
 def _missed(culprit: Evidence, ends: Sequence[Evidence]) -> str:
-    """Where the others still expected a rank that left: `while rank 0 waited for it in all_reduce (train.py:88)`."""
-    if culprit.exit_code is None or culprit.exception is not None:
+    """Where the others were: `while rank 0 waited for it in all_reduce (train.py:88)`, of a rank that left."""
+    aborted = culprit.signum == signal.SIGABRT  # by gloo, for what another rank has sent
+    if not aborted and (culprit.exit_code is None or culprit.exception is not None):
         return ""
     waiting = next((e for e in ends if e.follows and e.rank != culprit.rank), None)
     if waiting is None:
         return " while the other ranks still expected it" if culprit.exit_code == 0 else ""
     collective = wording.collective_of(waiting.traceback or "")
     where = f" ({waiting.where})" if waiting.where else ""
+    if aborted:
+        return f"; rank {waiting.rank} was in {collective or 'a collective'}{where}"
     return f" while rank {waiting.rank} waited for it{f' in {collective}' if collective else ''}{where}"
 
 

@@ -13,9 +13,9 @@ alone, and torch. Over CHANNEL go JSON lines; nothing executable crosses it.
 
 A spec: environment (all of it), log (path), exception (path), stacks (path), stdin (bool), threads (int or null), go_mark and
 group_mark (each a path and an offset in it: the byte there is set when the rank may begin; the rank sets it if it ever
-made a process group), last_words (a path, an offset and a size: memory for an exception that the disk does not take), notes
-(null, or where this rank notes each collective before it enters it: a path, the start of its part, and the sizes in it;
-agent/collectives.py reads them).
+made a process group), last_words (a path, an offset and a size: memory for an exception that the disk does not take),
+count_mark (a place like group_mark's, where the rank counts its collectives), notes (null, or where this rank notes each
+collective before it enters it: a path, the start of its part, and the sizes in it; agent/collectives.py reads them).
 
 The process stays single-threaded (OMP_NUM_THREADS=1, and it never runs a parallel region), as threads do not survive a
 fork. Ranks are forked twice: the middle process announces them and ends, they fall to the agent, which alone reaps them.
@@ -25,15 +25,14 @@ import atexit
 import builtins
 import contextlib
 import faulthandler
-import functools
 import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import inspect
 import io
 import json
 import mmap
+import multiprocessing.connection
 import os
 import re
 import resource
@@ -47,8 +46,18 @@ import traceback
 import types
 
 _PR_SET_PDEATHSIG = 1
-_C10D = "torch.distributed.distributed_c10d"
-_kept = []  # process groups that the script destroyed
+
+
+def _beside(name):
+    """The module in the file beside this one: where this file is run by its path there is no package to import it from."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"_rankwise_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+noting = _beside("noting")
 
 
 def main():
@@ -61,11 +70,15 @@ def main():
     if mode == "once":
         spec = _read_spec(fd)
         _become_rank(spec, agent)
-        sys.meta_path.insert(0, _AfterImport(_C10D, functools.partial(_prepare_distributed, notes=spec["notes"])))
-        _run(command, spec)
-    spec = _serve(socket.socket(fileno=fd), agent)
-    if spec is not None:
-        _run(command, spec)
+        distributed = noting.Distributed(spec["notes"], spec["count_mark"])
+        distributed.prepare_later()
+    else:
+        spec = _serve(socket.socket(fileno=fd), agent)
+        if spec is None:
+            return
+        distributed = noting.Distributed(spec["notes"], spec["count_mark"])
+        distributed.prepare()
+    _run(command, spec, distributed)
 
 
 def _read_spec(fd):
@@ -126,9 +139,6 @@ def _serve(channel, agent):
             lines.close()
             channel.close()
             _become_rank(spec, agent)
-            _prepare_distributed(sys.modules[_C10D], spec["notes"])
-            for name in _COLLECTIVES.keys() | {"destroy_process_group"}:
-                setattr(sys.modules["torch.distributed"], name, getattr(sys.modules[_C10D], name))
             return spec
         status = os.waitpid(middle, 0)[1]
         if status != 0:
@@ -151,151 +161,6 @@ def _may_compile(command):
     words = {word.split()[0] for package, several in imports for word in (package or several).split(b",") if word.strip()}
     modules = {word.split(b".")[0].decode() for word in words}
     return not modules <= {*sys.stdlib_module_names, "torch", "numpy", "rankwise"}
-
-
-def _made_a_group():
-    """Whether this rank ever met the others: N ranks that never did were N separate runs."""
-    c10d = sys.modules.get(_C10D)
-    return c10d is not None and (bool(_kept) or bool(c10d._world.pg_map))
-
-
-def _keep_process_groups(c10d):
-    """Keep what `destroy_process_group` drops alive until the process ends, which is by `_exit`.
-
-    The destructor of a gloo group joins its threads while it holds the GIL, and a thread of it may want the GIL: one in three
-    scripts that destroy their group and then drop a DDP model hung there (pytorch#56297, #190489).
-    """
-    destroy = c10d.destroy_process_group
-
-    @functools.wraps(destroy)
-    def destroy_process_group(group=None):
-        _kept.extend(c10d._world.pg_map)
-        return destroy(group)
-
-    c10d.destroy_process_group = destroy_process_group
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """For a rank that imports torch by itself: `prepare(module)` as soon as it has."""
-
-    def __init__(self, name, prepare):
-        self._name = name
-        self._prepare = prepare
-
-    def find_spec(self, name, path=None, target=None):
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            self._prepare(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-# Each collective: the parameter whose tensors must be alike on all ranks (None: they may differ), and that of the root.
-_COLLECTIVES = {
-    "all_reduce": ("tensor", None),
-    "broadcast": ("tensor", "src"),
-    "reduce": ("tensor", "dst"),
-    "all_gather": ("tensor_list", None),
-    "all_gather_into_tensor": ("input_tensor", None),
-    "reduce_scatter": ("output", None),
-    "reduce_scatter_tensor": ("output", None),
-    "gather": ("tensor", "dst"),
-    "scatter": ("tensor", "src"),
-    "all_to_all": (None, None),
-    "all_to_all_single": (None, None),
-    "barrier": (None, None),
-    "monitored_barrier": (None, None),
-    "all_gather_object": (None, None),
-    "broadcast_object_list": (None, "src"),
-    "gather_object": (None, "dst"),
-    "scatter_object_list": (None, "src"),
-}
-
-
-def _prepare_distributed(c10d, notes):
-    """What a rank's torch.distributed does besides: keep destroyed groups, and note collectives if that was asked for."""
-    _keep_process_groups(c10d)
-    if notes is not None:
-        ring = _Notes(**notes)
-        for name, (same, root) in _COLLECTIVES.items():
-            setattr(c10d, name, _noted(c10d, name, same, root, ring))
-
-
-class _Notes:
-    """A ring in memory shared with the agent: a count of all notes so far, and the last few, each in a slot."""
-
-    def __init__(self, path, start, header_bytes, slots, slot_bytes):
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._map = mmap.mmap(fd, 0)
-        os.close(fd)
-        self._count = memoryview(self._map)[start : start + 8].cast("q")
-        self._first = start + header_bytes
-        self._slots = slots
-        self._slot_bytes = slot_bytes
-        self._lock = threading.Lock()
-        self.inside = threading.local()  # object collectives call others
-        self.numbers = {}  # collectives so far, by group
-
-    def add(self, group, size, what, site):
-        with self._lock:
-            self.numbers[group] = number = self.numbers.get(group, 0) + 1
-            head = f"{group}\t{number}\t{size}\t{what}\t"
-            data = (head + site[len(head) - self._slot_bytes :]).encode()[: self._slot_bytes]
-            start = self._first + self._count[0] % self._slots * self._slot_bytes
-            self._map[start : start + self._slot_bytes] = data.ljust(self._slot_bytes, b"\0")
-            self._count[0] += 1  # last: the agent reads what is counted
-
-
-def _noted(c10d, name, same, root, notes):
-    """The collective, noted by whoever calls it from outside of torch."""
-    function = getattr(c10d, name)
-    parameters = inspect.signature(function).parameters
-    names = list(parameters)
-    op = parameters["op"].default if "op" in parameters else None
-    torch = os.path.dirname(os.path.dirname(c10d.__file__)) + os.sep
-
-    @functools.wraps(function)
-    def noted(*args, **kwargs):
-        if getattr(notes.inside, "now", False):
-            return function(*args, **kwargs)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        group = given.get("group") or (c10d.group.WORLD if c10d.is_initialized() else None)
-        if group is not None and group != c10d.GroupMember.NON_GROUP_MEMBER:
-            words = [str(given.get("op", op)).rpartition(".")[2].lower()] if op is not None else []
-            words += [_described(given.get(same))] if same is not None else []
-            if root is not None:
-                place = given.get(root, given.get(f"group_{root}", 0))
-                words.append(f"{root} {place}")
-            notes.add(group.group_name, group.size(), f"{name}({', '.join(words)})", _site(torch))
-        notes.inside.now = True
-        try:
-            return function(*args, **kwargs)
-        finally:
-            notes.inside.now = False
-
-    return noted
-
-
-def _described(value):
-    """`float32[4, 8]`, or `2 x float32[4, 8]` for a list."""
-    if isinstance(value, (list, tuple)):
-        return f"{len(value)} x {_described(value[0])}" if value else "nothing"
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if hasattr(value, "dtype") else str(value)
-
-
-def _site(torch):
-    """`file:line` of the innermost frame that is neither torch's nor ours."""
-    frame = sys._getframe(2)
-    while frame is not None and (frame.f_code.co_filename.startswith(torch) or frame.f_code.co_filename == __file__):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
 
 
 def _fork_ranks(channel, specs):
@@ -376,7 +241,7 @@ def _wait_for_go(page, offset):
     os.close(fd)
 
 
-def _run(command, spec):
+def _run(command, spec, distributed):
     """Run the script as Python would, leave evidence if it raises, and end this process as Python would."""
     try:
         if command[0] == "-m":
@@ -390,12 +255,12 @@ def _run(command, spec):
         status = _exit_status(end)
     except KeyboardInterrupt as error:
         _print_exception(error, _as_text(error), brief=False)
-        _end_of_python(spec)
+        _end_of_python(spec, distributed)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException as error:
         status = _exception_status(error, spec)
-    output_lost = _end_of_python(spec)
+    output_lost = _end_of_python(spec, distributed)
     os._exit(status or output_lost)
 
 
@@ -422,6 +287,8 @@ def _exit_status(end):
 
 
 def _exception_status(error, spec):
+    error, release = _hold_signals(error)
+    error = _of_a_dead_worker(error)
     status = getattr(error, "exit_status", 1)  # our own errors carry one, and need no traceback
     brief = isinstance(status, int) and type(error).__module__.startswith("rankwise.")
     _free_a_descriptor()
@@ -456,6 +323,7 @@ def _exception_status(error, spec):
             os.remove(temporary)  # noqa: PTH107  # pathlib is not imported here
         _leave_in_memory(record, *spec["last_words"])
     _print_exception(error, text, brief)
+    release()
     return status if brief else 1
 
 
@@ -474,6 +342,60 @@ def _leave_in_memory(record, path, offset, size):
         memory[offset : offset + len(data[:size])] = data[:size]
 
 
+def _hold_signals(error):
+    """(the error to tell, a function that gives the signals back): from here on nothing interrupts what tells it.
+
+    A handler of the script's may raise at any line: torch's for SIGCHLD does, when a loader worker has died. One that was due
+    runs while it is replaced; if that says which worker has died, it says why `error` came.
+    """
+    before, came = {}, []
+
+    def hold(signum, _frame):
+        came.append(signum)
+
+    def release():
+        for signum, handler in before.items():
+            if signum != signal.SIGCHLD:  # all that it could still do is to raise a second error
+                signal.signal(signum, handler)
+        for signum in set(came):
+            if signum != signal.SIGCHLD:
+                os.kill(os.getpid(), signum)
+
+    while True:
+        try:
+            for signum in signal.valid_signals():
+                handler = signal.getsignal(signum)
+                ends = handler is signal.SIG_DFL and signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+                if handler is not hold and ((callable(handler) and not isinstance(handler, int)) or ends):
+                    before.setdefault(signum, handler)
+                    signal.signal(signum, hold)
+            return error, release
+        except BaseException as later:
+            if str(later).startswith("DataLoader worker"):
+                error = later.with_traceback(error.__traceback__)
+
+
+def _of_a_dead_worker(error):
+    """An error that says how a loader worker has died, where all that came of it yet is a broken connection to it."""
+    unexpected = str(error).startswith("DataLoader worker (pid(s)")  # torch has not looked how
+    if not unexpected and not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)):
+        return error
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    loaders = [f.f_locals.get("self") for f in frames if f.f_code.co_filename.endswith("torch/utils/data/dataloader.py")]
+    workers = next((loader._workers for loader in reversed(loaders) if getattr(loader, "_workers", None)), [])
+    # Its connections break a moment before it can be seen to have ended.
+    ended = multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1.0) if workers else []
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join(1.0)
+            code = worker.exitcode
+            how = f"is killed by signal: {signal.strsignal(-code)}" if code and code < 0 else f"left with status {code}"
+            found = RuntimeError(f"DataLoader worker (pid {worker.pid}) {how}.").with_traceback(error.__traceback__)
+            found.__cause__ = error
+            return found
+    return error
+
+
 def _without_our_frames(tb):
     ours = (__file__, runpy.__file__, "<frozen runpy>")
     while tb is not None and (tb.tb_frame.f_code.co_filename in ours or "__tracebackhide__" in tb.tb_frame.f_globals):
@@ -482,10 +404,18 @@ def _without_our_frames(tb):
 
 
 def _where(error):
-    """The last line of the script itself that was running: `train.py:61`."""
+    """The innermost line of the script, or of the user's modules, that was running: `train.py:61`."""
     script = getattr(sys.modules["__main__"], "__file__", None)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == script]
-    return f"{os.path.basename(script)}:{frames[-1].lineno}" if frames else None
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in frames if file == script or _is_the_users(file)]
+    return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else None
+
+
+def _is_the_users(file):
+    libraries = [os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    libraries += [os.path.dirname(module.__file__) for name in ("torch", "rankwise") if (module := sys.modules.get(name))]
+    installed = "/site-packages/" in file or "/dist-packages/" in file or file.startswith("<")
+    return not installed and not any(file.startswith(folder + os.sep) for folder in libraries)
 
 
 def _free_a_descriptor():
@@ -550,10 +480,10 @@ def _print_exception(error, text, brief):
         print(text, end="", file=sys.stderr)
 
 
-def _end_of_python(spec):
+def _end_of_python(spec, distributed):
     """What the interpreter does at its end, up to where torch would be taken apart (seconds, and gloo can hang there)."""
     status = 0
-    if _made_a_group():
+    if distributed.made_a_group():
         page, offset = spec["group_mark"]
         with contextlib.suppress(OSError), open(page, "r+b", buffering=0) as file:
             os.pwrite(file.fileno(), b"\1", offset)

@@ -26,6 +26,11 @@ _COUNTS = re.compile(
     r"DDP expects same model across all ranks, but Rank (\d+) has (\d+) params, while rank (\d+) has inconsistent (\d+)"
 )
 _SIZES = re.compile(r"params\[(\d+)\] in this process with sizes (\[.*?\]) appears not to match")
+_IN_SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error:\n")
+_REMOTE = re.compile(r'RemoteTraceback: ?\n"""\n(.*?)"""\n', re.DOTALL)
+_SIZES_OF_GLOO = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+_OF_STACK = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_THREAD = re.compile(r"^(?:Current thread|Thread) .*\n((?:  File .*\n)+)", re.MULTILINE)
 _NO_DEVICE = re.compile("invalid device ordinal|Invalid device id")
 _MOST_NAMES = 4
 _LONGEST_NOTE = 120
@@ -52,14 +57,45 @@ def collective_of(traceback: str) -> str | None:
     return found[-1] if found else None
 
 
-def reword(record: Mapping[str, Any], rank: int, script: str, together: int = 1) -> Told:
-    """`script`: what the ranks run, as it was typed. `together`: the ranks of its agent, which all see the same devices."""
+def of_abort(log: str, checked: bool) -> str | None:
+    """What a C++ library said before it aborted the process, from the end of its log; None where it said nothing. `checked` as
+    in `reword`."""
+    said = re.findall(r"what\(\): *(.+)", log)
+    if not said:
+        return None
+    sizes = _SIZES_OF_GLOO.search(said[-1])
+    if sizes is None:
+        return str(said[-1]).strip()
+    threads = _THREAD.findall(log.partition("Fatal Python error")[2])  # the main thread's is the last
+    stack = _OF_STACK.findall(threads[-1] if threads else "")  # the innermost frame first
+    own = [f" ({Path(file).name}:{line})" for file, line, _ in stack if _is_the_users(file)]
+    calls = [name for file, _, name in stack if "/torch/distributed/" in file and name != "wrapper"]
+    where = f"in {calls[-1] if calls else 'a collective'}{own[0] if own else ''}"
+    return f"{where} it received {sizes[1]} bytes where it expected {sizes[2]}: {_of_sizes(checked)}"
+
+
+def _of_sizes(checked: bool) -> str:
+    what = "the tensors of the ranks differ in shape or dtype, or the ranks are in different collectives"
+    if checked:
+        return f"{what}; --check-collectives found no difference, but it compares no sends and receives"
+    return f"{what}; rankwise run --check-collectives names the ranks, their shapes and lines"
+
+
+def reword(record: Mapping[str, Any], rank: int, script: str, together: int = 1, checked: bool = False) -> Told:
+    """`script`: what the ranks run, as it was typed. `together`: the ranks of its agent, which all see the same devices.
+    `checked`: what they ask of each other is compared (--check-collectives)."""
     message = str(record["message"]).strip()
     told = Told(f"{record['type']}: {message}" if message else record["type"], record.get("where"), _note(record))
     if found := _IN_WORKER.search(message):
-        return _of_worker(told, message, f"in loader worker {found[1]}")
+        return _of_another_process(told, message, f"in loader worker {found[1]}")
     if found := _ELSEWHERE.match(message):
-        return _of_worker(told, message, found[1])
+        return _of_another_process(told, message, found[1])
+    if found := _IN_SPAWNED.search(message):
+        return _of_another_process(told, message, f"in process {found[1]} that the script has spawned")
+    if found := _REMOTE.search(str(record.get("traceback") or "")):
+        return replace(told, where=_within(found[1], "in a process of its pool"))
+    if _SIZES_OF_GLOO.search(message):
+        return replace(told, remark=_of_sizes(checked))
     names = record.get("parameters") or {}
     if found := _UNUSED.search(message):
         return _unused(told, found[1].strip(), names)
@@ -105,23 +141,29 @@ def _note(record: Mapping[str, Any]) -> str | None:
     return first[:_LONGEST_NOTE].rstrip(":")
 
 
+def _of_another_process(told: Told, message: str, where: str) -> Told:
+    """What was raised in another process (a loader worker, a spawned one, another rank) comes in an exception whose message is
+    that traceback."""
+    lines = message.rpartition("Traceback (most recent call last):\n")[2].splitlines()
+    last_of_frames = max((i for i, line in enumerate(lines) if line.startswith(" ")), default=-1)
+    said = [line for line in lines[last_of_frames + 1 :] if line]
+    return Told(
+        "\n".join(said) or told.exception,
+        _within("\n".join(lines), where),
+        said[1][:_LONGEST_NOTE] if len(said) == 2 else told.remark,
+    )
+
+
 def _place(traceback: str) -> str | None:
     """`data.py:6`: the innermost line of the user's."""
     own = [f"{Path(file).name}:{line}" for file, line in _FRAME.findall(traceback) if _is_the_users(file)]
     return own[-1] if own else None
 
 
-def _of_worker(told: Told, message: str, where: str) -> Told:
-    """What was raised in another process, a loader's worker or another rank, comes in an exception that tells its traceback."""
-    lines = message.rpartition("Traceback (most recent call last):\n")[2].splitlines()
-    last_of_frames = max((i for i, line in enumerate(lines) if line.startswith(" ")), default=-1)
-    said = [line for line in lines[last_of_frames + 1 :] if line]
-    place = _place("\n".join(lines))
-    return Told(
-        "\n".join(said) or told.exception,
-        f"{place}, {where}" if place is not None else where,
-        said[1][:_LONGEST_NOTE] if len(said) == 2 else told.remark,
-    )
+def _within(traceback: str, where: str) -> str:
+    """`data.py:6, in loader worker 1`."""
+    place = _place(traceback)
+    return f"{place}, {where}" if place is not None else where
 
 
 def _is_the_users(file: str) -> bool:

@@ -1,0 +1,339 @@
+"""What a rank's `torch.distributed` does besides its work: it counts collectives, and notes each before it is entered.
+
+    noting = Distributed(groups_kept=[], notes=spec["notes"], count_mark=spec["count_mark"])
+    noting.prepare()        # torch is imported
+    noting.prepare_later()  # the script may import it
+
+warm.py loads this file by its path, in the script's own interpreter: it imports the standard library alone.
+
+The count is for the agent, to which a collective that is entered is a sign of progress. It is torch's own sequence number, read
+twice a second by a thread: it costs a collective nothing, and holds what DDP's reducer sends, of which Python sees nothing.
+
+The notes are for `--check-collectives` (agent/collectives.py reads them). Beside the functions of `torch.distributed` they have
+the two of DDP's own that Python can see coming: a backward pass after which its reducer sends gradients, and the broadcast of
+its buffers in a forward pass.
+"""
+
+import _thread
+import contextlib
+import functools
+import importlib.abc
+import importlib.util
+import inspect
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+
+_C10D = "torch.distributed.distributed_c10d"
+_DDP = "torch.nn.parallel.distributed"
+_COUNT_EVERY_S = 0.5
+_TRANSPARENT = ("rankwise.comm", "rankwise.guards")
+"""Modules of ours whose functions are collectives by the user's own will: what is noted is the line that calls them."""
+
+# Each collective: the parameter whose tensors must be alike on all ranks (None: they may differ), and that of the root.
+COLLECTIVES = {
+    "all_reduce": ("tensor", None),
+    "all_reduce_coalesced": ("tensors", None),
+    "broadcast": ("tensor", "src"),
+    "reduce": ("tensor", "dst"),
+    "all_gather": ("tensor_list", None),
+    "all_gather_into_tensor": ("input_tensor", None),
+    "all_gather_coalesced": ("input_tensor_list", None),
+    "reduce_scatter": ("output", None),
+    "reduce_scatter_tensor": ("output", None),
+    "gather": ("tensor", "dst"),
+    "scatter": ("tensor", "src"),
+    "all_to_all": (None, None),
+    "all_to_all_single": (None, None),
+    "barrier": (None, None),
+    "monitored_barrier": (None, None),
+    "all_gather_object": (None, None),
+    "broadcast_object_list": (None, "src"),
+    "gather_object": (None, "dst"),
+    "scatter_object_list": (None, "src"),
+}
+_DTYPE_ALONE = {"all_to_all": "output_tensor_list", "all_to_all_single": "output"}
+"""Where shapes may differ between ranks: the parameter whose tensors must have one dtype."""
+
+
+class Distributed:
+    """One rank's. `notes`: where it notes (None: it does not). `count_mark`: a path, and the offset in it of the count."""
+
+    def __init__(self, notes, count_mark):
+        self._notes = Notes(**notes) if notes is not None else None
+        self._count_mark = count_mark
+        self._kept = []  # process groups that the script destroyed
+        self._counting = False
+        self._armed = {}  # reducers of DDP that will send in the next backward pass: the group of each
+
+    def made_a_group(self):
+        """Whether this rank ever met the others: N ranks that never did were N separate runs."""
+        c10d = sys.modules.get(_C10D)
+        return c10d is not None and (bool(self._kept) or bool(c10d._world.pg_map))
+
+    def prepare(self):
+        """In a process that has imported torch."""
+        self._prepare_c10d(sys.modules[_C10D])
+        for name in COLLECTIVES.keys() | {"destroy_process_group"}:
+            if hasattr(sys.modules[_C10D], name):
+                setattr(sys.modules["torch.distributed"], name, getattr(sys.modules[_C10D], name))
+        if self._notes is not None:
+            self._prepare_ddp(sys.modules[_DDP])
+
+    def prepare_later(self):
+        """In a process that may import torch by itself."""
+        sys.meta_path.insert(0, _AfterImport(_C10D, self._prepare_c10d))
+        if self._notes is not None:
+            sys.meta_path.insert(0, _AfterImport(_DDP, self._prepare_ddp))
+
+    def _prepare_c10d(self, c10d):
+        self._keep_process_groups(c10d)
+        self._count_from_the_first_group(c10d)
+        for name, (same, root) in COLLECTIVES.items() if self._notes is not None else ():
+            if hasattr(c10d, name):
+                setattr(c10d, name, self._noted(c10d, name, same, root))
+
+    def _keep_process_groups(self, c10d):
+        """Keep what `destroy_process_group` drops alive until the process ends, which is by `_exit`.
+
+        The destructor of a gloo group joins its threads while it holds the GIL, and a thread of it may want the GIL: one in
+        three scripts that destroy their group and then drop a DDP model hung there (pytorch#56297, #190489).
+        """
+        destroy = c10d.destroy_process_group
+
+        @functools.wraps(destroy)
+        def destroy_process_group(group=None):
+            self._kept.extend(c10d._world.pg_map)
+            return destroy(group)
+
+        c10d.destroy_process_group = destroy_process_group
+
+    # --- the count
+
+    def _count_from_the_first_group(self, c10d):
+        """A rank that makes no group gets no thread. All ways to a group go through one function."""
+        make = c10d._new_process_group_helper
+
+        @functools.wraps(make)
+        def new_process_group_helper(*args, **kwargs):
+            if not self._counting:
+                self._counting = True
+                _thread.start_new_thread(_count, (c10d, *self._count_mark))  # not one of those that the script can list
+            return make(*args, **kwargs)
+
+        c10d._new_process_group_helper = new_process_group_helper
+
+    # --- the notes
+
+    def _noted(self, c10d, name, same, root):
+        """The collective, noted by whoever calls it from outside of torch."""
+        function, notes = getattr(c10d, name), self._notes
+        parameters = inspect.signature(function).parameters
+        names = list(parameters)
+        op = parameters["op"].default if "op" in parameters else None
+
+        @functools.wraps(function)
+        def noted(*args, **kwargs):
+            if getattr(notes.inside, "now", False):
+                return function(*args, **kwargs)
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            group = given.get("group") or (c10d.group.WORLD if c10d.is_initialized() else None)
+            if group is not None and group != c10d.GroupMember.NON_GROUP_MEMBER:
+                words = [str(given.get("op", op)).rpartition(".")[2].lower()] if op is not None else []
+                words += [_described(given.get(same))] if same is not None else []
+                words += [_dtype(given.get(_DTYPE_ALONE[name]))] if name in _DTYPE_ALONE else []
+                if root is not None:
+                    words.append(_root(c10d, group, root, given))
+                notes.add(group.group_name, group.size(), f"{name}({', '.join(words)})", *_site())
+            notes.inside.now = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                notes.inside.now = False
+
+        return noted
+
+    def _prepare_ddp(self, ddp):
+        """Note the collectives of DDP's own, which its reducer sends from C++."""
+        dist, torch = sys.modules["torch.distributed"], sys.modules["torch"]
+        if not hasattr(dist, "Reducer"):
+            return
+        self._note_backward_passes(dist.Reducer, torch)
+        broadcast = dist._broadcast_coalesced
+
+        @functools.wraps(broadcast)
+        def broadcast_coalesced(group, tensors, *args, **kwargs):
+            self._notes.add(group.group_name, group.size(), f"broadcast by DDP({len(tensors)} tensors)", *_site())
+            return broadcast(group, tensors, *args, **kwargs)
+
+        dist._broadcast_coalesced = broadcast_coalesced
+        self._pass_over_joined(ddp.Join)
+
+    def _pass_over_joined(self, join):
+        """Inside of `with model.join()` ranks that have no sample left answer the others from other lines, as they should."""
+        enter, leave, notes = join.__enter__, join.__exit__, self._notes
+
+        @functools.wraps(enter)
+        def entered(this):
+            notes.paused = True
+            return enter(this)
+
+        @functools.wraps(leave)
+        def left(this, *error):
+            try:
+                return leave(this, *error)
+            finally:
+                notes.paused = False
+
+        join.__enter__, join.__exit__ = entered, left
+
+    def _note_backward_passes(self, reducer, torch):
+        """Those in which a reducer sends: DDP's forward has prepared it for one, which it does not inside of `no_sync`."""
+        make, prepare = reducer.__init__, reducer.prepare_for_backward
+        groups = {}
+
+        @functools.wraps(make)
+        def init(this, *args, **kwargs):
+            make(this, *args, **kwargs)
+            given = (*args, *kwargs.values())
+            groups[id(this)] = next(one for one in given if isinstance(one, torch.distributed.ProcessGroup))
+
+        @functools.wraps(prepare)
+        def prepare_for_backward(this, *args, **kwargs):
+            self._armed[id(this)] = groups.get(id(this))
+            return prepare(this, *args, **kwargs)
+
+        backward = torch.autograd.backward
+
+        @functools.wraps(backward)
+        def noted_backward(*args, **kwargs):
+            while self._armed:
+                _, group = self._armed.popitem()
+                if group is not None:
+                    self._notes.add(group.group_name, group.size(), "backward() of a DDP model", *_site())
+            return backward(*args, **kwargs)
+
+        reducer.__init__, reducer.prepare_for_backward = init, prepare_for_backward
+        torch.autograd.backward = noted_backward
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """`prepare(module)` as soon as it is imported."""
+
+    def __init__(self, name, prepare):
+        self._name = name
+        self._prepare = prepare
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            self._prepare(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _count(c10d, path, offset):
+    """The thread that counts. No signal is for it: the main thread's handlers answer those."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    page = mmap.mmap(fd, 0)
+    os.close(fd)
+    word = memoryview(page)[offset : offset + 8].cast("q")
+    while True:
+        word[0] = sum(_begun(group) for group in list(c10d._world.pg_map))
+        time.sleep(_COUNT_EVERY_S)
+
+
+def _begun(group):
+    """The collectives, sends and receives of this rank in a group, whoever has begun them."""
+    number = 0
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):  # a backend that does not number them
+            number += group._get_backend(device)._get_sequence_number_for_group()
+    return number
+
+
+class Notes:
+    """A ring in memory shared with the agent: a count of all notes so far, and the last few, each in a slot."""
+
+    def __init__(self, path, start, header_bytes, slots, slot_bytes):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._map = mmap.mmap(fd, 0)
+        os.close(fd)
+        self._count = memoryview(self._map)[start : start + 8].cast("q")
+        self._first = start + header_bytes
+        self._slots = slots
+        self._slot_bytes = slot_bytes
+        self._lock = threading.Lock()
+        self.inside = threading.local()  # object collectives call others
+        self.numbers = {}  # collectives so far, by group
+        self.paused = False
+
+    def add(self, group, size, what, site, caller=""):
+        """`site`: `file:line`; two that differ are two collectives. `caller`: the user's line, where that is another."""
+        if self.paused:
+            return
+        with self._lock:
+            self.numbers[group] = number = self.numbers.get(group, 0) + 1
+            head = f"{group}\t{number}\t{size}\t{what}\t{caller}\t"
+            data = (head + site[len(head) - self._slot_bytes :]).encode()[: self._slot_bytes]
+            start = self._first + self._count[0] % self._slots * self._slot_bytes
+            self._map[start : start + self._slot_bytes] = data.ljust(self._slot_bytes, b"\0")
+            self._count[0] += 1  # last: the agent reads what is counted
+
+
+def _described(value):
+    """`float32[4, 8]`, or `2 x float32[4, 8]` for a list."""
+    if isinstance(value, (list, tuple)):
+        return f"{len(value)} x {_described(value[0])}" if value else "nothing"
+    return f"{_dtype(value)}{list(value.shape)}" if hasattr(value, "dtype") else str(value)
+
+
+def _dtype(value):
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    return str(getattr(first, "dtype", first)).removeprefix("torch.")
+
+
+def _root(c10d, group, root, given):
+    """`src 0`, a rank of the whole world however the script has said it."""
+    if given.get(root) is not None:
+        return f"{root} {given[root]}"
+    inside = given.get(f"group_{root}")
+    return f"{root} {c10d.get_global_rank(group, inside) if inside is not None else 0}"
+
+
+def _site():
+    """Where the collective that is being noted is called: (`file:line`, the user's line where that is another).
+
+    The innermost frame that is neither torch's nor this file's, nor of our functions that are collectives themselves.
+    """
+    frame = sys._getframe(1)
+    torch = os.path.dirname(sys.modules["torch"].__file__) + os.sep
+    while frame is not None and _is_passed_over(frame, torch):
+        frame = frame.f_back
+    first = frame
+    while frame is not None and (_is_passed_over(frame, torch) or _module(frame).startswith("rankwise.")):
+        frame = frame.f_back
+    if first is frame or frame is None:
+        return f"{first.f_code.co_filename}:{first.f_lineno}" if first is not None else "?", ""
+    caller = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{_module(first).replace('.', '/')}.py:{first.f_lineno}", caller
+
+
+def _is_passed_over(frame, torch):
+    file, module = frame.f_code.co_filename, _module(frame)
+    return file == __file__ or file.startswith(torch) or module in _TRANSPARENT or module in ("contextlib", "functools")
+
+
+def _module(frame):
+    return str(frame.f_globals.get("__name__", ""))
