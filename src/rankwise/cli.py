@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import EXIT_INTERRUPTED, RankwiseError
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -18,8 +19,12 @@ class _Group(click.Group):
     """Prints our own errors in one line; anything else is a bug and keeps its traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of __main__: verbs tidy up after Ctrl-C
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            sys.exit(EXIT_INTERRUPTED)
         except RankwiseError as error:
             click.echo(f"rankwise: {error}", err=True)
             sys.exit(error.exit_status)

@@ -11,10 +11,10 @@ alone, and torch. Over CHANNEL go JSON lines; nothing executable crosses it.
     agent -> warm    {"ranks": [spec, ...]}                          fork them
     warm -> agent    {"pids": [pid, ...]} or {"failed": "why"}
 
-A spec: environment (all of it), log (path), exception (path), stacks (path), stdin (bool), threads (int or null), go_mark and
-group_mark (each a path and an offset in it: the byte there is set when the rank may begin; the rank sets it if it ever
-made a process group), notes (null, or where this rank notes each collective before it enters it: a path, the start of its
-part, and the sizes in it; agent/collectives.py reads them).
+A spec: environment (all of it), log (path), exception (path), stacks (path), stdin (bool), threads (int or null), go_mark,
+group_mark and answers_mark (each a path and an offset in it: the byte there is set when the rank may begin; the rank sets it if
+it ever made a process group, and if its rankwise remembers a request to stop), notes (null, or where this rank notes each
+collective before it enters it: a path, the start of its part, and the sizes in it; agent/collectives.py reads them).
 
 The process stays single-threaded (OMP_NUM_THREADS=1, and it never runs a parallel region), as threads do not survive a
 fork. Ranks are forked twice: the middle process announces them and ends, they fall to the agent, which alone reaps them.
@@ -79,6 +79,7 @@ def _become_command(command):
     faulthandler.disable()
     faulthandler.unregister(signal.SIGRTMIN + 3)
     signal.signal(signal.SIGRTMIN + 3, signal.SIG_IGN)
+    _let_interrupts_in()
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -316,7 +317,10 @@ def _fork_ranks(channel, specs):
 
 
 def _send(channel, message):
-    channel.sendall(json.dumps(message).encode() + b"\n")
+    try:
+        channel.sendall(json.dumps(message).encode() + b"\n")
+    except (BrokenPipeError, ConnectionResetError):  # the agent wants no ranks any more: it ends what is left
+        os._exit(0)
 
 
 def _die_with(agent):
@@ -354,6 +358,7 @@ def _become_rank(spec, agent):
     stacks = os.open(spec["stacks"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
     faulthandler.register(signal.SIGRTMIN + 3, file=stacks, all_threads=True)
     _wait_for_go(*spec["go_mark"])
+    sys.meta_path.insert(0, _AfterImport("rankwise", functools.partial(_note_answers, spec["answers_mark"])))
     gc.enable()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(spec["threads"])
@@ -364,6 +369,17 @@ def _become_rank(spec, agent):
         process = sys.modules["multiprocessing.process"]
         process.current_process().authkey = os.urandom(32)
         process.ORIGINAL_DIR = os.getcwd()
+
+
+def _note_answers(mark, package):
+    """Whether a request to stop is remembered from now on (rankwise/early.py): a version without it remembers none."""
+    if getattr(getattr(package, "early", None), "listening", False):
+        _set_mark(*mark)
+
+
+def _set_mark(page, offset):
+    with contextlib.suppress(OSError), open(page, "r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), b"\1", offset)
 
 
 def _wait_for_go(page, offset):
@@ -377,6 +393,7 @@ def _wait_for_go(page, offset):
 
 def _run(command, spec):
     """Run the script as Python would, leave evidence if it raises, and end this process as Python would."""
+    _let_interrupts_in()
     try:
         if command[0] == "-m":
             # It takes what `__main__` is: this file, whose names the module's would replace.
@@ -395,6 +412,14 @@ def _run(command, spec):
     except BaseException as error:
         status = _exception_status(error, spec)
     os._exit(_end_of_python(spec) or status)
+
+
+def _let_interrupts_in():
+    """The agent has started this process with SIGINT blocked. One that came while it was made ready ends it here: there is no
+    line of the script that it could interrupt."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, handler)
 
 
 def _run_script(path):
@@ -531,9 +556,7 @@ def _end_of_python(spec):
     """What the interpreter does at its end, up to where torch would be taken apart (seconds, and gloo can hang there)."""
     status = 0
     if _made_a_group():
-        page, offset = spec["group_mark"]
-        with contextlib.suppress(OSError), open(page, "r+b", buffering=0) as file:
-            os.pwrite(file.fileno(), b"\1", offset)
+        _set_mark(*spec["group_mark"])
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
