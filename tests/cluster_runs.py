@@ -66,6 +66,28 @@ sys.exit(130 if row.reason == 2 else 75)
 """
 """A loop with an agreed stop, as StopSignal's, without torch."""
 
+LONG_STEPS = """
+import os, signal, sys, time
+from rankwise.world import agent_row, discover
+world = discover(os.environ)
+row, first = agent_row(world), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(signum, lambda number, _: setattr(row, "flag", number))
+row.join()
+for step in (1, 2, 3):
+    if not row.pass_gate(step):
+        sys.exit(75)
+    print("step", step, flush=True)
+    if first and step == 2 and world.rank == world.world_size - 1:
+        os.kill(os.getpid(), 9)
+    until = time.monotonic() + float(sys.argv[1])
+    while time.monotonic() < until:
+        time.sleep(0.05)
+    if first and step == 2:
+        raise ConnectionError("Connection closed by peer")  # as the collective at the end of the step says it
+"""
+"""Steps of so many seconds, with an agreed stop, without torch. The last rank is killed in the second, in the first life."""
+
 TRAIN = """
 import os, sys, time, torch, rankwise
 torch.set_num_threads(1)
@@ -180,6 +202,15 @@ def launch() -> Iterator[Callable[..., Launched]]:
 def on(host: str, *words: str) -> list[str]:
     """The command that runs `words` on that host, in this folder."""
     return [str(HOSTS / "host-ctl"), "exec", host, *words]
+
+
+def has_started_again(run: Launched) -> None:
+    """A run of LONG_STEPS that may start again once did, and what ended the others was no request to stop."""
+    status, out = run.wait()
+    assert status == 0, out
+    assert [life.status for life in run.run.lives()] == [137, 0]
+    assert " was killed by SIGKILL at step 2" in out
+    assert "stopped by" not in out
 
 
 def batch(script: str) -> tuple[int | None, str]:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cluster_runs import LONG_STEPS
 from launched import FORKED, launch, wait_for
 
 from rankwise import processes
@@ -267,6 +268,40 @@ trainer.fit()
     assert [life.status for life in run.run.lives()] == [137, 0]
     assert not run.run.failure.exists()
     assert {record["step"] for record in run.run.read_metrics()} == set(range(1, 41))
+
+
+@pytest.mark.parametrize(
+    ("step_s", "options"),
+    [
+        (1.0, ("--nproc", "2")),
+        (1.0, FORKED),
+        pytest.param(5.0, ("--nproc", "2"), marks=pytest.mark.stress),
+    ],
+    ids=["1 s", "1 s, the warm process killed", "5 s"],
+)
+def test_a_failed_run_starts_again_though_others_are_in_a_long_step(launch, step_s: float, options: tuple[str, ...]) -> None:
+    """What they are sent to end them is no request to stop."""
+    run = launch(LONG_STEPS, str(step_s), options=(*options, "--max-restarts", "1"))
+    if options == FORKED:
+        ranks = run.pids()
+        [warm] = {*processes.children(run.agent())} - {*ranks}
+        os.kill(warm, signal.SIGKILL)
+    assert run.wait() == 0, run.output()
+    assert [life.status for life in run.run.lives()] == [137, 0]
+    assert "rank 1 was killed by SIGKILL at step 2" in run.output()
+    assert "stopped by" not in run.output()
+
+
+def test_a_request_to_stop_a_run_that_fails_too_is_not_answered_by_another_start(launch, tmp_path: Path) -> None:
+    source = LONG_STEPS.replace("os.kill(os.getpid(), 9)", "time.sleep(600)")
+    run = launch(source, "1", options=("--nproc", "2", "--max-restarts", "1"))
+    [_, second] = run.pids()
+    wait_for(lambda: "step 2" in run.run.log(0).read_text(), "the step")
+    run.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "all ranks stop after the step" in run.output(), "the request")
+    os.kill(second, signal.SIGKILL)
+    assert run.wait() == 137
+    assert len(run.run.lives()) == 1
 
 
 def test_restarts_end_when_they_are_used_up(launch) -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
@@ -237,6 +238,151 @@ def test_a_stop_after_a_rank_has_finished_lets_all_run_to_the_end() -> None:
     assert page.row(1).pass_gate(97)
     assert page.stop(signal.SIGTERM) == FINISHED
     assert all(page.row(1).pass_gate(step) for step in range(98, 101))
+
+
+# --- alarms
+
+
+class RingAt(StopAt):
+    """A rank's words, in which the agent's whole alarm falls right before one chosen access of the rank."""
+
+    def _tick(self) -> None:
+        if self._left == 0:
+            self.agreed = self._page.ring()
+            assert self.agreed is not None
+            self._page.rung(self.agreed, 5)
+        self._left -= 1
+
+
+def heard_by(row: Row, first: int = 1, last: int = 12) -> list[tuple[int, int]]:
+    """(steps done, which) of each alarm that a rank hears between these gates."""
+    found: list[tuple[int, int]] = []
+    for step in range(first, last + 1):
+        row.on_alarm = lambda which, done=step - 1: found.append((done, which))  # type: ignore[misc]
+        assert row.pass_gate(step)
+    return found
+
+
+@pytest.mark.parametrize("other", [0, 2, 3, 7], ids="the other rank is in step {}".format)
+@pytest.mark.parametrize("access", range(14))
+def test_an_alarm_between_any_two_accesses_of_a_rank_is_heard_after_the_agreed_step(access: int, other: int) -> None:
+    page = Page.create(2)
+    behind = page.row(1)
+    assert other == 0 or behind.pass_gate(other)
+    words = RingAt(page, access)
+    row = Row(words, page._map, 0)  # type: ignore[arg-type]
+    heard = heard_by(row)
+    assert heard == [(words.agreed, 5)]
+    assert heard_by(behind, other + 1) == heard
+
+
+def test_a_new_alarm_waits_until_all_ranks_have_heard_the_one_before() -> None:
+    page = Page.create(2)
+    rows = [page.row(0), page.row(1)]
+    assert [row.pass_gate(3) for row in rows] == [True, True]
+    assert page.ring() == 3
+    assert page.ring() is None
+    page.rung(3, 1)
+    assert heard_by(rows[0], 4, 5) == [(3, 1)]
+    assert page.ring() is None
+    assert heard_by(rows[1], 4, 4) == [(3, 1)]
+    assert page.ring() == 5
+    page.rung(5, 2)
+    assert [heard_by(row, 6, 9) for row in rows] == [[(5, 2)]] * 2
+
+
+def test_the_main_ranks_alarm_is_due_at_its_time_from_its_first_step_on_and_once() -> None:
+    page = Page.create(2)
+    main = page.row(0)
+    main.set_alarm(1000, 3)
+    assert page.due(5000) == 0  # no rank has a step that it could follow
+    assert main.pass_gate(1)
+    assert page.row(1).pass_gate(1)
+    assert (page.due(999), page.due(1000)) == (0, 3)
+    assert page.ring() == 1
+    page.rung(1, 3)
+    assert page.due(5000) == 0
+    main.on_alarm = lambda _: main.set_alarm(3000, 1)
+    assert main.pass_gate(2)
+    assert page.row(1).pass_gate(2)
+    assert (page.due(2999), page.due(3000)) == (0, 1)
+
+
+def test_a_stop_that_is_held_amid_an_alarm_comes_after_it() -> None:
+    page = Page.create(2)
+    rows = [page.row(0), page.row(1)]
+    assert [row.pass_gate(4) for row in rows] == [True, True]
+    claim = page.ring()
+    assert claim == 4
+    assert page.hold(signal.SIGTERM) == 4
+    page.rung(claim, 1)
+    page.release(4)
+    for row in rows:
+        heard: list[int] = []
+        row.on_alarm = heard.append
+        assert not row.pass_gate(5)
+        assert heard == [1]
+
+
+def test_an_alarm_that_meets_a_rank_which_has_finished_is_heard_by_nobody_and_keeps_nobody() -> None:
+    page = Page.create(2)
+    assert page.row(0).pass_gate(9)
+    page.row(0).finish()
+    assert page.row(1).pass_gate(7)
+    assert page.ring() == FINISHED
+    page.rung(FINISHED, 1)
+    assert heard_by(page.row(1), 8, 9) == [(7, 0)]  # its time can be set anew
+    page.row(1).finish()
+    again = [page.row(0), page.row(1)]  # another loop of the same ranks
+    assert [row.pass_gate(1) for row in again] == [True, True]
+    assert page.ring() == 1
+    page.rung(1, 2)
+    assert [heard_by(row, 2, 4) for row in again] == [[(1, 2)]] * 2
+
+
+def _asking(path: str, local_rank: int, asks_after: int) -> tuple[int, bool]:
+    """(steps done when it left, whether a script has asked) of a rank that may ask."""
+    row = Page.open(path).row(local_rank)
+    done = 0
+    while True:
+        if done == asks_after:
+            row.ask()
+            if row.wait_for_answer(done + 1):
+                break
+        if not row.pass_gate(done + 1):
+            break
+        done += 1
+        time.sleep(0.002)
+    return done, row.by_script
+
+
+@pytest.mark.parametrize("asking", [(0, 1, 2), (1,)], ids=["all", "one"])
+def test_all_ranks_stop_after_the_step_in_which_all_ask_or_after_one_step_where_one_asks(asking: tuple[int, ...]) -> None:
+    page = Page.create(3)
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(2):  # a second loop of the same ranks may stop too
+            ranks = [pool.submit(_asking, page.path, r, 20 if r in asking else -1) for r in range(3)]
+            while not all(rank.done() for rank in ranks):
+                if (which := page.due(0)) and (claim := page.ring()) is not None:
+                    page.rung(claim, which)
+                time.sleep(0.005)
+            left = [rank.result() for rank in ranks]
+            for r in range(3):
+                page.row(r).finish()
+            assert len(set(left)) == 1
+            assert left[0] == (20, True) if len(asking) == 3 else left[0][0] >= 20 and left[0][1]
+
+
+def test_what_the_agent_sends_after_a_failure_is_no_request_and_another_signal_is() -> None:
+    page = Page.create(1)
+    page.end(signal.SIGTERM)
+    page.row(0).flag = signal.SIGTERM
+    assert page.flagged() == 0
+    page.row(0).flag = signal.SIGUSR1
+    assert page.flagged() == signal.SIGUSR1
+    page.reset()
+    page.row(0).flag = signal.SIGTERM
+    assert page.flagged() == signal.SIGTERM
 
 
 # --- what else is in a row

@@ -306,6 +306,105 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(launch, tmp_path: Pa
     assert len({(tmp_path / f"stopped-{rank}").read_text() for rank in range(3)}) == 1
 
 
+LOADS = """
+import os, time, rankwise
+rank = os.environ["RANK"]
+open(f"loading-{rank}", "w").close()
+while not os.path.exists("go"): time.sleep(0.01)
+"""
+
+
+def loading(run, tmp_path: Path) -> None:
+    wait_for(lambda: (tmp_path / "loading-0").exists() and (tmp_path / "loading-1").exists(), "ranks that load")
+    run.pids()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_request_while_the_script_loads_is_answered_at_its_first_step(launch, tmp_path: Path, signum: int) -> None:
+    run = launch(LOADS + train(pause_s=0.01, steps=100_000))
+    loading(run, tmp_path)
+    run.process.send_signal(signum)
+    name = signal.Signals(signum).name
+    wait_for(lambda: f"{name}: ranks 0, 1 will stop at the first step within 120 s" in run.output(), "what it says")
+    (tmp_path / "go").touch()
+    assert run.wait() == 75, run.output()
+    [saved] = run.run.saved()
+    assert f"stopped by {name} after step {int(saved.removeprefix('step-'))}; to go on" in run.output()
+
+
+def test_a_grace_that_ends_while_the_script_loads_has_lost_nothing(launch, tmp_path: Path) -> None:
+    run = launch(LOADS + "rankwise.Trainer", options=("--nproc", "2", "--grace", "0.5"))
+    loading(run, tmp_path)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 75
+    assert "stopped by SIGTERM before the first step: nothing is lost" in run.output()
+    assert not run.run.failure.exists()
+
+
+def test_a_rank_that_is_ended_before_it_can_remember_takes_those_that_load_along(launch, tmp_path: Path) -> None:
+    source = LOADS.replace("import os, time, rankwise", "import os, time\nif os.environ['RANK'] == '0': import rankwise")
+    run = launch(source + "rankwise.Trainer")
+    loading(run, tmp_path)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 75  # at once: the grace is two minutes
+    assert "stopped by SIGTERM before the first step: nothing is lost" in run.output()
+
+
+def test_a_script_that_fails_while_it_loads_has_failed_though_a_stop_was_asked_for(launch, tmp_path: Path) -> None:
+    run = launch(LOADS + "if rank == '1': raise ValueError('no data')\ntime.sleep(600)\nrankwise.Trainer")
+    loading(run, tmp_path)
+    run.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "will stop at the first step" in run.output(), "the request to be passed on")
+    (tmp_path / "go").touch()
+    assert run.wait() == 1
+    assert "rank 1 raised ValueError: no data" in run.output()
+
+
+@pytest.mark.parametrize("moment", ["the run directory", "the agent"])
+def test_ctrl_c_as_a_run_begins_ends_it_without_a_traceback_of_ours(launch, moment: str) -> None:
+    run = launch("import time; time.sleep(600)")
+    wait_for(run.run.path.exists if moment == "the run directory" else run.agent, moment)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+    assert str(Path(processes.__file__).parent) not in run.output()  # a traceback of ours
+    assert "was killed by" not in run.output()
+
+
+def test_ctrl_c_while_the_command_itself_is_imported_ends_it_without_a_word(tmp_path: Path) -> None:
+    """In the first import behind ours."""
+    (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", "rankwise", "run", "x.py"], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_reaches_what_a_rank_waits_for_and_it_is_said_how_long_that_may_take(launch, tmp_path: Path) -> None:
+    source = """
+import multiprocessing, time
+def work():
+    open("works", "w").close()
+    time.sleep(600)
+process = multiprocessing.get_context("fork").Process(target=work)
+process.start()
+process.join()
+"""
+    run = launch(source, options=("--nproc", "1"))
+    wait_for((tmp_path / "works").exists, "the process of its own")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130  # the grace is two minutes
+    assert "SIGINT: rank 0 has been sent it, and must end within 120 s" in run.output()
+    assert "interrupted again" not in run.output()
+
+
+def test_ranks_that_hang_when_they_are_asked_to_stop_are_reported_soon(launch, tmp_path: Path) -> None:
+    run = launch(GATE.replace("time.sleep(0.01 * (1 + world.rank))", "time.sleep(600)"))
+    wait_for(lambda: len(list(tmp_path.glob("joined-*"))) == 2, "the loop")
+    run.process.send_signal(signal.SIGINT)
+    wait_for(lambda: "so no rank can stop yet: rank 0 is at script.py:" in run.output(), "the report")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+
+
 def test_a_script_without_our_parts_gets_the_signal_itself_on_every_rank(launch, tmp_path: Path) -> None:
     run = launch(
         "import os, signal, sys, time\n"
@@ -476,7 +575,7 @@ def test_a_second_ctrl_c_in_a_training_is_no_failure(launch) -> None:
     wait_for(lambda: run.steps() >= 1, "a step")
     run.process.send_signal(signal.SIGINT)
     wait_for(
-        lambda: "SIGINT: all ranks stop after the step they are in, and save\n" in run.output(),  # no terminal, no Ctrl-C
+        lambda: "SIGINT: all ranks stop after the step they are in, and save, within 120 s\n" in run.output(),  # no terminal
         "an answer",
     )
     run.process.send_signal(signal.SIGINT)

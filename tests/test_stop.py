@@ -81,6 +81,64 @@ def out_of_reach() -> bool:
     return signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
+def alarmed(together: bool) -> list[tuple[int, list[int]]]:
+    """(steps done, which) of the alarms that a rank hears, until each has come twice."""
+    signals = StopSignal(discover(os.environ))
+    heard: list[tuple[int, list[int]]] = []
+    step = 0
+    signals.alarm([0.1, 0.25], lambda which: heard.append((step, list(which))))
+    while not signals.agreed(step):
+        step += 1
+        if together:
+            comm.all_reduce(torch.ones(1))
+        time.sleep(random.random() * 0.01)
+        if comm.rank() == 0 and sum(1 in which for _, which in heard) >= 2:
+            signals.ask()
+    signals.finish()
+    comm.barrier()
+    signals.leave()
+    return heard
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 2), (4, 2)], ids=["alone", "one node", "two nodes"])
+def test_a_time_that_is_over_is_heard_after_the_same_step_on_all_ranks(ranks: int, per_node: int, together: bool) -> None:
+    environ = [torchrun(r, ranks, per_node) for r in range(ranks)] if ranks > 1 else None
+    first, *others = on_ranks(ranks, alarmed, together, environ=environ)
+    assert others == [first] * (ranks - 1)
+    assert {place for _, which in first for place in which} == {0, 1}
+
+
+def asked(who: tuple[int, ...], together: bool) -> tuple[int, int, bool]:
+    """(steps done, signal, whether a script has asked); these ranks ask after step 20."""
+    signals = StopSignal(discover(os.environ))
+    step = 0
+    while not signals.agreed(step):
+        step += 1
+        if together:
+            comm.all_reduce(torch.ones(1))
+        if step == 20 and comm.rank() in who:
+            signals.ask()
+        time.sleep(0.002)
+    signals.finish()
+    comm.barrier()
+    signals.leave()
+    return step, signals.signum, signals.by_script
+
+
+@pytest.mark.parametrize("who", [(0,), (3,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("per_node", [4, 2])
+def test_ranks_whose_script_asks_to_stop_all_do_after_the_same_step(who: tuple[int, ...], per_node: int) -> None:
+    answers = on_ranks(4, asked, who, True, environ=[torchrun(r, 4, per_node) for r in range(4)])
+    assert len(set(answers)) == 1
+    step, signum, by_script = answers[0]
+    assert (step if len(who) == 4 else max(step, 20), signum, by_script) == (20 if len(who) == 4 else step, 0, True)
+
+
+def test_a_lone_rank_stops_after_the_step_in_which_it_asks() -> None:
+    assert on_ranks(1, asked, (0,), False) == [(20, 0, True)]
+
+
 def test_nobody_stops_early_when_nobody_is_signalled() -> None:
     assert on_ranks(3, loop, 99, signal.SIGTERM, 1, True, steps=50) == [(50, 0)] * 3
 

@@ -3,13 +3,16 @@
     import rankwise
     rankwise.Trainer(model, optimizer, step_fn, dataset, global_batch_size=64, max_epochs=3).fit()
 
-Public names are resolved on first use: importing rankwise costs nothing, and the launcher never imports torch.
+Public names are resolved on first use: importing rankwise costs nothing, and the launcher never imports torch. From the
+import on a rank remembers a request to stop, until something of it can answer (early.py).
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from rankwise import early
 
 if TYPE_CHECKING:
     from rankwise.actions import every as every
@@ -80,6 +83,8 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = sorted(_MODULE_OF)
+
+early.listen()
 
 
 def __getattr__(name: str) -> Any:

@@ -30,32 +30,52 @@ def every(
     epochs: int | None = None,
     seconds: float | None = None,
     at_end: bool = False,
-) -> Action:
+) -> Every:
     """`action`, when any of the triggers is due: every so many steps, epochs or seconds, and after the last step.
 
-    Seconds are those of the main rank's clock as of the last log interval, so that all ranks agree.
+    Seconds are those of the main rank's clock. Among the actions of a Trainer: at the end of the step in which they are over,
+    on all ranks after the same step. Elsewhere (within another action, or where nodes do not reach each other): at the next log
+    interval.
     """
     given = [n for n in (steps, epochs, seconds) if n is not None]
     if not given and not at_end:
         raise ConfigError("every(action): say when, for example every(action, steps=100)")
     if any(n < 0 for n in given) or steps == 0 or epochs == 0:
         raise ConfigError(f"every(steps={steps}, epochs={epochs}, seconds={seconds}): give numbers above 0")
-    last_s = 0.0
+    return Every(action, steps, epochs, seconds, at_end)
 
-    def triggered(state: TrainState) -> None:
-        nonlocal last_s
+
+class Every:
+    """An action and its triggers; made by `every`. It runs once a step at most."""
+
+    def __init__(self, action: Action, steps: int | None, epochs: int | None, seconds: float | None, at_end: bool) -> None:
+        self._action = action
+        self._steps, self._epochs, self._at_end = steps, epochs, at_end
+        self.seconds = seconds
+        self.by_gate = False
+        """Whether somebody calls `run` when the seconds are over."""
+
+        self._last_s = 0.0
+        self._ran_at = -1
+
+    def __call__(self, state: TrainState) -> None:
         due = (
-            (steps is not None and state.step % steps == 0)
-            or (epochs is not None and state.epoch_ended and state.epoch % epochs == 0)
-            or (at_end and state.last)
+            (self._steps is not None and state.step % self._steps == 0)
+            or (self._epochs is not None and state.epoch_ended and state.epoch % self._epochs == 0)
+            or (self._at_end and state.last)
         )
-        if seconds is not None and state.clock_s - last_s >= seconds:
-            last_s = state.clock_s
+        if self.seconds is not None and not self.by_gate and state.clock_s - self._last_s >= self.seconds:
+            self._last_s = state.clock_s
             due = True
         if due:
-            action(state)
+            self._ran_at = state.step
+            self._action(state)
 
-    return triggered
+    def run(self, state: TrainState) -> None:
+        """The seconds are over."""
+        if self._ran_at != state.step:
+            self._ran_at = state.step
+            self._action(state)
 
 
 class Log:
@@ -70,7 +90,11 @@ class Log:
         *,
         every_steps: int,
         line_every_s: float = 15.0,
+        samples: Callable[[], int] | None = None,
     ) -> None:
+        """`samples`: how many all ranks have taken so far."""
+        self._samples = samples
+        self._samples_before = 0
         self._meters = meters
         self._breakdown = breakdown
         self._epoch_time = TimeBreakdown(breakdown.sources)
@@ -89,6 +113,7 @@ class Log:
         self._breakdown.restart()
         self._epoch_time.restart()
         self._began = self._last_line = time.monotonic()
+        self._samples_before = self._samples() if self._samples is not None else 0
 
     def __call__(self, state: TrainState) -> None:
         self._epoch_steps += 1
@@ -113,10 +138,16 @@ class Log:
             state.measure({name: mean(total, count)})
         span = self._breakdown.since_last()
         figures = {**{name: state.metrics[name] for name in sums}, "lr": _rate_of(state)}
+        if self._samples is not None and span.elapsed_s:
+            taken = self._samples()
+            figures["samples_per_s"] = (taken - self._samples_before) / span.elapsed_s
+            self._samples_before = taken
         shares = {f"share/{name}": s / span.elapsed_s for name, s in span.parts_s.items() if span.elapsed_s}
         for writer in self._writers:
             writer.write(state.step, {"epoch": state.epoch, "clock_s": state.clock_s, **figures, **shares})
         self._text = ", ".join(f"{name} {state.metrics[name]:.4g}" for name in sums)
+        if "samples_per_s" in figures:
+            self._text += f", {figures['samples_per_s']:.4g} samples/s"
         if time.monotonic() - self._last_line >= self._line_every_s and not state.epoch_ended:
             self._say_line(state, f"{self._text}, ")
 

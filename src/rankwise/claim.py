@@ -51,15 +51,17 @@ def claim(run: RunDir, world: World, fresh: bool) -> tuple[Life, Lease | None]:
     return run_on_main(prepare), lease
 
 
-def already_done(run: RunDir, world: World, steps: int) -> str:
-    """Collective. What is said where a run has nothing left to train.
+def already_done(run: RunDir, world: World, steps: int, by_script: bool) -> str:
+    """Collective. What is said where a run has nothing left to train. `by_script`: since its script has stopped it.
 
     Raises ConfigError where other arguments than this life's have trained it: exit status 0 would say that these have.
     """
     launched = world.run_dir is not None
     run_on_main(_refuse_other_arguments, [run, steps, launched])
-    more = "for more, raise max_steps or max_epochs"
-    return f"already done: {steps} steps; {more}; for a new run: {'--fresh' if launched else 'fresh=True'}"
+    anew = f"for a new run: {'--fresh' if launched else 'fresh=True'}"
+    if by_script:
+        return f"stopped by the script at step {steps}; {anew}"
+    return f"already done: {steps} steps; for more, raise max_steps or max_epochs; {anew}"
 
 
 def _refuse_other_arguments(run: RunDir, steps: int, launched: bool) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from rankwise.errors import ConfigError, RankwiseError
+from rankwise.errors import EXIT_INTERRUPTED, ConfigError, RankwiseError
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -39,8 +40,12 @@ class _Group(click.Group):
         terminal.leave(status or (1 if lost is not None else 0))
 
     def invoke(self, ctx: click.Context) -> Any:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of __main__: verbs tidy up after Ctrl-C
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            sys.exit(EXIT_INTERRUPTED)
         except RankwiseError as error:
             click.echo(f"rankwise: {error}", err=True)
             sys.exit(error.exit_status)

@@ -4,7 +4,11 @@
     keeper.start();  keeper.stop()
 
 The main rank's keeper is the head of the others: they say which signal has come, all hold their gates, they say how far their
-ranks are, and all stop after the furthest step. No collective is made here, and until a signal comes nothing is said.
+ranks are, and all stop after the furthest step. So it is with an alarm. No collective is made here, and until a signal comes,
+or an alarm is due, nothing is said.
+
+    {"asked": signal} {"due": [number, which]} {"claim": step} {"alarm": step}     to the head
+    {"hold": signal} {"release": step} {"ring": number} {"rung": [step, which]}    from it
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from collections.abc import Sequence
 
 from rankwise import comm, log, network
 from rankwise.channel import Door, Link, Message, NobodyThere, knock
-from rankwise.page import FINISHED, JOIN_S, Page, Row
+from rankwise.page import JOIN_S, Page, Row
 from rankwise.world import World
 
 _BEAT_S = 0.05
@@ -83,7 +87,8 @@ class Keeper:
         self._links = links
         self._is_head = is_head
         self._over = threading.Event()
-        self._told = False
+        self._asked = 0
+        self._due = (0, 0)
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="rankwise-gate", daemon=True).start()
@@ -98,8 +103,7 @@ class Keeper:
             else:
                 self._follow()
         finally:
-            if self._page.stopping and not self._page.released:  # the first rank has left, or the head: no rank waits for it
-                self._page.release(FINISHED)
+            self._page.abandon()  # the first rank has left, or the head: no rank waits for it
             for link in self._links:
                 link.drain(1.0)
                 link.close("the loop is over")
@@ -112,47 +116,88 @@ class Keeper:
         return self._page.hold(signum)
 
     def _lead(self) -> None:
-        signum = 0
-        while not signum:
-            if self._over.wait(_BEAT_S):
+        while not (signum := self._page.flagged() or self._asked):
+            if self._over.wait(_BEAT_S) or not self._ring():
                 return
-            said = [message for link in self._links for message in self._heard(link)]
-            signum = self._page.flagged() or next((int(message["asked"]) for message in said if "asked" in message), 0)
         for link in self._links:
             link.send({"hold": signum})
         claims = [self._hold(signum)]
         for link in self._links:
-            while link.closed is None and (answer := self._answer(link, "claim")) is None:
+            while (claim := self._answer(link, "claim")) is None:
                 if self._over.wait(_BEAT_S):
                     return
-            claims.append(answer or 0)
+            claims.append(claim)
         last = max(claims)
         for link in self._links:
             link.send({"release": last})
         self._page.release(last)
 
+    def _ring(self) -> bool:
+        """Lead an alarm, if one is due on any node. False: the loop is over."""
+        number, which = self._page.alarms + 1, self._page.due(time.monotonic_ns())
+        for link in self._links:
+            self._take(link)
+        which |= self._due[1] if self._due[0] == number else 0  # another number: it was answered
+        if not which or (claim := self._page.ring()) is None:
+            return True
+        claims = [claim]
+        for link in self._links:
+            link.send({"ring": number})
+        for link in self._links:
+            while (claim := self._answer(link, "alarm")) is None:
+                if self._over.wait(_BEAT_S):
+                    return False
+            claims.append(claim)
+        for link in self._links:
+            link.send({"rung": [max(claims), which]})
+        self._page.rung(max(claims), which)
+        return True
+
+    def _answer(self, link: Link, kind: str) -> int | None:
+        """What the node at the other end answers, None while it has not; 0 if it is gone."""
+        answer = self._take(link, kind)
+        return 0 if answer is None and link.closed is not None else answer
+
+    def _take(self, link: Link, kind: str = "") -> int | None:
+        """Note what another node asks for; returns its answer of this kind, if that has come."""
+        answer = None
+        for message in self._heard(link):
+            self._asked = self._asked or int(message.get("asked", 0))
+            if "due" in message:
+                number, which = message["due"]
+                self._due = (number, which | (self._due[1] if self._due[0] == number else 0))
+            answer = int(message[kind]) if kind in message else answer
+        return answer
+
     def _follow(self) -> None:
         [link] = self._links
-        asked = False
+        told, to_ring = (0, 0), 0
         while not self._over.wait(_BEAT_S):
             signum = self._page.flagged()
-            if signum and not asked:
-                asked = True
+            if signum and not self._asked:
+                self._asked = signum
                 link.send({"asked": signum})
+            which = self._page.due(time.monotonic_ns())
+            if which and told != (due := (self._page.alarms + 1, which)):
+                told = due
+                link.send({"due": list(due)})
             for message in self._heard(link):
                 if "hold" in message:
-                    asked = True
-                    link.send({"claim": self._hold(int(message["hold"]))})
+                    self._asked = int(message["hold"])
+                    link.send({"claim": self._hold(self._asked)})
+                elif "ring" in message:
+                    to_ring = int(message["ring"])
+                elif "rung" in message:
+                    self._page.rung(*map(int, message["rung"]))
                 elif "release" in message:
                     self._page.release(int(message["release"]))
                     return
+            if to_ring > self._page.alarms and (claim := self._page.ring()) is not None:
+                link.send({"alarm": claim})
             if link.closed is not None:
                 if signum:  # nobody is left to agree with
                     self._page.stop(signum)
                 return
-
-    def _answer(self, link: Link, kind: str) -> int | None:
-        return next((int(message[kind]) for message in self._heard(link) if kind in message), None)
 
     def _heard(self, link: Link) -> list[Message]:
         """What has come. Nobody beats here: only a connection that closes is an end."""

@@ -19,9 +19,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
 from types import FrameType
 
-from rankwise import comm
+from rankwise import comm, early
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Stopped
 from rankwise.gatekeeper import Keeper, open_gate
 from rankwise.world import World, agent_row
@@ -32,6 +33,32 @@ LATE_S = 10.0
 """After a stop: how long a signal is still the request that was answered, to a rank that it reaches last."""
 
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+
+
+class _Alarms:
+    """What is due when, by this process's clock."""
+
+    def __init__(self, seconds: Sequence[float] = (), call: Callable[[list[int]], None] | None = None) -> None:
+        self._every_ns = [int(s * 1e9) for s in seconds]
+        self._next_ns: list[int] = []
+        self._call = call
+
+    def begin(self) -> None:
+        now = time.monotonic_ns()
+        self._next_ns = [now + each for each in self._every_ns]
+
+    def next(self) -> tuple[int, int]:
+        """(when something is due next, what: a bit each); (0, 0) for never."""
+        first = min(self._next_ns, default=0)
+        return first, sum(1 << place for place, at in enumerate(self._next_ns) if at == first)
+
+    def ring(self, which: int) -> None:
+        places = [place for place in range(len(self._every_ns)) if which >> place & 1]
+        if places and self._call is not None:
+            self._call(places)
+        now = time.monotonic_ns()
+        for place in places:
+            self._next_ns[place] = now + self._every_ns[place]
 
 
 class StopSignal:
@@ -48,21 +75,62 @@ class StopSignal:
         self._alone = world.world_size == 1
         self._pid = os.getpid()
         self._received = 0
+        self.asks = False
+        """Whether this rank has called `ask`, and waits for the answer."""
+        self._due_ns = 0
         self._left = 0.0
         self._before: dict[int, object] = {}
         self.signum = 0
-        """The signal for which all stop; 0 until they do."""
+        """The signal for which all stop; 0 until they do, and where the script itself has asked."""
+        self.by_script = False
+        """Whether all stop because a rank has called `ask`."""
         self._listening = False
+        self._is_main = world.is_main
+        self._alarms = _Alarms()
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether the ranks can agree without a message a step; not where nodes do not reach each other."""
+        return self._row is not None or self._alone
 
     def _listen(self) -> None:
         self._listening = True
         if self._keeper is not None:
             self._keeper.start()
-        if (self._row is not None or self._alone) and threading.current_thread() is threading.main_thread():
+        if self.has_gate and threading.current_thread() is threading.main_thread():
             for signum in SIGNALS:
-                self._before[signum] = signal.signal(signum, self._on_signal)
+                before = signal.signal(signum, self._on_signal)
+                self._before[signum] = signal.SIG_DFL if early.remembers(before) else before
         if self._row is not None:
             self._row.join()
+            self._row.on_alarm = self._on_alarm
+        if remembered := early.take():
+            os.kill(self._pid, remembered)  # to whom it is now
+        self._alarms.begin()
+        self._set_alarm()
+
+    def alarm(self, seconds: Sequence[float], call: Callable[[list[int]], None]) -> None:
+        """Call `call(which)` in `agreed` on all ranks after the same step, when so many of these seconds are over by the main
+        rank's clock, again and again: `which` are their places in `seconds`. It needs `has_gate`. Before the first `agreed`.
+        """
+        self._alarms = _Alarms(seconds, call)
+
+    def _on_alarm(self, which: int) -> None:
+        self._alarms.ring(which)
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        if self._row is not None and self._is_main:
+            self._row.set_alarm(*self._alarms.next())
+        self._due_ns = self._alarms.next()[0] if self._alone and self._row is None else 0
+
+    def ask(self) -> None:
+        """Any rank, between two steps: all ranks stop after the same one; after the last that was done if all ask then. It is
+        the script's wish, not a signal: `signum` stays 0, and there is nothing to raise. It needs `has_gate`.
+        """
+        self.asks = True
+        if self._row is not None:
+            self._row.ask()
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked loader worker: its rank ends it
@@ -79,12 +147,21 @@ class StopSignal:
         if not self._listening:
             self._listen()
         if self._row is not None:
+            if self.asks:
+                if self._row.wait_for_answer(step + 1):
+                    self.by_script = True
+                    return True
+                self.asks = self._row.asks
             if self._row.pass_gate(step + 1):
                 return False
-            self.signum = self._row.reason
+            self.by_script = self._row.by_script
+            self.signum = 0 if self.by_script else self._row.reason
             return True
+        if self._due_ns and time.monotonic_ns() >= self._due_ns:
+            self._on_alarm(self._alarms.next()[1])
         self.signum = self._received if self._alone else 0
-        return bool(self.signum)
+        self.by_script = self.by_script or (self.asks and self._alone and not self.signum)
+        return self.by_script or bool(self.signum)
 
     def finish(self) -> None:
         """The loop is over on this rank; a request from now on stops the others after their last step too."""

@@ -42,6 +42,7 @@ from rankwise.evaluation import Evaluate, Metrics, Pair, predict
 from rankwise.finite import Weights, check_rates
 from rankwise.lease import Fence, Lease
 from rankwise.model import begin_training, is_synced, prepare
+from rankwise.moments import Moments
 from rankwise.plateau import check_plateau, step_plateau
 from rankwise.precision import LossScale, Precision
 from rankwise.rundir import RunDir
@@ -50,6 +51,7 @@ from rankwise.selftest.halves import warn_of_means
 from rankwise.selftest.trainer import Subject, check
 from rankwise.settings import Settings, compare, plain
 from rankwise.state import Stateful, TrainState
+from rankwise.step import loss_and_count
 from rankwise.stop import StopSignal
 from rankwise.sync import AllReduce, Shared, StepResult, SyncStrategy
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
@@ -228,7 +230,14 @@ class Trainer:
         self._once = loader_of
         evaluate = self._evaluation(eval_data, eval_fn, eval_metrics)
         self._breakdown = self._new_breakdown(evaluate)
-        self._log = Log(self.meters, self._breakdown, self._progress, self._writers, every_steps=log_every)
+        self._log = Log(
+            self.meters,
+            self._breakdown,
+            self._progress,
+            self._writers,
+            every_steps=log_every,
+            samples=lambda: self.loader.taken,
+        )
         self.actions: list[Action] = [self._log, *([self._hear] if background_saves and self.world.is_main else [])]
         if isinstance(scheduler, ReduceLROnPlateau):
             check_plateau(scheduler_metric, eval_data is not None, eval_fn is not None, bool(actions))
@@ -251,6 +260,8 @@ class Trainer:
             self.actions.append(lambda state: self._save(state) if state.step in keep_steps else None)
         if keep_best is not None and keep_best != "loss":  # that of training is new each log interval: no occasion to save
             self.actions.append(self._save_if_best)
+        self._moments = Moments(self.state, self.actions, self.stop)
+        self.actions.append(self._moments)
         parts: dict[str, Stateful | None] = {
             "settings": self._settings, "train": self.state, "sync": self.sync, "model": model, "optimizer": optimizer,
             "loader": self.loader, "log": self._log, "scheduler": scheduler,
@@ -295,6 +306,8 @@ class Trainer:
                 for action in self.actions:  # schedule, log, evaluate, the user's own, save: each an action
                     action(state)
             self.stop.finish()
+            if self._moments.end():
+                self._saved_step = -1  # what was saved of this step does not say that the script has stopped there
             self._save_at_end(state)
             if not self.stop.signum:
                 self.sync.finish()
@@ -343,14 +356,7 @@ class Trainer:
         else:
             with self._precision.autocast():
                 result = self._step_fn(model, batch)
-        if not (
-            isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor) and _is_count(result[1])
-        ):
-            raise StepError(
-                f"step_fn returned {_described(result)}; return (loss sum, count), for example "
-                '(F.cross_entropy(model(x), y, reduction="sum"), len(y))'
-            )
-        return result
+        return loss_and_count(result)
 
     def _looked_at(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
         """Collective at the first of all: step_fn is tried on it."""
@@ -374,7 +380,7 @@ class Trainer:
             self._left_out_in_a_row = 0
 
     def _done(self, state: TrainState) -> bool:
-        return self.loader.finished or (self.max_steps is not None and state.step >= self.max_steps)
+        return state.stopped or self.loader.finished or (self.max_steps is not None and state.step >= self.max_steps)
 
     def _say_left_out(self, state: TrainState, result: Shared) -> None:
         """All ranks see the same result, so all raise or none does."""
@@ -447,7 +453,7 @@ class Trainer:
         if manifest is None and len(self.run.lives()) > 1:
             log.say("no checkpoint of an earlier life to go on from: from the beginning")
         elif manifest is not None and self._done(state):
-            log.say(already_done(self.run, self.world, state.step))
+            log.say(already_done(self.run, self.world, state.step, by_script=state.stopped))
         elif manifest is not None:
             log.say(f"going on from step {state.step} (epoch {state.epoch + 1})")
             now = self._numerics()
@@ -475,8 +481,9 @@ class Trainer:
         if state.steps_left_out:
             figures += f", {state.steps_left_out} steps left out"
         before = f" ({self._begun_at} of them before)" if self._begun_at else ""
+        how = "stopped by the script" if state.stopped else "done"
         self._progress.say(
-            f"done: {state.step} steps{before}, {self._breakdown.since_start().text()}, {figures}\nsaved in {where}"
+            f"{how}: {state.step} steps{before}, {self._breakdown.since_start().text()}, {figures}\nsaved in {where}"
         )
         if self._keep_best is not None:
             best = self.checkpoints.best()
@@ -581,16 +588,6 @@ class Trainer:
         log.say("; ".join(text for text in (self.loader.describe_batch(), self.sync.describe()) if text))
         if self._lr_text:
             log.say(self._lr_text)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-
-
-def _described(result: Any) -> str:
-    if isinstance(result, tuple):
-        return f"a tuple of {len(result)} ({', '.join(map(_described, result))})"
-    return f"Tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
 
 
 def _amount(n: int) -> str:

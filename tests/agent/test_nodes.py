@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from agents import Agents, agents
+from cluster_runs import LONG_STEPS
 from environments import SLURM_AGENTS, SLURM_STEP, openmpi
 from launched import wait_for
 
@@ -155,6 +156,44 @@ def test_all_nodes_stop_after_the_same_step(agents: New) -> None:
     assert len(steps) == 1
     assert run.run.lives()[-1].outcome == f"stopped by SIGTERM after step {steps.pop()}"
     assert out.count("SIGTERM: all ranks stop after the step they are in") == 1
+
+
+ALARMS = """
+import os, time
+from rankwise.world import agent_row, discover
+world = discover(os.environ)
+row, step, heard = agent_row(world), 0, []
+def set_alarm(which):
+    if world.rank == 0:
+        row.set_alarm(time.monotonic_ns() + 10**8, 1)
+def on_alarm(which):
+    heard.append((step, which))
+    set_alarm(which)
+row.on_alarm = on_alarm
+set_alarm(1)
+row.join()
+while row.pass_gate(step + 1):
+    step += 1
+    if world.rank == 2 and len(heard) == 3:
+        row.ask()
+    time.sleep(0.002)
+row.finish()
+print(heard, step, row.by_script, flush=True)
+"""
+
+
+def test_an_alarm_and_a_scripts_wish_to_stop_reach_all_nodes_after_the_same_step(agents: New) -> None:
+    run = agents().start(ALARMS, A, B, C)
+    assert run.wait()[0] == 0
+    [heard] = {run.log(rank).strip() for rank in range(4)}
+    assert heard.count("(") >= 4  # three by time, and that of the stop
+    assert heard.endswith(" True")
+
+
+def test_all_ranks_of_all_nodes_start_again_though_others_are_in_a_long_step(agents: New) -> None:
+    run = agents().start(LONG_STEPS.replace("float(sys.argv[1])", "1.0"), A, B, max_restarts=1)
+    status, out = run.wait()
+    assert (status, [life.status for life in run.run.lives()]) == (0, [137, 0]), out
 
 
 def test_a_ctrl_c_that_every_process_of_the_run_is_sent_is_one_request(agents: New) -> None:

@@ -11,7 +11,23 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_runs import FOR_EVER, GATE, RUN, SUM, TELL, TORCH, TRAIN, Launched, launch, samples, steps, told, write
+from cluster_runs import (
+    FOR_EVER,
+    GATE,
+    LONG_STEPS,
+    RUN,
+    SUM,
+    TELL,
+    TORCH,
+    TRAIN,
+    Launched,
+    has_started_again,
+    launch,
+    samples,
+    steps,
+    told,
+    write,
+)
 from clusters import Start, sge
 
 __all__ = ["launch", "sge"]  # fixtures
@@ -47,6 +63,10 @@ def test_a_rank_that_dies_by_a_signal_is_named_before_grid_engine_ends_the_job(s
     assert status == 128 + signal.SIGSEGV, out
     assert run.failure().rank == 2
     assert f"rankwise: {run.failure().summary}, on {run.failure().host}" in out.splitlines()
+
+
+def test_a_failed_run_starts_again_though_others_are_in_a_long_step(sge: Start, launch: New) -> None:
+    has_started_again(launch(*QUEUED, "--max-restarts", "1", write(LONG_STEPS), "1"))
 
 
 def test_a_starter_that_is_killed_before_its_agent_has_come_is_a_lost_node_and_said_at_once(sge: Start, launch: New) -> None:

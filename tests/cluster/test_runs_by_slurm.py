@@ -12,6 +12,7 @@ import pytest
 from cluster_runs import (
     FOR_EVER,
     GATE,
+    LONG_STEPS,
     RANKWISE,
     RUN,
     SUM,
@@ -20,6 +21,7 @@ from cluster_runs import (
     TRAIN,
     Launched,
     batch,
+    has_started_again,
     launch,
     on,
     samples,
@@ -75,6 +77,33 @@ def test_a_rank_that_fails_in_a_queued_run_is_named_and_ends_the_job(slurm: Star
         "rankwise: its output is in runs/train/logs/rank-2.log; exit status 1",
     ]
     assert out.count("    raise KeyError('lost')") == 1
+
+
+def test_a_failed_run_starts_again_though_others_are_in_a_long_step(slurm: Start, launch: New) -> None:
+    options = ["--nodes", "2", "--nproc", "2", "--max-restarts", "1", "--wait"]
+    has_started_again(launch(*QUEUED, *options, write(LONG_STEPS), "1"))
+
+
+LOADS = """
+import os, time
+import rankwise  # the Trainer is made later
+open(f"joined-{os.environ['RANK']}", "a").close()
+time.sleep(600)
+"""
+
+
+def test_a_grace_that_ends_while_the_script_loads_puts_the_job_back_into_the_queue(slurm: Start, launch: New) -> None:
+    """Slurm's USR1 comes before the limit; in its second life the job is cancelled."""
+    run = launch(*QUEUED, "--nodes", "2", "--nproc", "1", "--requeue", "--grace", "1", "--time", "10", "--wait", write(LOADS))
+    run.at_the_gate()
+    job = run.run.read_job()
+    assert job is not None
+    subprocess.run(["scancel", "-s", "USR1", job.id], check=True)
+    run.until(lambda: len(run.run.lives()) > 1, "a second life")
+    subprocess.run(["scancel", job.id], check=True)
+    run.wait()
+    first = run.run.lives()[0]
+    assert (first.status, first.outcome) == (75, "stopped by SIGUSR1 before the first step: nothing is lost")
 
 
 def test_in_an_allocations_shell_a_run_has_its_nodes(slurm: Start, launch: New) -> None:

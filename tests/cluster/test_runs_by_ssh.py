@@ -16,12 +16,14 @@ from cluster_runs import (
     FOR_EVER,
     GATE,
     LISTENS,
+    LONG_STEPS,
     RUN,
     SUM,
     TELL,
     TORCH,
     TRAIN,
     Launched,
+    has_started_again,
     launch,
     left,
     on,
@@ -92,6 +94,11 @@ def test_ctrl_c_stops_all_ranks_of_all_hosts_after_one_step(hosts: Start, launch
     last = {Path(f"stopped-{rank}").read_text() for rank in range(3)}
     assert len(last) == 1
     assert f"rankwise: stopped by {signal.Signals(signum).name} after step {last.pop()}; to go on, type: " in out
+
+
+@pytest.mark.parametrize("step_s", ["1", "5"])
+def test_a_failed_run_starts_again_though_others_are_in_a_long_step(hosts: Start, launch: New, step_s: str) -> None:
+    has_started_again(launch(*RUN, *TWO, "--max-restarts", "1", write(LONG_STEPS), step_s))
 
 
 def test_a_launcher_that_is_killed_leaves_nothing_on_any_host(hosts: Start, launch: New) -> None:

@@ -25,6 +25,7 @@ from rankwise.rundir import RunDir
 _LOG_TAIL_BYTES = 65536  # the modules that a crash lists come after what is looked for
 _MOST_COMPARED = 4
 _KILL_S = 3.0  # a process in state D that SIGKILL has not ended by then waits for a disk or a driver
+_BELOW_S = 3.0  # a rank that has not ended so long after a request: the processes that it has started are asked too
 _KILL_LARGE_S = 60.0  # to give hundreds of GB back may take long: no state D, and no reason to give up early
 
 
@@ -61,6 +62,9 @@ class Rank:
     ended: float = 0.0
     sent: bool = False
     """Whether the agent sent it a signal while it lived."""
+
+    asked: tuple[int, float] | None = None
+    """The request that it was passed, and when (monotonic); None if there was none, or all below it have it too."""
 
     killed: float | None = None
     """When it was first sent SIGKILL (monotonic); None if never."""
@@ -171,6 +175,26 @@ class Crew:
             if signum == signal.SIGKILL and rank.killed is None:
                 rank.killed = time.monotonic()
             processes.send(rank.pid, signum)
+
+    def ask(self, rank: Rank, signum: int) -> None:
+        """Pass a request to stop on to a rank that stops at no gate."""
+        if rank.pid and rank.status is None:
+            rank.asked = signum, time.monotonic()
+        self.signal(rank, signum)
+
+    def pass_on_below(self) -> None:
+        """A rank that goes on may wait for processes of its own (mp.spawn): a terminal's Ctrl-C would have reached them too.
+
+        One that will stop at its first gate ends what it has started itself.
+        """
+        for rank in self.alive:
+            row = self._row(rank.rank)
+            if rank.asked is None or row.answers or row.joined or time.monotonic() < rank.asked[1] + _BELOW_S:
+                continue
+            signum, _ = rank.asked
+            rank.asked = None
+            for pid in processes.descendants(rank.pid):
+                processes.send(pid, signum)
 
     def signal_all(self, signum: int) -> None:
         for rank in self.alive:

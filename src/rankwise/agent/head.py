@@ -23,7 +23,7 @@ from rankwise.agent.stall import Observation
 from rankwise.agent.verdict import Evidence
 from rankwise.agent.waiting import Waiting
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
-from rankwise.page import JOIN_S
+from rankwise.page import FINISHED, JOIN_S
 from rankwise.plan import Plan
 from rankwise.rundir import Failure, Life, RunDir, write_text
 from rankwise.rundir import Part as PartRecord
@@ -116,7 +116,7 @@ class Head:
                 self._say(f"the ranks are not started again: {error}")
                 return status
             stuck = any(part.end is not None and part.end.stuck for part in parts)
-            if failure is None or restart == self._plan.max_restarts or stuck or self._waiting.parent_ended:
+            if failure is None or restart == self._plan.max_restarts or stuck or self._asked or self._waiting.parent_ended:
                 return status
             restart += 1
             self._say(f"{failure.summary}; starting all ranks again, {restart} of {self._plan.max_restarts}")
@@ -137,7 +137,7 @@ class Head:
         if self._waiting.parent_ended or not self._stop_signal:
             return 1
         self._say(f"stopped by {signal.Signals(self._stop_signal).name} before {self._roster.missing()} had come")
-        return 128 + self._stop_signal
+        return self._agreed_status
 
     # --- one life
 
@@ -148,6 +148,7 @@ class Head:
         self._screen.ledger = Ledger(world_size) if self._plan.check_collectives else None
         self._screen.standing.clear()
         self._held = self._released = False
+        self._alarm, self._due = 0, 0
         self._signalled: set[int] = set()
         records = tuple(
             PartRecord(part.introduction.host, order.first, part.introduction.ranks, part.introduction.page, order.store)
@@ -218,24 +219,27 @@ class Head:
                 self._stop_signal = self._asked[0]
                 return life  # asked to stop before any rank was there
             self._stop_if_asked(parts)
+            self._ring(parts)
             if not any(part.facts.awaited for part in parts):
                 return life
             now = time.monotonic()
             if any(part.facts.failed for part in parts) and not first_failure and not self._stop_began:
                 first_failure = now
             if not ended and (self._finds_mismatch() or (first_failure and now > first_failure + EVIDENCE_S)):
-                self._signal_all(parts, signal.SIGTERM)
+                self._cut_all(parts, signal.SIGTERM)
                 ended = now
             if ended and now > ended + TERM_TO_KILL_S:
-                self._signal_all(parts, signal.SIGKILL)
+                self._cut_all(parts, signal.SIGKILL)
             if self._stop_began and not self._grace_is_over and now > self._stop_began + self._plan.grace_s:
                 self._grace_is_over = True
                 self._say(f"{_listed(_alive(parts))} did not stop within {self._plan.grace_s:g} s: killed")
-                self._signal_all(parts, signal.SIGKILL)
+                self._cut_all(parts, signal.SIGKILL)
+            elif self._stop_began and _loses_nothing(parts) and any(part.facts.failed for part in parts):
+                self._cut_all(parts, signal.SIGKILL)  # the others would wait for it, and have done no step
 
-    def _signal_all(self, parts: Sequence[Part], signum: int) -> None:
+    def _cut_all(self, parts: Sequence[Part], signum: int) -> None:
         for part in parts:
-            part.signal(signum, part.facts.alive)
+            part.cut(signum, part.facts.alive)
 
     def _finds_mismatch(self) -> bool:
         return self._screen.ledger is not None and self._screen.ledger.look() is not None
@@ -264,7 +268,8 @@ class Head:
                 except RunDirError as error:
                     stacks = f"Their stacks are lost: {error}"
                 since_s = max(since for _, since, *_ in standing.values())
-                self._say(f"no progress for {since_s:.0f} s: {line}. {stacks}")
+                cannot = ", so no rank can stop yet" if self._stop_began else ""
+                self._say(f"no progress for {since_s:.0f} s{cannot}: {line}. {stacks}")
             standing.clear()
         elif time.monotonic() > first + STALLED_S:
             standing.clear()  # elsewhere something moves
@@ -299,7 +304,7 @@ class Head:
         if not self._killed_as_asked and any(signal.SIGINT in signals[1:] for signals in self._requests):
             self._say("interrupted again: killing all ranks")
             self._killed_as_asked = True
-            self._signal_all(parts, signal.SIGKILL)
+            self._cut_all(parts, signal.SIGKILL)
             return
         joined = set(chain.from_iterable(part.facts.joined for part in parts))
         if not self._held:
@@ -310,26 +315,46 @@ class Head:
             if not joined and self._roster.remotes and asked_s < NEWS_S:
                 return  # what other nodes know may be on its way
             self._hold(parts, joined)
-        if joined and not self._released and all(part.claim is not None for part in parts):
+        if self._held and not self._released and all(part.claim is not None for part in parts):
             self._released = True
             last = max(part.claim or 0 for part in parts)
             for part in parts:
                 part.release(last)
 
+    def _ring(self, parts: Sequence[Part]) -> None:
+        """What is due by the main rank's clock, or asked for by a script, is so on all ranks after the same step."""
+        if not self._due and not self._held:
+            for number, due in (part.facts.due for part in parts):
+                self._due |= due if number == self._alarm + 1 else 0  # another number: it was answered
+            if self._due:
+                self._alarm += 1
+                for part in parts:
+                    part.ring(self._alarm)
+        if self._due and all(part.alarm[0] == self._alarm or part.lost is not None for part in parts):
+            last = max((part.alarm[1] for part in parts if part.lost is None), default=FINISHED)
+            for part in parts:
+                part.rung(self._alarm, last, self._due)
+            self._due = 0
+
     def _hold(self, parts: Sequence[Part], joined: set[int]) -> None:
         """Every node holds its gate; ranks that know nothing of a gate are sent the signal itself."""
+        name = signal.Signals(self._stop_signal).name
+        within = f"within {self._plan.grace_s:g} s" + ("; Ctrl-C again kills them" if self._plan.attended else "")
         self._held = bool(joined)
         if joined:
             for part in parts:
                 part.hold(self._stop_signal)
-            name = signal.Signals(self._stop_signal).name
-            again = "; Ctrl-C again kills them" if self._plan.attended else ""
-            self._say(f"{name}: all ranks stop after the step they are in, and save{again}")
+            self._say(f"{name}: all ranks stop after the step they are in, and save, {within}")
+        found: list[int] = []
         for part in parts:
             outside = [rank for rank in part.facts.alive if rank not in joined and rank not in self._signalled]
             if outside:
                 part.signal(self._stop_signal, outside)
-                self._signalled.update(outside)
+                found += outside
+        if found and not self._signalled and not joined:
+            answer = "will stop at the first step" if _loses_nothing(parts) else f"{_has(found)} been sent it, and must end"
+            self._say(f"{name}: {_listed(found)} {answer} {within}")
+        self._signalled.update(found)
 
     # --- the end
 
@@ -375,20 +400,28 @@ class Head:
     def _stopped(self, parts: Sequence[Part], ends: Sequence[Evidence], ranks: int) -> tuple[int, str] | None:
         """(exit status, in one line) of a run that was asked to stop and did; None if it failed instead."""
         interrupted = self._stop_signal == signal.SIGINT
-        agreed = EXIT_INTERRUPTED if interrupted else EXIT_PREEMPTED
+        agreed = self._agreed_status
         name = signal.Signals(self._stop_signal).name
         if self._killed_as_asked:
             return EXIT_INTERRUPTED, "ended by a second Ctrl-C, without a last checkpoint"
+        if len(ends) == ranks and all(end.exit_code == agreed for end in ends):
+            return agreed, f"stopped by {name} after step {max(end.step or 0 for end in ends)}"
+        if _loses_nothing(parts) and all(end.sent and end.signum for end in ends if end.failed):
+            return agreed, f"stopped by {name} before the first step: nothing is lost"
         if self._grace_is_over:
             return 128 + signal.SIGKILL, f"ended by {name}, but not within the grace of {self._plan.grace_s:g} s: killed"
         if len(ends) < ranks:
-            return 128 + self._stop_signal, f"stopped by {name} before all ranks had started"
-        if all(end.exit_code == agreed for end in ends):
-            return agreed, f"stopped by {name} after step {max(end.step or 0 for end in ends)}"
+            return agreed, f"stopped by {name} before all ranks had started"
         codes = [verdict.exit_status(end) for end in ends if end.exit_code != 0]
-        if not any(part.facts.joined for part in parts) and codes:  # a script without our parts: its own way to end
+        ours = any(part.facts.joined or part.facts.answers for part in parts)
+        if not ours and codes:  # a script without our parts: its own way to end
             return (EXIT_INTERRUPTED if interrupted else codes[0]), f"ended by {name}"
         return None
+
+    @property
+    def _agreed_status(self) -> int:
+        """Of a run that has stopped as it was asked to, and has lost nothing."""
+        return EXIT_INTERRUPTED if self._stop_signal == signal.SIGINT else EXIT_PREEMPTED
 
     def _strangers(self, parts: Sequence[Part], ranks: int) -> str:
         """Ranks that never met were as many separate runs: hardly ever what was meant."""
@@ -402,6 +435,15 @@ class Head:
 
 def _alive(parts: Sequence[Part]) -> list[int]:
     return [rank for part in parts for rank in part.facts.alive]
+
+
+def _has(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _loses_nothing(parts: Sequence[Part]) -> bool:
+    """Whether no rank has begun a step of a training that would have answered a request there."""
+    return any(part.facts.answers for part in parts) and not any(part.facts.begun for part in parts)
 
 
 def _listed(ranks: Sequence[int]) -> str:

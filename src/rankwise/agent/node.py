@@ -3,6 +3,7 @@
     node = Node(plan, run, index, waiting, sink)
     node.start(orders);  node.look()          # every tick;  node.facts is what there is to know
     node.hold(SIGTERM);  node.release(last)   # the gate of the agreed stop
+    node.ring(1);  node.rung(1, last, which)  # an alarm, which passes through the same gate
     node.finish();  node.end                  # nothing of this life is left; how each rank ended
 
 The head has one of these for its own ranks, and for every other node a `Remote`, which looks the same from there.
@@ -16,6 +17,7 @@ import os
 import platform
 import signal
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -32,7 +34,7 @@ from rankwise.agent.verdict import Evidence
 from rankwise.agent.waiting import Waiting
 from rankwise.channel import NobodyThere, knock
 from rankwise.errors import ConfigError
-from rankwise.page import Page
+from rankwise.page import FINISHED, Page
 from rankwise.plan import Plan
 from rankwise.rundir import ENV_RUN_DIR, Life, RunDir
 from rankwise.schedulers import Ranks, torchrun
@@ -88,6 +90,15 @@ class Facts:
 
     flag: int = 0
     """The signal that one of its ranks was sent directly."""
+
+    begun: bool = False
+    """Whether one of its ranks has begun a step."""
+
+    answers: bool = False
+    """Whether one of its ranks remembers a request that comes before its first step."""
+
+    due: tuple[int, int] = (0, 0)
+    """The number of the next alarm, and what its ranks ask for, a bit each; (0, 0) while they ask for nothing."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +164,9 @@ class Part(Protocol):
     claim: int | None
     """The highest step that its ranks have begun, once it holds its gate."""
 
+    alarm: tuple[int, int]
+    """The last alarm that it holds its gate for, and the highest step that its ranks had begun then."""
+
     end: End | None
     lost: str | None
     """Why its agent cannot be reached any more."""
@@ -167,9 +181,16 @@ class Part(Protocol):
 
     def start(self, orders: Orders, life: Life | None) -> None: ...
     def look(self) -> None: ...
-    def signal(self, signum: int, ranks: Sequence[int]) -> None: ...
+    def signal(self, signum: int, ranks: Sequence[int]) -> None:
+        """Pass a request on to ranks that know nothing of a gate; to those below them too where they do not end by it."""
+
+    def cut(self, signum: int, ranks: Sequence[int]) -> None:
+        """End what is left of a life that has failed, or had its time: this is no request."""
+
     def hold(self, signum: int) -> None: ...
     def release(self, last: int) -> None: ...
+    def ring(self, number: int) -> None: ...
+    def rung(self, number: int, last: int, which: int) -> None: ...
     def finish(self) -> None: ...
 
 
@@ -211,6 +232,8 @@ class Node:
         self._stuck: set[int] = set()  # processes that nothing can end: nobody waits for them any more
         self.facts = Facts()
         self.claim: int | None = None
+        self.alarm = (0, 0)
+        self._to_ring = 0
         self.end: End | None = None
 
     @property
@@ -243,6 +266,7 @@ class Node:
         if orders.nodes > 1 and self.interface is None and not network.is_loopback(orders.master_addr):
             self.interface = network.interface_of(orders.master_addr)  # rank 0 is here
         self.claim = self.end = None
+        self.alarm, self._to_ring = (0, 0), 0
         numbers = range(orders.first, orders.first + self.ranks)
         self._crew = Crew(numbers, self._plan.argv[0], self.run, self._page, self._plan.check_collectives)
         self._console = self._open_console(numbers)
@@ -294,6 +318,7 @@ class Node:
             "threads": self._threads,
             "go_mark": [self._page.path, self._page.go_offset],
             "group_mark": [self._page.path, self._page.row(row).groups_offset],
+            "answers_mark": [self._page.path, self._page.row(row).answers_offset],
             "last_words": [self._page.path, *self._page.last_words_place(row)],
             "count_mark": [self._page.path, self._page.row(row).collectives_offset],
             "notes": self._rings.place(row) if self._rings is not None else None,
@@ -315,6 +340,8 @@ class Node:
         if self._rings is not None and (notes := self._rings.read()):
             self.sink.notes([(self._orders.first + row, line) for row, line in notes])
         self._crew.notice_stuck()
+        self._crew.pass_on_below()
+        self._ring()
         self.facts = Facts(
             pids=tuple(rank.pid for rank in self._crew.ranks) if self._crew.started else (),
             alive=tuple(rank.rank for rank in self._crew.alive),
@@ -322,7 +349,14 @@ class Node:
             failed=self._crew.any_failed,
             joined=tuple(self._orders.first + row for row in self._page.joined()),
             flag=self._page.flagged(),
+            begun=self._page.begun,
+            answers=self._page.answers,
+            due=self._due(),
         )
+
+    def _due(self) -> tuple[int, int]:
+        which = self._page.due(time.monotonic_ns())
+        return (self._page.alarms + 1, which) if which else (0, 0)
 
     def _on_started(self, message: dict[str, Any]) -> None:
         """What the starter says: the warm process is ready, the ranks are there, or there is no warm process any more."""
@@ -351,15 +385,38 @@ class Node:
 
     def signal(self, signum: int, ranks: Sequence[int]) -> None:
         if self._crew is not None:
+            self._stalls.hurry()
+            for rank in self._crew.alive:
+                if rank.rank in ranks:
+                    self._crew.ask(rank, signum)
+
+    def cut(self, signum: int, ranks: Sequence[int]) -> None:
+        self._page.end(signum)
+        if self._crew is not None:
             for rank in self._crew.alive:
                 if rank.rank in ranks:
                     self._crew.signal(rank, signum)
 
     def hold(self, signum: int) -> None:
+        self._stalls.hurry()
+        if self._to_ring > self._page.alarms:  # an alarm that is not begun here will never be, on no node
+            self.alarm, self._to_ring = (self._to_ring, FINISHED), 0
         self.claim = self._page.hold(signum)
 
     def release(self, last: int) -> None:
         self._page.release(last)
+
+    def ring(self, number: int) -> None:
+        self._to_ring = number
+        self._ring()
+
+    def _ring(self) -> None:
+        if self._to_ring > self._page.alarms and (claim := self._page.ring()) is not None:
+            self.alarm = (self._to_ring, claim)
+
+    def rung(self, number: int, last: int, which: int) -> None:
+        if number == self._page.alarms:
+            self._page.rung(last, which)
 
     def finish(self) -> None:
         """End what is left of this life; `end` says how each rank ended."""

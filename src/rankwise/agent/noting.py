@@ -85,9 +85,9 @@ class Distributed:
 
     def prepare_later(self):
         """In a process that may import torch by itself."""
-        sys.meta_path.insert(0, _AfterImport(_C10D, self._prepare_c10d))
+        sys.meta_path.insert(0, AfterImport(_C10D, self._prepare_c10d))
         if self._notes is not None:
-            sys.meta_path.insert(0, _AfterImport(_DDP, self._prepare_ddp))
+            sys.meta_path.insert(0, AfterImport(_DDP, self._prepare_ddp))
 
     def _prepare_c10d(self, c10d):
         self._keep_process_groups(c10d)
@@ -220,7 +220,7 @@ class Distributed:
         torch.autograd.backward = noted_backward
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
+class AfterImport(importlib.abc.MetaPathFinder):
     """`prepare(module)` as soon as it is imported."""
 
     def __init__(self, name, prepare):

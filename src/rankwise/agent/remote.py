@@ -4,10 +4,11 @@
     status = Member(node, link, waiting, secret).run()          # there
 
 head -> member   {"welcome": run id, "run_dir": path} or {"refused": why}
-                 {"start": orders, "life": record} {"signal": n, "ranks": [...]} {"hold": n} {"release": step} {"finish": true}
+                 {"start": orders, "life": record} {"signal": n, "ranks": [...]} {"cut": n, "ranks": [...]} {"finish": true}
+                 {"hold": n} {"release": step} {"ring": number} {"rung": [number, step, which]}
                  {"find": {addresses, port}} {"bye": status}
 member -> head   {"facts": ...} {"claim": step} {"end": ...} {"say": text} {"write": text} {"progress": text} {"notes": [...]}
-                 {"stalled": ...} {"asked": signal} {"route": [address, interface]}
+                 {"stalled": ...} {"asked": signal} {"route": [address, interface]} {"alarm": [number, step]}
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Remote:
         self._first = 0
         self.facts = Facts()
         self.claim: int | None = None
+        self.alarm = (0, 0)
         self.end: End | None = None
         self.lost: str | None = None
         self.asked: list[int] = []
@@ -56,7 +58,7 @@ class Remote:
         self.link.beat()
         if self.link.closed is not None and self.lost is None:
             self.lost = self.link.closed
-            self.facts = Facts(pids=self.facts.pids, awaited=False, failed=True)
+            self.facts = Facts(pids=self.facts.pids, awaited=False, failed=True, begun=self.facts.begun)
             self.claim = self.claim or 0
             if self.end is None:
                 self._end_as_lost()
@@ -74,6 +76,8 @@ class Remote:
                     self.facts = _facts(value)
                 case "claim":
                     self.claim = int(value)
+                case "alarm":
+                    self.alarm = (int(value[0]), int(value[1]))
                 case "end":
                     evidence = tuple(Evidence(**record) for record in value["evidence"])
                     self.end = End(evidence, bool(value["groups"]), bool(value["stuck"]), int(value["port"]))
@@ -98,7 +102,7 @@ class Remote:
         assert life is not None
         self._first = orders.first
         ranks = range(orders.first, orders.first + self.introduction.ranks)
-        self.facts, self.claim, self.end = Facts(alive=tuple(ranks)), None, None
+        self.facts, self.claim, self.end, self.alarm = Facts(alive=tuple(ranks)), None, None, (0, 0)
         if self.lost is not None:
             self._end_as_lost()
         self.link.send({"start": asdict(orders), "life": asdict(life)})
@@ -106,11 +110,20 @@ class Remote:
     def signal(self, signum: int, ranks: Sequence[int]) -> None:
         self.link.send({"signal": signum, "ranks": list(ranks)})
 
+    def cut(self, signum: int, ranks: Sequence[int]) -> None:
+        self.link.send({"cut": signum, "ranks": list(ranks)})
+
     def hold(self, signum: int) -> None:
         self.link.send({"hold": signum})
 
     def release(self, last: int) -> None:
         self.link.send({"release": last})
+
+    def ring(self, number: int) -> None:
+        self.link.send({"ring": number})
+
+    def rung(self, number: int, last: int, which: int) -> None:
+        self.link.send({"rung": [number, last, which]})
 
     def finish(self) -> None:
         if self.end is None:
@@ -126,7 +139,7 @@ class Remote:
 
 
 def _facts(record: dict[str, Any]) -> Facts:
-    return Facts(**{**record, **{key: tuple(record[key]) for key in ("pids", "alive", "joined")}})
+    return Facts(**{**record, **{key: tuple(record[key]) for key in ("pids", "alive", "joined", "due")}})
 
 
 def _observation(record: dict[str, Any]) -> Observation:
@@ -176,6 +189,7 @@ class Member:
         node.secret = secret
         self._told = Facts()
         self._told_end: End | None = None
+        self._told_alarm = (0, 0)
         self._asked = 0
         self._status: int | None = None
         self.dismissed = False
@@ -210,6 +224,9 @@ class Member:
         if self._node.end is not None and self._node.end is not self._told_end:
             self._told_end = self._node.end
             self._link.send({"end": asdict(self._told_end)})
+        if self._node.alarm != self._told_alarm:
+            self._told_alarm = self._node.alarm
+            self._link.send({"alarm": list(self._told_alarm)})
         for signum in self._waiting.asked[self._asked :]:
             self._link.send({"asked": signum})
         self._asked = len(self._waiting.asked)
@@ -222,6 +239,12 @@ class Member:
                     self._start(Orders(**value), Life.of(message["life"]))
                 case "signal":
                     self._node.signal(signal.Signals(value), message["ranks"])
+                case "cut":
+                    self._node.cut(signal.Signals(value), message["ranks"])
+                case "ring":
+                    self._node.ring(int(value))
+                case "rung":
+                    self._node.rung(*map(int, value))
                 case "hold":
                     self._node.hold(int(value))
                     self._link.send({"claim": self._node.claim})
@@ -253,7 +276,7 @@ class Member:
             self._link.send({"say": f"it does not see {path}: the logs of its ranks stay there, in {self._node.run.path}"})
 
     def _start(self, orders: Orders, life: Life) -> None:
-        self._told, self._told_end = Facts(), None
+        self._told, self._told_end, self._told_alarm = Facts(), None, (0, 0)
         if not self._shared:  # ranks find their page in it
             write_json(self._node.run.world, {"lives": [asdict(life)]})
         self._node.start(orders, life)

@@ -26,7 +26,7 @@ from rankwise.agent.remote import Member, Wire
 from rankwise.agent.roster import Roster, introduced
 from rankwise.agent.waiting import STOP_SIGNALS, Waiting
 from rankwise.channel import Door, Link, Message, NobodyThere, knock, read_door
-from rankwise.errors import EXIT_PREEMPTED, ConfigError, RunDirError
+from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
 from rankwise.plan import Host, Plan
 from rankwise.rundir import RunDir
 from rankwise.terminal import Terminal
@@ -109,6 +109,7 @@ def _guarded(body: Callable[[int], int]) -> int:
     os.close(reader)
     for signum in STOP_SIGNALS:
         signal.signal(signum, lambda number, _: _pass_on(writer, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
     processes.end_tree()
     os._exit(status if status >= 0 else 128 - status)  # a status, never a signal: Grid Engine ends a whole job for one
@@ -299,7 +300,8 @@ class _Patience:
         """Raises ConfigError when it has lasted too long; leaves when somebody asked to stop."""
         now = time.monotonic()
         if self._waiting.asked or self._waiting.parent_ended:
-            sys.exit(128 + (self._waiting.asked or [signal.SIGTERM])[0])
+            asked = (self._waiting.asked or [signal.SIGTERM])[0]
+            sys.exit(EXIT_INTERRUPTED if asked == signal.SIGINT else EXIT_PREEMPTED)  # no rank has begun: nothing is lost
         name = f"node {self._index} ({platform.node()})"
         if now > self._began + _FIND_S:
             raise ConfigError(

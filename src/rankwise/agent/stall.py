@@ -29,6 +29,7 @@ _SAMPLES = 3
 _SAMPLE_EVERY_S = 0.3
 _LOOK_EVERY_S = 1.0
 _BLOCKED_S = 4.0
+_ASKED_S = 5.0  # without any progress, from a request to stop on
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _CURRENT = re.compile(r"^Current thread .*\n((?:  File .*\n)+)", re.MULTILINE)
 
@@ -212,6 +213,11 @@ class StallWatch:
             held.told = True
             return True
         return False
+
+    def hurry(self) -> None:
+        """All were asked to stop: if nothing moves, a person wants to know it soon."""
+        if self._warn_s:
+            self._warn_s = min(self._warn_s, _ASKED_S)
 
     # --- stacks
 

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -45,7 +46,12 @@ class Starter:
     def _python(self, mode: str, fd: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         interpreter = self._plan.interpreter or (sys.executable,)
         command = [*interpreter, _WARM, mode, str(fd), str(os.getpid()), *self._plan.argv]
-        return subprocess.Popen(command, env=environment, cwd=self._plan.cwd, pass_fds=[fd])
+        # Python's own start, and ours, would print their tracebacks at a Ctrl-C; it is the script's (warm.py unblocks it).
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return subprocess.Popen(command, env=environment, cwd=self._plan.cwd, pass_fds=[fd])
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     @property
     def warm_pid(self) -> int | None:

@@ -47,6 +47,7 @@ class Waiting:
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._on_signal)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher has had them wait until now
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         if guard is not None:
             os.set_blocking(guard, False)

@@ -11,11 +11,12 @@ alone, and torch. Over CHANNEL go JSON lines; nothing executable crosses it.
     agent -> warm    {"ranks": [spec, ...]}                          fork them
     warm -> agent    {"pids": [pid, ...]} or {"failed": "why"}
 
-A spec: environment (all of it), log (path), exception (path), stacks (path), stdin (bool), threads (int or null), go_mark and
-group_mark (each a path and an offset in it: the byte there is set when the rank may begin; the rank sets it if it ever
-made a process group), last_words (a path, an offset and a size: memory for an exception that the disk does not take),
-count_mark (a place like group_mark's, where the rank counts its collectives), notes (null, or where this rank notes each
-collective before it enters it: a path, the start of its part, and the sizes in it; agent/collectives.py reads them).
+A spec: environment (all of it), log (path), exception (path), stacks (path), stdin (bool), threads (int or null), go_mark,
+group_mark and answers_mark (each a path and an offset in it: the byte there is set when the rank may begin; the rank sets it if
+it ever made a process group, and if its rankwise remembers a request to stop), last_words (a path, an offset and a size: memory
+for an exception that the disk does not take), count_mark (a place where the rank counts its collectives), notes (null, or where
+this rank notes each collective before it enters it: a path, the start of its part, and the sizes in it;
+agent/collectives.py reads them).
 
 The process stays single-threaded (OMP_NUM_THREADS=1, and it never runs a parallel region), as threads do not survive a
 fork. Ranks are forked twice: the middle process announces them and ends, they fall to the agent, which alone reaps them.
@@ -25,6 +26,7 @@ import atexit
 import builtins
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib.abc
 import importlib.machinery
@@ -93,6 +95,7 @@ def _become_command(command):
     faulthandler.disable()
     faulthandler.unregister(signal.SIGRTMIN + 3)
     signal.signal(signal.SIGRTMIN + 3, signal.SIG_IGN)
+    _let_interrupts_in()
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -182,7 +185,10 @@ def _fork_ranks(channel, specs):
 
 
 def _send(channel, message):
-    channel.sendall(json.dumps(message).encode() + b"\n")
+    try:
+        channel.sendall(json.dumps(message).encode() + b"\n")
+    except (BrokenPipeError, ConnectionResetError):  # the agent wants no ranks any more: it ends what is left
+        os._exit(0)
 
 
 def _die_with(agent):
@@ -220,6 +226,7 @@ def _become_rank(spec, agent):
     stacks = os.open(spec["stacks"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
     faulthandler.register(signal.SIGRTMIN + 3, file=stacks, all_threads=True)
     _wait_for_go(*spec["go_mark"])
+    sys.meta_path.insert(0, noting.AfterImport("rankwise", functools.partial(_note_answers, spec["answers_mark"])))
     gc.enable()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(spec["threads"])
@@ -230,6 +237,17 @@ def _become_rank(spec, agent):
         process = sys.modules["multiprocessing.process"]
         process.current_process().authkey = os.urandom(32)
         process.ORIGINAL_DIR = os.getcwd()
+
+
+def _note_answers(mark, package):
+    """Whether a request to stop is remembered from now on (rankwise/early.py): a version without it remembers none."""
+    if getattr(getattr(package, "early", None), "listening", False):
+        _set_mark(*mark)
+
+
+def _set_mark(page, offset):
+    with contextlib.suppress(OSError), open(page, "r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), b"\1", offset)
 
 
 def _wait_for_go(page, offset):
@@ -243,6 +261,7 @@ def _wait_for_go(page, offset):
 
 def _run(command, spec, distributed):
     """Run the script as Python would, leave evidence if it raises, and end this process as Python would."""
+    _let_interrupts_in()
     try:
         if command[0] == "-m":
             # It takes what `__main__` is: this file, whose names the module's would replace.
@@ -262,6 +281,14 @@ def _run(command, spec, distributed):
         status = _exception_status(error, spec)
     output_lost = _end_of_python(spec, distributed)
     os._exit(status or output_lost)
+
+
+def _let_interrupts_in():
+    """The agent has started this process with SIGINT blocked. One that came while it was made ready ends it here: there is no
+    line of the script that it could interrupt."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, handler)
 
 
 def _run_script(path):
@@ -484,9 +511,7 @@ def _end_of_python(spec, distributed):
     """What the interpreter does at its end, up to where torch would be taken apart (seconds, and gloo can hang there)."""
     status = 0
     if distributed.made_a_group():
-        page, offset = spec["group_mark"]
-        with contextlib.suppress(OSError), open(page, "r+b", buffering=0) as file:
-            os.pwrite(file.fileno(), b"\1", offset)
+        _set_mark(*spec["group_mark"])
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -120,6 +120,8 @@ class Loader:
         """Epochs that are complete."""
         self.position = 0
         """Samples taken of the current epoch, over all ranks."""
+        self.taken = 0
+        """Samples that all ranks have taken since this loader was made."""
         self.wait_s = 0.0
         """Seconds that the loop has waited for data so far."""
         self.indices: list[Sequence[int]] = []
@@ -167,6 +169,7 @@ class Loader:
             began = time.perf_counter()
             for step in self._left_of_epoch():
                 micro_batches = [self._placed(batch) for batch in step.micro_batches]
+                self.taken += step.stop - self.position
                 self.position = step.stop
                 self._steps += 1
                 self.indices = step.indices
@@ -229,7 +232,7 @@ class Loader:
         """
         other = copy.copy(self)
         other._world, other.accumulate, other._workers = world, accumulate, 0
-        other.epoch, other.position, other._steps, other.wait_s = 0, 0, 0, 0.0
+        other.epoch, other.position, other._steps, other.taken, other.wait_s = 0, 0, 0, 0, 0.0
         other._batching = copy.copy(self._batching)
         if global_batch_size is not None:
             other.global_batch_size = global_batch_size

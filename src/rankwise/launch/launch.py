@@ -108,6 +108,9 @@ def _run_here(
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
         if choice.starts_agents and (newest := run.lives()[lives:][-1:]) and newest[0].status is not None:
             status = newest[0].status  # what starts the agents may have a word of its own (MPICH: 0 after a signal)
+        if status < 0 and forward.asked and len(run.lives()) == lives:  # it came before what starts the agents could hear it
+            say("stopped before any rank had started")
+            return EXIT_INTERRUPTED if forward.interrupted else EXIT_PREEMPTED
         if status >= 0:
             sweep_s = 1.0  # an agent that ended by itself has left nothing but what nothing ends
         if status == EXIT_PREEMPTED and forward.interrupted:

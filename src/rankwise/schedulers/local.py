@@ -18,6 +18,9 @@ NEEDS = "nothing"
 OPTIONS = ("gpus",)
 
 
+_REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
 def detect(env: Mapping[str, str]) -> bool:
     """Always: what nobody else claims is a single process."""
     return True
@@ -40,10 +43,11 @@ def attached(env: Mapping[str, str]) -> bool:
 
 def submit(path: str) -> str:
     """Run the text by the shell that its first line names, in a session of its own: what the terminal sends to its foreground
-    reaches the launcher alone."""
+    reaches the launcher alone. Requests to stop wait until the agent unblocks their signals (agent/waiting.py).
+    """
     command = _command(path)
     # Not by subprocess: what it forgets it reaps behind our back, and the agent's status would be lost.
-    return str(os.posix_spawn(command[0], command, os.environ, setsid=True))
+    return str(os.posix_spawn(command[0], command, os.environ, setsid=True, setsigmask=_REQUESTS))
 
 
 def submit_bound(path: str) -> str:

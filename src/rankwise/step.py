@@ -1,0 +1,32 @@
+"""What a step function returns: a loss sum, and the count that it is over.
+
+loss_sum, count = loss_and_count(step_fn(model, batch))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rankwise.errors import StepError
+
+
+def loss_and_count(result: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
+    """`result` as it is. Raises StepError for anything else than such a pair, with what it is and an example."""
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor) and _is_count(result[1]):
+        return result
+    raise StepError(
+        f"step_fn returned {_described(result)}; return (loss sum, count), for example "
+        '(F.cross_entropy(model(x), y, reduction="sum"), len(y))'
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, tuple):
+        return f"a tuple of {len(result)} ({', '.join(map(_described, result))})"
+    return f"Tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__

@@ -1,0 +1,154 @@
+"""What a Trainer's ranks do after the same step without a message a step: triggers by time, a stop by the script, rates."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks, torchrun
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import rankwise
+from rankwise import TrainState, comm, gatekeeper
+from rankwise.actions import Log
+from rankwise.errors import ConfigError
+from rankwise.rundir import RunDir
+
+RUN = Path("run")
+
+
+def fit(pause_s: float = 0.0, **arguments: Any) -> TrainState:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+
+    def step(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        if torch.is_grad_enabled():
+            time.sleep(pause_s)
+        return model(batch[0]).square().sum(), len(batch[0])
+
+    data = TensorDataset(torch.randn(64, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    arguments = {"global_batch_size": 8, "max_steps": 40, "log_every": 1000, "run_dir": RUN, **arguments}
+    return rankwise.Trainer(model, optimizer, step, data, **arguments).fit()
+
+
+def steps_by_time(pause_s: float) -> tuple[list[int], int]:
+    """(the steps after which an action by time ran, the last step). It ends when that has been three times."""
+    ran: list[int] = []
+
+    def note(state: TrainState) -> None:
+        ran.append(state.step)
+        if len(ran) == 3:
+            state.stop()
+
+    state = fit(pause_s, max_steps=100_000, actions=[rankwise.every(note, seconds=0.2)])
+    return ran, state.step
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 2), (2, 1)], ids=["alone", "one node", "two nodes"])
+def test_an_action_by_time_runs_between_log_intervals_and_after_the_same_steps_on_all_ranks(ranks: int, per_node: int) -> None:
+    environ = [torchrun(r, ranks, per_node) for r in range(ranks)] if ranks > 1 else None
+    first, *others = on_ranks(ranks, steps_by_time, 0.05, environ=environ)
+    assert others == [first] * (ranks - 1)
+    ran, last = first
+    assert len(set(ran)) == 3
+    assert last in (ran[-1], ran[-1] + 1)  # it asks at the gate of the next step
+
+
+def saved_by_time() -> list[str]:
+    fit(0.05, max_steps=30, save_every_s=0.3, keep_last=100)
+    return RunDir(RUN).saved()
+
+
+def test_a_training_is_saved_by_time_between_log_intervals() -> None:
+    saved = on_ranks(2, saved_by_time)[0]
+    assert len(saved) >= 3  # of 1.5 s at least; a busy machine makes more of them
+
+
+def test_an_action_by_two_triggers_runs_once_a_step() -> None:
+    assert on_ranks(1, each_step) == [list(range(1, 31))]
+
+
+def each_step() -> list[int]:
+    ran: list[int] = []
+    fit(0.01, max_steps=30, actions=[rankwise.every(lambda state: ran.append(state.step), steps=1, seconds=0.02)])
+    return ran
+
+
+def stopped_by(who: list[int], **arguments: Any) -> list[Any]:
+    """Of two runs of one command: (the last step, whether the script has stopped it)."""
+
+    def stop(state: TrainState) -> None:
+        if state.step == 7 and comm.rank() in who:
+            state.stop()
+
+    found = []
+    for _ in range(2):
+        state = fit(actions=[stop], **arguments)
+        found.append((state.step, state.stopped))
+    return found
+
+
+@pytest.mark.parametrize(("who", "last"), [([0, 1], {7}), ([1], {7, 8}), ([0], {7, 8})])
+def test_a_run_that_its_script_has_stopped_is_saved_and_does_not_begin_again(who: list[int], last: set[int]) -> None:
+    first, second = on_ranks(2, stopped_by, who, keep_steps=(7,))  # that step is saved already, when it is stopped there
+    assert first == second
+    assert first[0] == first[1]
+    assert first[0][1] is True
+    assert first[0][0] in last
+    assert RunDir(RUN).saved()[-1].startswith(f"step-{first[0][0]:08d}")
+
+
+def said_when_stopped() -> tuple[list[Any], str]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        return stopped_by([0]), said.getvalue()
+
+
+def test_a_lone_rank_that_its_script_has_stopped_says_so_when_it_is_started_again() -> None:
+    [(ends, _)] = answers = on_ranks(1, said_when_stopped)
+    assert ends == [(7, True), (7, True)]
+    said = answers[0][1]
+    assert "stopped by the script: 7 steps, " in said
+    assert "stopped by the script at step 7; for a new run: fresh=True" in said
+
+
+def without_a_gate() -> list[Any]:
+    def knock(*_: object) -> None:
+        raise gatekeeper.NobodyThere("10.0.0.1, port 1: no route to host")
+
+    gatekeeper.knock, gatekeeper._MEET_S = knock, 0.2  # type: ignore[assignment]
+    return stopped_by([1], log_every=5)
+
+
+def test_where_nodes_do_not_reach_each_other_a_stop_is_agreed_at_the_next_log_interval() -> None:
+    answers = on_ranks(2, without_a_gate, environ=[torchrun(r, 2, 1) for r in range(2)])
+    assert answers == [[(8, True), (8, True)]] * 2  # the epoch ends with step 8, which is logged
+
+
+def test_a_state_without_a_trainer_cannot_be_stopped() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"in your own loop: stop\.ask"):
+        TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1)).stop()
+
+
+def rates() -> str:
+    Log.__init__.__kwdefaults__["line_every_s"] = 0.0  # type: ignore[index]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        fit(0.05, max_steps=20, log_every=4)
+    return said.getvalue()
+
+
+def test_samples_a_second_of_all_ranks_are_in_the_metrics_and_in_the_lines() -> None:
+    said = on_ranks(2, rates)[0]
+    records = RunDir(RUN).read_metrics()
+    assert [record["step"] for record in records] == [4, 8, 12, 16, 20]
+    for before, record in zip([{"clock_s": 0.0}, *records], records, strict=False):
+        elapsed_s = record["clock_s"] - before["clock_s"]
+        assert record["samples_per_s"] == pytest.approx(32 / elapsed_s, rel=0.2)
+    assert f": loss {records[0]['loss']:.4g}, {records[0]['samples_per_s']:.4g} samples/s" in said
