@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import io
 import itertools
@@ -192,7 +193,24 @@ def cells(reductions: tuple[str, ...]) -> Iterator[Cell]:
                 continue
             if (name, kernel, event) == ("SGD", "fused", "unfreeze"):  # it takes momenta of all parameters or of none
                 continue
+            if event in ("add a group", "replace a layer") and name not in REFUSED and not _takes_another_group(name):
+                continue
             yield Cell(name, kernel, kind, layout, event, reduction, accumulate)
+
+
+@functools.cache
+def _takes_another_group(name: str) -> bool:
+    """Adagrad keeps nothing of a group that is added, and fails at the next step, up to torch 2.11."""
+    first, second = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    optimizer = optimizers()[name]([first], **{"lr": 0.01, **SETTINGS.get(name, {})})
+    optimizer.add_param_group({"params": [second]})
+    for parameter in (first, second):
+        parameter.grad = torch.ones(2, 2)
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
 
 
 # --- one cell
