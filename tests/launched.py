@@ -23,11 +23,11 @@ FORKED = ("--nproc", "2", "--start-method", "fork")
 """Options of a run whose subject is the warm process. Other runs have one where their script imports torch (conftest.py)."""
 
 
-def wait_for(condition: Callable[[], Any], what: str) -> Any:
-    """The first true value of `condition`; fails after a deadline."""
+def wait_for(condition: Callable[[], Any], what: str, instead: Callable[[], str] = str) -> Any:
+    """The first true value of `condition`; fails after a deadline, with what there is `instead`."""
     deadline = time.monotonic() + DEADLINE_S
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}: {instead()}"
         time.sleep(0.01)
     return value
 

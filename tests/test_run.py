@@ -325,7 +325,8 @@ def test_a_request_while_the_script_loads_is_answered_at_its_first_step(launch, 
     loading(run, tmp_path)
     run.process.send_signal(signum)
     name = signal.Signals(signum).name
-    wait_for(lambda: f"{name}: ranks 0, 1 will stop at the first step within 120 s" in run.output(), "what it says")
+    said = f"{name}: ranks 0, 1 will stop at the first step within 120 s"
+    wait_for(lambda: said in run.output(), "what it says", run.output)
     (tmp_path / "go").touch()
     assert run.wait() == 75, run.output()
     [saved] = run.run.saved()

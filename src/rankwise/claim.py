@@ -51,7 +51,7 @@ def claim(run: RunDir, world: World, fresh: bool) -> tuple[Life, Lease | None]:
     return run_on_main(prepare), lease
 
 
-def already_done(run: RunDir, world: World, steps: int, by_script: bool) -> str:
+def already_done(run: RunDir, world: World, steps: int, by_script: bool = False) -> str:
     """Collective. What is said where a run has nothing left to train. `by_script`: since its script has stopped it.
 
     Raises ConfigError where other arguments than this life's have trained it: exit status 0 would say that these have.

@@ -205,6 +205,7 @@ class Head:
             if self._waiting.parent_ended:
                 return life
             self._roster.look()
+            asked = len(self._asked)
             for part in parts:
                 if self._is_here(part):
                     part.look()
@@ -212,6 +213,8 @@ class Head:
             if started and not life.pids:
                 pids = tuple(chain.from_iterable(part.facts.pids for part in parts))
                 life = self._run.update_life(life, pids=pids)
+            if len(self._asked) > asked:
+                continue  # a request that is newer than what is known of the ranks
             self._tell_lost(parts, lost)
             self._look_at_stall(parts)
             self._look_at_the_clock()
