@@ -33,7 +33,7 @@ _IDENTITY = ("PMI_", "PMI2_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "HYDI_CONTRO
 # exit status is 0, whatever the agents' is: what became of the run is in the run directory alone.
 PASSED = {signal.SIGHUP: signal.SIGTERM, signal.SIGUSR2: signal.SIGUSR1}
 
-submit = local.submit
+submit = local.submit_bound
 state = local.state
 parse_hosts = ssh.parse_hosts
 read_hostfile = ssh.read_hostfile

@@ -91,7 +91,7 @@ def render(plan: Plan) -> str:
 def submit(path: str) -> str:
     """As a process of this machine. Raises ConfigError for root, whom Open MPI refuses unless two variables are set."""
     refuse_root(os.environ, os.geteuid())
-    return local.submit(path)
+    return local.submit_bound(path)
 
 
 def refuse_root(env: Mapping[str, str], uid: int) -> None:
