@@ -32,7 +32,7 @@ def planned(**changes: Any) -> Plan:
 @pytest.mark.parametrize(
     ("changes", "lacks"),
     [
-        ({"cwd": "/no/where"}, "has no /no/where (no such file or directory): the script"),
+        ({"cwd": "/no/where"}, "has no /no/where (no such file or directory), the folder of the script: "),
         ({"argv": ("other.py",)}, "has no script other.py in "),
         ({"interpreter": ("/no/python", "-u")}, "has no Python /no/python, which is to run the script"),
     ],

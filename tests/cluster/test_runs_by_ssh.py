@@ -186,8 +186,8 @@ def test_each_host_may_have_a_folder_of_its_own_if_the_script_is_in_it(hosts: St
     status, out = launch(*on("node1", *words)).wait()
     assert status == 1
     assert out.splitlines()[1:] == [
-        "rankwise: node 1 (node2) did not start: node2 has no /scratch/here (no such file or directory): every host needs the "
-        "script in the same place, by a shared file system or a copy"
+        "rankwise: node 1 (node2) did not start: node2 has no /scratch/here (no such file or directory), the folder of "
+        "the script: every host needs it in the same place, by a shared file system or a copy"
     ]
     subprocess.run(on("node2", "sh", "-c", "mkdir -p /scratch/here && cp $0 /scratch/here", script), check=True)
     status, out = launch(*on("node1", *words)).wait()

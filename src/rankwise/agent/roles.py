@@ -78,7 +78,8 @@ def _enter(plan: Plan) -> None:
     try:
         os.chdir(plan.cwd)
     except OSError as error:
-        raise ConfigError(f"{platform.node()} has no {plan.cwd} ({str(error.strerror).lower()}): the script: {cure}") from None
+        why = str(error.strerror).lower()
+        raise ConfigError(f"{platform.node()} has no {plan.cwd} ({why}), the folder of the script: {cure}") from None
     if plan.interpreter and not Path(plan.interpreter[0]).exists() and shutil.which(plan.interpreter[0]) is None:
         raise ConfigError(f"{platform.node()} has no Python {plan.interpreter[0]}, which is to run the script: {cure}")
     if plan.interpreter and plan.argv[0] != "-m" and not Path(plan.argv[0]).exists():

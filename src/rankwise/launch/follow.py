@@ -150,8 +150,8 @@ def wait(run: RunDir, job: Job, lives: int, config: RunConfig) -> int:
             f"out: {typed('cancel', status.called(run))}"
         )
         return 1
-    if newest and newest[0].status == EXIT_PREEMPTED and exit_status == 0:
-        exit_status = EXIT_PREEMPTED  # to its scheduler a job that has stopped as it was asked, and saved, has not failed
+    if newest and newest[0].status == EXIT_PREEMPTED and newest[0].outcome.startswith("stopped"):
+        exit_status = EXIT_PREEMPTED  # to its scheduler a job that has stopped and saved has not failed, or was cancelled
     if exit_status is None:
         say(f"job {job.id}: {end.reason}; how it ended is not known")
         return 1
