@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from rankwise.rundir import RunDir
 
-COMMAND = f"{sys.executable} -m rankwise"
+COMMAND = f"{shlex.quote(sys.executable)} -m rankwise"
 NO_SPACE = "rankwise: what it prints cannot be written to the standard output: No space left on device\n"
 
 
