@@ -51,7 +51,14 @@ def applies(call: str, different: str) -> bool:
     return needed in call.replace("dist.", "") and not (different == "shape" and "all_to_all" in call)
 
 
-@pytest.mark.parametrize(("name", "different"), [(n, d) for n, call in CALLS.items() for d in WHAT if applies(call, d)])
+CASES = [(name, different) for name, call in CALLS.items() for different in WHAT if applies(call, different)]
+_ONE_IN = 5  # of the small dose; tests/agent/test_noting.py has all of them, without ranks
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    metafunc.parametrize(("name", "different"), CASES[:: _ONE_IN if metafunc.config.getoption("dose") == "small" else 1])
+
+
 def test_the_rank_that_asks_something_else_is_named(launch, name: str, different: str) -> None:
     script = SCRIPT.replace("DIFFERENT", different).replace("CALL", CALLS[name])
     run = launch(script, options=("--nproc", "3", "--check-collectives"))
