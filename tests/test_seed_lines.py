@@ -28,7 +28,6 @@ ONE_MACHINE = {
     f"{LAUNCH} --nproc_per_node=4 experiment.py hyperparams.yaml --distributed_launch": 4,
     f"{LAUNCH} --nproc_per_node=4 experiment.py hyperparams.yaml --distributed_launch --distributed_backend='gloo'": 4,
     "python experiment.py params.yaml --data_parallel_backend": 1,
-    "CUDA_VISIBLE_DEVICES=1,5 python experiment.py params.yaml --data_parallel_backend": 1,
     # a PyTorch guide
     f"{LAUNCH} --nproc_per_node=4 train.py --local_rank 0": 4,
     "torchrun --nproc_per_node=4 train.py": 4,
@@ -150,6 +149,13 @@ def test_the_options_of_qsub_as_the_manual_has_them_become_ours() -> None:
     assert "#$ -pe mpi 8\n" in done.stdout
     for resource in ("h_vmem=15G", "h_rt=10:00:00", "gpu=1", "qname=*1080*|*TITAN*", "num_proc=8"):
         assert resource in done.stdout
+
+
+def test_a_line_that_names_gpus_which_torch_cannot_use_is_an_error_with_the_reason_and_no_training_on_the_cpu() -> None:
+    done = in_shell("CUDA_VISIBLE_DEVICES=101,105 python experiment.py params.yaml --data_parallel_backend")
+    assert done.returncode == 1
+    assert "error: CUDA_VISIBLE_DEVICES=101,105 names 2 GPUs, but torch" in done.stderr, done.stderr
+    assert "put CUDA_VISIBLE_DEVICES= before the command" in done.stderr
 
 
 def test_gpus_that_are_not_there_are_an_error_and_no_training_of_nothing() -> None:
