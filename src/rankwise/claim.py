@@ -52,7 +52,7 @@ def claim(run: RunDir, world: World, fresh: bool) -> tuple[Life, Lease | None]:
 
 
 def already_done(run: RunDir, world: World, steps: int, by_script: bool = False) -> str:
-    """Collective. What is said where a run has nothing left to train. `by_script`: since its script has stopped it.
+    """Collective. The line to print if a run has nothing left to train. `by_script`: because its script has stopped it.
 
     Raises ConfigError where other arguments than this life's have trained it: exit status 0 would say that these have.
     """
@@ -79,7 +79,7 @@ def _refuse_other_arguments(run: RunDir, steps: int, launched: bool) -> None:
 
 def _trained_last(run: RunDir, lives: Sequence[Life]) -> Life | None:
     """The life that has trained last, by what it has measured; where nothing was, the last that has ended as it should."""
-    numbers = [record.get("life") for record in run.read_metrics() if isinstance(record, dict)]
+    numbers = [record.get("life") for record in run.read_metrics()]
     if numbers:
         return next((life for life in lives if life.life == numbers[-1]), None)
     return next((life for life in reversed(lives[:-1]) if life.status == 0), None)

@@ -157,7 +157,7 @@ def ranks_for(nproc: str, env: Mapping[str, str], dev: Path = _DEV, sys: Path = 
 
 
 def _why_no_gpu(env: Mapping[str, str], dev: Path, sys: Path) -> str:
-    """Where `gpus` has found none. A GPU that is there and not used is said."""
+    """Why `gpus` has found none: a GPU may be there and not be used."""
     hidden = env.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
         return f"CUDA_VISIBLE_DEVICES={hidden} hides every GPU" if _nvidia(dev) else "no GPU here"

@@ -46,7 +46,7 @@ MOST_ALARMS = 62
 _STOP_ALL = 1 << MOST_ALARMS
 """Among the alarms, a bit each: the script has asked all ranks to stop."""
 
-_BY_SCRIPT = -1  # in the place of a flag's signal
+_BY_SCRIPT = -1  # instead of the signal in a flag
 
 _SYS_MEMBARRIER = {"x86_64": 324, "aarch64": 283}
 _MEMBARRIER_CMD_GLOBAL = 1

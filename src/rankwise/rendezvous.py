@@ -80,7 +80,7 @@ def say(text: str) -> None:
 
 
 class Wait:
-    """When a wait is told of: once in a short line, from DETAIL_AFTER_S on with all that may be wrong, ever more seldom."""
+    """When to report a wait: once in a short line; from DETAIL_AFTER_S on with all that may be wrong, less and less often."""
 
     SHORT = "torch may still be loading there"
 

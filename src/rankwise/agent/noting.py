@@ -1,8 +1,8 @@
 """What a rank's `torch.distributed` does besides its work: it counts collectives, and notes each before it is entered.
 
-    noting = Distributed(groups_kept=[], notes=spec["notes"], count_mark=spec["count_mark"])
-    noting.prepare()        # torch is imported
-    noting.prepare_later()  # the script may import it
+    distributed = Distributed(notes=spec["notes"], count_mark=spec["count_mark"])
+    distributed.prepare()        # torch is imported
+    distributed.prepare_later()  # the script may import it
 
 warm.py loads this file by its path, in the script's own interpreter: it imports the standard library alone.
 
@@ -114,8 +114,11 @@ class Distributed:
     # --- the count
 
     def _count_from_the_first_group(self, c10d):
-        """A rank that makes no group gets no thread. All ways to a group go through one function."""
-        make = c10d._new_process_group_helper
+        """A rank that makes no group gets no thread. All ways to a group go through one function; a torch without it is not
+        counted."""
+        make = getattr(c10d, "_new_process_group_helper", None)
+        if make is None:
+            return
 
         @functools.wraps(make)
         def new_process_group_helper(*args, **kwargs):
@@ -257,7 +260,7 @@ def _count(c10d, path, offset):
 def _begun(group):
     """The collectives, sends and receives of this rank in a group, whoever has begun them."""
     number = 0
-    for device in group._device_types:
+    for device in getattr(group, "_device_types", ()):  # torch 2.1 and newer
         with contextlib.suppress(RuntimeError):  # a backend that does not number them
             number += group._get_backend(device)._get_sequence_number_for_group()
     return number
