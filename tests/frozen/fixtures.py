@@ -1,0 +1,176 @@
+"""What make.py writes and test_frozen.py reads: where it lies, how it gets to another folder, what the command prints of it.
+
+    folder = copied(tmp_path, "runs/done");  status, lines = typed("status", "done")
+
+Text files have @FOLDER@ and @PYTHON@ in place of the folder and the interpreter of the machine that made them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from ranks import scripts_on_ranks
+
+HERE = Path(__file__).parent
+RUNS = ("done", "stopped", "failed", "queued")
+CHECKPOINTS = ("alone", "sharded", "node", "fp16", "stream", "tokens")
+PLANS = ("local", "ssh", "site")
+ROOT = HERE.parents[1]
+
+COMMANDS = {
+    "done": ("run", "--nproc", "1", "--name", "done", "train.py", "alone"),
+    "stopped": ("run", "--nproc", "2", "--name", "stopped", "train.py", "sharded"),
+    "failed": ("run", "--nproc", "2", "--name", "failed", "train.py", "sharded"),
+    "queued": ("run", "--on", "slurm", "--nodes", "2", "--nproc", "1", "--partition", "gpu", "--time", "30",
+               "--start-method", "spawn", "--name", "queued", "hello.py"),
+    "local": ("run", "--nproc", "2", "--start-method", "spawn", "--name", "local", "--dry-run", "hello.py"),
+    "ssh": ("run", "-H", "a:1,b:1", "--start-method", "spawn", "--name", "ssh", "--dry-run", "hello.py"),
+    "site": ("run", "--on", "slurm", "--config", "run.toml", "--name", "site", "--dry-run", "hello.py"),
+}  # fmt: skip
+"""How each run was started; that of `site` with site.toml as the user's rankwise.toml."""
+
+OF_RUNS = (("status",), ("report",), ("cancel",))
+OF_CHECKPOINTS = (("checkpoint", "verify"), ("checkpoint", "ls", "--verify"))
+"""What is asked of a fixture, and answered in prose."""
+
+EXPLAINED = {
+    "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}  # fmt: skip
+"""Where `rankwise explain` is asked."""
+
+_SLURM = {
+    "sbatch": "echo 12",
+    "scancel": "true",
+    "scontrol": 'echo "JobId=12 JobState=PENDING Reason=Resources Dependency=(null) ExitCode=0:0"',
+    "srun": """
+while [ "$1" != /bin/sh ]; do shift; done
+export SLURM_JOB_ID=12 SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_NNODES=2 SLURM_LOCALID=0
+for task in 0 1; do SLURM_PROCID=$task SLURM_NODEID=$task "$@" & done
+wait %1 && wait %2
+""",
+}
+_SSH = {"ssh": 'while [ "$1" != -- ]; do shift; done\nexec sh -c "$3"'}
+
+
+def stand_ins(folder: Path) -> Path:
+    """A folder for the front of PATH: a Slurm and an ssh that stay on this machine."""
+    folder.mkdir(exist_ok=True)
+    for name, source in {**_SLURM, **_SSH}.items():
+        (folder / name).write_text(f"#!/bin/bash\n{source}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def scripts(folder: Path) -> None:
+    """What the runs run, where they run it."""
+    for name in ("train.py", "hello.py", "run.toml"):
+        shutil.copy(HERE / name, folder)
+
+
+def site_file(folder: Path, more: str = "") -> Path:
+    """The site file as that of the user whose XDG_CONFIG_HOME it is, with further lines."""
+    folder.mkdir(exist_ok=True)
+    (folder / "rankwise.toml").write_text((HERE / "site.toml").read_text() + more)
+    return folder
+
+
+def copied(folder: Path, name: str, to: str | None = None) -> Path:
+    """The fixture `runs/done` in that folder, as if it had been made there."""
+    target = folder / (to or name)
+    shutil.copytree(HERE / name, target)
+    for path in _texts(target):
+        python = shlex.quote(sys.executable) if path.suffix == ".sh" else sys.executable
+        path.write_text(path.read_text().replace("@FOLDER@", str(folder)).replace("@PYTHON@", python))
+    return target
+
+
+def brought(source: Path, folder: Path, name: str) -> None:
+    """A run of `folder` becomes the fixture `name`: without what nobody needs, and what is of this machine alone."""
+    target = HERE / name
+    shutil.rmtree(target, ignore_errors=True)
+    ignored = shutil.ignore_patterns("telemetry", "code.txt", ".*")  # figures that metrics.jsonl has too; packages
+    shutil.copytree(source, target, ignore=ignored)
+    for path in _texts(target):
+        text = path.read_text().replace(str(folder), "@FOLDER@").replace(sys.executable, "@PYTHON@")
+        text = text.replace(str(ROOT), "/home/me/rankwise").replace(socket.gethostname(), "workstation")
+        path.write_text(text)
+    for path in sorted(target.rglob("*"), reverse=True):
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()  # git keeps no empty folder
+
+
+def _texts(folder: Path) -> list[Path]:
+    """Of a run, without its checkpoints: they have a sum for each byte."""
+    found = [path for path in folder.rglob("*") if path.suffix in (".json", ".jsonl", ".sh", ".log")]
+    return [path for path in found if "checkpoints" not in path.relative_to(folder).parts]
+
+
+def typed(*words: str) -> tuple[int, list[str]]:
+    """(exit status, lines) of `rankwise words`, in a forked process: both streams, without what depends on place and time."""
+    [done] = scripts_on_ranks(1, "-m", "rankwise", *words)
+    return done.returncode, [masked(line) for line in done.stdout.splitlines()]
+
+
+def masked(line: str) -> str:
+    line = line.replace(os.getcwd(), "@FOLDER@").replace(shlex.quote(sys.executable), "@PYTHON@")
+    line = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d(:\d\d)?", "@TIME@", line)
+    return re.sub(r"written .* ago", "written @AGE@ ago", line).rstrip()
+
+
+def answered(*words: str) -> dict[str, Any]:
+    """The JSON that the command prints, without place and time."""
+    status, lines = typed(*words)
+    assert status == 0, lines
+    record: dict[str, Any] = json.loads("\n".join(lines))
+    return {name: "@TIME@" if name in ("written", "saved") and value is not None else value for name, value in record.items()}
+
+
+def manifest_of(run: Path) -> dict[str, Any]:
+    """Of its only checkpoint."""
+    [path] = (run / "checkpoints").glob("*/manifest.json")
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+def shown(run: Path) -> dict[str, Any]:
+    """What `checkpoint show --json` has beside the manifest, word for word."""
+    manifest = manifest_of(run)
+    found = answered("checkpoint", "show", "--json", run.name)
+    return {name: value for name, value in found.items() if manifest.get(name) != value} | {
+        "without": sorted(manifest.keys() - found.keys())
+    }
+
+
+def explained() -> dict[str, Any]:
+    """What `explain --json` prints; of the schedulers that it passes over, the keys."""
+    found = answered("explain", "--json")
+    return {**found, "not_taken": keys(found["not_taken"])}
+
+
+def keys(record: Any, path: str = "") -> list[str]:
+    """The names in a JSON value, each with where it stands: lives[].host."""
+    found = set()
+    if isinstance(record, dict):
+        for name, value in record.items():
+            found |= {f"{path}{name}", *keys(value, f"{path}{name}.")}
+    if isinstance(record, list):
+        for value in record:
+            found |= set(keys(value, f"{path.removesuffix('.')}[]."))
+    return sorted(found)
+
+
+def keys_of_files(run: Path) -> dict[str, list[str]]:
+    """Of each JSON file of a run, its names; of metrics.jsonl those of all its lines."""
+    found = {path.name: keys(json.loads(path.read_text())) for path in sorted(run.glob("*.json"))}
+    if (metrics := run / "metrics.jsonl").exists():
+        found[metrics.name] = keys([json.loads(line) for line in metrics.read_text().splitlines()])
+    return found

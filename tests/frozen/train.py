@@ -1,0 +1,171 @@
+"""The training of the frozen fixtures: as a script of `rankwise run`, and kind by kind in the ranks of a test.
+
+    rankwise run --nproc 2 train.py sharded        FROZEN_STOP_AT=7: rank 0 is asked to stop; FROZEN_FAIL_AT=7: rank 1 raises
+    [weights] = on_ranks(1, fit, "alone", folder)  stop_at=7: likewise
+
+Do not change what it computes: the checkpoints beside it are of this model and data, and weights.json is what it ends with.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import rankwise
+
+Weights = dict[str, list[float]]
+
+SAMPLES = 37  # five steps of 8 an epoch, the last one partial
+RANKS = {"alone": 1, "sharded": 2, "node": 2, "fp16": 1, "stream": 1, "tokens": 1}
+STOP_AT = 7
+"""In the middle of the second of four epochs; several ranks agree on a step that is some steps later."""
+
+
+def samples(count: int = SAMPLES, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs (x of 6, y of 1), float64."""
+    x = torch.from_numpy(np.random.RandomState(seed).uniform(-1, 1, (count, 6)))
+    return list(zip(x, x.sin().sum(1, keepdim=True), strict=True))
+
+
+def tensors(count: int = SAMPLES, seed: int = 1, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    x, y = zip(*samples(count, seed), strict=True)
+    return TensorDataset(torch.stack(x).to(dtype), torch.stack(y).to(dtype))
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples, of a length that nobody knows."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from samples()
+
+
+class Sentences(Dataset[Any]):
+    """Sample k has lengths[k] numbers."""
+
+    lengths = tuple(int(n) for n in np.random.RandomState(2).randint(1, 9, SAMPLES))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(np.random.RandomState(index).uniform(-1, 1, self.lengths[index]))
+
+
+def padded(sentences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x of 6 for each number: its powers; y), the padding with x = y = 0."""
+    rows = nn.utils.rnn.pad_sequence(sentences, batch_first=True)
+    return torch.stack([rows**k for k in range(1, 7)], -1), rows.sin().unsqueeze(-1)
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    width = 24 if kind == "sharded" else 8  # tensors of 1 kB are divided among the ranks, smaller ones are not
+    layers = [nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1)]
+    if kind == "node":
+        layers.insert(1, nn.BatchNorm1d(width))  # buffers that each rank has of its own
+    return nn.Sequential(*layers).to(torch.float32 if kind == "fp16" else torch.float64)
+
+
+def plain(model: nn.Module, batch: Any) -> Any:
+    x, y = batch
+    return ((model(x) - y) ** 2).sum(), len(x)
+
+
+def noisy(model: nn.Module, batch: Any) -> Any:
+    """Of all random streams that a checkpoint holds: a resumed step draws what the unbroken one drew."""
+    x, y = batch
+    scale = 1 + 0.1 * random.random() + 0.1 * float(np.random.random_sample())
+    noise = 0.1 * torch.rand(x.shape, dtype=torch.float64).to(x.dtype)
+    return ((model(x * scale + noise) - y) ** 2).sum(), len(x)
+
+
+class Steps:
+    """A part of the user's own, saved beside the Trainer's."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, state: rankwise.TrainState) -> None:
+        self.seen.append(state.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = list(state["seen"])
+
+
+def trainer_of(kind: str, run_dir: Path | None, stop_at: int, fail_at: int = 0) -> rankwise.Trainer:
+    """Four epochs; in the step `stop_at` the main rank gets SIGTERM, in `fail_at` the last one raises."""
+    model = model_of(kind)
+    steps = Steps()
+
+    def interfere(state: rankwise.TrainState) -> None:
+        if state.step == stop_at and rankwise.is_main():
+            os.kill(os.getpid(), signal.SIGTERM)
+        if 0 < stop_at <= state.step:
+            time.sleep(0.05)  # a step takes 2 ms, and to agree on the last one some more
+        if state.step == fail_at and rankwise.rank() == rankwise.world_size() - 1:
+            raise ValueError("loss is nan")
+
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    settings: dict[str, Any] = {"global_batch_size": 8}
+    data: Any = tensors()
+    if kind == "alone":
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+        settings |= {"accumulate": 2, "clip_norm": 1.0, "scheduler": scheduler, "keep_best": "eval_loss"}
+        settings |= {"eval_data": tensors(5, seed=3), "eval_every": 7}
+    if kind == "sharded":
+        settings |= {"sharded_saves": True}
+    if kind == "node":
+        settings |= {"checkpoint_scope": "node", "drop_last": True}
+    if kind == "fp16":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        data = tensors(dtype=torch.float32)
+        settings |= {"precision": "fp16"}
+    if kind == "stream":
+        data = Stream()
+    if kind == "tokens":
+        data = Sentences()
+        settings = {"global_batch_tokens": 40, "lengths": Sentences.lengths, "collate_fn": padded}
+    step = noisy if kind in ("node", "fp16", "stream", "tokens") else plain
+    trainer = rankwise.Trainer(
+        model, optimizer, step, data, max_epochs=4, log_every=5, keep_last=1, save_every_s=1e9, run_dir=run_dir,
+        actions=[steps, interfere], **settings,
+    )  # fmt: skip
+    trainer.state.parts |= {"steps": steps}
+    return trainer
+
+
+def fit(kind: str, run_dir: Path, *, stop_at: int = 0, own_disk: bool = False) -> Weights:
+    """Collective. All that the model holds in the end; nothing where it was stopped. `own_disk`: each rank is a node with a
+    disk, run_dir/0 and so on."""
+    sys.argv = ["train.py", kind]
+    folder = run_dir / str(rankwise.rank()) if own_disk else run_dir
+    trainer = trainer_of(kind, folder, stop_at)
+    try:
+        state = trainer.fit()
+    except rankwise.Stopped:
+        return {}
+    assert state.parts["steps"].state_dict()["seen"] == list(range(1, state.step + 1))
+    return weights_of(state.model)
+
+
+def weights_of(model: nn.Module) -> Weights:
+    return {name: value.double().flatten().tolist() for name, value in model.state_dict().items()}
+
+
+if __name__ == "__main__":
+    stop, fail = (int(os.environ.get(f"FROZEN_{what}_AT", "0")) for what in ("STOP", "FAIL"))
+    trainer_of(sys.argv[1], None, stop, fail).fit()
