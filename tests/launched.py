@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rankwise import processes
+from rankwise.host import processes
 from rankwise.rundir import RunDir
 
 DEADLINE_S = 30.0

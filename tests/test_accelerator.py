@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from ranks import scripts_on_ranks
 
-from rankwise import accelerator, comm, machine
+from rankwise import accelerator, comm
 from rankwise.errors import DeviceError, WorldError
+from rankwise.host import machine
 from rankwise.world import World
 
 HERE = platform.node()

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from rankwise import accelerator, machine
+from rankwise import accelerator
 from rankwise.device import local_device, to_device
 from rankwise.errors import DeviceError, WorldError
+from rankwise.host import machine
 from rankwise.model import is_synced, prepare
 from rankwise.rundir import Part, RunDir
 from rankwise.world import World

@@ -16,7 +16,7 @@ import pytest
 from cluster_runs import LONG_STEPS
 from launched import FORKED, launch, wait_for
 
-from rankwise import processes
+from rankwise.host import processes
 
 __all__ = ["launch"]  # a fixture
 

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from rankwise import lease, processes
+from rankwise import lease
 from rankwise.errors import RunDirError
+from rankwise.host import processes
 from rankwise.lease import Fence, Holder, Lease
 from rankwise.rundir import RunDir, write_json
 

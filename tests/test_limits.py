@@ -20,10 +20,10 @@ import psutil
 import pytest
 from launched import Launched, launch, left_over, wait_for
 
-from rankwise import processes
 from rankwise.agent import memory
 from rankwise.config import RunConfig
 from rankwise.errors import ConfigError
+from rankwise.host import processes
 from rankwise.launch import launch as launcher
 
 __all__ = ["launch"]  # a fixture
@@ -271,8 +271,8 @@ def test_too_few_open_files_to_begin_are_one_line_that_says_what_to_type(launch,
 def test_a_limit_that_is_advised_is_one_that_will_do_and_may_be_set(
     nproc: int, files: tuple[int, int], processes: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rankwise.machine.open_files", lambda at_most=False: files[at_most])
-    monkeypatch.setattr("rankwise.machine.processes", lambda: processes)
+    monkeypatch.setattr("rankwise.host.machine.open_files", lambda at_most=False: files[at_most])
+    monkeypatch.setattr("rankwise.host.machine.processes", lambda: processes)
     Path("train.py").touch()
     with pytest.raises(ConfigError, match=said):
         launcher.launch(RunConfig(argv=("train.py",), nproc=str(nproc)), {})

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rankwise import machine
 from rankwise.errors import ConfigError
+from rankwise.host import machine
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rankwise import network
+from rankwise.host import network
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rankwise import processes
+from rankwise.host import processes
 
 DEADLINE_S = 30.0
 

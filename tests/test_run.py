@@ -16,7 +16,7 @@ from cluster_runs import GATE
 from launched import DEADLINE_S, FORKED, launch, left_over, wait_for
 from ranks import scripts_on_ranks
 
-from rankwise import processes
+from rankwise.host import processes
 from rankwise.page import Page
 from rankwise.rundir import RunDir
 

@@ -15,7 +15,7 @@ from typing import TextIO
 
 import pytest
 
-from rankwise.terminal import Terminal, clock, progress_line, size, typed
+from rankwise.host.terminal import Terminal, clock, progress_line, size, typed
 
 CLEAR = b"\r\x1b[K"
 
@@ -196,7 +196,7 @@ def test_a_progress_line_is_narrower_than_the_terminal_and_one_line(columns: int
 
 def test_the_module_is_loaded_without_tqdm() -> None:
     """An agent without a person that watches never draws a line."""
-    source = "import rankwise.terminal, sys; sys.exit('tqdm' in sys.modules)"
+    source = "import rankwise.host.terminal, sys; sys.exit('tqdm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", source]).returncode == 0
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from rankwise import machine
 from rankwise.errors import DeviceError, WorldError
+from rankwise.host import machine
 from rankwise.rendezvous import who
 from rankwise.world import World
 

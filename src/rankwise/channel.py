@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rankwise import network
+from rankwise.host import network
 from rankwise.rundir import write_text
 
 BEAT_S = 1.0

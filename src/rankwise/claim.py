@@ -15,9 +15,9 @@ from rankwise import log, schedulers
 from rankwise.config import default_run_dir
 from rankwise.errors import ConfigError
 from rankwise.guards import run_on_main
+from rankwise.host.terminal import short
 from rankwise.lease import Lease
 from rankwise.rundir import Life, RunDir
-from rankwise.terminal import short
 from rankwise.world import World
 
 

@@ -21,7 +21,7 @@ class _Group(click.Group):
 
     def main(self, *args: Any, **options: Any) -> NoReturn:
         """As click's, with standard streams that are closed or cannot be written, and under PYTHONINSPECT."""
-        from rankwise import terminal
+        from rankwise.host import terminal
 
         terminal.open_closed_streams()
         lost, status = None, 0
@@ -52,7 +52,7 @@ class _Group(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args[0].endswith(".py"):
-            from rankwise.terminal import typed
+            from rankwise.host.terminal import typed
 
             ctx.fail(f"{args[0]} is no command; type: {typed('run', *args)}")
         return super().resolve_command(ctx, args)

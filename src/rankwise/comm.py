@@ -24,9 +24,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankwise import accelerator, errors, network, processes, rendezvous, schedulers
+from rankwise import accelerator, errors, rendezvous, schedulers
 from rankwise import world as world_
 from rankwise.errors import ConfigError, DeviceError, WorldError
+from rankwise.host import network, processes
 from rankwise.world import Given, World
 
 T = TypeVar("T")

@@ -19,8 +19,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from rankwise import comm, log, network
+from rankwise import comm, log
 from rankwise.channel import Door, Link, Message, NobodyThere, knock
+from rankwise.host import network
 from rankwise.page import JOIN_S, Page, Row
 from rankwise.world import World
 

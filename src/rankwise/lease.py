@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from rankwise import network, processes
 from rankwise.errors import RunDirError
-from rankwise.terminal import stamp
+from rankwise.host import network, processes
+from rankwise.host.terminal import stamp
 
 BEAT_S = 0.75
 GONE_S = 30.0

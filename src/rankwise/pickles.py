@@ -17,7 +17,7 @@ from types import FunctionType
 from typing import Any
 
 from rankwise.errors import RunDirError
-from rankwise.network import refresh
+from rankwise.host.network import refresh
 from rankwise.rundir import write_bytes
 
 Packed = tuple[bytes | None, str]

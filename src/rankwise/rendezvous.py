@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from rankwise import network, processes
 from rankwise.errors import RunDirError, WorldError
+from rankwise.host import network, processes
 from rankwise.rundir import write_text
 from rankwise.world import World
 

@@ -31,8 +31,8 @@ from typing import Any, Self
 
 from rankwise import lease
 from rankwise.errors import RunDirError
+from rankwise.host.terminal import typed
 from rankwise.lease import Holder, Lease
-from rankwise.terminal import typed
 
 ENV_RUN_DIR = "RANKWISE_RUN_DIR"
 

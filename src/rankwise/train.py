@@ -40,6 +40,7 @@ from rankwise.divergence import Divergence
 from rankwise.errors import CheckpointError, ConfigError, RunDirError, StepError
 from rankwise.evaluation import Evaluate, Metrics, Pair, predict
 from rankwise.finite import Weights, check_rates
+from rankwise.host.terminal import short
 from rankwise.lease import Fence, Lease
 from rankwise.model import begin_training, is_synced, prepare
 from rankwise.moments import Moments
@@ -56,7 +57,6 @@ from rankwise.stop import StopSignal
 from rankwise.sync import AllReduce, Shared, StepResult, SyncStrategy
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
 from rankwise.telemetry.writers import Writer, open_writers
-from rankwise.terminal import short
 from rankwise.world import agent_row
 from rankwise.world import checkpoint_scope as scope_of
 

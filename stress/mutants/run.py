@@ -44,7 +44,7 @@ import drawing  # noqa: E402
 from drawing import AREAS, Mutant  # noqa: E402
 from scratch import Scratch  # noqa: E402
 
-from rankwise import processes  # noqa: E402
+from rankwise.host import processes  # noqa: E402
 
 TEST_S = 100
 """For one test."""

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rankwise.agent.console import Console, LogFollower
+from rankwise.host.terminal import Terminal
 from rankwise.page import Page, Row
-from rankwise.terminal import Terminal
 
 
 class Watched:

@@ -12,9 +12,9 @@ import pytest
 from launched import wait_for
 
 import rankwise
-from rankwise import processes
 from rankwise.errors import ConfigError
 from rankwise.functions import on_submitit as module
+from rankwise.host import processes
 from rankwise.rundir import RunDir
 
 STEPS = 120

@@ -7,9 +7,9 @@ python -m rankwise.agent -                     a member that the head has starte
 
 import sys
 
-from rankwise import processes, terminal
 from rankwise.agent import roles
 from rankwise.errors import RankwiseError
+from rankwise.host import processes, terminal
 
 
 def main() -> int:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankwise import processes
 from rankwise.agent import memory, wording
 from rankwise.agent.verdict import Evidence
+from rankwise.host import processes
 from rankwise.page import FINISHED, Page, Row
 from rankwise.rundir import RunDir
 

@@ -23,11 +23,11 @@ from rankwise.agent.stall import Observation
 from rankwise.agent.verdict import Evidence
 from rankwise.agent.waiting import Waiting
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
+from rankwise.host.terminal import Terminal, clock
 from rankwise.page import FINISHED, JOIN_S
 from rankwise.plan import Plan
 from rankwise.rundir import Failure, Life, RunDir, write_text
 from rankwise.rundir import Part as PartRecord
-from rankwise.terminal import Terminal, clock
 
 TICK_S = 0.05
 EVIDENCE_S = 0.3  # from the first death: what the others say of it comes within this

@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-from rankwise import machine, network, processes, schedulers
+from rankwise import schedulers
 from rankwise.agent.collectives import Rings
 from rankwise.agent.console import Console, LogFollower, Shown
 from rankwise.agent.crew import Crew
@@ -34,6 +34,7 @@ from rankwise.agent.verdict import Evidence
 from rankwise.agent.waiting import Waiting
 from rankwise.channel import NobodyThere, knock
 from rankwise.errors import ConfigError
+from rankwise.host import machine, network, processes
 from rankwise.page import FINISHED, Page
 from rankwise.plan import Plan
 from rankwise.rundir import ENV_RUN_DIR, Life, RunDir

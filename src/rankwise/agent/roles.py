@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rankwise import network, processes, schedulers
+from rankwise import schedulers
 from rankwise.agent.head import Head, Screen
 from rankwise.agent.node import Node, port_taken
 from rankwise.agent.remote import Member, Wire
@@ -27,9 +27,10 @@ from rankwise.agent.roster import Roster, introduced
 from rankwise.agent.waiting import STOP_SIGNALS, Waiting
 from rankwise.channel import Door, Link, Message, NobodyThere, knock, read_door
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
+from rankwise.host import network, processes
+from rankwise.host.terminal import Terminal
 from rankwise.plan import Host, Plan
 from rankwise.rundir import RunDir
-from rankwise.terminal import Terminal
 
 _SAY_EVERY_S = 10.0
 _FIND_S = 300.0  # until the head has said where it is; how long it waits itself is in the plan

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from rankwise import processes
 from rankwise.agent.node import Introduction, Node, Orders, Part, Sink
 from rankwise.agent.remote import Remote
 from rankwise.agent.waiting import Waiting
 from rankwise.channel import Door, Link, Message
 from rankwise.errors import RankwiseError
+from rankwise.host import processes
 from rankwise.plan import Host, Plan
 from rankwise.rendezvous import listed
 from rankwise.rundir import RunDir

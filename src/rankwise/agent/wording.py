@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rankwise.terminal import typed
+from rankwise.host.terminal import typed
 
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process (\d+)\.")
 _ELSEWHERE = re.compile(r"raised (on [^\n]+):\nTraceback \(most recent call last\):\n")

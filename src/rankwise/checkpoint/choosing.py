@@ -16,7 +16,7 @@ from rankwise.checkpoint.manifest import Manifest
 from rankwise.checkpoint.shelf import Shelf
 from rankwise.errors import CheckpointError
 from rankwise.guards import agreed
-from rankwise.terminal import count
+from rankwise.host.terminal import count
 
 
 class Chosen(NamedTuple):

@@ -15,8 +15,8 @@ import uuid
 from pathlib import Path
 
 from rankwise.errors import RunDirError
+from rankwise.host.terminal import short
 from rankwise.rundir import RunDir
-from rankwise.terminal import short
 
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # what else lies there is somebody's own
 

@@ -16,8 +16,8 @@ from rankwise.checkpoint.best import Best
 from rankwise.checkpoint.folders import checkpoints_in
 from rankwise.checkpoint.manifest import FileRecord, Manifest, saved_at
 from rankwise.errors import CheckpointError
+from rankwise.host.terminal import short, size, stamp
 from rankwise.report.terminal import table
-from rankwise.terminal import short, size, stamp
 
 # --- ls
 

@@ -14,8 +14,8 @@ from rankwise import comm, log, seed
 from rankwise.checkpoint import sharding
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
+from rankwise.host.terminal import count
 from rankwise.state import Stateful
-from rankwise.terminal import count
 
 RNG = "rng"
 """The part that holds every rank's random state."""

@@ -18,7 +18,7 @@ from rankwise.checkpoint.best import Best, best_by
 from rankwise.checkpoint.folders import checkpoints_in, order, pick, remove
 from rankwise.checkpoint.manifest import Manifest, saved_at
 from rankwise.errors import CheckpointError, ConfigError
-from rankwise.terminal import seconds_of
+from rankwise.host.terminal import seconds_of
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import signal
 import sys
 from typing import Any
 
-from rankwise import terminal
 from rankwise.config import RunConfig
 from rankwise.errors import RankwiseError, WorldError
+from rankwise.host import terminal
 from rankwise.launch import join
 from rankwise.launch.launch import launch
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rankwise import machine
+from rankwise.host import machine
 
 _CALL = re.compile(r"((torch\.)?(distributed|dist)\.)?init_process_group")
 _BRANCHES = (

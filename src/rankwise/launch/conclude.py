@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rankwise.config import RunConfig, misplaced, option
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from rankwise.host.terminal import short, typed
 from rankwise.rundir import Failure, RunDir
-from rankwise.terminal import short, typed
 
 _LOG_TAIL_BYTES = 4096
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rankwise.errors import ConfigError
-from rankwise.terminal import typed
+from rankwise.host.terminal import typed
 
 _THEIRS: dict[str, tuple[int, str]] = {
     # torch.distributed.launch, torchrun

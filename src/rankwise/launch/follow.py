@@ -14,10 +14,10 @@ from pathlib import Path
 
 from rankwise.config import RunConfig
 from rankwise.errors import EXIT_PREEMPTED, OutputError, RunDirError
+from rankwise.host.terminal import Terminal, short, typed
 from rankwise.launch import status
 from rankwise.launch.conclude import conclude, say
 from rankwise.rundir import Job, RunDir
-from rankwise.terminal import Terminal, short, typed
 
 _TICK_S = 0.2
 _ASK_S = (1.0, 15.0)

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rankwise import processes
 from rankwise.config import RunConfig
 from rankwise.errors import WorldError
+from rankwise.host import processes
 from rankwise.launch.choice import Choice
 from rankwise.rundir import RunDir
 from rankwise.schedulers import BY_NAME, ORDER

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from rankwise.config import WORKER, RunConfig
 from rankwise.errors import ConfigError
+from rankwise.host.terminal import typed
 from rankwise.launch import backend
 from rankwise.launch.pitfalls import pitfalls
-from rankwise.terminal import typed
 
 _LONGEST_SHOWN = 120
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?)?")

@@ -11,13 +11,14 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from rankwise import lease, processes
+from rankwise import lease
 from rankwise.errors import RunDirError
+from rankwise.host import processes
+from rankwise.host.terminal import clock, count, short, stamp, typed
 from rankwise.lease import Holder
 from rankwise.rundir import Job, Life, RunDir
 from rankwise.schedulers import BY_NAME
 from rankwise.schedulers.job import State
-from rankwise.terminal import clock, count, short, stamp, typed
 
 _ALIVE = ("waiting", "stuck", "running")
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from rankwise import pickles
 from rankwise.config import RunConfig
 from rankwise.errors import EXIT_INTERRUPTED, ConfigError, RunDirError
+from rankwise.host.terminal import short, stamp, typed
 from rankwise.launch import code, follow
 from rankwise.launch.choice import Choice
 from rankwise.launch.conclude import say
@@ -26,7 +27,6 @@ from rankwise.launch.status import called, state_of
 from rankwise.plan import Plan
 from rankwise.rundir import Job, RunDir, write_json, write_text
 from rankwise.schedulers.job import State
-from rankwise.terminal import short, stamp, typed
 
 _LOOK_S = 1.0
 """A scheduler needs a moment to see that a job can never start."""

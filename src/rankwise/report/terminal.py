@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
+from rankwise.host.terminal import clock, stamp
 from rankwise.rundir import Life, RunDir, find_run
-from rankwise.terminal import clock, stamp
 
 _MOMENTS = 10
 _COLUMNS = 80

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Mapping
 
-from rankwise import processes
+from rankwise.host import processes
 from rankwise.plan import Plan
 from rankwise.schedulers.job import State
 from rankwise.schedulers.ranks import Ranks, single

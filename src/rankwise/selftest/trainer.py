@@ -29,6 +29,7 @@ from rankwise.digest import digest, digests
 from rankwise.evaluation import Evaluate
 from rankwise.evaluation.evaluate import evaluating
 from rankwise.guards import run_on_main
+from rankwise.host.terminal import count
 from rankwise.optimizer import named_state
 from rankwise.selftest.finding import FAILED, OK, OPEN, Finding
 from rankwise.selftest.gradients import Gradients
@@ -37,7 +38,6 @@ from rankwise.selftest.still import Draws
 from rankwise.selftest.twin import Twin
 from rankwise.state import TrainState
 from rankwise.sync import SyncStrategy
-from rankwise.terminal import count
 from rankwise.world import World
 
 ONE = World(0, 1, 0, 1, 0, source="selftest")

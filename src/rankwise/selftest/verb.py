@@ -19,15 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from rankwise import machine, rundir
+from rankwise import rundir
 from rankwise.errors import ConfigError, SelftestError
+from rankwise.host import machine
+from rankwise.host.terminal import count
 from rankwise.launch.conclude import say
 from rankwise.launch.script import examine
 from rankwise.selftest.difference import Arrays
 from rankwise.selftest.finding import Finding, as_text, combined, passed
 from rankwise.selftest.judge import judge
 from rankwise.selftest.settings import Settings
-from rankwise.terminal import count
 
 _GRACE_S = 3
 _CUTS = (4, 16, 64)  # batches of an epoch: a loop that accumulates over more of them takes no step in fewer

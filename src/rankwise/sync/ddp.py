@@ -19,8 +19,8 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from rankwise.host.terminal import size
 from rankwise.sync.reduction import Count, RidingTail
-from rankwise.terminal import size
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's own size of a bucket."""

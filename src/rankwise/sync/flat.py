@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from rankwise import comm
+from rankwise.host.terminal import size
 from rankwise.sync.reduction import Count, LocalTail, RidingTail, Tail
 from rankwise.sync.trained import is_dense
-from rankwise.terminal import size
 
 
 class FlatReduction:

@@ -14,7 +14,7 @@ import platform
 import socket
 from pathlib import Path
 
-from rankwise import processes
+from rankwise.host import processes
 
 
 def home() -> str:

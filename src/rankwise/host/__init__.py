@@ -1,0 +1,1 @@
+"""The machine that this process runs on: its processes, networks and terminal."""
