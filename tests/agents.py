@@ -14,8 +14,8 @@ import pytest
 from launched import DEADLINE_S, left_over, wait_for
 from plans import plan
 
-from rankwise.plan import Host
-from rankwise.rundir import Failure, RunDir, write_json
+from rankwise.run.directory import Failure, RunDir, write_json
+from rankwise.run.plan import Host
 
 PLAN = plan(
     argv=("script.py",), on="ssh", nproc=0, tee="none", join_timeout_s=20.0, node_wait_s=4.0, grace_s=20.0, stall_warn_s=0.0,

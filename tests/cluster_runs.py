@@ -14,7 +14,7 @@ import pytest
 from clusters import HOSTS, STATE
 from launched import left_over, wait_for
 
-from rankwise.rundir import Failure, Life, RunDir
+from rankwise.run.directory import Failure, Life, RunDir
 from rankwise.schedulers import slurm
 
 RANKWISE = [sys.executable, "-m", "rankwise"]

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rankwise.host import processes
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 
 DEADLINE_S = 30.0
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rankwise.plan import Host, Plan
+from rankwise.run.plan import Host, Plan
 
 GOLDEN = Path(__file__).parent / "schedulers" / "golden"
 HOSTILE = 'a b/$(touch x);it\'s "here"'

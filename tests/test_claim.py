@@ -8,7 +8,7 @@ import pytest
 
 from rankwise.claim import already_done, run_path
 from rankwise.errors import ConfigError
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 from rankwise.world import World
 
 ALONE = World(0, 1, 0, 1, 0, "local")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.config import SCHEDULERS, option
-from rankwise.rundir import RunDir
+from rankwise.run.config import SCHEDULERS, option
+from rankwise.run.directory import RunDir
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

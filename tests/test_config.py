@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.config import RunConfig, default_run_dir, is_given, option, read_file, site_settings
 from rankwise.errors import ConfigError
+from rankwise.run.config import RunConfig, default_run_dir, is_given, option, read_file, site_settings
 
 
 @pytest.mark.parametrize(

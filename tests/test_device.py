@@ -15,7 +15,7 @@ from rankwise.device import local_device, to_device
 from rankwise.errors import DeviceError, WorldError
 from rankwise.host import machine
 from rankwise.model import is_synced, prepare
-from rankwise.rundir import Part, RunDir
+from rankwise.run.directory import Part, RunDir
 from rankwise.world import World
 
 Point = namedtuple("Point", ["x", "y"])

@@ -161,8 +161,8 @@ def words_of(line: str) -> list[str]:
 @pytest.mark.parametrize("line", NEW_LINES)
 def test_a_line_to_type_now_is_taken_as_it_stands(line: str) -> None:
     from rankwise import cli
-    from rankwise.config import RunConfig, is_given
     from rankwise.launch.choice import choose
+    from rankwise.run.config import RunConfig, is_given
 
     given = cli.run.make_context("run", words_of(line)).params
     config = RunConfig.of({name: value for name, value in given.items() if is_given(value) or name == "argv"})

@@ -11,7 +11,7 @@ import click
 import pytest
 
 from rankwise import cli
-from rankwise.config import SCHEDULERS, option
+from rankwise.run.config import SCHEDULERS, option
 from rankwise.schedulers import BY_NAME
 
 Refused = Callable[..., str]

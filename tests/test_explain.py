@@ -17,9 +17,10 @@ from conftest import Run
 from environments import Env
 from ranks import on_ranks
 
-from rankwise import comm, rundir, schedulers
+from rankwise import comm, schedulers
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.report.explain import as_record, as_text
+from rankwise.run import directory
 from rankwise.world import World, discover, explain
 
 TRIPLE = {
@@ -280,7 +281,7 @@ def test_leave_to_be_alone_is_given_on_the_command_line(rankwise: Run) -> None:
 
 
 def test_the_record_has_every_number_and_where_it_comes_from(rankwise: Run) -> None:
-    done = told_under(rankwise, {**TRIPLE, rundir.ENV_RUN_DIR: "/runs/a b"}, "--json")
+    done = told_under(rankwise, {**TRIPLE, directory.ENV_RUN_DIR: "/runs/a b"}, "--json")
     record = json.loads(done.stdout)
     assert list(record) == [
         "rank", "local_rank", "world_size", "local_world_size", "node_rank", "master_addr", "master_port", "source", "run_dir",

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from rankwise import lease
 from rankwise.errors import RunDirError
 from rankwise.host import processes
-from rankwise.lease import Fence, Holder, Lease
-from rankwise.rundir import RunDir, write_json
+from rankwise.run import lease
+from rankwise.run.directory import RunDir, write_json
+from rankwise.run.lease import Fence, Holder, Lease
 
 DEADLINE_S = 30.0
 _SPAWN = multiprocessing.get_context("spawn")
@@ -66,7 +66,7 @@ def test_the_second_to_take_a_run_is_refused_with_who_holds_it_and_what_to_do(ru
 _HOLD = """
 import sys
 from pathlib import Path
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 lease = RunDir(Path(sys.argv[1])).take()
 print("taken", flush=True)
 sys.stdin.read()
@@ -318,7 +318,7 @@ def test_what_was_taken_over_is_no_longer_touched_by_who_had_it(run: RunDir) -> 
 _ELSEWHERE = """
 import socket, sys
 from pathlib import Path
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 socket.sethostname("elsewhere")
 lease = RunDir(Path(sys.argv[1])).take()
 print("taken", flush=True)

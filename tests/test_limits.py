@@ -21,10 +21,10 @@ import pytest
 from launched import Launched, launch, left_over, wait_for
 
 from rankwise.agent import memory
-from rankwise.config import RunConfig
 from rankwise.errors import ConfigError
 from rankwise.host import processes
 from rankwise.launch import launch as launcher
+from rankwise.run.config import RunConfig
 
 __all__ = ["launch"]  # a fixture
 

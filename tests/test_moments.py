@@ -18,7 +18,7 @@ import rankwise
 from rankwise import TrainState, comm, gatekeeper
 from rankwise.actions import Log
 from rankwise.errors import ConfigError
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 
 RUN = Path("run")
 

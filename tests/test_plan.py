@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rankwise.errors import RunDirError
-from rankwise.plan import Host, Plan
-from rankwise.rundir import write_json
+from rankwise.run.directory import write_json
+from rankwise.run.plan import Host, Plan
 
 PLAN = Plan(
     version=2,

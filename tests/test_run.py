@@ -18,7 +18,7 @@ from ranks import scripts_on_ranks
 
 from rankwise.host import processes
 from rankwise.page import Page
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 
 __all__ = ["launch"]  # a fixture
 

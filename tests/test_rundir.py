@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rankwise.errors import RunDirError
-from rankwise.rundir import Failure, Part, RunDir, write_json, write_text
+from rankwise.run.directory import Failure, Part, RunDir, write_json, write_text
 
 DEADLINE_S = 30.0
 
@@ -76,7 +76,7 @@ def test_a_write_into_no_folder_is_an_error_that_names_the_file(tmp_path: Path) 
 _WRITE_FOR_EVER = """
 import sys
 from pathlib import Path
-from rankwise.rundir import write_json
+from rankwise.run.directory import write_json
 while True:
     for letter in "ab":
         write_json(Path(sys.argv[1]), letter * 300_000)

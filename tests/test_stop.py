@@ -17,7 +17,7 @@ from ranks import on_ranks, torchrun
 
 from rankwise import StopSignal, World, comm, discover, gatekeeper, stop
 from rankwise.page import Page
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 
 
 def loop(who: int | tuple[int, ...], signum: int, at: int, together: bool, steps: int = 100_000) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 
 COMMAND = f"{shlex.quote(sys.executable)} -m rankwise"
 NO_SPACE = "rankwise: what it prints cannot be written to the standard output: No space left on device\n"

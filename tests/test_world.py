@@ -10,7 +10,7 @@ import pytest
 
 from rankwise.errors import WorldError
 from rankwise.page import Page
-from rankwise.rundir import Part, RunDir
+from rankwise.run.directory import Part, RunDir
 from rankwise.schedulers import ORDER, Ranks
 from rankwise.schedulers.torchrun import variables
 from rankwise.world import World, agent_row, discover

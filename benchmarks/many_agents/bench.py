@@ -26,8 +26,8 @@ import psutil
 
 from rankwise.agent.node import Facts
 from rankwise.channel import NobodyThere, knock, read_door
-from rankwise.plan import Plan
-from rankwise.rundir import RunDir, write_json
+from rankwise.run.directory import RunDir, write_json
+from rankwise.run.plan import Plan
 
 HOLD_S = 6.0
 LIMIT_S = 120.0

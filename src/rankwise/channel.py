@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.host import network
-from rankwise.rundir import write_text
+from rankwise.run.directory import write_text
 
 BEAT_S = 1.0
 LOST_S = 15.0

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankwise import log, schedulers
-from rankwise.config import default_run_dir
 from rankwise.errors import ConfigError
 from rankwise.guards import run_on_main
 from rankwise.host.terminal import short
-from rankwise.lease import Lease
-from rankwise.rundir import Life, RunDir
+from rankwise.run.config import default_run_dir
+from rankwise.run.directory import Life, RunDir
+from rankwise.run.lease import Lease
 from rankwise.world import World
 
 

@@ -113,7 +113,7 @@ def _begins(word: str, option: str) -> bool:
 
 def _spelling(name: str) -> str:
     """How our errors call a setting."""
-    from rankwise.config import option
+    from rankwise.run.config import option
 
     return option(name)
 
@@ -257,8 +257,8 @@ def run(config: str | None, **options: Any) -> None:
     """
     import os
 
-    from rankwise.config import RunConfig, is_given, read_file, site_settings
     from rankwise.launch.launch import launch
+    from rankwise.run.config import RunConfig, is_given, read_file, site_settings
 
     given = {name: value for name, value in options.items() if is_given(value) or name == "argv"}
     layers = [*site_settings(os.environ), read_file(config) if config is not None else {}, given]
@@ -304,7 +304,7 @@ def status(run: str | None, as_json: bool) -> None:
     RUN is a name under ./runs, or a folder; it may be left out where there is one run alone.
     """
     from rankwise.launch.status import as_text, facts
-    from rankwise.rundir import find_run
+    from rankwise.run.directory import find_run
 
     found = facts(find_run(run, "status"))
     click.echo(json.dumps(found, indent=2) if as_json else as_text(found))
@@ -321,7 +321,7 @@ def logs(run: str | None, rank: int | None, everyone: bool, follow: bool) -> Non
     RUN is a name under ./runs, or a folder; it may be left out where there is one run alone.
     """
     from rankwise.launch.follow import show_logs
-    from rankwise.rundir import find_run
+    from rankwise.run.directory import find_run
 
     if everyone and rank is not None:
         raise click.UsageError(f"--all and --rank {rank}: give one of the two")
@@ -338,7 +338,7 @@ def cancel(run: str | None) -> None:
     RUN is a name under ./runs, or a folder; it may be left out where there is one run alone.
     """
     from rankwise.launch import status as of
-    from rankwise.rundir import find_run
+    from rankwise.run.directory import find_run
 
     click.echo(of.cancel(find_run(run, "cancel")))
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from rankwise.errors import RunDirError
 from rankwise.host.network import refresh
-from rankwise.rundir import write_bytes
+from rankwise.run.directory import write_bytes
 
 Packed = tuple[bytes | None, str]
 """An exception for another process: its pickle, None where that would not bring back the same; its traceback."""

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from rankwise import rundir, seed
+from rankwise import seed
+from rankwise.run import directory
 from rankwise.selftest.settings import Settings
 from rankwise.selftest.watch import Enough, Watch
 from rankwise.state import TrainState
@@ -85,7 +86,7 @@ def _leave(folder: Path, ranks: int, rank: int, record: dict[str, Any], gradient
     name = f"ranks-{ranks}-rank-{{}}"
     if gradients:
         np.savez(folder / f"{name.format(rank)}.npz", **gradients)
-    rundir.write_json(folder / f"{name.format(rank)}.json", record)
+    directory.write_json(folder / f"{name.format(rank)}.json", record)
     deadline = time.monotonic() + _WAIT_S
     while time.monotonic() < deadline and not all((folder / f"{name.format(r)}.json").exists() for r in range(ranks)):
         time.sleep(0.02)

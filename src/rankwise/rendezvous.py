@@ -33,7 +33,7 @@ from typing import Any, Self
 
 from rankwise.errors import RunDirError, WorldError
 from rankwise.host import network, processes
-from rankwise.rundir import write_text
+from rankwise.run.directory import write_text
 from rankwise.world import World
 
 FOLDER = ".rankwise"

@@ -41,12 +41,12 @@ from rankwise.errors import CheckpointError, ConfigError, RunDirError, StepError
 from rankwise.evaluation import Evaluate, Metrics, Pair, predict
 from rankwise.finite import Weights, check_rates
 from rankwise.host.terminal import short
-from rankwise.lease import Fence, Lease
 from rankwise.model import begin_training, is_synced, prepare
 from rankwise.moments import Moments
 from rankwise.plateau import check_plateau, step_plateau
 from rankwise.precision import LossScale, Precision
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
+from rankwise.run.lease import Fence, Lease
 from rankwise.selftest.finding import Finding, as_text, combined, passed
 from rankwise.selftest.halves import warn_of_means
 from rankwise.selftest.trainer import Subject, check

@@ -27,7 +27,7 @@ import psutil
 import torch
 
 from rankwise.checkpoint import manifest as manifests
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

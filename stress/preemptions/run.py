@@ -30,7 +30,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

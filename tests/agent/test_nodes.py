@@ -14,7 +14,7 @@ from environments import SLURM_AGENTS, SLURM_STEP, openmpi
 from launched import wait_for
 
 from rankwise.page import Page
-from rankwise.plan import Host
+from rankwise.run.plan import Host
 
 __all__ = ["agents"]  # a fixture
 

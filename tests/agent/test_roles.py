@@ -18,8 +18,8 @@ from plans import plan
 
 from rankwise.agent import roles
 from rankwise.errors import ConfigError
-from rankwise.plan import Plan
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
+from rankwise.run.plan import Plan
 from rankwise.schedulers import local, sge, slurm
 
 HERE = platform.node()

@@ -21,8 +21,8 @@ from torch.utils.data import TensorDataset
 import rankwise
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
-from rankwise.lease import Holder
-from rankwise.rundir import RunDir, write_json
+from rankwise.run.directory import RunDir, write_json
+from rankwise.run.lease import Holder
 from rankwise.state import TrainState
 from rankwise.telemetry import writers
 

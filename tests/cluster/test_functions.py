@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from clusters import PYTHON, Start, hosts, openmpi, sge, slurm
 
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 
 __all__ = ["hosts", "openmpi", "sge", "slurm"]  # fixtures
 

@@ -14,8 +14,8 @@ from clusters import PYTHON, Start, hosts, mpich, openmpi
 from plans import plan
 
 from rankwise.errors import ConfigError
-from rankwise.plan import Host
-from rankwise.rundir import RunDir, write_json, write_text
+from rankwise.run.directory import RunDir, write_json, write_text
+from rankwise.run.plan import Host
 from rankwise.schedulers import BY_NAME, mpi
 
 __all__ = ["hosts", "mpich", "openmpi"]  # fixtures

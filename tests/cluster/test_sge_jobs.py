@@ -13,7 +13,7 @@ from clusters import PYTHON, Start, sge
 from plans import plan
 
 from rankwise.errors import ConfigError
-from rankwise.rundir import RunDir, write_json, write_text
+from rankwise.run.directory import RunDir, write_json, write_text
 from rankwise.schedulers import sge as scheduler
 from rankwise.schedulers.job import State
 

@@ -17,7 +17,7 @@ import pytest
 from clusters import PYTHON, Ended, Start, slurm
 from launched import left_over
 
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 
 __all__ = ["slurm"]  # a fixture
 

@@ -13,7 +13,7 @@ import pytest
 from cluster_runs import RUN, Launched, batch, launch, write
 from clusters import Start, hosts, mpich, openmpi, sge, slurm
 
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 from rankwise.schedulers import sge as grid_engine
 
 __all__ = ["hosts", "launch", "mpich", "openmpi", "sge", "slurm"]  # fixtures

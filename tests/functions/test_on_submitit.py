@@ -15,7 +15,7 @@ import rankwise
 from rankwise.errors import ConfigError
 from rankwise.functions import on_submitit as module
 from rankwise.host import processes
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 
 STEPS = 120
 

@@ -18,7 +18,7 @@ from launched import left_over, wait_for
 
 import rankwise
 from rankwise.errors import ConfigError, FunctionError, Stopped
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 
 has_cloudpickle = pytest.mark.skipif(
     subprocess.run([sys.executable, "-c", "import cloudpickle"], capture_output=True).returncode != 0,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launched import left_over, wait_for
 
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 
 RUN = [sys.executable, "-m", "rankwise", "run", "--start-method", "spawn", "--nproc", "2"]
 

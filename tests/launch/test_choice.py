@@ -11,10 +11,10 @@ import pytest
 from environments import SLURM_BATCH_ONE, SLURM_SALLOC, SLURM_STEP, Env
 
 from rankwise import schedulers
-from rankwise.config import RunConfig
 from rankwise.errors import ConfigError
 from rankwise.launch.choice import Choice, choose
-from rankwise.plan import Host
+from rankwise.run.config import RunConfig
+from rankwise.run.plan import Host
 from rankwise.schedulers import slurm
 
 AT = {"master_addr": "node1", "master_port": 5555}

@@ -11,12 +11,12 @@ import click
 import pytest
 
 from rankwise import cli
-from rankwise.config import RunConfig, is_given, misplaced, option
 from rankwise.launch.conclude import _resume_command
 from rankwise.launch.script import Program
 from rankwise.launch.status import called
 from rankwise.launch.submit import compare_with_earlier_lives
-from rankwise.rundir import RunDir
+from rankwise.run.config import RunConfig, is_given, misplaced, option
+from rankwise.run.directory import RunDir
 
 HOSTILE = "-a $(touch X) 'b\"; `id` *"
 
@@ -68,7 +68,7 @@ def test_a_run_is_called_by_what_finds_it(name: str) -> None:
     run.begin_life(1, ("x.py",))
     word = called(run)
     assert not word.startswith("-")
-    from rankwise.rundir import find_run
+    from rankwise.run.directory import find_run
 
     assert find_run(word, "status").path.samefile(run.path)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.config import RunConfig
 from rankwise.errors import ConfigError
 from rankwise.launch import script
 from rankwise.launch.script import examine
+from rankwise.run.config import RunConfig
 
 
 def keep_cold(source: str) -> str | None:

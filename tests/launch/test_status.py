@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from launched import Launched, launch, wait_for
 
-from rankwise.lease import Holder
-from rankwise.rundir import Failure, Job, RunDir, write_json
+from rankwise.run.directory import Failure, Job, RunDir, write_json
+from rankwise.run.lease import Holder
 
 __all__ = ["launch"]  # a fixture
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.rundir import Job, RunDir
+from rankwise.run.directory import Job, RunDir
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

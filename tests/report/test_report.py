@@ -11,7 +11,7 @@ import pytest
 
 from rankwise.errors import RunDirError
 from rankwise.report.terminal import print_report, report, table
-from rankwise.rundir import Failure, Life, RunDir, find_run, write_json
+from rankwise.run.directory import Failure, Life, RunDir, find_run, write_json
 
 
 @pytest.fixture

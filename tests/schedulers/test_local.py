@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from rankwise.plan import Host, Plan
+from rankwise.run.plan import Host, Plan
 from rankwise.schedulers import local
 
 GOLDEN = Path(__file__).with_name("golden") / "local.sh"

@@ -14,7 +14,7 @@ from environments import SGE_ARRAY, SGE_ONE_HOST, SGE_SCRIPT, SGE_SERIAL, SGE_TA
 from plans import HOSTILE, golden, hostile, plan
 
 from rankwise.errors import ConfigError, NotJoinedError, WorldError
-from rankwise.plan import Host
+from rankwise.run.plan import Host
 from rankwise.schedulers import sge
 from rankwise.schedulers.job import State
 from rankwise.world import discover

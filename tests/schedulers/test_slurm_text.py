@@ -16,7 +16,7 @@ import pytest
 from environments import SLURM_BATCH, SLURM_BATCH_ONE, SLURM_SALLOC, SLURM_STEP, Env
 
 from rankwise.errors import ConfigError
-from rankwise.plan import Plan
+from rankwise.run.plan import Plan
 from rankwise.schedulers import slurm
 from rankwise.schedulers.job import State
 

@@ -9,7 +9,7 @@ import pytest
 from plans import HOSTILE, TWO_HOSTS, plan
 
 from rankwise.errors import ConfigError
-from rankwise.plan import Host
+from rankwise.run.plan import Host
 from rankwise.schedulers import local, ssh
 
 

@@ -25,9 +25,9 @@ from rankwise.agent.waiting import Waiting
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
 from rankwise.host.terminal import Terminal, clock
 from rankwise.page import FINISHED, JOIN_S
-from rankwise.plan import Plan
-from rankwise.rundir import Failure, Life, RunDir, write_text
-from rankwise.rundir import Part as PartRecord
+from rankwise.run.directory import Failure, Life, RunDir, write_text
+from rankwise.run.directory import Part as PartRecord
+from rankwise.run.plan import Plan
 
 TICK_S = 0.05
 EVIDENCE_S = 0.3  # from the first death: what the others say of it comes within this

@@ -36,8 +36,8 @@ from rankwise.channel import NobodyThere, knock
 from rankwise.errors import ConfigError
 from rankwise.host import machine, network, processes
 from rankwise.page import FINISHED, Page
-from rankwise.plan import Plan
-from rankwise.rundir import ENV_RUN_DIR, Life, RunDir
+from rankwise.run.directory import ENV_RUN_DIR, Life, RunDir
+from rankwise.run.plan import Plan
 from rankwise.schedulers import Ranks, torchrun
 
 _LONGEST_COMMAND = 120

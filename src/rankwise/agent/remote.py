@@ -27,8 +27,8 @@ from rankwise.agent.verdict import Evidence
 from rankwise.agent.waiting import Waiting
 from rankwise.channel import Door, Link, Message
 from rankwise.errors import RunDirError
-from rankwise.plan import Plan
-from rankwise.rundir import Life, RunDir, write_json
+from rankwise.run.directory import Life, RunDir, write_json
+from rankwise.run.plan import Plan
 
 TICK_S = 0.05
 _BYE_S = 5.0

@@ -29,8 +29,8 @@ from rankwise.channel import Door, Link, Message, NobodyThere, knock, read_door
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
 from rankwise.host import network, processes
 from rankwise.host.terminal import Terminal
-from rankwise.plan import Host, Plan
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
+from rankwise.run.plan import Host, Plan
 
 _SAY_EVERY_S = 10.0
 _FIND_S = 300.0  # until the head has said where it is; how long it waits itself is in the plan

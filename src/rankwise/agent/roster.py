@@ -22,9 +22,9 @@ from rankwise.agent.waiting import Waiting
 from rankwise.channel import Door, Link, Message
 from rankwise.errors import RankwiseError
 from rankwise.host import processes
-from rankwise.plan import Host, Plan
 from rankwise.rendezvous import listed
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
+from rankwise.run.plan import Host, Plan
 from rankwise.schedulers.ranks import short_list
 
 _SAY_EVERY_S = 10.0

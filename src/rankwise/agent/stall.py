@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rankwise.agent.crew import Crew, Rank
 from rankwise.host import processes
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 
 STACK_SIGNAL = signal.SIGRTMIN + 3  # not USR1 or USR2: those belong to schedulers and to scripts
 """At it a rank's faulthandler writes its stack (warm.py); it answers inside a C call and under a held GIL too."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.agent.verdict import signal_name
-from rankwise.plan import Plan
+from rankwise.run.plan import Plan
 
 _KILL_S = 3.0
 _WARM = str(Path(__file__).with_name("warm.py"))

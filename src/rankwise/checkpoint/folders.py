@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rankwise.errors import RunDirError
 from rankwise.host.terminal import short
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # what else lies there is somebody's own
 

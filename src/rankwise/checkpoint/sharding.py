@@ -32,7 +32,7 @@ from rankwise.checkpoint.manifest import FileRecord, Manifest, length_damage, te
 from rankwise.checkpoint.reader import own_tensors, read
 from rankwise.checkpoint.writing import why_not, write_file
 from rankwise.errors import CheckpointError, RunDirError
-from rankwise.rundir import write_bytes
+from rankwise.run.directory import write_bytes
 
 Shares = dict[str, dict[str, int]]
 """part -> path of a tensor -> the rank that writes it; what is not in it is the main rank's."""

@@ -48,7 +48,7 @@ from rankwise.checkpoint.snapshot import Snapshot
 from rankwise.checkpoint.writing import plain, states_of, why_not, write_file
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
 from rankwise.guards import agreed, run_on_firsts, run_on_main, settle
-from rankwise.lease import Fence
+from rankwise.run.lease import Fence
 from rankwise.state import Stateful
 
 

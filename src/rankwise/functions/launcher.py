@@ -13,11 +13,11 @@ import signal
 import sys
 from typing import Any
 
-from rankwise.config import RunConfig
 from rankwise.errors import RankwiseError, WorldError
 from rankwise.host import terminal
 from rankwise.launch import join
 from rankwise.launch.launch import launch
+from rankwise.run.config import RunConfig
 
 
 def main() -> int:

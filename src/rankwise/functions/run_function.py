@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from rankwise import errors
-from rankwise.config import WORKER, RunConfig, is_given, site_settings
 from rankwise.errors import ConfigError, FunctionError, RankwiseError, Stopped
 from rankwise.functions import calls
 from rankwise.launch import status
 from rankwise.launch.follow import End
-from rankwise.rundir import Job, RunDir
+from rankwise.run.config import WORKER, RunConfig, is_given, site_settings
+from rankwise.run.directory import Job, RunDir
 from rankwise.schedulers import named_by_task
 from rankwise.schedulers.job import slug
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rankwise import pickles
 from rankwise.errors import RunDirError
 from rankwise.functions import calls
-from rankwise.rundir import ENV_RUN_DIR, RunDir
+from rankwise.run.directory import ENV_RUN_DIR, RunDir
 
 __tracebackhide__ = True  # agent/warm.py leaves the frames of this file out of what is told
 

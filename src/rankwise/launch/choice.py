@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from rankwise.config import SCHEDULERS, RunConfig, is_given, option
 from rankwise.errors import ConfigError
 from rankwise.launch.conclude import say
-from rankwise.plan import Host
+from rankwise.run.config import SCHEDULERS, RunConfig, is_given, option
+from rankwise.run.plan import Host
 from rankwise.schedulers import BY_NAME, local, mpi
 
 _IN_PLAN = ("on", "hosts", "hostfile", "nodes", "node_rank", "master_addr")

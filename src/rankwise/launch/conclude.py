@@ -11,10 +11,10 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from rankwise.config import RunConfig, misplaced, option
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from rankwise.host.terminal import short, typed
-from rankwise.rundir import Failure, RunDir
+from rankwise.run.config import RunConfig, misplaced, option
+from rankwise.run.directory import Failure, RunDir
 
 _LOG_TAIL_BYTES = 4096
 

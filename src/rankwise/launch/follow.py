@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rankwise.config import RunConfig
 from rankwise.errors import EXIT_PREEMPTED, OutputError, RunDirError
 from rankwise.host.terminal import Terminal, short, typed
 from rankwise.launch import status
 from rankwise.launch.conclude import conclude, say
-from rankwise.rundir import Job, RunDir
+from rankwise.run.config import RunConfig
+from rankwise.run.directory import Job, RunDir
 
 _TICK_S = 0.2
 _ASK_S = (1.0, 15.0)

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rankwise.config import RunConfig
 from rankwise.errors import WorldError
 from rankwise.host import processes
 from rankwise.launch.choice import Choice
-from rankwise.rundir import RunDir
+from rankwise.run.config import RunConfig
+from rankwise.run.directory import RunDir
 from rankwise.schedulers import BY_NAME, ORDER
 from rankwise.schedulers.ranks import Tasks
 from rankwise.world import explain

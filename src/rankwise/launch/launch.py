@@ -15,15 +15,15 @@ from pathlib import Path
 from types import FrameType
 
 from rankwise import schedulers
-from rankwise.config import RunConfig
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
 from rankwise.host import machine, processes
 from rankwise.host.terminal import count, seconds_of, short
 from rankwise.launch import backend, code, join, script, submit
 from rankwise.launch.choice import Choice, choose
 from rankwise.launch.conclude import conclude, say
-from rankwise.plan import Plan
-from rankwise.rundir import RunDir, write_text
+from rankwise.run.config import RunConfig
+from rankwise.run.directory import RunDir, write_text
+from rankwise.run.plan import Plan
 from rankwise.schedulers import local
 
 _FEW_FILES = 1024  # what a login shell has

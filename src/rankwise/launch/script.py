@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankwise.config import WORKER, RunConfig
 from rankwise.errors import ConfigError
 from rankwise.host.terminal import typed
 from rankwise.launch import backend
 from rankwise.launch.pitfalls import pitfalls
+from rankwise.run.config import WORKER, RunConfig
 
 _LONGEST_SHOWN = 120
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?)?")

@@ -11,12 +11,12 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from rankwise import lease
 from rankwise.errors import RunDirError
 from rankwise.host import processes
 from rankwise.host.terminal import clock, count, short, stamp, typed
-from rankwise.lease import Holder
-from rankwise.rundir import Job, Life, RunDir
+from rankwise.run import lease
+from rankwise.run.directory import Job, Life, RunDir
+from rankwise.run.lease import Holder
 from rankwise.schedulers import BY_NAME
 from rankwise.schedulers.job import State
 

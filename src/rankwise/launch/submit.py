@@ -16,7 +16,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from rankwise import pickles
-from rankwise.config import RunConfig
 from rankwise.errors import EXIT_INTERRUPTED, ConfigError, RunDirError
 from rankwise.host.terminal import short, stamp, typed
 from rankwise.launch import code, follow
@@ -24,8 +23,9 @@ from rankwise.launch.choice import Choice
 from rankwise.launch.conclude import say
 from rankwise.launch.script import Program, named
 from rankwise.launch.status import called, state_of
-from rankwise.plan import Plan
-from rankwise.rundir import Job, RunDir, write_json, write_text
+from rankwise.run.config import RunConfig
+from rankwise.run.directory import Job, RunDir, write_json, write_text
+from rankwise.run.plan import Plan
 from rankwise.schedulers.job import State
 
 _LOOK_S = 1.0

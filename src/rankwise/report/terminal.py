@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rankwise.host.terminal import clock, stamp
-from rankwise.rundir import Life, RunDir, find_run
+from rankwise.run.directory import Life, RunDir, find_run
 
 _MOMENTS = 10
 _COLUMNS = 80

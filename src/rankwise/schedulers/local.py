@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 
 from rankwise.host import processes
-from rankwise.plan import Plan
+from rankwise.run.plan import Plan
 from rankwise.schedulers.job import State
 from rankwise.schedulers.ranks import Ranks, single
 

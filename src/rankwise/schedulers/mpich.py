@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from rankwise.plan import Plan
+from rankwise.run.plan import Plan
 from rankwise.schedulers import local, ssh
 from rankwise.schedulers.job import agent
 from rankwise.schedulers.ranks import (

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from rankwise.errors import ConfigError
-from rankwise.plan import Plan
+from rankwise.run.plan import Plan
 from rankwise.schedulers import local, ssh
 from rankwise.schedulers.job import agent
 from rankwise.schedulers.ranks import Ranks, Tasks, counted, tasks_of, without

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.errors import ConfigError, WorldError
-from rankwise.plan import Host, Plan
+from rankwise.run.plan import Host, Plan
 from rankwise.schedulers.job import State, agent, call, enter, last_line, one_line, slug
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single, whole_number
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rankwise.errors import ConfigError
-from rankwise.plan import Host, Plan
+from rankwise.run.plan import Host, Plan
 from rankwise.schedulers import local
 
 OPTIONS = ("nodes", "hosts", "hostfile")

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from rankwise import rundir
 from rankwise.errors import ConfigError, SelftestError
 from rankwise.host import machine
 from rankwise.host.terminal import count
 from rankwise.launch.conclude import say
 from rankwise.launch.script import examine
+from rankwise.run import directory
 from rankwise.selftest.difference import Arrays
 from rankwise.selftest.finding import Finding, as_text, combined, passed
 from rankwise.selftest.judge import judge
@@ -95,7 +95,7 @@ def _start(argv: Sequence[str], settings: Settings, timeout_s: float, env: Mappi
     """One start of the script; the record of each rank."""
     folder, ranks = Path(settings.folder), settings.ranks
     path = folder / f"ranks-{ranks}.json"
-    rundir.write_json(path, asdict(settings))
+    directory.write_json(path, asdict(settings))
     for stale in folder.glob(f"ranks-{ranks}-rank-*"):
         stale.unlink()
     shutil.rmtree(folder / "saved", ignore_errors=True)  # no start goes on where another was

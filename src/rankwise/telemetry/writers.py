@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rankwise import log
-from rankwise.rundir import RunDir
+from rankwise.run.directory import RunDir
 
 
 class Writer(Protocol):

@@ -29,10 +29,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from rankwise import lease
 from rankwise.errors import RunDirError
 from rankwise.host.terminal import typed
-from rankwise.lease import Holder, Lease
+from rankwise.run import lease
+from rankwise.run.lease import Holder, Lease
 
 ENV_RUN_DIR = "RANKWISE_RUN_DIR"
 

@@ -1,0 +1,1 @@
+"""What a run is on disk: its directory, configuration, plan and lease."""
