@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from launched import wait_for
 
-from rankwise import channel
-from rankwise.channel import Door, Link, NobodyThere, knock, read_door
 from rankwise.host import network
+from rankwise.ipc import channel
+from rankwise.ipc.channel import Door, Link, NobodyThere, knock, read_door
 
 SECRET = "5ec2e7"
 

@@ -10,7 +10,7 @@ import pytest
 from launched import launch
 
 from rankwise.agent import warm
-from rankwise.page import Page
+from rankwise.ipc.shared_page import Page
 
 __all__ = ["launch"]  # a fixture
 

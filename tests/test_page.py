@@ -18,7 +18,7 @@ from multiprocessing.synchronize import Barrier
 
 import pytest
 
-from rankwise.page import _STOP, FINISHED, Page, Row
+from rankwise.ipc.shared_page import _STOP, FINISHED, Page, Row
 
 DEADLINE_S = 30.0
 RANKS = 4
@@ -452,7 +452,7 @@ def test_a_line_that_is_too_long_is_cut_and_touches_no_other_row() -> None:
 
 _TALK = """
 import sys
-from rankwise.page import Page
+from rankwise.ipc.shared_page import Page
 row = Page.open(sys.argv[1]).row(0)
 while True:
     row.say("a" * 10)
@@ -483,7 +483,7 @@ def test_a_line_is_heard_whole_while_it_is_being_replaced() -> None:
 
 _HOLD_A_PAGE = """
 import sys
-from rankwise.page import Page
+from rankwise.ipc.shared_page import Page
 page = Page.create(3)
 page.row(2).pass_gate(41)
 print(page.path, flush=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rankwise import pickles
 from rankwise.errors import RunDirError
+from rankwise.ipc import pickles
 
 
 def test_a_file_is_written_for_this_user_alone_and_is_gone_when_taken() -> None:

@@ -17,7 +17,7 @@ from launched import DEADLINE_S, FORKED, launch, left_over, wait_for
 from ranks import scripts_on_ranks
 
 from rankwise.host import processes
-from rankwise.page import Page
+from rankwise.ipc.shared_page import Page
 from rankwise.run.directory import RunDir
 
 __all__ = ["launch"]  # a fixture

@@ -16,7 +16,7 @@ from launched import wait_for
 from ranks import on_ranks, torchrun
 
 from rankwise import StopSignal, World, comm, discover, gatekeeper, stop
-from rankwise.page import Page
+from rankwise.ipc.shared_page import Page
 from rankwise.run.directory import RunDir
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import pytest
 
 from rankwise.errors import WorldError
-from rankwise.page import Page
+from rankwise.ipc.shared_page import Page
 from rankwise.run.directory import Part, RunDir
 from rankwise.schedulers import ORDER, Ranks
 from rankwise.schedulers.torchrun import variables

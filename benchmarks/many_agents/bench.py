@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from rankwise.agent.node import Facts
-from rankwise.channel import NobodyThere, knock, read_door
+from rankwise.ipc.channel import NobodyThere, knock, read_door
 from rankwise.run.directory import RunDir, write_json
 from rankwise.run.plan import Plan
 

@@ -20,9 +20,9 @@ import time
 from collections.abc import Sequence
 
 from rankwise import comm, log
-from rankwise.channel import Door, Link, Message, NobodyThere, knock
 from rankwise.host import network
-from rankwise.page import JOIN_S, Page, Row
+from rankwise.ipc.channel import Door, Link, Message, NobodyThere, knock
+from rankwise.ipc.shared_page import JOIN_S, Page, Row
 from rankwise.world import World
 
 _BEAT_S = 0.05

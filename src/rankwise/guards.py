@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from rankwise import comm
 from rankwise.errors import MainProcessError
-from rankwise.pickles import pack_error, unpack_error
+from rankwise.ipc.pickles import pack_error, unpack_error
 
 P = ParamSpec("P")
 R = TypeVar("R")

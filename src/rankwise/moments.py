@@ -15,7 +15,7 @@ import torch
 from rankwise import comm
 from rankwise.actions import Action, Every
 from rankwise.errors import ConfigError
-from rankwise.page import MOST_ALARMS
+from rankwise.ipc.shared_page import MOST_ALARMS
 from rankwise.state import TrainState
 from rankwise.stop import StopSignal
 

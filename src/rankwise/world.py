@@ -12,7 +12,7 @@ from typing import TypedDict, Unpack
 
 from rankwise import schedulers
 from rankwise.errors import NotJoinedError, WorldError
-from rankwise.page import Page, Row
+from rankwise.ipc.shared_page import Page, Row
 from rankwise.run.directory import ENV_RUN_DIR, Life, Part, RunDir
 from rankwise.schedulers.ranks import Ranks, shown, single
 

@@ -12,7 +12,7 @@ import pytest
 
 from rankwise.agent.console import Console, LogFollower
 from rankwise.host.terminal import Terminal
-from rankwise.page import Page, Row
+from rankwise.ipc.shared_page import Page, Row
 
 
 class Watched:

@@ -6,8 +6,8 @@ import json
 import socket
 import threading
 
-from rankwise.channel import knock
 from rankwise.host import network
+from rankwise.ipc.channel import knock
 
 
 def test_what_comes_in_one_piece_with_the_proof_is_not_lost() -> None:

@@ -13,7 +13,7 @@ from cluster_runs import LONG_STEPS
 from environments import SLURM_AGENTS, SLURM_STEP, openmpi
 from launched import wait_for
 
-from rankwise.page import Page
+from rankwise.ipc.shared_page import Page
 from rankwise.run.plan import Host
 
 __all__ = ["agents"]  # a fixture

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from rankwise import pickles
 from rankwise.errors import ConfigError, FunctionError
 from rankwise.functions import calls
+from rankwise.ipc import pickles
 
 
 def train(lr: float = 0.1) -> float:

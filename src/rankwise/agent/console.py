@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from rankwise.page import Row
+from rankwise.ipc.shared_page import Row
 
 _CHUNK = 1 << 16
 

@@ -19,7 +19,7 @@ from typing import Any
 from rankwise.agent import memory, wording
 from rankwise.agent.verdict import Evidence
 from rankwise.host import processes
-from rankwise.page import FINISHED, Page, Row
+from rankwise.ipc.shared_page import FINISHED, Page, Row
 from rankwise.run.directory import RunDir
 
 _LOG_TAIL_BYTES = 65536  # the modules that a crash lists come after what is looked for

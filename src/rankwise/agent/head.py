@@ -24,7 +24,7 @@ from rankwise.agent.verdict import Evidence
 from rankwise.agent.waiting import Waiting
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
 from rankwise.host.terminal import Terminal, clock
-from rankwise.page import FINISHED, JOIN_S
+from rankwise.ipc.shared_page import FINISHED, JOIN_S
 from rankwise.run.directory import Failure, Life, RunDir, write_text
 from rankwise.run.directory import Part as PartRecord
 from rankwise.run.plan import Plan

@@ -32,10 +32,10 @@ from rankwise.agent.stall import Observation, StallWatch
 from rankwise.agent.starter import Spec, Starter
 from rankwise.agent.verdict import Evidence
 from rankwise.agent.waiting import Waiting
-from rankwise.channel import NobodyThere, knock
 from rankwise.errors import ConfigError
 from rankwise.host import machine, network, processes
-from rankwise.page import FINISHED, Page
+from rankwise.ipc.channel import NobodyThere, knock
+from rankwise.ipc.shared_page import FINISHED, Page
 from rankwise.run.directory import ENV_RUN_DIR, Life, RunDir
 from rankwise.run.plan import Plan
 from rankwise.schedulers import Ranks, torchrun

@@ -25,8 +25,8 @@ from rankwise.agent.node import End, Facts, Introduction, Node, Orders, Sink
 from rankwise.agent.stall import Frame, Observation
 from rankwise.agent.verdict import Evidence
 from rankwise.agent.waiting import Waiting
-from rankwise.channel import Door, Link, Message
 from rankwise.errors import RunDirError
+from rankwise.ipc.channel import Door, Link, Message
 from rankwise.run.directory import Life, RunDir, write_json
 from rankwise.run.plan import Plan
 

@@ -25,10 +25,10 @@ from rankwise.agent.node import Node, port_taken
 from rankwise.agent.remote import Member, Wire
 from rankwise.agent.roster import Roster, introduced
 from rankwise.agent.waiting import STOP_SIGNALS, Waiting
-from rankwise.channel import Door, Link, Message, NobodyThere, knock, read_door
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
 from rankwise.host import network, processes
 from rankwise.host.terminal import Terminal
+from rankwise.ipc.channel import Door, Link, Message, NobodyThere, knock, read_door
 from rankwise.run.directory import RunDir
 from rankwise.run.plan import Host, Plan
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 from rankwise import seed as seeds
 from rankwise.errors import DataError
-from rankwise.pickles import Packed, pack_error, unpack_error
+from rankwise.ipc.pickles import Packed, pack_error, unpack_error
 
 _SHOWN = 8  # indices in an error's note
 _GATHERED_BYTES = 1 << 22

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from rankwise import pickles
 from rankwise.errors import ConfigError, FunctionError
+from rankwise.ipc import pickles
 
 _VALUE, _ERROR = "value", "error"
 

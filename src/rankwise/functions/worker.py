@@ -7,9 +7,9 @@ import contextlib
 import os
 from pathlib import Path
 
-from rankwise import pickles
 from rankwise.errors import RunDirError
 from rankwise.functions import calls
+from rankwise.ipc import pickles
 from rankwise.run.directory import ENV_RUN_DIR, RunDir
 
 __tracebackhide__ = True  # agent/warm.py leaves the frames of this file out of what is told

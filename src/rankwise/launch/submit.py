@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rankwise import pickles
 from rankwise.errors import EXIT_INTERRUPTED, ConfigError, RunDirError
 from rankwise.host.terminal import short, stamp, typed
+from rankwise.ipc import pickles
 from rankwise.launch import code, follow
 from rankwise.launch.choice import Choice
 from rankwise.launch.conclude import say

@@ -11,7 +11,7 @@ import time
 
 from rankwise import log
 from rankwise.host.terminal import Terminal, clock, progress_line, stamp
-from rankwise.page import Row
+from rankwise.ipc.shared_page import Row
 
 _INTERVAL_S = 0.1
 _TEXT = 120  # characters: no terminal has room for more beside the bar, nor has the page
