@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rankwise.data import Loader
-from rankwise.world import World
+from rankwise.dist.world import World
 
 
 def world(rank: int, world_size: int) -> World:

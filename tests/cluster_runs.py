@@ -51,7 +51,7 @@ print(world.rank, *found, flush=True)
 
 GATE = """
 import os, signal, sys, time
-from rankwise.world import agent_row, discover
+from rankwise.dist.world import agent_row, discover
 world = discover(os.environ)
 row, step = agent_row(world), 0
 for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
@@ -68,7 +68,7 @@ sys.exit(130 if row.reason == 2 else 75)
 
 LONG_STEPS = """
 import os, signal, sys, time
-from rankwise.world import agent_row, discover
+from rankwise.dist.world import agent_row, discover
 world = discover(os.environ)
 row, first = agent_row(world), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):

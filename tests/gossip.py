@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankwise import comm
+from rankwise.dist import comm
 from rankwise.sync import Held, Local, StepResult
 
 

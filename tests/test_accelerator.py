@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from ranks import scripts_on_ranks
 
-from rankwise import accelerator, comm
+from rankwise.dist import accelerator, comm
+from rankwise.dist.world import World
 from rankwise.errors import DeviceError, WorldError
 from rankwise.host import machine
-from rankwise.world import World
 
 HERE = platform.node()
 CPU = "the CPU (no GPU found)"

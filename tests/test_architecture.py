@@ -94,10 +94,10 @@ def test_the_map_in_the_design_has_every_room() -> None:
 
 
 def test_the_layer_test_finds_an_import_that_points_up() -> None:
-    assert broken_layers(SOURCE / "world.py", ["rankwise.comm"])
+    assert broken_layers(SOURCE / "world.py", ["rankwise.dist.comm"])
     assert broken_layers(SOURCE / "agent" / "head.py", ["rankwise.launch.launch"])
     assert broken_layers(SOURCE / "data" / "loader.py", ["rankwise.train"])
-    assert not broken_layers(SOURCE / "data" / "loader.py", ["rankwise.data.order", "rankwise.comm"])
+    assert not broken_layers(SOURCE / "data" / "loader.py", ["rankwise.data.order", "rankwise.dist.comm"])
 
 
 def test_launch_and_agent_know_only_the_plan_and_the_run_directory_of_each_other() -> None:

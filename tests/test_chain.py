@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from rankwise import Trainer, comm
+from rankwise import Trainer
+from rankwise.dist import comm
 from rankwise.state import TrainState
 from rankwise.telemetry import writers
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import rankwise
-from rankwise import comm
+from rankwise.dist import comm
 from rankwise.errors import ConfigError, WorldError
 
 KINDS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]

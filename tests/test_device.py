@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from rankwise import accelerator
-from rankwise.device import local_device, to_device
+from rankwise.dist import accelerator
+from rankwise.dist.device import local_device, to_device
+from rankwise.dist.world import World
 from rankwise.errors import DeviceError, WorldError
 from rankwise.host import machine
 from rankwise.model import is_synced, prepare
 from rankwise.run.directory import Part, RunDir
-from rankwise.world import World
 
 Point = namedtuple("Point", ["x", "y"])
 

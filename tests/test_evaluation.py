@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import rankwise
-from rankwise import comm
+from rankwise.dist import comm
 from rankwise.errors import ConfigError, StepError
 from rankwise.evaluation import Evaluate, Metrics
 from rankwise.state import TrainState

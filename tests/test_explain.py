@@ -17,11 +17,12 @@ from conftest import Run
 from environments import Env
 from ranks import on_ranks
 
-from rankwise import comm, schedulers
+from rankwise import schedulers
+from rankwise.dist import comm
+from rankwise.dist.world import World, discover, explain
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.report.explain import as_record, as_text
 from rankwise.run import directory
-from rankwise.world import World, discover, explain
 
 TRIPLE = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",

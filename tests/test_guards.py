@@ -14,9 +14,9 @@ import torch
 from environments import openmpi
 from ranks import RankError, on_ranks, torchrun
 
-from rankwise import comm
+from rankwise.dist import comm
+from rankwise.dist.guards import main_process_only, once_per_node, run_on_main, run_once_per_node
 from rankwise.errors import CheckpointError, MainProcessError
-from rankwise.guards import main_process_only, once_per_node, run_on_main, run_once_per_node
 
 
 class NeedsTwoError(Exception):

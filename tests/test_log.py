@@ -9,7 +9,7 @@ import logging
 import pytest
 from ranks import on_ranks
 
-from rankwise import log
+from rankwise.dist import log
 
 
 def said() -> list[str]:
@@ -83,7 +83,7 @@ def test_a_logger_hears_the_main_rank_what_is_forced_and_errors() -> None:
 def test_a_line_is_printed_also_where_the_environment_speaks_half(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rankwise.comm._world", None)
+    monkeypatch.setattr("rankwise.dist.comm._world", None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     log.say("before init")
     assert capsys.readouterr().out == "before init\n"

@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import rankwise
-from rankwise import TrainState, comm, gatekeeper
+from rankwise import TrainState, gatekeeper
 from rankwise.actions import Log
+from rankwise.dist import comm
 from rankwise.errors import ConfigError
 from rankwise.run.directory import RunDir
 

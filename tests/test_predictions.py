@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import rankwise
-from rankwise import comm
+from rankwise.dist import comm
 from rankwise.errors import ConfigError, StepError
 
 SAMPLES = 29

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from launched import wait_for
 
-from rankwise import rendezvous
+from rankwise.dist import rendezvous
+from rankwise.dist.rendezvous import Gathering, Meeting, join
+from rankwise.dist.world import World
 from rankwise.errors import WorldError
-from rankwise.rendezvous import Gathering, Meeting, join
-from rankwise.world import World
 
 START = "slurm-tc-7.0-0"
 LONG_S = 20.0
@@ -223,8 +223,8 @@ def test_a_file_of_yesterday_is_cleared_away_and_one_of_today_is_not(folder: Pat
 WAITS = """
 import sys
 from pathlib import Path
-from rankwise.rendezvous import Gathering
-from rankwise.world import World
+from rankwise.dist.rendezvous import Gathering
+from rankwise.dist.world import World
 with Gathering(World(0, 2, 0, 2, None, "slurm"), "killed", [Path(sys.argv[1])]) as gathering:
     print("waits", flush=True)
     gathering.wait(60)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankwise import seed
+from rankwise.dist import seed
 
 
 def draw(n: int = 3) -> list[float]:

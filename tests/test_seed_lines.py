@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from environments import SLURM_STEP
 
+from rankwise.dist.world import discover
 from rankwise.launch.elsewhere import translated
-from rankwise.world import discover
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LAUNCH = "python -m torch.distributed.launch"

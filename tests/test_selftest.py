@@ -19,8 +19,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from rankwise import cli, comm
-from rankwise.comm import rank
+from rankwise import cli
+from rankwise.dist import comm
+from rankwise.dist.comm import rank
 from rankwise.selftest import trainer as trainer_module
 from rankwise.selftest import verb
 from rankwise.sync import AllReduce, flat, trained

@@ -82,7 +82,7 @@ def test_numbers_by_hand_that_nothing_joins_are_an_error_that_asks_for_an_addres
 @pytest.mark.parametrize("rdzv", ["29500", "node1", "node1:x", ":29500", "node1:0", "node1:70000"])
 def test_an_address_that_is_none_is_refused_before_anybody_waits(rdzv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import rankwise
-    from rankwise import comm
+    from rankwise.dist import comm
 
     monkeypatch.setattr(comm, "_world", None)
     with pytest.raises(rankwise.RankwiseError, match=r"it is HOST:PORT, .* for example node1:29500"):

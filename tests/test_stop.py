@@ -15,7 +15,8 @@ import torch
 from launched import wait_for
 from ranks import on_ranks, torchrun
 
-from rankwise import StopSignal, World, comm, discover, gatekeeper, stop
+from rankwise import StopSignal, World, discover, gatekeeper, stop
+from rankwise.dist import comm
 from rankwise.ipc.shared_page import Page
 from rankwise.run.directory import RunDir
 

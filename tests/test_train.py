@@ -24,8 +24,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from rankwise import Trainer, comm, every, train
+from rankwise import Trainer, every, train
 from rankwise.data import Order
+from rankwise.dist import comm
 from rankwise.errors import CheckpointError, ConfigError, Stopped
 from rankwise.state import TrainState
 from rankwise.sync import AllReduce

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, Dataset, RandomSampler
 
 import rankwise
-from rankwise import comm
+from rankwise.dist import comm
 from rankwise.errors import ConfigError
 
 SAMPLES = 61

@@ -17,8 +17,9 @@ from test_train import Flat, data, eval_fn, fit, flat, losses, make_model, step_
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from rankwise import comm, divergence
+from rankwise import divergence
 from rankwise.checkpoint import Checkpoints
+from rankwise.dist import comm
 from rankwise.errors import ConfigError, StepError
 from rankwise.sync import AllReduce
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import rankwise
-from rankwise import comm
 from rankwise.data.order import share
+from rankwise.dist import comm
 
 
 class Stream(IterableDataset[Any]):

@@ -8,12 +8,12 @@ from types import MappingProxyType
 
 import pytest
 
+from rankwise.dist.world import World, agent_row, discover
 from rankwise.errors import WorldError
 from rankwise.ipc.shared_page import Page
 from rankwise.run.directory import Part, RunDir
 from rankwise.schedulers import ORDER, Ranks
 from rankwise.schedulers.torchrun import variables
-from rankwise.world import World, agent_row, discover
 
 COMPLETE = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",

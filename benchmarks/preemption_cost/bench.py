@@ -45,7 +45,7 @@ def rank(steps: int) -> None:
     took_ns = rounds({"gate": gate}, ROUNDS)["gate"]
     sent = packets() - before
     time.sleep(0.5)  # nobody begins to say anything while another counts
-    figures = rankwise.comm.all_gather_object((spread(took_ns, 0, " ns a step"), sent))
+    figures = rankwise.dist.comm.all_gather_object((spread(took_ns, 0, " ns a step"), sent))
     stop.finish()
     stop.leave()
     if world.is_main:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rankwise import seed
 from rankwise.data.fetch import Fetch
+from rankwise.dist import seed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import rankwise
-from rankwise import comm
 from rankwise.checkpoint import Checkpoints
+from rankwise.dist import comm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -17,21 +17,33 @@ from rankwise import early
 if TYPE_CHECKING:
     from rankwise.actions import every as every
     from rankwise.checkpoint import Checkpoints as Checkpoints
-    from rankwise.comm import all_gather_object as all_gather_object
-    from rankwise.comm import all_reduce as all_reduce
-    from rankwise.comm import barrier as barrier
-    from rankwise.comm import broadcast as broadcast
-    from rankwise.comm import broadcast_object as broadcast_object
-    from rankwise.comm import init as init
-    from rankwise.comm import is_local_main as is_local_main
-    from rankwise.comm import is_main as is_main
-    from rankwise.comm import local_rank as local_rank
-    from rankwise.comm import local_world_size as local_world_size
-    from rankwise.comm import rank as rank
-    from rankwise.comm import world_size as world_size
     from rankwise.data import Loader as Loader
-    from rankwise.device import local_device as local_device
-    from rankwise.device import to_device as to_device
+    from rankwise.dist.comm import all_gather_object as all_gather_object
+    from rankwise.dist.comm import all_reduce as all_reduce
+    from rankwise.dist.comm import barrier as barrier
+    from rankwise.dist.comm import broadcast as broadcast
+    from rankwise.dist.comm import broadcast_object as broadcast_object
+    from rankwise.dist.comm import init as init
+    from rankwise.dist.comm import is_local_main as is_local_main
+    from rankwise.dist.comm import is_main as is_main
+    from rankwise.dist.comm import local_rank as local_rank
+    from rankwise.dist.comm import local_world_size as local_world_size
+    from rankwise.dist.comm import rank as rank
+    from rankwise.dist.comm import world_size as world_size
+    from rankwise.dist.device import local_device as local_device
+    from rankwise.dist.device import to_device as to_device
+    from rankwise.dist.guards import main_process_only as main_process_only
+    from rankwise.dist.guards import once_per_node as once_per_node
+    from rankwise.dist.guards import run_on_main as run_on_main
+    from rankwise.dist.guards import run_once_per_node as run_once_per_node
+    from rankwise.dist.log import get_logger as get_logger
+    from rankwise.dist.log import say as say
+    from rankwise.dist.log import warn as warn
+    from rankwise.dist.log import warning_once as warning_once
+    from rankwise.dist.seed import seed_everything as seed_everything
+    from rankwise.dist.seed import seed_rank as seed_rank
+    from rankwise.dist.world import World as World
+    from rankwise.dist.world import discover as discover
     from rankwise.errors import RankwiseError as RankwiseError
     from rankwise.errors import Stopped as Stopped
     from rankwise.evaluation import Evaluate as Evaluate
@@ -39,46 +51,34 @@ if TYPE_CHECKING:
     from rankwise.functions.on_submitit import on_submitit as on_submitit
     from rankwise.functions.run_function import FunctionRun as FunctionRun
     from rankwise.functions.run_function import run_function as run_function
-    from rankwise.guards import main_process_only as main_process_only
-    from rankwise.guards import once_per_node as once_per_node
-    from rankwise.guards import run_on_main as run_on_main
-    from rankwise.guards import run_once_per_node as run_once_per_node
-    from rankwise.log import get_logger as get_logger
-    from rankwise.log import say as say
-    from rankwise.log import warn as warn
-    from rankwise.log import warning_once as warning_once
-    from rankwise.seed import seed_everything as seed_everything
-    from rankwise.seed import seed_rank as seed_rank
     from rankwise.state import TrainState as TrainState
     from rankwise.stop import StopSignal as StopSignal
     from rankwise.sync import AllReduce as AllReduce
     from rankwise.telemetry import Meters as Meters
     from rankwise.train import Trainer as Trainer
-    from rankwise.world import World as World
-    from rankwise.world import discover as discover
 
 _HOME = {
     "rankwise.actions": ("every",),
     "rankwise.checkpoint": ("Checkpoints",),
-    "rankwise.comm": (
+    "rankwise.dist.comm": (
         "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object", "init", "is_local_main", "is_main",
         "local_rank", "local_world_size", "rank", "world_size",
     ),
     "rankwise.data": ("Loader",),
-    "rankwise.device": ("local_device", "to_device"),
+    "rankwise.dist.device": ("local_device", "to_device"),
     "rankwise.errors": ("RankwiseError", "Stopped"),
     "rankwise.evaluation": ("Evaluate", "predict"),
     "rankwise.functions.on_submitit": ("on_submitit",),
     "rankwise.functions.run_function": ("FunctionRun", "run_function"),
-    "rankwise.guards": ("main_process_only", "once_per_node", "run_on_main", "run_once_per_node"),
-    "rankwise.log": ("get_logger", "say", "warn", "warning_once"),
-    "rankwise.seed": ("seed_everything", "seed_rank"),
+    "rankwise.dist.guards": ("main_process_only", "once_per_node", "run_on_main", "run_once_per_node"),
+    "rankwise.dist.log": ("get_logger", "say", "warn", "warning_once"),
+    "rankwise.dist.seed": ("seed_everything", "seed_rank"),
     "rankwise.state": ("TrainState",),
     "rankwise.stop": ("StopSignal",),
     "rankwise.sync": ("AllReduce",),
     "rankwise.telemetry": ("Meters",),
     "rankwise.train": ("Trainer",),
-    "rankwise.world": ("World", "discover"),
+    "rankwise.dist.world": ("World", "discover"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rankwise import comm
+from rankwise.dist import comm
 from rankwise.errors import ConfigError
 from rankwise.state import TrainState
 from rankwise.telemetry import Meters, Progress, TimeBreakdown

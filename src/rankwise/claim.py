@@ -11,14 +11,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rankwise import log, schedulers
+from rankwise import schedulers
+from rankwise.dist import log
+from rankwise.dist.guards import run_on_main
+from rankwise.dist.world import World
 from rankwise.errors import ConfigError
-from rankwise.guards import run_on_main
 from rankwise.host.terminal import short
 from rankwise.run.config import default_run_dir
 from rankwise.run.directory import Life, RunDir
 from rankwise.run.lease import Lease
-from rankwise.world import World
 
 
 def run_path(world: World, run_dir: str | os.PathLike[str] | None) -> Path:

@@ -355,7 +355,7 @@ def explain(as_json: bool, allow_independent: bool) -> None:
     """
     import os
 
-    from rankwise import world
+    from rankwise.dist import world
     from rankwise.report.explain import as_record, as_text
 
     told = world.explain(os.environ, allow_independent=allow_independent)

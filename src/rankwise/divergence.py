@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import xxhash
 
-from rankwise import comm, log
 from rankwise.digest import digest
+from rankwise.dist import comm, log
 from rankwise.errors import ConfigError, StepError
 from rankwise.optimizer import named_parameters, named_state
 from rankwise.state import TrainState

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rankwise import comm
+from rankwise.dist import comm
 from rankwise.errors import StepError
 from rankwise.optimizer import named_parameters
 from rankwise.state import TrainState

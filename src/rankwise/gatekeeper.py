@@ -19,11 +19,11 @@ import threading
 import time
 from collections.abc import Sequence
 
-from rankwise import comm, log
+from rankwise.dist import comm, log
+from rankwise.dist.world import World
 from rankwise.host import network
 from rankwise.ipc.channel import Door, Link, Message, NobodyThere, knock
 from rankwise.ipc.shared_page import JOIN_S, Page, Row
-from rankwise.world import World
 
 _BEAT_S = 0.05
 _MEET_S = 30.0

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rankwise import log
+from rankwise.dist import log
+from rankwise.dist.world import World
 from rankwise.errors import ConfigError
-from rankwise.world import World
 
 _SYNCED_ON = ("cuda", "xpu", "hpu")  # where torch's SyncBatchNorm works
 

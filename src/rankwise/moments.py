@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from rankwise import comm
 from rankwise.actions import Action, Every
+from rankwise.dist import comm
 from rankwise.errors import ConfigError
 from rankwise.ipc.shared_page import MOST_ALARMS
 from rankwise.state import TrainState

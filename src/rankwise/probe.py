@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from rankwise import seed
+from rankwise.dist import seed
+from rankwise.dist.world import discover
 from rankwise.run import directory
 from rankwise.selftest.settings import Settings
 from rankwise.selftest.watch import Enough, Watch
 from rankwise.state import TrainState
 from rankwise.train import Trainer
-from rankwise.world import discover
 
 _WAIT_S = 10.0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rankwise import comm, log
+from rankwise.dist import comm, log
 from rankwise.errors import ConfigError
 
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rankwise import comm, errors, log, seed
+from rankwise import errors
 from rankwise import optimizer as optimizers
 from rankwise.actions import Action, Log, every
 from rankwise.checkpoint import Checkpoints
@@ -35,7 +35,10 @@ from rankwise.checkpoint.best import check_name
 from rankwise.claim import already_done, claim, run_path
 from rankwise.data import Loader
 from rankwise.data.batching import of_all_ranks
-from rankwise.device import local_device
+from rankwise.dist import comm, log, seed
+from rankwise.dist.device import local_device
+from rankwise.dist.world import agent_row
+from rankwise.dist.world import checkpoint_scope as scope_of
 from rankwise.divergence import Divergence
 from rankwise.errors import CheckpointError, ConfigError, RunDirError, StepError
 from rankwise.evaluation import Evaluate, Metrics, Pair, predict
@@ -57,8 +60,6 @@ from rankwise.stop import StopSignal
 from rankwise.sync import AllReduce, Shared, StepResult, SyncStrategy
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
 from rankwise.telemetry.writers import Writer, open_writers
-from rankwise.world import agent_row
-from rankwise.world import checkpoint_scope as scope_of
 
 _LEFT_OUT_IN_A_ROW = 100  # steps; then it is no accident
 _LEFT_OUT_TOLD = 3  # of them, one by one

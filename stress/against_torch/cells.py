@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from rankwise import comm
 from rankwise.checkpoint import Checkpoints
+from rankwise.dist import comm
 from rankwise.errors import ConfigError
 from rankwise.sync import AllReduce
 

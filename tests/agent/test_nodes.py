@@ -37,7 +37,7 @@ time.sleep(60)
 
 GATE = """
 import os, sys, time
-from rankwise.world import agent_row, discover
+from rankwise.dist.world import agent_row, discover
 world = discover(os.environ)
 row, step = agent_row(world), 0
 row.join()
@@ -71,7 +71,9 @@ def test_ranks_are_counted_over_the_hosts_in_their_order(agents: New) -> None:
 def test_what_the_agents_own_scheduler_says_of_a_rank_is_what_rank_says(agents: New, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SLURM_AGENTS[0], "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    source = "import os\nfrom rankwise.world import explain\nprint(sorted(n for n in os.environ if n.startswith('OMPI')))\n"
+    source = (
+        "import os\nfrom rankwise.dist.world import explain\nprint(sorted(n for n in os.environ if n.startswith('OMPI')))\n"
+    )
     source += (
         "print(*(os.environ[n] for n in ('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID', 'SLURM_STEP_TASKS_PER_NODE')))\n"
     )
@@ -160,7 +162,7 @@ def test_all_nodes_stop_after_the_same_step(agents: New) -> None:
 
 ALARMS = """
 import os, time
-from rankwise.world import agent_row, discover
+from rankwise.dist.world import agent_row, discover
 world = discover(os.environ)
 row, step, heard = agent_row(world), 0, []
 def set_alarm(which):

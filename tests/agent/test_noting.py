@@ -181,7 +181,7 @@ def within(module: str) -> Callable[..., None]:
 
 
 def test_a_reduction_by_a_function_of_ours_is_told_with_the_line_that_calls_it() -> None:
-    ours = within("rankwise.comm")
+    ours = within("rankwise.dist.comm")
     a, b = torch.ones(4), torch.zeros(4)
 
     def usual(d: Any) -> None:

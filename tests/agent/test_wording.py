@@ -137,7 +137,7 @@ def test_what_was_noted_on_an_exception_is_told_too() -> None:
 
 ON_MAIN = """raised on the main rank:
 Traceback (most recent call last):
-  File "/venv/lib/python3.11/site-packages/rankwise/guards.py", line 126, in _attempt
+  File "/venv/lib/python3.11/site-packages/rankwise/dist/guards.py", line 126, in _attempt
     value = work()
   File "/home/ann/data.py", line 6, in read
     raise ValueError("no such speaker")

@@ -20,11 +20,11 @@ from boxes import Box, loaded, of_step, step_in
 from ranks import on_ranks
 from torch import nn
 
-from rankwise import comm, seed
 from rankwise.checkpoint import Checkpoints, store
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.background import Background
 from rankwise.checkpoint.snapshot import Snapshot
+from rankwise.dist import comm, seed
 from rankwise.errors import CheckpointError
 
 

@@ -14,9 +14,9 @@ from boxes import loaded, of_step, step_in
 from ranks import on_ranks, torchrun
 
 import rankwise
-from rankwise import comm
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint.disks import digest, sharing, spread
+from rankwise.dist import comm
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
 
 TWO_NODES = [torchrun(rank, 4, 2) for rank in range(4)]

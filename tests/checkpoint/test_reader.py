@@ -17,10 +17,10 @@ from boxes import Box, of_step, step_in
 from ranks import on_ranks
 from torch import nn
 
-from rankwise import comm, log
 from rankwise.checkpoint import Checkpoints, reader
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.manifest import FileRecord, Manifest
+from rankwise.dist import comm, log
 from rankwise.errors import CheckpointError, DamagedError
 
 

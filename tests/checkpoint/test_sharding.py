@@ -16,10 +16,10 @@ from ranks import RankError, on_ranks
 from test_trainer_checkpoints import fit
 from torch import nn
 
-from rankwise import comm, log
 from rankwise.checkpoint import Checkpoints, export, listing, sharding
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.manifest import Manifest
+from rankwise.dist import comm, log
 from rankwise.errors import CheckpointError, RunDirError
 
 __all__ = ["background"]  # a fixture

@@ -22,9 +22,9 @@ from boxes import Box, background, loaded, of_step, save, small_disk, step_in
 from ranks import on_ranks
 from torch import nn
 
-from rankwise import comm, seed
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
+from rankwise.dist import comm, seed
 from rankwise.errors import CheckpointError, ConfigError
 
 __all__ = ["background", "small_disk"]  # fixtures

@@ -162,7 +162,7 @@ def test_the_progress_of_a_run_of_mpi_is_not_redrawn_in_a_file(
     Path("bin/mpirun").write_text(f'#!/bin/sh\nexec mpirun.{flavour} "$@"\n')
     Path("bin/mpirun").chmod(0o755)
     source = (
-        "import json, os, time\nos.environ['X'] = '1'\nfrom rankwise.world import agent_row, discover\n"
+        "import json, os, time\nos.environ['X'] = '1'\nfrom rankwise.dist.world import agent_row, discover\n"
         "row = agent_row(discover(os.environ))\n"
         "for step in range(10):\n"
         "    row.say(json.dumps({'done': step, 'total': 10, 'elapsed_s': 1.0, 'text': 'loss 1'}))\n    time.sleep(0.05)\n"

@@ -13,9 +13,9 @@ from ranks import RankError, on_ranks
 from torch.utils.data import IterableDataset
 
 import rankwise
-from rankwise import comm
 from rankwise.data import Loader
 from rankwise.data.order import share, split
+from rankwise.dist import comm
 from rankwise.errors import ConfigError
 
 

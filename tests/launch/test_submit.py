@@ -286,7 +286,7 @@ def test_a_job_whose_folder_no_node_sees_says_so_and_what_to_type(rankwise: Run,
 
 SAVES = """
 import os, signal, sys, time
-from rankwise.world import agent_row, discover
+from rankwise.dist.world import agent_row, discover
 row = agent_row(discover(os.environ))
 row.join()
 row.flag, step = signal.SIGTERM, 1

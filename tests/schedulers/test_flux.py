@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from environments import SLURM_STEP, Env
 
+from rankwise.dist.world import discover
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.schedulers import flux
-from rankwise.world import discover
 
 
 def task(rank: int, size: int = 4, nodes: int = 2) -> Env:

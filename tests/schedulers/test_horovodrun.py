@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from environments import SLURM_BATCH, Env
 
+from rankwise.dist.world import discover
 from rankwise.errors import WorldError
 from rankwise.schedulers import horovodrun
-from rankwise.world import discover
 
 
 def process(rank: int, local_rank: int, local_size: int) -> Env:

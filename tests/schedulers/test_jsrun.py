@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from environments import Env
 
+from rankwise.dist.world import discover
 from rankwise.errors import WorldError
 from rankwise.schedulers import jsrun
-from rankwise.world import discover
 
 
 def task(rank: int) -> Env:

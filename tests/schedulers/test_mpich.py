@@ -8,10 +8,10 @@ import pytest
 from environments import MPICH, MPICH_IN_SBATCH, MPICH_ROUND_ROBIN, SGE_SCRIPT, SLURM_STEP, Env, mpich
 from plans import TWO_HOSTS, golden, hostile, mpirun, plan
 
+from rankwise.dist.world import discover
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.schedulers import Ranks
 from rankwise.schedulers import mpich as scheduler
-from rankwise.world import discover
 
 __all__ = ["mpirun"]  # a fixture
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from environments import MPICH, Env
 
+from rankwise.dist.world import discover
 from rankwise.errors import WorldError
 from rankwise.schedulers import mvapich
-from rankwise.world import discover
 
 
 def process(rank: int) -> Env:

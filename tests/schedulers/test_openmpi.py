@@ -8,10 +8,10 @@ import pytest
 from environments import OPENMPI, OPENMPI_BY_NODE, OPENMPI_IN_SBATCH, OPENMPI_IN_SGE, Env, openmpi
 from plans import TWO_HOSTS, golden, hostile, mpirun, plan
 
+from rankwise.dist.world import discover
 from rankwise.errors import ConfigError, WorldError
 from rankwise.schedulers import Ranks
 from rankwise.schedulers import openmpi as scheduler
-from rankwise.world import discover
 
 __all__ = ["mpirun"]  # a fixture
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from environments import SLURM_STEP, Env, openmpi
 
+from rankwise.dist.world import discover
 from rankwise.errors import NotJoinedError
 from rankwise.schedulers import ORDER, named_by_task, others
-from rankwise.world import discover
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from environments import Env
 
+from rankwise.dist.world import discover
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.schedulers import pals
-from rankwise.world import discover
 
 
 def process(rank: int) -> Env:

@@ -13,11 +13,11 @@ import pytest
 from environments import SGE_ARRAY, SGE_ONE_HOST, SGE_SCRIPT, SGE_SERIAL, SGE_TASK, Env
 from plans import HOSTILE, golden, hostile, plan
 
+from rankwise.dist.world import discover
 from rankwise.errors import ConfigError, NotJoinedError, WorldError
 from rankwise.run.plan import Host
 from rankwise.schedulers import sge
 from rankwise.schedulers.job import State
-from rankwise.world import discover
 
 
 @pytest.mark.parametrize(

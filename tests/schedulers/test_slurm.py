@@ -20,9 +20,9 @@ from environments import (
     Env,
 )
 
+from rankwise.dist.world import discover
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.schedulers import Ranks, slurm, torchrun
-from rankwise.world import discover
 
 ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 

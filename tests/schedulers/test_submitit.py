@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from environments import SLURM_STEP
 
+from rankwise.dist.world import discover
 from rankwise.errors import WorldError
 from rankwise.schedulers import slurm, submitit
-from rankwise.world import discover
 
 TASKS = [
     {

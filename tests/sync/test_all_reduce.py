@@ -18,8 +18,8 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
-from rankwise import accelerator, comm
 from rankwise.data.loader import share
+from rankwise.dist import accelerator, comm
 from rankwise.errors import ConfigError, StepError
 from rankwise.precision import LossScale
 from rankwise.sync import AllReduce, Mine, Shared, StepResult

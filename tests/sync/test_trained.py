@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
 
-from rankwise import comm
+from rankwise.dist import comm
 from rankwise.errors import ConfigError, StepError
 from rankwise.sync import AllReduce
 from rankwise.sync.trained import Trained, is_dense

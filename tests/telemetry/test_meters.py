@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 
-from rankwise import comm
+from rankwise.dist import comm
 from rankwise.telemetry import Meters
 from rankwise.telemetry.meters import mean
 

@@ -30,7 +30,7 @@ import time
 _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _COUNT_EVERY_S = 0.5
-_TRANSPARENT = ("rankwise.comm", "rankwise.guards")
+_TRANSPARENT = ("rankwise.dist.comm", "rankwise.dist.guards")
 """Modules of ours whose functions are collectives by the user's own will: what is noted is the line that calls them."""
 
 # Each collective: the parameter whose tensors must be alike on all ranks (None: they may differ), and that of the root.

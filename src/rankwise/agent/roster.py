@@ -19,10 +19,10 @@ from typing import Any, Protocol
 from rankwise.agent.node import Introduction, Node, Orders, Part, Sink
 from rankwise.agent.remote import Remote
 from rankwise.agent.waiting import Waiting
+from rankwise.dist.rendezvous import listed
 from rankwise.errors import RankwiseError
 from rankwise.host import processes
 from rankwise.ipc.channel import Door, Link, Message
-from rankwise.rendezvous import listed
 from rankwise.run.directory import RunDir
 from rankwise.run.plan import Host, Plan
 from rankwise.schedulers.ranks import short_list

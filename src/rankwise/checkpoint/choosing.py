@@ -9,13 +9,13 @@ import platform
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rankwise import comm, log
 from rankwise.checkpoint.disks import digest, sharing, spread
 from rankwise.checkpoint.folders import order
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.checkpoint.shelf import Shelf
+from rankwise.dist import comm, log
+from rankwise.dist.guards import agreed
 from rankwise.errors import CheckpointError
-from rankwise.guards import agreed
 from rankwise.host.terminal import count
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import xxhash
 
-from rankwise import comm
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.folders import put
+from rankwise.dist import comm
+from rankwise.dist.guards import agreed, settle
 from rankwise.errors import CheckpointError
-from rankwise.guards import agreed, settle
 
 _CHUNK = 32 << 20  # bytes: a rank that only hears of it holds as much
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rankwise import comm, log, seed
 from rankwise.checkpoint import sharding
 from rankwise.checkpoint.manifest import Manifest
+from rankwise.dist import comm, log, seed
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
 from rankwise.host.terminal import count
 from rankwise.state import Stateful

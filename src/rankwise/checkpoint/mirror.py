@@ -18,9 +18,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from rankwise import log
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.folders import is_name, order, put
+from rankwise.dist import log
 from rankwise.errors import CheckpointError, ConfigError
 
 _PATIENCE_S = 2.0

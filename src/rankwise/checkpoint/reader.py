@@ -30,10 +30,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from rankwise import comm
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.layout import storages
 from rankwise.checkpoint.manifest import FileRecord, tensors
+from rankwise.dist import comm
 from rankwise.errors import DamagedError
 
 _CHUNK = 1 << 20  # bytes: what is read stays in the cache until it is summed

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rankwise import comm, log
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.best import Best
 from rankwise.checkpoint.folders import checkpoints_in, order, remove
 from rankwise.checkpoint.manifest import Manifest, saved_at
 from rankwise.checkpoint.mirror import Mirror
 from rankwise.checkpoint.retention import Retention
+from rankwise.dist import comm, log
 from rankwise.errors import CheckpointError
 
 

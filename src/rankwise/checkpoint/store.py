@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 
-from rankwise import comm, log, seed
 from rankwise.checkpoint import loading, sharding
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.background import Background
@@ -46,8 +45,9 @@ from rankwise.checkpoint.sharding import Others
 from rankwise.checkpoint.shelf import Shelf
 from rankwise.checkpoint.snapshot import Snapshot
 from rankwise.checkpoint.writing import plain, states_of, why_not, write_file
+from rankwise.dist import comm, log, seed
+from rankwise.dist.guards import agreed, run_on_firsts, run_on_main, settle
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
-from rankwise.guards import agreed, run_on_firsts, run_on_main, settle
 from rankwise.run.lease import Fence
 from rankwise.state import Stateful
 

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rankwise import seed as seeds
 from rankwise.data.order import Order, share, split
+from rankwise.dist import seed as seeds
 from rankwise.errors import ConfigError, DataError
 
 Lengths = npt.NDArray[np.float64]

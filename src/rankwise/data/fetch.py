@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from rankwise import seed as seeds
+from rankwise.dist import seed as seeds
 from rankwise.errors import DataError
 from rankwise.ipc.pickles import Packed, pack_error, unpack_error
 

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from rankwise import log
 from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthOf, steps_of
 from rankwise.data.fetch import Fetch, Fetcher, fetched, promises
 from rankwise.data.order import Order, share
 from rankwise.data.stream import Request, Step, Stream
 from rankwise.data.uneven import check, in_step
-from rankwise.device import to_device
+from rankwise.dist import log
+from rankwise.dist.device import to_device
+from rankwise.dist.world import World
 from rankwise.errors import ConfigError, DataError
-from rankwise.world import World
 
 
 class Loader:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import _utils, default_collate
 
-from rankwise import seed as seeds
 from rankwise.data.fetch import Noted
 from rankwise.data.order import share, split
+from rankwise.dist import seed as seeds
 from rankwise.errors import DataError
 
 _SKIPPED_AT_ONCE = 16  # samples that are held while a resume or another worker's step is skipped

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
-from rankwise import comm
 from rankwise.data.stream import Step
+from rankwise.dist import comm
 from rankwise.errors import ConfigError, DataError
 
 POLICIES = ("join", "stop", "pad")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rankwise import comm, log, seed
+from rankwise.dist import comm, log, seed
 from rankwise.errors import StepError
 from rankwise.evaluation.metrics import Metrics
 from rankwise.precision import Precision

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
-from rankwise import comm
+from rankwise.dist import comm
+from rankwise.dist.guards import agreed
 from rankwise.errors import ConfigError, StepError
-from rankwise.guards import agreed
 
 
 class Metric(Protocol):

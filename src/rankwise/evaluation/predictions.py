@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rankwise import comm
 from rankwise.data import Loader
+from rankwise.dist import comm
+from rankwise.dist.guards import agreed, run_on_main
 from rankwise.errors import ConfigError, StepError
 from rankwise.evaluation.evaluate import evaluating
-from rankwise.guards import agreed, run_on_main
 from rankwise.precision import Precision
 
 _ROUND = 32  # steps whose predictions travel together

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rankwise.dist.world import explain
 from rankwise.errors import WorldError
 from rankwise.host import processes
 from rankwise.launch.choice import Choice
@@ -18,7 +19,6 @@ from rankwise.run.config import RunConfig
 from rankwise.run.directory import RunDir
 from rankwise.schedulers import BY_NAME, ORDER
 from rankwise.schedulers.ranks import Tasks
-from rankwise.world import explain
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rankwise.dist.world import Explanation, NotTaken, World
 from rankwise.schedulers.ranks import shown
-from rankwise.world import Explanation, NotTaken, World
 
 _NUMBERS = ("rank", "local_rank", "world_size", "local_world_size", "node_rank", "master_addr", "master_port")
 _LONGEST = 60

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from rankwise import comm
+from rankwise.dist import comm
 from rankwise.optimizer import outside
 from rankwise.selftest.difference import TOLERANCES, Difference, difference
 from rankwise.selftest.finding import FAILED, KNOWN, OK, OPEN, Finding

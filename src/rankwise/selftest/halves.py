@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise import comm, log
+from rankwise.dist import comm, log
 from rankwise.evaluation.evaluate import unmoved
 from rankwise.model import is_synced
 from rankwise.selftest.trainer import tensors_in

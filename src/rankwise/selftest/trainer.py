@@ -22,13 +22,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rankwise import comm, seed
 from rankwise.checkpoint import Checkpoints
 from rankwise.data import Loader
 from rankwise.digest import digest, digests
+from rankwise.dist import comm, seed
+from rankwise.dist.guards import run_on_main
+from rankwise.dist.world import World
 from rankwise.evaluation import Evaluate
 from rankwise.evaluation.evaluate import evaluating
-from rankwise.guards import run_on_main
 from rankwise.host.terminal import count
 from rankwise.optimizer import named_state
 from rankwise.selftest.finding import FAILED, OK, OPEN, Finding
@@ -38,7 +39,6 @@ from rankwise.selftest.still import Draws
 from rankwise.selftest.twin import Twin
 from rankwise.state import TrainState
 from rankwise.sync import SyncStrategy
-from rankwise.world import World
 
 ONE = World(0, 1, 0, 1, 0, source="selftest")
 """One rank alone: what all are measured by."""

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rankwise import accelerator, comm, log
+from rankwise.dist import accelerator, comm, log
 from rankwise.errors import ConfigError, RankwiseError, StepError
 from rankwise.precision import LossScale
 from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankwise import comm
+from rankwise.dist import comm
 from rankwise.host.terminal import size
 from rankwise.sync.reduction import Count, LocalTail, RidingTail, Tail
 from rankwise.sync.trained import is_dense

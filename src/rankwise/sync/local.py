@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 
-from rankwise import comm
+from rankwise.dist import comm
 from rankwise.sync.all_reduce import AllReduce
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from rankwise import log
+from rankwise.dist import log
 from rankwise.errors import ConfigError
 from rankwise.optimizer import named_parameters, outside
 

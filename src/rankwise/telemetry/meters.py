@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from rankwise import comm
+from rankwise.dist import comm
 
 Number = float | torch.Tensor
 

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 
-from rankwise import log
+from rankwise.dist import log
 from rankwise.host.terminal import Terminal, clock, progress_line, stamp
 from rankwise.ipc.shared_page import Row
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from rankwise import log
+from rankwise.dist import log
 from rankwise.run.directory import RunDir
 
 

@@ -24,11 +24,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankwise import accelerator, errors, rendezvous, schedulers
-from rankwise import world as world_
+from rankwise import errors, schedulers
+from rankwise.dist import accelerator
+from rankwise.dist import rendezvous
+from rankwise.dist import world as world_
 from rankwise.errors import ConfigError, DeviceError, WorldError
 from rankwise.host import network, processes
-from rankwise.world import Given, World
+from rankwise.dist.world import Given, World
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
-from rankwise import comm
+from rankwise.dist import comm
 from rankwise.errors import WorldError
 
 _warned: set[str] = set()

@@ -17,8 +17,8 @@ import torch
 
 from rankwise.errors import DeviceError, WorldError
 from rankwise.host import machine
-from rankwise.rendezvous import who
-from rankwise.world import World
+from rankwise.dist.rendezvous import who
+from rankwise.dist.world import World
 
 _ON_THE_CPU = "to train on the CPU, put CUDA_VISIBLE_DEVICES= before the command"
 _CURES = {

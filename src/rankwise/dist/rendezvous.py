@@ -34,7 +34,7 @@ from typing import Any, Self
 from rankwise.errors import RunDirError, WorldError
 from rankwise.host import network, processes
 from rankwise.run.directory import write_text
-from rankwise.world import World
+from rankwise.dist.world import World
 
 FOLDER = ".rankwise"
 SAY_AFTER_S = 5.0

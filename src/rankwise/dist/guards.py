@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from rankwise import comm
+from rankwise.dist import comm
 from rankwise.errors import MainProcessError
 from rankwise.ipc.pickles import pack_error, unpack_error
 

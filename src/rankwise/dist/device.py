@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from rankwise import accelerator
+from rankwise.dist import accelerator
 from rankwise.errors import DeviceError, WorldError
-from rankwise.world import World, ranks_of_one_agent
+from rankwise.dist.world import World, ranks_of_one_agent
 
 
 def local_device(world: World) -> torch.device:
