@@ -160,7 +160,7 @@ def test_the_command_the_launcher_and_the_agent_start_without_torch_and_numpy() 
 
 def test_importing_rankwise_imports_none_of_its_rooms_but_what_remembers_a_signal() -> None:
     modules = modules_after("import rankwise")
-    assert {m for m in modules if m.startswith("rankwise.")} == {"rankwise.early"}
+    assert {m for m in modules if m.startswith("rankwise.")} == {"rankwise.stop.early"}
     assert not modules & {"json", "subprocess", "typing_extensions"}
 
 

@@ -61,6 +61,6 @@ import rankwise
 if (child := os.fork()) == 0:
     os.kill(os.getpid(), signal.SIGTERM)
     os._exit(0)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), rankwise.early.listening)  # a StopSignal comes later
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), rankwise.stop.early.listening)  # a StopSignal comes later
 """
     assert ended(source, LOCAL_RANK="0") == (0, "-15 True\n")

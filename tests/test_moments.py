@@ -15,11 +15,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import rankwise
-from rankwise import TrainState, gatekeeper
+from rankwise import TrainState
 from rankwise.actions import Log
 from rankwise.dist import comm
 from rankwise.errors import ConfigError
 from rankwise.run.directory import RunDir
+from rankwise.stop import coordinator
 
 RUN = Path("run")
 
@@ -121,9 +122,9 @@ def test_a_lone_rank_that_its_script_has_stopped_says_so_when_it_is_started_agai
 
 def without_a_gate() -> list[Any]:
     def knock(*_: object) -> None:
-        raise gatekeeper.NobodyThere("10.0.0.1, port 1: no route to host")
+        raise coordinator.NobodyThere("10.0.0.1, port 1: no route to host")
 
-    gatekeeper.knock, gatekeeper._MEET_S = knock, 0.2  # type: ignore[assignment]
+    coordinator.knock, coordinator._MEET_S = knock, 0.2  # type: ignore[assignment]
     return stopped_by([1], log_every=5)
 
 

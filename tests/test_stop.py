@@ -15,10 +15,12 @@ import torch
 from launched import wait_for
 from ranks import on_ranks, torchrun
 
-from rankwise import StopSignal, World, discover, gatekeeper, stop
+from rankwise import StopSignal, World, discover
 from rankwise.dist import comm
 from rankwise.ipc.shared_page import Page
 from rankwise.run.directory import RunDir
+from rankwise.stop import coordinator
+from rankwise.stop.signal import signal
 
 
 def loop(who: int | tuple[int, ...], signum: int, at: int, together: bool, steps: int = 100_000) -> tuple[int, int]:
@@ -74,9 +76,9 @@ def out_of_reach() -> bool:
     """Whether this process has its own way with signals."""
 
     def knock(*_: object) -> None:
-        raise gatekeeper.NobodyThere("10.0.0.1, port 1: no route to host")
+        raise coordinator.NobodyThere("10.0.0.1, port 1: no route to host")
 
-    gatekeeper.knock, gatekeeper._MEET_S = knock, 0.2  # type: ignore[assignment]
+    coordinator.knock, coordinator._MEET_S = knock, 0.2  # type: ignore[assignment]
     signals = StopSignal(discover(os.environ))
     assert not signals.agreed(0)
     return signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
@@ -161,7 +163,7 @@ def late_signals() -> tuple[int, int]:
     """After an agreed stop: how many of the signals the process has survived, and what ends a process of its own."""
     loop(0, signal.SIGTERM, 5, True)
     survived = 0
-    for signum in stop.SIGNALS:
+    for signum in signal.SIGNALS:
         os.kill(os.getpid(), signum)
         survived += 1
     if (child := os.fork()) == 0:
@@ -256,8 +258,8 @@ def stopped_again() -> int:
         while not signals.agreed(0):
             os.kill(os.getpid(), signal.SIGTERM)
         signals.leave()
-        signals._left -= stop.LATE_S
-    signals._left += stop.LATE_S
+        signals._left -= signal.LATE_S
+    signals._left += signal.LATE_S
     os.kill(os.getpid(), signal.SIGTERM)
     return 1
 
@@ -268,7 +270,7 @@ def test_after_each_of_two_stops_of_a_process_a_late_signal_is_answered() -> Non
 
 def long_after() -> int:
     """What ends a process that goes on after its stop."""
-    stop.LATE_S = 0.0
+    signal.LATE_S = 0.0
     if (child := os.fork()) == 0:
         signals = StopSignal(World(0, 1, 0, 1, 0, source="test"))
         while not signals.agreed(0):
@@ -334,7 +336,7 @@ def test_when_the_first_rank_leaves_amid_an_agreement_the_others_of_its_node_go_
     page = Page.create(2)
     for rank in range(2):
         page.row(rank).join()
-    keeper = gatekeeper.Keeper(page, [SilentLink()])  # type: ignore[list-item]
+    keeper = coordinator.Keeper(page, [SilentLink()])  # type: ignore[list-item]
     keeper.start()
     page.row(1).flag = signal.SIGTERM
     wait_for(lambda: page.stopping, "the gate to be held")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rankwise import early
+from rankwise.stop import early
 
 if TYPE_CHECKING:
     from rankwise.actions import every as every
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from rankwise.functions.run_function import FunctionRun as FunctionRun
     from rankwise.functions.run_function import run_function as run_function
     from rankwise.state import TrainState as TrainState
-    from rankwise.stop import StopSignal as StopSignal
+    from rankwise.stop.signal import StopSignal as StopSignal
     from rankwise.sync import AllReduce as AllReduce
     from rankwise.telemetry import Meters as Meters
     from rankwise.train import Trainer as Trainer
@@ -74,7 +74,7 @@ _HOME = {
     "rankwise.dist.log": ("get_logger", "say", "warn", "warning_once"),
     "rankwise.dist.seed": ("seed_everything", "seed_rank"),
     "rankwise.state": ("TrainState",),
-    "rankwise.stop": ("StopSignal",),
+    "rankwise.stop.signal": ("StopSignal",),
     "rankwise.sync": ("AllReduce",),
     "rankwise.telemetry": ("Meters",),
     "rankwise.train": ("Trainer",),

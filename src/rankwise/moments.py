@@ -17,7 +17,7 @@ from rankwise.dist import comm
 from rankwise.errors import ConfigError
 from rankwise.ipc.shared_page import MOST_ALARMS
 from rankwise.state import TrainState
-from rankwise.stop import StopSignal
+from rankwise.stop.signal import StopSignal
 
 
 class Moments:

@@ -56,7 +56,7 @@ from rankwise.selftest.trainer import Subject, check
 from rankwise.settings import Settings, compare, plain
 from rankwise.state import Stateful, TrainState
 from rankwise.step import loss_and_count
-from rankwise.stop import StopSignal
+from rankwise.stop.signal import StopSignal
 from rankwise.sync import AllReduce, Shared, StepResult, SyncStrategy
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
 from rankwise.telemetry.writers import Writer, open_writers

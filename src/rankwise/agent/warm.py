@@ -240,7 +240,7 @@ def _become_rank(spec, agent):
 
 
 def _note_answers(mark, package):
-    """Whether a request to stop is remembered from now on (rankwise/early.py): a version without it remembers none."""
+    """Whether a request to stop is remembered from now on (rankwise/stop/early.py): a version without it remembers none."""
     if getattr(getattr(package, "early", None), "listening", False):
         _set_mark(*mark)
 

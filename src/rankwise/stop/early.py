@@ -13,7 +13,7 @@ import os
 import sys
 from types import FrameType
 
-_OURS = os.path.dirname(__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OF_A_RANK = ("RANKWISE_RUN_DIR", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 listening = False

@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from rankwise import early
 from rankwise.dist import comm
 from rankwise.dist.world import World, agent_row
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Stopped
-from rankwise.gatekeeper import Keeper, open_gate
+from rankwise.stop import early
+from rankwise.stop.coordinator import Keeper, open_gate
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
