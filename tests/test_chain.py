@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 
 from rankwise import Trainer
 from rankwise.dist import comm
-from rankwise.state import TrainState
 from rankwise.telemetry import writers
+from rankwise.training.state import TrainState
 
 SAMPLES = 50
 GLOBAL_BATCH = 8  # an epoch is 6 steps of 8 samples and one of 2: fewer than there are ranks in the last life

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.claim import already_done, run_path
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError
 from rankwise.run.directory import RunDir
+from rankwise.training.open_run import already_done, run_path
 
 ALONE = World(0, 1, 0, 1, 0, "local")
 

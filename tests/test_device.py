@@ -15,8 +15,8 @@ from rankwise.dist.device import local_device, to_device
 from rankwise.dist.world import World
 from rankwise.errors import DeviceError, WorldError
 from rankwise.host import machine
-from rankwise.model import is_synced, prepare
 from rankwise.run.directory import Part, RunDir
+from rankwise.training.model import is_synced, prepare
 
 Point = namedtuple("Point", ["x", "y"])
 

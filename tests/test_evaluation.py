@@ -17,7 +17,7 @@ import rankwise
 from rankwise.dist import comm
 from rankwise.errors import ConfigError, StepError
 from rankwise.evaluation import Evaluate, Metrics
-from rankwise.state import TrainState
+from rankwise.training.state import TrainState
 
 CLASSES = 3
 SIZES = (29, 2, 1)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigError
-from rankwise.precision import LossScale, Precision
+from rankwise.training.precision import LossScale, Precision
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from rankwise.actions import every
 from rankwise.errors import ConfigError
-from rankwise.state import TrainState
+from rankwise.training.state import TrainState
 
 
 @pytest.fixture

@@ -28,9 +28,9 @@ from rankwise import Trainer, every, train
 from rankwise.data import Order
 from rankwise.dist import comm
 from rankwise.errors import CheckpointError, ConfigError, Stopped
-from rankwise.state import TrainState
 from rankwise.sync import AllReduce
 from rankwise.telemetry import writers
+from rankwise.training.state import TrainState
 
 Flat = npt.NDArray[np.float64]
 SAMPLES = 29

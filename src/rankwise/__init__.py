@@ -51,11 +51,11 @@ if TYPE_CHECKING:
     from rankwise.functions.on_submitit import on_submitit as on_submitit
     from rankwise.functions.run_function import FunctionRun as FunctionRun
     from rankwise.functions.run_function import run_function as run_function
-    from rankwise.state import TrainState as TrainState
     from rankwise.stop.signal import StopSignal as StopSignal
     from rankwise.sync import AllReduce as AllReduce
     from rankwise.telemetry import Meters as Meters
     from rankwise.train import Trainer as Trainer
+    from rankwise.training.state import TrainState as TrainState
 
 _HOME = {
     "rankwise.actions": ("every",),
@@ -73,7 +73,7 @@ _HOME = {
     "rankwise.dist.guards": ("main_process_only", "once_per_node", "run_on_main", "run_once_per_node"),
     "rankwise.dist.log": ("get_logger", "say", "warn", "warning_once"),
     "rankwise.dist.seed": ("seed_everything", "seed_rank"),
-    "rankwise.state": ("TrainState",),
+    "rankwise.training.state": ("TrainState",),
     "rankwise.stop.signal": ("StopSignal",),
     "rankwise.sync": ("AllReduce",),
     "rankwise.telemetry": ("Meters",),

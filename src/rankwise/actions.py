@@ -13,10 +13,10 @@ from typing import Any
 
 from rankwise.dist import comm
 from rankwise.errors import ConfigError
-from rankwise.state import TrainState
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
 from rankwise.telemetry.meters import mean
 from rankwise.telemetry.writers import Writer
+from rankwise.training.state import TrainState
 
 Action = Callable[[TrainState], None]
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import xxhash
 
-from rankwise.digest import digest
 from rankwise.dist import comm, log
 from rankwise.errors import ConfigError, StepError
-from rankwise.optimizer import named_parameters, named_state
-from rankwise.state import TrainState
 from rankwise.sync import SyncStrategy
+from rankwise.training.digest import digest
+from rankwise.training.optimizer import named_parameters, named_state
+from rankwise.training.state import TrainState
 
 _SHARE = 0.01  # of the time
 _FEWEST = 50  # steps between two checks

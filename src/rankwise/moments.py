@@ -16,8 +16,8 @@ from rankwise.actions import Action, Every
 from rankwise.dist import comm
 from rankwise.errors import ConfigError
 from rankwise.ipc.shared_page import MOST_ALARMS
-from rankwise.state import TrainState
 from rankwise.stop.signal import StopSignal
+from rankwise.training.state import TrainState
 
 
 class Moments:

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rankwise.actions import Action
 from rankwise.errors import ConfigError
-from rankwise.state import TrainState
+from rankwise.training.state import TrainState
 
 
 def step_plateau(scheduler: ReduceLROnPlateau, metric: str) -> Action:

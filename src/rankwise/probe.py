@@ -25,8 +25,8 @@ from rankwise.dist.world import discover
 from rankwise.run import directory
 from rankwise.selftest.settings import Settings
 from rankwise.selftest.watch import Enough, Watch
-from rankwise.state import TrainState
 from rankwise.train import Trainer
+from rankwise.training.state import TrainState
 
 _WAIT_S = 10.0
 

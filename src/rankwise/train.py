@@ -28,11 +28,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rankwise import errors
-from rankwise import optimizer as optimizers
 from rankwise.actions import Action, Log, every
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint.best import check_name
-from rankwise.claim import already_done, claim, run_path
 from rankwise.data import Loader
 from rankwise.data.batching import of_all_ranks
 from rankwise.dist import comm, log, seed
@@ -42,24 +40,26 @@ from rankwise.dist.world import checkpoint_scope as scope_of
 from rankwise.divergence import Divergence
 from rankwise.errors import CheckpointError, ConfigError, RunDirError, StepError
 from rankwise.evaluation import Evaluate, Metrics, Pair, predict
-from rankwise.finite import Weights, check_rates
 from rankwise.host.terminal import short
-from rankwise.model import begin_training, is_synced, prepare
 from rankwise.moments import Moments
 from rankwise.plateau import check_plateau, step_plateau
-from rankwise.precision import LossScale, Precision
 from rankwise.run.directory import RunDir
 from rankwise.run.lease import Fence, Lease
 from rankwise.selftest.finding import Finding, as_text, combined, passed
 from rankwise.selftest.halves import warn_of_means
 from rankwise.selftest.trainer import Subject, check
-from rankwise.settings import Settings, compare, plain
-from rankwise.state import Stateful, TrainState
-from rankwise.step import loss_and_count
 from rankwise.stop.signal import StopSignal
 from rankwise.sync import AllReduce, Shared, StepResult, SyncStrategy
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
 from rankwise.telemetry.writers import Writer, open_writers
+from rankwise.training import optimizer as optimizers
+from rankwise.training.fingerprint import Settings, compare, plain
+from rankwise.training.finite import Weights, check_rates
+from rankwise.training.model import begin_training, is_synced, prepare
+from rankwise.training.open_run import already_done, claim, run_path
+from rankwise.training.precision import LossScale, Precision
+from rankwise.training.state import Stateful, TrainState
+from rankwise.training.step import loss_and_count
 
 _LEFT_OUT_IN_A_ROW = 100  # steps; then it is no accident
 _LEFT_OUT_TOLD = 3  # of them, one by one

@@ -305,7 +305,7 @@ def fit_with_a_disk_in_the_way(folder: Path, n: int) -> tuple[str, list[str]]:
     """The folder of checkpoints is a file until step 3: told at the step after the save, and training goes on."""
     from test_trainer_checkpoints import fit
 
-    from rankwise.state import TrainState
+    from rankwise.training.state import TrainState
 
     there = folder / "checkpoints"
     told: list[str] = []
@@ -337,7 +337,7 @@ def test_a_save_of_a_trainer_that_fails_is_told_at_the_next_step(tmp_path: Path)
 def broken_fit(folder: Path) -> tuple[str, list[int], bool]:
     from test_trainer_checkpoints import error_of, fit
 
-    from rankwise.state import TrainState
+    from rankwise.training.state import TrainState
 
     gate = threading.Event()
     hold(gate, lambda name, value: setattr(store, name, value))

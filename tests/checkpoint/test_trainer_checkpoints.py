@@ -23,8 +23,8 @@ from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
 from rankwise.run.directory import RunDir, write_json
 from rankwise.run.lease import Holder
-from rankwise.state import TrainState
 from rankwise.telemetry import writers
+from rankwise.training.state import TrainState
 
 __all__ = ["background", "small_disk"]  # fixtures
 

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from rankwise.data.loader import share
 from rankwise.dist import accelerator, comm
 from rankwise.errors import ConfigError, StepError
-from rankwise.precision import LossScale
 from rankwise.sync import AllReduce, Mine, Shared, StepResult
+from rankwise.training.precision import LossScale
 
 GLOBAL_BATCHES = (13, 13, 5, 1)
 """Samples of each optimizer step: whole ones, a rest, and one in which all ranks but one have nothing."""

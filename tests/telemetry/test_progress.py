@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from rankwise.actions import Log
-from rankwise.state import TrainState
 from rankwise.telemetry import Meters, Progress, TimeBreakdown, progress
+from rankwise.training.state import TrainState
 
 NOON = time.mktime((2026, 11, 22, 12, 0, 0, 0, 0, -1))
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"

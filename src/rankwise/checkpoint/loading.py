@@ -15,7 +15,7 @@ from rankwise.checkpoint.manifest import Manifest
 from rankwise.dist import comm, log, seed
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
 from rankwise.host.terminal import count
-from rankwise.state import Stateful
+from rankwise.training.state import Stateful
 
 RNG = "rng"
 """The part that holds every rank's random state."""

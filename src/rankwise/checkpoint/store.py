@@ -49,7 +49,7 @@ from rankwise.dist import comm, log, seed
 from rankwise.dist.guards import agreed, run_on_firsts, run_on_main, settle
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
 from rankwise.run.lease import Fence
-from rankwise.state import Stateful
+from rankwise.training.state import Stateful
 
 
 class Checkpoints:

@@ -19,7 +19,7 @@ from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.layout import layout
 from rankwise.checkpoint.manifest import FileRecord
 from rankwise.errors import CheckpointError, ConfigError
-from rankwise.state import Stateful
+from rankwise.training.state import Stateful
 
 
 def states_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:

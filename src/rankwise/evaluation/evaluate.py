@@ -17,12 +17,12 @@ import torch
 from rankwise.dist import comm, log, seed
 from rankwise.errors import StepError
 from rankwise.evaluation.metrics import Metrics
-from rankwise.precision import Precision
-from rankwise.state import TrainState
 from rankwise.sync import SyncStrategy
 from rankwise.telemetry import Progress
 from rankwise.telemetry.meters import mean
 from rankwise.telemetry.writers import Writer
+from rankwise.training.precision import Precision
+from rankwise.training.state import TrainState
 
 Pair = tuple[float | torch.Tensor, float | torch.Tensor]
 

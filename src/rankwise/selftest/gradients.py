@@ -20,13 +20,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from rankwise.dist import comm
-from rankwise.optimizer import outside
 from rankwise.selftest.difference import TOLERANCES, Difference, difference
 from rankwise.selftest.finding import FAILED, KNOWN, OK, OPEN, Finding
 from rankwise.selftest.layers import Mixing, first_mixing
 from rankwise.selftest.still import Draws, without_dropout
 from rankwise.selftest.twin import Twin
 from rankwise.sync import SyncStrategy
+from rankwise.training.optimizer import outside
 
 Step = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
 Found = dict[str, Any]  # gradients, by the names of their parameters

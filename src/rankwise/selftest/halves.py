@@ -14,8 +14,8 @@ from torch import nn
 
 from rankwise.dist import comm, log
 from rankwise.evaluation.evaluate import unmoved
-from rankwise.model import is_synced
 from rankwise.selftest.trainer import tensors_in
+from rankwise.training.model import is_synced
 
 Forward = Callable[[nn.Module, Any], tuple[torch.Tensor, float | torch.Tensor]]
 

@@ -24,21 +24,21 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rankwise.checkpoint import Checkpoints
 from rankwise.data import Loader
-from rankwise.digest import digest, digests
 from rankwise.dist import comm, seed
 from rankwise.dist.guards import run_on_main
 from rankwise.dist.world import World
 from rankwise.evaluation import Evaluate
 from rankwise.evaluation.evaluate import evaluating
 from rankwise.host.terminal import count
-from rankwise.optimizer import named_state
 from rankwise.selftest.finding import FAILED, OK, OPEN, Finding
 from rankwise.selftest.gradients import Gradients
 from rankwise.selftest.judge import first_apart, judge_draws
 from rankwise.selftest.still import Draws
 from rankwise.selftest.twin import Twin
-from rankwise.state import TrainState
 from rankwise.sync import SyncStrategy
+from rankwise.training.digest import digest, digests
+from rankwise.training.optimizer import named_state
+from rankwise.training.state import TrainState
 
 ONE = World(0, 1, 0, 1, 0, source="selftest")
 """One rank alone: what all are measured by."""

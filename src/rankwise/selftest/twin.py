@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rankwise.model import begin_training
-from rankwise.optimizer import named_parameters, outside
+from rankwise.training.model import begin_training
+from rankwise.training.optimizer import named_parameters, outside
 
 
 class Twin:

@@ -33,10 +33,10 @@ from rankwise.checkpoint import Checkpoints
 from rankwise.data import loader as own
 from rankwise.data.order import share
 from rankwise.data.stream import Request
-from rankwise.digest import digest, digests
 from rankwise.selftest.settings import Settings
 from rankwise.selftest.still import Draws, without_dropout
 from rankwise.selftest.trainer import row_digests, tensors_in
+from rankwise.training.digest import digest, digests
 
 _STEPS = 6  # of which gradients and parameters are kept
 _OTHER_BATCHES = 2  # of a loader that is not trained on

@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 
 from rankwise.dist import accelerator, comm, log
 from rankwise.errors import ConfigError, RankwiseError, StepError
-from rankwise.precision import LossScale
 from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction
 from rankwise.sync.flat import FlatReduction
 from rankwise.sync.reduction import Count, Reduction, Sums
 from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult
 from rankwise.sync.trained import Trained, first_apart, some
+from rankwise.training.precision import LossScale
 
 _REDUCTIONS = ("auto", "flat", "ddp")
 _LARGE = 1e18  # a float32 norm is exact between its inverse and this: squares neither overflow nor vanish

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rankwise.precision import LossScale
+from rankwise.training.precision import LossScale
 
 Promise = Literal["exact", "rounded", "averaged"]
 Holding = Literal["same", "own", "shard"]

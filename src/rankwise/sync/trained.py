@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from rankwise.dist import log
 from rankwise.errors import ConfigError
-from rankwise.optimizer import named_parameters, outside
+from rankwise.training.optimizer import named_parameters, outside
 
 _REFUSED = {
     LBFGS: "evaluates the loss several times in a step, by a function that it is given, and one reduction a step is not enough",

@@ -12,8 +12,8 @@ import torch
 
 from rankwise.dist import comm
 from rankwise.errors import StepError
-from rankwise.optimizer import named_parameters
-from rankwise.state import TrainState
+from rankwise.training.optimizer import named_parameters
+from rankwise.training.state import TrainState
 
 
 def check_rates(state: TrainState) -> None:

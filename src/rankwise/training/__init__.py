@@ -1,0 +1,1 @@
+"""What a training consists of besides its data and its loop: state, model, optimizer, precision."""
