@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import rankwise
 from rankwise import TrainState
-from rankwise.actions import Log
+from rankwise.actions.periodic import Log
 from rankwise.dist import comm
 from rankwise.errors import ConfigError
 from rankwise.run.directory import RunDir

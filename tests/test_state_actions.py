@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankwise.actions import every
+from rankwise.actions.periodic import every
 from rankwise.errors import ConfigError
 from rankwise.training.state import TrainState
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rankwise.stop import early
 
 if TYPE_CHECKING:
-    from rankwise.actions import every as every
+    from rankwise.actions.periodic import every as every
     from rankwise.checkpoint import Checkpoints as Checkpoints
     from rankwise.data import Loader as Loader
     from rankwise.dist.comm import all_gather_object as all_gather_object
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from rankwise.training.state import TrainState as TrainState
 
 _HOME = {
-    "rankwise.actions": ("every",),
+    "rankwise.actions.periodic": ("every",),
     "rankwise.checkpoint": ("Checkpoints",),
     "rankwise.dist.comm": (
         "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object", "init", "is_local_main", "is_main",

@@ -28,7 +28,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rankwise import errors
-from rankwise.actions import Action, Log, every
+from rankwise.actions.periodic import Action, Log, every
+from rankwise.actions.periodic.plateau import check_plateau, step_plateau
+from rankwise.actions.periodic.timed import Moments
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint.best import check_name
 from rankwise.data import Loader
@@ -41,8 +43,6 @@ from rankwise.divergence import Divergence
 from rankwise.errors import CheckpointError, ConfigError, RunDirError, StepError
 from rankwise.evaluation import Evaluate, Metrics, Pair, predict
 from rankwise.host.terminal import short
-from rankwise.moments import Moments
-from rankwise.plateau import check_plateau, step_plateau
 from rankwise.run.directory import RunDir
 from rankwise.run.lease import Fence, Lease
 from rankwise.selftest.finding import Finding, as_text, combined, passed

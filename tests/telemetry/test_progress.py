@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankwise.actions import Log
+from rankwise.actions.periodic import Log
 from rankwise.telemetry import Meters, Progress, TimeBreakdown, progress
 from rankwise.training.state import TrainState
 
@@ -101,7 +101,7 @@ def test_a_line_of_a_log_has_step_total_metrics_learning_rate_rate_time_left_and
 
 def test_a_slow_log_interval_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Steps of 20 seconds and metrics every 50 of them: the first metrics come after a quarter of an hour."""
-    monkeypatch.setattr("rankwise.actions._SLOW_LINE_S", 0.0)
+    monkeypatch.setattr("rankwise.actions.periodic._SLOW_LINE_S", 0.0)
     meters, shown = Meters("loss"), Progress(None)
     log = Log(meters, TimeBreakdown({}), shown, (), every_steps=50, line_every_s=0.0)
     trained(log, meters, shown, {1: False})

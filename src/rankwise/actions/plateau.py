@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rankwise.actions import Action
+from rankwise.actions.periodic import Action
 from rankwise.errors import ConfigError
 from rankwise.training.state import TrainState
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rankwise.actions import Action, Every
+from rankwise.actions.periodic import Action, Every
 from rankwise.dist import comm
 from rankwise.errors import ConfigError
 from rankwise.ipc.shared_page import MOST_ALARMS

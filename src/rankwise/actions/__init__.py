@@ -1,0 +1,1 @@
+"""What runs after each optimizer step."""
