@@ -17,11 +17,10 @@ from test_train import Flat, data, eval_fn, fit, flat, losses, make_model, step_
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from rankwise import divergence
 from rankwise.checkpoint import Checkpoints
 from rankwise.dist import comm
 from rankwise.errors import ConfigError, StepError
-from rankwise.sync import AllReduce
+from rankwise.sync import AllReduce, divergence
 
 STOPS = (3, 5, 6, 8)
 LONG = {"max_epochs": None, "max_steps": 10}

@@ -39,7 +39,6 @@ from rankwise.dist import comm, log, seed
 from rankwise.dist.device import local_device
 from rankwise.dist.world import agent_row
 from rankwise.dist.world import checkpoint_scope as scope_of
-from rankwise.divergence import Divergence
 from rankwise.errors import CheckpointError, ConfigError, RunDirError, StepError
 from rankwise.evaluation import Evaluate, Metrics, Pair, predict
 from rankwise.host.terminal import short
@@ -50,6 +49,7 @@ from rankwise.selftest.halves import warn_of_means
 from rankwise.selftest.trainer import Subject, check
 from rankwise.stop.signal import StopSignal
 from rankwise.sync import AllReduce, Shared, StepResult, SyncStrategy
+from rankwise.sync.divergence import Divergence
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
 from rankwise.telemetry.writers import Writer, open_writers
 from rankwise.training import optimizer as optimizers
