@@ -34,7 +34,7 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What the modules of tests import, too: each rank imports that of its function, and pytest alone takes longer than the rest.
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "rankwise.train", "numpy", "pytest", "psutil", "torchmetrics"])
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "rankwise.trainer", "numpy", "pytest", "psutil", "torchmetrics"])
 
 _EXIT_S = 5.0  # all have answered and exit by themselves; under coverage they save first (stress/coverage)
 

@@ -96,7 +96,7 @@ def test_the_map_in_the_design_has_every_room() -> None:
 def test_the_layer_test_finds_an_import_that_points_up() -> None:
     assert broken_layers(SOURCE / "world.py", ["rankwise.dist.comm"])
     assert broken_layers(SOURCE / "agent" / "head.py", ["rankwise.launch.launch"])
-    assert broken_layers(SOURCE / "data" / "loader.py", ["rankwise.train"])
+    assert broken_layers(SOURCE / "data" / "loader.py", ["rankwise.trainer"])
     assert not broken_layers(SOURCE / "data" / "loader.py", ["rankwise.data.order", "rankwise.dist.comm"])
 
 

@@ -27,7 +27,7 @@ from rankwise.selftest import verb
 from rankwise.sync import AllReduce, flat, trained
 from rankwise.sync.flat import FlatReduction
 from rankwise.sync.reduction import Reduction
-from rankwise.train import Trainer
+from rankwise.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -97,7 +97,7 @@ def new_layer_at_4(folder: Path, repeat: bool) -> tuple[Flat, Flat, str]:
             return flat(made.fit().model)
 
     def again(name: str) -> Any:
-        from rankwise.train import Trainer
+        from rankwise.trainer import Trainer
 
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from rankwise.stop.signal import StopSignal as StopSignal
     from rankwise.sync import AllReduce as AllReduce
     from rankwise.telemetry import Meters as Meters
-    from rankwise.train import Trainer as Trainer
+    from rankwise.trainer import Trainer as Trainer
     from rankwise.training.state import TrainState as TrainState
 
 _HOME = {
@@ -77,7 +77,7 @@ _HOME = {
     "rankwise.stop.signal": ("StopSignal",),
     "rankwise.sync": ("AllReduce",),
     "rankwise.telemetry": ("Meters",),
-    "rankwise.train": ("Trainer",),
+    "rankwise.trainer": ("Trainer",),
     "rankwise.dist.world": ("World", "discover"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -25,7 +25,7 @@ from rankwise.dist.world import discover
 from rankwise.run import directory
 from rankwise.selftest.settings import Settings
 from rankwise.selftest.watch import Enough, Watch
-from rankwise.train import Trainer
+from rankwise.trainer import Trainer
 from rankwise.training.state import TrainState
 
 _WAIT_S = 10.0
