@@ -20,10 +20,10 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from rankwise import cli
+from rankwise.checks import trainer as trainer_module
+from rankwise.checks import verb
 from rankwise.dist import comm
 from rankwise.dist.comm import rank
-from rankwise.selftest import trainer as trainer_module
-from rankwise.selftest import verb
 from rankwise.sync import AllReduce, flat, trained
 from rankwise.sync.flat import FlatReduction
 from rankwise.sync.reduction import Reduction

@@ -278,7 +278,7 @@ def selftest(ranks: str, timeout_s: float, argv: tuple[str, ...]) -> None:
     """
     import os
 
-    from rankwise.selftest import verb
+    from rankwise.checks import verb
 
     sys.exit(verb.selftest(argv, verb.ranks_of(ranks), timeout_s, os.environ))
 

@@ -33,6 +33,9 @@ from rankwise.actions.periodic.plateau import check_plateau, step_plateau
 from rankwise.actions.periodic.timed import Moments
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint.best import check_name
+from rankwise.checks.finding import Finding, as_text, combined, passed
+from rankwise.checks.halves import warn_of_means
+from rankwise.checks.trainer import Subject, check
 from rankwise.data import Loader
 from rankwise.data.batching import of_all_ranks
 from rankwise.dist import comm, log, seed
@@ -44,9 +47,6 @@ from rankwise.evaluation import Evaluate, Metrics, Pair, predict
 from rankwise.host.terminal import short
 from rankwise.run.directory import RunDir
 from rankwise.run.lease import Fence, Lease
-from rankwise.selftest.finding import Finding, as_text, combined, passed
-from rankwise.selftest.halves import warn_of_means
-from rankwise.selftest.trainer import Subject, check
 from rankwise.stop.signal import StopSignal
 from rankwise.sync import AllReduce, Shared, StepResult, SyncStrategy
 from rankwise.sync.divergence import Divergence

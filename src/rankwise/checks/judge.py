@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rankwise.selftest.difference import TOLERANCES, Arrays, difference, factor
-from rankwise.selftest.finding import FAILED, KNOWN, OK, OPEN, Finding
+from rankwise.checks.difference import TOLERANCES, Arrays, difference, factor
+from rankwise.checks.finding import FAILED, KNOWN, OK, OPEN, Finding
 
 Record = Mapping[str, Any]
 Starts = Mapping[int, Sequence[Record]]

@@ -30,12 +30,12 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rankwise.checkpoint import Checkpoints
+from rankwise.checks.settings import Settings
+from rankwise.checks.still import Draws, without_dropout
+from rankwise.checks.trainer import row_digests, tensors_in
 from rankwise.data import loader as own
 from rankwise.data.order import share
 from rankwise.data.stream import Request
-from rankwise.selftest.settings import Settings
-from rankwise.selftest.still import Draws, without_dropout
-from rankwise.selftest.trainer import row_digests, tensors_in
 from rankwise.training.digest import digest, digests
 
 _STEPS = 6  # of which gradients and parameters are kept

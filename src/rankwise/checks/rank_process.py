@@ -1,6 +1,6 @@
 """One rank of a self-test: runs the user's script as Python would, with its Trainer asked or its loop watched.
 
-python -m rankwise.probe SETTINGS.json script.py [its arguments]
+python -m rankwise.checks.rank_process SETTINGS.json script.py [its arguments]
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from rankwise.checks.settings import Settings
+from rankwise.checks.watch import Enough, Watch
 from rankwise.dist import seed
 from rankwise.dist.world import discover
 from rankwise.run import directory
-from rankwise.selftest.settings import Settings
-from rankwise.selftest.watch import Enough, Watch
 from rankwise.trainer import Trainer
 from rankwise.training.state import TrainState
 

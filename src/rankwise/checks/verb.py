@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 
+from rankwise.checks.difference import Arrays
+from rankwise.checks.finding import Finding, as_text, combined, passed
+from rankwise.checks.judge import judge
+from rankwise.checks.settings import Settings
 from rankwise.errors import ConfigError, SelftestError
 from rankwise.host import machine
 from rankwise.host.terminal import count
 from rankwise.launch.conclude import say
 from rankwise.launch.script import examine
 from rankwise.run import directory
-from rankwise.selftest.difference import Arrays
-from rankwise.selftest.finding import Finding, as_text, combined, passed
-from rankwise.selftest.judge import judge
-from rankwise.selftest.settings import Settings
 
 _GRACE_S = 3
 _CUTS = (4, 16, 64)  # batches of an epoch: a loop that accumulates over more of them takes no step in fewer
@@ -100,7 +100,9 @@ def _start(argv: Sequence[str], settings: Settings, timeout_s: float, env: Mappi
         stale.unlink()
     shutil.rmtree(folder / "saved", ignore_errors=True)  # no start goes on where another was
     words = ["--nproc", str(ranks), "--run-dir", str(folder / f"run-{ranks}"), "--grace", str(_GRACE_S)]
-    in_time = _run([*words, "-m", "rankwise.probe", str(path), *argv], folder / f"out-{ranks}.txt", timeout_s, env)
+    in_time = _run(
+        [*words, "-m", "rankwise.checks.rank_process", str(path), *argv], folder / f"out-{ranks}.txt", timeout_s, env
+    )
     late = "" if in_time else f" within {timeout_s:g} s"
     records = [_record(folder / f"ranks-{ranks}-rank-{rank}.json") for rank in range(ranks)]
     missing = [rank for rank, record in enumerate(records) if record is None]

@@ -23,6 +23,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rankwise.checkpoint import Checkpoints
+from rankwise.checks.finding import FAILED, OK, OPEN, Finding
+from rankwise.checks.gradients import Gradients
+from rankwise.checks.judge import first_apart, judge_draws
+from rankwise.checks.still import Draws
+from rankwise.checks.twin import Twin
 from rankwise.data import Loader
 from rankwise.dist import comm, seed
 from rankwise.dist.guards import run_on_main
@@ -30,11 +35,6 @@ from rankwise.dist.world import World
 from rankwise.evaluation import Evaluate
 from rankwise.evaluation.evaluate import evaluating
 from rankwise.host.terminal import count
-from rankwise.selftest.finding import FAILED, OK, OPEN, Finding
-from rankwise.selftest.gradients import Gradients
-from rankwise.selftest.judge import first_apart, judge_draws
-from rankwise.selftest.still import Draws
-from rankwise.selftest.twin import Twin
 from rankwise.sync import SyncStrategy
 from rankwise.training.digest import digest, digests
 from rankwise.training.optimizer import named_state
