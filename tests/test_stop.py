@@ -20,7 +20,7 @@ from rankwise.dist import comm
 from rankwise.ipc.shared_page import Page
 from rankwise.run.directory import RunDir
 from rankwise.stop import coordinator
-from rankwise.stop.signal import signal
+from rankwise.stop import signal as stop_signal
 
 
 def loop(who: int | tuple[int, ...], signum: int, at: int, together: bool, steps: int = 100_000) -> tuple[int, int]:
@@ -163,7 +163,7 @@ def late_signals() -> tuple[int, int]:
     """After an agreed stop: how many of the signals the process has survived, and what ends a process of its own."""
     loop(0, signal.SIGTERM, 5, True)
     survived = 0
-    for signum in signal.SIGNALS:
+    for signum in stop_signal.SIGNALS:
         os.kill(os.getpid(), signum)
         survived += 1
     if (child := os.fork()) == 0:
@@ -258,8 +258,8 @@ def stopped_again() -> int:
         while not signals.agreed(0):
             os.kill(os.getpid(), signal.SIGTERM)
         signals.leave()
-        signals._left -= signal.LATE_S
-    signals._left += signal.LATE_S
+        signals._left -= stop_signal.LATE_S
+    signals._left += stop_signal.LATE_S
     os.kill(os.getpid(), signal.SIGTERM)
     return 1
 
@@ -270,7 +270,7 @@ def test_after_each_of_two_stops_of_a_process_a_late_signal_is_answered() -> Non
 
 def long_after() -> int:
     """What ends a process that goes on after its stop."""
-    signal.LATE_S = 0.0
+    stop_signal.LATE_S = 0.0
     if (child := os.fork()) == 0:
         signals = StopSignal(World(0, 1, 0, 1, 0, source="test"))
         while not signals.agreed(0):

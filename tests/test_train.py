@@ -24,7 +24,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from rankwise import Trainer, every, trainer
+from rankwise import Trainer, every
+from rankwise import trainer as trainer_module
 from rankwise.data import Order
 from rankwise.dist import comm
 from rankwise.errors import CheckpointError, ConfigError, Stopped
@@ -77,7 +78,7 @@ def trainer(
     if not tensorboard:  # importing it takes longer than all that these tests do
         writers.find_spec = lambda name: None  # type: ignore[assignment, misc]
     if not looked_at:  # step functions of tests count their calls
-        trainer.warn_of_means = lambda *_: None  # type: ignore[assignment]
+        trainer_module.warn_of_means = lambda *_: None  # type: ignore[assignment]
     model = make_model() if model is None else model
     make_optimizer = settings.pop("optimizer", lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1))
     optimizer = make_optimizer(model.parameters())

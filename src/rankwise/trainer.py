@@ -29,8 +29,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rankwise import errors
 from rankwise.actions.periodic import Action, Log, every
-from rankwise.actions.periodic.plateau import check_plateau, step_plateau
-from rankwise.actions.periodic.timed import Moments
+from rankwise.actions.plateau import check_plateau, step_plateau
+from rankwise.actions.timed import Moments
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint.best import check_name
 from rankwise.checks.finding import Finding, as_text, combined, passed
