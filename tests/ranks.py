@@ -145,7 +145,7 @@ def _script(environ: dict[str, str], out: str, cwd: str, argv: tuple[str, ...]) 
     multiprocessing.set_start_method(None, force=True)
     import torch
 
-    from rankwise.agent import warm
+    from rankwise.agent import fork_server
 
     torch.set_num_threads(1)
     torch.default_generator.seed()
@@ -159,9 +159,9 @@ def _script(environ: dict[str, str], out: str, cwd: str, argv: tuple[str, ...]) 
             runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
-            warm._run_script(argv[0])
+            fork_server._run_script(argv[0])
     except SystemExit as end:
-        status = warm._exit_status(end)
+        status = fork_server._exit_status(end)
     except BaseException as error:
         status = 1
         sys.excepthook(type(error), error, error.__traceback__)

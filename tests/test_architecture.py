@@ -44,7 +44,7 @@ TORCH_ALLOWED = {
     "settings", "data", "digest", "sync", "checkpoint", "telemetry", "stop", "actions", "evaluation", "divergence", "finite",
     "plateau", "moments", "step", "train", "selftest", "probe",
 }  # fmt: skip
-"""Besides agent/warm.py, which runs in a process of its own."""
+"""Besides agent/fork_server.py, which runs in a process of its own."""
 
 FILES = sorted(SOURCE.rglob("*.py"))
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from launched import Launched, launch, left_over, wait_for
 
-from rankwise.agent import memory
+from rankwise.agent import out_of_memory
 from rankwise.errors import ConfigError
 from rankwise.host import processes
 from rankwise.launch import launch as launcher
@@ -51,7 +51,7 @@ def memory_cgroup() -> Iterator[Callable[[int], Path]]:
     made: list[Path] = []
 
     def make(limit_bytes: int) -> Path:
-        own = next(memory.cgroups(Path("/proc")), None)
+        own = next(out_of_memory.cgroups(Path("/proc")), None)
         if own is None:
             pytest.skip("no memory cgroup is mounted")
         child = own / f"rankwise-test-{uuid.uuid4().hex}"

@@ -24,7 +24,7 @@ AREAS = {
     "checkpoint/manifest": "checkpoint/manifest.py",
     "checkpoint/reader": "checkpoint/reader.py",
     "checkpoint/retention": "checkpoint/retention.py",
-    "agent/verdict": "agent/verdict.py",
+    "agent/verdict": "agent/root_cause.py",
     "lease": "lease.py",
     "stop": "stop.py",
     "world": "world.py",

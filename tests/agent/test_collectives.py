@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rankwise.agent import noting
-from rankwise.agent.collectives import SLOTS, Comparison, Ledger, Mismatch, Note, Rings
+from rankwise.agent import collective_notes
+from rankwise.agent.collective_check import SLOTS, Comparison, Ledger, Mismatch, Note, Rings
 
 
 def note(what: str = "all_reduce(sum, float32[4])", site: str = "/home/me/train.py:31", number: int = 1, size: int = 3) -> Note:
@@ -67,8 +67,8 @@ def test_a_group_whose_other_ranks_are_elsewhere_does_not_fill_the_memory() -> N
     assert len(comparison._open) <= 2 * SLOTS + 1
 
 
-def notes_of(rings: Rings, rank: int) -> noting.Notes:
-    return noting.Notes(**rings.place(rank))
+def notes_of(rings: Rings, rank: int) -> collective_notes.Notes:
+    return collective_notes.Notes(**rings.place(rank))
 
 
 def after_reading(rings: Rings, ledger: Ledger) -> Mismatch | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.agent.memory import limit_bytes, oom_kills
+from rankwise.agent.out_of_memory import limit_bytes, oom_kills
 
 V1_EVENTS = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
 V2_EVENTS = "low 0\nhigh 0\nmax 12\noom 1\noom_kill {}\noom_group_kill 0\n"

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.agent import noting
-from rankwise.agent.collectives import Comparison, Note, Rings
+from rankwise.agent import collective_notes
+from rankwise.agent.collective_check import Comparison, Note, Rings
 
 RANKS, ODD = 3, 1
 
@@ -80,13 +80,13 @@ class Rank:
     """The functions of torch.distributed as one rank has them: they note, and send nothing."""
 
     def __init__(self, rings: Rings, rank: int) -> None:
-        notes = noting.Distributed(rings.place(rank), ("", 0))
+        notes = collective_notes.Distributed(rings.place(rank), ("", 0))
         world = SimpleNamespace(group_name="0", size=lambda: RANKS)
         silent = SimpleNamespace(
             is_initialized=lambda: True, group=SimpleNamespace(WORLD=world), GroupMember=c10d.GroupMember,
             get_global_rank=lambda _, inside: inside,
         )  # fmt: skip
-        for name, (same, its_root) in noting.COLLECTIVES.items():
+        for name, (same, its_root) in collective_notes.COLLECTIVES.items():
             setattr(silent, name, functools.wraps(getattr(c10d, name))(lambda *_, **__: None))
             setattr(self, name, notes._noted(silent, name, same, its_root))
 
@@ -107,13 +107,13 @@ def with_the_odd(usual: Callable[[Any], object], odd: Callable[[Any], object]) -
 
 
 def test_every_collective_is_in_the_tables() -> None:
-    assert CALLS.keys() == noting.COLLECTIVES.keys()
-    for name, (same, its_root) in noting.COLLECTIVES.items():
+    assert CALLS.keys() == collective_notes.COLLECTIVES.keys()
+    for name, (same, its_root) in collective_notes.COLLECTIVES.items():
         parameters = inspect.signature(getattr(dist, name)).parameters
         assert same is None or same in parameters, name
         assert (its_root is not None) == (name in ROOTED), name
         assert ("op" in parameters) == (name in REDUCES), name
-        assert noting._DTYPE_ALONE.get(name, "group") in parameters, name
+        assert collective_notes._DTYPE_ALONE.get(name, "group") in parameters, name
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -230,7 +230,7 @@ class Normed(nn.Module):
 
 def on_this_rank(places: list[dict[str, Any]], module: Callable[[], nn.Module], steps: int, micro_batches: int) -> None:
     rank = dist.get_rank()
-    noting.Distributed(places[rank], ("", 0))._prepare_ddp(noting.sys.modules[noting._DDP])
+    collective_notes.Distributed(places[rank], ("", 0))._prepare_ddp(collective_notes.sys.modules[collective_notes._DDP])
     model = DistributedDataParallel(module())
     for _ in range(steps):
         for _ in range(micro_batches - 1):

@@ -16,7 +16,7 @@ from cluster_runs import GATE
 from launched import wait_for
 from plans import plan
 
-from rankwise.agent import roles
+from rankwise.agent import bootstrap
 from rankwise.errors import ConfigError
 from rankwise.run.directory import RunDir
 from rankwise.run.plan import Plan
@@ -40,7 +40,7 @@ def planned(**changes: Any) -> Plan:
 def test_what_a_host_lacks_of_a_run_is_named_with_the_host_and_the_cure(changes: dict[str, Any], lacks: str) -> None:
     Path("train.py").write_text("")
     with pytest.raises(ConfigError) as raised:
-        roles._enter(planned(**changes))
+        bootstrap._enter(planned(**changes))
     assert str(raised.value).startswith(f"{HERE} {lacks}")
     assert str(raised.value).endswith("every host needs it in the same place, by a shared file system or a copy")
 
@@ -48,7 +48,7 @@ def test_what_a_host_lacks_of_a_run_is_named_with_the_host_and_the_cure(changes:
 @pytest.mark.parametrize("changes", [{}, {"argv": ("-m", "package.train")}, {"argv": ("sh", "-c", "true"), "interpreter": ()}])
 def test_a_host_that_has_all_of_it_is_entered(changes: dict[str, Any]) -> None:
     Path("train.py").write_text("")
-    roles._enter(planned(**changes))
+    bootstrap._enter(planned(**changes))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_to_its_queue_a_job_that_has_stopped_and_saved_has_not_failed(
     run = RunDir(tmp_path / "run")
     run.prepare(fresh=False)
     run.update_life(run.begin_life(1, ("train.py",)), status=status, outcome=outcome)
-    assert roles._told_to_the_starter(status, planned(**changes), run, module) == told
+    assert bootstrap._told_to_the_starter(status, planned(**changes), run, module) == told
 
 
 def test_who_sits_at_a_terminal_is_told_what_a_second_ctrl_c_does() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from rankwise.agent.verdict import FOLLOWER_SIGNS, Evidence, exit_status, judge, summary, unkillable
+from rankwise.agent.root_cause import FOLLOWER_SIGNS, Evidence, exit_status, judge, summary, unkillable
 
 RESET = "ConnectionResetError: [Errno 104] Connection reset by peer"
 FOLLOWS = "RuntimeError: [../gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:29500"

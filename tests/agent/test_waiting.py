@@ -8,7 +8,7 @@ import signal
 
 from ranks import on_ranks
 
-from rankwise.agent.waiting import Waiting
+from rankwise.agent.event_loop import Waiting
 
 
 def signals_of_both() -> list[list[int]]:

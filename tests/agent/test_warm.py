@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rankwise.agent import warm
+from rankwise.agent import fork_server
 
 PLAIN = """\
 import os, json as j
@@ -44,11 +44,11 @@ if True:
 def test_the_compiler_is_imported_for_a_script_that_may_make_an_optimizer(more: str, expected: bool, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"{PLAIN}{more}\n")
-    assert warm._may_compile([str(script), "--lr", "0.1"]) is expected
+    assert fork_server._may_compile([str(script), "--lr", "0.1"]) is expected
 
 
 def test_the_compiler_is_imported_for_a_module_which_is_not_read() -> None:
-    assert warm._may_compile(["-m", "rankwise.functions.worker"])
+    assert fork_server._may_compile(["-m", "rankwise.functions.worker"])
 
 
 # --- what is left of an exception
@@ -80,7 +80,7 @@ def left_by(error: BaseException, folder: Path) -> dict[str, Any]:
     try:
         raise error
     except BaseException as raised:
-        warm._exception_status(raised, {"exception": str(folder / "exception.json")})
+        fork_server._exception_status(raised, {"exception": str(folder / "exception.json")})
     return json.loads((folder / "exception.json").read_text())  # type: ignore[no-any-return]
 
 
@@ -124,7 +124,7 @@ def test_what_a_handler_that_was_due_says_of_a_loader_worker_is_the_reason(
         return look(signum)
 
     signal.signal(signal.SIGCHLD, handler)
-    monkeypatch.setattr(warm.signal, "getsignal", look_when_one_is_due)
+    monkeypatch.setattr(fork_server.signal, "getsignal", look_when_one_is_due)
     record = left_by(ConnectionResetError("broken"), tmp_path)
     assert record["message"] == told
     assert record["where"].startswith("test_warm.py:")
@@ -189,4 +189,4 @@ def test_the_innermost_line_of_the_users_own_code_is_the_place(tmp_path: Path, m
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/home/me/rnn.py", raising=False)
     with pytest.raises(ValueError, match="no data") as raised:
         call()
-    assert warm._where(raised.value) == "core.py:2"
+    assert fork_server._where(raised.value) == "core.py:2"

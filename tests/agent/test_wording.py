@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.agent import wording
-from rankwise.agent.wording import Told, is_short_of_memory, of_abort, parameter_counts, reword
+from rankwise.agent import exception_text
+from rankwise.agent.exception_text import Told, is_short_of_memory, of_abort, parameter_counts, reword
 
 IN_WORKER = """Caught KeyError in DataLoader worker process 1.
 Original Traceback (most recent call last):
@@ -40,7 +40,7 @@ def test_what_a_loader_worker_raised_is_told_with_the_users_line_and_the_worker(
     ("folder", "told"), [("rankwise", "in loader worker 1"), ("rankwise-data", "mine.py:6, in loader worker 1")]
 )
 def test_a_folder_whose_name_begins_as_our_packages_does_is_the_users(folder: str, told: str) -> None:
-    ours = Path(wording.__file__).parents[1]
+    ours = Path(exception_text.__file__).parents[1]
     assert ours.name == "rankwise"
     worker = IN_WORKER.replace("/home/ann/data.py", str(ours.with_name(folder) / "mine.py"))
     assert reword(record("KeyError", worker), 1, "train.py").where == told

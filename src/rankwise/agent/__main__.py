@@ -7,14 +7,14 @@ python -m rankwise.agent -                     a member that the head has starte
 
 import sys
 
-from rankwise.agent import roles
+from rankwise.agent import bootstrap
 from rankwise.errors import RankwiseError
 from rankwise.host import processes, terminal
 
 
 def main() -> int:
     try:
-        return roles.begin(sys.argv[1:])
+        return bootstrap.begin(sys.argv[1:])
     except RankwiseError as error:
         print(f"rankwise: {error}", file=sys.stderr)
         return error.exit_status

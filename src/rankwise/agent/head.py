@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
-from rankwise.agent import stall, verdict
-from rankwise.agent.collectives import Ledger, Mismatch
+from rankwise.agent import root_cause, stall
+from rankwise.agent.collective_check import Ledger, Mismatch
+from rankwise.agent.event_loop import Waiting
 from rankwise.agent.node import Part
-from rankwise.agent.roster import NodeError, Roster
+from rankwise.agent.nodes import NodeError, Roster
+from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Observation
-from rankwise.agent.verdict import Evidence
-from rankwise.agent.waiting import Waiting
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
 from rankwise.host.terminal import Terminal, clock
 from rankwise.ipc.shared_page import FINISHED, JOIN_S
@@ -369,17 +369,17 @@ class Head:
         if self._mismatch is not None:
             return self._failed_to_match(self._mismatch, life)
         if self._stop_signal and (stopped := self._stopped(parts, ends, life.ranks)) is not None:
-            return stopped[0], stopped[1] + verdict.unkillable(ends), None
-        culprit = verdict.judge(ends)
+            return stopped[0], stopped[1] + root_cause.unkillable(ends), None
+        culprit = root_cause.judge(ends)
         if culprit is None:
             return 0, "all ranks ended with status 0" + self._strangers(parts, life.ranks), None
         failure = Failure(
             rank=culprit.rank,
             host=self._host(life, culprit.rank),
-            summary=verdict.summary(culprit, ends),
-            exit_status=verdict.exit_status(culprit),
+            summary=root_cause.summary(culprit, ends),
+            exit_status=root_cause.exit_status(culprit),
             exit_code=culprit.exit_code,
-            signal=verdict.signal_name(culprit.signum) if culprit.signum is not None else None,
+            signal=root_cause.signal_name(culprit.signum) if culprit.signum is not None else None,
             exception=culprit.exception,
             traceback=culprit.traceback,
             step=culprit.step,
@@ -415,7 +415,7 @@ class Head:
             return 128 + signal.SIGKILL, f"ended by {name}, but not within the grace of {self._plan.grace_s:g} s: killed"
         if len(ends) < ranks:
             return agreed, f"stopped by {name} before all ranks had started"
-        codes = [verdict.exit_status(end) for end in ends if end.exit_code != 0]
+        codes = [root_cause.exit_status(end) for end in ends if end.exit_code != 0]
         ours = any(part.facts.joined or part.facts.answers for part in parts)
         if not ours and codes:  # a script without our parts: its own way to end
             return (EXIT_INTERRUPTED if interrupted else codes[0]), f"ended by {name}"

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rankwise import schedulers
-from rankwise.agent.collectives import Rings
+from rankwise.agent.collective_check import Rings
 from rankwise.agent.console import Console, LogFollower, Shown
-from rankwise.agent.crew import Crew
+from rankwise.agent.event_loop import Waiting
+from rankwise.agent.rank_processes import Crew
+from rankwise.agent.rank_starter import Spec, Starter
+from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Observation, StallWatch
-from rankwise.agent.starter import Spec, Starter
-from rankwise.agent.verdict import Evidence
-from rankwise.agent.waiting import Waiting
 from rankwise.errors import ConfigError
 from rankwise.host import machine, network, processes
 from rankwise.ipc.channel import NobodyThere, knock

@@ -21,10 +21,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rankwise.agent.event_loop import Waiting
 from rankwise.agent.node import End, Facts, Introduction, Node, Orders, Sink
+from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Frame, Observation
-from rankwise.agent.verdict import Evidence
-from rankwise.agent.waiting import Waiting
 from rankwise.errors import RunDirError
 from rankwise.ipc.channel import Door, Link, Message
 from rankwise.run.directory import Life, RunDir, write_json

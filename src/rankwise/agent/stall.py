@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rankwise.agent.crew import Crew, Rank
+from rankwise.agent.rank_processes import Crew, Rank
 from rankwise.host import processes
 from rankwise.run.directory import RunDir
 

@@ -259,7 +259,7 @@ class Row:
 
     @property
     def collectives_offset(self) -> int:
-        """Where in the page the rank counts them (agent/noting.py, which imports nothing of ours, writes it)."""
+        """Where in the page the rank counts them (agent/collective_notes.py, which imports nothing of ours, writes it)."""
         return (self._base + _COLLECTIVES) * 8
 
     @property

@@ -43,7 +43,7 @@ def attached(env: Mapping[str, str]) -> bool:
 
 def submit(path: str) -> str:
     """Run the text by the shell that its first line names, in a session of its own: what the terminal sends to its foreground
-    reaches the launcher alone. Requests to stop wait until the agent unblocks their signals (agent/waiting.py).
+    reaches the launcher alone. Requests to stop wait until the agent unblocks their signals (agent/event_loop.py).
     """
     command = _command(path)
     # Not by subprocess: what it forgets it reaps behind our back, and the agent's status would be lost.

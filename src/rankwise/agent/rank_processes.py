@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankwise.agent import memory, wording
-from rankwise.agent.verdict import Evidence
+from rankwise.agent import exception_text, out_of_memory
+from rankwise.agent.root_cause import Evidence
 from rankwise.host import processes
 from rankwise.ipc.shared_page import FINISHED, Page, Row
 from rankwise.run.directory import RunDir
@@ -92,7 +92,7 @@ class Crew:
         self._script = script
         self._checked = checked
         self._dead_unknown: dict[int, tuple[int, int]] = {}  # reaped before their pid was announced
-        self._oom_kills = memory.oom_kills()
+        self._oom_kills = out_of_memory.oom_kills()
         for rank in self.ranks:
             run.exception(rank.rank).unlink(missing_ok=True)
 
@@ -228,7 +228,7 @@ class Crew:
         with contextlib.suppress(OSError, ValueError):
             record = json.loads(self._page.last_words(rank.rank - self._first) or path.read_text())
             path.unlink(missing_ok=True)
-        told = wording.reword(record, rank.rank, self._script, len(self.ranks), self._checked) if record else None
+        told = exception_text.reword(record, rank.rank, self._script, len(self.ranks), self._checked) if record else None
         return Evidence(
             rank=rank.rank,
             exit_code=code if code is not None and code >= 0 else None,
@@ -248,11 +248,13 @@ class Crew:
         if code == -signal.SIGKILL:
             return self._killed_for_memory(rank)
         if code == -signal.SIGABRT:
-            return wording.of_abort(self._run.log_tail(rank.rank, _LOG_TAIL_BYTES).decode(errors="replace"), self._checked)
+            return exception_text.of_abort(
+                self._run.log_tail(rank.rank, _LOG_TAIL_BYTES).decode(errors="replace"), self._checked
+            )
         return None
 
-    def _remark_on_exception(self, rank: Rank, told: wording.Told) -> str | None:
-        if wording.is_short_of_memory(told.exception):
+    def _remark_on_exception(self, rank: Rank, told: exception_text.Told) -> str | None:
+        if exception_text.is_short_of_memory(told.exception):
             return self._held(rank)
         if "DataLoader worker" in told.exception and "is killed by signal: Killed" in told.exception:
             return self._killed_for_memory(rank)
@@ -260,9 +262,9 @@ class Crew:
 
     def _killed_for_memory(self, rank: Rank) -> str | None:
         """None if the kernel has killed nothing for memory in this life."""
-        if memory.oom_kills() <= self._oom_kills:
+        if out_of_memory.oom_kills() <= self._oom_kills:
             return None
-        limit = memory.limit_bytes()
+        limit = out_of_memory.limit_bytes()
         return f"the kernel killed it for memory: {f'limit {_gb(limit)}, ' if limit else ''}{self._held(rank)}"
 
     def _held(self, rank: Rank) -> str:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rankwise.agent import wording
+from rankwise.agent import exception_text
 
 FOLLOWER_SIGNS = (
     "Connection closed by peer",
@@ -114,7 +114,7 @@ def judge(ends: Sequence[Evidence]) -> Evidence | None:
 
 def _with_the_odd_model(ends: Sequence[Evidence]) -> Evidence | None:
     """Where DDP found models of different size every rank raises: the cause is the rank that has another than most."""
-    counts = wording.parameter_counts({e.rank: e.exception for e in ends if e.exception is not None})
+    counts = exception_text.parameter_counts({e.rank: e.exception for e in ends if e.exception is not None})
     if not counts:
         return None
     usual = Counter(counts.values()).most_common(1)[0][0]
@@ -150,7 +150,7 @@ def _missed(culprit: Evidence, ends: Sequence[Evidence]) -> str:
     waiting = next((e for e in ends if e.follows and e.rank != culprit.rank), None)
     if waiting is None:
         return " while the other ranks still expected it" if culprit.exit_code == 0 else ""
-    collective = wording.collective_of(waiting.traceback or "")
+    collective = exception_text.collective_of(waiting.traceback or "")
     where = f" ({waiting.where})" if waiting.where else ""
     if aborted:
         return f"; rank {waiting.rank} was in {collective or 'a collective'}{where}"

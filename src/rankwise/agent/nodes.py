@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from rankwise.agent.event_loop import Waiting
 from rankwise.agent.node import Introduction, Node, Orders, Part, Sink
 from rankwise.agent.remote import Remote
-from rankwise.agent.waiting import Waiting
 from rankwise.dist.rendezvous import listed
 from rankwise.errors import RankwiseError
 from rankwise.host import processes

@@ -16,7 +16,7 @@ group_mark and answers_mark (each a path and an offset in it: the byte there is 
 it ever made a process group, and if its rankwise remembers a request to stop), last_words (a path, an offset and a size: memory
 for an exception that the disk does not take), count_mark (a place where the rank counts its collectives), notes (null, or where
 this rank notes each collective before it enters it: a path, the start of its part, and the sizes in it;
-agent/collectives.py reads them).
+agent/collective_check.py reads them).
 
 The process stays single-threaded (OMP_NUM_THREADS=1, and it never runs a parallel region), as threads do not survive a
 fork. Ranks are forked twice: the middle process announces them and ends, they fall to the agent, which alone reaps them.

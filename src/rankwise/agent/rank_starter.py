@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rankwise.agent.verdict import signal_name
+from rankwise.agent.root_cause import signal_name
 from rankwise.run.plan import Plan
 
 _KILL_S = 3.0

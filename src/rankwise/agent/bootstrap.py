@@ -20,11 +20,11 @@ from types import ModuleType
 from typing import Any
 
 from rankwise import schedulers
+from rankwise.agent.event_loop import STOP_SIGNALS, Waiting
 from rankwise.agent.head import Head, Screen
 from rankwise.agent.node import Node, port_taken
+from rankwise.agent.nodes import Roster, introduced
 from rankwise.agent.remote import Member, Wire
-from rankwise.agent.roster import Roster, introduced
-from rankwise.agent.waiting import STOP_SIGNALS, Waiting
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
 from rankwise.host import network, processes
 from rankwise.host.terminal import Terminal
