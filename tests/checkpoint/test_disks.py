@@ -15,7 +15,7 @@ from ranks import on_ranks, torchrun
 
 import rankwise
 from rankwise.checkpoint import Checkpoints
-from rankwise.checkpoint.disks import digest, sharing, spread
+from rankwise.checkpoint.replicate import digest, sharing, spread
 from rankwise.dist import comm
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
 
@@ -247,13 +247,13 @@ def test_a_node_that_misreads_it_twice_makes_all_go_on_from_the_one_before(tmp_p
 
 
 def load_onto_a_full_disk(tmp: Path) -> str:
-    from rankwise.checkpoint import disks
+    from rankwise.checkpoint import replicate
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     if comm.rank() == 2:
-        disks.put = full
+        replicate.put = full
     return load_error(tmp, APART)
 
 

@@ -35,14 +35,14 @@ from rankwise.checkpoint import loading, sharding
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.background import Background
 from rankwise.checkpoint.best import Best
-from rankwise.checkpoint.choosing import chosen, is_damaged_here
-from rankwise.checkpoint.disks import sharing
+from rankwise.checkpoint.catalog import Shelf
 from rankwise.checkpoint.folders import fsync, remove
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.checkpoint.mirror import Mirror
+from rankwise.checkpoint.replicate import sharing
+from rankwise.checkpoint.resume import chosen, is_damaged_here
 from rankwise.checkpoint.retention import Retention
 from rankwise.checkpoint.sharding import Others
-from rankwise.checkpoint.shelf import Shelf
 from rankwise.checkpoint.snapshot import Snapshot
 from rankwise.checkpoint.writing import plain, states_of, why_not, write_file
 from rankwise.dist import comm, log, seed

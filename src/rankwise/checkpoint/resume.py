@@ -9,10 +9,10 @@ import platform
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rankwise.checkpoint.disks import digest, sharing, spread
+from rankwise.checkpoint.catalog import Shelf
 from rankwise.checkpoint.folders import order
 from rankwise.checkpoint.manifest import Manifest
-from rankwise.checkpoint.shelf import Shelf
+from rankwise.checkpoint.replicate import digest, sharing, spread
 from rankwise.dist import comm, log
 from rankwise.dist.guards import agreed
 from rankwise.errors import CheckpointError
