@@ -161,7 +161,7 @@ def words_of(line: str) -> list[str]:
 @pytest.mark.parametrize("line", NEW_LINES)
 def test_a_line_to_type_now_is_taken_as_it_stands(line: str) -> None:
     from rankwise import cli
-    from rankwise.launch.choice import choose
+    from rankwise.launch.scheduler_choice import choose
     from rankwise.run.config import RunConfig, is_given
 
     given = cli.run.make_context("run", words_of(line)).params
@@ -178,7 +178,7 @@ def test_a_line_to_type_now_is_taken_as_it_stands(line: str) -> None:
 
 def test_what_was_typed_so_far_is_answered_with_the_line_to_type_now() -> None:
     from rankwise import cli
-    from rankwise.launch.elsewhere import translated
+    from rankwise.launch.foreign_options import translated
 
     ours = {name: not getattr(p, "is_flag", False) for p in cli.run.params for name in p.opts if name.startswith("-")}
     known = re.compile(r"(python -m torch\.distributed\.launch|torchrun|horovodrun|mpirun|accelerate launch) ")

@@ -31,7 +31,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 
     for name in ("launch.launch._run_here", "launch.submit.queue", "launch.submit.dry_run", "selftest.verb._started"):
         monkeypatch.setattr(f"rankwise.{name}", never)
-    monkeypatch.setattr("rankwise.launch.choice.mpi.installed", lambda: "openmpi")
+    monkeypatch.setattr("rankwise.launch.scheduler_choice.mpi.installed", lambda: "openmpi")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 from environments import SLURM_STEP
 
 from rankwise.dist.world import discover
-from rankwise.launch.elsewhere import translated
+from rankwise.launch.foreign_options import translated
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LAUNCH = "python -m torch.distributed.launch"

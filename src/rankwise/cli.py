@@ -68,11 +68,13 @@ class _Run(click.Command):
     """Notes whether the words to run came after a `--`: then they are any command. Its help has the options by heading."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        from rankwise.launch import elsewhere
+        from rankwise.launch import foreign_options
 
         words = list(args)
         options = [p for p in self.params if isinstance(p, click.Option)]
-        elsewhere.refuse(words, {"-h": False, "--help": False, **{name: not p.is_flag for p in options for name in p.opts}})
+        foreign_options.refuse(
+            words, {"-h": False, "--help": False, **{name: not p.is_flag for p in options for name in p.opts}}
+        )
         rest = super().parse_args(ctx, args)
         before = words[: len(words) - len(ctx.params["argv"])]
         ctx.params["command"] = before[-1:] == ["--"]

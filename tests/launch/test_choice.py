@@ -12,7 +12,7 @@ from environments import SLURM_BATCH_ONE, SLURM_SALLOC, SLURM_STEP, Env
 
 from rankwise import schedulers
 from rankwise.errors import ConfigError
-from rankwise.launch.choice import Choice, choose
+from rankwise.launch.scheduler_choice import Choice, choose
 from rankwise.run.config import RunConfig
 from rankwise.run.plan import Host
 from rankwise.schedulers import slurm

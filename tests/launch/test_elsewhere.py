@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from rankwise.launch.elsewhere import Translated, translated
+from rankwise.launch.foreign_options import Translated, translated
 
 OURS = {
     "--nproc": True,

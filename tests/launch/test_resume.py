@@ -11,7 +11,7 @@ import click
 import pytest
 
 from rankwise import cli
-from rankwise.launch.conclude import _resume_command
+from rankwise.launch.outcome import _resume_command
 from rankwise.launch.script import Program
 from rankwise.launch.status import called
 from rankwise.launch.submit import compare_with_earlier_lives

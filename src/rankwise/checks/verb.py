@@ -26,7 +26,7 @@ from rankwise.checks.settings import Settings
 from rankwise.errors import ConfigError, SelftestError
 from rankwise.host import machine
 from rankwise.host.terminal import count
-from rankwise.launch.conclude import say
+from rankwise.launch.outcome import say
 from rankwise.launch.script import examine
 from rankwise.run import directory
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from rankwise.errors import EXIT_PREEMPTED, OutputError, RunDirError
 from rankwise.host.terminal import Terminal, short, typed
 from rankwise.launch import status
-from rankwise.launch.conclude import conclude, say
+from rankwise.launch.outcome import conclude, say
 from rankwise.run.config import RunConfig
 from rankwise.run.directory import Job, RunDir
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rankwise.dist.world import explain
 from rankwise.errors import WorldError
 from rankwise.host import processes
-from rankwise.launch.choice import Choice
+from rankwise.launch.scheduler_choice import Choice
 from rankwise.run.config import RunConfig
 from rankwise.run.directory import RunDir
 from rankwise.schedulers import BY_NAME, ORDER

@@ -19,8 +19,8 @@ from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDi
 from rankwise.host import machine, processes
 from rankwise.host.terminal import count, seconds_of, short
 from rankwise.launch import backend, code, join, script, submit
-from rankwise.launch.choice import Choice, choose
-from rankwise.launch.conclude import conclude, say
+from rankwise.launch.outcome import conclude, say
+from rankwise.launch.scheduler_choice import Choice, choose
 from rankwise.run.config import RunConfig
 from rankwise.run.directory import RunDir, write_text
 from rankwise.run.plan import Plan

@@ -19,8 +19,8 @@ from rankwise.errors import EXIT_INTERRUPTED, ConfigError, RunDirError
 from rankwise.host.terminal import short, stamp, typed
 from rankwise.ipc import pickles
 from rankwise.launch import code, follow
-from rankwise.launch.choice import Choice
-from rankwise.launch.conclude import say
+from rankwise.launch.outcome import say
+from rankwise.launch.scheduler_choice import Choice
 from rankwise.launch.script import Program, named
 from rankwise.launch.status import called, state_of
 from rankwise.run.config import RunConfig

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from rankwise.errors import ConfigError
-from rankwise.launch.conclude import say
+from rankwise.launch.outcome import say
 from rankwise.run.config import SCHEDULERS, RunConfig, is_given, option
 from rankwise.run.plan import Host
 from rankwise.schedulers import BY_NAME, local, mpi
