@@ -111,7 +111,7 @@ def test_launch_and_agent_know_only_the_plan_and_the_run_directory_of_each_other
 
 def test_torch_is_imported_on_the_worker_side_alone() -> None:
     for path in FILES:
-        if room(path) not in TORCH_ALLOWED and path.name != "warm.py":
+        if room(path) not in TORCH_ALLOWED and path.name != "fork_server.py":
             assert not [m for m in imports(path) if m.split(".")[0] == "torch"], path
 
 
@@ -121,7 +121,7 @@ def test_torch_distributed_appears_in_comm_and_sync_alone() -> None:
             assert not [m for m in imports(path) if m.startswith("torch.distributed")], path
 
 
-@pytest.mark.parametrize("name", ["warm.py", "noting.py"])
+@pytest.mark.parametrize("name", ["fork_server.py", "collective_notes.py"])
 def test_the_warm_process_needs_nothing_but_the_standard_library_and_torch(name: str) -> None:
     allowed = {*sys.stdlib_module_names, "torch"}
     assert {m.split(".")[0] for m in imports(SOURCE / "agent" / name)} <= allowed

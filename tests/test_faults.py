@@ -407,7 +407,7 @@ def test_a_modules_own_names_do_not_replace_those_by_which_its_failure_is_told(r
     (tmp_path / "named.py").write_text("def _where(error):\n    return 'elsewhere'\n\n\nraise ValueError('no data')\n")
     done = rankwise("run", "--nproc", "1", "-m", "named")
     assert "rank 0 raised ValueError: no data (named.py:5)" in done.stderr
-    assert "warm.py" not in done.stderr
+    assert "fork_server.py" not in done.stderr
 
 
 @pytest.mark.parametrize(

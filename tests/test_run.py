@@ -89,7 +89,7 @@ def test_a_rank_that_raises_ends_the_others_and_is_named_with_its_traceback(laun
     assert "rank 1 raised ValueError: loss is nan (script.py:2)" in lines[-2]
     assert "rank-1.log" in lines[-1]
     assert "Traceback (most recent call last):" in run.output()
-    assert "warm.py" not in run.output()
+    assert "fork_server.py" not in run.output()
     failure = json.loads(run.run.failure.read_text())
     assert (failure["rank"], failure["exit_code"], failure["signal"]) == (1, 1, None)
     assert failure["exception"] == "ValueError: loss is nan"

@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from rankwise import cli
+from rankwise.checks import script as script_checks
 from rankwise.checks import trainer as trainer_module
-from rankwise.checks import verb
 from rankwise.dist import comm
 from rankwise.dist.comm import rank
 from rankwise.sync import AllReduce, flat, trained
@@ -110,7 +110,7 @@ def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
             status = subprocess.run([sys.executable, "-m", "rankwise", *typed], timeout=250).returncode
         else:
             before = signal.getsignal(signal.SIGTERM)
-            monkeypatch.setattr(verb, "_run", _forked)
+            monkeypatch.setattr(script_checks, "_run", _forked)
             with pytest.raises(SystemExit) as end:
                 cli.main(typed)
             signal.signal(signal.SIGTERM, before)

@@ -280,9 +280,9 @@ def selftest(ranks: str, timeout_s: float, argv: tuple[str, ...]) -> None:
     """
     import os
 
-    from rankwise.checks import verb
+    from rankwise.checks import script
 
-    sys.exit(verb.selftest(argv, verb.ranks_of(ranks), timeout_s, os.environ))
+    sys.exit(script.selftest(argv, script.ranks_of(ranks), timeout_s, os.environ))
 
 
 @main.command()

@@ -2,8 +2,8 @@
 
     moments = Moments(state, actions, stop)          # before the loop;  `stop.agreed` does the rest
 
-Both pass through the gate of the agreed stop (page.py): no message a step, and under any strategy. Where the nodes do not
-reach each other there is no gate: then both are agreed by a message at each log interval.
+Both pass through the gate of the agreed stop (shared_page.py): no message a step, and under any strategy. Where the nodes
+do not reach each other there is no gate: then both are agreed by a message at each log interval.
 """
 
 from __future__ import annotations

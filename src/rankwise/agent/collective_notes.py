@@ -4,12 +4,12 @@
     distributed.prepare()        # torch is imported
     distributed.prepare_later()  # the script may import it
 
-warm.py loads this file by its path, in the script's own interpreter: it imports the standard library alone.
+fork_server.py loads this file by its path, in the script's own interpreter: it imports the standard library alone.
 
 The count is for the agent, to which a collective that is entered is a sign of progress. It is torch's own sequence number, read
 twice a second by a thread: it costs a collective nothing, and holds what DDP's reducer sends, of which Python sees nothing.
 
-The notes are for `--check-collectives` (agent/collective_check.py reads them). Beside the functions of `torch.distributed` they have
+The notes are for `--check-collectives` (collective_check.py reads them). Beside the functions of `torch.distributed` they have
 the two of DDP's own that Python can see coming: a backward pass after which its reducer sends gradients, and the broadcast of
 its buffers in a forward pass.
 """

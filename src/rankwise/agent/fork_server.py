@@ -1,8 +1,8 @@
 """The warm process: imports torch once, then forks a rank whenever its agent asks. Also starts a single rank by itself.
 
-    python [flags] warm.py fork CHANNEL_FD AGENT_PID script.py args...     the warm process
-    python [flags] warm.py once SPEC_FD    AGENT_PID script.py args...     one rank, nothing imported for it
-    python         warm.py exec SPEC_FD    AGENT_PID command args...       one rank that is any command
+    python [flags] fork_server.py fork CHANNEL_FD AGENT_PID script.py args...     the warm process
+    python [flags] fork_server.py once SPEC_FD    AGENT_PID script.py args...     one rank, nothing imported for it
+    python         fork_server.py exec SPEC_FD    AGENT_PID command args...       one rank that is any command
 
 This file is run by path with the script's own interpreter, which may have no rankwise: it imports the standard library
 alone, and torch. Over CHANNEL go JSON lines; nothing executable crosses it.
@@ -59,7 +59,7 @@ def _beside(name):
     return module
 
 
-noting = _beside("noting")
+collective_notes = _beside("collective_notes")
 
 
 def main():
@@ -72,13 +72,13 @@ def main():
     if mode == "once":
         spec = _read_spec(fd)
         _become_rank(spec, agent)
-        distributed = noting.Distributed(spec["notes"], spec["count_mark"])
+        distributed = collective_notes.Distributed(spec["notes"], spec["count_mark"])
         distributed.prepare_later()
     else:
         spec = _serve(socket.socket(fileno=fd), agent)
         if spec is None:
             return
-        distributed = noting.Distributed(spec["notes"], spec["count_mark"])
+        distributed = collective_notes.Distributed(spec["notes"], spec["count_mark"])
         distributed.prepare()
     _run(command, spec, distributed)
 
@@ -226,7 +226,7 @@ def _become_rank(spec, agent):
     stacks = os.open(spec["stacks"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
     faulthandler.register(signal.SIGRTMIN + 3, file=stacks, all_threads=True)
     _wait_for_go(*spec["go_mark"])
-    sys.meta_path.insert(0, noting.AfterImport("rankwise", functools.partial(_note_answers, spec["answers_mark"])))
+    sys.meta_path.insert(0, collective_notes.AfterImport("rankwise", functools.partial(_note_answers, spec["answers_mark"])))
     gc.enable()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(spec["threads"])

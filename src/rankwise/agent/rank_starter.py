@@ -21,10 +21,10 @@ from rankwise.agent.root_cause import signal_name
 from rankwise.run.plan import Plan
 
 _KILL_S = 3.0
-_WARM = str(Path(__file__).with_name("warm.py"))
+_FORK_SERVER = str(Path(__file__).with_name("fork_server.py"))
 
 Spec = dict[str, Any]
-"""What warm.py is told of one rank; its docstring lists it."""
+"""What fork_server.py is told of one rank; its docstring lists it."""
 
 
 class Starter:
@@ -45,8 +45,8 @@ class Starter:
 
     def _python(self, mode: str, fd: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         interpreter = self._plan.interpreter or (sys.executable,)
-        command = [*interpreter, _WARM, mode, str(fd), str(os.getpid()), *self._plan.argv]
-        # Python's own start, and ours, would print their tracebacks at a Ctrl-C; it is the script's (warm.py unblocks it).
+        command = [*interpreter, _FORK_SERVER, mode, str(fd), str(os.getpid()), *self._plan.argv]
+        # Python's own start, and ours, would print their tracebacks at a Ctrl-C; it is the script's (unblocked by fork_server).
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return subprocess.Popen(command, env=environment, cwd=self._plan.cwd, pass_fds=[fd])

@@ -23,7 +23,7 @@ from rankwise.host import processes
 from rankwise.run.directory import RunDir
 
 STACK_SIGNAL = signal.SIGRTMIN + 3  # not USR1 or USR2: those belong to schedulers and to scripts
-"""At it a rank's faulthandler writes its stack (warm.py); it answers inside a C call and under a held GIL too."""
+"""At it a rank's faulthandler writes its stack (fork_server.py); it answers inside a C call and under a held GIL too."""
 
 _SAMPLES = 3
 _SAMPLE_EVERY_S = 0.3

@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from rankwise.checks.determinism import Draws, without_dropout
 from rankwise.checks.difference import TOLERANCES, Difference, difference
 from rankwise.checks.finding import FAILED, KNOWN, OK, OPEN, Finding
 from rankwise.checks.layers import Mixing, first_mixing
-from rankwise.checks.still import Draws, without_dropout
 from rankwise.checks.twin import Twin
 from rankwise.dist import comm
 from rankwise.sync import SyncStrategy

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from rankwise.checks.instrument import Enough, Watch
 from rankwise.checks.settings import Settings
-from rankwise.checks.watch import Enough, Watch
 from rankwise.dist import seed
 from rankwise.dist.world import discover
 from rankwise.run import directory

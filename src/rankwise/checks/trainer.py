@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rankwise.checkpoint import Checkpoints
+from rankwise.checks.compare import first_apart, judge_draws
+from rankwise.checks.determinism import Draws
 from rankwise.checks.finding import FAILED, OK, OPEN, Finding
 from rankwise.checks.gradients import Gradients
-from rankwise.checks.judge import first_apart, judge_draws
-from rankwise.checks.still import Draws
 from rankwise.checks.twin import Twin
 from rankwise.data import Loader
 from rankwise.dist import comm, seed

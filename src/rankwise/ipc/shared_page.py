@@ -97,14 +97,14 @@ class Page:
         self._words[_RANKS] = ranks
 
     go_offset = _GO * 8
-    """Where in the page a rank waits for `go` (warm.py, which imports nothing of ours, reads it)."""
+    """Where in the page a rank waits for `go` (fork_server.py, which imports nothing of ours, reads it)."""
 
     def go(self) -> None:
         """The agent knows all ranks: they may begin the script."""
         self._words[_GO] = 1
 
     def last_words_place(self, local_rank: int) -> tuple[int, int]:
-        """(offset, bytes) for what a dying rank cannot write on its disk (warm.py writes it)."""
+        """(offset, bytes) for what a dying rank cannot write on its disk (fork_server.py writes it)."""
         return (_HEADER_WORDS + self.ranks * _ROW_WORDS) * 8 + local_rank * _LAST_WORDS_BYTES, _LAST_WORDS_BYTES
 
     def last_words(self, local_rank: int) -> bytes:
@@ -249,7 +249,7 @@ class Row:
 
     @property
     def groups_offset(self) -> int:
-        """Where in the page the rank's end notes that (warm.py, which imports nothing of ours, writes it)."""
+        """Where in the page the rank's end notes that (fork_server.py, which imports nothing of ours, writes it)."""
         return (self._base + _GROUPS) * 8
 
     @property
@@ -274,7 +274,7 @@ class Row:
 
     @property
     def answers_offset(self) -> int:
-        """Where in the page the rank notes that (warm.py writes it)."""
+        """Where in the page the rank notes that (fork_server.py writes it)."""
         return (self._base + _ANSWERS) * 8
 
     def pass_gate(self, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""The agents' part of the gate (page.py) where none of ours has started the ranks: a thread in the first rank of each node.
+"""The agents' part of the gate (shared_page.py) where no agent has started the ranks: a thread in the first rank of each node.
 
     row, keeper = open_gate(world)      # collective; the keeper is None on all but the first rank of a node
     keeper.start();  keeper.stop()

@@ -6,9 +6,9 @@
     ...                                       # save
     stop.leave()
 
-A step costs one store and one load in a shared page; nothing is sent until somebody was signalled (page.py has the proof). The
-page is that of our agent; where another launcher has started the ranks of one node, it is one of theirs, and a thread of the
-first rank plays the agent's part.
+A step costs one store and one load in a shared page; nothing is sent until somebody was signalled (shared_page.py has the
+proof). The page is that of our agent; where another launcher has started the ranks of one node, it is one of theirs, and a
+thread of the first rank plays the agent's part.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the ranks of a script have done, compared: with each other, and on different numbers of them. Without torch.
 
-findings = judge({1: records, 2: records}, gradients)       # a record: what watch.py has noted on a rank
+findings = judge({1: records, 2: records}, gradients)       # a record: what instrument.py has noted on a rank
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from rankwise.checks.compare import judge
 from rankwise.checks.difference import Arrays
 from rankwise.checks.finding import Finding, as_text, combined, passed
-from rankwise.checks.judge import judge
 from rankwise.checks.settings import Settings
 from rankwise.errors import ConfigError, SelftestError
 from rankwise.host import machine

@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rankwise.checkpoint import Checkpoints
+from rankwise.checks.determinism import Draws, without_dropout
 from rankwise.checks.settings import Settings
-from rankwise.checks.still import Draws, without_dropout
 from rankwise.checks.trainer import row_digests, tensors_in
 from rankwise.data import loader as own
 from rankwise.data.order import share
