@@ -1,7 +1,7 @@
 """A copy of the repository that we can change and measure, with a virtual environment in which `rankwise` is that copy.
 
     scratch = Scratch(Path("/tmp/somewhere/rankwise"))      # a folder that does not exist yet
-    scratch.pytest("tests/test_stop.py", "-x", timeout_s=60)
+    scratch.pytest("tests/stop/test_signal.py", "-x", timeout_s=60)
 
 Ranks, agents and commands that the tests start run the copy's code too. All other packages are those of the Python that makes
 the copy.

@@ -29,7 +29,7 @@ from rankwise.sync.flat import FlatReduction
 from rankwise.sync.reduction import Reduction
 from rankwise.trainer import Trainer
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 TRAINER = """\
 import torch

@@ -194,7 +194,7 @@ def test_a_reduction_by_a_function_of_ours_is_told_with_the_line_that_calls_it()
 
     said = with_the_odd(usual, odd)
     assert said is not None
-    assert "at test_noting.py:" in said
+    assert "at test_collective_notes.py:" in said
     assert "comm.py" not in said
     assert with_the_odd(usual, usual) is None
 
@@ -211,7 +211,7 @@ def test_one_within_a_part_of_ours_is_told_with_both_lines_and_may_come_from_dif
     assert with_the_odd(usual, from_another_line) is None
     line = usual.__code__.co_firstlineno + 1
     said = with_the_odd(usual, lambda d: d.barrier())
-    assert f"call all_reduce(sum, float32[4]) at test_noting.py:{line} (in rankwise/sync/flat.py:3)" in str(said)
+    assert f"call all_reduce(sum, float32[4]) at test_collective_notes.py:{line} (in rankwise/sync/flat.py:3)" in str(said)
 
 
 # --- DDP's own collectives
@@ -252,6 +252,6 @@ def test_what_ddp_sends_by_itself_is_noted_once_a_step(module: Callable[[], nn.M
     said = [note.what for note in notes[0]]
     assert said == [note.what for note in notes[1]]
     assert said.count("backward() of a DDP model") == 3
-    assert all(note.place.startswith("test_noting.py:") for note in notes[0])
+    assert all(note.place.startswith("test_collective_notes.py:") for note in notes[0])
     broadcasts = [what for what in said[said.index("backward() of a DDP model") :] if what.startswith("broadcast by DDP(")]
     assert bool(broadcasts) == (module is Normed)

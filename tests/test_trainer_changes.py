@@ -13,7 +13,7 @@ import pytest
 import torch
 from gossip import Gossip
 from ranks import on_ranks
-from test_train import Flat, data, eval_fn, fit, flat, losses, make_model, step_fn, trainer
+from test_trainer import Flat, data, eval_fn, fit, flat, losses, make_model, step_fn, trainer
 from torch import nn
 from torch.nn.utils import parametrizations
 

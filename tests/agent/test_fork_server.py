@@ -96,7 +96,7 @@ def test_no_handler_of_the_scripts_interrupts_the_record_of_an_exception(tmp_pat
     signal.signal(signal.SIGCHLD, raise_as_torch_does)
     record = left_by(InterruptedRecordError(signal.SIGCHLD), tmp_path)
     assert record["message"] == "loss is nan"
-    assert record["where"].startswith("test_warm.py:")
+    assert record["where"].startswith("test_fork_server.py:")
 
 
 @pytest.mark.usefixtures("signals")
@@ -127,7 +127,7 @@ def test_what_a_handler_that_was_due_says_of_a_loader_worker_is_the_reason(
     monkeypatch.setattr(fork_server.signal, "getsignal", look_when_one_is_due)
     record = left_by(ConnectionResetError("broken"), tmp_path)
     assert record["message"] == told
-    assert record["where"].startswith("test_warm.py:")
+    assert record["where"].startswith("test_fork_server.py:")
 
 
 class Worker:
