@@ -6,58 +6,67 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "rankwise"
 
-# An import points down, to a smaller number; a package may import its own files.
-LAYERS = {
-    "errors": 0, "early": 0,
-    "machine": 0.5, "processes": 0.5, "page": 0.5, "terminal": 0.5,
-    "network": 0.7,
-    "lease": 0.9,
-    "config": 1, "plan": 1, "rundir": 1,
-    "channel": 1.1, "pickles": 1.1,
-    "schedulers": 1.2,
-    "world": 1.5,
-    "rendezvous": 1.7,
-    "accelerator": 1.8,
-    "comm": 2,
-    "gatekeeper": 3.5,
-    "guards": 3.5, "settings": 3.5, "log": 3, "seed": 3, "device": 3, "precision": 3, "state": 3, "optimizer": 3,
-    "digest": 3, "model": 3.5,
-    "launch": 3, "agent": 3, "report": 3,
-    "data": 4, "sync": 4, "checkpoint": 4, "telemetry": 4, "stop": 4,
-    "actions": 4.5, "evaluation": 4.5, "claim": 4.5, "divergence": 4.5, "finite": 4.5, "plateau": 4.6,
-    "moments": 4.6, "step": 4.5,
-    "selftest": 4.7,
-    "train": 5,
-    "functions": 5.5, "probe": 5.5,
-    "cli": 6,
-    "__init__": 7, "__main__": 7,
-}  # fmt: skip
+PACKAGES = {
+    "errors": "",
+    "host": "errors",
+    "run": "errors host",
+    "ipc": "errors host run",
+    "schedulers": "errors host run",
+    "dist": "errors host run ipc schedulers",
+    "data": "errors ipc dist",
+    "stop": "errors host ipc dist",
+    "telemetry": "host run ipc dist",
+    "training": "errors host run schedulers dist",
+    "agent": "errors host run ipc schedulers dist",
+    "launch": "errors host run ipc schedulers dist",
+    "report": "host run schedulers dist",
+    "sync": "errors host dist training",
+    "checkpoint": "errors host run dist training report",
+    "actions": "errors ipc dist stop telemetry training",
+    "evaluation": "errors dist data telemetry training sync",
+    "trainer": "errors host run dist data stop telemetry training sync checkpoint actions evaluation",
+    "checks": "errors host run dist data training launch sync checkpoint evaluation trainer",
+    "functions": "errors host run ipc schedulers launch",
+    "cli": "errors host run dist launch report checkpoint checks",
+    "__init__": "errors dist data stop telemetry training sync checkpoint actions evaluation trainer checks functions",
+    "__main__": "cli",
+}
+"""From the ground up: what each package or module at the top may import besides itself. A package names only those above its
+line, so an import points down. An entry that is no longer needed is an error too."""
 
-TORCH_ALLOWED = {
-    "accelerator", "comm", "guards", "gatekeeper", "log", "seed", "device", "precision", "state", "optimizer", "model",
-    "settings", "data", "digest", "sync", "checkpoint", "telemetry", "stop", "actions", "evaluation", "divergence", "finite",
-    "plateau", "moments", "step", "train", "selftest", "probe",
+TORCH_FREE = {
+    "errors", "host", "run", "ipc", "schedulers", "agent", "launch", "report", "functions", "cli", "__init__", "__main__",
+    "dist/__init__", "dist/world", "dist/rendezvous", "stop/__init__", "stop/early", "data/order", "telemetry/breakdown",
+    "checkpoint/__init__", "checkpoint/background", "checkpoint/best", "checkpoint/folders", "checkpoint/layout",
+    "checkpoint/listing", "checkpoint/manifest", "checkpoint/retention", "actions/__init__", "training/__init__",
+    "checks/__init__", "checks/compare", "checks/difference", "checks/finding", "checks/script", "checks/settings",
 }  # fmt: skip
-"""Besides agent/fork_server.py, which runs in a process of its own."""
+"""Packages and files that import no torch, neither themselves nor by what they import; in a function they may."""
 
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
-def room(path: Path) -> str:
-    """The top-level module or package that a file belongs to."""
+def package(path: Path) -> str:
+    """The package or module at the top that a file belongs to."""
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> list[str]:
-    """Every module that a file imports, anywhere in it, `from a import b` as both `a` and `a.b`."""
+def name_of(path: Path) -> str:
+    """`dist/world`."""
+    return str(path.relative_to(SOURCE)).removesuffix(".py")
+
+
+def imports(path: Path, at_start: bool = False) -> list[str]:
+    """Every module that a file imports, anywhere in it, `from a import b` as both `a` and `a.b`; or only `at_start`."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _at_start(ast.parse(path.read_text())) if at_start else ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -67,57 +76,91 @@ def imports(path: Path) -> list[str]:
     return found
 
 
-def broken_layers(path: Path, modules: list[str]) -> list[str]:
-    """The imports of a file that do not point down."""
-    here = room(path)
-    broken = []
-    for module in modules:
-        parts = module.split(".")
-        if parts[0] != "rankwise" or len(parts) < 2 or parts[1] not in LAYERS:
-            continue
-        there = parts[1]
-        if there != here and LAYERS[there] >= LAYERS[here]:
-            broken.append(f"{path.relative_to(SOURCE)} ({LAYERS[here]}) imports {module} ({LAYERS[there]})")
-    return broken
+def _at_start(node: ast.AST) -> Iterator[ast.AST]:
+    """What is run when the module is imported."""
+    for child in ast.iter_child_nodes(node):
+        typing_only = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        if not isinstance(child, ast.FunctionDef) and not typing_only:
+            yield child
+            yield from _at_start(child)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_an_import_points_down(path: Path) -> None:
-    assert room(path) in LAYERS, f"{path}: give it a layer"
-    assert not broken_layers(path, imports(path))
+def packages_of(modules: list[str]) -> set[str]:
+    """The packages of ours among them; `rankwise` itself is none."""
+    return {parts[1] for m in modules if (parts := m.split("."))[0] == "rankwise" and len(parts) > 1 and parts[1] in PACKAGES}
 
 
-def test_the_map_in_the_design_has_every_room() -> None:
+def not_allowed(path: Path, modules: list[str]) -> set[str]:
+    """The packages that a file imports and its own package may not."""
+    return packages_of(modules) - set(PACKAGES[package(path)].split()) - {package(path)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_imports_what_its_package_may(path: Path) -> None:
+    assert package(path) in PACKAGES, f"{path}: give its package a line in PACKAGES"
+    assert not not_allowed(path, imports(path))
+
+
+def test_packages_import_those_above_their_line_alone() -> None:
+    above: set[str] = set()
+    for name, allowed in PACKAGES.items():
+        assert set(allowed.split()) <= above, name
+        above.add(name)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_what_a_package_may_import_it_does(name: str) -> None:
+    used = {other for path in FILES if package(path) == name for other in packages_of(imports(path))}
+    assert set(PACKAGES[name].split()) <= used
+
+
+def test_the_map_in_the_design_has_every_package() -> None:
     design = Path(__file__).parents[1].joinpath("docs", "design.md").read_text()
     named = set(re.findall(r"\w+", design.partition("```text\n")[2].partition("```")[0]))
-    assert set(LAYERS) - named == set()
+    assert set(PACKAGES) - named == set()
 
 
-def test_the_layer_test_finds_an_import_that_points_up() -> None:
-    assert broken_layers(SOURCE / "world.py", ["rankwise.dist.comm"])
-    assert broken_layers(SOURCE / "agent" / "head.py", ["rankwise.launch.launch"])
-    assert broken_layers(SOURCE / "data" / "loader.py", ["rankwise.trainer"])
-    assert not broken_layers(SOURCE / "data" / "loader.py", ["rankwise.data.order", "rankwise.dist.comm"])
+def test_the_house_has_few_entries() -> None:
+    assert len([path for path in SOURCE.iterdir() if path.name != "__pycache__"]) <= 26
+
+
+def test_an_import_that_points_up_is_found() -> None:
+    assert not_allowed(SOURCE / "dist" / "world.py", ["rankwise.sync"]) == {"sync"}
+    assert not_allowed(SOURCE / "agent" / "head.py", ["rankwise.launch.launch"]) == {"launch"}
+    assert not_allowed(SOURCE / "data" / "loader.py", ["rankwise.trainer"]) == {"trainer"}
+    assert not not_allowed(SOURCE / "data" / "loader.py", ["rankwise.data.order", "rankwise.dist.comm"])
 
 
 def test_launch_and_agent_know_only_the_plan_and_the_run_directory_of_each_other() -> None:
-    for path in FILES:
-        for module in imports(path):
-            if room(path) == "agent":
-                assert not module.startswith("rankwise.launch"), path
-            if room(path) == "launch":
-                assert not module.startswith("rankwise.agent"), path
+    assert "launch" not in PACKAGES["agent"]
+    assert "agent" not in PACKAGES["launch"]
+
+
+def with_torch() -> dict[str, str]:
+    """Each file whose import imports torch, and by which import it does."""
+    at_start = {name_of(path): set(imports(path, at_start=True)) for path in FILES}
+    module = {name: "rankwise." + name.replace("/", ".").removesuffix(".__init__") for name in at_start}
+    found = {n: m for n, modules in at_start.items() for m in modules if m.split(".")[0] == "torch"}
+    while more := {
+        name: module[other]
+        for name, modules in at_start.items()
+        for other in found
+        if name not in found and any(m == module[other] or m.startswith(module[other] + ".") for m in modules)
+        and (other.endswith("__init__") or module[other] in modules)
+    }:  # fmt: skip
+        found |= more
+    return found
 
 
 def test_torch_is_imported_on_the_worker_side_alone() -> None:
-    for path in FILES:
-        if room(path) not in TORCH_ALLOWED and path.name != "fork_server.py":
-            assert not [m for m in imports(path) if m.split(".")[0] == "torch"], path
+    found = with_torch()
+    assert {n: m for n, m in found.items() if n in TORCH_FREE or (n.split("/")[0] in TORCH_FREE)} == {}
+    assert {"dist/comm", "trainer", "sync/__init__"} <= set(found)
 
 
 def test_torch_distributed_appears_in_comm_and_sync_alone() -> None:
     for path in FILES:
-        if room(path) not in ("comm", "sync"):
+        if name_of(path) != "dist/comm" and package(path) != "sync":
             assert not [m for m in imports(path) if m.startswith("torch.distributed")], path
 
 
@@ -160,7 +203,7 @@ def test_the_command_the_launcher_and_the_agent_start_without_torch_and_numpy() 
 
 def test_importing_rankwise_imports_none_of_its_rooms_but_what_remembers_a_signal() -> None:
     modules = modules_after("import rankwise")
-    assert {m for m in modules if m.startswith("rankwise.")} == {"rankwise.stop.early"}
+    assert {m for m in modules if m.startswith("rankwise.")} == {"rankwise.stop", "rankwise.stop.early"}
     assert not modules & {"json", "subprocess", "typing_extensions"}
 
 

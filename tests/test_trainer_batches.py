@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, Dataset, RandomSampler
 
 import rankwise
+from rankwise.checks.trainer import findings_of
 from rankwise.dist import comm
 from rankwise.errors import ConfigError
 
@@ -102,7 +103,7 @@ def test_a_run_by_length_goes_on_in_the_middle_of_an_epoch_on_another_number_of_
 
 
 def of_the_selftest(folder: Path) -> dict[str, list[tuple[str, str, str]]]:
-    return {way: [(f.check, f.status, f.evidence) for f in made(folder / way, way, 3).selftest_findings()] for way in WAYS}
+    return {way: [(f.check, f.status, f.evidence) for f in findings_of(made(folder / way, way, 3))] for way in WAYS}
 
 
 def test_the_selftest_finds_nothing_wrong_with_batches_of_uneven_length(tmp_path: Path) -> None:

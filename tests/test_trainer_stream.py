@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import rankwise
+from rankwise.checks.trainer import findings_of
 from rankwise.data.order import share
 from rankwise.dist import comm
 
@@ -178,7 +179,7 @@ def of_the_selftest(run_dir: Path) -> list[tuple[str, str, str]]:
     trainer = rankwise.Trainer(
         model, optimizer, step, OfRank(), global_batch_size=5, max_epochs=1, run_dir=run_dir, eval_data=OfRank()
     )
-    return [(f.check, f.status, f.evidence) for f in trainer.selftest_findings()]
+    return [(f.check, f.status, f.evidence) for f in findings_of(trainer)]
 
 
 def test_the_selftest_says_what_it_cannot_see_in_streams_of_each_ranks_own(tmp_path: Path) -> None:

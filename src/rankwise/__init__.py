@@ -17,6 +17,7 @@ from rankwise.stop import early
 if TYPE_CHECKING:
     from rankwise.actions.periodic import every as every
     from rankwise.checkpoint import Checkpoints as Checkpoints
+    from rankwise.checks.trainer import selftest as selftest
     from rankwise.data import Loader as Loader
     from rankwise.dist.comm import all_gather_object as all_gather_object
     from rankwise.dist.comm import all_reduce as all_reduce
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 _HOME = {
     "rankwise.actions.periodic": ("every",),
     "rankwise.checkpoint": ("Checkpoints",),
+    "rankwise.checks.trainer": ("selftest",),
     "rankwise.dist.comm": (
         "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object", "init", "is_local_main", "is_main",
         "local_rank", "local_world_size", "rank", "world_size",

@@ -33,9 +33,6 @@ from rankwise.actions.plateau import check_plateau, step_plateau
 from rankwise.actions.timed import Moments
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint.best import check_name
-from rankwise.checks.finding import Finding, as_text, combined, passed
-from rankwise.checks.halves import warn_of_means
-from rankwise.checks.trainer import Subject, check
 from rankwise.data import Loader
 from rankwise.data.batching import of_all_ranks
 from rankwise.dist import comm, log, seed
@@ -55,6 +52,7 @@ from rankwise.telemetry.writers import Writer, open_writers
 from rankwise.training import optimizer as optimizers
 from rankwise.training.fingerprint import Settings, compare, plain
 from rankwise.training.finite import Weights, check_rates
+from rankwise.training.mean_loss import warn_of_means
 from rankwise.training.model import begin_training, is_synced, prepare
 from rankwise.training.open_run import already_done, claim, run_path
 from rankwise.training.precision import LossScale, Precision
@@ -159,8 +157,8 @@ class Trainer:
         self.world = comm.init()
         self.device = local_device(self.world)
         self.max_steps = max_steps
-        self._seed = seed
-        self._step_fn = step_fn
+        self.seed = seed
+        self.step_fn = step_fn
         self._precision = Precision.of(precision, self.device)
         self._lr_text = ""
         size = of_all_ranks("batch_size", batch_size, global_batch_size, accumulate * self.world.world_size)
@@ -247,7 +245,7 @@ class Trainer:
         elif scheduler is not None:
             # Not for a step that was left out: fp16 begins with some, and a warm-up would lose its first ones.
             self.actions.insert(0, lambda state: scheduler.step() if self._left_out_in_a_row == 0 else None)
-        self._evaluate = evaluate
+        self.evaluate = evaluate
         if evaluate is not None:
             self.actions.append(every(evaluate, steps=eval_every, epochs=None if eval_every else 1, at_end=True))
         self.actions += actions
@@ -300,7 +298,7 @@ class Trainer:
             while not self.stop.agreed(state.step) and not self._done(state):
                 micro_batches = next(batches)  # what one optimizer step takes: this rank's part of the global batch
                 for i, batch in enumerate(micro_batches, start=1):
-                    loss_sum, count = self._forward(state.model, batch)
+                    loss_sum, count = self.forward(state.model, batch)
                     self.sync.backward(loss_sum, count, last=i == len(micro_batches))
                     self.meters.add(loss=(loss_sum.detach(), count))
                 self._advance(state, self.sync.step(), len(micro_batches))
@@ -329,41 +327,25 @@ class Trainer:
         with self.sync.averaged():
             return predict(predict_fn, self.state.model, self._once(data), on=on, into=into, precision=self._precision)
 
-    def selftest(self) -> bool:
-        """Collective. Show, on copies, that the gradient does not depend on ranks and micro-batches, that a resumed step is the
-        unbroken one, that ranks see other samples and draw other numbers. Prints a line for each; False if one is a mistake.
+    def new_sync(self, model: nn.Module, optimizer: Optimizer, **given: Any) -> SyncStrategy:
+        """Collective. A strategy like this Trainer's, attached to copies of its model and optimizer (`given`: what else
+        `attach` takes)."""
+        return self._attach(copy.deepcopy(self._unattached), model, optimizer, **given)
 
-        `rankwise selftest SCRIPT.py` does it on 1, 2 and 4 ranks.
-        """
-        findings = self.selftest_findings()
-        log.say(as_text(combined(findings)))
-        return passed(findings)
-
-    def selftest_findings(self) -> list[Finding]:
-        """Collective. What `selftest` tells; the same on all ranks."""
-
-        def new_sync(*copies: Any, **given: Any) -> SyncStrategy:
-            return self._attach(copy.deepcopy(self._unattached), *copies, **given)
-
-        subject = Subject(
-            self.state.model, self.state.optimizer, self.state.parts.get("scheduler"), self._forward, self._step_fn,
-            self.loader, self._evaluate, new_sync, self.world, self._seed,
-        )  # fmt: skip
-        return check(subject)
-
-    def _forward(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
+    def forward(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """(loss sum, count) of step_fn, in this Trainer's precision."""
         if self._precision.dtype is None:
-            result = self._step_fn(model, batch)
+            result = self.step_fn(model, batch)
         else:
             with self._precision.autocast():
-                result = self._step_fn(model, batch)
+                result = self.step_fn(model, batch)
         return loss_and_count(result)
 
     def _looked_at(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
         """Collective at the first of all: step_fn is tried on it."""
         for micro_batches in batches:
             if self.state.step == 0:
-                warn_of_means(self._forward, self.state.model, micro_batches)
+                warn_of_means(self.forward, self.state.model, micro_batches)
             yield micro_batches
 
     def _advance(self, state: TrainState, result: StepResult, micro_batches: int) -> None:
@@ -440,7 +422,7 @@ class Trainer:
 
     def _begin(self, state: TrainState) -> None:
         """Collective. Load the newest checkpoint if there is one, and say what will happen."""
-        seed.seed_rank(self._seed, self.world.rank)
+        seed.seed_rank(self.seed, self.world.rank)
         if begin_training(state.model):
             log.say("the model was in evaluation mode (as from_pretrained leaves it), and is now in training mode")
         check_rates(state)
@@ -540,7 +522,7 @@ class Trainer:
             self._save(state)
 
     def _eval_loss(self, model: Any, batch: Any) -> dict[str, Pair]:
-        return {"loss": self._forward(model, batch)}
+        return {"loss": self.forward(model, batch)}
 
     def _numerics(self) -> dict[str, Any]:
         """What changes the last bits of a result without being a setting of the training."""

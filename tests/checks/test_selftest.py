@@ -19,9 +19,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+import rankwise
 from rankwise import cli
 from rankwise.checks import script as script_checks
 from rankwise.checks import trainer as trainer_module
+from rankwise.checks.trainer import findings_of
 from rankwise.dist import comm
 from rankwise.dist.comm import rank
 from rankwise.sync import AllReduce, flat, trained
@@ -331,11 +333,11 @@ def _asked_on_a_rank(bug: str) -> tuple[list[str], bool]:
     trainer = Trainer(model, optimizer, step, data, global_batch_size=8, max_epochs=1)
     parameters = [*model.parameters(), *outside]
     before, streams = [p.clone() for p in parameters], torch.get_rng_state()
-    failed = [finding.check for finding in trainer.selftest_findings() if finding.status == "FAILED"]
+    failed = [finding.check for finding in findings_of(trainer) if finding.status == "FAILED"]
     same = all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
     same = same and all(p.requires_grad and (p.grad is None or not p.grad.any()) for p in parameters)
     same = same and torch.equal(streams, torch.get_rng_state()) and trainer.loader.position == 0
-    return failed, same and trainer.selftest() == (not failed)
+    return failed, same and rankwise.selftest(trainer) == (not failed)
 
 
 @pytest.mark.parametrize(("ranks", "honest"), [(1, ""), (3, ""), (1, "outside"), (2, "outside")])

@@ -32,10 +32,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from rankwise.checkpoint import Checkpoints
 from rankwise.checks.determinism import Draws, without_dropout
 from rankwise.checks.settings import Settings
-from rankwise.checks.trainer import row_digests, tensors_in
+from rankwise.checks.trainer import row_digests
 from rankwise.data import loader as own
 from rankwise.data.order import share
 from rankwise.data.stream import Request
+from rankwise.dist.device import tensors_in
 from rankwise.training.digest import digest, digests
 
 _STEPS = 6  # of which gradients and parameters are kept

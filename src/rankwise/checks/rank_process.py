@@ -22,6 +22,7 @@ import numpy as np
 
 from rankwise.checks.instrument import Enough, Watch
 from rankwise.checks.settings import Settings
+from rankwise.checks.trainer import findings_of
 from rankwise.dist import seed
 from rankwise.dist.world import discover
 from rankwise.run import directory
@@ -60,7 +61,7 @@ def _ask_trainers(watch: Watch, asked: list[dict[str, Any]]) -> None:
     def fit(self: Trainer) -> TrainState:
         watch.close()
         asked.append({"findings": []})
-        asked[0]["findings"] += [finding.record() for finding in self.selftest_findings()]
+        asked[0]["findings"] += [finding.record() for finding in findings_of(self)]
         raise Enough(0)
 
     Trainer.fit = fit  # type: ignore[method-assign]

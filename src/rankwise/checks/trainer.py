@@ -1,6 +1,6 @@
 """The self-test of a Trainer, on the ranks that there are; it works on copies, and writes in a folder that is gone afterwards.
 
-findings = check(Subject(...))
+rankwise.selftest(trainer)              # prints what it finds; False if one finding is a mistake
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from rankwise.checkpoint import Checkpoints
 from rankwise.checks.compare import first_apart, judge_draws
 from rankwise.checks.determinism import Draws
-from rankwise.checks.finding import FAILED, OK, OPEN, Finding
+from rankwise.checks.finding import FAILED, OK, OPEN, Finding, as_text, combined, passed
 from rankwise.checks.gradients import Gradients
 from rankwise.checks.twin import Twin
 from rankwise.data import Loader
-from rankwise.dist import comm, seed
+from rankwise.dist import comm, log, seed
+from rankwise.dist.device import tensors_in
 from rankwise.dist.guards import run_on_main
 from rankwise.dist.world import World
 from rankwise.evaluation import Evaluate
-from rankwise.evaluation.evaluate import evaluating
 from rankwise.host.terminal import count
 from rankwise.sync import SyncStrategy
+from rankwise.trainer import Trainer
 from rankwise.training.digest import digest, digests
+from rankwise.training.model import evaluating
 from rankwise.training.optimizer import named_state
 from rankwise.training.state import TrainState
 
@@ -68,6 +70,28 @@ class Subject:
 
     world: World
     seed: int
+
+
+def selftest(trainer: Trainer) -> bool:
+    """Collective. Show, on copies, that the gradient does not depend on ranks and micro-batches, that a resumed step is the
+    unbroken one, that ranks see other samples and draw other numbers. Prints a line for each; False if one is a mistake.
+
+    `rankwise selftest SCRIPT.py` does it on 1, 2 and 4 ranks.
+    """
+    findings = findings_of(trainer)
+    log.say(as_text(combined(findings)))
+    return passed(findings)
+
+
+def findings_of(trainer: Trainer) -> list[Finding]:
+    """Collective. What `selftest` prints; the same on all ranks."""
+    state = trainer.state
+    return check(
+        Subject(
+            state.model, state.optimizer, state.parts.get("scheduler"), trainer.forward, trainer.step_fn, trainer.loader,
+            trainer.evaluate, trainer.new_sync, trainer.world, trainer.seed,
+        )
+    )  # fmt: skip
 
 
 def check(subject: Subject) -> list[Finding]:
@@ -163,18 +187,6 @@ def row_digests(batch: Any) -> list[str]:
     tensors = [t for t in tensors_in(batch) if t.dim() > 0]
     rows = len(tensors[0]) if tensors else 0
     return ["-".join(digest(tensor[row]) for tensor in tensors if len(tensor) == rows) for row in range(rows)]
-
-
-def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a nest of mappings, lists and tuples."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, dict):
-        for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from tensors_in(value)
 
 
 # --- gradients

@@ -6,7 +6,7 @@ device = local_device(world);  batch = to_device(batch, device)
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,3 +51,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
+
+
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a nest of mappings, lists and tuples."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            yield from tensors_in(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from tensors_in(value)

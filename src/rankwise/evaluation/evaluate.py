@@ -9,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from rankwise.dist import comm, log, seed
+from rankwise.dist import comm, log
 from rankwise.errors import StepError
 from rankwise.evaluation.metrics import Metrics
 from rankwise.sync import SyncStrategy
 from rankwise.telemetry import Progress
 from rankwise.telemetry.meters import mean
 from rankwise.telemetry.writers import Writer
+from rankwise.training.model import evaluating
 from rankwise.training.precision import Precision
 from rankwise.training.state import TrainState
 
@@ -99,27 +100,6 @@ class Evaluate:
             if not (isinstance(pair, tuple) and len(pair) == 2):
                 raise _no_figures(f"{type(pair).__name__} for {name!r}, which is no pair")
         return figures
-
-
-@contextlib.contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and each module afterwards in its own; what is drawn at random inside does not move the
-    training's streams."""
-    with unmoved(model):
-        model.eval()
-        yield
-
-
-@contextlib.contextmanager
-def unmoved(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards each module's mode and the random streams are what they were."""
-    modes, streams = [(module, module.training) for module in model.modules()], seed.rng_state()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        seed.set_rng_state(streams)
 
 
 def _over_ranks(totals: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, tuple[float, float]]:

@@ -17,7 +17,7 @@ from rankwise.data import Loader
 from rankwise.dist import comm
 from rankwise.dist.guards import agreed, run_on_main
 from rankwise.errors import ConfigError, StepError
-from rankwise.evaluation.evaluate import evaluating
+from rankwise.training.model import evaluating
 from rankwise.training.precision import Precision
 
 _ROUND = 32  # steps whose predictions travel together

@@ -1,18 +1,22 @@
-"""What is done to a model before training: its device, its batch norms, its compiler. The parameters stay the same objects.
+"""What is done to a model before training: its device, its batch norms, its compiler; and its modes around an evaluation.
 
 model = prepare(model, device, world, sync_batchnorm=True, compile={"mode": "max-autotune"})
+with evaluating(model): ...
+
+The parameters stay the same objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rankwise.dist import log
+from rankwise.dist import log, seed
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError
 
@@ -62,3 +66,24 @@ def begin_training(model: nn.Module) -> bool:
         return False
     model.train()
     return True
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and each module afterwards in its own; what is drawn at random inside does not move the
+    training's streams."""
+    with unmoved(model):
+        model.eval()
+        yield
+
+
+@contextlib.contextmanager
+def unmoved(model: nn.Module) -> Iterator[None]:
+    """Afterwards each module's mode and the random streams are what they were."""
+    modes, streams = [(module, module.training) for module in model.modules()], seed.rng_state()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        seed.set_rng_state(streams)

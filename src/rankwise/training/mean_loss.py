@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise.checks.trainer import tensors_in
 from rankwise.dist import comm, log
-from rankwise.evaluation.evaluate import unmoved
-from rankwise.training.model import is_synced
+from rankwise.dist.device import tensors_in
+from rankwise.training.model import is_synced, unmoved
 
 Forward = Callable[[nn.Module, Any], tuple[torch.Tensor, float | torch.Tensor]]
 
