@@ -50,11 +50,11 @@ from rankwise.sync.divergence import Divergence
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
 from rankwise.telemetry.writers import Writer, open_writers
 from rankwise.training import optimizer as optimizers
-from rankwise.training.fingerprint import Settings, compare, plain
+from rankwise.training.fingerprint import Fingerprint, compare, plain
 from rankwise.training.finite import Weights, check_rates
 from rankwise.training.mean_loss import warn_of_means
 from rankwise.training.model import begin_training, is_synced, prepare
-from rankwise.training.open_run import already_done, claim, run_path
+from rankwise.training.open_run import already_done, open_run, run_path
 from rankwise.training.precision import LossScale, Precision
 from rankwise.training.state import Stateful, TrainState
 from rankwise.training.step import loss_and_count
@@ -202,7 +202,7 @@ class Trainer:
         fixed |= {"batch_tokens": batch_tokens} if batch_tokens is not None else {"global_batch_tokens": global_batch_tokens}
         fixed |= {"scheduler": type(scheduler).__name__ if scheduler is not None else None}
         kept = plain(scheduler.state_dict()) if scheduler is not None else {}
-        self._settings = Settings(fixed, {f"{type(scheduler).__name__}'s {name}": value for name, value in kept.items()})
+        self._settings = Fingerprint(fixed, {f"{type(scheduler).__name__}'s {name}": value for name, value in kept.items()})
         every_rank = {"max_epochs": max_epochs, "max_steps": max_steps, "accumulate": accumulate, "seed": seed, **fixed}
         every_rank |= {"precision": precision, "the strategy": type(self.sync).__name__, "reduction": reduction}
         every_rank |= {"log_every": log_every, "eval_every": eval_every, "keep_best": keep_best, "device": self.device.type}
@@ -388,7 +388,7 @@ class Trainer:
     @contextlib.contextmanager
     def _open(self) -> Iterator[TrainState]:
         """Collective. Begin; and, however the loop ends, close what is open."""
-        life, self._lease = claim(self.run, self.world, self._fresh)
+        life, self._lease = open_run(self.run, self.world, self._fresh)
         self.checkpoints.fence = Fence(self.run.lease) if self.world.is_main else None
         outcome, status = "ended by an exception", 1
         try:

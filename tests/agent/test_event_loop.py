@@ -8,13 +8,13 @@ import signal
 
 from ranks import on_ranks
 
-from rankwise.agent.event_loop import Waiting
+from rankwise.agent.event_loop import EventLoop
 
 
 def signals_of_both() -> list[list[int]]:
     """What was asked for after each of: a signal, the same from the guard, that and another from the guard, both again."""
     reader, writer = os.pipe()
-    waiting = Waiting(0, reader)
+    waiting = EventLoop(0, reader)
     os.kill(os.getpid(), signal.SIGINT)
     waiting.wait(0)
     asked = [list(waiting.asked)]
@@ -36,7 +36,7 @@ def test_a_signal_that_the_guard_passes_on_too_is_one_request_whichever_comes_fi
 
 
 def two_signals() -> list[int]:
-    waiting = Waiting(0)
+    waiting = EventLoop(0)
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
     return waiting.asked
@@ -48,7 +48,7 @@ def test_two_signals_to_an_agent_are_two_requests_however_soon_the_second_comes(
 
 def guard_that_is_gone() -> tuple[list[int], bool, bool]:
     reader, writer = os.pipe()
-    waiting = Waiting(0, reader)
+    waiting = EventLoop(0, reader)
     os.close(writer)
     waiting.wait(0)
     seen = reader in waiting.ready

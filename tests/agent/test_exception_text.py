@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankwise.agent import exception_text
-from rankwise.agent.exception_text import Told, is_short_of_memory, of_abort, parameter_counts, reword
+from rankwise.agent.exception_text import ExceptionText, is_short_of_memory, of_abort, parameter_counts, reword
 
 IN_WORKER = """Caught KeyError in DataLoader worker process 1.
 Original Traceback (most recent call last):
@@ -27,13 +27,13 @@ def record(kind: str, message: str, **more: object) -> dict[str, object]:
 
 
 def test_an_exception_of_the_script_is_told_as_it_is() -> None:
-    assert reword(record("ValueError", "loss is nan"), 1, "train.py") == Told("ValueError: loss is nan", "train.py:9")
+    assert reword(record("ValueError", "loss is nan"), 1, "train.py") == ExceptionText("ValueError: loss is nan", "train.py:9")
     assert reword(record("MemoryError", ""), 0, "train.py").exception == "MemoryError"
 
 
 def test_what_a_loader_worker_raised_is_told_with_the_users_line_and_the_worker() -> None:
     told = reword(record("KeyError", IN_WORKER), 1, "train.py")
-    assert told == Told("KeyError: 'audio_5'", "data.py:6, in loader worker 1")
+    assert told == ExceptionText("KeyError: 'audio_5'", "data.py:6, in loader worker 1")
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ Traceback (most recent call last):
 
 def test_what_a_spawned_process_raised_is_told_with_its_own_line() -> None:
     told = reword(record("ProcessRaisedException", SPAWNED), 0, "train.py")
-    assert told == Told("ValueError: no data", "train.py:4, in process 1 that the script has spawned")
+    assert told == ExceptionText("ValueError: no data", "train.py:4, in process 1 that the script has spawned")
 
 
 @pytest.mark.parametrize("head", ["multiprocessing.pool.RemoteTraceback:", "concurrent.futures.process._RemoteTraceback: "])
 def test_what_a_process_of_a_pool_raised_is_told_with_its_own_line(head: str) -> None:
     text = OF_A_POOL.replace("multiprocessing.pool.RemoteTraceback:", head)
     told = reword(record("ValueError", "no sample", traceback=text), 0, "train.py")
-    assert told == Told("ValueError: no sample", "prepare.py:3, in a process of its pool")
+    assert told == ExceptionText("ValueError: no sample", "prepare.py:3, in a process of its pool")
 
 
 ABORTED = """terminate called after throwing an instance of 'gloo::EnforceNotMet'
@@ -148,9 +148,9 @@ ValueError: no such speaker
 def test_an_exception_that_came_from_the_main_rank_is_told_with_its_own_line_and_that_rank() -> None:
     """Its pickle did not survive, or it did, and the traceback is a note on it."""
     lost = reword(record("MainProcessError", ON_MAIN), 1, "train.py")
-    assert lost == Told("ValueError: no such speaker", "data.py:6, on the main rank")
+    assert lost == ExceptionText("ValueError: no such speaker", "data.py:6, on the main rank")
     whole = reword(record("ValueError", "no such speaker", notes=[ON_MAIN]), 1, "train.py")
-    assert whole == Told("ValueError: no such speaker", "train.py:9", "raised on the main rank (data.py:6)")
+    assert whole == ExceptionText("ValueError: no such speaker", "train.py:9", "raised on the main rank (data.py:6)")
     ours = reword(record("ConfigError", "set x", notes=["raised on rank 2:\nTraceback ...\n", "more"]), 1, "train.py")
     assert ours.remark == "raised on rank 2"
 
@@ -161,7 +161,9 @@ def test_of_an_exception_that_followed_another_in_a_worker_the_last_is_told() ->
         '  File "/home/ann/data.py", line 8, in __getitem__\n    raise RuntimeError("no audio") from None\n'
         "RuntimeError: no audio\n"
     )
-    assert reword(record("RuntimeError", message), 0, "t.py") == Told("RuntimeError: no audio", "data.py:8, in loader worker 1")
+    assert reword(record("RuntimeError", message), 0, "t.py") == ExceptionText(
+        "RuntimeError: no audio", "data.py:8, in loader worker 1"
+    )
 
 
 UNUSED = (
@@ -223,7 +225,7 @@ def test_only_rank_0_has_the_terminal() -> None:
 
 def test_a_shortage_is_told_with_its_count() -> None:
     told = reword(record("OSError", "[Errno 24] Too many open files: 'x'", shortage="40 of 40 files"), 1, "t.py")
-    assert told == Told("OSError: [Errno 24] Too many open files: 'x'", "train.py:9", "40 of 40 files")
+    assert told == ExceptionText("OSError: [Errno 24] Too many open files: 'x'", "train.py:9", "40 of 40 files")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from rankwise.dist.world import World, agent_row, discover
 from rankwise.errors import WorldError
 from rankwise.ipc.shared_page import Page
-from rankwise.run.directory import Part, RunDir
+from rankwise.run.directory import NodeRecord, RunDir
 from rankwise.schedulers import ORDER, Ranks
 from rankwise.schedulers.torchrun import variables
 
@@ -93,8 +93,8 @@ def world_of(run: RunDir | None, local_rank: int = 0) -> World:
     return World(local_rank, 2, local_rank, 2, 0, "torchrun", run_dir=run.path if run is not None else None)
 
 
-def parts(page: str) -> tuple[Part, ...]:
-    return (Part(host="h", first=0, ranks=2, page=page),)
+def parts(page: str) -> tuple[NodeRecord, ...]:
+    return (NodeRecord(host="h", first=0, ranks=2, page=page),)
 
 
 @pytest.fixture

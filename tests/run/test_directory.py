@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rankwise.errors import RunDirError
-from rankwise.run.directory import Failure, Part, RunDir, write_json, write_text
+from rankwise.run.directory import Failure, NodeRecord, RunDir, write_json, write_text
 
 DEADLINE_S = 30.0
 
@@ -180,7 +180,7 @@ def test_with_fresh_a_host_of_its_own_disk_moves_an_older_run_aside_once(tmp_pat
 
 def test_lives_are_counted_from_one_and_the_newest_is_changed(run: RunDir) -> None:
     assert run.lives() == []
-    part = Part(host="h", first=0, ranks=2, page="/proc/1/fd/3")
+    part = NodeRecord(host="h", first=0, ranks=2, page="/proc/1/fd/3")
     first = run.begin_life(2, ("train.py", "--lr", "1"), (part,))
     assert (first.life, first.ranks, first.parts, first.ended, first.status) == (1, 2, (part,), None, None)
     run.update_life(first, pids=(7, 8))

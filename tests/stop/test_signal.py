@@ -336,7 +336,7 @@ def test_when_the_first_rank_leaves_amid_an_agreement_the_others_of_its_node_go_
     page = Page.create(2)
     for rank in range(2):
         page.row(rank).join()
-    keeper = coordinator.Keeper(page, [SilentLink()])  # type: ignore[list-item]
+    keeper = coordinator.Coordinator(page, [SilentLink()])  # type: ignore[list-item]
     keeper.start()
     page.row(1).flag = signal.SIGTERM
     wait_for(lambda: page.stopping, "the gate to be held")

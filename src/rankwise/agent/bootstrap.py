@@ -20,11 +20,11 @@ from types import ModuleType
 from typing import Any
 
 from rankwise import schedulers
-from rankwise.agent.event_loop import STOP_SIGNALS, Waiting
+from rankwise.agent.event_loop import STOP_SIGNALS, EventLoop
 from rankwise.agent.head import Head, Screen
 from rankwise.agent.node import Node, port_taken
-from rankwise.agent.nodes import Roster, introduced
-from rankwise.agent.remote import Member, Wire
+from rankwise.agent.nodes import Nodes, introduced
+from rankwise.agent.remote import RemoteNode, Wire
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
 from rankwise.host import network, processes
 from rankwise.host.terminal import Terminal
@@ -58,17 +58,17 @@ def _begin(words: list[str]) -> int:
         return _guarded(_called)
     run = RunDir(Path(words[0]))
     if words[1:2] == ["--node"]:
-        return _calling(None, run, int(words[2]), _start_of_this_job(os.environ), Waiting(os.getppid()))
+        return _calling(None, run, int(words[2]), _start_of_this_job(os.environ), EventLoop(os.getppid()))
     plan = Plan.load(run.plan)
     _enter(plan)
     scheduler = schedulers.BY_NAME[plan.on]
     index = _index(plan, scheduler)
 
     def body(guard: int | None) -> int:
-        waiting = Waiting(plan.launcher_pid, guard)
+        events = EventLoop(plan.launcher_pid, guard)
         if index == 0:
-            return _head(plan, run, scheduler, waiting)
-        return _calling(plan, run, index, _start(scheduler, os.environ), waiting)
+            return _head(plan, run, scheduler, events)
+        return _calling(plan, run, index, _start(scheduler, os.environ), events)
 
     return body(None) if plan.launcher_pid else _guarded(body)
 
@@ -125,12 +125,12 @@ def _pass_on(writer: int, signum: int) -> None:
 # --- the head
 
 
-def _head(plan: Plan, run: RunDir, scheduler: ModuleType, waiting: Waiting) -> int:
+def _head(plan: Plan, run: RunDir, scheduler: ModuleType, events: EventLoop) -> int:
     processes.become_subreaper()
     lease = run.take() if not plan.launcher_holds else None
     screen = Screen(Terminal(sys.stdout, plain=not plan.terminal))
     secret = _secret_of_all(plan)
-    door, node, roster, status = None, None, None, 1
+    door, node, nodes, status = None, None, None, 1
     try:
         hosts = dict(enumerate(scheduler.hosts(plan, os.environ))) if hasattr(scheduler, "reach") else {}
         if hosts and not plan.hosts:  # the scheduler has chosen them
@@ -142,7 +142,7 @@ def _head(plan: Plan, run: RunDir, scheduler: ModuleType, waiting: Waiting) -> i
             if not hosts and not plan.master_addr:
                 door.publish(run.door, plan.run_id, _start(scheduler, os.environ))
         if index is not None:
-            node = Node(plan, run, index, waiting, screen, hosts[index].slots if index in hosts else _slots(plan, index))
+            node = Node(plan, run, index, events, screen, hosts[index].slots if index in hosts else _slots(plan, index))
             node.secret = secret
             if door is not None:
                 node.door = (tuple(door.addresses), door.port)
@@ -159,10 +159,10 @@ def _head(plan: Plan, run: RunDir, scheduler: ModuleType, waiting: Waiting) -> i
 
         elsewhere = {there: host for there, host in hosts.items() if there != here}
         command = [sys.executable, "-m", "rankwise.agent", "-"]
-        roster = Roster(
+        nodes = Nodes(
             plan,
             run,
-            waiting,
+            events,
             screen,
             node,
             door,
@@ -171,10 +171,10 @@ def _head(plan: Plan, run: RunDir, scheduler: ModuleType, waiting: Waiting) -> i
             greeting,
             command,
         )
-        status = Head(plan, run, waiting, screen, roster).run()
+        status = Head(plan, run, events, screen, nodes).run()
     finally:
-        if roster is not None:
-            roster.leave(status)
+        if nodes is not None:
+            nodes.leave(status)
         elif door is not None:
             door.close()
         if node is not None:
@@ -241,24 +241,24 @@ def _to_pass_on(env: Mapping[str, str]) -> dict[str, str]:
 # --- a member that calls
 
 
-def _calling(plan: Plan | None, run: RunDir, index: int, start: str, waiting: Waiting) -> int:
+def _calling(plan: Plan | None, run: RunDir, index: int, start: str, events: EventLoop) -> int:
     """A member where something else has started every agent: it finds the head by the file in the run directory."""
     processes.become_subreaper()
     if plan is not None and plan.master_addr:
-        return _join(plan, run, index, waiting, [plan.master_addr], plan.master_port, _secret_of_all(plan))
-    record = _find_door(run, index, start, waiting)
+        return _join(plan, run, index, events, [plan.master_addr], plan.master_port, _secret_of_all(plan))
+    record = _find_door(run, index, start, events)
     plan = Plan.load(run.plan)
     if plan.run_id != record["run_id"]:
         raise RunDirError(f"{run.plan} is of another run than the head's; do all nodes see the same {run.path}?")
     _enter(plan)
     ways = [*(["127.0.0.1"] if record["home"] == network.home() else []), *record["addresses"]]
-    return _join(plan, run, index, waiting, ways, int(record["port"]), str(record["secret"]))
+    return _join(plan, run, index, events, ways, int(record["port"]), str(record["secret"]))
 
 
-def _join(plan: Plan, run: RunDir, index: int, waiting: Waiting, ways: Sequence[str], port: int, secret: str) -> int:
-    node = Node(plan, run, index, waiting, Screen(Terminal(sys.stdout, plain=not plan.terminal)), _slots(plan, index))
+def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, ways: Sequence[str], port: int, secret: str) -> int:
+    node = Node(plan, run, index, events, Screen(Terminal(sys.stdout, plain=not plan.terminal)), _slots(plan, index))
     try:
-        patience = _Patience(index, waiting)
+        patience = _Patience(index, events)
         while True:
             try:
                 link, _, own = knock(ways, port, secret, introduced(node.introduction))
@@ -267,7 +267,7 @@ def _join(plan: Plan, run: RunDir, index: int, waiting: Waiting, ways: Sequence[
                 patience.wait(str(reason))
         node.interface = network.interface_of(own) if not network.is_loopback(own) else None
         node.sink = Wire(link)
-        member = Member(node, link, waiting, secret)
+        member = RemoteNode(node, link, events, secret)
         status = member.run()
         # The head's status is the run's; what has started them both may end the head, before it is through, for another's.
         return status if plan.node_rank >= 0 or not member.dismissed else 0
@@ -275,9 +275,9 @@ def _join(plan: Plan, run: RunDir, index: int, waiting: Waiting, ways: Sequence[
         node.close()
 
 
-def _find_door(run: RunDir, index: int, start: str, waiting: Waiting) -> Mapping[str, Any]:
+def _find_door(run: RunDir, index: int, start: str, events: EventLoop) -> Mapping[str, Any]:
     """The record of the door, once the head of this very start has said where it is."""
-    patience = _Patience(index, waiting)
+    patience = _Patience(index, events)
     while True:
         try:
             record = read_door(run.door)
@@ -292,17 +292,17 @@ def _find_door(run: RunDir, index: int, start: str, waiting: Waiting) -> Mapping
 class _Patience:
     """Waits for the head: says so now and then, and not for ever."""
 
-    def __init__(self, index: int, waiting: Waiting) -> None:
+    def __init__(self, index: int, events: EventLoop) -> None:
         self._index = index
-        self._waiting = waiting
+        self._events = events
         self._began = time.monotonic()
         self._told = self._began + _SAY_EVERY_S
 
     def wait(self, why: str) -> None:
         """Raises ConfigError when it has lasted too long; leaves when somebody asked to stop."""
         now = time.monotonic()
-        if self._waiting.asked or self._waiting.parent_ended:
-            asked = (self._waiting.asked or [signal.SIGTERM])[0]
+        if self._events.asked or self._events.parent_ended:
+            asked = (self._events.asked or [signal.SIGTERM])[0]
             sys.exit(EXIT_INTERRUPTED if asked == signal.SIGINT else EXIT_PREEMPTED)  # no rank has begun: nothing is lost
         name = f"node {self._index} ({platform.node()})"
         if now > self._began + _FIND_S:
@@ -315,7 +315,7 @@ class _Patience:
                 f"rankwise: {name} has waited {now - self._began:.0f} s for the first node: {why}", file=sys.stderr, flush=True
             )
             self._told = now + _SAY_EVERY_S
-        self._waiting.wait(_POLL_S)
+        self._events.wait(_POLL_S)
 
 
 # --- a member that was called
@@ -328,22 +328,22 @@ def _called(guard: int) -> int:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # a rank that reads must not take the head's words
     os.dup2(2, 1)
-    waiting = Waiting(0, guard)
-    waiting.register(link)
-    greeting = _greeting(link, waiting)
+    events = EventLoop(0, guard)
+    events.register(link)
+    greeting = _greeting(link, events)
     os.environ.update({name: value for name, value in greeting["environment"].items() if name not in _OF_THE_HOST})
     plan = Plan.of(greeting["plan"], "what the head said")
     index, secret = int(greeting["node"]), str(greeting["secret"])
     _enter(plan)
-    node = Node(plan, RunDir(Path(plan.run_dir)), index, waiting, Wire(link), int(greeting["ranks"]))
+    node = Node(plan, RunDir(Path(plan.run_dir)), index, events, Wire(link), int(greeting["ranks"]))
     door = None
     try:
         if index == 0 or plan.min_nodes < plan.nodes:  # the first, or so once that is lost
             door = Door(secret)
             node.door = (tuple(door.addresses), door.port)
-            waiting.register(door)
+            events.register(door)
         link.send(introduced(node.introduction))
-        member = Member(node, link, waiting, secret, door)
+        member = RemoteNode(node, link, events, secret, door)
         member.settle(plan.run_id, Path(plan.run_dir))
         return member.run()
     finally:
@@ -352,10 +352,10 @@ def _called(guard: int) -> int:
         node.close()
 
 
-def _greeting(link: Link, waiting: Waiting) -> Message:
+def _greeting(link: Link, events: EventLoop) -> Message:
     while True:
-        waiting.wait(1.0)
+        events.wait(1.0)
         for message in link.receive():
             return message
-        if link.closed is not None or waiting.asked:
+        if link.closed is not None or events.asked:
             sys.exit(1)  # nobody is there to be told

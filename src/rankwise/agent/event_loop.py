@@ -1,6 +1,6 @@
 """What an agent waits for, all of it in one selector, and the signals that it is sent.
 
-waiting = Waiting(parent_pid);  waiting.register(link);  waiting.wait(0.05);  waiting.asked
+events = EventLoop(parent_pid);  events.register(link);  events.wait(0.05);  events.asked
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class Waiting:
+class EventLoop:
     """`asked`: the stop signals received, in order. `parent_pid`: the process whose end is this agent's too; 0 for none.
 
     `guard`: a pipe, on which this agent's guard passes on the signals that it gets, a byte each. Hydra and Grid Engine signal a

@@ -38,7 +38,7 @@ _OURS = f"{Path(__file__).parents[1]}/"
 
 
 @dataclass(frozen=True)
-class Told:
+class ExceptionText:
     """An exception as a verdict tells it."""
 
     exception: str
@@ -81,11 +81,11 @@ def _of_sizes(checked: bool) -> str:
     return f"{what}; rankwise run --check-collectives names the ranks, their shapes and lines"
 
 
-def reword(record: Mapping[str, Any], rank: int, script: str, together: int = 1, checked: bool = False) -> Told:
+def reword(record: Mapping[str, Any], rank: int, script: str, together: int = 1, checked: bool = False) -> ExceptionText:
     """`script`: what the ranks run, as it was typed. `together`: the ranks of its agent, which all see the same devices.
     `checked`: what they ask of each other is compared (--check-collectives)."""
     message = str(record["message"]).strip()
-    told = Told(f"{record['type']}: {message}" if message else record["type"], record.get("where"), _note(record))
+    told = ExceptionText(f"{record['type']}: {message}" if message else record["type"], record.get("where"), _note(record))
     if found := _IN_WORKER.search(message):
         return _of_another_process(told, message, f"in loader worker {found[1]}")
     if found := _ELSEWHERE.match(message):
@@ -141,13 +141,13 @@ def _note(record: Mapping[str, Any]) -> str | None:
     return first[:_LONGEST_NOTE].rstrip(":")
 
 
-def _of_another_process(told: Told, message: str, where: str) -> Told:
+def _of_another_process(told: ExceptionText, message: str, where: str) -> ExceptionText:
     """What was raised in another process (a loader worker, a spawned one, another rank) comes in an exception whose message is
     that traceback."""
     lines = message.rpartition("Traceback (most recent call last):\n")[2].splitlines()
     last_of_frames = max((i for i, line in enumerate(lines) if line.startswith(" ")), default=-1)
     said = [line for line in lines[last_of_frames + 1 :] if line]
-    return Told(
+    return ExceptionText(
         "\n".join(said) or told.exception,
         _within("\n".join(lines), where),
         said[1][:_LONGEST_NOTE] if len(said) == 2 else told.remark,
@@ -170,7 +170,7 @@ def _is_the_users(file: str) -> bool:
     return not any(part in file for part in ("/site-packages/", "/lib/python", "<frozen", _OURS))
 
 
-def _unused(told: Told, listed: str, names: Mapping[str, str]) -> Told:
+def _unused(told: ExceptionText, listed: str, names: Mapping[str, str]) -> ExceptionText:
     """torch has numbers, unless TORCH_DISTRIBUTED_DEBUG made it look for names."""
     words = re.split(r"[, ]+", listed)
     found = [names.get(word, f"number {word}" if word.isdecimal() else word) for word in words]

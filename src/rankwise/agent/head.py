@@ -1,6 +1,6 @@
 """The head of a run: its decisions. Which ranks there are, when all stop, who is the cause, whether all begin again.
 
-    status = Head(plan, run, waiting, screen, roster).run()
+    status = Head(plan, run, events, screen, nodes).run()
 
 One thread, one selector. It knows nodes alone (node.py, remote.py): its own ranks and another host's look the same from here.
 """
@@ -17,16 +17,15 @@ from itertools import chain
 
 from rankwise.agent import root_cause, stall
 from rankwise.agent.collective_check import Ledger, Mismatch
-from rankwise.agent.event_loop import Waiting
-from rankwise.agent.node import Part
-from rankwise.agent.nodes import NodeError, Roster
+from rankwise.agent.event_loop import EventLoop
+from rankwise.agent.node import NodeView
+from rankwise.agent.nodes import NodeError, Nodes
 from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Observation
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
 from rankwise.host.terminal import Terminal, clock
 from rankwise.ipc.shared_page import FINISHED, JOIN_S
-from rankwise.run.directory import Failure, Life, RunDir, write_text
-from rankwise.run.directory import Part as PartRecord
+from rankwise.run.directory import Failure, Life, NodeRecord, RunDir, write_text
 from rankwise.run.plan import Plan
 
 TICK_S = 0.05
@@ -82,12 +81,12 @@ class Screen:
 class Head:
     """`run` returns the exit status of the run."""
 
-    def __init__(self, plan: Plan, run: RunDir, waiting: Waiting, screen: Screen, roster: Roster) -> None:
+    def __init__(self, plan: Plan, run: RunDir, events: EventLoop, screen: Screen, nodes: Nodes) -> None:
         self._plan = plan
         self._run = run
-        self._waiting = waiting
+        self._events = events
         self._screen = screen
-        self._roster = roster
+        self._nodes = nodes
         self._began = time.monotonic()
         self._stop_signal = 0
         self._stop_began = 0.0
@@ -100,7 +99,7 @@ class Head:
         restart = status = 0
         while True:
             try:
-                parts = self._roster.gather(lambda: bool(self._asked) or self._waiting.parent_ended)
+                parts = self._nodes.gather(lambda: bool(self._asked) or self._events.parent_ended)
             except NodeError as error:
                 self._say(str(error))
                 return 1
@@ -116,12 +115,12 @@ class Head:
                 self._say(f"the ranks are not started again: {error}")
                 return status
             stuck = any(part.end is not None and part.end.stuck for part in parts)
-            if failure is None or restart == self._plan.max_restarts or stuck or self._asked or self._waiting.parent_ended:
+            if failure is None or restart == self._plan.max_restarts or stuck or self._asked or self._events.parent_ended:
                 return status
             restart += 1
             self._say(f"{failure.summary}; starting all ranks again, {restart} of {self._plan.max_restarts}")
 
-    def _compare(self, parts: Sequence[Part]) -> None:
+    def _compare(self, parts: Sequence[NodeView]) -> None:
         """What all nodes should have alike."""
         first = parts[0].introduction
         for what, value in first.versions.items():
@@ -134,16 +133,16 @@ class Head:
                 self._say(f"warning: {what} on {', '.join(hosts[:3])}{more} is {theirs}, on {first.host} {value}")
 
     def _ended_before_it_began(self) -> int:
-        if self._waiting.parent_ended or not self._stop_signal:
+        if self._events.parent_ended or not self._stop_signal:
             return 1
-        self._say(f"stopped by {signal.Signals(self._stop_signal).name} before {self._roster.missing()} had come")
+        self._say(f"stopped by {signal.Signals(self._stop_signal).name} before {self._nodes.missing()} had come")
         return self._agreed_status
 
     # --- one life
 
-    def _live(self, restart: int, parts: Sequence[Part]) -> tuple[int, Failure | None]:
+    def _live(self, restart: int, parts: Sequence[NodeView]) -> tuple[int, Failure | None]:
         """From the start of the ranks to the end of the last: (exit status, the failure if there was one)."""
-        orders = self._roster.orders(parts, restart)
+        orders = self._nodes.orders(parts, restart)
         world_size = orders[0].world_size
         self._screen.ledger = Ledger(world_size) if self._plan.check_collectives else None
         self._screen.standing.clear()
@@ -151,7 +150,7 @@ class Head:
         self._alarm, self._due = 0, 0
         self._signalled: set[int] = set()
         records = tuple(
-            PartRecord(part.introduction.host, order.first, part.introduction.ranks, part.introduction.page, order.store)
+            NodeRecord(part.introduction.host, order.first, part.introduction.ranks, part.introduction.page, order.store)
             for part, order in zip(parts, orders, strict=True)
         )
         todo = list(zip(parts, orders, strict=True))
@@ -185,26 +184,26 @@ class Head:
             self._say(f"{outcome}, on {failure.host}; its output is in {failure.log}" if failure is not None else outcome)
             self._say(f"this end is not recorded: {error}; exit status {status}")
 
-    def _is_here(self, part: Part) -> bool:
-        return part is self._roster.own
+    def _is_here(self, part: NodeView) -> bool:
+        return part is self._nodes.own
 
-    def _finish(self, parts: Sequence[Part]) -> None:
+    def _finish(self, parts: Sequence[NodeView]) -> None:
         for part in parts:
             part.finish()
         deadline = time.monotonic() + FINISH_S
         while any(part.end is None and part.lost is None for part in parts) and time.monotonic() < deadline:
-            self._waiting.wait(TICK_S)
-            self._roster.look()
+            self._events.wait(TICK_S)
+            self._nodes.look()
 
-    def _watch(self, parts: Sequence[Part], life: Life) -> Life:
+    def _watch(self, parts: Sequence[NodeView], life: Life) -> Life:
         """The loop. Returns when no rank is left that can end, or when nobody wants them any more."""
         first_failure = ended = 0.0
         lost: set[int] = set()
         while True:
-            self._waiting.wait(TICK_S)
-            if self._waiting.parent_ended:
+            self._events.wait(TICK_S)
+            if self._events.parent_ended:
                 return life
-            self._roster.look()
+            self._nodes.look()
             asked = len(self._asked)
             for part in parts:
                 if self._is_here(part):
@@ -240,21 +239,21 @@ class Head:
             elif self._stop_began and _loses_nothing(parts) and any(part.facts.failed for part in parts):
                 self._cut_all(parts, signal.SIGKILL)  # the others would wait for it, and have done no step
 
-    def _cut_all(self, parts: Sequence[Part], signum: int) -> None:
+    def _cut_all(self, parts: Sequence[NodeView], signum: int) -> None:
         for part in parts:
             part.cut(signum, part.facts.alive)
 
     def _finds_mismatch(self) -> bool:
         return self._screen.ledger is not None and self._screen.ledger.look() is not None
 
-    def _tell_lost(self, parts: Sequence[Part], told: set[int]) -> None:
+    def _tell_lost(self, parts: Sequence[NodeView], told: set[int]) -> None:
         for part in parts:
             me = part.introduction
             if part.lost is not None and me.index not in told:
                 told.add(me.index)
                 self._say(f"node {me.index}, {me.host}, was lost: {part.lost}")
 
-    def _look_at_stall(self, parts: Sequence[Part]) -> None:
+    def _look_at_stall(self, parts: Sequence[NodeView]) -> None:
         """Where nothing moves on any node: which rank keeps the others waiting."""
         standing = self._screen.standing
         if not standing:
@@ -282,7 +281,7 @@ class Head:
     @property
     def _requests(self) -> list[list[int]]:
         """The stop signals that each agent was sent, this one first: one that mpirun passes on to all of them is no second."""
-        return [self._waiting.asked, *self._roster.asked.values()]
+        return [self._events.asked, *self._nodes.asked.values()]
 
     @property
     def _asked(self) -> list[int]:
@@ -293,12 +292,12 @@ class Head:
         after_s = self._plan.stop_after_s
         if after_s and not self._asked and time.monotonic() > self._began + after_s:
             self._say(f"{clock(after_s)} are over, the time that this run has")
-            self._waiting.asked.append(signal.SIGTERM)
+            self._events.asked.append(signal.SIGTERM)
 
-    def _stop_if_asked(self, parts: Sequence[Part]) -> None:
+    def _stop_if_asked(self, parts: Sequence[NodeView]) -> None:
         """The first request stops all at the gate; a second Ctrl-C kills."""
         if not self._asked and (flag := next((part.facts.flag for part in parts if part.facts.flag), 0)):
-            self._waiting.asked.append(flag)
+            self._events.asked.append(flag)
         if not self._asked:
             return
         if not self._stop_signal:
@@ -315,7 +314,7 @@ class Head:
             asked_s = time.monotonic() - self._stop_began
             if joined and not alive <= joined and asked_s < JOIN_S:
                 return  # some are still on their way to the first gate
-            if not joined and self._roster.remotes and asked_s < NEWS_S:
+            if not joined and self._nodes.remotes and asked_s < NEWS_S:
                 return  # what other nodes know may be on its way
             self._hold(parts, joined)
         if self._held and not self._released and all(part.claim is not None for part in parts):
@@ -324,7 +323,7 @@ class Head:
             for part in parts:
                 part.release(last)
 
-    def _ring(self, parts: Sequence[Part]) -> None:
+    def _ring(self, parts: Sequence[NodeView]) -> None:
         """What is due by the main rank's clock, or asked for by a script, is so on all ranks after the same step."""
         if not self._due and not self._held:
             for number, due in (part.facts.due for part in parts):
@@ -339,7 +338,7 @@ class Head:
                 part.rung(self._alarm, last, self._due)
             self._due = 0
 
-    def _hold(self, parts: Sequence[Part], joined: set[int]) -> None:
+    def _hold(self, parts: Sequence[NodeView], joined: set[int]) -> None:
         """Every node holds its gate; ranks that know nothing of a gate are sent the signal itself."""
         name = signal.Signals(self._stop_signal).name
         within = f"within {self._plan.grace_s:g} s" + ("; Ctrl-C again kills them" if self._plan.attended else "")
@@ -361,9 +360,9 @@ class Head:
 
     # --- the end
 
-    def _outcome(self, parts: Sequence[Part], life: Life) -> tuple[int, str, Failure | None]:
+    def _outcome(self, parts: Sequence[NodeView], life: Life) -> tuple[int, str, Failure | None]:
         """(exit status, how it ended in one line, the failure if it was one)."""
-        if self._waiting.parent_ended:
+        if self._events.parent_ended:
             return 1, "the launcher was killed", None
         ends = [evidence for part in parts if part.end is not None for evidence in part.end.evidence]
         if self._mismatch is not None:
@@ -400,7 +399,7 @@ class Head:
         )  # fmt: skip
         return failure.exit_status, failure.summary, failure
 
-    def _stopped(self, parts: Sequence[Part], ends: Sequence[Evidence], ranks: int) -> tuple[int, str] | None:
+    def _stopped(self, parts: Sequence[NodeView], ends: Sequence[Evidence], ranks: int) -> tuple[int, str] | None:
         """(exit status, in one line) of a run that was asked to stop and did; None if it failed instead."""
         interrupted = self._stop_signal == signal.SIGINT
         agreed = self._agreed_status
@@ -426,7 +425,7 @@ class Head:
         """Of a run that has stopped as it was asked to, and has lost nothing."""
         return EXIT_INTERRUPTED if self._stop_signal == signal.SIGINT else EXIT_PREEMPTED
 
-    def _strangers(self, parts: Sequence[Part], ranks: int) -> str:
+    def _strangers(self, parts: Sequence[NodeView], ranks: int) -> str:
         """Ranks that never met were as many separate runs: hardly ever what was meant."""
         if ranks == 1 or not self._plan.interpreter or any(part.end is not None and part.end.groups for part in parts):
             return ""
@@ -436,7 +435,7 @@ class Head:
         self._screen.say(text)
 
 
-def _alive(parts: Sequence[Part]) -> list[int]:
+def _alive(parts: Sequence[NodeView]) -> list[int]:
     return [rank for part in parts for rank in part.facts.alive]
 
 
@@ -444,7 +443,7 @@ def _has(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
 
 
-def _loses_nothing(parts: Sequence[Part]) -> bool:
+def _loses_nothing(parts: Sequence[NodeView]) -> bool:
     """Whether no rank has begun a step of a training that would have answered a request there."""
     return any(part.facts.answers for part in parts) and not any(part.facts.begun for part in parts)
 

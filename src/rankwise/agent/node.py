@@ -1,6 +1,6 @@
 """One node's part of a run: its ranks, started, watched and ended as the head says.
 
-    node = Node(plan, run, index, waiting, sink)
+    node = Node(plan, run, index, events, sink)
     node.start(orders);  node.look()          # every tick;  node.facts is what there is to know
     node.hold(SIGTERM);  node.release(last)   # the gate of the agreed stop
     node.ring(1);  node.rung(1, last, which)  # an alarm, which passes through the same gate
@@ -27,8 +27,8 @@ from typing import Any, Protocol
 from rankwise import schedulers
 from rankwise.agent.collective_check import Rings
 from rankwise.agent.console import Console, LogFollower, Shown
-from rankwise.agent.event_loop import Waiting
-from rankwise.agent.rank_processes import Crew
+from rankwise.agent.event_loop import EventLoop
+from rankwise.agent.rank_processes import RankProcesses
 from rankwise.agent.rank_starter import Spec, Starter
 from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Observation, StallWatch
@@ -103,7 +103,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class End:
+class NodeEnd:
     """How one life ended on one node."""
 
     evidence: tuple[Evidence, ...]
@@ -158,7 +158,7 @@ class Sink(Shown, Protocol):
         ...
 
 
-class Part(Protocol):
+class NodeView(Protocol):
     """A node as the head sees it: its own, or another agent's."""
 
     facts: Facts
@@ -168,7 +168,7 @@ class Part(Protocol):
     alarm: tuple[int, int]
     """The last alarm that it holds its gate for, and the highest step that its ranks had begun then."""
 
-    end: End | None
+    end: NodeEnd | None
     lost: str | None
     """Why its agent cannot be reached any more."""
 
@@ -200,10 +200,10 @@ class Node:
 
     lost: str | None = None
 
-    def __init__(self, plan: Plan, run: RunDir, index: int, waiting: Waiting, sink: Sink, ranks: int = 0) -> None:
+    def __init__(self, plan: Plan, run: RunDir, index: int, events: EventLoop, sink: Sink, ranks: int = 0) -> None:
         """`ranks` 0: as many as the plan says, or as there are devices. ConfigError when the plan's port is taken."""
         self._plan = plan
-        self._waiting = waiting
+        self._events = events
         self.run = run
         self.sink = sink
         environment = {**os.environ, **plan.environment}
@@ -215,7 +215,7 @@ class Node:
         self._port = hold_port(self._explicit)
         self._starter = Starter(plan)  # first of all: it imports torch while the rest is made ready
         if self._starter.channel is not None:
-            waiting.register(self._starter.channel)
+            events.register(self._starter.channel)
         self.index, self._why = index, why
         self.interface: str | None = None
         """The network interface that leads to the other nodes."""
@@ -227,7 +227,7 @@ class Node:
 
         self.kept: set[int] = set()
         """Children of this process that are no ranks, and live on between lives."""
-        self._crew: Crew | None = None
+        self._processes: RankProcesses | None = None
         self._console: Console | None = None
         self._rings: Rings | None = None
         self._stuck: set[int] = set()  # processes that nothing can end: nobody waits for them any more
@@ -235,7 +235,7 @@ class Node:
         self.claim: int | None = None
         self.alarm = (0, 0)
         self._to_ring = 0
-        self.end: End | None = None
+        self.end: NodeEnd | None = None
 
     @property
     def introduction(self) -> Introduction:
@@ -269,10 +269,10 @@ class Node:
         self.claim = self.end = None
         self.alarm, self._to_ring = (0, 0), 0
         numbers = range(orders.first, orders.first + self.ranks)
-        self._crew = Crew(numbers, self._plan.argv[0], self.run, self._page, self._plan.check_collectives)
+        self._processes = RankProcesses(numbers, self._plan.argv[0], self.run, self._page, self._plan.check_collectives)
         self._console = self._open_console(numbers)
         self._rings = Rings(self.ranks) if self._plan.check_collectives else None
-        self._stalls = StallWatch(self.run, self._crew, self._plan.stall_warn_s, self.sink.say, self._stalled)
+        self._stalls = StallWatch(self.run, self._processes, self._plan.stall_warn_s, self.sink.say, self._stalled)
         self._starter.start([self._spec(rank) for rank in numbers])
         self.facts = Facts(alive=tuple(numbers))
 
@@ -330,24 +330,24 @@ class Node:
 
     def look(self) -> None:
         """Take in what happened since the last time. Never waits."""
-        if self._crew is None or self.end is not None:
+        if self._processes is None or self.end is not None:
             return
         if (message := self._starter.receive()) is not None:
             self._on_started(message)
-        self._crew.reap(self._starter.warm_pid, self.kept)
+        self._processes.reap(self._starter.warm_pid, self.kept)
         self._stalls.look()
         if self._console is not None and not self.sink.busy:
             self._console.show()
         if self._rings is not None and (notes := self._rings.read()):
             self.sink.notes([(self._orders.first + row, line) for row, line in notes])
-        self._crew.notice_stuck()
-        self._crew.pass_on_below()
+        self._processes.notice_stuck()
+        self._processes.pass_on_below()
         self._ring()
         self.facts = Facts(
-            pids=tuple(rank.pid for rank in self._crew.ranks) if self._crew.started else (),
-            alive=tuple(rank.rank for rank in self._crew.alive),
-            awaited=bool(self._crew.awaited),
-            failed=self._crew.any_failed,
+            pids=tuple(rank.pid for rank in self._processes.ranks) if self._processes.started else (),
+            alive=tuple(rank.rank for rank in self._processes.alive),
+            awaited=bool(self._processes.awaited),
+            failed=self._processes.any_failed,
             joined=tuple(self._orders.first + row for row in self._page.joined()),
             flag=self._page.flagged(),
             begun=self._page.begun,
@@ -361,11 +361,11 @@ class Node:
 
     def _on_started(self, message: dict[str, Any]) -> None:
         """What the starter says: the warm process is ready, the ranks are there, or there is no warm process any more."""
-        assert self._crew is not None
+        assert self._processes is not None
         if "pids" in message:
-            self._crew.announce(message["pids"])
+            self._processes.announce(message["pids"])
             self._page.go()
-        elif "failed" in message and self._crew.started:
+        elif "failed" in message and self._processes.started:
             self.sink.say(f"{message['failed']}; the ranks that are running do not need it")
             self._forget_channel()
             self._starter.close()
@@ -382,21 +382,21 @@ class Node:
 
     def _forget_channel(self) -> None:
         if self._starter.channel is not None:
-            self._waiting.unregister(self._starter.channel)
+            self._events.unregister(self._starter.channel)
 
     def signal(self, signum: int, ranks: Sequence[int]) -> None:
-        if self._crew is not None:
+        if self._processes is not None:
             self._stalls.hurry()
-            for rank in self._crew.alive:
+            for rank in self._processes.alive:
                 if rank.rank in ranks:
-                    self._crew.ask(rank, signum)
+                    self._processes.ask(rank, signum)
 
     def cut(self, signum: int, ranks: Sequence[int]) -> None:
         self._page.end(signum)
-        if self._crew is not None:
-            for rank in self._crew.alive:
+        if self._processes is not None:
+            for rank in self._processes.alive:
                 if rank.rank in ranks:
-                    self._crew.signal(rank, signum)
+                    self._processes.signal(rank, signum)
 
     def hold(self, signum: int) -> None:
         self._stalls.hurry()
@@ -421,10 +421,10 @@ class Node:
 
     def finish(self) -> None:
         """End what is left of this life; `end` says how each rank ended."""
-        if self._crew is None or self.end is not None:
+        if self._processes is None or self.end is not None:
             return
-        self._crew.signal_all(signal.SIGKILL)
-        self._stuck |= self._crew.stuck_pids
+        self._processes.signal_all(signal.SIGKILL)
+        self._stuck |= self._processes.stuck_pids
         processes.end_tree(exclude={self._starter.warm_pid or 0, *self._stuck, *self.kept})
         if self._console is not None:
             self._console.close()
@@ -435,7 +435,7 @@ class Node:
         if not self._explicit:  # a new port each time: a dead rank's children may hold the old
             self._port.close()
             self._port = hold_port(0)
-        self.end = End(tuple(self._crew.evidence()), groups, bool(self._stuck), self._port.getsockname()[1])
+        self.end = NodeEnd(tuple(self._processes.evidence()), groups, bool(self._stuck), self._port.getsockname()[1])
 
     def close(self) -> None:
         """Nothing below this process is left, but what nothing can end."""

@@ -1,8 +1,8 @@
 """The nodes of a run, as they come: the head's own, those that call at its door, those that it starts itself (ssh, qrsh).
 
-roster = Roster(plan, run, waiting, screen, own, door, commands)
-parts = roster.gather(...)      # all that take part in the next life, in the order of their ranks
-roster.look()                   # every tick
+nodes = Nodes(plan, run, events, screen, own, door, commands)
+parts = nodes.gather(...)      # all that take part in the next life, in the order of their ranks
+nodes.look()                   # every tick
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from rankwise.agent.event_loop import Waiting
-from rankwise.agent.node import Introduction, Node, Orders, Part, Sink
+from rankwise.agent.event_loop import EventLoop
+from rankwise.agent.node import Introduction, Node, NodeView, Orders, Sink
 from rankwise.agent.remote import Remote
 from rankwise.dist.rendezvous import listed
 from rankwise.errors import RankwiseError
@@ -66,14 +66,14 @@ class _Called:
     part: Remote | None = None
 
 
-class Roster:
+class Nodes:
     """`own` None: no rank is on the head's host. `hosts`: by index, those where the head starts the agent itself."""
 
     def __init__(
         self,
         plan: Plan,
         run: RunDir,
-        waiting: Waiting,
+        events: EventLoop,
         sink: Sink,
         own: Node | None,
         door: Door | None,
@@ -84,7 +84,7 @@ class Roster:
     ) -> None:
         self._plan = plan
         self._run = run
-        self._waiting = waiting
+        self._events = events
         self._sink = sink
         self.own = own
         self._door = door
@@ -93,7 +93,7 @@ class Roster:
         self._greeting = greeting
         self._command = command
         self._called: dict[int, _Called] = {}
-        self._parts: dict[int, Part] = {own.index: own} if own is not None else {}
+        self._parts: dict[int, NodeView] = {own.index: own} if own is not None else {}
         self._again: dict[int, float] = {}
         self._looked = 0.0
         self._routes_to: int | None = None
@@ -102,7 +102,7 @@ class Roster:
         """Stop signals that other agents were sent, by their index, and those of commands, by -1; each in order."""
 
         if door is not None:
-            waiting.register(door)
+            events.register(door)
         for index in hosts:
             self._call(index)
 
@@ -125,13 +125,13 @@ class Roster:
         if all_of_them:
             self._looked = now
         for part in self.remotes:
-            if all_of_them or part.link.fileno() in self._waiting.ready:
+            if all_of_them or part.link.fileno() in self._events.ready:
                 self._look_at(part)
 
     def _look_at(self, part: Remote) -> None:
         part.look()
         if part.lost is not None:
-            self._waiting.unregister(part.link)
+            self._events.unregister(part.link)
         self.asked.setdefault(part.introduction.index, []).extend(part.asked)
         part.asked.clear()
 
@@ -140,14 +140,14 @@ class Roster:
         assert self._door is not None
         before = self._door.coming
         for link, hello in self._door.callers():
-            self._waiting.unregister(link)
+            self._events.unregister(link)
             self._welcome(link, hello)
         for link in before:
             if link.closed is not None:
-                self._waiting.unregister(link)
+                self._events.unregister(link)
         for link in self._door.coming:
             if link not in before:
-                self._waiting.register(link)
+                self._events.register(link)
 
     def _welcome(self, link: Link, hello: Message) -> None:
         if "stop" in hello:  # a command, `rankwise cancel` for one
@@ -175,9 +175,9 @@ class Roster:
         self._add(part)
 
     def _add(self, part: Remote) -> None:
-        self._waiting.register(part.link)
+        self._events.register(part.link)
         self._parts[part.introduction.index] = part
-        self._waiting.pause_s = min(_PAUSE_S * len(self._parts), _LONGEST_PAUSE_S)
+        self._events.pause_s = min(_PAUSE_S * len(self._parts), _LONGEST_PAUSE_S)
 
     def _call(self, index: int) -> None:
         """Start the agent of this host; its stdin and stdout are the link."""
@@ -193,7 +193,7 @@ class Roster:
         if self.own is not None:
             self.own.kept.add(process.pid)
         link.send(self._greeting(index, host))
-        self._waiting.register(link)
+        self._events.register(link)
         self._called[index] = _Called(host, command, process, link, words)
 
     def _hear(self, index: int, called: _Called) -> None:
@@ -236,7 +236,7 @@ class Roster:
     def _drop_call(self, index: int) -> None:
         """Nothing of a call that has ended is left here."""
         called = self._called.pop(index)
-        self._waiting.unregister(called.link)
+        self._events.unregister(called.link)
         called.link.close("it has ended")
         for pipe in (called.process.stdin, called.process.stdout):
             with contextlib.suppress(OSError):
@@ -250,7 +250,7 @@ class Roster:
 
     # --- who takes part
 
-    def gather(self, stopped: Callable[[], bool]) -> list[Part]:
+    def gather(self, stopped: Callable[[], bool]) -> list[NodeView]:
         """Wait for the nodes; empty when `stopped()` came first. Raises NodeError when too few come in time."""
         began = time.monotonic()
         told = began + _SAY_EVERY_S
@@ -269,7 +269,7 @@ class Roster:
             if now > told:
                 told = now + _SAY_EVERY_S
                 self._sink.say(f"waiting for {self.missing()}{self._where()}")
-            self._waiting.wait(0.05)
+            self._events.wait(0.05)
             self.look()
             self._refuse_lost()
             self._call_again(now)
@@ -287,7 +287,7 @@ class Roster:
             if part.lost is not None:
                 del self._parts[index]
                 if isinstance(part, Remote):
-                    self._waiting.unregister(part.link)
+                    self._events.unregister(part.link)
                 if index in self._called:
                     self._drop_call(index)
                     self._again[index] = 0.0
@@ -313,7 +313,7 @@ class Roster:
 
     # --- how they reach each other
 
-    def _routes_are_known(self, parts: Sequence[Part], stopped: Callable[[], bool]) -> bool:
+    def _routes_are_known(self, parts: Sequence[NodeView], stopped: Callable[[], bool]) -> bool:
         """Every node knows by which address it reaches the first one. False when `stopped()` came first."""
         first = parts[0].introduction
         others = [part for part in parts[1:] if part.introduction.home != first.home]
@@ -330,7 +330,7 @@ class Roster:
                 return False
             if time.monotonic() > deadline:
                 break
-            self._waiting.wait(0.05)
+            self._events.wait(0.05)
             self.look()
         for part in others:
             if not part.route:
@@ -341,7 +341,7 @@ class Roster:
                 )
         return True
 
-    def orders(self, parts: Sequence[Part], restart: int) -> list[Orders]:
+    def orders(self, parts: Sequence[NodeView], restart: int) -> list[Orders]:
         """Which ranks each node has; nodes in the order of their ranks."""
         first = parts[0].introduction
         homes = list(dict.fromkeys(part.introduction.home for part in parts))
@@ -390,7 +390,7 @@ class Roster:
             self._door.close()
 
 
-def _refuse_devices_counted_twice(parts: Sequence[Part]) -> None:
+def _refuse_devices_counted_twice(parts: Sequence[NodeView]) -> None:
     """NodeError for several agents on one host of which one takes all its devices (MPICH does not say how many it started)."""
     for home in dict.fromkeys(part.introduction.home for part in parts if part.introduction.counted):
         here = [part.introduction for part in parts if part.introduction.home == home]

@@ -1,7 +1,7 @@
 """The ranks of one life: their processes, their ends, and the evidence that these leave.
 
-crew = Crew(range(4, 8), script, run, page);  crew.announce(pids)
-crew.reap();  crew.signal_all(SIGTERM);  evidence = crew.evidence()
+processes = RankProcesses(range(4, 8), script, run, page);  processes.announce(pids)
+processes.reap();  processes.signal_all(SIGTERM);  evidence = processes.evidence()
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Rank:
         return self.status is not None and self.status != 0
 
 
-class Crew:
+class RankProcesses:
     """All ranks of this node; the rows of its page are theirs in order."""
 
     def __init__(self, numbers: range, script: str, run: RunDir, page: Page, checked: bool = False) -> None:
@@ -253,7 +253,7 @@ class Crew:
             )
         return None
 
-    def _remark_on_exception(self, rank: Rank, told: exception_text.Told) -> str | None:
+    def _remark_on_exception(self, rank: Rank, told: exception_text.ExceptionText) -> str | None:
         if exception_text.is_short_of_memory(told.exception):
             return self._held(rank)
         if "DataLoader worker" in told.exception and "is killed by signal: Killed" in told.exception:

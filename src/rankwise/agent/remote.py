@@ -1,7 +1,7 @@
 """Another node's agent: what the head sees of it, and what that agent does. The two ends of one link.
 
     part = Remote(link, introduction, sink)                     # at the head
-    status = Member(node, link, waiting, secret).run()          # there
+    status = RemoteNode(node, link, events, secret).run()        # there
 
 head -> member   {"welcome": run id, "run_dir": path} or {"refused": why}
                  {"start": orders, "life": record} {"signal": n, "ranks": [...]} {"cut": n, "ranks": [...]} {"finish": true}
@@ -21,8 +21,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rankwise.agent.event_loop import Waiting
-from rankwise.agent.node import End, Facts, Introduction, Node, Orders, Sink
+from rankwise.agent.event_loop import EventLoop
+from rankwise.agent.node import Facts, Introduction, Node, NodeEnd, Orders, Sink
 from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Frame, Observation
 from rankwise.errors import RunDirError
@@ -45,7 +45,7 @@ class Remote:
         self.facts = Facts()
         self.claim: int | None = None
         self.alarm = (0, 0)
-        self.end: End | None = None
+        self.end: NodeEnd | None = None
         self.lost: str | None = None
         self.asked: list[int] = []
         """Stop signals that its agent was sent."""
@@ -66,7 +66,7 @@ class Remote:
     def _end_as_lost(self) -> None:
         ranks = range(self._first, self._first + self.introduction.ranks)
         ends = (Evidence(rank, None, None, sent=False, ended=time.time(), lost=self.lost) for rank in ranks)
-        self.end = End(tuple(ends), groups=True, stuck=False, port=0)
+        self.end = NodeEnd(tuple(ends), groups=True, stuck=False, port=0)
 
     def take(self, message: Message) -> None:
         """What its agent has said."""
@@ -80,7 +80,7 @@ class Remote:
                     self.alarm = (int(value[0]), int(value[1]))
                 case "end":
                     evidence = tuple(Evidence(**record) for record in value["evidence"])
-                    self.end = End(evidence, bool(value["groups"]), bool(value["stuck"]), int(value["port"]))
+                    self.end = NodeEnd(evidence, bool(value["groups"]), bool(value["stuck"]), int(value["port"]))
                     self.introduction = replace(self.introduction, port=self.end.port)
                 case "say":
                     self._sink.say(f"{self.introduction.host}: {value}")
@@ -177,18 +177,18 @@ class Wire:
         return self._link.full
 
 
-class Member:
+class RemoteNode:
     """An agent that does what the head says. A head that is gone ends it, and its ranks with it."""
 
-    def __init__(self, node: Node, link: Link, waiting: Waiting, secret: str, door: Door | None = None) -> None:
+    def __init__(self, node: Node, link: Link, events: EventLoop, secret: str, door: Door | None = None) -> None:
         """`door`: by which others try whether they reach this node."""
         self._door = door
         self._node = node
         self._link = link
-        self._waiting = waiting
+        self._events = events
         node.secret = secret
         self._told = Facts()
-        self._told_end: End | None = None
+        self._told_end: NodeEnd | None = None
         self._told_alarm = (0, 0)
         self._asked = 0
         self._status: int | None = None
@@ -199,10 +199,10 @@ class Member:
 
     def run(self) -> int:
         """Until the head says goodbye; returns the exit status of the run, 1 when the head was lost."""
-        self._waiting.register(self._link)
+        self._events.register(self._link)
         try:
             while self._status is None:
-                self._waiting.wait(TICK_S)
+                self._events.wait(TICK_S)
                 for message in self._link.receive():
                     self._do(message)
                 if self._link.closed is not None:
@@ -227,9 +227,9 @@ class Member:
         if self._node.alarm != self._told_alarm:
             self._told_alarm = self._node.alarm
             self._link.send({"alarm": list(self._told_alarm)})
-        for signum in self._waiting.asked[self._asked :]:
+        for signum in self._events.asked[self._asked :]:
             self._link.send({"asked": signum})
-        self._asked = len(self._waiting.asked)
+        self._asked = len(self._events.asked)
         self._link.beat()
 
     def _do(self, message: Message) -> None:

@@ -1,6 +1,6 @@
 """A run that does not fail and does not go on: which rank keeps the others waiting, and where it is.
 
-    watch = StallWatch(run, crew, warn_s=120.0, say=print, stalled=...);  watch.look()      # on each node, every tick
+    watch = StallWatch(run, processes, warn_s=120.0, say=print, stalled=...);  watch.look()      # on each node, every tick
     line = judge(observed_on_all_nodes, sure)                                              # at the head
 
 A stopped rank shows in /proc at once. For the rest, when nothing has moved for `warn_s` (no step, no figure, no output), the
@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rankwise.agent.rank_processes import Crew, Rank
+from rankwise.agent.rank_processes import Rank, RankProcesses
 from rankwise.host import processes
 from rankwise.run.directory import RunDir
 
@@ -159,17 +159,17 @@ class StallWatch:
     def __init__(
         self,
         run: RunDir,
-        crew: Crew,
+        processes: RankProcesses,
         warn_s: float,
         say: Callable[[str], None],
         stalled: Callable[[float, Sequence[Observation], str], None],
     ) -> None:
         self._run = run
-        self._crew = crew
+        self._processes = processes
         self._warn_s = warn_s
         self._say = say
         self._stalled = stalled
-        self._watched = {rank.rank: _Watched() for rank in crew.ranks}
+        self._watched = {rank.rank: _Watched() for rank in processes.ranks}
         self._seen: Hashable = None
         self._moved = time.monotonic()
         self._next_look = 0.0
@@ -178,11 +178,11 @@ class StallWatch:
     def look(self) -> None:
         """Cheap, and at most once a second, until there is something to look into."""
         now = time.monotonic()
-        if now < self._next_look or not self._crew.started:
+        if now < self._next_look or not self._processes.started:
             return
         self._next_look = now + (_SAMPLE_EVERY_S if self._sampling_since else _LOOK_EVERY_S)
-        stopped = [rank for rank in self._crew.alive if self._is_stopped(rank, now)]
-        progress = self._crew.progress()
+        stopped = [rank for rank in self._processes.alive if self._is_stopped(rank, now)]
+        progress = self._processes.progress()
         if progress != self._seen or stopped:
             self._seen, self._moved, self._sampling_since = progress, now, 0.0
         elif self._warn_s and now - self._moved >= self._warn_s:
@@ -225,19 +225,19 @@ class StallWatch:
         """One step of taking samples: read the answers to the last question, then ask again or judge."""
         if not self._sampling_since:
             self._sampling_since = now
-            for rank in self._crew.alive:
+            for rank in self._processes.alive:
                 watched = self._watched[rank.rank]
                 watched.stacks, watched.cpu_s = [], processes.cpu_s(rank.pid)
                 watched.offset = self._size(rank)
                 processes.send(rank.pid, STACK_SIGNAL)
             return
-        for rank in self._crew.alive:
+        for rank in self._processes.alive:
             watched = self._watched[rank.rank]
             watched.stacks.append(parse(self._read(rank, watched.offset)))
             watched.offset = self._size(rank)
             if len(watched.stacks) < _SAMPLES:
                 processes.send(rank.pid, STACK_SIGNAL)
-        if all(len(self._watched[rank.rank].stacks) >= _SAMPLES for rank in self._crew.alive):
+        if all(len(self._watched[rank.rank].stacks) >= _SAMPLES for rank in self._processes.alive):
             self._tell(now)
 
     def _tell(self, now: float) -> None:
@@ -248,11 +248,11 @@ class StallWatch:
                 tuple(self._watched[rank.rank].stacks),
                 (processes.cpu_s(rank.pid) - self._watched[rank.rank].cpu_s) / elapsed,
                 tuple(processes.command(child) for child in processes.children(rank.pid)),
-                self._crew.tells_steps,
+                self._processes.tells_steps,
             )
-            for rank in self._crew.alive
+            for rank in self._processes.alive
         ]
-        stacks = "\n".join(f"# rank {r.rank}\n{self._read(r, 0)}" for r in self._crew.alive)
+        stacks = "\n".join(f"# rank {r.rank}\n{self._read(r, 0)}" for r in self._processes.alive)
         self._stalled(now - self._moved, observed, stacks)
         self._sampling_since = 0.0
         self._warn_s *= 2  # again, but not for ever

@@ -1,8 +1,8 @@
 """The checkpoints that lie in one folder, and what this process knows of each: which is the newest, the best, damaged, to go.
 
-    shelf = Shelf(folder, Retention.of(2), None, None)
-    found = shelf.newest({}, shelf.verified)      # (folder, manifest), or None
-    gone = shelf.prune(newest)
+    catalog = Catalog(folder, Retention.of(2), None, None)
+    found = catalog.newest({}, catalog.verified)      # (folder, manifest), or None
+    gone = catalog.prune(newest)
 
 Nothing here is collective. Where there is a mirror, the main rank has what is missing here from there.
 """
@@ -24,7 +24,7 @@ from rankwise.dist import comm, log
 from rankwise.errors import CheckpointError
 
 
-class Shelf:
+class Catalog:
     """Of a rank that writes there, or looks there for its node."""
 
     def __init__(self, folder: Path, retention: Retention, best: Best | None, mirror: Mirror | None) -> None:

@@ -1,6 +1,6 @@
 """Which checkpoint all ranks go on from, where each node may see another folder: the newest that any of them has.
 
-found = chosen(shelf, damaged)        # collective; brought to the nodes that lack it
+found = chosen(catalog, damaged)        # collective; brought to the nodes that lack it
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import platform
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rankwise.checkpoint.catalog import Shelf
+from rankwise.checkpoint.catalog import Catalog
 from rankwise.checkpoint.folders import order
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.checkpoint.replicate import digest, sharing, spread
@@ -26,7 +26,7 @@ class Chosen(NamedTuple):
     """This rank has written it, for its node, which had none."""
 
 
-def chosen(shelf: Shelf, damaged: dict[Path, str]) -> Chosen | None:
+def chosen(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
     """Collective. None where no node has one. `damaged`: what the first rank of each node knows to be so, and why.
 
     Raises CheckpointError on all ranks where there are some and none is whole, or where a node cannot keep its copy.
@@ -37,8 +37,8 @@ def chosen(shelf: Shelf, damaged: dict[Path, str]) -> Chosen | None:
     with agreed():
         try:
             if comm.is_main():
-                shelf.bring()
-            own = shelf.newest(damaged, shelf.glanced_at) if is_first else None
+                catalog.bring()
+            own = catalog.newest(damaged, catalog.glanced_at) if is_first else None
         except CheckpointError as problem:
             why = str(problem)
     told = comm.all_gather_object((own[0].name if own is not None else "", why), group)
@@ -48,13 +48,13 @@ def chosen(shelf: Shelf, damaged: dict[Path, str]) -> Chosen | None:
             raise CheckpointError(why)
         return None
     source = next(rank for rank, (name, _) in enumerate(told) if name == newest)
-    folder = shelf.folder / newest
+    folder = catalog.folder / newest
     mine: Any = (own[1], digest(folder), platform.node()) if own is not None else None
     manifest, there, host = comm.broadcast_object(mine, source, group)
     lacks = comm.all_gather_object(is_first and (folder in damaged or digest(folder) != there), group)
     to = []
     if any(lacks):
-        disks = sharing(shelf.folder)
+        disks = sharing(catalog.folder)
         to = [ranks[0] for ranks in disks if source not in ranks and any(lacks[rank] for rank in ranks)]
         damaged.pop(folder, None)  # on the source's own disk it is read once more
     if to:

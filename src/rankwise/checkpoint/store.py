@@ -35,7 +35,7 @@ from rankwise.checkpoint import loading, sharding
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.background import Background
 from rankwise.checkpoint.best import Best
-from rankwise.checkpoint.catalog import Shelf
+from rankwise.checkpoint.catalog import Catalog
 from rankwise.checkpoint.folders import fsync, remove
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.checkpoint.mirror import Mirror
@@ -92,7 +92,7 @@ class Checkpoints:
         self.folder = folder
         self._best = Best.of(keep_best, larger_is_better)
         self._mirror = Mirror(mirror) if mirror is not None else None
-        self._shelf = Shelf(folder, Retention.of(keep_last, keep_younger_than_s, keep_steps), self._best, self._mirror)
+        self._catalog = Catalog(folder, Retention.of(keep_last, keep_younger_than_s, keep_steps), self._best, self._mirror)
         self._scope = scope
         self._groups: list[list[int]] | None = None  # with scope node: the ranks for which one writes, that one first
         self._durable = False
@@ -133,7 +133,7 @@ class Checkpoints:
     ) -> Path:
         writes = any(ranks[0] == comm.rank() for ranks in self._writers())
         own = loading.own_states(parts)
-        told = comm.all_gather_object((seed.rng_state(), self._shelf.times_saved(step) if writes else 0, bool(own)))
+        told = comm.all_gather_object((seed.rng_state(), self._catalog.times_saved(step) if writes else 0, bool(own)))
         every = {loading.RNG: {str(rank): stream for rank, (stream, _, _) in enumerate(told)}}
         if any(has for _, _, has in told):
             every[loading.RANKS] = {str(rank): state for rank, state in enumerate(comm.all_gather_object(own))}
@@ -296,7 +296,7 @@ class Checkpoints:
         if self._snapshot is not None:
             self._snapshot.wait()
         self._write(final, states, record, temporary, others)
-        gone = self._shelf.prune(final)
+        gone = self._catalog.prune(final)
         if self._mirror is not None and comm.is_main():
             self._mirror.offer(final, gone)
 
@@ -329,7 +329,7 @@ class Checkpoints:
             raise CheckpointError(why_not(final, states, error)) from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # not there if all went well
-        self._shelf.mark_whole(final)
+        self._catalog.mark_whole(final)
 
     def _unique(self) -> Path:
         return self.folder / f"tmp.{uuid.uuid4().hex}"
@@ -361,7 +361,7 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Every checkpoint's folder, the oldest first. Not verified."""
-        return self._shelf.all()
+        return self._catalog.all()
 
     def find_latest(self) -> tuple[Path, Manifest] | None:
         """The newest here that verifies; each one passed over is said. None if there is none at all.
@@ -369,7 +369,7 @@ class Checkpoints:
         Another process may save and prune meanwhile. Raises CheckpointError when there are some and all are damaged.
         """
         self._writer.join()
-        return self._shelf.newest({}, self._shelf.verified)
+        return self._catalog.newest({}, self._catalog.verified)
 
     # --- the best
 
@@ -382,7 +382,7 @@ class Checkpoints:
         if self._best is None:
             raise ConfigError("best() needs to know by which figure: Checkpoints(folder, keep_best='eval_loss')")
         self._writer.join()
-        return self._shelf.find_best()
+        return self._catalog.find_best()
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Collective. Whether a checkpoint with these metrics, the same on all ranks, would be the best so far.
@@ -398,7 +398,7 @@ class Checkpoints:
 
     def _is_before(self, best: Best, rank: float) -> bool:
         self._writer.join()
-        return self._shelf.is_before_all(best, rank)
+        return self._catalog.is_before_all(best, rank)
 
     def begin_anew(self) -> None:
         """Collective. Raises ConfigError when the mirror holds checkpoints of an older run: they would be gone on from."""
@@ -423,7 +423,7 @@ class Checkpoints:
         self._writer.join()
         damaged: dict[Path, str] = {}  # known to the first rank of each node
         failures: Counter[Path] = Counter()
-        while (found := chosen(self._shelf, damaged)) is not None:
+        while (found := chosen(self._catalog, damaged)) is not None:
             folder, manifest, is_copy = found
             own = self._load(folder, manifest, parts)
             try:
@@ -431,12 +431,12 @@ class Checkpoints:
             except DamagedError as error:  # the same on all ranks, as is the next
                 failures[folder] += 1
                 if is_damaged_here(isinstance(own, DamagedError) or failures[folder] > 1):
-                    self._shelf.give_up(folder, str(error), damaged)
+                    self._catalog.give_up(folder, str(error), damaged)
             except (ConfigError, CheckpointError):
                 if run_on_main(folder.exists):
                     raise
             else:
-                self._shelf.mark_whole(folder)
+                self._catalog.mark_whole(folder)
                 if is_copy and self._scope == "main" and not comm.is_main():
                     remove(folder)
                 return manifest

@@ -1,6 +1,6 @@
 """What the ranks of a script have done, compared: with each other, and on different numbers of them. Without torch.
 
-findings = judge({1: records, 2: records}, gradients)       # a record: what instrument.py has noted on a rank
+findings = compare({1: records, 2: records}, gradients)       # a record: what instrument.py has noted on a rank
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Gradients = Callable[[int, int], Arrays]
 """(number of ranks, rank) -> those of its first step."""
 
 
-def judge(starts: Starts, gradients: Gradients) -> list[Finding]:
+def compare(starts: Starts, gradients: Gradients) -> list[Finding]:
     """Not yet combined: several a check. On each number of ranks at least one rank must have taken a step."""
     findings = []
     for ranks, records in starts.items():
         findings += _order(ranks, records)
         if ranks > 1:
-            findings += [_weights(records), _samples(records), judge_draws([record["draws"] for record in records])]
+            findings += [_weights(records), _samples(records), compare_draws([record["draws"] for record in records])]
             findings += [_steps(records), *_between_ranks(records, gradients)]
     return [*findings, _between_starts(starts, gradients)]
 
@@ -114,7 +114,7 @@ def _order(ranks: int, records: Sequence[Record]) -> list[Finding]:
 # --- random numbers
 
 
-def judge_draws(told: Sequence[Sequence[Sequence[Any]]]) -> Finding:
+def compare_draws(told: Sequence[Sequence[Sequence[Any]]]) -> Finding:
     """`told`: of each rank its forward passes, (where the streams stood, the layers that drew)."""
     layers = list(dict.fromkeys(layer for rank in told for _, drew in rank for layer in drew))
     if not layers:

@@ -1,8 +1,8 @@
 """A script watched while it takes its first steps, on one rank; nothing of it is changed but how far it goes.
 
-    with Watch(settings) as watch:
+    with Instrument(settings) as instrument:
         run the script                       # ended by Enough after a few forward passes in training
-    watch.record()                           # what it did, as JSON; and the first step's gradients
+    instrument.record()                           # what it did, as JSON; and the first step's gradients
 
 Until the first step dropout is switched off and batch norms are held still, so that gradients can be compared. An epoch is cut
 short, so that several begin; batches of a DataLoader are smaller, so that ranks together have as many samples on any number of
@@ -31,7 +31,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rankwise.checkpoint import Checkpoints
 from rankwise.checks.determinism import Draws, without_dropout
-from rankwise.checks.settings import Settings
+from rankwise.checks.settings import RankSettings
 from rankwise.checks.trainer import row_digests
 from rankwise.data import loader as own
 from rankwise.data.order import share
@@ -58,13 +58,13 @@ class _Pass:
     trained: bool = False
 
 
-class Watch:
+class Instrument:
     """While it is open some functions of torch and of ours are replaced by such as take note.
 
     It ends the script by Enough, after the same forward pass on all ranks.
     """
 
-    def __init__(self, settings: Settings, rank: int) -> None:
+    def __init__(self, settings: RankSettings, rank: int) -> None:
         self._settings = settings
         self._rank = rank
         self._loaders: list[dict[str, Any]] = []
@@ -151,29 +151,29 @@ class Watch:
     # --- torch's DataLoader
 
     def _loader_init(self, original: Any) -> Any:
-        watch = self
+        instrument = self
 
         def init(self: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any) -> None:
             ours = type(dataset).__module__.startswith("rankwise.")
             if batch_size is not None and kwargs.get("batch_sampler") is None and not ours:
-                ranks, asked, number = watch._settings.ranks, batch_size, len(watch._loaders)
-                known = watch._settings.batches[number : number + 1]
+                ranks, asked, number = instrument._settings.ranks, batch_size, len(instrument._loaders)
+                known = instrument._settings.batches[number : number + 1]
                 whole = known[0] if known else max(asked // ranks, 1) * ranks
                 batch_size = max(whole // ranks, 1)
-                watch._loaders.append({"asked": asked, "whole": whole})
-                watch._number[id(self)] = number
-                watch._kept.append(self)
+                instrument._loaders.append({"asked": asked, "whole": whole})
+                instrument._number[id(self)] = number
+                instrument._kept.append(self)
             original(self, dataset, batch_size, *args, **kwargs)
 
         return init
 
     def _loader_iter(self, original: Any) -> Any:
-        watch = self
+        instrument = self
 
         def iter(self: Any) -> Any:
             iterator = original(self)
             if not type(self.dataset).__module__.startswith("rankwise."):
-                iterator._rankwise_pass = watch._begin_pass(self)
+                iterator._rankwise_pass = instrument._begin_pass(self)
             return iterator
 
         return iter
@@ -218,21 +218,21 @@ class Watch:
             self._contents |= dict(zip(map(str, indices), rows, strict=True))
 
     def _iter_next(self, original: Any) -> Any:
-        watch = self
+        instrument = self
 
         def next(self: Any) -> Any:
             mine: _Pass | None = getattr(self, "_rankwise_pass", None)
             if mine is None:
                 return original(self)
             handed = len(mine.samples)
-            if handed >= (watch._settings.cut if mine.trained else _OTHER_BATCHES):
+            if handed >= (instrument._settings.cut if mine.trained else _OTHER_BATCHES):
                 raise StopIteration
             batch = original(self)
             index = self._rankwise_ahead.popleft() if self._rankwise_ahead else None
             known = isinstance(index, list) and all(isinstance(i, int) for i in index)
             if known and index is not None:
                 mine.samples.append(list(index))
-                watch._look_into(index, batch)
+                instrument._look_into(index, batch)
             else:
                 mine.samples.append([digest(t) for t in tensors_in(batch)])
             return batch

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from rankwise.checks.instrument import Enough, Watch
-from rankwise.checks.settings import Settings
+from rankwise.checks.instrument import Enough, Instrument
+from rankwise.checks.settings import RankSettings
 from rankwise.checks.trainer import findings_of
 from rankwise.dist import seed
 from rankwise.dist.world import discover
@@ -35,14 +35,14 @@ _WAIT_S = 10.0
 def main() -> None:
     """Leaves a record in the test's folder, however the script ends, and ends with status 0 if it could be watched."""
     given = json.loads(Path(sys.argv[1]).read_text())
-    settings = Settings(given["folder"], given["ranks"], given["cut"], tuple(given["batches"]))
+    settings = RankSettings(given["folder"], given["ranks"], given["cut"], tuple(given["batches"]))
     rank = discover(os.environ).rank
     seed.seed_rank(0, rank)  # as a fresh process, but the same each time: an unseeded model begins alike on 1 rank and on 4
-    watch = Watch(settings, rank)
+    instrument = Instrument(settings, rank)
     asked: list[dict[str, Any]] = []
-    _ask_trainers(watch, asked)
+    _ask_trainers(instrument, asked)
     ended, lines = "", ""
-    with watch:
+    with instrument:
         try:
             _run_script(sys.argv[2:])
         except Enough:
@@ -51,15 +51,15 @@ def main() -> None:
             ended = "" if end.code in (None, 0) else f"it ended with {end.code}"
         except BaseException as error:  # whatever the script raises is told by the verb
             ended, lines = f"{type(error).__name__}: {error}", traceback.format_exc()
-    record = {**asked[0], "rank": rank} if asked else watch.record(ended)
-    _leave(Path(settings.folder), settings.ranks, rank, {**record, "ended": ended, "traceback": lines}, watch.gradients)
+    record = {**asked[0], "rank": rank} if asked else instrument.record(ended)
+    _leave(Path(settings.folder), settings.ranks, rank, {**record, "ended": ended, "traceback": lines}, instrument.gradients)
 
 
-def _ask_trainers(watch: Watch, asked: list[dict[str, Any]]) -> None:
+def _ask_trainers(instrument: Instrument, asked: list[dict[str, Any]]) -> None:
     """Trainer.fit tests instead of training, and the script ends there. `asked`: what the first one found."""
 
     def fit(self: Trainer) -> TrainState:
-        watch.close()
+        instrument.close()
         asked.append({"findings": []})
         asked[0]["findings"] += [finding.record() for finding in findings_of(self)]
         raise Enough(0)

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from rankwise.checks.compare import judge
+from rankwise.checks.compare import compare
 from rankwise.checks.difference import Arrays
 from rankwise.checks.finding import Finding, as_text, combined, passed
-from rankwise.checks.settings import Settings
+from rankwise.checks.settings import RankSettings
 from rankwise.errors import ConfigError, SelftestError
 from rankwise.host import machine
 from rankwise.host.terminal import count
@@ -82,7 +82,7 @@ def _started(
     """The record of each rank, of a start that took a step."""
     records: list[dict[str, Any]] = []
     for cut in _CUTS:
-        records = _start(argv, Settings(str(folder), ranks, cut, tuple(batches)), timeout_s, env)
+        records = _start(argv, RankSettings(str(folder), ranks, cut, tuple(batches)), timeout_s, env)
         if any("findings" in record or record["taken"] for record in records):
             return records
         if max(record["forwards"] for record in records) < cut:
@@ -91,7 +91,7 @@ def _started(
     raise SelftestError(f"in {argv[0]} no step of a torch optimizer was seen ({seen}): there is nothing to test")
 
 
-def _start(argv: Sequence[str], settings: Settings, timeout_s: float, env: Mapping[str, str]) -> list[dict[str, Any]]:
+def _start(argv: Sequence[str], settings: RankSettings, timeout_s: float, env: Mapping[str, str]) -> list[dict[str, Any]]:
     """One start of the script; the record of each rank."""
     folder, ranks = Path(settings.folder), settings.ranks
     path = folder / f"ranks-{ranks}.json"
@@ -169,7 +169,7 @@ def _findings(starts: Mapping[int, Sequence[dict[str, Any]]], folder: Path) -> l
         with np.load(folder / f"ranks-{ranks}-rank-{rank}.npz") as file:
             return {name: file[name] for name in file.files}
 
-    return combined(judge({n: starts[n] for n in sorted(starts)}, gradients))
+    return combined(compare({n: starts[n] for n in sorted(starts)}, gradients))
 
 
 def _say_what_is_not_covered(starts: Mapping[int, Sequence[dict[str, Any]]]) -> None:

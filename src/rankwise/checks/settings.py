@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Settings:
+class RankSettings:
     """What the ranks of one start are told; a file in the test's folder."""
 
     folder: str

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rankwise.checkpoint import Checkpoints
-from rankwise.checks.compare import first_apart, judge_draws
+from rankwise.checks.compare import compare_draws, first_apart
 from rankwise.checks.determinism import Draws
 from rankwise.checks.finding import FAILED, OK, OPEN, Finding, as_text, combined, passed
 from rankwise.checks.gradients import Gradients
@@ -215,7 +215,7 @@ def _random(subject: Subject) -> Finding:
         for step in islice(subject.loader.anew(subject.world, 1), _STEPS):
             for batch in step:
                 subject.forward(model, batch)
-    return judge_draws(comm.all_gather_object(draws.passes))
+    return compare_draws(comm.all_gather_object(draws.passes))
 
 
 # --- steps, and a step after a resume

@@ -13,7 +13,7 @@ from typing import TypedDict, Unpack
 from rankwise import schedulers
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.ipc.shared_page import Page, Row
-from rankwise.run.directory import ENV_RUN_DIR, Life, Part, RunDir
+from rankwise.run.directory import ENV_RUN_DIR, Life, NodeRecord, RunDir
 from rankwise.schedulers.ranks import Ranks, shown, single
 
 ARGUMENTS = "arguments"
@@ -227,7 +227,7 @@ def checkpoint_scope(world: World) -> str:
     return life.checkpoint_scope if life is not None else "main"
 
 
-def _part(world: World) -> Part | None:
+def _part(world: World) -> NodeRecord | None:
     """What this rank's agent has of the run's newest life."""
     life = _life(world)
     return life.part_of(world.rank) if life is not None else None

@@ -25,7 +25,7 @@ from rankwise import errors
 from rankwise.errors import ConfigError, FunctionError, RankwiseError, Stopped
 from rankwise.functions import calls
 from rankwise.launch import status
-from rankwise.launch.follow import End
+from rankwise.launch.follow import JobEnd
 from rankwise.run.config import WORKER, RunConfig, is_given, site_settings
 from rankwise.run.directory import Job, RunDir
 from rankwise.schedulers import named_by_task
@@ -121,7 +121,7 @@ class FunctionRun:
         self._began = time.time()
         self._lives = len(self._run.lives()) if not config.fresh else 0
         self._reply: dict[str, Any] | None = None
-        self._end: End | None = None
+        self._end: JobEnd | None = None
         self._outcome: tuple[list[Any] | None, BaseException | None] | None = None
         self._process, self._lifeline, self._replies = _start(config, call)
         self._pumps = [
@@ -185,7 +185,7 @@ class FunctionRun:
         job = self._job()
         if self._reply.get("status") != 0 or job is None:
             return False
-        self._end = self._end or End(self._run, job)
+        self._end = self._end or JobEnd(self._run, job)
         return self._end.goes_on()
 
     def _job(self) -> Job | None:

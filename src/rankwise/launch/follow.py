@@ -27,7 +27,7 @@ _CHUNK = 1 << 16
 _FORGOTTEN_S = 60.0
 
 
-class Tail:
+class LogTail:
     """A file from its beginning, which may not be there yet: what is new, each line with a prefix if there is one."""
 
     def __init__(self, path: Path, prefix: str = "", end: bool = False) -> None:
@@ -77,7 +77,7 @@ def show_logs(run: RunDir, ranks: Sequence[int] | None, follow: bool) -> None:
         elif not paths:
             paths = {run.log(0): "[rank 0] "}
     with contextlib.suppress(KeyboardInterrupt):
-        _show([Tail(path, prefix) for path, prefix in paths.items()], _until_it_ended(run, job) if follow else lambda: False)
+        _show([LogTail(path, prefix) for path, prefix in paths.items()], _until_it_ended(run, job) if follow else lambda: False)
 
 
 def _ranks(run: RunDir) -> list[int]:
@@ -99,7 +99,7 @@ def _until_it_ended(run: RunDir, job: Job | None) -> Callable[[], bool]:
     return goes_on
 
 
-def _show(tails: Sequence[Tail], goes_on: Callable[[], bool]) -> None:
+def _show(tails: Sequence[LogTail], goes_on: Callable[[], bool]) -> None:
     """All that is new, until `goes_on` is false, and what came until then."""
     terminal = Terminal(sys.stdout)
     while not terminal.closed:
@@ -140,8 +140,8 @@ class _Interval:
 
 def wait(run: RunDir, job: Job, lives: int, config: RunConfig) -> int:
     """Show what the job prints until it has ended; returns its exit status. `lives`: how many the run had before."""
-    end = End(run, job)
-    _show([Tail(run.job_log(job.id))], end.goes_on)
+    end = JobEnd(run, job)
+    _show([LogTail(run.job_log(job.id))], end.goes_on)
     newest = run.lives()[lives:][-1:]
     exit_status = end.status if end.status is not None else newest[0].status if newest else None
     if end.stuck:
@@ -163,7 +163,7 @@ def wait(run: RunDir, job: Job, lives: int, config: RunConfig) -> int:
     return conclude(run, exit_status, lives, config)
 
 
-class End:
+class JobEnd:
     """Whether a job goes on; once it does not, the exit status if its scheduler knows it, and its word."""
 
     def __init__(self, run: RunDir, job: Job) -> None:

@@ -31,11 +31,11 @@ from rankwise.schedulers.job import State
 _LOOK_S = 1.0
 """A scheduler needs a moment to see that a job can never start."""
 
-Member = tuple[RunDir, Plan]
+ArrayMember = tuple[RunDir, Plan]
 """One run of a job: it has one, but for a job array."""
 
 
-def members(choice: Choice, run: RunDir, plan: Plan) -> list[Member]:
+def members(choice: Choice, run: RunDir, plan: Plan) -> list[ArrayMember]:
     """The runs of the job; each task of a job array is one of its own, RUN-<number>. Raises ConfigError."""
     if "array" not in choice.job:
         return [(run, plan)]
@@ -90,7 +90,7 @@ def compare_with_earlier_lives(run: RunDir, program: Program) -> None:
         )
 
 
-def dry_run(text: str, found: Sequence[Member], config: RunConfig) -> int:
+def dry_run(text: str, found: Sequence[ArrayMember], config: RunConfig) -> int:
     """Leave the records, print the text alone, start nothing; an older run is not moved aside."""
     for run, plan in found:
         refuse_if_queued(run)
@@ -107,7 +107,7 @@ def dry_run(text: str, found: Sequence[Member], config: RunConfig) -> int:
 
 
 def queue(
-    choice: Choice, text: str, found: Sequence[Member], config: RunConfig, program: Program, call: bytes | None = None
+    choice: Choice, text: str, found: Sequence[ArrayMember], config: RunConfig, program: Program, call: bytes | None = None
 ) -> int:
     """Submit, say how to follow it; with --wait follow it. Returns the exit status. Ctrl-C ends the following, and not the job.
 
@@ -151,7 +151,7 @@ def queue(
     return 0
 
 
-def _tell(choice: Choice, job_id: str, job: Job, found: Sequence[Member], name: str) -> None:
+def _tell(choice: Choice, job_id: str, job: Job, found: Sequence[ArrayMember], name: str) -> None:
     """What became of the job at first, and how to go on from here. Raises ConfigError where it would never start."""
     state = _first_look(job)
     if state.phase == "stuck":
@@ -161,7 +161,7 @@ def _tell(choice: Choice, job_id: str, job: Job, found: Sequence[Member], name: 
     say(f"to follow it: {typed('status', name)}, {typed('logs', '-f', name)}; to end it: {typed('cancel', name)}")
 
 
-def _and_runs(found: Sequence[Member]) -> str:
+def _and_runs(found: Sequence[ArrayMember]) -> str:
     return "" if len(found) == 1 else f", {len(found)} runs, {short(found[0][0].path)} to {found[-1][0].path.name}"
 
 

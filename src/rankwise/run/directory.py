@@ -101,13 +101,13 @@ _KINDS: dict[str, Any] = {
     "bool": bool,
     "tuple[str, ...]": tuple,
     "tuple[int, ...]": tuple,
-    "tuple[Part, ...]": tuple,
+    "tuple[NodeRecord, ...]": tuple,
 }
 """What a value may be, by the type that its field is declared with."""
 
 
 @dataclass(frozen=True)
-class Part(_Record):
+class NodeRecord(_Record):
     """What one agent has of a life."""
 
     host: str
@@ -136,7 +136,7 @@ class Life(_Record):
     ranks: int
     argv: tuple[str, ...]
     pids: tuple[int, ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[NodeRecord, ...] = ()
     """The nodes in the order of their ranks; empty without an agent."""
 
     checkpoint_scope: str = "main"
@@ -155,9 +155,9 @@ class Life(_Record):
     @classmethod
     def of(cls, record: Any) -> Self:
         life = super().of(record)
-        return replace(life, parts=tuple(Part.of(part) for part in life.parts))
+        return replace(life, parts=tuple(NodeRecord.of(part) for part in life.parts))
 
-    def part_of(self, rank: int) -> Part | None:
+    def part_of(self, rank: int) -> NodeRecord | None:
         """The node that has this rank."""
         return next((part for part in self.parts if part.first <= rank < part.first + part.ranks), None)
 
@@ -341,7 +341,7 @@ class RunDir:
         self,
         ranks: int,
         argv: tuple[str, ...],
-        parts: tuple[Part, ...] = (),
+        parts: tuple[NodeRecord, ...] = (),
         checkpoint_scope: str = "main",
         fresh: bool = False,
     ) -> Life:

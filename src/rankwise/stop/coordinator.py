@@ -29,7 +29,7 @@ _BEAT_S = 0.05
 _MEET_S = 30.0
 
 
-def open_gate(world: World) -> tuple[Row | None, Keeper | None]:
+def open_gate(world: World) -> tuple[Row | None, Coordinator | None]:
     """Collective. (this rank's row in its node's page, that page's keeper where this is the node's first rank); (None, None) on
     all ranks if one does not see its node's page (containers of their own), or a node does not reach the first.
     """
@@ -43,7 +43,7 @@ def open_gate(world: World) -> tuple[Row | None, Keeper | None]:
     if not comm.all_agree(row is not None):
         return None, None
     if len(nodes) == 1:
-        return row, Keeper(page) if page is not None else None
+        return row, Coordinator(page) if page is not None else None
     links, reason = _meet(world, len(nodes) - 1, page is not None)
     if not comm.all_agree(not reason):
         for link in links:
@@ -51,7 +51,7 @@ def open_gate(world: World) -> tuple[Row | None, Keeper | None]:
         for text in filter(None, comm.all_gather_object(reason)):
             log.warn(f"the nodes cannot agree to stop, a signal ends a rank as ever: {text}")
         return None, None
-    return row, Keeper(page, links, world.is_main) if page is not None else None
+    return row, Coordinator(page, links, world.is_main) if page is not None else None
 
 
 def _meet(world: World, others: int, takes_part: bool) -> tuple[list[Link], str]:
@@ -80,7 +80,7 @@ def _meet(world: World, others: int, takes_part: bool) -> tuple[list[Link], str]
     return [link], ""
 
 
-class Keeper:
+class Coordinator:
     """One node's. `links`: of the head to all others, of another to the head."""
 
     def __init__(self, page: Page, links: Sequence[Link] = (), is_head: bool = True) -> None:

@@ -26,7 +26,7 @@ from rankwise.dist import comm
 from rankwise.dist.world import World, agent_row
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Stopped
 from rankwise.stop import early
-from rankwise.stop.coordinator import Keeper, open_gate
+from rankwise.stop.coordinator import Coordinator, open_gate
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
@@ -70,7 +70,7 @@ class StopSignal:
 
     def __init__(self, world: World) -> None:
         self._row = agent_row(world)
-        self._keeper: Keeper | None = None
+        self._keeper: Coordinator | None = None
         if world.world_size > 1 and not comm.all_agree(self._row is not None):
             self._row, self._keeper = open_gate(world)
         self._alone = world.world_size == 1

@@ -1,6 +1,6 @@
 """What makes a training this one and no other: settings that are saved with it, and that a run which goes on must share.
 
-parts = {"settings": Settings(fixed={"lr": 0.1}, kept={"T_max": 100}), ...}      # first: before anything is loaded
+parts = {"settings": Fingerprint(fixed={"lr": 0.1}, kept={"T_max": 100}), ...}      # first: before anything is loaded
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rankwise.dist import comm, log
 from rankwise.errors import ConfigError
 
 
-class Settings:
+class Fingerprint:
     """Stateful. `fixed` must be what they were; of `kept`, those of the saved run hold, and a difference is said.
 
     What only one of the two knows is passed over: a setting that is new in a later version changes no older run.

@@ -1,6 +1,6 @@
 """The run directory of a training, and this process's right to write there.
 
-run = RunDir(run_path(world, None));  life, lease = claim(run, world, fresh=False)
+run = RunDir(run_path(world, None));  life, lease = open_run(run, world, fresh=False)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run_path(world: World, run_dir: str | os.PathLike[str] | None) -> Path:
     return world.run_dir
 
 
-def claim(run: RunDir, world: World, fresh: bool) -> tuple[Life, Lease | None]:
+def open_run(run: RunDir, world: World, fresh: bool) -> tuple[Life, Lease | None]:
     """Collective. (this life, the main rank's right to write there). An agent of ours holds it already."""
     if world.run_dir is not None:
         if fresh:
