@@ -229,7 +229,7 @@ def test_the_command_and_the_launcher_never_import_torch_or_numpy(modules: list[
 def test_the_modules_of_a_verb_are_loaded_only_when_it_is_called() -> None:
     source = "import sys, rankwise.cli; print(sorted(name for name in sys.modules if name.startswith('rankwise')))"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
-    assert done.stdout == "['rankwise', 'rankwise.cli', 'rankwise.stop.early', 'rankwise.errors']\n"
+    assert done.stdout == "['rankwise', 'rankwise.cli', 'rankwise.errors', 'rankwise.stop', 'rankwise.stop.early']\n"
 
 
 def test_the_end_of_an_agent_is_the_launchers_own_to_collect(rankwise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

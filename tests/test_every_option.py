@@ -29,7 +29,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
     def never(*_: object, **__: object) -> None:
         raise AssertionError("it was not refused")
 
-    for name in ("launch.launch._run_here", "launch.submit.queue", "launch.submit.dry_run", "selftest.verb._started"):
+    for name in ("launch.launch._run_here", "launch.submit.queue", "launch.submit.dry_run", "checks.script._started"):
         monkeypatch.setattr(f"rankwise.{name}", never)
     monkeypatch.setattr("rankwise.launch.scheduler_choice.mpi.installed", lambda: "openmpi")
 

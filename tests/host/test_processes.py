@@ -155,7 +155,7 @@ def test_a_signal_is_sent() -> None:
 
 _TREE = """
 import os, signal, subprocess, sys
-from rankwise import processes
+from rankwise.host import processes
 
 LEAF = '''
 import os, signal, sys
@@ -210,7 +210,7 @@ def test_end_tree_leaves_nothing_of_a_tree_with_sessions_orphans_and_ignored_sig
 
 _ORPHAN = """
 import os, sys
-from rankwise import processes
+from rankwise.host import processes
 if sys.argv[1] == "subreaper":
     processes.become_subreaper()
 reader, writer = os.pipe()
@@ -237,7 +237,7 @@ def test_an_orphan_falls_to_the_subreaper_above_it(how: str, falls_to_us: int) -
 
 _EXCLUDE = """
 import os, subprocess, sys
-from rankwise import processes
+from rankwise.host import processes
 processes.become_subreaper()
 KEPT = '''
 import subprocess, sys
@@ -264,7 +264,7 @@ def test_end_tree_spares_what_is_excluded_and_what_is_below_it() -> None:
 
 
 def test_end_tree_of_nobody_is_done_at_once() -> None:
-    source = "from rankwise import processes\nprint(int(processes.end_tree(bound_s=0)))"
+    source = "from rankwise.host import processes\nprint(int(processes.end_tree(bound_s=0)))"
     with python(source) as top:
         assert line_of(top) == [1]
         top.communicate()
@@ -274,7 +274,7 @@ def test_end_tree_of_nobody_is_done_at_once() -> None:
 
 _DIES_WITH_ITS_PARENT = """
 import os, signal, sys
-from rankwise import processes
+from rankwise.host import processes
 parent = os.getpid()
 reader, writer = os.pipe()
 pid = os.fork()
@@ -309,7 +309,7 @@ def test_without_it_a_process_lives_on() -> None:
 
 _PARENT_ENDED_BEFORE = """
 import os
-from rankwise import processes
+from rankwise.host import processes
 reader, writer = os.pipe()
 if os.fork() == 0:
     processes.die_with_parent(2**22 + 1)     # never its parent
@@ -327,7 +327,7 @@ def test_a_process_whose_parent_has_ended_already_leaves_at_once() -> None:
 
 
 def test_the_commands_above_a_process_are_listed_from_its_parent_on() -> None:
-    code = "import os; from rankwise import processes; print(processes.ancestors(os.getpid())[0][1:])"
+    code = "import os; from rankwise.host import processes; print(processes.ancestors(os.getpid())[0][1:])"
     inner = subprocess.run(
         [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])", "a b", ""],
         capture_output=True, text=True, check=True,

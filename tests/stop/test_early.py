@@ -15,7 +15,7 @@ import os, signal
 import rankwise
 for signum in (signal.SIGUSR1, signal.SIGTERM):
     os.kill(os.getpid(), signum)
-from rankwise import early
+from rankwise.stop import early
 print("remembered", early.take(), flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
 print("never")
