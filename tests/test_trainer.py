@@ -1026,7 +1026,7 @@ def with_nan_at(step: int, run_dir: Path) -> tuple[str, int]:
     seen: list[int] = []
     with contextlib.redirect_stdout(io.StringIO()) as out:
         made = trainer(run_dir, max_steps=6)
-        made._step_fn = nan_step
+        made.step_fn = nan_step
         state = made.fit()
     return out.getvalue(), state.steps_left_out
 
