@@ -61,7 +61,11 @@ dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX, async_op=True).wait()
             "dist.all_reduce(torch.ones(4, dtype=torch.int32 if rank == 1 else torch.float32))",
             "rank 1 calls all_reduce(sum, int32[4]) at script.py:7 where ranks 0, 2 call all_reduce(sum, float32[4])",
         ),
-        (SWAPPED, "rank 1 calls all_reduce(sum, float32[4]) at script.py:10 where ranks 0, 2 call it at script.py:13"),
+        pytest.param(
+            SWAPPED,
+            "rank 1 calls all_reduce(sum, float32[4]) at script.py:10 where ranks 0, 2 call it at script.py:13",
+            marks=pytest.mark.stress,  # as rankwise's own
+        ),
         (
             "import rankwise\n" + SWAPPED.replace("dist.", "rankwise."),
             "rank 1 calls all_reduce(sum, float32[4]) at script.py:11 where ranks 0, 2 call it at script.py:14",
@@ -109,7 +113,10 @@ def test_a_restart_begins_to_count_anew(launch) -> None:
 
 @pytest.mark.parametrize(
     "then",
-    ["dist.barrier() if rank == 1 else dist.all_reduce(torch.ones(4))", "dist.broadcast(torch.ones(4), src=int(rank == 2))"],
+    [
+        "dist.barrier() if rank == 1 else dist.all_reduce(torch.ones(4))",
+        pytest.param("dist.broadcast(torch.ones(4), src=int(rank == 2))", marks=pytest.mark.stress),
+    ],
     ids=["another collective", "root"],
 )
 def test_without_the_check_ranks_that_hang_in_what_does_not_match_are_told_with_their_lines(launch, then: str) -> None:

@@ -27,7 +27,11 @@ dist.all_reduce(torch.ones(1))
         ("while True: pass", "rank 1 is at script.py:7 ("),
         pytest.param("time.sleep(600)", "rank 1 is at script.py:7 (idle", marks=pytest.mark.stress),  # as a lock
         ("sum(range(10**14))", "rank 1 is at script.py:7 ("),
-        ("lock = threading.Lock(); lock.acquire(); lock.acquire()", "rank 1 is at script.py:7 (idle"),
+        pytest.param(
+            "lock = threading.Lock(); lock.acquire(); lock.acquire()",
+            "rank 1 is at script.py:7 (idle",
+            marks=pytest.mark.stress,
+        ),
         ("subprocess.run(['sleep', '600'])", "running sleep"),
     ],
     ids=["an endless loop", "a sleep", "a C call that holds the GIL", "a lock", "a subprocess"],
