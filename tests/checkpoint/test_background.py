@@ -22,8 +22,7 @@ from torch import nn
 
 from rankwise.checkpoint import Checkpoints, store
 from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint.background import Background
-from rankwise.checkpoint.snapshot import Snapshot
+from rankwise.checkpoint.background import Background, Snapshot
 from rankwise.dist import comm, seed
 from rankwise.errors import CheckpointError
 

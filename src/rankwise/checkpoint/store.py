@@ -33,7 +33,7 @@ import torch
 
 from rankwise.checkpoint import loading, sharding
 from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint.background import Background
+from rankwise.checkpoint.background import Background, Snapshot
 from rankwise.checkpoint.best import Best
 from rankwise.checkpoint.catalog import Catalog
 from rankwise.checkpoint.folders import fsync, remove
@@ -43,7 +43,6 @@ from rankwise.checkpoint.replicate import sharing
 from rankwise.checkpoint.resume import chosen, is_damaged_here
 from rankwise.checkpoint.retention import Retention
 from rankwise.checkpoint.sharding import Others
-from rankwise.checkpoint.snapshot import Snapshot
 from rankwise.checkpoint.writing import plain, states_of, why_not, write_file
 from rankwise.dist import comm, log, seed
 from rankwise.dist.guards import agreed, run_on_firsts, run_on_main, settle
