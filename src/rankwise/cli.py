@@ -391,9 +391,9 @@ _LARGER = click.option("--larger-is-better/--less-is-better", default=None, help
 @click.option("--verify", is_flag=True, help="Read every byte; else sizes alone are compared.")
 def list_checkpoints(run: str | None, verify: bool) -> None:
     """A line a checkpoint: step, time, size, ranks, figures, state."""
-    from rankwise.checkpoint import folders, listing
+    from rankwise.checkpoint import commands, folders
 
-    click.echo(listing.listed(folders.find(run), verify))
+    click.echo(commands.list_all(folders.find(run), verify))
 
 
 @checkpoint.command()
@@ -402,10 +402,10 @@ def list_checkpoints(run: str | None, verify: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="The manifest as JSON.")
 def show(run: str | None, name: str | None, as_json: bool) -> None:
     """What is in one: its parts, each tensor's type, shape and size."""
-    from rankwise.checkpoint import folders, listing
+    from rankwise.checkpoint import commands, folders
 
     path = folders.pick(folders.find(run), name)
-    click.echo(listing.shown_as_json(path) if as_json else listing.shown(path))
+    click.echo(commands.show_as_json(path) if as_json else commands.show(path))
 
 
 @checkpoint.command()
@@ -416,12 +416,12 @@ def verify(run: str | None, name: str | None) -> None:
 
     Exit status 1 if there is one.
     """
-    from rankwise.checkpoint import folders, listing
+    from rankwise.checkpoint import commands, folders
 
     folder = folders.find(run)
     paths = [folders.pick(folder, name)] if name is not None else folders.checkpoints_in(folder)
     damaged = False
-    for path, damages in listing.verified(paths):
+    for path, damages in commands.verify(paths):
         damaged = damaged or bool(damages)
         click.echo("\n".join(damages or [f"{path.name} is whole"]))
     sys.exit(1 if damaged else 0)
@@ -438,11 +438,11 @@ def export_model(run: str | None, to: Path, name: str | None, part: str, force: 
 
     Its state dict, as safetensors or for torch.load(weights_only=True).
     """
-    from rankwise.checkpoint import export, folders
+    from rankwise.checkpoint import commands, folders
 
-    export.check_target(to, force)
+    commands.check_target(to, force)
     path = folders.pick(folders.find(run), name)
-    export.write(export.model_of(path, part), to)
+    commands.write_model(commands.read_model(path, part), to)
     click.echo(f"{part} of {path.name} written to {to}")
 
 
@@ -463,12 +463,12 @@ def average_model(
 
     Summed in float64. Counts and other integers are those of the newest.
     """
-    from rankwise.checkpoint import export, folders
-    from rankwise.checkpoint.best import Best
+    from rankwise.checkpoint import commands, folders
+    from rankwise.checkpoint.retention import Best
 
-    export.check_target(to, force)
-    paths = export.choose(folders.find(run), last, best, Best.of(by, larger_is_better))
-    export.write(export.average(paths, part), to)
+    commands.check_target(to, force)
+    paths = commands.choose_for_average(folders.find(run), last, best, Best.of(by, larger_is_better))
+    commands.write_model(commands.average(paths, part), to)
     click.echo(f"mean of {part} of {', '.join(path.name for path in paths)} written to {to}")
 
 
@@ -486,11 +486,11 @@ def prune(run: str | None, by: str | None, larger_is_better: bool | None, yes: b
 
     The newest that verifies is never removed.
     """
-    from rankwise.checkpoint import folders, retention
-    from rankwise.checkpoint.best import Best
+    from rankwise.checkpoint import commands, folders
+    from rankwise.checkpoint.retention import Best
 
-    gone = retention.prunable(folders.find(run), by=Best.of(by, larger_is_better), **rules)
+    gone = commands.find_prunable(folders.find(run), by=Best.of(by, larger_is_better), **rules)
     for path in gone:
-        click.echo(retention.removed(path) if yes else f"would remove {path}")
+        click.echo(commands.remove_one(path) if yes else f"would remove {path}")
     if not yes:
         click.echo("to do it, type the same with --yes" if gone else "nothing to remove")

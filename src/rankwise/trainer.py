@@ -32,7 +32,7 @@ from rankwise.actions.periodic import Action, Log, every
 from rankwise.actions.plateau import check_plateau, step_plateau
 from rankwise.actions.timed import Moments
 from rankwise.checkpoint import Checkpoints
-from rankwise.checkpoint.best import check_name
+from rankwise.checkpoint.retention import check_name
 from rankwise.data import Loader
 from rankwise.data.batching import of_all_ranks
 from rankwise.dist import comm, log, seed

@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from boxes import of_step
 from click.testing import CliRunner, Result
 from torch import nn
 
 from rankwise.checkpoint import Checkpoints
+from rankwise.checkpoint.commands import find_prunable, parse_age
 from rankwise.cli import main
+from rankwise.errors import ConfigError
 
 Run = Callable[..., Result]
 STEPS = (100, 200, 300, 400, 500)
@@ -275,6 +278,29 @@ def test_a_damaged_one_counts_neither_as_one_of_the_last_nor_as_the_best(folder:
     spoil(folder / "step-00000300" / "model.pt", weights(300))
     assert typed("prune", "--keep-last", "2", "--keep-best", "1", "--yes").exit_code == 0
     assert names(folder) == [200, 500]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90.0), ("1.5h", 5400.0), ("7d", 604800.0), ("2w", 1209600.0), ("5m", 300.0)]
+)
+def test_an_age_has_a_unit(text: str, seconds: float) -> None:
+    assert parse_age(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "-7d", "7 days", "7y", "nand"])
+def test_what_is_no_age_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no age; type a number and a unit"):
+        parse_age(text)
+
+
+def test_a_checkpoint_that_a_faster_clock_has_saved_is_not_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    saved = [checkpoints.save(of_step(step), step) for step in (1, 2, 3)]
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    for path, age in zip(saved, (0.0, -0.5, 0.0), strict=True):
+        os.utime(path / "manifest.json", times=(now - age,) * 2)
+    assert find_prunable(tmp_path, keep_last=1) == [saved[0]]
 
 
 # --- what cannot be

@@ -1,18 +1,24 @@
-"""Which checkpoints stay: by recency, age, named steps; the rule, and a folder to which it is applied."""
+"""Which checkpoints stay: by recency, age, named steps; and the best: which it is, and what is never taken for it."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from boxes import loaded, of_step
+from ranks import on_ranks
 
 from rankwise.checkpoint import Checkpoints
-from rankwise.checkpoint.retention import Retention, age_s, prunable
+from rankwise.checkpoint.retention import Best, Retention
 from rankwise.errors import ConfigError
+
+NAN = math.nan
 
 
 def paths(*steps: int) -> list[Path]:
@@ -37,20 +43,7 @@ def names(folder: Path) -> list[int]:
 )
 def test_what_stays_for_one_reason_stays(rule: Retention, gone: list[int]) -> None:
     ages = dict(zip(paths(1, 2, 3, 4, 5), (40.0, 30.0, 20.0, 10.0, 0.0), strict=True))
-    assert rule.gone(ages) == paths(*gone)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("90s", 90.0), ("1.5h", 5400.0), ("7d", 604800.0), ("2w", 1209600.0), ("5m", 300.0)]
-)
-def test_an_age_has_a_unit(text: str, seconds: float) -> None:
-    assert age_s(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "7", "d", "-7d", "7 days", "7y", "nand"])
-def test_what_is_no_age_is_an_error(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no age; type a number and a unit"):
-        age_s(text)
+    assert rule.find_gone(ages) == paths(*gone)
 
 
 @pytest.mark.parametrize(
@@ -108,16 +101,6 @@ def test_a_clock_that_was_set_back_removes_nothing_young(tmp_path: Path) -> None
     assert names(tmp_path) == [1, 2]
 
 
-def test_a_checkpoint_that_a_faster_clock_has_saved_is_not_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=3)
-    saved = [checkpoints.save(of_step(step), step) for step in (1, 2, 3)]
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now)
-    for path, age in zip(saved, (0.0, -0.5, 0.0), strict=True):
-        os.utime(path / "manifest.json", times=(now - age,) * 2)
-    assert prunable(tmp_path, keep_last=1) == [saved[0]]
-
-
 def fit_with_named_steps(folder: Path) -> list[int]:
     from test_trainer_checkpoints import fit
 
@@ -126,6 +109,204 @@ def fit_with_named_steps(folder: Path) -> list[int]:
 
 
 def test_a_trainer_saves_at_the_steps_that_are_to_stay(tmp_path: Path) -> None:
-    from ranks import on_ranks
-
     assert on_ranks(2, fit_with_named_steps, tmp_path / "run") == [[2, 5, 7]] * 2
+
+
+# --- the best
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+def store(folder: Path, keep_last: int = 1, name: str = "eval_loss", larger: bool | None = None) -> Checkpoints:
+    return Checkpoints(folder, keep_last, keep_best=name, larger_is_better=larger)
+
+
+def save(checkpoints: Checkpoints, values: dict[int, float], name: str = "eval_loss") -> list[int]:
+    """One checkpoint a step with its figure; the steps that are there in the end."""
+    for step, value in values.items():
+        checkpoints.save(of_step(step), step, metrics={name: value, "other": 0.0})
+    return steps(checkpoints)
+
+
+def steps(checkpoints: Checkpoints) -> list[int]:
+    return [int(path.name[5:13]) for path in checkpoints.all()]
+
+
+def best_step(checkpoints: Checkpoints) -> int | None:
+    path = checkpoints.best()
+    return None if path is None else int(path.name[5:13])
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+# --- the order
+
+
+def test_the_direction_is_known_of_a_loss_alone() -> None:
+    assert Best.of("eval_loss", None) == Best.of("eval_loss", False) == Best("eval_loss", larger_is_better=False)
+    assert Best.of("loss", True) == Best("loss", larger_is_better=True)
+    assert Best.of("eval_accuracy", True) == Best("eval_accuracy", larger_is_better=True)
+    assert Best.of(None, None) is None
+    with pytest.raises(ConfigError, match=r"keep_best='eval_accuracy': is more of it better\? Say larger_is_better=True"):
+        Best.of("eval_accuracy", None)
+    with pytest.raises(ConfigError, match="larger_is_better=False says nothing without keep_best"):
+        Best.of(None, False)
+
+
+def test_the_best_comes_first_and_of_equals_the_earlier() -> None:
+    measured = {"a": {"x": 2.0}, "b": {"x": 1.0}, "c": {"x": 3.0}, "d": {"x": 1.0}, "e": {"x": 3.0}}
+    assert Best("x", larger_is_better=False).order(measured) == ["b", "d", "a", "c", "e"]
+    assert Best("x", larger_is_better=True).order(measured) == ["c", "e", "a", "b", "d"]
+
+
+@pytest.mark.parametrize("larger", [True, False])
+def test_what_is_not_finite_or_not_measured_is_never_the_best(larger: bool) -> None:
+    best = Best("x", larger)
+    assert best.order({"a": {"x": NAN}, "b": {"x": math.inf}, "c": {"x": -math.inf}, "d": {"x": None}, "e": {"y": 1.0}}) == []
+    assert best.order({"a": {"x": NAN}, "b": {"x": 5.0}}) == ["b"]
+
+
+def test_a_figure_that_there_is_not_is_an_error_that_lists_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match="keep_best='x': nothing measures that; the figures that there are: a, b"):
+        Best("x", larger_is_better=False).check({"b": 1.0, "a": NAN})
+    Best("b", larger_is_better=False).check({"b": NAN})
+
+
+# --- what stays
+
+
+def test_the_best_stays_beside_the_last(folder: Path) -> None:
+    checkpoints = store(folder)
+    assert save(checkpoints, {1: 3.0}) == [1]
+    assert save(checkpoints, {2: 1.0}) == [2]
+    assert save(checkpoints, {3: 2.0}) == [2, 3]
+    assert save(checkpoints, {4: 5.0, 5: 1.5}) == [2, 5]
+    assert best_step(checkpoints) == 2
+    assert save(checkpoints, {6: 0.5}) == [6]
+    assert save(checkpoints, {7: 9.0}) == [6, 7]
+    assert best_step(checkpoints) == 6
+
+
+def test_the_best_among_the_last_takes_no_place_of_another(folder: Path) -> None:
+    checkpoints = store(folder, keep_last=3)
+    assert save(checkpoints, {1: 1.0, 2: 2.0, 3: 3.0}) == [1, 2, 3]
+    assert save(checkpoints, {4: 4.0, 5: 5.0, 6: 6.0}) == [1, 4, 5, 6]
+    assert save(checkpoints, {7: 0.0}) == [5, 6, 7]
+
+
+def test_more_may_be_better(folder: Path) -> None:
+    checkpoints = store(folder, name="eval_accuracy", larger=True)
+    assert save(checkpoints, {1: 0.5, 2: 0.9, 3: 0.7, 4: 0.8}, "eval_accuracy") == [2, 4]
+    assert best_step(checkpoints) == 2
+
+
+def test_a_tie_keeps_the_earlier(folder: Path) -> None:
+    checkpoints = store(folder)
+    assert save(checkpoints, {1: 1.0, 2: 1.0, 3: 1.0}) == [1, 3]
+    assert best_step(checkpoints) == 1
+
+
+def test_without_a_finite_figure_there_is_no_best(folder: Path) -> None:
+    checkpoints = store(folder)
+    assert save(checkpoints, {1: NAN, 2: math.inf, 3: -math.inf}) == [3]
+    assert best_step(checkpoints) is None
+    assert save(checkpoints, {4: 7.0, 5: NAN}) == [4, 5]
+    assert best_step(checkpoints) == 4
+
+
+def test_a_checkpoint_of_which_the_figure_was_not_measured_is_not_the_best(folder: Path) -> None:
+    checkpoints = store(folder)
+    save(checkpoints, {1: 5.0})
+    checkpoints.save(of_step(2), 2)
+    checkpoints.save(of_step(3), 3, metrics={"loss": 0.0})
+    assert best_step(checkpoints) == 1
+    assert steps(checkpoints) == [1, 3]
+
+
+def test_the_figures_are_in_the_manifest_as_plain_json(folder: Path) -> None:
+    checkpoints = store(folder)
+    path = checkpoints.save(of_step(1), 1, metrics={"eval_loss": 0.25, "a": NAN, "b": math.inf, "c": torch.tensor(0.5)})  # type: ignore[dict-item]
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    record = json.loads((path / "manifest.json").read_text(), parse_constant=no_constant)
+    assert record["metrics"] == {"eval_loss": 0.25, "a": None, "b": None, "c": 0.5}
+    found = checkpoints.find_latest()
+    assert found is not None
+    assert found[1].metrics == record["metrics"]
+
+
+# --- later lives
+
+
+def test_a_later_life_knows_the_best_from_the_manifests(folder: Path) -> None:
+    save(store(folder), {1: 1.0, 2: 2.0})
+    checkpoints = store(folder)
+    assert best_step(checkpoints) == 1
+    assert checkpoints.is_best({"eval_loss": 0.9})
+    assert not checkpoints.is_best({"eval_loss": 1.0})
+    assert not checkpoints.is_best({"eval_loss": NAN})
+    assert save(checkpoints, {3: 3.0}) == [1, 3]
+
+
+def test_a_life_that_asks_for_another_figure_keeps_the_best_by_that(folder: Path) -> None:
+    save(store(folder, keep_last=9), {1: 1.0, 2: 2.0})
+    checkpoints = store(folder, name="eval_accuracy", larger=True)
+    assert best_step(checkpoints) is None
+    assert save(checkpoints, {3: 0.5, 4: 0.4}, "eval_accuracy") == [3, 4]
+    with pytest.raises(ConfigError, match=r"best\(\) needs to know by which figure"):
+        Checkpoints(folder).best()
+    assert not Checkpoints(folder).is_best({})
+
+
+@pytest.mark.parametrize("name", ["model.pt", "loader.pt", "rng.pt", "manifest.json"])
+def test_a_damaged_checkpoint_is_not_the_best(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save(store(folder, keep_last=9), {1: 2.0, 2: 1.0, 3: 3.0})
+    damage(folder / "step-00000002" / name)
+    checkpoints = store(folder)
+    assert best_step(checkpoints) == 1
+    if name != "manifest.json":
+        assert str(folder / "step-00000002" / name) in capsys.readouterr().out
+    assert checkpoints.is_best({"eval_loss": 1.5})
+    assert save(checkpoints, {4: 4.0})[0] == 1  # and the best of the whole ones stays
+
+
+def test_a_best_that_was_found_damaged_goes_when_something_newer_is_whole(folder: Path) -> None:
+    save(store(folder), {1: 1.0, 2: 2.0})
+    damage(folder / "step-00000001" / "model.pt")
+    checkpoints = store(folder)
+    assert best_step(checkpoints) == 2
+    assert save(checkpoints, {3: 3.0}) == [2, 3]
+
+
+def test_a_step_that_is_saved_again_is_best_by_its_newest_copy_unless_that_is_worse(folder: Path) -> None:
+    checkpoints = store(folder)
+    save(checkpoints, {1: 1.0})
+    save(checkpoints, {1: 1.0})
+    assert [path.name for path in checkpoints.all()] == ["step-00000001-2"]
+    save(checkpoints, {1: 2.0})
+    assert [path.name for path in checkpoints.all()] == ["step-00000001-2", "step-00000001-3"]
+    assert checkpoints.best() == folder / "step-00000001-2"
+
+
+def ask_on_ranks(folder: Path) -> tuple[bool, bool, str]:
+    checkpoints = store(folder)
+    try:
+        checkpoints.is_best({"loss": 1.0})
+    except ConfigError as error:
+        said = str(error)
+    return checkpoints.is_best({"eval_loss": 0.5}), checkpoints.is_best({"eval_loss": 1.5}), said
+
+
+def test_all_ranks_agree_on_what_is_the_best(folder: Path) -> None:
+    save(store(folder), {1: 1.0})
+    answers = on_ranks(2, ask_on_ranks, folder)
+    assert answers == [(True, False, "keep_best='eval_loss': nothing measures that; the figures that there are: loss")] * 2

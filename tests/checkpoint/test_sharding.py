@@ -16,7 +16,7 @@ from ranks import RankError, on_ranks
 from test_trainer_checkpoints import fit
 from torch import nn
 
-from rankwise.checkpoint import Checkpoints, export, listing, sharding
+from rankwise.checkpoint import Checkpoints, commands, sharding
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.dist import comm, log
@@ -122,17 +122,17 @@ def test_a_sharded_checkpoint_is_loaded_on_any_number_of_ranks_as_one_that_is_no
 def test_the_commands_know_a_sharded_checkpoint(tmp_path: Path) -> None:
     on_ranks(3, save, tmp_path, (1, 2), False)
     first, last = tmp_path / "step-00000001", tmp_path / "step-00000002"
-    assert list(listing.verified([first, last])) == [(first, []), (last, [])]
-    assert listing.listed(tmp_path, verify=True).count("verified") == 2
-    assert "model.shard-2" in listing.shown(last)
-    state = export.model_of(last)
+    assert list(commands.verify([first, last])) == [(first, []), (last, [])]
+    assert commands.list_all(tmp_path, verify=True).count("verified") == 2
+    assert "model.shard-2" in commands.show(last)
+    state = commands.read_model(last)
     assert list(state) == list(of_step(2)["model"].state_dict())
     nn.Module.load_state_dict(of_step(3)["model"], state)
-    export.write(state, tmp_path / "model.pt")
+    commands.write_model(state, tmp_path / "model.pt")
     assert sums({"model": Box(torch.load(tmp_path / "model.pt", weights_only=True))}) == sums({"model": Box(state)})
-    mean = export.average([first, last])
+    mean = commands.average([first, last])
     assert torch.allclose(mean["0.weight"], (state["0.weight"] + of_step(1)["model"][0].weight) / 2)
-    assert list(export.model_of(last, "optimizer")) == ["state", "param_groups"]
+    assert list(commands.read_model(last, "optimizer")) == ["state", "param_groups"]
 
 
 @pytest.mark.parametrize("damage", ["gone", "flipped"])
@@ -143,7 +143,7 @@ def test_a_damaged_share_is_named_and_the_checkpoint_before_is_loaded(damage: st
     data[len(data) // 2] ^= 1
     path.unlink() if damage == "gone" else path.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"optimizer.shard-1.pt (cannot be read|is damaged in tensor state/)"):
-        export.model_of(path.parent, "optimizer")
+        commands.read_model(path.parent, "optimizer")
     for n in (1, 2):
         assert [step for step, _, _ in on_ranks(n, load, tmp_path)] == [1] * n
 

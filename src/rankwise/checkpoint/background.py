@@ -56,10 +56,6 @@ class Background:
             self._error = error
 
     @property
-    def is_busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    @property
     def error(self) -> BaseException | None:
         """What the work raised, as far as it has come; not waited for."""
         return self._error

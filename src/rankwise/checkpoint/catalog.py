@@ -15,11 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint.best import Best
 from rankwise.checkpoint.folders import checkpoints_in, order, remove
 from rankwise.checkpoint.manifest import Manifest, saved_at
 from rankwise.checkpoint.mirror import Mirror
-from rankwise.checkpoint.retention import Retention
+from rankwise.checkpoint.retention import Best, Retention
 from rankwise.dist import comm, log
 from rankwise.errors import CheckpointError
 
@@ -56,7 +55,7 @@ class Catalog:
         again = [path for path in older if order(path)[0] == order(newest)[0] or path in self._damaged]
         now = time.time()
         ages = {path: now - _saved_at(path, now) for path in older if path not in again}
-        gone = [old for old in [*again, *self._retention.gone({**ages, newest: 0.0})] if old != best]
+        gone = [old for old in [*again, *self._retention.find_gone({**ages, newest: 0.0})] if old != best]
         for old in gone:
             remove(old)
         return [old.name for old in gone]

@@ -1,24 +1,26 @@
 """Which checkpoints stay: the last few, the best, the young, and those of named steps; the rest may go.
 
-keep = Retention(last=2, younger_than_s=86400.0, steps=frozenset({1000}))
-keep.gone({path: age_s, ...})                        # pure: the oldest first in, what may go out
-prunable(folder, keep_last=2, older_than="7d")       # of a folder: reads what is to stay, so that something whole does
+    keep = Retention(last=2, younger_than_s=86400.0, steps=frozenset({1000}))
+    keep.find_gone({path: age_s, ...}, best=[path])      # pure: the oldest first in, what may go out
+    best = Best.of("eval_accuracy", larger_is_better=True)
+    best.order({folder: manifest.metrics, ...})          # the best first
+
+Which one is the best says one figure that was measured when it was saved, and a direction.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint.best import Best, best_by
-from rankwise.checkpoint.folders import checkpoints_in, order, pick, remove
-from rankwise.checkpoint.manifest import Manifest, saved_at
-from rankwise.errors import CheckpointError, ConfigError
-from rankwise.host.terminal import seconds_of
+from rankwise.checkpoint.folders import order
+from rankwise.checkpoint.manifest import Manifest
+from rankwise.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Retention:
                 raise ConfigError(f"keep_steps={list(steps)}: {step!r} is no step")
         return cls(last, younger_than_s or 0.0, frozenset(steps))
 
-    def gone(self, ages_s: Mapping[Path, float], best: Collection[Path] = ()) -> list[Path]:
+    def find_gone(self, ages_s: Mapping[Path, float], best: Collection[Path] = ()) -> list[Path]:
         """Those that need not stay, of checkpoints with their ages, the oldest step first."""
         paths = list(ages_s)
         late = set(paths[len(paths) - self.last :] if self.last < len(paths) else paths)
@@ -55,67 +57,64 @@ class Retention:
         ]
 
 
-def age_s(text: str) -> float:
-    """Seconds of `90s`, `30m`, `12h`, `7d`, `2w`. Raises ConfigError for anything else."""
-    if (found := seconds_of(text)) is None:
-        raise ConfigError(f"--older-than {text!r} is no age; type a number and a unit: 90s, 30m, 12h, 7d, 2w")
-    return found
+# --- the best
 
 
-def prunable(
-    folder: Path,
-    keep_last: int | None = None,
-    keep_best: int | None = None,
-    by: Best | None = None,
-    older_than: str | None = None,
-    keep: Sequence[str] = (),
-) -> list[Path]:
-    """What may go, the oldest first: all but the last whole ones (at least one), the best ones, those named, those younger.
+@dataclass(frozen=True)
+class Best:
+    """The figure by which checkpoints are compared."""
 
-    Reads every byte of the newest, until as many whole ones are found as are to stay. What is damaged does not count; where it
-    is newer than all that is whole it is left to its owner. Raises ConfigError when no rule is given, or one cannot be.
-    """
-    for option, n in (("--keep-last", keep_last), ("--keep-best", keep_best)):
-        if n is not None and n < 1:
-            raise ConfigError(f"{option} {n}: give a whole number from 1 up")
-    if not (keep_last or keep_best or older_than is not None or keep):
-        raise ConfigError("what should stay? Type for example --keep-last 2, --keep-best 1, --older-than 7d, --keep 400")
-    older_than_s = age_s(older_than) if older_than is not None else 0.0
-    paths = checkpoints_in(folder)
-    named = {pick(folder, name, "--keep") for name in keep}
-    whole = _first_whole(reversed(paths), keep_last or 1)
-    if not whole:
-        raise CheckpointError(f"no checkpoint in {folder} is whole, so none is removed")
-    older = [path for path in paths if order(path) < order(whole[0])]
-    kept = {*whole, *named}
-    if keep_best is not None:
-        found = {path: manifest for path in paths if (manifest := _read(path)) is not None}
-        by = by or best_by(list(found.values()))
-        kept.update(_first_whole(by.order({path: each.metrics for path, each in found.items()}), keep_best))
-    now = time.time()
-    return [path for path in older if path not in kept and now - saved_at(path) >= older_than_s]
+    name: str
+    larger_is_better: bool
 
+    @classmethod
+    def of(cls, name: str | None, larger_is_better: bool | None) -> Best | None:
+        """None without a name. The direction is known of a loss alone: to guess it wrong would keep the worst."""
+        if name is None:
+            if larger_is_better is not None:
+                raise ConfigError(f"larger_is_better={larger_is_better} says nothing without keep_best: name a figure there")
+            return None
+        if larger_is_better is None:
+            if not name.endswith("loss"):
+                raise ConfigError(f"keep_best={name!r}: is more of it better? Say larger_is_better=True, or False")
+            larger_is_better = False
+        return cls(name, larger_is_better)
 
-def removed(path: Path) -> str:
-    """Remove it, and say so."""
-    if not remove(path):
-        raise CheckpointError(f"{path} cannot be removed")
-    return f"removed {path}"
+    def rank(self, metrics: Mapping[str, float | None]) -> float | None:
+        """The figure, turned so that less is better; None where it was not measured, or is not finite: never the best."""
+        value = metrics.get(self.name)
+        if value is None or not math.isfinite(value):
+            return None
+        return -value if self.larger_is_better else value
+
+    def order(self, measured: Mapping[T, Mapping[str, float | None]]) -> list[T]:
+        """Those that have the figure, the best first; equal ones as they came."""
+        ranks = {key: rank for key, metrics in measured.items() if (rank := self.rank(metrics)) is not None}
+        return sorted(ranks, key=ranks.__getitem__)
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Raises ConfigError when the figure is not among those that there are."""
+        if self.name not in metrics:
+            there = ", ".join(sorted(metrics)) or "none"
+            raise ConfigError(f"keep_best={self.name!r}: nothing measures that; the figures that there are: {there}")
 
 
-def _first_whole(paths: Iterable[Path], n: int) -> list[Path]:
-    found: list[Path] = []
-    for path in paths:
-        if len(found) == n:
-            break
-        with contextlib.suppress(CheckpointError):  # damaged, or gone by now
-            manifests.verify(path)
-            found.append(path)
-    return found
+def find_best_figure(manifests: Sequence[Manifest]) -> Best:
+    """The figure by which the newest of these chose its best. Raises ConfigError when none did."""
+    for manifest in reversed(manifests):
+        if manifest.best:
+            return Best(**manifest.best)
+    figures = ", ".join(dict.fromkeys(name for manifest in manifests for name in manifest.metrics)) or "none"
+    raise ConfigError(f"the best by which figure? Its run named none: type --by NAME; the figures that there are: {figures}")
 
 
-def _read(path: Path) -> Manifest | None:
-    try:
-        return Manifest.read(path)
-    except CheckpointError:
-        return None
+def check_name(name: str, evaluates: bool, by_eval_fn: bool) -> None:
+    """Raises ConfigError for a figure that nothing will measure."""
+    if name == "loss":
+        return
+    if not evaluates:
+        raise ConfigError(f"keep_best={name!r}: nothing is evaluated without eval_data; 'loss' is that of training")
+    if not name.startswith("eval_"):
+        raise ConfigError(f"keep_best={name!r}: a figure of an evaluation is called eval_ and the name that eval_fn gives it")
+    if not by_eval_fn and name != "eval_loss":
+        raise ConfigError(f"keep_best={name!r}: without eval_fn the one figure of an evaluation is 'eval_loss'")

@@ -34,14 +34,13 @@ import torch
 from rankwise.checkpoint import loading, sharding
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.background import Background, Snapshot
-from rankwise.checkpoint.best import Best
 from rankwise.checkpoint.catalog import Catalog
 from rankwise.checkpoint.folders import fsync, remove
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.checkpoint.mirror import Mirror
 from rankwise.checkpoint.replicate import sharing
 from rankwise.checkpoint.resume import chosen, is_damaged_here
-from rankwise.checkpoint.retention import Retention
+from rankwise.checkpoint.retention import Best, Retention
 from rankwise.checkpoint.sharding import Others
 from rankwise.checkpoint.writing import plain, states_of, why_not, write_file
 from rankwise.dist import comm, log, seed

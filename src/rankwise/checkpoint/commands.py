@@ -1,0 +1,364 @@
+"""What the `rankwise checkpoint` commands do: list, show, verify, export, average, prune. To look and to verify needs no torch.
+
+print(list_all(find("train"), verify=False));  print(show(pick(find("train"), None)))
+write_model(read_model(path), Path("model.safetensors"))               # load_file(...) gives a state dict
+write_model(average([path_a, path_b, path_c]), Path("mean.pt"))        # torch.load("mean.pt", weights_only=True)
+find_prunable(folder, keep_last=2, older_than="7d")                    # reads what is to stay, so that something whole does
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint.folders import checkpoints_in, fsync, order, pick, remove
+from rankwise.checkpoint.manifest import FileRecord, Manifest, saved_at
+from rankwise.checkpoint.retention import Best, find_best_figure
+from rankwise.errors import CheckpointError, ConfigError
+from rankwise.host.terminal import seconds_of, short, size, stamp
+from rankwise.report.terminal import table
+
+if TYPE_CHECKING:
+    import torch
+
+_WRAPPERS = ("module.", "_orig_mod.")  # DDP's, torch.compile's
+KINDS = (".pt", ".safetensors")
+
+State = dict[str, Any]
+
+# --- ls
+
+
+def list_all(folder: Path, verify: bool) -> str:
+    """One line a checkpoint, the oldest first. Without `verify` no more than the files' sizes is looked at."""
+    manifests_of = {path: _read(path) for path in checkpoints_in(folder)}
+    good = {path: found for path, found in manifests_of.items() if isinstance(found, Manifest)}
+    best = next((Best(**found.best) for found in reversed(good.values()) if found.best), None)
+    figures = dict.fromkeys(name for found in good.values() for name in found.metrics)
+    first = next(iter(best.order({path: found.metrics for path, found in good.items()})), None) if best else None
+    rows = [["checkpoint", "step", "saved", "size", "ranks", *figures, ""]]
+    for path, found in manifests_of.items():
+        if isinstance(found, Manifest):
+            cells = [_figure(found.metrics.get(name)) for name in figures]
+            saved = [stamp(saved_at(path)), size(found.bytes), str(found.world_size)]
+            state = _state(path, found, verify) + (f", the best {best.name}" if best and path == first else "")
+            rows.append([path.name, str(found.step), *saved, *cells, state])
+        else:
+            rows.append([path.name, *[""] * (4 + len(figures)), f"damaged: {found}"])
+    return table(rows)
+
+
+def _read(path: Path) -> Manifest | str:
+    """Or what is wrong with it."""
+    try:
+        return Manifest.read(path)
+    except CheckpointError as error:
+        return str(error)
+
+
+def _state(path: Path, manifest: Manifest, verify: bool) -> str:
+    if verify:
+        return "; ".join(["damaged", *found]) if (found := list(manifests.damages(path, manifest))) else "verified"
+    for name, record in manifest.files.items():
+        try:
+            if (path / name).stat().st_size == record.bytes:
+                continue
+            return f"damaged: {name} is not as long as it was"
+        except OSError as error:
+            return f"damaged: {name}: {error.strerror}"
+    return "sizes fit"
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+# --- show
+
+
+def show(path: Path) -> str:
+    """Its figures, its parts, and every tensor. Raises CheckpointError when the manifest is damaged."""
+    manifest = Manifest.read(path)
+    head = f"{short(path)}: step {manifest.step}, saved {stamp(saved_at(path))} by {manifest.world_size} rank"
+    lines = [head + f"{'s' * (manifest.world_size != 1)} with torch {manifest.torch}, {size(manifest.bytes)}"]
+    for title, pairs in (("metrics", manifest.metrics), ("made with", manifest.info)):
+        if pairs:
+            lines.append(f"{title}: " + ", ".join(f"{name} {_word(value)}" for name, value in pairs.items()))
+    parts = [["part", "size", "tensors"]]
+    parts += [[_part(name), size(file.bytes), str(len(file.tensors))] for name, file in manifest.files.items()]
+    rows = [
+        ["tensor", "type", "shape", "size"],
+        *(row for name, file in manifest.files.items() for row in _tensors(name, file)),
+    ]
+    return "\n".join(lines) + f"\n\n{table(parts)}\n\n{table(rows)}"
+
+
+def _tensors(name: str, file: FileRecord) -> Iterator[list[str]]:
+    for path in file.tensors:
+        at = file.layout.get(path)
+        cells = [at.dtype, " x ".join(map(str, at.shape)) or "scalar", size(at.bytes)] if at is not None else ["", "", ""]
+        yield [f"{_part(name)}/{path}", *cells]
+
+
+def _part(file: str) -> str:
+    return Path(file).stem
+
+
+def _word(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def show_as_json(path: Path) -> str:
+    """The manifest, with the name and the time: name, path, saved, step, world_size, torch, files, info, metrics, best."""
+    manifest = Manifest.read(path)
+    return json.dumps({"name": path.name, "path": str(path.absolute()), "saved": saved_at(path), **asdict(manifest)}, indent=1)
+
+
+# --- verify
+
+
+def verify(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
+    """(checkpoint, what is damaged in it), one after the other as they are read."""
+    for path in paths:
+        try:
+            yield path, list(manifests.damages(path, Manifest.read(path)))
+        except CheckpointError as error:
+            yield path, [str(error)]
+
+
+# --- export: the model alone, for other programs
+
+
+def check_target(path: Path, force: bool) -> None:
+    """Before anything is read. Raises ConfigError when it could not be written."""
+    if path.suffix not in KINDS:
+        raise ConfigError(
+            f"--to {path}: the name's end says the kind of file; type --to {path.name or 'model'}{KINDS[0]}, or {KINDS[1]}"
+        )
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
+    if path.exists() and (not force or path.is_dir()):
+        raise ConfigError(f"{path} is there already; choose another name{', or type --force' * (not path.is_dir())}")
+    if path.suffix == ".safetensors":
+        _safetensors()
+
+
+def read_model(path: Path, part: str = "model") -> State:
+    """The state of one part of a checkpoint, names as the bare module has them. Raises CheckpointError when it is damaged."""
+    from rankwise.checkpoint import sharding
+
+    manifest = Manifest.read(path)
+    if part not in sharding.parts_of(manifest):
+        raise ConfigError(f"{path} has no part {part}; choose one with --part: {', '.join(sharding.parts_of(manifest))}")
+    try:
+        state = sharding.read_part(path, manifest, part)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be read ({error.strerror})") from None
+    if not isinstance(state, dict):
+        raise ConfigError(f"the part {part} of {path} is a {type(state).__name__}, not a module's state")
+    return _bare(state)
+
+
+def _bare(state: State) -> State:
+    names = list(state)
+    for wrapper in (prefix for _ in _WRAPPERS for prefix in _WRAPPERS):  # one may be in the other
+        if names and all(isinstance(name, str) and name.startswith(wrapper) for name in names):
+            names = [name.removeprefix(wrapper) for name in names]
+    return dict(zip(names, state.values(), strict=True))
+
+
+# --- the mean of several
+
+
+def choose_for_average(folder: Path, last: int | None, best: int | None, by: Best | None) -> list[Path]:
+    """The last or the best so many, the best by `by`, else by the figure that their run chose by.
+
+    Raises ConfigError when there are fewer, CheckpointError when one that could be among the best has a damaged manifest.
+    """
+    if (last is None) == (best is None):
+        raise ConfigError("of which checkpoints? Type one of --last N and --best N")
+    option, n = ("--last", last) if last is not None else ("--best", best)
+    if n is not None and n < 1:
+        raise ConfigError(f"{option} {n}: give a whole number from 1 up")
+    paths = checkpoints_in(folder)
+    if last is not None:
+        return _enough(paths[-last:], last, f"in {folder}", option)
+    assert best is not None
+    found = {path: Manifest.read(path) for path in paths}
+    by = by or find_best_figure(list(found.values()))
+    return _enough(
+        by.order({path: each.metrics for path, each in found.items()})[:best], best, f"with {by.name} in {folder}", option
+    )
+
+
+def _enough(found: list[Path], n: int, where: str, option: str) -> list[Path]:
+    if len(found) < n:
+        cure = f"; type {option} {len(found)}" if found else ""
+        raise ConfigError(f"{option} {n}: {n} checkpoints asked for, {len(found)} there {where}{cure}")
+    return found
+
+
+def average(paths: Sequence[Path], part: str = "model") -> State:
+    """The mean of each floating tensor, summed in float64; all else (counts, masks) is the newest's.
+
+    Raises ConfigError when they are not of one model, CheckpointError when one is damaged.
+    """
+    newest = max(paths, key=lambda path: Manifest.read(path).step)
+    state = read_model(newest, part)
+    sums = {name: _wide(value) for name, value in state.items() if _is_averaged(value)}
+    for path in paths:
+        if path == newest:
+            continue
+        other = read_model(path, part)
+        for name in state.keys() ^ other.keys():
+            raise ConfigError(f"{path} and {newest} are not of one model: {name} is in one of them alone")
+        for name, total in sums.items():
+            if other[name].shape != total.shape:
+                raise ConfigError(f"{path} and {newest} are not of one model: {name} has another shape")
+            total += _wide(other[name])
+    return {name: (sums[name] / len(paths)).to(value.dtype) if name in sums else value for name, value in state.items()}
+
+
+def _is_averaged(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
+
+
+# --- writing
+
+
+def write_model(state: State, to: Path) -> None:
+    """As the name's end says: .pt or .safetensors. Raises CheckpointError when it cannot be written."""
+    temporary = to.with_name(f".{to.name}.{uuid.uuid4().hex}")
+    try:
+        if to.suffix == ".safetensors":
+            _save_safetensors(*_apart(state), temporary)
+        else:
+            import torch
+
+            with open(temporary, "wb") as file:
+                torch.save(state, file)
+        fsync(temporary)
+        os.replace(temporary, to)
+        fsync(to.absolute().parent)
+    except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of an OSError
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise CheckpointError(f"cannot write {to}: {why}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _save_safetensors(state: Mapping[str, torch.Tensor], tied: Mapping[str, str], to: Path) -> None:
+    try:
+        _safetensors().save_file(state, to, {"format": "pt", **tied})
+    except ConfigError:
+        raise
+    except Exception as error:  # of a type of its own
+        raise RuntimeError(str(error)) from None
+
+
+def _apart(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """What safetensors takes: (tensors, none of which shares memory with another; of those that are one tensor under several
+    names all names but the first, with that). Its load_model, and the libraries that use it, look for them so."""
+    import torch
+
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(f"{name} is a {type(value).__name__}, and safetensors holds tensors alone; write a .pt instead")
+    seen: set[int] = set()
+    first: dict[Any, str] = {}
+    apart, tied = {}, {}
+    for name, tensor in state.items():
+        address = tensor.untyped_storage().data_ptr()
+        whole = (address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and first.setdefault(whole, name) != name:
+            tied[name] = first[whole]
+            continue
+        apart[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return {name: tensor.contiguous() for name, tensor in apart.items()}, tied
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch as found
+    except ImportError:
+        raise ConfigError("safetensors is not installed: pip install 'rankwise[safetensors]', or type --to model.pt") from None
+    return found
+
+
+# --- prune
+
+
+def parse_age(text: str) -> float:
+    """Seconds of `90s`, `30m`, `12h`, `7d`, `2w`. Raises ConfigError for anything else."""
+    if (found := seconds_of(text)) is None:
+        raise ConfigError(f"--older-than {text!r} is no age; type a number and a unit: 90s, 30m, 12h, 7d, 2w")
+    return found
+
+
+def find_prunable(
+    folder: Path,
+    keep_last: int | None = None,
+    keep_best: int | None = None,
+    by: Best | None = None,
+    older_than: str | None = None,
+    keep: Sequence[str] = (),
+) -> list[Path]:
+    """What may go, the oldest first: all but the last whole ones (at least one), the best ones, those named, those younger.
+
+    Reads every byte of the newest, until as many whole ones are found as are to stay. What is damaged does not count; where it
+    is newer than all that is whole it is left to its owner. Raises ConfigError when no rule is given, or one cannot be.
+    """
+    for option, n in (("--keep-last", keep_last), ("--keep-best", keep_best)):
+        if n is not None and n < 1:
+            raise ConfigError(f"{option} {n}: give a whole number from 1 up")
+    if not (keep_last or keep_best or older_than is not None or keep):
+        raise ConfigError("what should stay? Type for example --keep-last 2, --keep-best 1, --older-than 7d, --keep 400")
+    older_than_s = parse_age(older_than) if older_than is not None else 0.0
+    paths = checkpoints_in(folder)
+    named = {pick(folder, name, "--keep") for name in keep}
+    whole = _first_whole(reversed(paths), keep_last or 1)
+    if not whole:
+        raise CheckpointError(f"no checkpoint in {folder} is whole, so none is removed")
+    older = [path for path in paths if order(path) < order(whole[0])]
+    kept = {*whole, *named}
+    if keep_best is not None:
+        found = {path: manifest for path in paths if isinstance(manifest := _read(path), Manifest)}
+        by = by or find_best_figure(list(found.values()))
+        kept.update(_first_whole(by.order({path: each.metrics for path, each in found.items()}), keep_best))
+    now = time.time()
+    return [path for path in older if path not in kept and now - saved_at(path) >= older_than_s]
+
+
+def remove_one(path: Path) -> str:
+    """Remove it, and say so."""
+    if not remove(path):
+        raise CheckpointError(f"{path} cannot be removed")
+    return f"removed {path}"
+
+
+def _first_whole(paths: Iterable[Path], n: int) -> list[Path]:
+    found: list[Path] = []
+    for path in paths:
+        if len(found) == n:
+            break
+        with contextlib.suppress(CheckpointError):  # damaged, or gone by now
+            manifests.verify(path)
+            found.append(path)
+    return found
