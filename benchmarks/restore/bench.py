@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rankwise.checkpoint import Checkpoints
+from rankwise.checkpoint import Checkpoints, resume
 from rankwise.checkpoint import manifest as manifests
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -90,7 +90,7 @@ def ways(folder: Path) -> dict[str, Callable[..., object]]:
         "torch.load + load_state_dict": lambda m, o: with_torch(False, m, o),
         "the same, mapped": lambda m, o: with_torch(True, m, o),
         "memcpy": memcpy,
-        "rankwise, not verified": lambda m, o: checkpoints._load(path, manifest, {"model": m, "optimizer": o}, verify=False),
+        "rankwise, not verified": lambda m, o: resume.load(path, manifest, {"model": m, "optimizer": o}, verify=False),
         "rankwise, verified": lambda m, o: checkpoints.load_latest({"model": m, "optimizer": o}),
         "verification alone": lambda m, o: manifests.verify(path),
     }

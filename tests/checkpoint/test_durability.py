@@ -230,11 +230,11 @@ def test_a_checkpoint_that_is_pruned_while_it_is_verified_is_no_damage(
 def test_a_checkpoint_that_is_pruned_while_it_is_loaded_gives_way_to_the_newer(
     folder: Path, newer: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rankwise.checkpoint import loading
+    from rankwise.checkpoint import resume
 
     Checkpoints(folder).save(of_step(1), 1)
     last = newer[-1]
-    saving_meanwhile(folder, monkeypatch, loading, "load_part", newer)
+    saving_meanwhile(folder, monkeypatch, resume, "load_part", newer)
     parts = of_step(-1)
     manifest = Checkpoints(folder).load_latest(parts)
     assert manifest is not None

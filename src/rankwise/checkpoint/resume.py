@@ -1,22 +1,37 @@
-"""Which checkpoint all ranks go on from, where each node may see another folder: the newest that any of them has.
+"""Resuming: all ranks choose the newest checkpoint that any node has, bring it to the nodes that lack it, and load it.
 
-found = chosen(catalog, damaged)        # collective; brought to the nodes that lack it
+chosen = choose(catalog, damaged)                        # collective
+load_part(chosen.folder, chosen.manifest, "model", model)   # on each rank by itself; each error says what to type
 """
 
 from __future__ import annotations
 
+import contextlib
 import platform
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint import sharding
 from rankwise.checkpoint.catalog import Catalog
 from rankwise.checkpoint.folders import order
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.checkpoint.replicate import digest, sharing, spread
-from rankwise.dist import comm, log
+from rankwise.dist import comm, log, seed
 from rankwise.dist.guards import agreed
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, ConfigError, DamagedError
 from rankwise.host.terminal import count
+from rankwise.training.state import Stateful
+
+RNG = "rng"
+"""The part that holds every rank's random state."""
+
+RANKS = "ranks"
+"""The part that holds what each rank has apart from the others, by rank and part; not there if no rank has anything."""
+
+
+# --- which one
 
 
 class Chosen(NamedTuple):
@@ -26,7 +41,7 @@ class Chosen(NamedTuple):
     """This rank has written it, for its node, which had none."""
 
 
-def chosen(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
+def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
     """Collective. None where no node has one. `damaged`: what the first rank of each node knows to be so, and why.
 
     Raises CheckpointError on all ranks where there are some and none is whole, or where a node cannot keep its copy.
@@ -68,3 +83,112 @@ def is_damaged_here(mine: bool) -> bool:
     """Collective. Whether one of this node's ranks has read another byte than was written; told to the node's first rank."""
     told = comm.all_gather_object(mine)
     return any(ranks[0] == comm.rank() and any(told[rank] for rank in ranks) for ranks in comm.nodes())
+
+
+# --- what ranks hold apart
+
+
+@contextlib.contextmanager
+def averaged(parts: Mapping[str, Stateful]) -> Iterator[None]:
+    """Collective. Inside, what ranks hold apart is the same on all, where a part (a strategy) can make it so."""
+    with contextlib.ExitStack() as stack:
+        for strategy in _strategies(parts).values():
+            stack.enter_context(strategy.averaged())
+        yield
+
+
+def _strategies(parts: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Those that hold something apart; a module of the user's may have an attribute of one of these names."""
+    methods = ("averaged", "rank_state_dict", "load_rank_state_dict")
+    return {name: part for name, part in parts.items() if all(callable(getattr(type(part), each, None)) for each in methods)}
+
+
+def own_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
+    """By part, what this rank has apart from the others; within `averaged`."""
+    found = {name: strategy.rank_state_dict() for name, strategy in _strategies(parts).items()}
+    return {name: state for name, state in found.items() if state is not None}
+
+
+# --- loading it, on each rank by itself
+
+
+def load(folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify: bool = True) -> BaseException | None:
+    """Load a checkpoint on this rank; returns what went wrong. The main rank verifies the files of other parts too."""
+    asked = {name for part in (*parts, RNG, RANKS) for name in sharding.files_of(manifest, part)}
+    try:
+        for name, part in parts.items():
+            load_part(folder, manifest, name, part, verify)
+        load_own_states(folder, manifest, parts, verify)
+        load_stream(folder, manifest, verify)
+        if verify and comm.is_main():  # a checkpoint is whole or damaged, though nobody asks for all of it
+            for name in manifest.files.keys() - asked:
+                for damage in manifests.damages(folder, manifest, only=name):
+                    raise DamagedError(damage)
+    except BaseException as problem:
+        return problem
+    return None
+
+
+def _read(folder: Path, manifest: Manifest, name: str, part: Stateful | None, verify: bool) -> Any:
+    path = folder / f"{name}.pt"
+    try:
+        return sharding.read_part(folder, manifest, name, part, verify)
+    except DamagedError as error:
+        raise DamagedError(f"{error}{f', as rank {comm.rank()} reads it' if comm.rank() else ''}") from None
+    except FileNotFoundError as error:
+        if comm.is_main():
+            raise DamagedError(f"{error.filename} cannot be read (No such file or directory)") from None
+        raise CheckpointError(
+            f"{error.filename} is missing on rank {comm.rank()}: all ranks must see the same folder"
+        ) from None
+    except OSError as error:
+        raise DamagedError(f"{error.filename or path} cannot be read ({error.strerror}), on rank {comm.rank()}") from None
+    except Exception as error:  # torch raises many types; the file is whole, so it is not one of ours
+        raise CheckpointError(f"{path} does not load: {error}") from None
+
+
+def load_part(folder: Path, manifest: Manifest, name: str, part: Stateful, verify: bool = True) -> None:
+    path = folder / f"{name}.pt"
+    if path.name not in manifest.files:
+        raise ConfigError(
+            f"the checkpoint {folder} has no {name}; it was made by another program: --fresh starts anew, --name beside it"
+        )
+    state = _read(folder, manifest, name, part, verify)
+    try:
+        part.load_state_dict(state)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(
+            f"{name} does not fit its checkpoint {path}: {text[:400]}; undo the change, or start anew with --fresh, "
+            "or beside it with --name NAME"
+        ) from None
+
+
+def load_own_states(folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify: bool) -> None:
+    """After the parts. Of another number of ranks none has its own again: it begins with what all have."""
+    found: dict[str, Any] = {}
+    if f"{RANKS}.pt" in manifest.files:
+        found = _read(folder, manifest, RANKS, None, verify)
+        if manifest.world_size != comm.world_size():
+            names = sorted({name for state in found.values() for name in state})
+            log.say(
+                f"what each of {count(manifest.world_size, 'rank')} held apart (in {', '.join(names)}; running statistics, "
+                "for example) is not resumed: all ranks begin with the main rank's"
+            )
+            found = {}
+    own = found.get(str(comm.rank()), {})
+    for name, strategy in _strategies(parts).items():
+        strategy.load_rank_state_dict(own.get(name))
+
+
+def load_stream(folder: Path, manifest: Manifest, verify: bool) -> None:
+    streams = _read(folder, manifest, RNG, None, verify)
+    mine = streams.get(str(comm.rank()))
+    if mine is not None:
+        seed.set_rng_state(mine)
+    if manifest.world_size != comm.world_size():
+        then, now = count(manifest.world_size, "rank"), count(comm.world_size(), "rank")
+        log.say(
+            f"the checkpoint was made on {then}, this is {now}: the same global batches in the same order; "
+            "random layers and rounding differ"
+        )

@@ -31,15 +31,14 @@ from typing import Any
 
 import torch
 
-from rankwise.checkpoint import loading, sharding
 from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint import resume, sharding
 from rankwise.checkpoint.background import Background, Snapshot
 from rankwise.checkpoint.catalog import Catalog
 from rankwise.checkpoint.folders import fsync, remove
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.checkpoint.mirror import Mirror
 from rankwise.checkpoint.replicate import sharing
-from rankwise.checkpoint.resume import chosen, is_damaged_here
 from rankwise.checkpoint.retention import Best, Retention
 from rankwise.checkpoint.sharding import Others
 from rankwise.checkpoint.writing import plain, states_of, why_not, write_file
@@ -121,7 +120,7 @@ class Checkpoints:
         """
         began = time.perf_counter()
         try:
-            with loading.averaged(parts):
+            with resume.averaged(parts):
                 return self._save(parts, step, info, metrics)
         finally:
             self.wait_s += time.perf_counter() - began
@@ -130,13 +129,13 @@ class Checkpoints:
         self, parts: Mapping[str, Stateful], step: int, info: Mapping[str, Any] | None, metrics: Mapping[str, float] | None
     ) -> Path:
         writes = any(ranks[0] == comm.rank() for ranks in self._writers())
-        own = loading.own_states(parts)
+        own = resume.own_states(parts)
         told = comm.all_gather_object((seed.rng_state(), self._catalog.times_saved(step) if writes else 0, bool(own)))
-        every = {loading.RNG: {str(rank): stream for rank, (stream, _, _) in enumerate(told)}}
+        every = {resume.RNG: {str(rank): stream for rank, (stream, _, _) in enumerate(told)}}
         if any(has for _, _, has in told):
-            every[loading.RANKS] = {str(rank): state for rank, state in enumerate(comm.all_gather_object(own))}
+            every[resume.RANKS] = {str(rank): state for rank, state in enumerate(comm.all_gather_object(own))}
         times = max(times for _, times, _ in told)
-        version = manifests.VERSION_WITH_RANKS if loading.RANKS in every else manifests.VERSION
+        version = manifests.VERSION_WITH_RANKS if resume.RANKS in every else manifests.VERSION
         final = self.folder / (f"step-{step:08d}" + (f"-{times + 1}" if times else ""))
 
         def record() -> Manifest:
@@ -421,14 +420,14 @@ class Checkpoints:
         self._writer.join()
         damaged: dict[Path, str] = {}  # known to the first rank of each node
         failures: Counter[Path] = Counter()
-        while (found := chosen(self._catalog, damaged)) is not None:
+        while (found := resume.choose(self._catalog, damaged)) is not None:
             folder, manifest, is_copy = found
-            own = self._load(folder, manifest, parts)
+            own = resume.load(folder, manifest, parts)
             try:
                 settle(own, comm.patient())  # none must leave the others in their next collective
             except DamagedError as error:  # the same on all ranks, as is the next
                 failures[folder] += 1
-                if is_damaged_here(isinstance(own, DamagedError) or failures[folder] > 1):
+                if resume.is_damaged_here(isinstance(own, DamagedError) or failures[folder] > 1):
                     self._catalog.give_up(folder, str(error), damaged)
             except (ConfigError, CheckpointError):
                 if run_on_main(folder.exists):
@@ -438,24 +437,6 @@ class Checkpoints:
                 if is_copy and self._scope == "main" and not comm.is_main():
                     remove(folder)
                 return manifest
-        return None
-
-    def _load(
-        self, folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify: bool = True
-    ) -> BaseException | None:
-        """What went wrong on this rank."""
-        asked = {name for part in (*parts, loading.RNG, loading.RANKS) for name in sharding.files_of(manifest, part)}
-        try:
-            for name, part in parts.items():
-                loading.load_part(folder, manifest, name, part, verify)
-            loading.load_own_states(folder, manifest, parts, verify)
-            loading.load_stream(folder, manifest, verify)
-            if verify and comm.is_main():  # a checkpoint is whole or damaged, though nobody asks for all of it
-                for name in manifest.files.keys() - asked:
-                    for damage in manifests.damages(folder, manifest, only=name):
-                        raise DamagedError(damage)
-        except BaseException as problem:
-            return problem
         return None
 
 
