@@ -14,8 +14,8 @@ import xxhash
 
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint.layout import layout
 from rankwise.checkpoint.manifest import FileRecord, Manifest
+from rankwise.checkpoint.writer import locate_tensors
 from rankwise.errors import CheckpointError
 
 
@@ -106,7 +106,7 @@ def test_each_tensor_has_its_type_its_shape_and_its_place_in_the_file(tmp_path: 
     tensor = torch.arange(12, dtype=torch.float64).reshape(3, 4)
     state = {"a": tensor, "row": tensor[1], "turned": tensor.t(), "empty": torch.empty(0, 2), "b": [torch.tensor(True)]}
     torch.save(state, tmp_path / "a.pt")
-    places = layout(tmp_path / "a.pt", torch.load(tmp_path / "a.pt", mmap=True, weights_only=True))
+    places = locate_tensors(tmp_path / "a.pt", torch.load(tmp_path / "a.pt", mmap=True, weights_only=True))
     assert {name: (at.dtype, at.shape, at.bytes) for name, at in places.items()} == {
         "a": ("float64", (3, 4), 96), "row": ("float64", (4,), 32), "turned": ("float64", (4, 3), 96),
         "empty": ("float32", (0, 2), 0), "b/0": ("bool", (), 1),

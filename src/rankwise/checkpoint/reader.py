@@ -15,6 +15,7 @@ import io
 import mmap
 import os
 import pickle
+import struct
 import sys
 import zipfile
 from collections import OrderedDict
@@ -31,13 +32,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint.layout import storages
 from rankwise.checkpoint.manifest import FileRecord, tensors
 from rankwise.dist import comm
 from rankwise.errors import DamagedError
 
 _CHUNK = 1 << 20  # bytes: what is read stays in the cache until it is summed
 _LARGE_PAGES_FROM = 8 << 20
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")  # of a zip's entry: the last two are the lengths of its name and its extra field
 
 
 def read(
@@ -109,6 +110,23 @@ def _skeleton(file: BinaryIO, record: FileRecord, part: object, own: Mapping[str
         pickled = archive.read(f"{folder}/data.pkl")
         placing = _Placing(storages(archive, file.fileno()), record, part, own)
     return _Unpickler(io.BytesIO(pickled), placing).load(), list(placing.found.values())
+
+
+def storages(archive: zipfile.ZipFile, fd: int) -> dict[str, tuple[int, int]]:
+    """(offset, bytes) of each storage in the file `fd`, by its key in the pickle. Raises ValueError where one is compressed."""
+    found = {}
+    for entry in archive.infolist():
+        folder, _, key = entry.filename.rpartition("/")
+        if folder.endswith("/data"):
+            found[key] = _data_offset(fd, entry), entry.file_size
+    return found
+
+
+def _data_offset(fd: int, entry: zipfile.ZipInfo) -> int:
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{entry.filename} is compressed")
+    *_, name, extra = _LOCAL_HEADER.unpack(os.pread(fd, _LOCAL_HEADER.size, entry.header_offset))
+    return entry.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)
 
 
 class _Placing:

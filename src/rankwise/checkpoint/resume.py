@@ -103,7 +103,7 @@ def _strategies(parts: Mapping[str, Stateful]) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if all(callable(getattr(type(part), each, None)) for each in methods)}
 
 
-def own_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
+def collect_own_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
     """By part, what this rank has apart from the others; within `averaged`."""
     found = {name: strategy.rank_state_dict() for name, strategy in _strategies(parts).items()}
     return {name: state for name, state in found.items() if state is not None}

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from rankwise.checkpoint.manifest import FileRecord, Manifest, length_damage, tensors
 from rankwise.checkpoint.reader import own_tensors, read
-from rankwise.checkpoint.writing import why_not, write_file
+from rankwise.checkpoint.writer import explain_failure, write_file
 from rankwise.errors import CheckpointError, RunDirError
 from rankwise.run.directory import write_bytes
 
@@ -162,7 +162,7 @@ def write_share(final: Path, states: Mapping[str, Any], temporary: Path, rank: i
         files = {f"{name}.pt": write_file(temporary / f"{name}.pt", state) for name, state in states.items()}
         tell(temporary, rank, files)
     except (OSError, RuntimeError, CheckpointError, RunDirError) as error:  # RuntimeError: what torch makes of an OSError
-        text = why_not(final, states, error) if isinstance(error, OSError | RuntimeError) else str(error)
+        text = explain_failure(final, states, error) if isinstance(error, OSError | RuntimeError) else str(error)
         text += f" (the share of rank {rank} on {platform.node()})"
         with contextlib.suppress(RunDirError):  # then the main rank hears of it when all meet
             tell(temporary, rank, {}, text)

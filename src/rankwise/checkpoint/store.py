@@ -41,7 +41,7 @@ from rankwise.checkpoint.mirror import Mirror
 from rankwise.checkpoint.replicate import sharing
 from rankwise.checkpoint.retention import Best, Retention
 from rankwise.checkpoint.sharding import Others
-from rankwise.checkpoint.writing import plain, states_of, why_not, write_file
+from rankwise.checkpoint.writer import collect_states, explain_failure, make_plain, write_file
 from rankwise.dist import comm, log, seed
 from rankwise.dist.guards import agreed, run_on_firsts, run_on_main, settle
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
@@ -129,7 +129,7 @@ class Checkpoints:
         self, parts: Mapping[str, Stateful], step: int, info: Mapping[str, Any] | None, metrics: Mapping[str, float] | None
     ) -> Path:
         writes = any(ranks[0] == comm.rank() for ranks in self._writers())
-        own = resume.own_states(parts)
+        own = resume.collect_own_states(parts)
         told = comm.all_gather_object((seed.rng_state(), self._catalog.times_saved(step) if writes else 0, bool(own)))
         every = {resume.RNG: {str(rank): stream for rank, (stream, _, _) in enumerate(told)}}
         if any(has for _, _, has in told):
@@ -154,7 +154,7 @@ class Checkpoints:
         """On a rank that writes for others."""
         self._writer.wait()
         manifest = record()
-        states = states_of(parts) | dict(every)
+        states = collect_states(parts) | dict(every)
         copied = self._copied(states)
         if copied is None:
             self._write_and_prune(final, states, manifest)
@@ -170,7 +170,7 @@ class Checkpoints:
         rank, ranks = comm.rank(), comm.world_size()
         with agreed():
             manifest = record()
-            states = states_of(parts) | dict(every)
+            states = collect_states(parts) | dict(every)
             shares = sharding.divided(parts, states, ranks)
         if len(set(comm.all_gather_object(sharding.digest(shares, states)))) > 1:
             log.warning_once("the main rank writes checkpoints alone: the ranks' tensors differ in names, types or shapes")
@@ -200,7 +200,7 @@ class Checkpoints:
         try:
             return self._new_folder(self._unique())
         except OSError as error:
-            raise CheckpointError(why_not(final, {}, error)) from None
+            raise CheckpointError(explain_failure(final, {}, error)) from None
 
     def _copied(self, states: dict[str, Any]) -> dict[str, Any] | None:
         """None where the loop is to wait for the writing itself."""
@@ -307,7 +307,7 @@ class Checkpoints:
         self, final: Path, states: Mapping[str, Any], record: Manifest, made: Path | None, others: Others | None
     ) -> None:
         temporary = made or self._unique()
-        states = {name: plain(state, name) for name, state in states.items()}
+        states = {name: make_plain(state, name) for name, state in states.items()}
         try:
             if made is None:
                 self._new_folder(temporary)
@@ -323,7 +323,7 @@ class Checkpoints:
             os.rename(temporary, final)
             fsync(self.folder)
         except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of an OSError
-            raise CheckpointError(why_not(final, states, error)) from None
+            raise CheckpointError(explain_failure(final, states, error)) from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # not there if all went well
         self._catalog.mark_whole(final)

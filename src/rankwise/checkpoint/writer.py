@@ -1,6 +1,6 @@
 """One file of a checkpoint: the space for it reserved, written, summed, flushed, and read again.
 
-record = write_file(folder / "model.pt", plain(model.state_dict(), "model"))
+record = write_file(folder / "model.pt", make_plain(model.state_dict(), "model"))
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ import numpy as np
 import torch
 
 from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint.layout import layout
-from rankwise.checkpoint.manifest import FileRecord
+from rankwise.checkpoint.manifest import FileRecord, Layout, tensors
+from rankwise.checkpoint.reader import storages
 from rankwise.errors import CheckpointError, ConfigError
 from rankwise.training.state import Stateful
 
 
-def states_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:
+def collect_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
     """What each part gives. Raises ConfigError for a tensor that is not strided (a sparse one), by its path: no later save
     could hold it either."""
     states = {name: part.state_dict() for name, part in parts.items()}
@@ -35,19 +36,19 @@ def states_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:
     return states
 
 
-def plain(state: Any, path: str) -> Any:
+def make_plain(state: Any, path: str) -> Any:
     """The state without numpy's numbers, which `weights_only` would refuse to read; an array is refused here, by its path."""
     if isinstance(state, np.generic):
         return state.item()
     if isinstance(state, np.ndarray):
         raise CheckpointError(f"{path} is a numpy array, which could not be loaded again; keep it as a tensor")
     if isinstance(state, dict):
-        changed = {key: new for key, value in state.items() if (new := plain(value, f"{path}/{key}")) is not value}
+        changed = {key: new for key, value in state.items() if (new := make_plain(value, f"{path}/{key}")) is not value}
         if changed:
             state = state.copy()
             state.update(changed)
     elif isinstance(state, list | tuple) and not hasattr(state, "_fields"):
-        parts = [plain(value, f"{path}/{index}") for index, value in enumerate(state)]
+        parts = [make_plain(value, f"{path}/{index}") for index, value in enumerate(state)]
         if any(new is not old for new, old in zip(parts, state, strict=True)):
             return type(state)(parts)
     return state
@@ -68,8 +69,32 @@ def write_file(path: Path, state: Any) -> FileRecord:
     except Exception as error:  # of many types: what cannot be loaded again is no checkpoint
         text = " ".join(str(error).split())
         raise CheckpointError(f"{path.stem} could not be loaded again: {text[:300]}") from None
-    places = {name: at for name, at in layout(path, again).items() if name in sums}
+    places = {name: at for name, at in locate_tensors(path, again).items() if name in sums}
     return FileRecord(size, "", sums, places, manifests.rest_sum(path, places))
+
+
+def locate_tensors(path: Path, mapped: Any) -> dict[str, Layout]:
+    """Where each tensor lies in a file, by its path, so that a damaged one is named without the pickle around it.
+
+    `mapped`: what `torch.load(path, mmap=True)` gave.
+    """
+    found = dict(tensors(mapped))
+    first = min((t.untyped_storage().data_ptr() for t in found.values() if t.untyped_storage().nbytes()), default=0)
+    # The file is mapped in one piece: addresses differ as offsets do. One of them must be known.
+    base = first - _first_storage(path) if first else 0
+    places = {}
+    for name, tensor in found.items():
+        lies_there = tensor.is_contiguous() and tensor.numel()
+        offset = tensor.data_ptr() - base if lies_there else None
+        kind = str(tensor.dtype).removeprefix("torch.")
+        places[name] = Layout(kind, tuple(tensor.shape), tensor.numel() * tensor.element_size(), offset)
+    return places
+
+
+def _first_storage(path: Path) -> int:
+    """The offset of the first storage that is not empty."""
+    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        return min(offset for offset, size in storages(archive, file.fileno()).values() if size)
 
 
 def _size(state: Any) -> int:
@@ -86,7 +111,7 @@ def _size_of_others(state: Any) -> int:
     return len(state) if isinstance(state, str | bytes) else 2
 
 
-def why_not(final: Path, states: Mapping[str, Any], error: OSError | RuntimeError) -> str:
+def explain_failure(final: Path, states: Mapping[str, Any], error: OSError | RuntimeError) -> str:
     need = sum(map(_size, states.values()))
     parent = next(p for p in final.parents if p.exists())
     free = shutil.disk_usage(parent).free
