@@ -15,7 +15,7 @@ from environments import openmpi
 from ranks import RankError, on_ranks, torchrun
 
 from rankwise.dist import comm
-from rankwise.dist.guards import main_process_only, once_per_node, run_on_main, run_once_per_node
+from rankwise.dist.guards import agreed, main_process_only, once_per_node, run_on_main, run_once_per_node
 from rankwise.errors import CheckpointError, MainProcessError
 
 
@@ -323,6 +323,18 @@ def test_a_guard_within_a_guarded_function_runs_on_main_alone() -> None:
         for rank, answer in enumerate(on_ranks(n, nested)):
             assert answer[:5] == ["AB", "outer", "Its doc.", ("LookupError", "deep"), "AB"]
             assert answer[5] == (once * 2 if rank == 0 else [])
+
+
+def test_what_a_rank_raises_alone_is_raised_as_it_is() -> None:
+    """In a guarded function too, on whatever rank; one of a class of its own survives no pickle."""
+
+    class OwnError(Exception):
+        pass
+
+    error = OwnError()
+    with pytest.raises(OwnError) as caught, agreed():
+        raise error
+    assert caught.value is error
 
 
 def posts() -> dict[str, list[Any]]:

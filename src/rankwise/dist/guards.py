@@ -164,6 +164,10 @@ def agreed() -> Iterator[None]:
 
 def settle(error: BaseException | None, group: Any = None) -> None:
     """Collective. If any rank has an error, all ranks raise the lowest rank's. `group`: None, or `comm.patient()`."""
+    if comm.is_alone():
+        if error is not None:
+            raise error
+        return
     told = comm.all_gather_object(None if error is None else pack_error(error), group)
     rank, packed = next(((r, p) for r, p in enumerate(told) if p is not None), (-1, None))
     if packed is None:
