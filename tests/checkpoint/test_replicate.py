@@ -15,7 +15,7 @@ from ranks import on_ranks, torchrun
 
 import rankwise
 from rankwise.checkpoint import Checkpoints
-from rankwise.checkpoint.replicate import digest, sharing, spread
+from rankwise.checkpoint.replicate import copy_to_ranks, digest_manifest, group_by_folder
 from rankwise.dist import comm
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
 
@@ -56,7 +56,7 @@ def steps(tmp: Path, disk: str) -> list[int]:
 
 
 def groups(tmp: Path, where: Where) -> list[list[int]]:
-    found = sharing(folder_of(tmp, where))
+    found = group_by_folder(folder_of(tmp, where))
     comm.barrier()
     assert os.listdir(folder_of(tmp, where)) == []
     return found
@@ -80,7 +80,7 @@ def groups_or_error(tmp: Path) -> str:
     if comm.rank() == 2:
         folder = tmp / "a file" / "checkpoints"
     try:
-        sharing(folder)
+        group_by_folder(folder)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -178,7 +178,7 @@ def test_one_of_the_same_name_and_other_content_is_replaced_by_that_of_the_lowes
     shutil.rmtree(tmp_path / "b" / "checkpoints")
     Checkpoints(tmp_path / "b" / "checkpoints").save({**of_step(3), "more": of_step(3)["loader"]}, 3)
     assert [step for step, _ in on_nodes(load, tmp_path, APART, "node")] == [3] * 4
-    both = [digest(tmp_path / disk / "checkpoints" / "step-00000003") for disk in "ab"]
+    both = [digest_manifest(tmp_path / disk / "checkpoints" / "step-00000003") for disk in "ab"]
     assert both[0] == both[1] != ""
 
 
@@ -267,7 +267,7 @@ def test_a_node_that_cannot_keep_its_copy_is_an_error_on_every_rank_and_leaves_n
 
 def spread_what_is_gone(tmp: Path) -> str:
     try:
-        spread(folder_of(tmp, APART) / "step-00000001", 0, [2])
+        copy_to_ranks(folder_of(tmp, APART) / "step-00000001", 0, [2])
     except CheckpointError as error:
         return str(error)
     return ""

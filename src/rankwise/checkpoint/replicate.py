@@ -1,6 +1,6 @@
 """A checkpoint for the nodes whose file system does not hold it, through the process group, from a rank that has it.
 
-spread(folder, source=0, to=[4, 8])       # whole or not at all; to the folder of that name, as each of these ranks sees it
+copy_to_ranks(folder, source=0, to=[4, 8])       # whole or not at all; to the folder of that name, as these ranks see it
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rankwise.errors import CheckpointError
 _CHUNK = 32 << 20  # bytes: a rank that only hears of it holds as much
 
 
-def sharing(folder: Path) -> list[list[int]]:
+def group_by_folder(folder: Path) -> list[list[int]]:
     """Collective. The ranks by the folder that they see under this name, the group of rank 0 first. It is made where it is
     missing. Raises CheckpointError on all ranks where it cannot be."""
     group = comm.patient()
@@ -46,7 +46,7 @@ def sharing(folder: Path) -> list[list[int]]:
     return [sorted(ranks, key=lambda rank: (rank != first, rank)) for first, ranks in sorted(groups.items())]
 
 
-def spread(folder: Path, source: int, to: Collection[int]) -> None:
+def copy_to_ranks(folder: Path, source: int, to: Collection[int]) -> None:
     """Collective. Copy the checkpoint `folder` of rank `source` to the ranks `to`, one a node, in place of one of that name.
 
     Not verified: who loads it does. Raises CheckpointError on all ranks when one cannot read or write it; then it is on none
@@ -54,7 +54,7 @@ def spread(folder: Path, source: int, to: Collection[int]) -> None:
     """
     group = comm.patient()
     sent = _parts_of(folder) if comm.rank() == source else iter(())
-    writer = _Writer(folder) if comm.rank() in to else None
+    writer = _Receiver(folder) if comm.rank() in to else None
     while (part := comm.broadcast_object(next(sent, None), source, group)) is not None:
         if writer is not None:
             writer.take(*part)
@@ -63,7 +63,7 @@ def spread(folder: Path, source: int, to: Collection[int]) -> None:
     settle(writer.error if writer is not None else None, group)
 
 
-def digest(folder: Path) -> str:
+def digest_manifest(folder: Path) -> str:
     """Of its manifest: two checkpoints with the same one hold the same bytes. Empty where there is none."""
     try:
         return xxhash.xxh3_128_hexdigest((folder / manifests.NAME).read_bytes())
@@ -84,7 +84,7 @@ def _parts_of(folder: Path) -> Iterator[tuple[str, bytes, str]]:
         yield "", b"", f"{folder} cannot be read on rank {comm.rank()} ({error.strerror})"
 
 
-class _Writer:
+class _Receiver:
     """Takes all parts, whatever happens: the other ranks go on sending."""
 
     def __init__(self, folder: Path) -> None:

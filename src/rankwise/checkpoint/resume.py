@@ -17,7 +17,7 @@ from rankwise.checkpoint import sharding
 from rankwise.checkpoint.catalog import Catalog
 from rankwise.checkpoint.folders import order
 from rankwise.checkpoint.manifest import Manifest
-from rankwise.checkpoint.replicate import digest, sharing, spread
+from rankwise.checkpoint.replicate import copy_to_ranks, digest_manifest, group_by_folder
 from rankwise.dist import comm, log, seed
 from rankwise.dist.guards import agreed
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
@@ -64,18 +64,18 @@ def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
         return None
     source = next(rank for rank, (name, _) in enumerate(told) if name == newest)
     folder = catalog.folder / newest
-    mine: Any = (own[1], digest(folder), platform.node()) if own is not None else None
+    mine: Any = (own[1], digest_manifest(folder), platform.node()) if own is not None else None
     manifest, there, host = comm.broadcast_object(mine, source, group)
-    lacks = comm.all_gather_object(is_first and (folder in damaged or digest(folder) != there), group)
+    lacks = comm.all_gather_object(is_first and (folder in damaged or digest_manifest(folder) != there), group)
     to = []
     if any(lacks):
-        disks = sharing(catalog.folder)
+        disks = group_by_folder(catalog.folder)
         to = [ranks[0] for ranks in disks if source not in ranks and any(lacks[rank] for rank in ranks)]
         damaged.pop(folder, None)  # on the source's own disk it is read once more
     if to:
         size = f"{manifest.bytes / 1e6:.1f} MB"
         log.say(f"{newest} is on {host} and not on {count(len(to), 'other node')}: copied there, {size}")
-        spread(folder, source, to)
+        copy_to_ranks(folder, source, to)
     return Chosen(folder, manifest, comm.rank() in to)
 
 

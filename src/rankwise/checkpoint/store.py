@@ -38,7 +38,7 @@ from rankwise.checkpoint.catalog import Catalog
 from rankwise.checkpoint.folders import fsync, remove
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.checkpoint.mirror import Mirror
-from rankwise.checkpoint.replicate import sharing
+from rankwise.checkpoint.replicate import group_by_folder
 from rankwise.checkpoint.retention import Best, Retention
 from rankwise.checkpoint.sharding import Others
 from rankwise.checkpoint.writer import collect_states, explain_failure, make_plain, write_file
@@ -250,7 +250,7 @@ class Checkpoints:
         if self._scope == "main":
             return [list(range(comm.world_size()))]
         if self._groups is None:
-            self._groups = sharing(self.folder)
+            self._groups = group_by_folder(self.folder)
             if len(self._groups) == 1 and len(comm.nodes()) > 1:
                 log.say(f"all nodes see {self.folder}: the main rank writes for all")
         return self._groups
