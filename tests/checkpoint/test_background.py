@@ -20,7 +20,7 @@ from boxes import Box, loaded, of_step, step_in
 from ranks import on_ranks
 from torch import nn
 
-from rankwise.checkpoint import Checkpoints, store
+from rankwise.checkpoint import Checkpoints, writer
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.background import Background, Snapshot
 from rankwise.dist import comm, seed
@@ -31,13 +31,13 @@ from rankwise.errors import CheckpointError
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """No file is written before it is set."""
     gate = threading.Event()
-    hold(gate, lambda name, value: monkeypatch.setattr(store, name, value))
+    hold(gate, lambda name, value: monkeypatch.setattr(writer, name, value))
     yield gate
     gate.set()
 
 
 def hold(gate: threading.Event, put: Callable[[str, Any], None]) -> None:
-    write_file = store.write_file
+    write_file = writer.write_file
 
     def wait_and_write(path: Path, state: Any) -> Any:
         assert gate.wait(60.0)
@@ -127,10 +127,10 @@ def test_the_best_and_the_newest_are_told_after_what_is_under_way(tmp_path: Path
 
 def test_a_program_that_ends_finishes_what_it_began(tmp_path: Path) -> None:
     code = (
-        "import torch\nfrom pathlib import Path\nfrom rankwise.checkpoint import Checkpoints, store\n"
-        "write = store.write_file\n"
+        "import torch\nfrom pathlib import Path\nfrom rankwise.checkpoint import Checkpoints, writer\n"
+        "write = writer.write_file\n"
         "def slow(path, state):\n    import time\n    time.sleep(0.1)\n    return write(path, state)\n"
-        "store.write_file = slow\n"
+        "writer.write_file = slow\n"
         f"Checkpoints(Path({str(tmp_path)!r}), background=True).save({{'model': torch.nn.Linear(2, 2)}}, 7)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
@@ -339,7 +339,7 @@ def broken_fit(folder: Path) -> tuple[str, list[int], bool]:
     from rankwise.training.state import TrainState
 
     gate = threading.Event()
-    hold(gate, lambda name, value: setattr(store, name, value))
+    hold(gate, lambda name, value: setattr(writer, name, value))
 
     def act(state: TrainState) -> None:
         if state.step == 3:

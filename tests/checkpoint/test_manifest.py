@@ -15,7 +15,6 @@ import xxhash
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.manifest import FileRecord, Manifest
-from rankwise.checkpoint.writer import locate_tensors
 from rankwise.errors import CheckpointError
 
 
@@ -100,23 +99,6 @@ def test_a_manifest_of_which_a_byte_has_changed_is_damaged_though_it_says_the_sa
     path.write_text(before + new + after)
     with pytest.raises(CheckpointError, match=f"{path} is damaged"):
         Manifest.read(folder)
-
-
-def test_each_tensor_has_its_type_its_shape_and_its_place_in_the_file(tmp_path: Path) -> None:
-    tensor = torch.arange(12, dtype=torch.float64).reshape(3, 4)
-    state = {"a": tensor, "row": tensor[1], "turned": tensor.t(), "empty": torch.empty(0, 2), "b": [torch.tensor(True)]}
-    torch.save(state, tmp_path / "a.pt")
-    places = locate_tensors(tmp_path / "a.pt", torch.load(tmp_path / "a.pt", mmap=True, weights_only=True))
-    assert {name: (at.dtype, at.shape, at.bytes) for name, at in places.items()} == {
-        "a": ("float64", (3, 4), 96), "row": ("float64", (4,), 32), "turned": ("float64", (4, 3), 96),
-        "empty": ("float32", (0, 2), 0), "b/0": ("bool", (), 1),
-    }  # fmt: skip
-    data = (tmp_path / "a.pt").read_bytes()
-    for name, value in (("a", tensor), ("row", tensor[1]), ("b/0", state["b"][0])):
-        at = places[name]
-        assert at.offset is not None
-        assert data[at.offset : at.offset + at.bytes] == value.numpy().tobytes()
-    assert (places["turned"].offset, places["empty"].offset) == (None, None)
 
 
 def test_tensors_that_are_cut_off_are_named(tmp_path: Path) -> None:

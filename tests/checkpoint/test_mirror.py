@@ -219,6 +219,24 @@ def test_what_is_saved_is_there_in_the_end_and_what_is_pruned_here_goes_there(
     assert contents(there / "step-00000005") == contents(here / "step-00000005")
 
 
+def mirror_waits(tmp: Path, sharded: bool) -> list[int]:
+    """How often the mirror was waited for: by three saves, and then by `wait`."""
+    checkpoints = mirrored(tmp / "here", tmp / "there", sharded=sharded)
+    waits: list[int] = []
+    assert checkpoints._mirror is not None
+    checkpoints._mirror.wait = lambda: waits.append(1)  # type: ignore[method-assign]
+    for step in (1, 2, 3):
+        checkpoints.save(of_step(step), step)
+    by_saves = len(waits)
+    checkpoints.wait()
+    return [by_saves, len(waits)]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_save_does_not_wait_for_the_mirror_and_the_end_does(sharded: bool, tmp_path: Path) -> None:
+    assert on_ranks(2, mirror_waits, tmp_path, sharded) == [[0, 1], [0, 0]]
+
+
 def test_a_machine_with_an_empty_disk_goes_on_from_there(here: Path, there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoints = mirrored(here, there)
     checkpoints.save(of_step(7), 7)

@@ -16,7 +16,7 @@ from ranks import RankError, on_ranks
 from test_trainer_checkpoints import fit
 from torch import nn
 
-from rankwise.checkpoint import Checkpoints, commands, sharding
+from rankwise.checkpoint import Checkpoints, commands, sharding, writer
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.dist import comm, log
@@ -76,8 +76,8 @@ def test_bytes_are_divided_evenly_and_what_shares_memory_stays_together() -> Non
     parts = of_step(1)
     states = {name: part.state_dict() for name, part in parts.items()}
     for ranks in (2, 3, 5):
-        shares = sharding.divided(parts, states, ranks)
-        assert shares == sharding.divided(parts, states, ranks)
+        shares = sharding.divide(parts, states, ranks)
+        assert shares == sharding.divide(parts, states, ranks)
         loads = [0] * ranks
         seen = set()
         for part in ("model", "optimizer"):
@@ -96,7 +96,7 @@ def test_a_parameter_that_shares_memory_with_a_buffer_is_the_main_ranks() -> Non
     model.register_buffer("view", model.weight.detach()[3])
     other = nn.Linear(40, 40)
     parts = {"model": model, "other": other}
-    shares = sharding.divided(parts, {name: part.state_dict() for name, part in parts.items()}, 2)
+    shares = sharding.divide(parts, {name: part.state_dict() for name, part in parts.items()}, 2)
     assert shares == {"other": {"weight": 1}}
 
 
@@ -184,9 +184,9 @@ def patch_to_fail(patch: pytest.MonkeyPatch, how: str, checkpoints: Checkpoints)
     if how == "full disk":
         patch.setattr(os, "posix_fallocate", full)
     elif how == "no word":
-        patch.setattr(sharding, "tell", silent)
+        patch.setattr(writer, "leave_word", silent)
     else:
-        patch.setattr(sharding, "_SEEN_S", 0.1)
+        patch.setattr(writer, "_SEEN_S", 0.1)
         patch.setattr(Path, "is_dir", lambda path: False)
 
 
@@ -215,19 +215,19 @@ def die(folder: Path, on: int, at: str) -> None:
     checkpoints.wait()
     if comm.rank() == on:
         module, name = at.split(".")
-        original = getattr(os if module == "os" else sharding, name)
+        original = getattr(os if module == "os" else writer, name)
 
         def killed(*args: Any) -> Any:
             if name != "rename" or "step-00000002" in str(args[1]):
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*args)
 
-        setattr(os if module == "os" else sharding, name, killed)
+        setattr(os if module == "os" else writer, name, killed)
     checkpoints.save(of_step(2), 2)
     checkpoints.wait()
 
 
-MOMENTS = [(1, "sharding.write_file"), (1, "sharding.tell"), (0, "os.rename"), (0, "os.posix_fallocate")]
+MOMENTS = [(1, "writer.write_file"), (1, "writer.leave_word"), (0, "os.rename"), (0, "os.posix_fallocate")]
 
 
 @pytest.mark.parametrize(("on", "at"), MOMENTS)
@@ -239,19 +239,6 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(on: 
     assert [step for step, _, _ in on_ranks(2, load, tmp_path)] == [1, 1]
     on_ranks(2, save, tmp_path, (3,), True)
     assert whole(tmp_path) == ["step-00000001", "step-00000003"]
-
-
-def test_a_rank_that_is_not_heard_of_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sharding.tell(tmp_path, 2, {})
-    monkeypatch.setattr(sharding, "_WAIT_S", 0.0)
-    with pytest.raises(CheckpointError, match="no word of the shares of rank 1, 3"):
-        sharding.Others(tmp_path, 4).wait()
-    monkeypatch.undo()
-    others = sharding.Others(tmp_path, 2)
-    monkeypatch.setattr(sharding, "_LAST_WAIT_S", 0.0)
-    others.hurry()
-    with pytest.raises(CheckpointError, match="no word"):
-        others.wait()
 
 
 def differ(folder: Path) -> list[str]:

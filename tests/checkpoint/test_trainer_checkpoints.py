@@ -114,7 +114,7 @@ def fit_on_a_full_disk(disk: Path, freed_at: int, background: bool) -> tuple[str
     def save_now(self: Checkpoints, *args: Any) -> Path:
         """Behind the loop too it has ended before the disk is filled, or freed."""
         path = save(self, *args)
-        self._writer.join()
+        self._background.join()
         return path
 
     Checkpoints.save = save_now  # type: ignore[method-assign]

@@ -18,14 +18,13 @@ With `sharded=True` all ranks write, each its share (sharding.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-import os
 import shutil
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,12 @@ from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint import resume, sharding
 from rankwise.checkpoint.background import Background, Snapshot
 from rankwise.checkpoint.catalog import Catalog
-from rankwise.checkpoint.folders import fsync, remove
+from rankwise.checkpoint.folders import remove
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.checkpoint.mirror import Mirror
 from rankwise.checkpoint.replicate import group_by_folder
 from rankwise.checkpoint.retention import Best, Retention
-from rankwise.checkpoint.sharding import Others
-from rankwise.checkpoint.writer import collect_states, explain_failure, make_plain, write_file
+from rankwise.checkpoint.writer import CheckpointWriter, Others, await_folder, collect_states, write_share
 from rankwise.dist import comm, log, seed
 from rankwise.dist.guards import agreed, run_on_firsts, run_on_main, settle
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
@@ -94,7 +92,8 @@ class Checkpoints:
         self._groups: list[list[int]] | None = None  # with scope node: the ranks for which one writes, that one first
         self._durable = False
         self._snapshot = Snapshot() if background else None
-        self._writer = Background()
+        self._background = Background()
+        self._writer = CheckpointWriter(folder)
         self._sharded = sharded
         self._others: Others | None = None  # that the main rank's writer waits for
         self.wait_s = 0.0
@@ -144,65 +143,47 @@ class Checkpoints:
                 asdict(self._best) if self._best is not None else {},
             )  # fmt: skip
 
-        if self._sharded and not comm.is_alone():
-            return self._save_together(parts, final, record, every)
-        return run_on_firsts(self._writers(), lambda: self._save_alone(parts, final, record, every))
+        if self._sharded:
+            return self._begin(parts, final, record, every)
+        return run_on_firsts(self._writers(), lambda: self._begin(parts, final, record, every))
 
-    def _save_alone(
+    def _begin(
         self, parts: Mapping[str, Stateful], final: Path, record: Callable[[], Manifest], every: Mapping[str, Any]
     ) -> Path:
-        """On a rank that writes for others."""
-        self._writer.wait()
-        manifest = record()
-        states = collect_states(parts) | dict(every)
-        copied = self._copied(states)
-        if copied is None:
-            self._write_and_prune(final, states, manifest)
-        else:
-            self._writer.start(lambda: self._write_and_prune(final, copied, manifest))
-        return final
-
-    def _save_together(
-        self, parts: Mapping[str, Stateful], final: Path, record: Callable[[], Manifest], every: Mapping[str, Any]
-    ) -> Path:
-        """Collective. Each rank begins to write its share of the modules and optimizers, the main rank all else too."""
+        """Collective among the ranks that write one checkpoint: each begins to write its share. A rank that writes for others
+        does so in a guard, alone, and its share is the whole."""
         self._conclude()
-        rank, ranks = comm.rank(), comm.world_size()
+        rank, ranks = (0, 1) if comm.is_alone() else (comm.rank(), comm.world_size())
         with agreed():
             manifest = record()
             states = collect_states(parts) | dict(every)
-            shares = sharding.divided(parts, states, ranks)
-        if len(set(comm.all_gather_object(sharding.digest(shares, states)))) > 1:
+            shares = sharding.divide(parts, states, ranks)
+        if len(set(comm.all_gather_object(sharding.digest_tensors(shares, states)))) > 1:
             log.warning_once("the main rank writes checkpoints alone: the ranks' tensors differ in names, types or shapes")
             shares = {}
-        temporary = run_on_main(self._begin_together, [final])
+        # Of several the first makes the folder here, so that the others find it; one alone makes it where it writes.
+        temporary = run_on_main(self._writer.make_folder, [final]) if ranks > 1 else None
         try:
             with agreed():
-                sharding.await_folder(temporary, rank)
-                share = sharding.share_of(rank, shares, states)
-                copied = self._copied(share)
+                if temporary is not None:
+                    await_folder(temporary, rank)
+                share = sharding.take_share(rank, shares, states)
+                copied = self._copy(share)
         except BaseException:
-            if comm.is_main():  # nobody writes yet
+            if temporary is not None and rank == 0:  # nobody writes yet
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        taken = share if copied is None else copied
-        if rank == 0:
-            others = self._others = Others(temporary, ranks)
-            self._writer.start(lambda: self._write_and_prune(final, taken, manifest, temporary, others))
-        else:
-            self._writer.start(lambda: self._write_share(final, taken, temporary))
+        self._others = Others(temporary, ranks) if temporary is not None and rank == 0 else None
+        write = functools.partial(self._write, final, share if copied is None else copied, manifest, temporary, rank)
+        if copied is None and temporary is None:
+            write()
+        else:  # with others in a thread: to wait for their shares here would keep the ranks from meeting
+            self._background.start(write)
         if not comm.all_agree(copied is not None):
             self._conclude()
         return final
 
-    def _begin_together(self, final: Path) -> Path:
-        """On the main rank: the folder that all write in until it is whole."""
-        try:
-            return self._new_folder(self._unique())
-        except OSError as error:
-            raise CheckpointError(explain_failure(final, {}, error)) from None
-
-    def _copied(self, states: dict[str, Any]) -> dict[str, Any] | None:
+    def _copy(self, states: dict[str, Any]) -> dict[str, Any] | None:
         """None where the loop is to wait for the writing itself."""
         if self._snapshot is None:
             return None
@@ -219,28 +200,29 @@ class Checkpoints:
             return
         began = time.perf_counter()
         try:
-            self._conclude()
+            self._conclude(mirrored=True)
         finally:
             self.wait_s += time.perf_counter() - began
 
-    def _conclude(self) -> None:
-        """Collective. What is being written is there, or all ranks raise what it raised."""
+    def _conclude(self, mirrored: bool = False) -> None:
+        """Collective among the ranks that write. What is being written is there, or all raise what it raised. `mirrored`: it is
+        in the mirror too."""
         self._meet()
         try:
-            run_on_firsts(self._writers(), self._end)
+            run_on_firsts(self._writers(), lambda: self._end(mirrored))
         finally:
             if self._sharded and not comm.is_main():
                 with contextlib.suppress(BaseException):  # the main rank has heard of it
-                    self._writer.wait()
+                    self._background.wait()
 
-    def _end(self) -> None:
+    def _end(self, mirrored: bool) -> None:
         try:
-            self._writer.wait()
+            self._background.wait()
         except BaseException:
             if self._sharded:  # a share may have been written after the main rank has cleared up
-                self._remove_leftovers()
+                self._writer.remove_leftovers()
             raise
-        if self._mirror is not None and comm.is_main():
+        if mirrored and self._mirror is not None and comm.is_main():
             self._mirror.wait()
 
     def _writers(self) -> list[list[int]]:
@@ -260,8 +242,8 @@ class Checkpoints:
         if not self._sharded or comm.is_alone():
             return
         if not comm.is_main():
-            self._writer.join()
-        error = None if comm.is_main() or self._writer.error is None else str(self._writer.error)
+            self._background.join()
+        error = None if comm.is_main() or self._background.error is None else str(self._background.error)
         told = comm.all_gather_object(error, comm.patient())
         first = next((text for text in told if text is not None), None)
         if first is not None and self._others is not None:
@@ -270,89 +252,29 @@ class Checkpoints:
     @property
     def failure(self) -> BaseException | None:
         """What the save under way has raised, on the main rank, as soon as it has. All ranks hear of it by `wait` or `save`."""
-        return self._writer.error
+        return self._background.error
 
     def close(self) -> BaseException | None:
         """Wait for this rank's own writing; returns what nobody has heard of. For the end of a loop that broke."""
         if self._others is not None:
             self._others.hurry()
-        self._writer.join()
+        self._background.join()
         if self._mirror is not None and comm.is_main():
             self._mirror.wait()
-        return self._writer.error
+        return self._background.error
 
-    def _write_and_prune(
-        self,
-        final: Path,
-        states: Mapping[str, Any],
-        record: Manifest,
-        temporary: Path | None = None,
-        others: Others | None = None,
-    ) -> None:
-        """On those ranks alone that write for others, in a thread of its own or not: nothing in it is collective."""
+    def _write(self, final: Path, states: Mapping[str, Any], record: Manifest, temporary: Path | None, rank: int) -> None:
+        """In a thread or not: nothing in it is collective."""
         if self._snapshot is not None:
             self._snapshot.wait()
-        self._write(final, states, record, temporary, others)
+        if temporary is not None and rank > 0:
+            write_share(final, states, temporary, rank)
+            return
+        self._writer.write(final, states, record, self._others, self.fence)
+        self._catalog.mark_whole(final)
         gone = self._catalog.prune(final)
         if self._mirror is not None and comm.is_main():
             self._mirror.offer(final, gone)
-
-    def _write_share(self, final: Path, states: Mapping[str, Any], temporary: Path) -> None:
-        """On another rank, in a thread of its own."""
-        if self._snapshot is not None:
-            self._snapshot.wait()
-        sharding.write_share(final, states, temporary, comm.rank())
-
-    def _write(
-        self, final: Path, states: Mapping[str, Any], record: Manifest, made: Path | None, others: Others | None
-    ) -> None:
-        temporary = made or self._unique()
-        states = {name: make_plain(state, name) for name, state in states.items()}
-        try:
-            if made is None:
-                self._new_folder(temporary)
-            files = {f"{name}.pt": write_file(temporary / f"{name}.pt", state) for name, state in states.items()}
-            files |= others.wait() if others is not None else {}
-            with open(temporary / manifests.NAME, "w") as file:
-                file.write(replace(record, files=files).text())
-                file.flush()
-                os.fsync(file.fileno())
-            fsync(temporary)
-            if self.fence is not None:
-                self.fence.check()
-            os.rename(temporary, final)
-            fsync(self.folder)
-        except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of an OSError
-            raise CheckpointError(explain_failure(final, states, error)) from None
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # not there if all went well
-        self._catalog.mark_whole(final)
-
-    def _unique(self) -> Path:
-        return self.folder / f"tmp.{uuid.uuid4().hex}"
-
-    def _new_folder(self, temporary: Path) -> Path:
-        self._remove_leftovers()
-        self._make_folder()
-        temporary.mkdir()
-        return temporary
-
-    def _make_folder(self) -> None:
-        """Once, the folders above are flushed too: a power cut must not take away the folder in which all else is durable."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if self._durable:
-            return
-        for parent in self.folder.absolute().parents:
-            with contextlib.suppress(OSError):  # not readable: not ours, and older than this run
-                fsync(parent)
-                if parent.is_mount():
-                    break
-        self._durable = True
-
-    def _remove_leftovers(self) -> None:
-        """What a killed writer left. Only one run writes here (rundir's lease), so nobody is in there."""
-        for leftover in self.folder.glob("tmp.*"):
-            shutil.rmtree(leftover, ignore_errors=True)
 
     # --- finding
 
@@ -365,7 +287,7 @@ class Checkpoints:
 
         Another process may save and prune meanwhile. Raises CheckpointError when there are some and all are damaged.
         """
-        self._writer.join()
+        self._background.join()
         return self._catalog.newest({}, self._catalog.verified)
 
     # --- the best
@@ -378,7 +300,7 @@ class Checkpoints:
         """
         if self._best is None:
             raise ConfigError("best() needs to know by which figure: Checkpoints(folder, keep_best='eval_loss')")
-        self._writer.join()
+        self._background.join()
         return self._catalog.find_best()
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
@@ -394,7 +316,7 @@ class Checkpoints:
         return rank is not None and run_on_main(self._is_before, [self._best, rank])
 
     def _is_before(self, best: Best, rank: float) -> bool:
-        self._writer.join()
+        self._background.join()
         return self._catalog.is_before_all(best, rank)
 
     def begin_anew(self) -> None:
@@ -417,7 +339,7 @@ class Checkpoints:
         trained with.
         """
         self._meet()
-        self._writer.join()
+        self._background.join()
         damaged: dict[Path, str] = {}  # known to the first rank of each node
         failures: Counter[Path] = Counter()
         while (found := resume.choose(self._catalog, damaged)) is not None:

@@ -1,15 +1,27 @@
-"""One file of a checkpoint: the space for it reserved, written, summed, flushed, and read again.
+"""Writing a checkpoint: each rank its share, file by file; one rank then the manifest, and the name that makes it one.
 
-record = write_file(folder / "model.pt", make_plain(model.state_dict(), "model"))
+    writer = CheckpointWriter(folder)
+    writer.write(folder / "step-00000400", {"model": state, ...}, manifest, others=None, fence=None)
+
+Several ranks work in a thread each, and threads call no collectives: what they have to tell lies in the folder they write into.
+
+    rank-1.json          while they write: rank 1 has written its share, with its files' records; or what kept it from it
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
+import platform
 import shutil
+import threading
+import time
+import uuid
 import zipfile
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +29,176 @@ import numpy as np
 import torch
 
 from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint.manifest import FileRecord, Layout, tensors
+from rankwise.checkpoint.folders import fsync
+from rankwise.checkpoint.manifest import FileRecord, Layout, Manifest, length_damage, tensors
 from rankwise.checkpoint.reader import storages
-from rankwise.errors import CheckpointError, ConfigError
+from rankwise.errors import CheckpointError, ConfigError, RunDirError
+from rankwise.run.directory import write_bytes
+from rankwise.run.lease import Fence
 from rankwise.training.state import Stateful
+
+_WAIT_S = 1800.0  # for the other ranks' shares: a rank that is dead ends the run before, one that hangs does not
+_LAST_WAIT_S = 20.0  # when the loop has ended without an agreement
+_SEEN_S = 5.0  # how long a network file system may take to show a new folder
+
+
+# --- the checkpoint
+
+
+class CheckpointWriter:
+    """Writes into one folder of checkpoints, for one rank. Nothing here is collective: a thread may do it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._durable = False
+
+    def make_folder(self, final: Path) -> Path:
+        """That in which several ranks write the checkpoint `final` until it is whole. Raises CheckpointError."""
+        temporary = self._unique()
+        try:
+            self._make(temporary)
+        except OSError as error:
+            raise CheckpointError(explain_failure(final, {}, error)) from None
+        return temporary
+
+    def write(
+        self, final: Path, states: Mapping[str, Any], record: Manifest, others: Others | None, fence: Fence | None
+    ) -> None:
+        """Write this share of the checkpoint, all of it without `others`; with their shares give it its name.
+
+        Raises CheckpointError; then nothing of it is left, and older checkpoints stay.
+        """
+        temporary = others.folder if others is not None else self._unique()
+        states = {name: make_plain(state, name) for name, state in states.items()}
+        try:
+            if others is None:
+                self._make(temporary)
+            files = write_files(temporary, states)
+            files |= others.wait() if others is not None else {}
+            with open(temporary / manifests.NAME, "w") as file:
+                file.write(replace(record, files=files).text())
+                file.flush()
+                os.fsync(file.fileno())
+            fsync(temporary)
+            if fence is not None:
+                fence.check()
+            os.rename(temporary, final)
+            fsync(self._folder)
+        except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of an OSError
+            raise CheckpointError(explain_failure(final, states, error)) from None
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # not there if all went well
+
+    def _unique(self) -> Path:
+        return self._folder / f"tmp.{uuid.uuid4().hex}"
+
+    def _make(self, temporary: Path) -> None:
+        self.remove_leftovers()
+        self._make_durable()
+        temporary.mkdir()
+
+    def _make_durable(self) -> None:
+        """Once, the folders above are flushed too: a power cut must not take away the folder in which all else is durable."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._durable:
+            return
+        for parent in self._folder.absolute().parents:
+            with contextlib.suppress(OSError):  # not readable: not ours, and older than this run
+                fsync(parent)
+                if parent.is_mount():
+                    break
+        self._durable = True
+
+    def remove_leftovers(self) -> None:
+        """What a killed writer left. Only one run writes here (run/lease.py), so nobody is in there."""
+        for leftover in self._folder.glob("tmp.*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+# --- the shares of other ranks
+
+
+def await_folder(temporary: Path, rank: int) -> None:
+    """Raises CheckpointError where this rank does not see the folder that the main rank has made."""
+    deadline = time.monotonic() + _SEEN_S
+    while not temporary.is_dir():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"rank {rank} on {platform.node()} does not see {temporary}, which the main rank has made: a sharded save "
+                "needs a folder that all ranks see; leave sharded out, or choose another folder"
+            )
+        time.sleep(0.05)
+        os.scandir(temporary.parent).close() if temporary.parent.is_dir() else None  # NFS looks again
+
+
+def write_share(final: Path, states: Mapping[str, Any], temporary: Path, rank: int) -> None:
+    """Write these parts of the checkpoint that will be `final`, and leave word. Raises CheckpointError."""
+    try:
+        leave_word(temporary, rank, write_files(temporary, states))
+    except (OSError, RuntimeError, CheckpointError, RunDirError) as error:  # RuntimeError: what torch makes of an OSError
+        text = explain_failure(final, states, error) if isinstance(error, OSError | RuntimeError) else str(error)
+        text += f" (the share of rank {rank} on {platform.node()})"
+        with contextlib.suppress(RunDirError):  # then the main rank hears of it when all meet
+            leave_word(temporary, rank, {}, text)
+        raise CheckpointError(text) from None
+
+
+def leave_word(temporary: Path, rank: int, files: Mapping[str, FileRecord], error: str = "") -> None:
+    """Leave word for the main rank's thread."""
+    text = json.dumps({"error": error, "files": {name: asdict(record) for name, record in files.items()}})
+    write_bytes(temporary / f"rank-{rank}.json", text.encode())
+
+
+class Others:
+    """The ranks that write the other shares into `folder`: what the main rank's thread waits for, and what ends the waiting."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self.folder = folder
+        self._left = list(range(1, ranks))
+        self._until = time.monotonic() + _WAIT_S
+        self._wake = threading.Event()
+        self._error: BaseException | None = None
+
+    def cancel(self, error: BaseException) -> None:
+        """A rank has failed, and could not leave word."""
+        self._error = error
+        self._wake.set()
+
+    def hurry(self) -> None:
+        """Nobody will say any more whether the others live."""
+        self._until = min(self._until, time.monotonic() + _LAST_WAIT_S)
+
+    def wait(self) -> dict[str, FileRecord]:
+        """Their files. Raises CheckpointError where one could not write its own, or is not heard of."""
+        files: dict[str, FileRecord] = {}
+        while self._left:
+            self._left = [rank for rank in self._left if not self._heard(rank, files)]
+            if self._error is not None:
+                raise self._error
+            if self._left and time.monotonic() > self._until:
+                who = ", ".join(map(str, self._left))
+                raise CheckpointError(f"no word of the shares of rank {who}, in {self.folder}: not a whole checkpoint")
+            if self._left:
+                self._wake.wait(0.02)
+        for name, record in files.items():
+            if damage := length_damage(self.folder / name, record):
+                raise CheckpointError(f"{damage} as the main rank sees it: a checkpoint that all ranks write needs one folder")
+        return files
+
+    def _heard(self, rank: int, files: dict[str, FileRecord]) -> bool:
+        path = self.folder / f"rank-{rank}.json"
+        try:
+            told = json.loads(path.read_text())
+        except OSError:
+            return False
+        if told["error"]:
+            raise CheckpointError(told["error"])
+        files.update({name: FileRecord.of(record) for name, record in told["files"].items()})
+        path.unlink()
+        return True
+
+
+# --- one file
 
 
 def collect_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
@@ -52,6 +230,10 @@ def make_plain(state: Any, path: str) -> Any:
         if any(new is not old for new, old in zip(parts, state, strict=True)):
             return type(state)(parts)
     return state
+
+
+def write_files(folder: Path, states: Mapping[str, Any]) -> dict[str, FileRecord]:
+    return {f"{name}.pt": write_file(folder / f"{name}.pt", state) for name, state in states.items()}
 
 
 def write_file(path: Path, state: Any) -> FileRecord:

@@ -1,0 +1,41 @@
+"""What a rank writes of a checkpoint: where its tensors lie, and whom the one that gives the name waits for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rankwise.checkpoint import writer
+from rankwise.errors import CheckpointError
+
+
+def test_each_tensor_has_its_type_its_shape_and_its_place_in_the_file(tmp_path: Path) -> None:
+    tensor = torch.arange(12, dtype=torch.float64).reshape(3, 4)
+    state = {"a": tensor, "row": tensor[1], "turned": tensor.t(), "empty": torch.empty(0, 2), "b": [torch.tensor(True)]}
+    torch.save(state, tmp_path / "a.pt")
+    places = writer.locate_tensors(tmp_path / "a.pt", torch.load(tmp_path / "a.pt", mmap=True, weights_only=True))
+    assert {name: (at.dtype, at.shape, at.bytes) for name, at in places.items()} == {
+        "a": ("float64", (3, 4), 96), "row": ("float64", (4,), 32), "turned": ("float64", (4, 3), 96),
+        "empty": ("float32", (0, 2), 0), "b/0": ("bool", (), 1),
+    }  # fmt: skip
+    data = (tmp_path / "a.pt").read_bytes()
+    for name, value in (("a", tensor), ("row", tensor[1]), ("b/0", state["b"][0])):
+        at = places[name]
+        assert at.offset is not None
+        assert data[at.offset : at.offset + at.bytes] == value.numpy().tobytes()
+    assert (places["turned"].offset, places["empty"].offset) == (None, None)
+
+
+def test_a_rank_that_is_not_heard_of_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer.leave_word(tmp_path, 2, {})
+    monkeypatch.setattr(writer, "_WAIT_S", 0.0)
+    with pytest.raises(CheckpointError, match="no word of the shares of rank 1, 3"):
+        writer.Others(tmp_path, 4).wait()
+    monkeypatch.undo()
+    others = writer.Others(tmp_path, 2)
+    monkeypatch.setattr(writer, "_LAST_WAIT_S", 0.0)
+    others.hurry()
+    with pytest.raises(CheckpointError, match="no word"):
+        others.wait()
