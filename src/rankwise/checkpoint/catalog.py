@@ -1,7 +1,7 @@
 """The checkpoints that lie in one folder, and what this process knows of each: which is the newest, the best, damaged, to go.
 
     catalog = Catalog(folder, Retention.of(2), None, None)
-    found = catalog.newest({}, catalog.verified)      # (folder, manifest), or None
+    found = catalog.find_newest({}, catalog.verify)      # (folder, manifest), or None
     gone = catalog.prune(newest)
 
 Nothing here is collective. Where there is a mirror, the main rank has what is missing here from there.
@@ -62,7 +62,7 @@ class Catalog:
 
     # --- the newest
 
-    def newest(self, damaged: dict[Path, str], look: Callable[[Path], Manifest]) -> tuple[Path, Manifest] | None:
+    def find_newest(self, damaged: dict[Path, str], look: Callable[[Path], Manifest]) -> tuple[Path, Manifest] | None:
         """Of those that are not damaged: what is wrong with one, by `look`, is added. None if there is none at all.
 
         Another process may save and prune meanwhile. Raises CheckpointError when there are some and all are damaged.
@@ -82,17 +82,17 @@ class Catalog:
             )
         return None
 
-    def verified(self, folder: Path) -> Manifest:
+    def verify(self, folder: Path) -> Manifest:
         """Read it all. What is damaged is said, and remembered."""
-        manifest = self._looked_at(folder, manifests.verify)
+        manifest = self._look_at(folder, manifests.verify)
         self._whole.add(folder)
         return manifest
 
-    def glanced_at(self, folder: Path) -> Manifest:
+    def glance(self, folder: Path) -> Manifest:
         """Its manifest, and the lengths of its files."""
-        return self._looked_at(folder, manifests.glance)
+        return self._look_at(folder, manifests.glance)
 
-    def _looked_at(self, folder: Path, look: Callable[[Path], Manifest]) -> Manifest:
+    def _look_at(self, folder: Path, look: Callable[[Path], Manifest]) -> Manifest:
         try:
             return look(folder)
         except CheckpointError as error:
@@ -129,7 +129,7 @@ class Catalog:
                 continue
             with contextlib.suppress(CheckpointError):
                 if folder not in self._whole:
-                    self.verified(folder)
+                    self.verify(folder)
                 return folder
         return None
 

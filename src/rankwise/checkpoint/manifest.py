@@ -1,4 +1,4 @@
-"""What makes a checkpoint verifiable: sizes and checksums of its files, and of every tensor in them.
+"""The manifest of a checkpoint, and the verification by it: sizes and checksums of its files, and of every tensor in them.
 
 Neither torch.load nor safetensors checks what it reads: a flipped bit loads silently. xxh3-128 guards against accident, not
 against tampering; that is what `weights_only` is for. To read and verify needs no torch: a login node may have none.

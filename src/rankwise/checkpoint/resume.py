@@ -53,7 +53,7 @@ def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
         try:
             if comm.is_main():
                 catalog.bring()
-            own = catalog.newest(damaged, catalog.glanced_at) if is_first else None
+            own = catalog.find_newest(damaged, catalog.glance) if is_first else None
         except CheckpointError as problem:
             why = str(problem)
     told = comm.all_gather_object((own[0].name if own is not None else "", why), group)

@@ -288,7 +288,7 @@ class Checkpoints:
         Another process may save and prune meanwhile. Raises CheckpointError when there are some and all are damaged.
         """
         self._background.join()
-        return self._catalog.newest({}, self._catalog.verified)
+        return self._catalog.find_newest({}, self._catalog.verify)
 
     # --- the best
 
