@@ -25,6 +25,7 @@ from rankwise.schedulers.ranks import (
     whole_number,
     without,
 )
+from rankwise.schedulers.slurm_refusals import cure_of_wait, why_refused
 
 VARIABLES = (
     "SLURM_JOB_ID",
@@ -435,62 +436,11 @@ def submit(path: str) -> str:
     done = call(["sbatch", "--parsable", path], _NOT_HERE)
     if done.returncode == 0 and (match := re.search(r"^([0-9]+)(?:;.*)?$", done.stdout, re.MULTILINE)):
         return match[1]
-    words = last_line(done)
-    names: tuple[str, ...] = ()
-    hint = ""
-    for phrase, about, cure in _REFUSALS:
-        if said := [line.strip() for line in done.stderr.splitlines() if phrase.lower() in line.lower()]:
-            words, names, hint = said[-1], about, cure
-            break
-    for prefix in ("sbatch: ", "error: ", "Batch job submission failed: "):
-        words = words.removeprefix(prefix)
-    asked = " ".join(text for name in names if (text := _given(Path(path), name)))
-    raise ConfigError(f"Slurm refuses the job: {words}" + (f" ({asked})" if asked else "") + (f"; {hint}" if hint else ""))
-
-
-_NODES = 'what its nodes have shows: sinfo -o "%P %D %N %c %m %G" (partition, nodes, names, cores, MB, GPUs)'
-_REFUSALS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("partition name", ("partition",), "those that there are: sinfo -o %P; then --partition NAME"),
-    ("configuration is not available", ("nodes", "cpus-per-task", "gres", "mem", "constraint"), f"ask for less; {_NODES}"),
-    ("more processors requested", ("nodes", "cpus-per-task"), f"ask for less; {_NODES}"),
-    ("generic resource", ("gres",), f"there are no such GPUs here; {_NODES}"),
-    ("node name", ("nodelist",), "those that there are: sinfo -N; then --nodelist A,B"),
-    ("node count specification", ("nodes", "nodelist"), "--nodes and --nodelist contradict each other, or it is no number"),
-    ("feature specification", ("constraint",), "those that there are: sinfo -o %f; then --constraint FEATURES"),
-    ("memory specification", ("mem",), f"give --mem as a number and a unit: 64G; {_NODES}"),
-    ("--mem specification", ("mem",), "give --mem as a number and a unit: 64G"),
-    ("array specification", ("array",), "give --array 0-7; the highest number: scontrol show config | grep MaxArraySize"),
-    ("dependency", ("dependency",), "give --dependency afterok:ID, with the number of a job"),
-    ("time limit", ("time", "partition"), "the longest that a partition allows: sinfo -o '%P %l'; then --time TIME"),
-    ("account", ("account", "partition"), "yours: sacctmgr show associations user=$USER format=account; then --account NAME"),
-    ("qos", ("qos",), "yours: sacctmgr show associations user=$USER format=qos; then --qos NAME"),
-    ("unrecognized option", (), "take that --sbatch-arg out, or correct it; those that there are: sbatch --help"),
-    ("invalid option", (), "take that --sbatch-arg out, or correct it; those that there are: sbatch --help"),
-    ("contact slurm controller", (), "Slurm's server does not answer; is it up? scontrol ping"),
-)  # fmt: skip
-"""(what sbatch says, the lines of the script that it may speak of, what to type); the first that fits."""
-
-
-def _given(path: Path, name: str) -> str:
-    """That line of the job's text as it stands there, empty if there is none."""
-    lines = [text.removeprefix("#SBATCH ") for text in path.read_text(errors="replace").splitlines()]
-    return next((text for text in lines if text.startswith(f"--{name}=")), "")
+    raise ConfigError(f"Slurm refuses the job: {why_refused(done.stderr, last_line(done), Path(path))}")
 
 
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 _RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
-_NEVER = {
-    "PartitionConfig": f"no partition can ever give so much at once; ask for fewer nodes, cores or GPUs; {_NODES}",
-    "PartitionNodeLimit": "the partition is down, or does not give so many nodes to one job: sinfo -o '%P %a %D %s'",
-    "PartitionTimeLimit": "the partition does not give so much time; what each gives: sinfo -o '%P %l'",
-    "BadConstraints": "no node is what --constraint asks for; those that there are: sinfo -o %f",
-    "AccountNotAllowed": "the partition does not take this account; give another with --account or --partition",
-    "QOSNotAllowed": "the partition does not take this quality of service; give another with --qos or --partition",
-    "InvalidAccount": "there is no such account; give another with --account",
-    "InvalidQOS": "there is no such quality of service; give another with --qos",
-    "DependencyNeverSatisfied": "what --dependency waits for will not come",
-}
-"""Reasons for which a job waits for ever, and what to do."""
 
 
 def state(job_id: str) -> State:
@@ -505,7 +455,7 @@ def state(job_id: str) -> State:
     word, reason = match.groups()
     shown = word if reason == "None" else f"{word} ({reason})"
     if word in _WAITING:
-        never = next((hint for name, hint in _NEVER.items() if reason.partition(":")[0] == name), None)
+        never = cure_of_wait(reason)
         return State("waiting", shown) if never is None else State("stuck", f"{shown}: {never}")
     if word in _RUNNING:
         nodes = re.search(r"\bNodeList=(\S+)", done.stdout.replace("ReqNodeList", "").replace("ExcNodeList", ""))
