@@ -2,8 +2,8 @@
 
     world = comm.init();  comm.all_reduce(tensor);  name = comm.broadcast_object(name)
 
-`torch.distributed` appears here and in sync alone. On a single rank nothing here communicates, and a rank that is `alone`
-for a while (inside a guarded function) is a single rank.
+`torch.distributed` appears here, in the store and in sync alone. On a single rank nothing here communicates, and a rank that
+is `alone` for a while (inside a guarded function) is a single rank.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import contextlib
 import multiprocessing
 import os
 import platform
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,18 +23,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankwise import errors, schedulers
-from rankwise.dist import accelerator
-from rankwise.dist import rendezvous
+from rankwise import errors
+from rankwise.dist import accelerator, rendezvous
+from rankwise.dist import store as stores
 from rankwise.dist import world as world_
-from rankwise.errors import ConfigError, DeviceError, WorldError
-from rankwise.host import network, processes
 from rankwise.dist.world import Given, World
+from rankwise.errors import ConfigError, DeviceError, WorldError
+from rankwise.host import network
 
 T = TypeVar("T")
 
 _LAST_TENSORS_S = 0.1
-_TELL_S = 0.5  # ten times as long as the others take to look
 _PATIENCE = timedelta(days=3650)
 
 _world: World | None = None  # what init found: the identity of this process and of the loader workers that it forks
@@ -44,7 +42,6 @@ _alone = False
 _patient: tuple[Any, Any] = (None, None)  # (the process group it belongs to, the group)
 _for_cpu: tuple[Any, Any] = (None, None)  # (the process group, one for tensors on the CPU if that has no backend for them)
 _nodes: tuple[Any, list[list[int]]] = (None, [])
-_groups = 0  # that ranks of an agent of ours have made
 
 
 def init(
@@ -135,11 +132,11 @@ def _join(world: World, backend: str | None, timeout_s: float, join_timeout_s: f
                 backend, init_method="env://", rank=world.rank, world_size=world.world_size, timeout=timeout
             )  # fmt: skip
             return world
-        store = _store_of_agent(world, timeout) if ours else _store_of_torch(world, timeout)
+        store = stores.of_agent(world, timeout) if ours else stores.of_torch(world, timeout)
     elif lacks:
-        world, store = _meet(world, timeout, join_timeout_s)
+        world, store = stores.announced(world, timeout, join_timeout_s)
     else:
-        store = _store_at(world, timeout, join_timeout_s)
+        store = stores.at_address(world, timeout, join_timeout_s)
     if backend is None:
         backend = _agreed_backend(world, store)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
@@ -166,135 +163,6 @@ def _agreed_backend(world: World, store: Any) -> str:
             'rankwise.init(backend="..."), or train on one device: --nproc 1'
         )
     return f"cpu:gloo,{kind}:{theirs}" if theirs != "gloo" else "gloo"
-
-
-def _meet(world: World, timeout: timedelta, join_timeout_s: float) -> tuple[World, Any]:
-    """Without an address: rank 0's store, on a port that the kernel chose, and the world with what was learned."""
-    start = _start(world)
-    if start is None:
-        raise WorldError(
-            f"rank {world.rank} of {world.world_size} ({world.source}): nothing that was found names this start of the script, "
-            f"so the ranks cannot find each other; {rendezvous.CURE}"
-        )
-    home = Path(os.environ["HOME"]) if os.environ.get("HOME") else None
-    folders = rendezvous.folders(world, Path.cwd(), home)
-    name = rendezvous.file_name(start)
-    if world.rank == 0:
-        with rendezvous.Gathering(world, name, folders) as gathering:
-            gathering.wait(join_timeout_s)
-            address = gathering.reached_at()
-            listener = network.listen_at(address) if address is not None else network.listen(loopback=False)
-            store = _own_store(world, listener, address or "127.0.0.1", timeout)
-            meeting = gathering.release(store.port, address)
-    else:
-        meeting = rendezvous.join(world, name, folders, join_timeout_s)
-        store = _their_store(world, meeting.master_addr, meeting.master_port, timeout)
-    if meeting.interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
-    origin = {**world.origin, "master_addr": "rank 0 announced it", "master_port": "rank 0 announced it"}
-    if world.node_rank is None:
-        origin["node_rank"] = "hosts in the order of their lowest rank"
-    node_rank = meeting.node_rank if world.node_rank is None else world.node_rank
-    world = replace(world, node_rank=node_rank, master_addr=meeting.master_addr, master_port=meeting.master_port, origin=origin)
-    return world, store
-
-
-def _start(world: World) -> str | None:
-    """What this start of the script is called by all of its ranks; None where nothing says so."""
-    if world.source == world_.ARGUMENTS:
-        parent = multiprocessing.parent_process()
-        return f"spawn-{platform.node()}-{parent.pid}-{processes.start_time(parent.pid or 0)}" if parent is not None else None
-    start: Callable[..., str | None] = getattr(schedulers.ORDER[world.source], "start", lambda *_: None)
-    return start(os.environ, processes.ancestors(os.getpid()))
-
-
-def _store_at(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
-    """At an address that was given: rank 0's store, when all ranks have come to it."""
-    address, port = world.master_addr or "", world.master_port or 0
-    deadline = time.monotonic() + join_timeout_s
-    if world.rank == 0:
-        own = network.own_address(address, one_host=world.local_world_size == world.world_size)
-        try:
-            listener = network.listen_at(own, port) if own is not None else network.listen(loopback=False, port=port)
-        except OSError as error:
-            raise WorldError(
-                f"rank 0 cannot listen on port {port} of {platform.node()} ({world.origin['master_port']}): "
-                f"{error.strerror}; choose another port, or give none: then one is taken that is free"
-            ) from None
-        store = _own_store(world, listener, own or "127.0.0.1", timeout)
-    else:
-        rendezvous.reach(world, address, port, join_timeout_s)
-        store = _their_store(world, address, port, timeout)
-    if store.add(f"rankwise/{world.rank}", 1) > 1:
-        store.set("rankwise/twice", str(world.rank))
-    missing = list(range(world.world_size))
-    wait = rendezvous.Wait()
-    while missing := [rank for rank in missing if not store.check([f"rankwise/{rank}"])]:
-        if store.check(["rankwise/twice"]):
-            twice = store.get("rankwise/twice").decode()
-            if world.rank == 0:
-                time.sleep(_TELL_S)  # the store goes with it
-            raise WorldError(
-                f"two processes are rank {twice} of {world.world_size} ({world.source}): over several nodes a rank is "
-                f"node_rank * ranks of a node + local_rank; or two runs were given port {port} of {address}"
-            )
-        waits = f"{rendezvous.who(missing)} of {world.world_size} ({world.source})"
-        if (now := time.monotonic()) > deadline:
-            raise WorldError(f"rank {world.rank} has waited {join_timeout_s:g} s for {waits} to come to {address}, port {port}")
-        if (due := wait.due(now)) and world.rank == 0:
-            where = f"they are to come to {address}, port {port}"
-            rendezvous.say(f"rank 0 {wait.told(now, waits)}; {where if due == 'whole' else wait.SHORT}")
-        time.sleep(0.05)
-    return store
-
-
-def _store_of_torch(world: World, timeout: timedelta) -> Any:
-    """What "env://" makes, or finds."""
-    found, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout))  # type: ignore[attr-defined]
-    found.set_timeout(timeout)
-    return dist.PrefixStore("default_pg", found)  # type: ignore[attr-defined]
-
-
-def _store_of_agent(world: World, timeout: timedelta) -> Any:
-    """The store of ranks that an agent of ours has started, where it has chosen: as torch makes it for "env://", but that it
-    listens only where the ranks come in. Each group that a script makes has keys of its own: an earlier one, which it has
-    destroyed, may have left the store and in it addresses that nobody answers at.
-    """
-    global _groups
-    _groups += 1
-    place = (world.master_addr or "", world.master_port or 0)
-    if world.rank == 0 and (address := world_.store_address(world)):
-        place = (address, place[1])
-        # An OSError: what this process has made there before is there still, and torch shares it.
-        with contextlib.suppress(OSError):
-            return _keys(_own_store(world, network.listen_at(*place), address, timeout, like_torch=True))
-    return _keys(
-        dist.TCPStore(  # type: ignore[attr-defined]
-            *place, world.world_size, is_master=world.rank == 0, timeout=timeout, multi_tenant=True
-        )
-    )
-
-
-def _keys(store: Any) -> Any:
-    return dist.PrefixStore(f"rankwise/{_groups}", store)  # type: ignore[attr-defined]
-
-
-def _own_store(world: World, listener: socket.socket, host: str, timeout: timedelta, like_torch: bool = False) -> Any:
-    """torch's store, made by rank 0: it takes over `listener`, which torch by itself opens on all interfaces. `host` reaches it
-    from here. `like_torch`: as for "env://", it waits until all ranks have come, and is shared with a later one.
-    """
-    port, fd = listener.getsockname()[1], listener.detach()
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, world.world_size, is_master=True, timeout=timeout, wait_for_workers=like_torch, multi_tenant=like_torch,
-        master_listen_fd=fd,
-    )  # fmt: skip
-
-
-def _their_store(world: World, host: str, port: int, timeout: timedelta) -> Any:
-    """Rank 0's store, reached by the others."""
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, world.world_size, is_master=False, timeout=timeout, wait_for_workers=False
-    )
 
 
 def _say_if_bound_to_one_core() -> None:
