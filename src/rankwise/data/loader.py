@@ -98,11 +98,7 @@ class Loader:
         if self._order is None:
             if global_batch_size is None or any(x is not None for x in (global_batch_tokens, lengths, pool, batch_sampler)):
                 raise ConfigError(f"{type(dataset).__name__} is a stream, which is cut by count: give global_batch_size alone")
-            split = promises(dataset, "split_by_rank")
-            self._uneven = check(uneven, split, type(dataset).__name__, global_batch_size, world.world_size, drop_last)
-            self._hint = None if split else _hinted_length(dataset)
-            rank, ranks = (0, 1) if split else (world.rank, world.world_size)
-            self._stream = Stream(dataset, collate_fn, seed, rank, ranks, drop_last, own=split, repeat=self._uneven == "pad")
+            self._take_stream(dataset, collate_fn, global_batch_size, uneven)
         else:
             if uneven is not None:
                 raise ConfigError(f"uneven={uneven!r} is for streams; {type(dataset).__name__} tells its length: leave it out")
@@ -128,6 +124,16 @@ class Loader:
         """Which samples the micro-batches handed out last are made of: indices of the dataset, positions in a stream."""
         if drop_last and samples is not None and samples < global_batch_size:
             raise DataError(f"drop_last leaves nothing: {samples} samples are fewer than a global batch of {global_batch_size}")
+
+    def _take_stream(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, size: int, uneven: str | None) -> None:
+        """Read it from here on; raises ConfigError where `uneven` is not for it."""
+        world, split = self._world, promises(dataset, "split_by_rank")
+        self._uneven = check(uneven, split, type(dataset).__name__, size, world.world_size, self.drop_last)
+        self._hint = None if split else _hinted_length(dataset)
+        rank, ranks = (0, 1) if split else (world.rank, world.world_size)
+        self._stream = Stream(
+            dataset, collate_fn, self._seed, rank, ranks, self.drop_last, own=split, repeat=self._uneven == "pad"
+        )
 
     @property
     def is_stream(self) -> bool:
