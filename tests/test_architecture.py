@@ -31,7 +31,7 @@ PACKAGES = {
     "checkpoint": "errors host run dist training report",
     "actions": "errors ipc dist stop telemetry training",
     "evaluation": "errors dist data telemetry training sync",
-    "trainer": "errors host run dist data stop telemetry training sync checkpoint actions evaluation",
+    "trainer": "errors run dist data stop telemetry training sync checkpoint actions evaluation",
     "checks": "errors host run dist data training launch sync checkpoint evaluation trainer",
     "functions": "errors host run ipc schedulers launch",
     "cli": "errors host run dist launch report checkpoint checks",

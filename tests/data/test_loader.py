@@ -14,6 +14,7 @@ from batches import all_of, flat, global_batches, loaders, steps_of, world
 from ranks import on_ranks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+from rankwise.data import Loader
 from rankwise.data.order import share
 from rankwise.errors import ConfigError, DataError
 
@@ -383,3 +384,37 @@ def test_a_stream_anew_begins_again_for_any_rank() -> None:
     loader = loaders(Count(), 1, global_batch_size=4)[0]
     first = steps_of(loader, 1)
     assert global_batches([steps_of(loader.anew(world(rank, 2), 1), 1) for rank in range(2)]) == global_batches([first])
+
+
+# --- as a script says it, and as evaluation takes it
+
+
+def for_ranks(**given: Any) -> Loader:
+    sizes = {"batch_size": None, "global_batch_size": None, "batch_tokens": None, "global_batch_tokens": None}
+    return Loader.for_ranks(Items(20), world(0, 2), **{**sizes, "accumulate": 2, "batch_sampler": None, **given})
+
+
+def test_a_size_of_one_rank_and_micro_batch_grows_with_the_ranks_and_one_of_all_does_not() -> None:
+    assert for_ranks(batch_size=3).global_batch_size == 12
+    assert for_ranks(global_batch_size=3).global_batch_size == 3
+    with pytest.raises(ConfigError, match=r"give either batch_size \(of one rank\) or global_batch_size"):
+        for_ranks()
+    with pytest.raises(ConfigError, match="are both given"):
+        for_ranks(batch_size=3, global_batch_size=3)
+
+
+def test_a_pass_over_other_data_is_in_order_with_batches_as_large_as_a_micro_batch_was_then() -> None:
+    loader = for_ranks(global_batch_size=12)
+    over = loader.passes()
+    loader.accumulate = 1  # as a checkpoint of other ranks may
+    first = over(Items(7))
+    assert (first.global_batch_size, first.max_epochs) == (6, 1)
+    assert steps_of(first) == [[[0, 1, 2]], []]
+
+
+def test_a_pass_over_other_data_is_cut_by_tokens_where_the_training_is_and_the_data_tells_lengths() -> None:
+    over = for_ranks(global_batch_tokens=8, lengths=lambda index: 2).passes()
+    told = Items(7)
+    told.lengths = [2] * 7  # type: ignore[attr-defined]
+    assert "tokens" in over(told).describe_batch()
+    assert "tokens" not in over(Items(7)).describe_batch()

@@ -1,9 +1,12 @@
 """torch's ReduceLROnPlateau, stepped after each evaluation on a metric.
 
-check_plateau(metric, evaluates=True, by_eval_fn=False, acts=False);  actions.append(step_plateau(scheduler, "eval_loss"))
+check_metric(scheduler, metric, evaluates=True, by_eval_fn=False, acts=False)
+actions.append(step_plateau(scheduler, "eval_loss"))
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -20,6 +23,14 @@ def step_plateau(scheduler: ReduceLROnPlateau, metric: str) -> Action:
             scheduler.step(value)
 
     return step
+
+
+def check_metric(scheduler: Any, metric: str | None, evaluates: bool, by_eval_fn: bool, acts: bool) -> None:
+    """Raises ConfigError for a metric that steps nothing, or that nothing will measure."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        check_plateau(metric, evaluates, by_eval_fn, acts)
+    elif metric is not None:
+        raise ConfigError("scheduler_metric is what a ReduceLROnPlateau is stepped on; leave it out for another scheduler")
 
 
 def check_plateau(metric: str | None, evaluates: bool, by_eval_fn: bool, acts: bool) -> None:

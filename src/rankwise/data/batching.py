@@ -269,6 +269,11 @@ def of_all_ranks(name: str, of_one: N | None, of_all: N | None, parts: int) -> N
     return of_all if of_one is None else of_one * parts
 
 
+def as_given(name: str, of_one: N | None, of_all: N | None) -> dict[str, N | None]:
+    """The one of both that was given, by its name."""
+    return {name: of_one} if of_one is not None else {f"global_{name}": of_all}
+
+
 class LengthOf:
     """How long samples are: numbers, one a sample, or a function of the index, which is asked once a sample."""
 

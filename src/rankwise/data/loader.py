@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthOf, steps_of
+from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthOf, of_all_ranks, steps_of
 from rankwise.data.fetch import Fetch, Fetcher, fetched, promises
 from rankwise.data.order import Order, share
 from rankwise.data.stream import Request, Step, Stream
@@ -74,11 +75,7 @@ class Loader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        for name, value in (("global_batch_size", global_batch_size), ("accumulate", accumulate)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: give a whole number from 1 up")
-        if seed < 0:
-            raise ConfigError(f"seed={seed}: give a whole number from 0 up")
+        _check_numbers(global_batch_size, accumulate, seed)
         samples = length(dataset)
         if samples is None and shuffle:
             raise ConfigError(
@@ -91,6 +88,7 @@ class Loader:
         """Micro-batches of a rank and step; on another number of ranks than a checkpoint's it follows from their size there."""
         self.drop_last = drop_last
         self._workers = workers
+        self._collate_fn = collate_fn
         self._seed = seed
         self._batching: Batching | None = None
         self._uneven: str | None = None
@@ -98,7 +96,7 @@ class Loader:
         if self._order is None:
             if global_batch_size is None or any(x is not None for x in (global_batch_tokens, lengths, pool, batch_sampler)):
                 raise ConfigError(f"{type(dataset).__name__} is a stream, which is cut by count: give global_batch_size alone")
-            self._take_stream(dataset, collate_fn, global_batch_size, uneven)
+            self._take_stream(dataset, global_batch_size, uneven)
         else:
             if uneven is not None:
                 raise ConfigError(f"uneven={uneven!r} is for streams; {type(dataset).__name__} tells its length: leave it out")
@@ -125,15 +123,53 @@ class Loader:
         if drop_last and samples is not None and samples < global_batch_size:
             raise DataError(f"drop_last leaves nothing: {samples} samples are fewer than a global batch of {global_batch_size}")
 
-    def _take_stream(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, size: int, uneven: str | None) -> None:
+    @classmethod
+    def for_ranks(
+        cls,
+        dataset: Any,
+        world: World,
+        *,
+        batch_size: int | None,
+        global_batch_size: int | None,
+        batch_tokens: float | None,
+        global_batch_tokens: float | None,
+        accumulate: int,
+        batch_sampler: Any,
+        **others: Any,
+    ) -> Loader:
+        """As a script says it: sizes of one rank and micro-batch, or of all together. `others`: the constructor's."""
+        parts = accumulate * world.world_size
+        size = of_all_ranks("batch_size", batch_size, global_batch_size, parts)
+        tokens = of_all_ranks("batch_tokens", batch_tokens, global_batch_tokens, parts)
+        if size is None and tokens is None and batch_sampler is None:
+            raise ConfigError("give either batch_size (of one rank) or global_batch_size (of all ranks together)")
+        given = {"accumulate": accumulate, "batch_sampler": batch_sampler, **others}
+        return cls(dataset, world, global_batch_size=size, global_batch_tokens=tokens, **given)
+
+    def passes(self) -> Callable[[Any], Loader]:
+        """What makes Loaders of one pass in order over other data, for evaluation and prediction. Their batches are as large as
+        this one's micro-batches are now; by tokens where the data has `lengths` and this one is cut by tokens."""
+        samples = max(self.global_batch_size // self.accumulate, 1)
+        tokens = self._batching.tokens / self.accumulate if isinstance(self._batching, ByTokens) else None
+        once = functools.partial(
+            Loader, world=self._world, shuffle=False, max_epochs=1, workers=self._workers, collate_fn=self._collate_fn,
+            device=self._device,
+        )  # fmt: skip
+
+        def over(dataset: Any) -> Loader:
+            by_tokens = tokens is not None and hasattr(dataset, "lengths")
+            return once(dataset, global_batch_tokens=tokens) if by_tokens else once(dataset, global_batch_size=samples)
+
+        return over
+
+    def _take_stream(self, dataset: Any, size: int, uneven: str | None) -> None:
         """Read it from here on; raises ConfigError where `uneven` is not for it."""
         world, split = self._world, promises(dataset, "split_by_rank")
         self._uneven = check(uneven, split, type(dataset).__name__, size, world.world_size, self.drop_last)
         self._hint = None if split else _hinted_length(dataset)
         rank, ranks = (0, 1) if split else (world.rank, world.world_size)
-        self._stream = Stream(
-            dataset, collate_fn, self._seed, rank, ranks, self.drop_last, own=split, repeat=self._uneven == "pad"
-        )
+        pad = self._uneven == "pad"
+        self._stream = Stream(dataset, self._collate_fn, self._seed, rank, ranks, self.drop_last, own=split, repeat=pad)
 
     @property
     def is_stream(self) -> bool:
@@ -317,6 +353,14 @@ class Loader:
             self.accumulate = math.ceil(state["ranks"] * state["accumulate"] / self._world.world_size)
         self.epoch = state["epoch"]
         self.position = state["position"]
+
+
+def _check_numbers(global_batch_size: int | None, accumulate: int, seed: int) -> None:
+    for name, value in (("global_batch_size", global_batch_size), ("accumulate", accumulate)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}: give a whole number from 1 up")
+    if seed < 0:
+        raise ConfigError(f"seed={seed}: give a whole number from 0 up")
 
 
 def length(dataset: Any) -> int | None:

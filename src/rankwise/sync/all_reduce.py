@@ -24,13 +24,20 @@ from rankwise.errors import ConfigError, RankwiseError, StepError
 from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction
 from rankwise.sync.flat import FlatReduction
 from rankwise.sync.reduction import Count, Reduction, Sums
-from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult
+from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult, SyncStrategy
 from rankwise.sync.trained import Trained, first_apart, some
 from rankwise.training.precision import LossScale
 
 _REDUCTIONS = ("auto", "flat", "ddp")
 _LARGE = 1e18  # a float32 norm is exact between its inverse and this: squares neither overflow nor vanish
 _FOLLOW = "call sync.follow() on all ranks after a layer is replaced or added, before the next forward pass"
+
+
+def chosen(given: SyncStrategy | None, reduction: str) -> SyncStrategy:
+    """The strategy that was given, or AllReduce by this `reduction`. Raises ConfigError where both were given."""
+    if given is not None and reduction != "auto":
+        raise ConfigError(f"reduction belongs to the strategy when you give one: sync=AllReduce({reduction!r})")
+    return AllReduce(reduction) if given is None else given
 
 
 class AllReduce:

@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch.optim import Optimizer
+
 from rankwise.dist import comm, log
 from rankwise.errors import ConfigError
+from rankwise.training.optimizer import is_fused
 
 
 class Fingerprint:
@@ -19,15 +23,22 @@ class Fingerprint:
     """
 
     def __init__(self, fixed: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-        self._fixed = dict(fixed)
+        self.fixed = dict(fixed)
         self._kept = dict(kept)
 
+    @classmethod
+    def of(cls, fixed: Mapping[str, Any], scheduler: Any) -> Fingerprint:
+        """With the scheduler's kind, and what its state has of numbers and words: these are kept."""
+        kind = type(scheduler).__name__ if scheduler is not None else None
+        kept = plain(scheduler.state_dict()) if scheduler is not None else {}
+        return cls({**fixed, "scheduler": kind}, {f"{kind}'s {name}": value for name, value in kept.items()})
+
     def state_dict(self) -> dict[str, Any]:
-        return {"fixed": self._fixed, "kept": self._kept}
+        return {"fixed": self.fixed, "kept": self._kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ConfigError where a fixed setting was another one."""
-        changed = differences(state["fixed"], self._fixed)
+        changed = differences(state["fixed"], self.fixed)
         if changed:
             before = ", ".join(f"{name} {_shown(old)}" for name, old, _ in changed)
             now = ", ".join(f"{name} {_shown(new)}" for name, _, new in changed)
@@ -53,6 +64,18 @@ def compare(mine: Mapping[str, Any]) -> None:
                     f"the ranks are not set alike: {name} is {value} on rank 0 and {other[name]} on rank {rank}; give all "
                     "ranks the same"
                 )
+
+
+def numerics(precision: str, device: str, optimizer: Optimizer, reduction: str) -> dict[str, Any]:
+    """What changes the last bits of a result without being a setting of the training."""
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": device,
+        "precision": precision,
+        "fused": is_fused(optimizer),
+        "reduction": reduction,
+    }
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rankwise.dist import log, seed
+from rankwise.dist import comm, log, seed
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError
 
@@ -58,6 +58,16 @@ def prepare(
 def is_synced(model: nn.Module) -> bool:
     """Whether its forward pass waits for the other ranks: then each must have a sample in every micro-batch."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+
+
+def check_synced(model: nn.Module, fewest: int, parts: int) -> None:
+    """A forward pass that waits for the other ranks must not be left out on one of them. Raises ConfigError where the smallest
+    global batch, of `fewest` samples, has none for some of `parts` micro-batches."""
+    if is_synced(model) and fewest < parts:
+        raise ConfigError(
+            f"SyncBatchNorm needs a sample on every rank, but the last global batch of an epoch may have {fewest} "
+            f"for {comm.world_size()} ranks; type drop_last=True, or choose another batch size"
+        )
 
 
 def begin_training(model: nn.Module) -> bool:

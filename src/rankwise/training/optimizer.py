@@ -1,6 +1,6 @@
 """What is done to an optimizer before training: checks, the fused kernel, the learning rate for more ranks.
 
-fuse(optimizer);  scale_lr(optimizer, scheduler, 4.0)
+line = prepare(optimizer, scheduler, fused=None, scale="linear", ranks=4)
 """
 
 from __future__ import annotations
@@ -26,6 +26,27 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
     mine = {id(p) for p in model.parameters()}
     if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError("the optimizer holds no parameter of the model: make it of model.parameters(), after the model")
+
+
+def prepare(
+    optimizer: Optimizer, scheduler: Any, fused: bool | None, scale: str, ranks: int, fixed_batch: int | None = None
+) -> str:
+    """Choose its kernel, and scale its learning rate for `ranks`; returns the line that says so, empty if it is not scaled.
+
+    `fixed_batch`: the global batch where that does not depend on the ranks: then neither does the rate.
+    """
+    fuse(optimizer, fused)
+    factor = lr_factor(scale, ranks)
+    if scale != "none" and fixed_batch is not None:
+        raise ConfigError(
+            f"lr_scale={scale!r} goes with batch_size: a global batch of {fixed_batch} is the same on "
+            "any number of ranks, and so is its learning rate"
+        )
+    if factor == 1.0:
+        return ""
+    before = optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"])
+    scale_lr(optimizer, scheduler, factor)
+    return f"learning rate {before:g} x {factor:.4g} = {before * factor:.4g} ({scale} in the ranks)"
 
 
 def fuse(optimizer: Optimizer, fused: bool | None = None) -> None:

@@ -1,0 +1,46 @@
+"""Steps that are skipped on all ranks: each is counted, the first ones are printed, too many in a row end the run.
+
+skipped = SkippedSteps(weights, progress.say);  skipped.begin(state.step);  skipped.add(state, result.shared)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rankwise.errors import StepError
+from rankwise.sync.strategy import Shared
+from rankwise.training.finite import Weights
+from rankwise.training.state import TrainState
+
+_MOST_IN_A_ROW = 100  # then it is no accident
+_PRINTED = 3  # of them, one by one
+
+
+class SkippedSteps:
+    """`in_a_row`: how many of the steps done last were skipped; whoever has seen a step that was not sets it to 0."""
+
+    def __init__(self, weights: Weights, say: Callable[[str], None]) -> None:
+        self.in_a_row = 0
+        self._weights = weights
+        self._say = say
+        self._begun_at = 0
+
+    def begin(self, step: int) -> None:
+        """The loop starts after this step."""
+        self.in_a_row = 0
+        self._begun_at = step
+
+    def add(self, state: TrainState, result: Shared) -> None:
+        """The step just done was skipped. All ranks see the same result, so all raise StepError or none does."""
+        if not result.finite:
+            self._weights.check(state, f"since step {state.step - 1}")
+        why = "the gradient is not finite" if not result.finite else f"its counts sum to {result.total:g}"
+        state.steps_left_out += 1
+        self.in_a_row += 1
+        if self.in_a_row >= _MOST_IN_A_ROW:
+            raise StepError(f"{why}, for {_MOST_IN_A_ROW} steps in a row: look at the loss, the learning rate and the data")
+        if state.last and self.in_a_row == state.step - self._begun_at:
+            raise StepError(f"{why}, in each of the {self.in_a_row} steps: nothing was trained")
+        if self.in_a_row <= _PRINTED:
+            more = f"; more are only counted, and {_MOST_IN_A_ROW} in a row end the run" if self.in_a_row == _PRINTED else ""
+            self._say(f"warning: step {state.step} is left out on all ranks: {why} ({state.steps_left_out} so far){more}")

@@ -1,0 +1,55 @@
+"""What a training prints when it begins, when it is resumed and when it ends: texts of what is known then, nothing else.
+
+for line in begun(model, "fp32 on cpu", loader.describe(), loader.describe_batch(), sync.describe(), ""): log.say(line)
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rankwise.host.terminal import short
+from rankwise.training.state import TrainState
+
+
+def begun(model: nn.Module, precision: str, data: str, batch: str, strategy: str, rate: str) -> list[str]:
+    """The plan: how large the model is, on what it is trained, how. `rate`: how the learning rate was scaled, if it was."""
+    parameters = _amount(sum(p.numel() for p in model.parameters()))
+    lines = [f"{parameters} parameters, {precision}; {data}", "; ".join(text for text in (batch, strategy) if text)]
+    return [*lines, rate] if rate else lines
+
+
+def resumed(state: TrainState, saved: Mapping[str, Any], now: Mapping[str, Any], same_ranks: bool) -> list[str]:
+    """`saved`, `now`: the numerics (fingerprint.py) of the checkpoint and of this process."""
+    lines = [f"going on from step {state.step} (epoch {state.epoch + 1})"]
+    passed_over = () if same_ranks else ("reduction",)  # it follows from that, which has been said
+    differs = [f"{k} {saved[k]} -> {v}" for k, v in now.items() if k not in passed_over and saved.get(k, v) != v]
+    return [*lines, f"not bit for bit as if it had never stopped: {', '.join(differs)}"] if differs else lines
+
+
+def stopped(state: TrainState, where: Path, argv: Sequence[str]) -> list[str]:
+    """By a signal. `argv`: what to type to resume it, empty where the launcher will say it."""
+    lines = [f"stopped after step {state.step}, saved in {short(where)}"]
+    return [*lines, f"to go on, type: {shlex.join(argv)}"] if argv else lines
+
+
+def ended(state: TrainState, steps_before: int, elapsed: str, where: Path) -> str:
+    """`elapsed`: the time, and what it went into; `steps_before`: those of earlier starts of the run."""
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in state.metrics.items())
+    if state.steps_left_out:
+        figures += f", {state.steps_left_out} steps left out"
+    before = f" ({steps_before} of them before)" if steps_before else ""
+    how = "stopped by the script" if state.stopped else "done"
+    return f"{how}: {state.step} steps{before}, {elapsed}, {figures}\nsaved in {short(where)}"
+
+
+def best(name: str, folder: Path | None) -> str:
+    return f"best {name}: {short(folder) if folder else 'none was measured'}"
+
+
+def _amount(n: int) -> str:
+    return f"{n / 1e6:.2f} M" if n >= 10_000 else str(n)

@@ -1,0 +1,73 @@
+"""Steps that are skipped: counted, the first ones printed, too many in a row an error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rankwise.errors import StepError
+from rankwise.sync import Shared
+from rankwise.sync.skipped import SkippedSteps
+from rankwise.training.finite import Weights
+from rankwise.training.state import TrainState
+
+NAN = Shared(total=8.0, grad_norm=float("nan"), finite=False, skipped=1)
+NOTHING = Shared(total=0.0, grad_norm=0.0, finite=True, skipped=1)
+
+
+@pytest.fixture
+def state() -> TrainState:
+    model = nn.Linear(1, 1)
+    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def skipped(said: list[str]) -> SkippedSteps:
+    return SkippedSteps(Weights(), said.append)
+
+
+def skip(skipped: SkippedSteps, state: TrainState, steps: int, result: Shared = NAN) -> None:
+    for _ in range(steps):
+        state.step += 1
+        skipped.add(state, result)
+
+
+def test_the_first_three_are_printed_and_all_are_counted(skipped: SkippedSteps, state: TrainState, said: list[str]) -> None:
+    skip(skipped, state, 5)
+    assert state.steps_left_out == skipped.in_a_row == 5
+    assert said == [
+        "warning: step 1 is left out on all ranks: the gradient is not finite (1 so far)",
+        "warning: step 2 is left out on all ranks: the gradient is not finite (2 so far)",
+        "warning: step 3 is left out on all ranks: the gradient is not finite (3 so far); more are only counted, and 100 in a "
+        "row end the run",
+    ]
+
+
+def test_a_hundred_in_a_row_end_the_run_and_a_step_between_does_not(skipped: SkippedSteps, state: TrainState) -> None:
+    skip(skipped, state, 99)
+    skipped.in_a_row = 0
+    skip(skipped, state, 99)
+    with pytest.raises(StepError, match="for 100 steps in a row"):
+        skip(skipped, state, 1)
+
+
+def test_a_run_that_has_trained_nothing_is_an_error_in_its_last_step(skipped: SkippedSteps, state: TrainState) -> None:
+    state.step = 4
+    skipped.begin(4)
+    skip(skipped, state, 1, NOTHING)
+    state.last = True
+    with pytest.raises(StepError, match=r"its counts sum to 0, in each of the 2 steps: nothing was trained"):
+        skip(skipped, state, 1, NOTHING)
+
+
+def test_weights_that_are_not_finite_are_named_rather_than_the_gradient(skipped: SkippedSteps, state: TrainState) -> None:
+    with torch.no_grad():
+        state.model.weight.fill_(float("nan"))  # type: ignore[union-attr, operator]
+    with pytest.raises(StepError, match="the weights are not finite, since step 0: weight"):
+        skip(skipped, state, 1)

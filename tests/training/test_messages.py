@@ -1,0 +1,58 @@
+"""What a training prints when it begins and ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rankwise.training import messages
+from rankwise.training.state import TrainState
+
+
+@pytest.fixture
+def state() -> TrainState:
+    model = nn.Linear(3, 1)
+    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=12, epoch=3, metrics={"loss": 0.5})
+
+
+def test_the_plan_says_how_large_the_model_is_and_the_rate_only_where_it_was_scaled(state: TrainState) -> None:
+    assert messages.begun(state.model, "fp32 on cpu", "32 samples", "global batch 8", "", "") == [
+        "4 parameters, fp32 on cpu; 32 samples",
+        "global batch 8",
+    ]
+    large = nn.Linear(1000, 10)
+    assert messages.begun(large, "bf16 on cuda", "a stream", "global batch 8", "ddp", "learning rate 1 x 2 = 2") == [
+        "0.01 M parameters, bf16 on cuda; a stream",
+        "global batch 8; ddp",
+        "learning rate 1 x 2 = 2",
+    ]
+
+
+def test_a_resumed_run_says_what_changes_its_last_bits(state: TrainState) -> None:
+    saved, now = {"torch": "2.6", "reduction": "flat"}, {"torch": "2.7", "reduction": "ddp", "new": 1}
+    [first, second] = messages.resumed(state, saved, now, same_ranks=True)
+    assert first == "going on from step 12 (epoch 4)"
+    assert second == "not bit for bit as if it had never stopped: torch 2.6 -> 2.7, reduction flat -> ddp"
+    assert messages.resumed(state, saved, {"torch": "2.6", "reduction": "ddp"}, same_ranks=False) == [first]
+
+
+def test_a_stopped_run_says_what_to_type_where_no_launcher_does(state: TrainState) -> None:
+    folder = Path("/x/step-12")
+    assert messages.stopped(state, folder, []) == ["stopped after step 12, saved in /x/step-12"]
+    assert messages.stopped(state, folder, ["python", "a b.py"])[1:] == ["to go on, type: python 'a b.py'"]
+
+
+def test_the_end_says_how_many_steps_and_what_they_reached(state: TrainState) -> None:
+    folder = Path("/x/step-12")
+    assert (
+        messages.ended(state, 0, "0:00:05 elapsed", folder) == "done: 12 steps, 0:00:05 elapsed, loss 0.5\nsaved in /x/step-12"
+    )
+    state.stopped, state.steps_left_out = True, 2
+    assert messages.ended(state, 7, "0:00:05 elapsed", folder).startswith(
+        "stopped by the script: 12 steps (7 of them before), 0:00:05 elapsed, loss 0.5, 2 steps left out\n"
+    )
+    assert messages.best("eval_loss", folder) == "best eval_loss: /x/step-12"
+    assert messages.best("eval_loss", None) == "best eval_loss: none was measured"
