@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from rankwise.errors import DeviceError, WorldError
-from rankwise.host import machine
 from rankwise.dist.rendezvous import who
 from rankwise.dist.world import World
+from rankwise.errors import DeviceError, WorldError
+from rankwise.host import machine
 
 _ON_THE_CPU = "to train on the CPU, put CUDA_VISIBLE_DEVICES= before the command"
 _CURES = {

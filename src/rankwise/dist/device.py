@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from rankwise.dist import accelerator
-from rankwise.errors import DeviceError, WorldError
 from rankwise.dist.world import World, ranks_of_one_agent
+from rankwise.errors import DeviceError, WorldError
 
 
 def local_device(world: World) -> torch.device:

@@ -31,10 +31,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from rankwise.dist.world import World
 from rankwise.errors import RunDirError, WorldError
 from rankwise.host import network, processes
 from rankwise.run.directory import write_text
-from rankwise.dist.world import World
 
 FOLDER = ".rankwise"
 SAY_AFTER_S = 5.0
