@@ -15,7 +15,7 @@ from typing import TextIO
 
 import pytest
 
-from rankwise.host.terminal import Terminal, clock, progress_line, size, typed
+from rankwise.host.terminal import Terminal, progress_line, typed
 
 CLEAR = b"\r\x1b[K"
 
@@ -145,22 +145,6 @@ def test_a_stream_that_is_no_file_has_no_terminal() -> None:
         Terminal(io.StringIO())
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0.0 s"),
-        (0.4, "0.4 s"),
-        (59.9, "59.9 s"),
-        (59.96, "0:01:00"),
-        (61, "0:01:01"),
-        (3599.5, "1:00:00"),
-        (90061, "25:01:01"),
-    ],
-)
-def test_a_clock_has_hours_minutes_and_seconds(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
-
-
 def progress(**changes: object) -> dict[str, object]:
     return {"done": 120, "total": 800, "elapsed_s": 60.0, "text": "loss 2.31", "label": "", **changes}
 
@@ -198,12 +182,6 @@ def test_the_module_is_loaded_without_tqdm() -> None:
     """An agent without a person that watches never draws a line."""
     source = "import rankwise.host.terminal, sys; sys.exit('tqdm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", source]).returncode == 0
-
-
-def test_a_size_has_a_unit_and_three_digits() -> None:
-    assert [size(n) for n in (0, 999, 1000, 2_600_000, 25 << 20, 3 * 10**9)] == [
-        "0 B", "999 B", "1 kB", "2.6 MB", "26.2 MB", "3 GB",
-    ]  # fmt: skip
 
 
 # --- what is printed to be typed

@@ -23,7 +23,8 @@ from rankwise.agent.nodes import NodeError, Nodes
 from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Observation
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
-from rankwise.host.terminal import Terminal, clock
+from rankwise.host.terminal import Terminal
+from rankwise.host.text import clock
 from rankwise.ipc.shared_page import FINISHED, JOIN_S
 from rankwise.run.directory import Failure, Life, NodeRecord, RunDir, write_text
 from rankwise.run.plan import Plan

@@ -23,7 +23,7 @@ from rankwise.checkpoint.folders import checkpoints_in, fsync, order, pick, remo
 from rankwise.checkpoint.manifest import FileRecord, Manifest, saved_at
 from rankwise.checkpoint.retention import Best, find_best_figure
 from rankwise.errors import CheckpointError, ConfigError
-from rankwise.host.terminal import seconds_of, short, size, stamp
+from rankwise.host.text import seconds_of, short, size, stamp
 from rankwise.report.terminal import table
 
 if TYPE_CHECKING:

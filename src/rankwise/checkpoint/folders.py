@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 
 from rankwise.errors import RunDirError
-from rankwise.host.terminal import short
+from rankwise.host.text import short
 from rankwise.run.directory import RunDir
 
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # what else lies there is somebody's own

@@ -21,7 +21,7 @@ from rankwise.checkpoint.replicate import copy_to_ranks, digest_manifest, group_
 from rankwise.dist import comm, log, seed
 from rankwise.dist.guards import agreed
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
-from rankwise.host.terminal import count
+from rankwise.host.text import count
 from rankwise.training.state import Stateful
 
 RNG = "rng"

@@ -25,7 +25,7 @@ from rankwise.checks.finding import Finding, as_text, combined, passed
 from rankwise.checks.settings import RankSettings
 from rankwise.errors import ConfigError, SelftestError
 from rankwise.host import machine
-from rankwise.host.terminal import count
+from rankwise.host.text import count
 from rankwise.launch.outcome import say
 from rankwise.launch.script import examine
 from rankwise.run import directory

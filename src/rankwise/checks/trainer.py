@@ -34,7 +34,7 @@ from rankwise.dist.device import tensors_in
 from rankwise.dist.guards import run_on_main
 from rankwise.dist.world import World
 from rankwise.evaluation import Evaluate
-from rankwise.host.terminal import count
+from rankwise.host.text import count
 from rankwise.sync import SyncStrategy
 from rankwise.trainer import Trainer
 from rankwise.training.digest import digest, digests

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankwise.errors import EXIT_PREEMPTED, OutputError, RunDirError
-from rankwise.host.terminal import Terminal, short, typed
+from rankwise.host.terminal import Terminal, typed
+from rankwise.host.text import short
 from rankwise.launch import status
 from rankwise.launch.outcome import conclude, say
 from rankwise.run.config import RunConfig

@@ -17,7 +17,7 @@ from types import FrameType
 from rankwise import schedulers
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
 from rankwise.host import machine, processes
-from rankwise.host.terminal import count, seconds_of, short
+from rankwise.host.text import count, seconds_of, short
 from rankwise.launch import backend, code, join, script, submit
 from rankwise.launch.outcome import conclude, say
 from rankwise.launch.scheduler_choice import Choice, choose

@@ -12,7 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
-from rankwise.host.terminal import short, typed
+from rankwise.host.terminal import typed
+from rankwise.host.text import short
 from rankwise.run.config import RunConfig, misplaced, option
 from rankwise.run.directory import Failure, RunDir
 

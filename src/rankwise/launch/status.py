@@ -13,7 +13,8 @@ from typing import Any
 
 from rankwise.errors import RunDirError
 from rankwise.host import processes
-from rankwise.host.terminal import clock, count, short, stamp, typed
+from rankwise.host.terminal import typed
+from rankwise.host.text import clock, count, short, stamp
 from rankwise.run import lease
 from rankwise.run.directory import Job, Life, RunDir
 from rankwise.run.lease import Holder

@@ -16,7 +16,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from rankwise.errors import EXIT_INTERRUPTED, ConfigError, RunDirError
-from rankwise.host.terminal import short, stamp, typed
+from rankwise.host.terminal import typed
+from rankwise.host.text import short, stamp
 from rankwise.ipc import pickles
 from rankwise.launch import code, follow
 from rankwise.launch.outcome import say

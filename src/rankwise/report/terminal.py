@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
-from rankwise.host.terminal import clock, stamp
+from rankwise.host.text import clock, stamp
 from rankwise.run.directory import Life, RunDir, find_run
 
 _MOMENTS = 10

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rankwise.errors import ConfigError
-from rankwise.host.terminal import seconds_of
+from rankwise.host.text import seconds_of
 
 WORKER = "rankwise.functions.worker"
 """The module that ranks run which run a function; its name follows, for people."""

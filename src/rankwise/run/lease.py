@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rankwise.errors import RunDirError
 from rankwise.host import network, processes
-from rankwise.host.terminal import stamp
+from rankwise.host.text import stamp
 
 BEAT_S = 0.75
 GONE_S = 30.0

@@ -19,7 +19,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from rankwise.host.terminal import size
+from rankwise.host.text import size
 from rankwise.sync.reduction import Count, RidingTail
 
 BUCKET_BYTES = 25 * 2**20

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rankwise.dist import comm
-from rankwise.host.terminal import size
+from rankwise.host.text import size
 from rankwise.sync.reduction import Count, LocalTail, RidingTail, Tail
 from rankwise.sync.trained import is_dense
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rankwise.host.terminal import clock
+from rankwise.host.text import clock
 
 
 @dataclass(frozen=True)

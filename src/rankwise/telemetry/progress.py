@@ -10,7 +10,8 @@ import sys
 import time
 
 from rankwise.dist import log
-from rankwise.host.terminal import Terminal, clock, progress_line, stamp
+from rankwise.host.terminal import Terminal, progress_line
+from rankwise.host.text import clock, stamp
 from rankwise.ipc.shared_page import Row
 
 _INTERVAL_S = 0.1

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.host.terminal import short
+from rankwise.host.text import short
 from rankwise.training.state import TrainState
 
 

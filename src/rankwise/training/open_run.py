@@ -16,7 +16,7 @@ from rankwise.dist import log
 from rankwise.dist.guards import run_on_main
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError
-from rankwise.host.terminal import short
+from rankwise.host.text import short
 from rankwise.run.config import default_run_dir
 from rankwise.run.directory import Life, RunDir
 from rankwise.run.lease import Lease
