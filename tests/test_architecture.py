@@ -24,7 +24,7 @@ PACKAGES = {
     "stop": "errors host ipc dist",
     "telemetry": "host run ipc dist",
     "training": "errors host run schedulers dist",
-    "agent": "errors host run ipc schedulers dist",
+    "agent": "errors host run ipc schedulers",
     "launch": "errors host run ipc schedulers dist",
     "report": "host run schedulers dist",
     "sync": "errors host dist training",

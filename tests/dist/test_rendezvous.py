@@ -375,11 +375,6 @@ def test_an_address_that_was_given_and_where_nothing_listens_is_waited_for_with_
     assert said
 
 
-def test_ranks_are_listed_as_people_write_them() -> None:
-    assert rendezvous.listed([7, 1, 4, 5, 6, 9, 10]) == "1, 4-7, 9, 10"
-    assert rendezvous.who([3]) == "rank 3"
-
-
 @pytest.mark.parametrize("start", ["../../etc/x", "a b;$(touch x)", "node1:4242", "x" * 300, ".."])
 def test_the_name_of_a_start_is_a_name_of_a_file_and_two_are_two(start: str) -> None:
     name = rendezvous.file_name(start)

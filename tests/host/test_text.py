@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
-from rankwise.host.text import clock, size
+from rankwise.host.text import clock, count, listed, numbered, seconds_of, short, size, stamp
 
 
 @pytest.mark.parametrize(
@@ -27,3 +30,59 @@ def test_a_size_has_a_unit_and_three_digits() -> None:
     assert [size(n) for n in (0, 999, 1000, 2_600_000, 25 << 20, 3 * 10**9)] == [
         "0 B", "999 B", "1 kB", "2.6 MB", "26.2 MB", "3 GB",
     ]  # fmt: skip
+
+
+def test_a_count_has_its_noun_in_the_plural_unless_it_is_one() -> None:
+    assert [count(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+
+
+@pytest.mark.parametrize(
+    ("items", "given", "text"),
+    [
+        ([], {}, ""),
+        ([], {"most": 2, "last": " and "}, ""),
+        (["a"], {"most": 2}, "a"),
+        (["a", "b"], {"most": 2}, "a, b"),
+        (["a", "b", "c", "d"], {"most": 2}, "a, b and 2 more"),
+        ([1, 2, 3], {}, "1, 2, 3"),
+        (["a"], {"last": " and "}, "a"),
+        (["a", "b"], {"last": " and "}, "a and b"),
+        (["a", "b", "c"], {"last": " and "}, "a, b and c"),
+        (["a", "b", "c"], {"last": " and ", "most": 2}, "a, b and 1 more"),
+        (["a", "b", "c"], {"most": 2, "rest": ", ..."}, "a, b, ..."),
+        (["a", "b", "c"], {"most": 2, "joint": "; ", "rest": "; and {} more"}, "a; b; and 1 more"),
+        (["{}", "b"], {"most": 1}, "{} and 1 more"),
+    ],
+)
+def test_a_list_names_the_first_items_and_counts_the_others(items: list[object], given: dict[str, object], text: str) -> None:
+    assert listed(iter(items), **given) == text  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "given", "text"),
+    [
+        ([3], {}, "rank 3"),
+        ([3, 1, 2], {}, "ranks 3, 1, 2"),
+        ([0, 1, 2, 3, 4, 5], {"most": 4}, "ranks 0, 1, 2, 3 and 2 more"),
+        ([7, 1, 4, 5, 6, 9, 10], {"ranges": True}, "ranks 1, 4-7, 9, 10"),
+        ([3], {"ranges": True}, "rank 3"),
+    ],
+)
+def test_numbered_things_have_their_noun_once(numbers: list[int], given: dict[str, int], text: str) -> None:
+    assert numbered("rank", iter(numbers), **given) == text  # type: ignore[arg-type]
+
+
+def test_a_span_of_time_has_a_number_and_a_unit() -> None:
+    assert [seconds_of(text) for text in ("90s", " 1.5m ", "2h", "7d", "2w")] == [90, 90, 7200, 604800, 1209600]
+    assert [seconds_of(text) for text in ("", "90", "s", "-1s", "1 h", "1y")] == [None] * 6
+
+
+def test_a_stamp_is_of_this_machines_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.localtime", time.gmtime)
+    assert stamp(86399) == "1970-01-01 23:59:59"
+
+
+def test_a_path_is_shown_from_here_where_it_lies_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert short(tmp_path / "runs" / "train") == "runs/train"
+    assert short(tmp_path.parent) == str(tmp_path.parent)

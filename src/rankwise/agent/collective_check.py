@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rankwise.host.text import numbered
+
 SLOTS = 2048
 SLOT_BYTES = 256
 _HEADER_BYTES = 64
@@ -130,10 +132,7 @@ def _tell(notes: Mapping[int, Note]) -> Mismatch:
 
 
 def _call(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} calls"
-    shown = ", ".join(map(str, ranks[:4]))
-    return f"ranks {shown}{f' and {len(ranks) - 4} more' if len(ranks) > 4 else ''} call"
+    return f"{numbered('rank', ranks, 4)} {'calls' if len(ranks) == 1 else 'call'}"
 
 
 class Ledger:

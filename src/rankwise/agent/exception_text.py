@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.host.terminal import typed
+from rankwise.host.text import count, listed
 
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process (\d+)\.")
 _ELSEWHERE = re.compile(r"raised (on [^\n]+):\nTraceback \(most recent call last\):\n")
@@ -170,29 +171,28 @@ def _is_the_users(file: str) -> bool:
     return not any(part in file for part in ("/site-packages/", "/lib/python", "<frozen", _OURS))
 
 
-def _unused(told: ExceptionText, listed: str, names: Mapping[str, str]) -> ExceptionText:
+def _unused(told: ExceptionText, unused: str, names: Mapping[str, str]) -> ExceptionText:
     """torch has numbers, unless TORCH_DISTRIBUTED_DEBUG made it look for names."""
-    words = re.split(r"[, ]+", listed)
+    words = re.split(r"[, ]+", unused)
     found = [names.get(word, f"number {word}" if word.isdecimal() else word) for word in words]
-    shown = ", ".join(found[:_MOST_NAMES]) + (f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else "")
     return replace(
         told,
-        exception=f"{told.exception.partition(':')[0]}: its last loss did not use {shown}",
+        exception=f"{told.exception.partition(':')[0]}: its last loss did not use {listed(found, _MOST_NAMES)}",
         remark="DDP waits for every gradient; if that is meant, pass find_unused_parameters=True to it",
     )
 
 
 def _of_devices(visible: str | None, local_rank: str | None, together: int) -> str:
     """`visible`: its CUDA_VISIBLE_DEVICES."""
-    count = len(visible.split(",")) if visible else None
-    sees = "fewer GPUs than that" if count is None else f"{count} GPU{'s' * (count != 1)} (CUDA_VISIBLE_DEVICES={visible})"
-    if count == 1 and together == 1:
+    visible_gpus = len(visible.split(",")) if visible else None
+    sees = "fewer GPUs than that" if visible_gpus is None else f"{count(visible_gpus, 'GPU')} (CUDA_VISIBLE_DEVICES={visible})"
+    if visible_gpus == 1 and together == 1:
         return (
             f"it sees {sees}, whose index is 0 whatever LOCAL_RANK is (here {local_rank or 'not set'}): take "
             "rankwise.local_device(world), or cuda:0 where torch.cuda.device_count() is 1; or start one task a node, with all "
             "its GPUs"
         )
-    cure = f": type --nproc {count}" if count is not None and count < together else ""
+    cure = f": type --nproc {visible_gpus}" if visible_gpus is not None and visible_gpus < together else ""
     return f"LOCAL_RANK is {local_rank or 'not set'}, and it sees {sees}{cure}"
 
 

@@ -24,7 +24,7 @@ from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Observation
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
 from rankwise.host.terminal import Terminal
-from rankwise.host.text import clock
+from rankwise.host.text import clock, listed, numbered
 from rankwise.ipc.shared_page import FINISHED, JOIN_S
 from rankwise.run.directory import Failure, Life, NodeRecord, RunDir, write_text
 from rankwise.run.plan import Plan
@@ -130,8 +130,7 @@ class Head:
                 if (theirs := part.introduction.versions.get(what, "missing")) != value:
                     others.setdefault(theirs, []).append(part.introduction.host)
             for theirs, hosts in others.items():
-                more = f" and {len(hosts) - 3} more" if len(hosts) > 3 else ""
-                self._say(f"warning: {what} on {', '.join(hosts[:3])}{more} is {theirs}, on {first.host} {value}")
+                self._say(f"warning: {what} on {listed(hosts, 3)} is {theirs}, on {first.host} {value}")
 
     def _ended_before_it_began(self) -> int:
         if self._events.parent_ended or not self._stop_signal:
@@ -235,7 +234,7 @@ class Head:
                 self._cut_all(parts, signal.SIGKILL)
             if self._stop_began and not self._grace_is_over and now > self._stop_began + self._plan.grace_s:
                 self._grace_is_over = True
-                self._say(f"{_listed(_alive(parts))} did not stop within {self._plan.grace_s:g} s: killed")
+                self._say(f"{numbered('rank', _alive(parts))} did not stop within {self._plan.grace_s:g} s: killed")
                 self._cut_all(parts, signal.SIGKILL)
             elif self._stop_began and _loses_nothing(parts) and any(part.facts.failed for part in parts):
                 self._cut_all(parts, signal.SIGKILL)  # the others would wait for it, and have done no step
@@ -356,7 +355,7 @@ class Head:
                 found += outside
         if found and not self._signalled and not joined:
             answer = "will stop at the first step" if _loses_nothing(parts) else f"{_has(found)} been sent it, and must end"
-            self._say(f"{name}: {_listed(found)} {answer} {within}")
+            self._say(f"{name}: {numbered('rank', found)} {answer} {within}")
         self._signalled.update(found)
 
     # --- the end
@@ -447,8 +446,3 @@ def _has(ranks: Sequence[int]) -> str:
 def _loses_nothing(parts: Sequence[NodeView]) -> bool:
     """Whether no rank has begun a step of a training that would have answered a request there."""
     return any(part.facts.answers for part in parts) and not any(part.facts.begun for part in parts)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    numbers = ", ".join(map(str, ranks))
-    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 from rankwise.agent.event_loop import EventLoop
 from rankwise.agent.node import Introduction, Node, NodeView, Orders, Sink
 from rankwise.agent.remote import Remote
-from rankwise.dist.rendezvous import listed
 from rankwise.errors import RankwiseError
 from rankwise.host import processes
+from rankwise.host.text import listed, numbered
 from rankwise.ipc.channel import Door, Link, Message
 from rankwise.run.directory import RunDir
 from rankwise.run.plan import Host, Plan
@@ -303,8 +303,8 @@ class Nodes:
         came = {index for index, part in self._parts.items() if part.lost is None}
         missing = [index for index in range(self._plan.nodes) if index not in came]
         names = [self._hosts[index].name for index in missing if index in self._hosts]
-        named = f" ({', '.join(names[:_MOST_NAMES])}{', ...' if len(names) > _MOST_NAMES else ''})" if names else ""
-        return f"node{'' if len(missing) == 1 else 's'} {listed(missing)} of {self._plan.nodes}{named}"
+        named = f" ({listed(names, _MOST_NAMES, rest=', ...')})" if names else ""
+        return f"{numbered('node', missing, ranges=True)} of {self._plan.nodes}{named}"
 
     def _where(self) -> str:
         if self._door is None:

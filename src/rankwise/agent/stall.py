@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rankwise.agent.rank_processes import Rank, RankProcesses
 from rankwise.host import processes
+from rankwise.host.text import listed
 from rankwise.run.directory import RunDir
 
 STACK_SIGNAL = signal.SIGRTMIN + 3  # not USR1 or USR2: those belong to schedulers and to scripts
@@ -114,7 +115,7 @@ def judge(ranks: Sequence[Observation], sure: bool, checked: bool = False) -> st
     waiting = [rank for rank in ranks if rank.waits_in is not None]
     late = [rank for rank in ranks if rank.waits_in is None]
     if waiting and late:
-        others = "; ".join(rank.told() for rank in waiting[:3]) + (f"; and {len(waiting) - 3} more" if len(waiting) > 3 else "")
+        others = listed((rank.told() for rank in waiting), 3, joint="; ", rest="; and {} more")
         return "; ".join(rank.told() for rank in late) + f"; {others}"
     if waiting and len(ranks) > 1:
         if len({(rank.waits_in, rank.place) for rank in waiting}) > 1:

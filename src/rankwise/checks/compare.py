@@ -11,6 +11,7 @@ from typing import Any
 
 from rankwise.checks.difference import TOLERANCES, Arrays, difference, factor
 from rankwise.checks.finding import FAILED, KNOWN, OK, OPEN, Finding
+from rankwise.host.text import count, listed
 
 Record = Mapping[str, Any]
 Starts = Mapping[int, Sequence[Record]]
@@ -31,10 +32,6 @@ def compare(starts: Starts, gradients: Gradients) -> list[Finding]:
     return [*findings, _between_starts(starts, gradients)]
 
 
-def _ranks(n: int) -> str:
-    return f"{n} rank{'s' * (n != 1)}"
-
-
 def first_apart(told: Sequence[Mapping[str, str]], who: Sequence[str] = ()) -> str | None:
     """In words which tensor is not the same for all, and between whom; None if all are. `who`: else they are ranks."""
     for name in told[0] if told else ():
@@ -46,7 +43,7 @@ def first_apart(told: Sequence[Mapping[str, str]], who: Sequence[str] = ()) -> s
 
 
 def _weights(records: Sequence[Record]) -> Finding:
-    here = _ranks(len(records))
+    here = count(len(records), "rank")
     apart = first_apart([record["start"] for record in records if record["taken"]])
     if apart is None:
         return Finding("weights", OK, "the same on {}", where=str(len(records)))
@@ -60,7 +57,7 @@ def _weights(records: Sequence[Record]) -> Finding:
 
 
 def _samples(records: Sequence[Record]) -> Finding:
-    here = f"on {_ranks(len(records))}"
+    here = f"on {count(len(records), 'rank')}"
     steps = list(zip(*(record["batches"] for record in records), strict=False))
     taken = [list(map(_key, batch)) for step in steps for batch in step]
     if not taken or not any(taken):
@@ -103,7 +100,7 @@ def _order(ranks: int, records: Sequence[Record]) -> list[Finding]:
             continue
         if first[:n] != second[:n]:
             return [Finding("order", OK, "another in the second epoch, on {}", where=str(ranks))]
-        evidence = f"the second epoch has the order of the first on {_ranks(ranks)}, in its {n} first batches"
+        evidence = f"the second epoch has the order of the first on {count(ranks, 'rank')}, in its {n} first batches"
         if loader["spread"]:
             return [Finding("order", FAILED, evidence, f"{loader['sampler']} is not told which epoch it is",
                             "sampler.set_epoch(epoch) at the top of each epoch")]  # fmt: skip
@@ -119,13 +116,7 @@ def compare_draws(told: Sequence[Sequence[Sequence[Any]]]) -> Finding:
     layers = list(dict.fromkeys(layer for rank in told for _, drew in rank for layer in drew))
     if not layers:
         return Finding("random", OK, "no layer draws any")
-    named = (
-        "layer"
-        + "s" * (len(layers) > 1)
-        + " "
-        + ", ".join(layers[:3])
-        + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
-    )
+    named = f"layer{'s' * (len(layers) > 1)} {listed(layers, 3)}"
     for number in range(max(map(len, told))):
         seen: dict[str, int] = {}
         for rank, passes in enumerate(told):
@@ -161,7 +152,7 @@ def _between_ranks(records: Sequence[Record], gradients: Gradients) -> list[Find
     far = max((difference(found[stepped[0]], found[rank]) for rank in stepped), key=lambda d: d.size)
     if far.size <= TOLERANCES["float64"]:
         return []
-    evidence = f"on {_ranks(ranks)} the optimizer gets another gradient on each rank: they differ by {far}"
+    evidence = f"on {count(ranks, 'rank')} the optimizer gets another gradient on each rank: they differ by {far}"
     if any(record["bypassed"] for record in records):
         cause = (
             "DistributedDataParallel is gone round: the forward pass calls the module in it (model.module), and nothing reduces"
@@ -192,15 +183,16 @@ def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
     for ranks, records in starts.items():
         if ranks == low:
             continue
+        here = count(ranks, "rank")
         if _first_samples(records) != _first_samples(starts[low]):
             return Finding(
-                "gradients", OPEN, f"the first step takes other samples on {_ranks(ranks)} than on {low}: not comparable",
+                "gradients", OPEN, f"the first step takes other samples on {here} than on {low}: not comparable",
                 "the order of the data depends on the number of ranks", "the same sampler and seed on any number of ranks",
             )  # fmt: skip
         mine = records[_stepped(records)[0]]
         if mine["start"] != first["start"]:
             return Finding(
-                "gradients", OPEN, f"the model begins with other weights on {_ranks(ranks)} than on {low}: not comparable",
+                "gradients", OPEN, f"the model begins with other weights on {here} than on {low}: not comparable",
                 "its seed depends on the time, or on the number of ranks", "torch.manual_seed(seed) before the model is made",
             )  # fmt: skip
         if (sample := _other_content([*starts[low], *records])) is not None:
@@ -213,8 +205,8 @@ def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
         factors[ranks] = factor(reference, gradients(ranks, mine["rank"]))
     if not apart:
         return Finding("gradients", OPEN, "one number of ranks alone: there is nothing to compare with")
-    figures = ", ".join(f"{_ranks(ranks)}: {far}" for ranks, far in apart.items())
-    evidence = f"those on {_ranks(low)}: {figures}; relative, in {first['dtype']}, {tolerance:g} is allowed"
+    figures = ", ".join(f"{count(ranks, 'rank')}: {far}" for ranks, far in apart.items())
+    evidence = f"those on {count(low, 'rank')}: {figures}; relative, in {first['dtype']}, {tolerance:g} is allowed"
     if all(far.size <= tolerance for far in apart.values()):
         return _equal(f"equal to {evidence}", first["norms"])
     if all(factors.values()):
@@ -259,7 +251,7 @@ def _first_samples(records: Sequence[Record]) -> Counter[Any]:
 
 
 def _steps(records: Sequence[Record]) -> Finding:
-    here = _ranks(len(records))
+    here = count(len(records), "rank")
     passes = min(record["forwards"] for record in records)
     counts = [sum(step["forwards"] <= passes for step in record["steps"]) for record in records]
     if len(set(counts)) > 1:

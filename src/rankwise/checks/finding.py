@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rankwise.host.text import listed
+
 OK, FAILED, KNOWN, OPEN = "ok", "FAILED", "known", "open"
 """As it should be; a mistake; a difference whose reason is known, and no mistake; not to be decided here."""
 
@@ -68,16 +70,16 @@ def combined(findings: Sequence[Finding]) -> list[Finding]:
         places: dict[str, list[str]] = {}
         for finding in alike:
             places.setdefault(finding.evidence, []).append(finding.where)
-        evidence = "; ".join(text.replace("{}", _listed(where)) for text, where in places.items())
+        evidence = "; ".join(text.replace("{}", _places(where)) for text, where in places.items())
         together.append(Finding(check, worst.status, evidence, worst.cause, worst.cure))
     return together
 
 
-def _listed(words: Sequence[str]) -> str:
+def _places(words: Sequence[str]) -> str:
     """Numbers of ranks as `1, 2 and 4 ranks`, all else with commas."""
     if not all(word.isdecimal() for word in words):
-        return ", ".join(words)
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]])) + (" rank" if words[-1] == "1" else " ranks")
+        return listed(words)
+    return listed(words, last=" and ") + (" rank" if words[-1] == "1" else " ranks")
 
 
 def passed(findings: Sequence[Finding]) -> bool:

@@ -25,7 +25,7 @@ from rankwise.checks.finding import Finding, as_text, combined, passed
 from rankwise.checks.settings import RankSettings
 from rankwise.errors import ConfigError, SelftestError
 from rankwise.host import machine
-from rankwise.host.text import count
+from rankwise.host.text import count, listed
 from rankwise.launch.outcome import say
 from rankwise.launch.script import examine
 from rankwise.run import directory
@@ -46,7 +46,7 @@ def selftest(argv: Sequence[str], ranks: Sequence[int], timeout_s: float, env: M
     devices = machine.gpus(env)
     given = dict(env) if devices >= max(ranks) else {**env, "CUDA_VISIBLE_DEVICES": ""}
     where = "" if devices >= max(ranks) else f", on the CPU ({devices} GPUs here)" if devices else ", on the CPU"
-    say(f"selftest of {argv[0]} on {_listed(ranks)} ranks{where}")
+    say(f"selftest of {argv[0]} on {listed(sorted(ranks), last=' and ')} ranks{where}")
     folder = Path(tempfile.mkdtemp(prefix="rankwise-selftest-"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through the lines that clear up
     try:
@@ -69,11 +69,6 @@ def ranks_of(text: str) -> tuple[int, ...]:
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise ConfigError(f"--ranks {text}: give numbers of ranks, for example --ranks 1,2,4")
     return tuple(sorted({int(word) for word in words}))
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    words = [str(n) for n in sorted(ranks)]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _started(

@@ -118,8 +118,7 @@ def layout(ranks: int, accumulate: int) -> str:
 
 
 def _ranks(subject: Subject) -> str:
-    n = subject.world.world_size
-    return f"{n} rank{'s' * (n != 1)}"
+    return count(subject.world.world_size, "rank")
 
 
 def _size(subject: Subject) -> int:

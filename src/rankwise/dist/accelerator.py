@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from rankwise.dist.rendezvous import who
 from rankwise.dist.world import World
 from rankwise.errors import DeviceError, WorldError
 from rankwise.host import machine
+from rankwise.host.text import count, listed, numbered
 
 _ON_THE_CPU = "to train on the CPU, put CUDA_VISIBLE_DEVICES= before the command"
 _CURES = {
@@ -119,7 +119,7 @@ def difference(told: Sequence[tuple[str, str, str]]) -> str:
     parts = []
     for (kind, problem), ranks in groups.items():
         hosts = sorted({told[rank][1] for rank in ranks})
-        where = f"{who(ranks)} on {', '.join(hosts[:3])}{', ...' if len(hosts) > 3 else ''}"
+        where = f"{numbered('rank', ranks, ranges=True)} on {listed(hosts, 3, rest=', ...')}"
         parts.append(f"{where}: {problem.partition('; ' + _ON_THE_CPU)[0] or kind}")
     return (
         f"the ranks do not all have a device of the same kind: {'; '.join(parts)}. Repair or leave out the nodes that differ; "
@@ -156,6 +156,6 @@ def _with_cure(reason: str) -> str:
     return f"{reason} ({cure})" if cure else reason
 
 
-def gpus(count: int) -> str:
+def gpus(n: int) -> str:
     """`1 GPU`, `8 GPUs`."""
-    return f"{count} GPU{'s' * (count != 1)}"
+    return count(n, "GPU")

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -34,6 +34,7 @@ from typing import Any, Self
 from rankwise.dist.world import World
 from rankwise.errors import RunDirError, WorldError
 from rankwise.host import network, processes
+from rankwise.host.text import numbered
 from rankwise.run.directory import write_text
 
 FOLDER = ".rankwise"
@@ -104,21 +105,6 @@ class Wait:
 
     def told(self, now: float, of: str) -> str:
         return f"has waited {now - self.began:.0f} s for {of}"
-
-
-def listed(ranks: Iterable[int]) -> str:
-    """`1, 4-7, 9`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in runs)
-
-
-def who(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {listed(ranks)}"
 
 
 CURE = (
@@ -295,7 +281,7 @@ class Gathering:
         guest.conn.close()
 
     def _of(self, missing: Sequence[int]) -> str:
-        return f"{who(missing)} of {self.world.world_size} ({self.world.source})"
+        return f"{numbered('rank', missing, ranges=True)} of {self.world.world_size} ({self.world.source})"
 
     def _where(self) -> str:
         port = self._listener.getsockname()[1]

@@ -26,6 +26,7 @@ from rankwise.dist import world as world_
 from rankwise.dist.world import World
 from rankwise.errors import WorldError
 from rankwise.host import network, processes
+from rankwise.host.text import numbered
 
 _TELL_S = 0.5  # ten times as long as the others take to look
 
@@ -102,7 +103,7 @@ def at_address(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
                 f"two processes are rank {twice} of {world.world_size} ({world.source}): over several nodes a rank is "
                 f"node_rank * ranks of a node + local_rank; or two runs were given port {port} of {address}"
             )
-        waits = f"{rendezvous.who(missing)} of {world.world_size} ({world.source})"
+        waits = f"{numbered('rank', missing, ranges=True)} of {world.world_size} ({world.source})"
         if (now := time.monotonic()) > deadline:
             raise WorldError(f"rank {world.rank} has waited {join_timeout_s:g} s for {waits} to come to {address}, port {port}")
         if (due := wait.due(now)) and world.rank == 0:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankwise.errors import ConfigError
+from rankwise.host.text import count
 
 _DEV, _SYS = Path("/dev"), Path("/sys")
 _NVIDIA, _INTEL = "0x10de", "0x8086"
@@ -136,11 +137,11 @@ def visible(wanted: str | None, env: Mapping[str, str], dev: Path = _DEV, sys: P
     """What --gpus 0,2 puts into the environment of the ranks. Raises ConfigError for a GPU that is not there."""
     if wanted is None:
         return {}
-    count = gpus({}, dev, sys)
+    there = gpus({}, dev, sys)
     numbers = [int(n) for n in wanted.split(",")]
-    if max(numbers) >= count:
-        there = f"has {count} GPU{'s' * (count != 1)} (0 to {count - 1})" if count else "has no GPU"
-        raise ConfigError(f"--gpus {wanted}: this machine {there}; leave --gpus out, or give numbers that are there")
+    if max(numbers) >= there:
+        found = f"has {count(there, 'GPU')} (0 to {there - 1})" if there else "has no GPU"
+        raise ConfigError(f"--gpus {wanted}: this machine {found}; leave --gpus out, or give numbers that are there")
     # AMD's own variable outranks NVIDIA's there.
     name = "CUDA_VISIBLE_DEVICES" if _nvidia(dev) else "HIP_VISIBLE_DEVICES"
     return {name: ",".join(map(str, numbers))}

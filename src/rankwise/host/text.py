@@ -1,18 +1,59 @@
-"""How numbers, times and paths are printed, the same in every message.
+"""How numbers, times, paths and lists are printed, the same in every message.
 
-print(f"{count(2, 'rank')} wrote {size(n)} in {clock(seconds)}")
+count(2, "rank")                       # 2 ranks
+listed(["a", "b", "c"], most=2)        # a, b and 1 more
+numbered("rank", [1, 4, 5, 6])         # ranks 1, 4, 5, 6
 """
 
 from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 
 def count(n: int, what: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def listed(
+    items: Iterable[object],
+    most: int | None = None,
+    joint: str = ", ",
+    last: str | None = None,
+    rest: str = " and {} more",
+) -> str:
+    """`a, b, c`; with `most=2` `a, b and 1 more`; with `last=" and "` `a, b and c`. Empty for no item.
+
+    `joint` stands between items, `last` before the last one if all are shown. `rest` follows the first `most` items if there
+    are more; `{}` in it is how many.
+    """
+    words = [str(item) for item in items]
+    left = len(words) - most if most is not None else 0
+    if left > 0:
+        return joint.join(words[:most]) + rest.format(left)
+    if last is None or len(words) < 2:
+        return joint.join(words)
+    return joint.join(words[:-1]) + last + words[-1]
+
+
+def numbered(what: str, numbers: Iterable[int], most: int | None = None, ranges: bool = False) -> str:
+    """`rank 3`, `ranks 1, 2, 3`. `most`: as for `listed`. `ranges`: sorted, neighbours together: `ranks 1, 4-7, 9`."""
+    found = list(numbers)
+    shown = listed(_ranges(found) if ranges else found, most)
+    return f"{what} {shown}" if len(found) == 1 else f"{what}s {shown}"
+
+
+def _ranges(numbers: Iterable[int]) -> list[str]:
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in runs]
 
 
 def size(n: int) -> str:

@@ -17,7 +17,7 @@ from types import FrameType
 from rankwise import schedulers
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
 from rankwise.host import machine, processes
-from rankwise.host.text import count, seconds_of, short
+from rankwise.host.text import count, listed, seconds_of, short
 from rankwise.launch import backend, code, join, script, submit
 from rankwise.launch.outcome import conclude, say
 from rankwise.launch.scheduler_choice import Choice, choose
@@ -199,8 +199,8 @@ def _headline(program: script.Program, plan: Plan, choice: Choice, lives: int = 
     """What is started elsewhere, by whom, and why by them."""
     nodes = count(plan.nodes, choice.word) if plan.min_nodes == plan.nodes else f"{plan.min_nodes} to {plan.nodes} nodes"
     if plan.hosts:
-        names = [f"{host.name}:{host.slots}" if host.slots else host.name for host in plan.hosts[:_NAMED]]
-        nodes += f" ({', '.join(names)}{', ...' if len(plan.hosts) > _NAMED else ''})"
+        names = [f"{host.name}:{host.slots}" if host.slots else host.name for host in plan.hosts]
+        nodes += f" ({listed(names, _NAMED, rest=', ...')})"
     gpus = str(plan.job.get("gpus_per_node", "")).rpartition(":")[2]
     each = plan.nproc or int(gpus or 0)
     if each:

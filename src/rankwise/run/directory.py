@@ -31,6 +31,7 @@ from typing import Any, Self
 
 from rankwise.errors import RunDirError
 from rankwise.host.terminal import typed
+from rankwise.host.text import listed
 from rankwise.run import lease
 from rankwise.run.lease import Holder, Lease
 
@@ -413,8 +414,7 @@ def find_run(run: str | None, verb: str) -> RunDir:
     """
     here = [path for path in sorted(Path("runs").glob("*")) if _is_run(path)]
     here = [path for path in here if not _MOVED_ASIDE.search(path.name)] or here  # those can be had by their names
-    more = f" and {len(here) - _MOST_NAMED} more" if len(here) > _MOST_NAMED else ""
-    names = (", ".join(shlex.quote(path.name) for path in here[:_MOST_NAMED]) or "none") + more
+    names = listed((shlex.quote(path.name) for path in here), _MOST_NAMED) or "none"
     if run is None:
         if len(here) != 1:
             raise RunDirError(f"which run? type: {typed(verb, 'RUN')}; the runs here: {names}")

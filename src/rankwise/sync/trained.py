@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from rankwise.dist import log
 from rankwise.errors import ConfigError
+from rankwise.host.text import listed
 from rankwise.training.optimizer import named_parameters, outside
 
 _REFUSED = {
@@ -210,8 +211,7 @@ def _other_groups(before: Sequence[Sequence[str]], now: Sequence[Sequence[str]])
 
 
 def some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
+    return listed(names, _NAMED)
 
 
 def first_apart(ranks: Sequence[Sequence[Trait]]) -> str | None:
