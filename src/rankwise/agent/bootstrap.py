@@ -20,13 +20,14 @@ from types import ModuleType
 from typing import Any
 
 from rankwise import schedulers
-from rankwise.agent.event_loop import STOP_SIGNALS, EventLoop
+from rankwise.agent.event_loop import EventLoop
 from rankwise.agent.head import Head, Screen
 from rankwise.agent.node import Node, port_taken
 from rankwise.agent.nodes import Nodes, introduced
 from rankwise.agent.remote import RemoteNode, Wire
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
 from rankwise.host import network, processes
+from rankwise.host.processes import STOP_SIGNALS
 from rankwise.host.terminal import Terminal
 from rankwise.ipc.channel import Door, Link, Message, NobodyThere, knock, read_door
 from rankwise.run.directory import RunDir

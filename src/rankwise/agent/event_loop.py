@@ -17,7 +17,7 @@ from collections import Counter
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+from rankwise.host.processes import STOP_SIGNALS
 
 
 class EventLoop:

@@ -16,6 +16,9 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""To a launcher or an agent each of them is a request to stop the run. A rank answers fewer (stop/signal.py)."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

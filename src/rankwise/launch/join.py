@@ -20,8 +20,6 @@ from rankwise.run.directory import RunDir
 from rankwise.schedulers import BY_NAME, ORDER
 from rankwise.schedulers.ranks import Tasks
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
 
 @dataclass(frozen=True)
 class Started:
@@ -77,7 +75,7 @@ def follow(started: Started, run: RunDir) -> int:
     processes.become_subreaper()
     words = [sys.executable, "-m", "rankwise.agent", str(run.path), "--node", str(started.tasks.index)]
     agent = os.posix_spawn(words[0], words, os.environ, setsid=True)
-    for signum in _FORWARDED:
+    for signum in processes.STOP_SIGNALS:
         signal.signal(signum, lambda number, _: processes.send(agent, number))
     status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
     processes.end_tree()

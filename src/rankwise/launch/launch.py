@@ -31,7 +31,6 @@ _MANY_FILES = 4096
 _FILES_TO_BEGIN = 32
 _LOG_TAIL_BYTES = 4096
 _NAMED = 4  # hosts, in the first line; all are in plan.json
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None) -> int:
@@ -121,7 +120,7 @@ def _run_here(
     finally:
         processes.end_tree(bound_s=sweep_s)
         lease.release()
-        for signum in _FORWARDED:  # the run is over: one Ctrl-C more must not make this process look killed
+        for signum in processes.STOP_SIGNALS:  # the run is over: one Ctrl-C more must not make this process look killed
             signal.signal(signum, signal.SIG_IGN)
 
 
@@ -280,7 +279,7 @@ class _Forward:
         self._early: list[int] = []
         self.interrupted = False
         self.asked = False
-        for signum in _FORWARDED:
+        for signum in processes.STOP_SIGNALS:
             signal.signal(signum, self._on_signal)
 
     def to(self, child: int) -> int:

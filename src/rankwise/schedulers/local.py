@@ -18,9 +18,6 @@ NEEDS = "nothing"
 OPTIONS = ("gpus",)
 
 
-_REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
 def detect(env: Mapping[str, str]) -> bool:
     """Always: what nobody else claims is a single process."""
     return True
@@ -47,7 +44,7 @@ def submit(path: str) -> str:
     """
     command = _command(path)
     # Not by subprocess: what it forgets it reaps behind our back, and the agent's status would be lost.
-    return str(os.posix_spawn(command[0], command, os.environ, setsid=True, setsigmask=_REQUESTS))
+    return str(os.posix_spawn(command[0], command, os.environ, setsid=True, setsigmask=processes.STOP_SIGNALS))
 
 
 def submit_bound(path: str) -> str:

@@ -28,16 +28,23 @@ def listen() -> None:
     global listening, _pid
     if not any(name in os.environ for name in _OF_A_RANK) or _is_a_child() or not _can_answer(sys._getframe(1)):
         return
-    import signal  # the launcher's own start is not to pay for it
+    import signal
 
     try:
-        for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        for signum in requests():
             if signal.getsignal(signum) is signal.SIG_DFL:
                 signal.signal(signum, _on_signal)
                 listening = True
     except ValueError:  # not the main thread
         return
     _pid = os.getpid()
+
+
+def requests() -> tuple[int, ...]:
+    """The signals that are remembered. A StopSignal answers Ctrl-C too."""
+    import signal  # the launcher's own start is not to pay for it
+
+    return signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
 
 def remembers(handler: object) -> bool:
@@ -53,7 +60,7 @@ def take() -> int:
     import signal
 
     signum, _heard, listening = _heard, 0, False
-    for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for each in requests():
         if signal.getsignal(each) is _on_signal:
             signal.signal(each, signal.SIG_DFL)
     return signum

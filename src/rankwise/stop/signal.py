@@ -28,7 +28,7 @@ from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Stopped
 from rankwise.stop import early
 from rankwise.stop.coordinator import Coordinator, open_gate
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+SIGNALS = (*early.requests(), signal.SIGINT)
 
 LATE_S = 10.0
 """After a stop: how long a signal is still the request that was answered, to a rank that it reaches last."""
