@@ -146,6 +146,7 @@ def _script(environ: dict[str, str], out: str, cwd: str, argv: tuple[str, ...]) 
     import torch
 
     from rankwise.agent import fork_server
+    from rankwise.host import main_script
 
     torch.set_num_threads(1)
     torch.default_generator.seed()
@@ -159,7 +160,7 @@ def _script(environ: dict[str, str], out: str, cwd: str, argv: tuple[str, ...]) 
             runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
-            fork_server._run_script(argv[0])
+            main_script.run(argv[0])
     except SystemExit as end:
         status = fork_server._exit_status(end)
     except BaseException as error:

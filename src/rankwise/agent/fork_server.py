@@ -23,13 +23,10 @@ fork. Ranks are forked twice: the middle process announces them and ends, they f
 """
 
 import atexit
-import builtins
 import contextlib
 import faulthandler
 import functools
 import gc
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import io
 import json
@@ -50,16 +47,17 @@ import types
 _PR_SET_PDEATHSIG = 1
 
 
-def _beside(name):
-    """The module in the file beside this one: where this file is run by its path there is no package to import it from."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"_rankwise_{name}", path)
+def _load(name):
+    """A module of rankwise, by its path: where this file is run by its own there is no package to import it from."""
+    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"_rankwise_{os.path.basename(name)}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-collective_notes = _beside("collective_notes")
+collective_notes = _load("agent/collective_notes")
+main_script = _load("host/main_script")
 
 
 def main():
@@ -268,7 +266,7 @@ def _run(command, spec, distributed):
             sys.modules["__main__"] = types.ModuleType("__main__")
             runpy._run_module_as_main(command[1])
         else:
-            _run_script(command[0])
+            main_script.run(command[0])
         status = 0
     except SystemExit as end:
         status = _exit_status(end)
@@ -289,18 +287,6 @@ def _let_interrupts_in():
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, handler)
-
-
-def _run_script(path):
-    module = types.ModuleType("__main__")
-    module.__file__ = path
-    module.__builtins__ = builtins
-    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
-    module.__cached__ = None
-    sys.modules["__main__"] = module
-    with io.open_code(path) as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    exec(code, module.__dict__)
 
 
 def _exit_status(end):

@@ -5,16 +5,12 @@ python -m rankwise.checks.rank_process SETTINGS.json script.py [its arguments]
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import importlib.machinery
-import io
 import json
 import os
 import sys
 import time
 import traceback
-import types
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +21,7 @@ from rankwise.checks.settings import RankSettings
 from rankwise.checks.trainer import findings_of
 from rankwise.dist import seed
 from rankwise.dist.world import discover
+from rankwise.host import main_script
 from rankwise.run import directory
 from rankwise.trainer import Trainer
 from rankwise.training.state import TrainState
@@ -68,18 +65,9 @@ def _ask_trainers(instrument: Instrument, asked: list[dict[str, Any]]) -> None:
 
 
 def _run_script(argv: list[str]) -> None:
-    path = argv[0]
     sys.argv = list(argv)
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
-    module: Any = types.ModuleType("__main__")
-    module.__file__ = path
-    module.__builtins__ = builtins
-    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
-    module.__cached__ = None
-    sys.modules["__main__"] = module
-    with io.open_code(path) as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    exec(code, module.__dict__)
+    sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))
+    main_script.run(argv[0])
 
 
 def _leave(folder: Path, ranks: int, rank: int, record: dict[str, Any], gradients: dict[str, Any]) -> None:

@@ -1,0 +1,28 @@
+"""Runs a script in this process as Python would: it becomes the module `__main__`.
+
+main_script.run("train.py")     # sys.argv and sys.path[0] are the caller's business
+
+agent/fork_server.py loads this file by its path, in the script's own interpreter: it imports the standard library alone.
+"""
+
+import builtins
+import importlib.machinery
+import io
+import sys
+import types
+from typing import Any
+
+__tracebackhide__ = True  # agent/fork_server.py leaves the frames of this file out of what is told
+
+
+def run(path: str) -> None:
+    """Raises what the script raises."""
+    module: Any = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__builtins__ = builtins
+    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    module.__cached__ = None
+    sys.modules["__main__"] = module
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
