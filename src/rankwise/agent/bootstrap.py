@@ -22,7 +22,8 @@ from typing import Any
 from rankwise import schedulers
 from rankwise.agent.event_loop import EventLoop
 from rankwise.agent.head import Head, Screen
-from rankwise.agent.node import Node, port_taken
+from rankwise.agent.held_port import port_taken
+from rankwise.agent.node import Node
 from rankwise.agent.nodes import Nodes, introduced
 from rankwise.agent.remote import RemoteNode, Wire
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError

@@ -16,7 +16,6 @@ import hashlib
 import os
 import platform
 import signal
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,11 +27,11 @@ from rankwise import schedulers
 from rankwise.agent.collective_check import Rings
 from rankwise.agent.console import Console, LogFollower, Shown
 from rankwise.agent.event_loop import EventLoop
+from rankwise.agent.held_port import hold_port
 from rankwise.agent.rank_processes import RankProcesses
 from rankwise.agent.rank_starter import Spec, Starter
 from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Observation, StallWatch
-from rankwise.errors import ConfigError
 from rankwise.host import machine, network, processes
 from rankwise.ipc.channel import NobodyThere, knock
 from rankwise.ipc.shared_page import FINISHED, Page
@@ -40,7 +39,6 @@ from rankwise.run.directory import ENV_RUN_DIR, Life, RunDir
 from rankwise.run.plan import Plan
 from rankwise.schedulers import Ranks, torchrun
 
-_LONGEST_COMMAND = 120
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -464,38 +462,3 @@ def _versions(plan: Plan) -> dict[str, str]:
         digest = hashlib.sha256(script.read_bytes()).hexdigest()[:12]
         return {"rankwise": version("rankwise"), "Python": platform.python_version(), script.name: digest}
     return {"rankwise": version("rankwise"), "Python": platform.python_version()}
-
-
-def hold_port(port: int) -> socket.socket:
-    """A port of this host that stays ours (0: any): bound, never listening, so that torch's TCPStore can listen on it with
-    SO_REUSEADDR while every other `bind(0)` passes it by. A crash leaves none of it behind.
-
-    Bound before the option is set: two holders that both had it would both succeed. ConfigError when the port is taken.
-    """
-    holder = socket.socket()
-    try:
-        holder.bind(("", port))
-    except OSError as error:
-        holder.close()
-        raise port_taken(port, error) from None
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return holder
-
-
-def port_taken(port: int, error: OSError, by_hand: bool = False) -> ConfigError:
-    """`by_hand`: each node is told the port by the user."""
-    why = os.strerror(error.errno).lower() if error.errno else str(error)
-    cure = "the same on all nodes" if by_hand else "or leave it out: then one is taken that is free"
-    return ConfigError(f"--master-port {port}: {why} ({_user_of(port)}); choose another, {cure}")
-
-
-def _user_of(port: int) -> str:
-    """Who listens there, if this user may know."""
-    import psutil
-
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            if connection.laddr and connection.laddr.port == port and connection.pid:
-                words = " ".join(psutil.Process(connection.pid).cmdline()[:4]).split()  # one line, whatever is in it
-                return f"by pid {connection.pid}, {' '.join(words)[:_LONGEST_COMMAND]}"
-    return "by another program, or until a minute ago by one that has ended"
