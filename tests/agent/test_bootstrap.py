@@ -19,7 +19,7 @@ from plans import plan
 from rankwise.agent import bootstrap
 from rankwise.errors import ConfigError
 from rankwise.run.directory import RunDir
-from rankwise.run.plan import Plan
+from rankwise.run.plan import Host, Plan
 from rankwise.schedulers import local, sge, slurm
 
 HERE = platform.node()
@@ -87,3 +87,12 @@ def test_who_sits_at_a_terminal_is_told_what_a_second_ctrl_c_does() -> None:
     os.close(master)
     os.close(slave)
     assert b"all ranks stop after the step they are in, and save, within 120 s; Ctrl-C again kills them" in said
+
+
+def test_an_agent_that_the_head_starts_is_greeted_with_the_plan_and_its_own_number_and_ranks(monkeypatch: Any) -> None:
+    monkeypatch.setattr(os, "environ", {"LR": "1", "HOME": "/home/me", "XDG_RUNTIME_DIR": "/run/user/1"})
+    greeting = bootstrap._greeting_of(planned(launcher_pid=42), "secret", 3, Host("node3", 2))
+    assert {key: greeting[key] for key in ("node", "ranks", "secret", "environment")} == {
+        "node": 3, "ranks": 2, "secret": "secret", "environment": {"LR": "1"},
+    }  # fmt: skip
+    assert greeting["plan"] == {**planned().record(), "launcher_pid": 0}

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -148,17 +149,6 @@ def _head(plan: Plan, run: RunDir, scheduler: ModuleType, events: EventLoop) -> 
             node.secret = secret
             if door is not None:
                 node.door = (tuple(door.addresses), door.port)
-
-        def greeting(there: int, host: Host) -> Message:
-            record = {**plan.record(), "launcher_pid": 0, "tee": plan.tee}
-            return {
-                "plan": record,
-                "node": there,
-                "ranks": host.slots,
-                "secret": secret,
-                "environment": _to_pass_on(os.environ),
-            }
-
         elsewhere = {there: host for there, host in hosts.items() if there != here}
         command = [sys.executable, "-m", "rankwise.agent", "-"]
         nodes = Nodes(
@@ -170,7 +160,7 @@ def _head(plan: Plan, run: RunDir, scheduler: ModuleType, events: EventLoop) -> 
             door,
             elsewhere,
             scheduler if elsewhere else None,
-            greeting,
+            partial(_greeting_of, plan, secret),
             command,
         )
         status = Head(plan, run, events, screen, nodes).run()
@@ -184,6 +174,12 @@ def _head(plan: Plan, run: RunDir, scheduler: ModuleType, events: EventLoop) -> 
         if lease is not None:
             lease.release()
     return _told_to_the_starter(status, plan, run, scheduler)
+
+
+def _greeting_of(plan: Plan, secret: str, there: int, host: Host) -> Message:
+    """What the head says first to the agent of node `there`, which it has started by ssh or qrsh."""
+    record = {**plan.record(), "launcher_pid": 0, "tee": plan.tee}
+    return {"plan": record, "node": there, "ranks": host.slots, "secret": secret, "environment": _to_pass_on(os.environ)}
 
 
 def _told_to_the_starter(status: int, plan: Plan, run: RunDir, scheduler: ModuleType) -> int:
