@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from launched import wait_for
 
-from rankwise.dist import rendezvous
+from rankwise.dist import rendezvous, start_file
 from rankwise.dist.rendezvous import Gathering, Meeting, join
 from rankwise.dist.world import World
 from rankwise.errors import WorldError
@@ -377,8 +377,8 @@ def test_an_address_that_was_given_and_where_nothing_listens_is_waited_for_with_
 
 @pytest.mark.parametrize("start", ["../../etc/x", "a b;$(touch x)", "node1:4242", "x" * 300, ".."])
 def test_the_name_of_a_start_is_a_name_of_a_file_and_two_are_two(start: str) -> None:
-    name = rendezvous.file_name(start)
+    name = start_file.file_name(start)
     assert "/" not in name
     assert 0 < len(name) <= 100
     assert not name.startswith(".")
-    assert name != rendezvous.file_name(start + "x")
+    assert name != start_file.file_name(start + "x")

@@ -31,6 +31,7 @@ from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDi
 from rankwise.host import network, processes
 from rankwise.host.processes import STOP_SIGNALS
 from rankwise.host.terminal import Terminal
+from rankwise.ipc.address_file import ways
 from rankwise.ipc.channel import Door, Link, Message, NobodyThere, knock, read_door
 from rankwise.run.directory import RunDir
 from rankwise.run.plan import Host, Plan
@@ -249,17 +250,16 @@ def _calling(plan: Plan | None, run: RunDir, index: int, start: str, events: Eve
     if plan.run_id != record["run_id"]:
         raise RunDirError(f"{run.plan} is of another run than the head's; do all nodes see the same {run.path}?")
     _enter(plan)
-    ways = [*(["127.0.0.1"] if record["home"] == network.home() else []), *record["addresses"]]
-    return _join(plan, run, index, events, ways, int(record["port"]), str(record["secret"]))
+    return _join(plan, run, index, events, ways(record), int(record["port"]), str(record["secret"]))
 
 
-def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, ways: Sequence[str], port: int, secret: str) -> int:
+def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, addresses: Sequence[str], port: int, secret: str) -> int:
     node = Node(plan, run, index, events, Screen(Terminal(sys.stdout, plain=not plan.terminal)), _slots(plan, index))
     try:
         patience = _Patience(index, events)
         while True:
             try:
-                link, _, own = knock(ways, port, secret, introduced(node.introduction))
+                link, _, own = knock(addresses, port, secret, introduced(node.introduction))
                 break
             except NobodyThere as reason:
                 patience.wait(str(reason))

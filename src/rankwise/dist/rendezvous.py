@@ -12,12 +12,9 @@ address proves that it knows the secret, so one that a former job left is passed
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
 import os
 import platform
-import re
 import secrets
 import selectors
 import signal
@@ -31,11 +28,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from rankwise.dist import start_file
+from rankwise.dist.start_file import NotHereError
 from rankwise.dist.world import World
 from rankwise.errors import RunDirError, WorldError
-from rankwise.host import network, processes
+from rankwise.host import network
 from rankwise.host.text import numbered
-from rankwise.run.directory import write_text
+from rankwise.ipc.address_file import ways
 
 FOLDER = ".rankwise"
 SAY_AFTER_S = 5.0
@@ -44,7 +43,6 @@ SAY_AFTER_S = 5.0
 DETAIL_AFTER_S = 60.0
 """Until then who is missing most likely imports torch from a slow file system."""
 
-_LEFT_BEHIND_S = 86400.0  # a file of this age is of a rank 0 that was killed before it could remove it
 _POLL_S = 0.05
 _ANSWER_S = 5.0  # an address at which nothing answers is given up; longer than a lost packet takes to be sent again
 _VERDICT_S = 15.0  # rank 0 names who is missing: the others give it this much longer
@@ -164,7 +162,7 @@ class Gathering:
 
     def __exit__(self, *_: object) -> None:
         for path in self.files:
-            _remove(path, self._secret)
+            start_file.remove(path, self._secret)
         if self._armed:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for conn in [*self._guests, self._listener]:
@@ -226,7 +224,7 @@ class Gathering:
         problems = []
         for folder in self.folders:
             try:
-                self.files.append(_write(folder / self.start, json.dumps(record)))
+                self.files.append(start_file.write(folder / self.start, record))
             except (OSError, RunDirError) as error:
                 problems.append(str(error))
             if self.files and _on_one_host(self.world):
@@ -256,7 +254,7 @@ class Gathering:
 
     def _admit(self, guest: _Guest, told: dict[str, Any]) -> None:
         rank, size = int(told["rank"]), int(told["world_size"])
-        if not hmac.compare_digest(str(told["proof"]), network.proof(self._secret, self.start, guest.nonce, str(rank))):
+        if not network.is_proof(told["proof"], self._secret, self.start, guest.nonce, str(rank)):
             raise ValueError("it does not know the secret")
         answer = {"proof": network.proof(self._secret, self.start, str(told["nonce"]))}
         place = f"process {told['pid']} on {told['host']}"
@@ -313,7 +311,7 @@ def join(world: World, start: str, folders: Sequence[Path], timeout_s: float) ->
         for folder in folders:
             try:
                 meeting = _knock(folder / start, world, start, deadline)
-            except _NotHereError as reason:
+            except NotHereError as reason:
                 why.append(str(reason))
             else:
                 return meeting
@@ -359,18 +357,12 @@ def _say_as_one_of(world: World, wait: Wait, now: float, of: str, why: str) -> N
         say(f"rank {world.rank} {wait.told(now, of)}: {why}")
 
 
-class _NotHereError(Exception):
-    """Rank 0 is not found by this file, or not yet."""
-
-
 def _knock(path: Path, world: World, start: str, deadline: float) -> Meeting:
-    record = _read(path)
+    record = start_file.read(path)
     try:
-        addresses, port, secret = list(record["addresses"]), int(record["port"]), str(record["secret"])
+        addresses, port, secret = ways(record), int(record["port"]), str(record["secret"])
     except (KeyError, TypeError, ValueError):
-        raise _NotHereError(f"{path} is none of ours") from None
-    if record.get("home") == network.home():
-        addresses.insert(0, "127.0.0.1")
+        raise NotHereError(f"{path} is none of ours") from None
     why = "no address"
     for address in dict.fromkeys(addresses):
         with contextlib.closing(_Caller(address)) as caller:
@@ -384,7 +376,7 @@ def _knock(path: Path, world: World, start: str, deadline: float) -> Meeting:
                 return caller.let_go(max(deadline - time.monotonic(), 0) + _VERDICT_S, network.home() == record.get("home"))
             except OSError:
                 why = f"rank 0 on {record.get('host')} was there and left"
-    raise _NotHereError(f"{path} leads to no rank 0 ({why})")
+    raise NotHereError(f"{path} leads to no rank 0 ({why})")
 
 
 class _Caller:
@@ -409,7 +401,7 @@ class _Caller:
         }
         _send(self._conn, {**me, "home": network.home(), "nonce": nonce, "proof": proof})
         answer = self._receive(_ANSWER_S)
-        if not hmac.compare_digest(str(answer["proof"]), network.proof(secret, start, nonce)):
+        if not network.is_proof(answer["proof"], secret, start, nonce):
             raise ValueError("another program answers there")
         if "refused" in answer:
             raise WorldError(str(answer["refused"]))
@@ -442,79 +434,6 @@ class _Caller:
     def close(self) -> None:
         if self._conn is not None:
             self._conn.close()
-
-
-# --- the file
-
-
-def _write(path: Path, text: str) -> Path:
-    """Raises OSError or RunDirError where the folder cannot be made or written."""
-    for attempt in range(3):
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        try:
-            _clear_away(path.parent)
-            write_text(path, text, mode=0o600)
-            break
-        except (OSError, RunDirError):
-            if path.parent.exists() or attempt == 2:  # else another start was done with the folder just now
-                raise
-    return path
-
-
-def _clear_away(folder: Path) -> None:
-    """What killed ones left."""
-    for old in folder.iterdir():
-        with contextlib.suppress(OSError):
-            if time.time() - old.stat().st_mtime > _LEFT_BEHIND_S or _is_of_a_dead_process(old):
-                old.unlink()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Raises _NotHereError when there is no such file, or it is another user's."""
-    network.refresh(path)
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError as error:
-        raise _NotHereError(f"{path}: {str(error.strerror).lower()}") from None
-    with open(fd, encoding="utf-8") as file:
-        owner = os.fstat(fd).st_uid
-        if owner != os.geteuid():
-            raise _NotHereError(f"{path} belongs to user {owner}, and this is {os.geteuid()}")
-        try:
-            record = json.load(file)
-        except ValueError:
-            record = None
-    if not isinstance(record, dict):
-        raise _NotHereError(f"{path} is none of ours")
-    return record
-
-
-def _is_of_a_dead_process(path: Path) -> bool:
-    """Whether rank 0 of that file was on this host, and is gone."""
-    try:
-        record = _read(path)
-        here = (record["home"], record["processes"]) == (network.home(), network.inode("/proc/self/ns/pid"))
-        return here and processes.start_time(int(record["pid"])) is None
-    except (_NotHereError, KeyError, TypeError, ValueError):
-        return False
-
-
-def _remove(path: Path, secret: str) -> None:
-    """Ours alone: a later start of the same name may have written its own. The folder goes when it is empty."""
-    with contextlib.suppress(_NotHereError, OSError):
-        if _read(path).get("secret") == secret:
-            path.unlink()
-    with contextlib.suppress(OSError):
-        path.parent.rmdir()
-
-
-# --- messages and addresses
-
-
-def file_name(start: str) -> str:
-    """`start` as the name of a file: nothing in it leads elsewhere, and it is not too long."""
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", start).lstrip(".")
-    return name if len(name) <= 100 and name == start else f"{name[:80]}-{hashlib.sha256(start.encode()).hexdigest()[:12]}"
 
 
 def _send(conn: socket.socket, message: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rankwise import schedulers
-from rankwise.dist import rendezvous
+from rankwise.dist import rendezvous, start_file
 from rankwise.dist import world as world_
 from rankwise.dist.world import World
 from rankwise.errors import WorldError
@@ -43,7 +43,7 @@ def announced(world: World, timeout: timedelta, join_timeout_s: float) -> tuple[
         )
     home = Path(os.environ["HOME"]) if os.environ.get("HOME") else None
     folders = rendezvous.folders(world, Path.cwd(), home)
-    name = rendezvous.file_name(start)
+    name = start_file.file_name(start)
     if world.rank == 0:
         with rendezvous.Gathering(world, name, folders) as gathering:
             gathering.wait(join_timeout_s)

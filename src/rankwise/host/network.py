@@ -148,3 +148,8 @@ def refresh(path: Path) -> None:
 
 def proof(secret: str, *words: str) -> str:
     return hmac.new(secret.encode(), "\0".join(words).encode(), "sha256").hexdigest()
+
+
+def is_proof(said: object, secret: str, *words: str) -> bool:
+    """Whether what the other end has said is what `proof` makes of these; no time tells how much of it is right."""
+    return hmac.compare_digest(str(said), proof(secret, *words))

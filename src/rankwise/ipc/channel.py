@@ -12,8 +12,6 @@ the other agents call the head, whose address, port and secret lie in the run di
 
 from __future__ import annotations
 
-import contextlib
-import hmac
 import json
 import os
 import secrets
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.host import network
-from rankwise.run.directory import write_text
+from rankwise.ipc import address_file
 
 BEAT_S = 1.0
 LOST_S = 15.0
@@ -172,7 +170,7 @@ class Door:
             "run_id": run_id, "start": start, "addresses": self.addresses, "port": self.port, "secret": self.secret,
             "home": network.home(),
         }  # fmt: skip
-        write_text(path, json.dumps(record), mode=0o600)
+        address_file.write(path, record)
         self._file = path
 
     def callers(self) -> list[tuple[Link, Message]]:
@@ -202,13 +200,11 @@ class Door:
         return admitted
 
     def _knows(self, said: Message, nonce: str) -> bool:
-        return hmac.compare_digest(str(said.get("proof")), network.proof(self.secret, "caller", nonce))
+        return network.is_proof(said.get("proof"), self.secret, "caller", nonce)
 
     def close(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError, ValueError):
-                if json.loads(self._file.read_text())["secret"] == self.secret:
-                    self._file.unlink()
+            address_file.remove(self._file, self.secret)
         for link, *_ in self._coming:
             link.close("the door was shut")
         self._listener.close()
@@ -224,12 +220,10 @@ class NobodyThere(Exception):  # noqa: N818  it is no error: one tries again
 def read_door(path: Path) -> Mapping[str, Any]:
     """The record that `publish` wrote. Raises NobodyThere while there is none that can be read."""
     try:
-        network.refresh(path)
-        with open(path, encoding="utf-8") as file:
-            if os.fstat(file.fileno()).st_uid != os.geteuid():
-                raise NobodyThere(f"{path} belongs to another user")
-            record = json.load(file)
+        record = address_file.read(path)
         return {key: record[key] for key in ("run_id", "start", "addresses", "port", "secret", "home")}
+    except address_file.OtherUserError:
+        raise NobodyThere(f"{path} belongs to another user") from None
     except OSError as error:
         raise NobodyThere(f"{path}: {str(error.strerror).lower()}") from None
     except (ValueError, KeyError, TypeError):
@@ -265,7 +259,7 @@ def _is_proved(link: Link, secret: str, hello: Message, answer_s: float) -> bool
     challenge = _next(link, answer_s)
     nonce = secrets.token_hex(16)
     link.send({**hello, "nonce": nonce, "proof": network.proof(secret, "caller", str(challenge.get("challenge")))})
-    return hmac.compare_digest(str(_next(link, answer_s).get("proof")), network.proof(secret, "door", nonce))
+    return network.is_proof(_next(link, answer_s).get("proof"), secret, "door", nonce)
 
 
 def _next(link: Link, bound_s: float) -> Message:

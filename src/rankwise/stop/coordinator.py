@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from rankwise.dist import comm, log
 from rankwise.dist.world import World
 from rankwise.host import network
+from rankwise.ipc.address_file import ways
 from rankwise.ipc.channel import Door, Link, Message, NobodyThere, knock
 from rankwise.ipc.shared_page import JOIN_S, Page, Row
 
@@ -72,9 +73,8 @@ def _meet(world: World, others: int, takes_part: bool) -> tuple[list[Link], str]
         return links, "" if len(links) == others else f"{others - len(links)} of {others} nodes did not reach the first"
     if not takes_part:
         return [], ""
-    ways = [*(["127.0.0.1"] if where["home"] == network.home() else []), *where["addresses"]]
     try:
-        link, _, _ = knock(ways, where["port"], where["secret"], {"keeper": world.rank})
+        link, _, _ = knock(ways(where), where["port"], where["secret"], {"keeper": world.rank})
     except NobodyThere as problem:
         return [], f"{network.home().split()[0]} does not reach the first node: {problem}"
     return [link], ""

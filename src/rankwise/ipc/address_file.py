@@ -1,0 +1,54 @@
+"""The file in which a process says where it listens: whole or absent, and for its user alone.
+
+write(path, {"addresses": door.addresses, "port": door.port, "secret": secret, "home": network.home()})
+record = read(path);  ways(record);  remove(path, secret)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rankwise.host import network
+from rankwise.run.directory import write_text
+
+
+class OtherUserError(Exception):
+    """The file is another user's: nothing in it is believed."""
+
+    def __init__(self, owner: int) -> None:
+        super().__init__(owner)
+        self.owner = owner
+
+
+def write(path: Path, record: Mapping[str, Any]) -> None:
+    """Raises RunDirError. `record`: addresses, port, secret and home (see `network.home`), and what else its reader needs."""
+    write_text(path, json.dumps(record), mode=0o600)
+
+
+def read(path: Path, flags: int = 0) -> dict[str, Any]:
+    """Raises OSError without such a file, OtherUserError, and ValueError for what is no such record. `flags`: for `os.open`."""
+    network.refresh(path)
+    with open(os.open(path, os.O_RDONLY | flags), encoding="utf-8") as file:
+        if (owner := os.fstat(file.fileno()).st_uid) != os.geteuid():
+            raise OtherUserError(owner)
+        record = json.load(file)
+    if not isinstance(record, dict):
+        raise ValueError("it holds no object")
+    return record
+
+
+def remove(path: Path, secret: str, flags: int = 0) -> None:
+    """Ours alone: a later start may have written its own. `flags`: as for `read`."""
+    with contextlib.suppress(OSError, OtherUserError, ValueError):
+        if read(path, flags).get("secret") == secret:
+            path.unlink()
+
+
+def ways(record: Mapping[str, Any]) -> list[str]:
+    """The addresses to try, in this order: loopback first where who listens is on this host."""
+    return [*(["127.0.0.1"] if record.get("home") == network.home() else []), *record["addresses"]]
