@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,35 @@ def test_auto_without_a_gpu_is_a_rank_for_each_physical_core() -> None:
     count, why = machine.ranks_for("auto", {"CUDA_VISIBLE_DEVICES": ""})
     assert count == machine.physical_cores()
     assert why == "auto: no GPU here, so one per physical core"
+
+
+def test_without_a_device_file_of_any_vendor_there_is_no_gpu(tmp_path: Path) -> None:
+    assert machine.why_not_nccl({}, (), tmp_path) == "this machine has no GPU"
+    assert machine.why_not_nccl({"CUDA_VISIBLE_DEVICES": "0"}, (), tmp_path) == "this machine has no GPU"
+    for name in ("nvidia0", "kfd", "dxg", "nvhost-gpu"):
+        (tmp_path / name).touch()
+        assert machine.why_not_nccl({}, (), tmp_path) is None
+        (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_hidden_gpus_are_no_place_for_nccl(tmp_path: Path, hidden: str) -> None:
+    (tmp_path / "nvidia0").touch()
+    assert (
+        machine.why_not_nccl({"CUDA_VISIBLE_DEVICES": hidden}, (), tmp_path) == f"CUDA_VISIBLE_DEVICES={hidden} hides every GPU"
+    )
+
+
+def test_a_torch_without_cuda_is_named_with_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('it is not imported')")
+    version = tmp_path / "torch" / "version.py"
+    version.write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    said = "the installed torch 2.13.0+cpu is built without CUDA"
+    assert machine.why_not_nccl({}, (sys.executable, "-u"), tmp_path) == said
+    assert machine.why_not_nccl({}, ("/other/python",), tmp_path) is None
+    version.write_text("__version__ = '2.13.0'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n")
+    assert machine.why_not_nccl({}, (sys.executable,), tmp_path) is None

@@ -27,7 +27,7 @@ from rankwise.errors import ConfigError, SelftestError
 from rankwise.host import machine
 from rankwise.host.text import count, listed
 from rankwise.launch.outcome import say
-from rankwise.launch.script import examine
+from rankwise.launch.script_lint import examine
 from rankwise.run import directory
 
 _GRACE_S = 3

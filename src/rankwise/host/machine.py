@@ -7,7 +7,8 @@ import importlib.util
 import os
 import re
 import resource
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +146,19 @@ def visible(wanted: str | None, env: Mapping[str, str], dev: Path = _DEV, sys: P
     # AMD's own variable outranks NVIDIA's there.
     name = "CUDA_VISIBLE_DEVICES" if _nvidia(dev) else "HIP_VISIBLE_DEVICES"
     return {name: ",".join(map(str, numbers))}
+
+
+def why_not_nccl(env: Mapping[str, str], interpreter: Sequence[str], dev: Path = _DEV) -> str | None:
+    """Why no rank can use NCCL here; None if one may."""
+    if env.get("CUDA_VISIBLE_DEVICES") is not None and gpus(env, dev) == 0:
+        return f"CUDA_VISIBLE_DEVICES={env['CUDA_VISIBLE_DEVICES']} hides every GPU"
+    # AMD's driver, Jetson's and the one of Windows' Linux have other names than /dev/nvidia0.
+    if not any(any(dev.glob(name)) for name in ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")):
+        return "this machine has no GPU"
+    build = torch_build() if interpreter[:1] == (sys.executable,) else None
+    if build is None or build.built_for & {"cuda", "hip"}:
+        return None
+    return f"the installed torch {build.version} is built without CUDA"
 
 
 def ranks_for(nproc: str, env: Mapping[str, str], dev: Path = _DEV, sys: Path = _SYS) -> tuple[int, str]:

@@ -18,7 +18,7 @@ from rankwise import schedulers
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
 from rankwise.host import machine, processes
 from rankwise.host.text import count, listed, seconds_of, short
-from rankwise.launch import backend, code, join, script, submit
+from rankwise.launch import code, join, script, submit
 from rankwise.launch.outcome import conclude, say
 from rankwise.launch.scheduler_choice import Choice, choose
 from rankwise.run.config import RunConfig
@@ -260,7 +260,7 @@ def _advised(needed: int, most: int) -> int:
 
 
 def _refuse_nccl_without_gpu(program: script.Program, env: Mapping[str, str]) -> None:
-    if program.nccl_line is not None and (why := backend.why_not_nccl(env, program.interpreter)) is not None:
+    if program.nccl_line is not None and (why := machine.why_not_nccl(env, program.interpreter)) is not None:
         raise ConfigError(
             f"{program.name}, line {program.nccl_line}: it asks for the backend nccl, and {why}; write "
             'init_process_group("gloo") there, or init_process_group() for what each machine has'

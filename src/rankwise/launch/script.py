@@ -5,7 +5,6 @@ program = find(config)        # ConfigError: it is not there, or does not compil
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 import re
@@ -13,18 +12,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rankwise.errors import ConfigError
 from rankwise.host.terminal import typed
-from rankwise.launch import backend
-from rankwise.launch.pitfalls import pitfalls
+from rankwise.launch.script_lint import ScriptFacts, examine
 from rankwise.run.config import WORKER, RunConfig
 
-_LONGEST_SHOWN = 120
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?)?")
 
 
@@ -66,16 +61,6 @@ def named(argv: tuple[str, ...]) -> str:
     if argv[:2] == ("-m", WORKER):
         return argv[2]
     return argv[1] if argv[0] == "-m" else argv[0]
-
-
-@dataclass(frozen=True)
-class ScriptFacts:
-    """What a Program says of its source."""
-
-    keep_cold: str | None
-    nccl_line: int | None = None
-    pitfalls: tuple[str, ...] = ()
-    torch_line: int | None = None
 
 
 def find(config: RunConfig) -> Program:
@@ -150,107 +135,8 @@ def _examine_module(program: Program) -> Program:
     return Program(program.interpreter, program.argv, facts.keep_cold, facts.nccl_line, facts.pitfalls)
 
 
-def examine(script: str) -> ScriptFacts:
-    """Raises ConfigError in one line for a script that cannot run at all."""
-    path = Path(script)
-    if not script:
-        raise ConfigError("the name of the script is empty; type: rankwise run script.py [its arguments]")
-    if path.is_dir():
-        example = shlex.quote(f"{script.rstrip('/')}/train.py")
-        raise ConfigError(f"{script} is a folder; give the script that trains, for example {example}")
-    try:
-        source = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"the script {script} cannot be read: {error.strerror} (from {os.getcwd()})") from None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python says them again when the ranks run it
-            tree = ast.parse(source, filename=script)
-    except (SyntaxError, ValueError) as error:
-        where = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        what = error.msg if isinstance(error, SyntaxError) else str(error)
-        command = script if "/" in script else f"./{script}"
-        hint = "" if path.suffix in (".py", "") else f"; for a command that is no Python script: {typed('run', '--', command)}"
-        raise ConfigError(f"{script}{where}: syntax error: {what}{hint}{_shown(error)}") from None
-    line = _environment_write_before_torch(tree)
-    return ScriptFacts(
-        keep_cold=f"line {line} sets environment variables before torch is imported" if line else None,
-        # What it sees of the machine may be its own choice.
-        nccl_line=backend.asks_for_nccl(tree) if b"VISIBLE_DEVICES" not in source else None,
-        pitfalls=tuple(pitfalls(tree)),
-        torch_line=_import_of_torch(tree),
-    )
-
-
-def _import_of_torch(tree: ast.Module) -> int | None:
-    """The line of one that is certain to run: a statement of the module itself."""
-    for node in tree.body:
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = [node.module or ""]
-        if any(name.split(".")[0] == "torch" for name in names):
-            return node.lineno
-    return None
-
-
 def _has_torch() -> bool:
     try:
         return importlib.util.find_spec("torch") is not None
     except (ImportError, ValueError):
         return False
-
-
-def _shown(error: SyntaxError | ValueError) -> str:
-    """The line of the source with a mark below the place, as Python shows it; empty where that is not known."""
-    if not isinstance(error, SyntaxError) or not error.text or not error.offset:
-        return ""
-    text = error.text.rstrip("\n")
-    begin = len(text) - len(text.lstrip())
-    place = min(max(error.offset - 1, begin), len(text))
-    if len(text) - begin > _LONGEST_SHOWN:
-        return ""
-    return f"\n    {text[begin:]}\n    {' ' * (place - begin)}^"
-
-
-def _environment_write_before_torch(tree: ast.Module) -> int | None:
-    """The line of a write to os.environ that runs before the first import of torch: torch reads its variables when it is
-    imported, and in a forked rank it has been."""
-    for node in _executed(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
-            if any(name.split(".")[0] == "torch" for name in names):
-                return None
-        if _writes_environment(node):
-            return getattr(node, "lineno", 1)
-    return None
-
-
-def _executed(node: ast.AST) -> Iterator[ast.AST]:
-    """What runs when the module does, in its order: not the bodies of functions."""
-    for child in ast.iter_child_nodes(node):
-        yield child
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            yield from _executed(child)
-
-
-def _writes_environment(node: ast.AST) -> bool:
-    if isinstance(node, ast.AugAssign | ast.AnnAssign):
-        return _is_environ(node.target) or _holds_item_of_environ(node.target)
-    if isinstance(node, ast.Assign | ast.Delete):
-        return any(_holds_item_of_environ(target) for target in node.targets)
-    if isinstance(node, ast.Call):
-        if ast.unparse(node.func) in ("os.putenv", "putenv", "os.unsetenv", "unsetenv"):
-            return True
-        return isinstance(node.func, ast.Attribute) and _is_environ(node.func.value) and node.func.attr in _WRITERS
-    return False
-
-
-_WRITERS = ("update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__")
-
-
-def _holds_item_of_environ(target: ast.expr) -> bool:
-    return any(isinstance(t, ast.Subscript) and _is_environ(t.value) for t in ast.walk(target))
-
-
-def _is_environ(node: ast.expr) -> bool:
-    return ast.unparse(node) in ("os.environ", "environ", "os.environb", "environb")

@@ -1,0 +1,273 @@
+"""What is read from a script's text before anything is started: whether it compiles, and what will go wrong in it.
+
+facts = examine("train.py");  facts.pitfalls;  facts.nccl_line;  facts.torch_line;  facts.keep_cold
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankwise.errors import ConfigError
+from rankwise.host.terminal import typed
+
+_LONGEST_SHOWN = 120
+
+
+@dataclass(frozen=True)
+class ScriptFacts:
+    """What is read from a script's text; Program says what each means."""
+
+    keep_cold: str | None
+    nccl_line: int | None = None
+    pitfalls: tuple[str, ...] = ()
+    torch_line: int | None = None
+
+
+def examine(script: str) -> ScriptFacts:
+    """Raises ConfigError in one line for a script that cannot run at all."""
+    path = Path(script)
+    if not script:
+        raise ConfigError("the name of the script is empty; type: rankwise run script.py [its arguments]")
+    if path.is_dir():
+        example = shlex.quote(f"{script.rstrip('/')}/train.py")
+        raise ConfigError(f"{script} is a folder; give the script that trains, for example {example}")
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the script {script} cannot be read: {error.strerror} (from {os.getcwd()})") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python says them again when the ranks run it
+            tree = ast.parse(source, filename=script)
+    except (SyntaxError, ValueError) as error:
+        where = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        what = error.msg if isinstance(error, SyntaxError) else str(error)
+        command = script if "/" in script else f"./{script}"
+        hint = "" if path.suffix in (".py", "") else f"; for a command that is no Python script: {typed('run', '--', command)}"
+        raise ConfigError(f"{script}{where}: syntax error: {what}{hint}{_shown(error)}") from None
+    line = _environment_write_before_torch(tree)
+    return ScriptFacts(
+        keep_cold=f"line {line} sets environment variables before torch is imported" if line else None,
+        # What it sees of the machine may be its own choice.
+        nccl_line=asks_for_nccl(tree) if b"VISIBLE_DEVICES" not in source else None,
+        pitfalls=tuple(pitfalls(tree)),
+        torch_line=_import_of_torch(tree),
+    )
+
+
+def _shown(error: SyntaxError | ValueError) -> str:
+    """The line of the source with a mark below the place, as Python shows it; empty where that is not known."""
+    if not isinstance(error, SyntaxError) or not error.text or not error.offset:
+        return ""
+    text = error.text.rstrip("\n")
+    begin = len(text) - len(text.lstrip())
+    place = min(max(error.offset - 1, begin), len(text))
+    if len(text) - begin > _LONGEST_SHOWN:
+        return ""
+    return f"\n    {text[begin:]}\n    {' ' * (place - begin)}^"
+
+
+# --- what another launcher's manual has left in it
+
+_READS_ITS_RANK = ("RANK", "LOCAL_RANK")
+_OF_OTHERS = re.compile(r"SLURM_(PROC|LOCAL)ID|OMPI_COMM_WORLD_(LOCAL_)?RANK|PMI_RANK|MPI_LOCALRANKID|HOROVOD_(LOCAL_)?RANK")
+_SPAWN = re.compile(r"(.*\.)?(mp|multiprocessing)\.(spawn|start_processes)")
+_ARGUMENTS = ("--local_rank", "--local-rank")
+
+
+def pitfalls(tree: ast.Module) -> list[str]:
+    """A sentence each. None for a script that takes its rank from torchrun's variables, or from rankwise, somewhere."""
+    words = {node.value: node.lineno for node in _walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    names = _imported_from(tree)
+    calls = [node for node in _walk(tree) if isinstance(node, ast.Call)]
+    spawns = [call.lineno for call in calls if _SPAWN.fullmatch(names.get(ast.unparse(call.func), ast.unparse(call.func)))]
+    if any(name in words for name in _READS_ITS_RANK):
+        return []
+    found = []
+    if spawns:
+        found.append(
+            f"line {spawns[-1]} starts processes itself (torch.multiprocessing.spawn), and each rank does so again: type "
+            "python in place of rankwise run, or call there what it spawns, with the rank that is in RANK"
+        )
+    if _imports_rankwise(tree):
+        return found
+    others = [(line, name) for name, line in words.items() if _OF_OTHERS.fullmatch(name)]
+    if others:
+        line, name = min(others)
+        found.append(f"line {line} takes a rank from {name}: here it is in RANK, and in LOCAL_RANK which of its node's it is")
+    if any(name in words for name in _ARGUMENTS):
+        line = min(words[name] for name in _ARGUMENTS if name in words)
+        found.append(f'line {line} takes --local_rank, which nobody gives here: read int(os.environ["LOCAL_RANK"])')
+    return found
+
+
+def _walk(tree: ast.Module) -> list[ast.AST]:
+    """In the order of the source, the first use last: a dict of lines then holds that."""
+    return sorted(ast.walk(tree), key=lambda node: -getattr(node, "lineno", 0))
+
+
+def _imported_from(tree: ast.Module) -> dict[str, str]:
+    """`from a.b import c as d`: d is a.b.c."""
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+
+
+def _imports_rankwise(tree: ast.Module) -> bool:
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return any(name.split(".")[0] == "rankwise" for name in names)
+
+
+# --- whether it is certain to ask for NCCL, which a machine without a GPU, or a torch without CUDA, cannot give
+#
+# Certain is what runs whatever happens: the module's own statements, what stands under `if __name__ == "__main__"`, and the
+# functions of the script that these call. Nothing under a condition, a loop, a `try` or a `with`, and nothing behind a place
+# where the script may leave, counts: there it may well know what it does.
+
+_CALL = re.compile(r"((torch\.)?(distributed|dist)\.)?init_process_group")
+_BRANCHES = (
+    *(ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.With, ast.AsyncWith, ast.Match, ast.IfExp, ast.BoolOp),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+    *(ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
+)
+_ENDS = (ast.Raise, ast.Assert)
+_LEAVING_CALL = re.compile(r"(sys\.)?exit|quit|os\._exit|os\.exec\w+|os\.abort")
+
+
+def asks_for_nccl(tree: ast.Module) -> int | None:
+    """The line of a call of init_process_group with the backend nccl that is certain to run; None without one."""
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if "init_process_group" in functions:
+        return None
+    for call in _certain_calls(tree.body, functions, ()):
+        if _CALL.fullmatch(ast.unparse(call.func)) and _backend(call) == "nccl":
+            return call.lineno
+    return None
+
+
+def _backend(call: ast.Call) -> str | None:
+    words = [*call.args[:1], *(word.value for word in call.keywords if word.arg == "backend")]
+    name = words[0].value if words and isinstance(words[0], ast.Constant) else None
+    return name.lower() if isinstance(name, str) else None
+
+
+def _certain_calls(
+    body: Sequence[ast.stmt], functions: Mapping[str, ast.FunctionDef], inside: tuple[str, ...]
+) -> Iterator[ast.Call]:
+    """The calls that are certain to be made, in no exact order within a statement, up to where the script may leave."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if _is_main_guard(statement):
+            assert isinstance(statement, ast.If)
+            yield from _certain_calls(statement.body, functions, inside)
+        for call in _unconditional(statement) if not isinstance(statement, _BRANCHES) else ():
+            yield call
+            name = ast.unparse(call.func)
+            if name in functions and name not in inside and _is_plain(functions[name]):
+                yield from _certain_calls(functions[name].body, functions, (*inside, name))
+        if _may_leave(statement, functions):
+            return
+
+
+def _unconditional(node: ast.AST) -> Iterator[ast.Call]:
+    if isinstance(node, ast.Call):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, _BRANCHES):
+            yield from _unconditional(child)
+
+
+def _is_main_guard(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.If) and ast.unparse(statement.test) in (
+        "__name__ == '__main__'",
+        "'__main__' == __name__",
+    )
+
+
+def _is_plain(function: ast.FunctionDef) -> bool:
+    """Whether to call it is to run it: no generator, and no decorator but torch's `record`."""
+    decorated = [d for d in function.decorator_list if ast.unparse(d).rpartition(".")[2] != "record"]
+    return not decorated and not any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function))
+
+
+def _may_leave(statement: ast.stmt, functions: Mapping[str, ast.FunctionDef]) -> bool:
+    """Whether what follows it may not run: it returns, or it or a function of the script that it calls may raise or exit."""
+    if any(isinstance(node, ast.Return) for node in ast.walk(statement)):
+        return True
+    seen: set[str] = set()
+    waiting: list[ast.AST] = [statement]
+    while waiting:
+        for node in ast.walk(waiting.pop()):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if isinstance(node, _ENDS) or _LEAVING_CALL.fullmatch(name):
+                return True
+            if name in functions and name not in seen:
+                seen.add(name)
+                waiting.append(functions[name])
+    return False
+
+
+# --- where it imports torch, and what it changes in the environment before
+
+
+def _import_of_torch(tree: ast.Module) -> int | None:
+    """The line of one that is certain to run: a statement of the module itself."""
+    for node in tree.body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module or ""]
+        if any(name.split(".")[0] == "torch" for name in names):
+            return node.lineno
+    return None
+
+
+def _environment_write_before_torch(tree: ast.Module) -> int | None:
+    """The line of a write to os.environ that runs before the first import of torch: torch reads its variables when it is
+    imported, and in a forked rank it has been."""
+    for node in _executed(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+            if any(name.split(".")[0] == "torch" for name in names):
+                return None
+        if _writes_environment(node):
+            return getattr(node, "lineno", 1)
+    return None
+
+
+def _executed(node: ast.AST) -> Iterator[ast.AST]:
+    """What runs when the module does, in its order: not the bodies of functions."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _executed(child)
+
+
+def _writes_environment(node: ast.AST) -> bool:
+    if isinstance(node, ast.AugAssign | ast.AnnAssign):
+        return _is_environ(node.target) or _holds_item_of_environ(node.target)
+    if isinstance(node, ast.Assign | ast.Delete):
+        return any(_holds_item_of_environ(target) for target in node.targets)
+    if isinstance(node, ast.Call):
+        if ast.unparse(node.func) in ("os.putenv", "putenv", "os.unsetenv", "unsetenv"):
+            return True
+        return isinstance(node.func, ast.Attribute) and _is_environ(node.func.value) and node.func.attr in _WRITERS
+    return False
+
+
+_WRITERS = ("update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__")
+
+
+def _holds_item_of_environ(target: ast.expr) -> bool:
+    return any(isinstance(t, ast.Subscript) and _is_environ(t.value) for t in ast.walk(target))
+
+
+def _is_environ(node: ast.expr) -> bool:
+    return ast.unparse(node) in ("os.environ", "environ", "os.environb", "environb")
