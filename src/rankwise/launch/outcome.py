@@ -14,6 +14,7 @@ from pathlib import Path
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from rankwise.host.terminal import typed
 from rankwise.host.text import short
+from rankwise.launch.caller import caller_of
 from rankwise.run.config import RunConfig, misplaced, option
 from rankwise.run.directory import Failure, RunDir
 
@@ -25,7 +26,7 @@ def conclude(run: RunDir, status: int, lives_before: int, config: RunConfig, by:
 
     `by`: what this process has started, and `status` is of. `asked`: it was asked to stop.
     """
-    lives = run.lives()
+    lives, caller = run.lives(), caller_of(config.words)
     life = lives[-1] if len(lives) > lives_before else None
     failure = run.read_failure()
     if status < 0:
@@ -39,17 +40,17 @@ def conclude(run: RunDir, status: int, lives_before: int, config: RunConfig, by:
     if failure is not None:
         _say_failure(run, failure, config)
     elif status in (EXIT_PREEMPTED, EXIT_INTERRUPTED) and life.outcome.startswith("stopped"):
-        to_go_on = "call it again" if config.is_function else f"type: {_resume_command(config)}"
-        say(f"{life.outcome}; to go on, {to_go_on}")
-    elif status != 0 or (";" in life.outcome and not config.is_function):
+        say(f"{life.outcome}; to go on, {caller.how_to_continue(_resume_command(config))}")
+    elif status != 0 or (";" in life.outcome and caller.reads):
         say(life.outcome)
     return status
 
 
 def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
     _show("")
+    caller = caller_of(config.words)
     if failure.traceback is not None:
-        if not _is_told(failure) and not config.is_function:  # whoever called it is given the exception
+        if not _is_told(failure) and caller.reads:
             _show(failure.traceback.rstrip("\n"))
     elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # rank 0's are above
         _show(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES)), end="")
@@ -57,7 +58,7 @@ def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
         say(hint)
     say(f"{failure.summary}, on {failure.host}")
     if failure.step is not None:
-        saved, again = run.saved(), "call" if config.is_function else "command"
+        saved, again = run.saved(), caller.again
         say(f"saved: {saved[-1]}; the same {again} goes on from there" if saved else
              f"nothing was saved yet: the same {again} starts from the beginning")  # fmt: skip
     log = Path(failure.log or "")
@@ -70,7 +71,7 @@ def _misplaced(run: RunDir, failure: Failure, config: RunConfig) -> str | None:
     ours, rest = misplaced(config.argv[1:])
     names = [word.partition("=")[0] for word in ours if word.startswith("--")]
     said = (failure.traceback or "") + run.log_tail(failure.rank, _LOG_TAIL_BYTES).decode(errors="replace")
-    if config.command or config.is_function or not any(name in said for name in names):
+    if config.command or not caller_of(config.words).reads or not any(name in said for name in names):
         return None
     meant = typed("run", *ours, *_options(config), config.argv[0], *rest)
     are = "is an option" if len(names) == 1 else "are options"

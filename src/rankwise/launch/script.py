@@ -17,8 +17,9 @@ from pathlib import Path
 
 from rankwise.errors import ConfigError
 from rankwise.host.terminal import typed
+from rankwise.launch.caller import Caller, caller_of
 from rankwise.launch.script_lint import ScriptFacts, examine
-from rankwise.run.config import WORKER, RunConfig
+from rankwise.run.config import RunConfig
 
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?)?")
 
@@ -44,23 +45,16 @@ class Program:
     @property
     def name(self) -> str:
         """What a person calls it."""
-        return named(self.argv)
+        return self.caller.name_of(self.argv)
 
     @property
-    def is_function(self) -> bool:
-        return self.argv[:2] == ("-m", WORKER)
+    def caller(self) -> Caller:
+        return caller_of(self.argv)
 
     @property
     def run_name(self) -> str:
         """The name of its run unless another is given: a script's stem, a module, a command."""
         return Path(self.name).stem if self.interpreter and self.argv[0] != "-m" else Path(self.name).name
-
-
-def named(argv: tuple[str, ...]) -> str:
-    """What a person calls a script, a module, a command or a function."""
-    if argv[:2] == ("-m", WORKER):
-        return argv[2]
-    return argv[1] if argv[0] == "-m" else argv[0]
 
 
 def find(config: RunConfig) -> Program:
@@ -71,7 +65,7 @@ def find(config: RunConfig) -> Program:
         if not program.interpreter:
             return _examine_command(program)
     else:
-        program = Program(ours, ("-m", *config.argv) if config.module else config.argv)
+        program = Program(ours, config.words)
     if program.argv[0] == "-m":
         return _examine_module(program) if program.interpreter == ours else program
     facts = examine(program.argv[0])

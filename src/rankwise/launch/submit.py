@@ -20,9 +20,10 @@ from rankwise.host.terminal import typed
 from rankwise.host.text import short, stamp
 from rankwise.ipc import pickles
 from rankwise.launch import code, follow
+from rankwise.launch.caller import caller_of
 from rankwise.launch.outcome import say
 from rankwise.launch.scheduler_choice import Choice
-from rankwise.launch.script import Program, named
+from rankwise.launch.script import Program
 from rankwise.launch.status import called, state_of
 from rankwise.run.config import RunConfig
 from rankwise.run.directory import Job, RunDir, write_json, write_text
@@ -76,12 +77,11 @@ def compare_with_earlier_lives(run: RunDir, program: Program) -> None:
     if not lives:
         return
     before, now = lives[-1].argv, program.argv
-    words = 3 if program.is_function else 2
-    if Path(before[0]).name != Path(now[0]).name or (now[0] == "-m" and before[:words] != now[:words]):
-        name, fresh = ('name="NAME"', "fresh=True") if program.is_function else ("--name NAME", "--fresh")
+    caller = program.caller
+    if Path(before[0]).name != Path(now[0]).name or (now[0] == "-m" and caller.identity(before) != caller.identity(now)):
         raise ConfigError(
-            f"the run in {short(run.path)} is of {named(before)} and this is {program.name}; give this one another name "
-            f"with {name}, or move the older aside with {fresh}"
+            f"the run in {short(run.path)} is of {caller_of(before).name_of(before)} and this is {program.name}; give this one "
+            f"another name with {caller.name_option}, or move the older aside with {caller.fresh_option}"
         )
     if before[1:] != now[1:]:
         say(
@@ -147,7 +147,7 @@ def queue(
     except KeyboardInterrupt:
         say(f"no longer followed; job {job_id} goes on: {typed('logs', '-f', name)}; to end it: {typed('cancel', name)}")
         return EXIT_INTERRUPTED
-    if not config.is_function:  # whoever called it is not given a line, but the run
+    if program.caller.reads:
         print(job_id)
     return 0
 

@@ -230,8 +230,9 @@ class RunConfig:
         return cls(**{name: value for layer in layers for name, value in layer.items()})
 
     @property
-    def is_function(self) -> bool:
-        return self.module and self.argv[0] == WORKER
+    def words(self) -> tuple[str, ...]:
+        """What is run, and its arguments: `argv`, with `-m` before a module."""
+        return ("-m", *self.argv) if self.module else self.argv
 
     def node_counts(self) -> tuple[int, int] | None:
         """(fewest, most) nodes; None where that was not said."""

@@ -1,0 +1,57 @@
+"""Who has started a run: a person who typed a command, or Python code that called `run_function`.
+
+caller = caller_of(program.argv);  caller.name_of(program.argv);  caller.how_to_continue("rankwise run train.py")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rankwise.run.config import WORKER
+
+
+@dataclass(frozen=True)
+class Caller:
+    """What it is called that was started, how the caller continues it, and whether the caller reads what is printed."""
+
+    again: str
+    """What starts the run once more: the same `command`, the same `call`."""
+
+    name_option: str
+    """How another name is given."""
+
+    fresh_option: str
+    """How an older run is moved aside."""
+
+    reads: bool
+    """Whether somebody reads what is printed. Code is given the exception, or the run."""
+
+    def name_of(self, argv: Sequence[str]) -> str:
+        """What a person calls a script, a module, a command or a function."""
+        return self.identity(argv)[-1]
+
+    def identity(self, argv: Sequence[str]) -> tuple[str, ...]:
+        """The first words of `argv`, which say what is run; the others are its arguments."""
+        return tuple(argv[:2] if argv[0] == "-m" else argv[:1])
+
+    def how_to_continue(self, command: str) -> str:
+        """`command`: what a person would type."""
+        return f"type: {command}"
+
+
+class _Code(Caller):
+    def identity(self, argv: Sequence[str]) -> tuple[str, ...]:
+        return tuple(argv[:3])
+
+    def how_to_continue(self, command: str) -> str:
+        return "call it again"
+
+
+PERSON = Caller("command", "--name NAME", "--fresh", reads=True)
+CODE = _Code("call", 'name="NAME"', "fresh=True", reads=False)
+
+
+def caller_of(argv: Sequence[str]) -> Caller:
+    """`argv`: a script, or `-m` and a module, or a command; and its arguments."""
+    return CODE if tuple(argv[:2]) == ("-m", WORKER) else PERSON
