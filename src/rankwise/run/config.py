@@ -5,17 +5,17 @@ config = RunConfig.of(*site_settings(os.environ), read_file("run.toml"), {"argv"
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
 from rankwise.errors import ConfigError
 from rankwise.host.text import seconds_of
+from rankwise.run.kinds import SEVERAL, TABLE, WHOLE, fits, kind_of
 
 WORKER = "rankwise.functions.worker"
 """The module that ranks run which run a function; its name follows, for people."""
@@ -28,7 +28,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 class RunConfig:
     """One run as it was asked for; the Plan made of it holds what was found."""
 
-    argv: tuple[str, ...]
+    argv: tuple[str, ...] = field(metadata=SEVERAL)
     """The script, module or command, and its own arguments, untouched."""
 
     module: bool = False
@@ -100,7 +100,7 @@ class RunConfig:
     nodes: str | None = None
     """How many nodes: `2`, or from MIN to MAX: `1:4`."""
 
-    node_rank: int | None = None
+    node_rank: int | None = field(default=None, metadata=WHOLE)
     """Which of the nodes this is, where each is started by hand."""
 
     master_addr: str | None = None
@@ -112,7 +112,7 @@ class RunConfig:
     partition: str | None = None
     time: str | None = None
     nodelist: str | None = None
-    cpus_per_task: int | None = None
+    cpus_per_task: int | None = field(default=None, metadata=WHOLE)
     """Cores of each node, for all its ranks: what Slurm calls a task is the agent of a node."""
 
     mem: str | None = None
@@ -130,7 +130,7 @@ class RunConfig:
     sbatch_args: tuple[str, ...] = ()
     """Further options of sbatch, one each: `--exclusive`, `--comment=a b`."""
 
-    slots: int | None = None
+    slots: int | None = field(default=None, metadata=WHOLE)
     pe: str | None = None
     """Grid Engine's parallel environment."""
 
@@ -148,14 +148,14 @@ class RunConfig:
     wait: bool = False
     """Follow a queued job to its end."""
 
-    site: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    site: Mapping[str, Any] = field(default_factory=dict, metadata=TABLE)
     """Defaults of a site file for what only some schedulers know (SCHEDULERS); each takes what it knows."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, _TYPES[str(field.type)]):
-                raise ConfigError(f"{option(field.name)} {value!r}: it must be {_WORDS[str(field.type)]}")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not fits(value, each):
+                raise ConfigError(f"{option(each.name)} {value!r}: it must be {kind_of(each).words}")
         if not self.argv:
             raise ConfigError("nothing to run; type: rankwise run script.py [its arguments]")
         if self.nproc != "auto" and not (re.fullmatch("[0-9]{1,6}", self.nproc) and int(self.nproc) > 0):
@@ -286,11 +286,11 @@ def misplaced(words: Sequence[str]) -> tuple[list[str], list[str]]:
     position = 0
     while position < len(rest) and rest[position] != "--":
         name, glued, _ = rest[position].partition("=")
-        kind = _KIND_OF.get(_field(name.removeprefix("--"))) if name.startswith("--") else None
-        if kind is None:
+        setting = _field(name.removeprefix("--")) if name.startswith("--") else ""
+        if setting not in _SETTINGS:
             position += 1
             continue
-        several = kind != "bool" and not glued and position + 1 < len(rest)
+        several = setting not in _SWITCHES and not glued and position + 1 < len(rest)
         ours += rest[position : position + 1 + several]
         del rest[position : position + 1 + several]
     return ours, rest
@@ -298,37 +298,17 @@ def misplaced(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 _SITE_FILE = "rankwise.toml"
 
-_TYPES: dict[str, Any] = {
-    "tuple[str, ...]": tuple,
-    "bool": bool,
-    "str": str,
-    "str | None": (str, type(None)),
-    "int": int,
-    "int | None": (int, type(None)),
-    "Mapping[str, Any]": dict,
-    "float": (int, float),
-}
-_WORDS = {
-    "tuple[str, ...]": "a list of words",
-    "bool": "true or false",
-    "str": "text in quotes",
-    "str | None": "text in quotes",
-    "int": "a whole number",
-    "int | None": "a whole number",
-    "Mapping[str, Any]": "a table",
-    "float": "a number",
-}
-
 
 def default_run_dir(name: str) -> Path:
     """./runs/<name>, absolute."""
     return Path("runs", name or "run").absolute()
 
 
-_SETTINGS = [field.name for field in fields(RunConfig) if field.name not in ("argv", "module", "command", "site")]
+_SETTINGS = [each.name for each in fields(RunConfig) if each.name not in ("argv", "module", "command", "site")]
 """What a file may hold: all but what is to be run."""
 
-_KIND_OF = {field.name: str(field.type) for field in fields(RunConfig) if field.name in _SETTINGS}
+_SWITCHES = [each.name for each in fields(RunConfig) if isinstance(each.default, bool)]
+"""Options that take no value."""
 
 
 _OF_ONE_RUN = ("name", "run_dir", "fresh", "node_rank", "array", "dependency", "dry_run")

@@ -25,7 +25,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +33,7 @@ from rankwise.errors import RunDirError
 from rankwise.host.terminal import typed
 from rankwise.host.text import listed
 from rankwise.run import lease
+from rankwise.run.kinds import NUMBER, SEVERAL, TEXT, WHOLE, fits
 from rankwise.run.lease import Holder, Lease
 
 ENV_RUN_DIR = "RANKWISE_RUN_DIR"
@@ -84,39 +85,24 @@ class _Record:
         """Raises TypeError for what is no such object."""
         if not isinstance(record, dict):
             raise TypeError(f"{type(record).__name__} instead of an object")
-        known = {f.name: str(f.type) for f in fields(cls)}  # type: ignore[arg-type]  # every subclass is a dataclass
+        known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]  # every subclass is a dataclass
         given = {key: tuple(v) if isinstance(v, list) else v for key, v in record.items() if key in known}
         for key, value in given.items():
-            if not isinstance(value, _KINDS[known[key]]):
+            if not fits(value, known[key]):
                 raise TypeError(f"{key} is {value!r:.40}")
         return cls(**given)
-
-
-_KINDS: dict[str, Any] = {
-    "int": int,
-    "int | None": (int, type(None)),
-    "float": (int, float),
-    "float | None": (int, float, type(None)),
-    "str": str,
-    "str | None": (str, type(None)),
-    "bool": bool,
-    "tuple[str, ...]": tuple,
-    "tuple[int, ...]": tuple,
-    "tuple[NodeRecord, ...]": tuple,
-}
-"""What a value may be, by the type that its field is declared with."""
 
 
 @dataclass(frozen=True)
 class NodeRecord(_Record):
     """What one agent has of a life."""
 
-    host: str
-    first: int
+    host: str = field(metadata=TEXT)
+    first: int = field(metadata=WHOLE)
     """The lowest of its ranks."""
 
-    ranks: int
-    page: str
+    ranks: int = field(metadata=WHOLE)
+    page: str = field(metadata=TEXT)
     """Where these ranks find the page shared with their agent."""
 
     store: str = ""
@@ -127,15 +113,15 @@ class NodeRecord(_Record):
 class Life(_Record):
     """One start of the ranks: a run has several when it was stopped or restarted."""
 
-    life: int
+    life: int = field(metadata=WHOLE)
     """Counts from 1."""
 
-    started: float
+    started: float = field(metadata=NUMBER)
     """Seconds since 1970."""
 
-    host: str
-    ranks: int
-    argv: tuple[str, ...]
+    host: str = field(metadata=TEXT)
+    ranks: int = field(metadata=WHOLE)
+    argv: tuple[str, ...] = field(metadata=SEVERAL)
     pids: tuple[int, ...] = ()
     parts: tuple[NodeRecord, ...] = ()
     """The nodes in the order of their ranks; empty without an agent."""
@@ -146,8 +132,8 @@ class Life(_Record):
     fresh: bool = False
     """It was to begin anew. Only the first life does."""
 
-    ended: float | None = None
-    status: int | None = None
+    ended: float | None = field(default=None, metadata=NUMBER)
+    status: int | None = field(default=None, metadata=WHOLE)
     """The exit status of the run; None while it lives, or when it was killed with its agent."""
 
     outcome: str = ""
@@ -167,17 +153,17 @@ class Life(_Record):
 class Failure(_Record):
     """failure.json: the rank that is the cause, and the evidence."""
 
-    rank: int
-    host: str
-    summary: str
+    rank: int = field(metadata=WHOLE)
+    host: str = field(metadata=TEXT)
+    summary: str = field(metadata=TEXT)
     """One line: what happened to which rank."""
 
-    exit_status: int
-    exit_code: int | None = None
+    exit_status: int = field(metadata=WHOLE)
+    exit_code: int | None = field(default=None, metadata=WHOLE)
     signal: str | None = None
     exception: str | None = None
     traceback: str | None = None
-    step: int | None = None
+    step: int | None = field(default=None, metadata=WHOLE)
     log: str | None = None
     life: int = 1
 
@@ -186,12 +172,12 @@ class Failure(_Record):
 class Job(_Record):
     """job.json: the last job that was queued for this run."""
 
-    scheduler: str
-    id: str
-    submitted: float
+    scheduler: str = field(metadata=TEXT)
+    id: str = field(metadata=TEXT)
+    submitted: float = field(metadata=NUMBER)
     """Seconds since 1970."""
 
-    host: str
+    host: str = field(metadata=TEXT)
     """Where that was typed."""
 
 

@@ -1,0 +1,49 @@
+"""Which values a field of a dataclass may hold where they come from a file: the kind in its metadata, else that of its default.
+
+host: str = field(metadata=TEXT)         # no default says it
+ranks: int = 1                           # a whole number
+status: int | None = field(default=None, metadata=WHOLE)
+fits(value, field_of_it);  kind_of(field_of_it).words
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_METADATA = "kind"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The types that a value may have, and what to call them in an error."""
+
+    types: tuple[type, ...]
+    words: str
+
+
+_KINDS = {
+    str: Kind((str,), "text in quotes"),
+    bool: Kind((bool,), "true or false"),
+    int: Kind((int,), "a whole number"),
+    float: Kind((int, float), "a number"),
+    tuple: Kind((tuple,), "a list of words"),
+    dict: Kind((dict,), "a table"),
+}
+_KINDS[type(None)] = _KINDS[str]
+
+TEXT, WHOLE, NUMBER, SEVERAL, TABLE = ({_METADATA: _KINDS[t]} for t in (str, int, float, tuple, dict))
+"""Metadata of a field. One whose default is None is text without it."""
+
+
+def kind_of(field: dataclasses.Field[Any]) -> Kind:
+    """Raises KeyError for a field whose metadata and default say nothing: a mistake in its class."""
+    metadata: Mapping[str, Any] = field.metadata
+    return metadata[_METADATA] if _METADATA in metadata else _KINDS[type(field.default)]
+
+
+def fits(value: object, field: dataclasses.Field[Any]) -> bool:
+    """Whether it may hold this value; None where its default is None."""
+    return isinstance(value, kind_of(field).types) or (value is None and field.default is None)
