@@ -13,68 +13,7 @@ from dataclasses import dataclass
 
 from rankwise.errors import ConfigError
 from rankwise.host.terminal import typed
-
-_THEIRS: dict[str, tuple[int, str]] = {
-    # torch.distributed.launch, torchrun
-    "--use-env": (0, ""),  # each rank's numbers are in its environment
-    "--local-rank": (1, ""),
-    "--standalone": (0, ""),
-    "--rdzv-backend": (1, ""),
-    "--rdzv-id": (1, ""),
-    "--rdzv-conf": (1, ""),
-    "--rdzv-endpoint": (1, "--master-addr {host} --master-port {port}"),
-    "--log-dir": (1, "--run-dir {0}"),
-    "--redirects": (1, ""),
-    "--monitor-interval": (1, ""),
-    "--max-restarts": (1, "--max-restarts {0}"),
-    # mpirun, horovodrun
-    "-np": (1, "--nproc {0}"),
-    "--np": (1, "--nproc {0}"),
-    "-n": (1, "--nproc {0}"),
-    "--num-proc": (1, "--nproc {0}"),
-    "-x": (1, ""),  # ranks have the environment of the command, on other hosts too
-    "-bind-to": (1, ""),
-    "--bind-to": (1, ""),
-    "-map-by": (1, ""),
-    "--map-by": (1, ""),
-    "-mca": (2, ""),
-    "--mca": (2, ""),
-    "--oversubscribe": (0, ""),
-    "--allow-run-as-root": (0, ""),
-    "--tag-output": (0, "--tee all"),
-    "--gloo": (0, ""),
-    "--mpi": (0, ""),
-    "--start-timeout": (1, "--join-timeout {0}"),
-    # srun, sbatch
-    "-N": (1, "--nodes {0}"),
-    "--ntasks-per-node": (1, "--nproc {0}"),
-    "--ntasks": (1, "--nproc {0}"),
-    "--gres": (1, "--gpus-per-node {gres}"),
-    "-J": (1, "--name {0}"),
-    "--job-name": (1, "--name {0}"),
-    # qsub
-    "-hard": (0, ""),
-    "-cwd": (0, ""),
-    "-V": (0, ""),
-    "-notify": (0, ""),
-    "-pe": (2, "--pe {0} --slots {1}"),
-    # accelerate launch
-    "--num-processes": (1, "--nproc {0}"),
-    "--num-machines": (1, "--nodes {0}"),
-    "--machine-rank": (1, "--node-rank {0}"),
-    "--main-process-ip": (1, "--master-addr {0}"),
-    "--main-process-port": (1, "--master-port {0}"),
-    "--multi-gpu": (0, ""),
-    # github.com/ramyamounir/Template
-    "-slurm": (0, "--on slurm"),
-    "-slurm-nnodes": (1, "--nodes {0}"),
-    "-slurm-ngpus": (1, "--gpus-per-node {0}"),
-    "-slurm-partition": (1, "--partition {0}"),
-    "-slurm-nodelist": (1, "--nodelist {0}"),
-    "-slurm-timeout": (1, "--time {0}"),
-    "-gpus": (1, "--gpus {0}"),
-}
-"""By spelling (`_` is `-`): how many values it takes, and what says the same here; nothing where it need not be said."""
+from rankwise.schedulers.spellings import SPELLINGS
 
 _MODULES = ("torch.distributed.launch", "torch.distributed.run")
 _COMMANDS = ("torchrun", "horovodrun", "mpirun", "mpiexec", "srun")
@@ -110,11 +49,11 @@ def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | N
             break
         name, glued, value = words[position].partition("=")
         plain = name[:2] + name[2:].replace("_", "-")
-        count, text = _THEIRS.get(plain, (0, ""))
-        if name in ours or (name[:2] in ours and not name.startswith("--") and plain not in _THEIRS):
+        count, text = SPELLINGS.get(plain, (0, ""))
+        if name in ours or (name[:2] in ours and not name.startswith("--") and plain not in SPELLINGS):
             count = 1 if ours.get(name, False) and not glued else 0
             typed += words[position : position + 1 + count]
-        elif plain in _THEIRS and len(words) > position + (0 if glued else count):
+        elif plain in SPELLINGS and len(words) > position + (0 if glued else count):
             count = 0 if glued else count
             theirs.append(shlex.join(words[position : position + 1 + count]))
             if not (plain in _COUNT_ALL and hosts_named):

@@ -1,0 +1,68 @@
+"""How other launchers spell what an option of `rankwise run` says; launch/foreign_options.py reads lines by it.
+
+SPELLINGS["--ntasks"]      # (1, "--nproc {0}"): it takes one value, which --nproc takes here
+"""
+
+from __future__ import annotations
+
+SPELLINGS: dict[str, tuple[int, str]] = {
+    # torch.distributed.launch, torchrun
+    "--use-env": (0, ""),  # each rank's numbers are in its environment
+    "--local-rank": (1, ""),
+    "--standalone": (0, ""),
+    "--rdzv-backend": (1, ""),
+    "--rdzv-id": (1, ""),
+    "--rdzv-conf": (1, ""),
+    "--rdzv-endpoint": (1, "--master-addr {host} --master-port {port}"),
+    "--log-dir": (1, "--run-dir {0}"),
+    "--redirects": (1, ""),
+    "--monitor-interval": (1, ""),
+    "--max-restarts": (1, "--max-restarts {0}"),
+    # mpirun, horovodrun
+    "-np": (1, "--nproc {0}"),
+    "--np": (1, "--nproc {0}"),
+    "-n": (1, "--nproc {0}"),
+    "--num-proc": (1, "--nproc {0}"),
+    "-x": (1, ""),  # ranks have the environment of the command, on other hosts too
+    "-bind-to": (1, ""),
+    "--bind-to": (1, ""),
+    "-map-by": (1, ""),
+    "--map-by": (1, ""),
+    "-mca": (2, ""),
+    "--mca": (2, ""),
+    "--oversubscribe": (0, ""),
+    "--allow-run-as-root": (0, ""),
+    "--tag-output": (0, "--tee all"),
+    "--gloo": (0, ""),
+    "--mpi": (0, ""),
+    "--start-timeout": (1, "--join-timeout {0}"),
+    # srun, sbatch
+    "-N": (1, "--nodes {0}"),
+    "--ntasks-per-node": (1, "--nproc {0}"),
+    "--ntasks": (1, "--nproc {0}"),
+    "--gres": (1, "--gpus-per-node {gres}"),
+    "-J": (1, "--name {0}"),
+    "--job-name": (1, "--name {0}"),
+    # qsub
+    "-hard": (0, ""),
+    "-cwd": (0, ""),
+    "-V": (0, ""),
+    "-notify": (0, ""),
+    "-pe": (2, "--pe {0} --slots {1}"),
+    # accelerate launch
+    "--num-processes": (1, "--nproc {0}"),
+    "--num-machines": (1, "--nodes {0}"),
+    "--machine-rank": (1, "--node-rank {0}"),
+    "--main-process-ip": (1, "--master-addr {0}"),
+    "--main-process-port": (1, "--master-port {0}"),
+    "--multi-gpu": (0, ""),
+    # a script's own Slurm mode
+    "-slurm": (0, "--on slurm"),
+    "-slurm-nnodes": (1, "--nodes {0}"),
+    "-slurm-ngpus": (1, "--gpus-per-node {0}"),
+    "-slurm-partition": (1, "--partition {0}"),
+    "-slurm-nodelist": (1, "--nodelist {0}"),
+    "-slurm-timeout": (1, "--time {0}"),
+    "-gpus": (1, "--gpus {0}"),
+}
+"""By spelling (`_` is `-`): how many values it takes, and what says the same here; nothing where it need not be said."""
