@@ -12,7 +12,6 @@ import secrets
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,6 +28,7 @@ from rankwise.agent.nodes import Nodes, introduced
 from rankwise.agent.remote import RemoteNode, Wire
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
 from rankwise.host import network, processes
+from rankwise.host.patience import Patience
 from rankwise.host.processes import STOP_SIGNALS
 from rankwise.host.terminal import Terminal
 from rankwise.ipc.address_file import ways
@@ -256,13 +256,13 @@ def _calling(plan: Plan | None, run: RunDir, index: int, start: str, events: Eve
 def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, addresses: Sequence[str], port: int, secret: str) -> int:
     node = Node(plan, run, index, events, Screen(Terminal(sys.stdout, plain=not plan.terminal)), _slots(plan, index))
     try:
-        patience = _Patience(index, events)
+        patience = _patience()
         while True:
             try:
                 link, _, own = knock(addresses, port, secret, introduced(node.introduction))
                 break
             except NobodyThere as reason:
-                patience.wait(str(reason))
+                _wait_for_head(patience, index, events, str(reason))
         node.interface = network.interface_of(own) if not network.is_loopback(own) else None
         node.sink = Wire(link)
         member = RemoteNode(node, link, events, secret)
@@ -275,7 +275,7 @@ def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, addresses: Seq
 
 def _find_door(run: RunDir, index: int, start: str, events: EventLoop) -> Mapping[str, Any]:
     """The record of the door, once the head of this very start has said where it is."""
-    patience = _Patience(index, events)
+    patience = _patience()
     while True:
         try:
             record = read_door(run.door)
@@ -284,36 +284,28 @@ def _find_door(run: RunDir, index: int, start: str, events: EventLoop) -> Mappin
             why = f"{run.door} is of another start"
         except NobodyThere as reason:
             why = str(reason)
-        patience.wait(why)
+        _wait_for_head(patience, index, events, why)
 
 
-class _Patience:
-    """Waits for the head: says so now and then, and not for ever."""
+def _patience() -> Patience:
+    return Patience(_FIND_S, say_after_s=_SAY_EVERY_S, say_every_s=_SAY_EVERY_S)
 
-    def __init__(self, index: int, events: EventLoop) -> None:
-        self._index = index
-        self._events = events
-        self._began = time.monotonic()
-        self._told = self._began + _SAY_EVERY_S
 
-    def wait(self, why: str) -> None:
-        """Raises ConfigError when it has lasted too long; leaves when somebody asked to stop."""
-        now = time.monotonic()
-        if self._events.asked or self._events.parent_ended:
-            asked = (self._events.asked or [signal.SIGTERM])[0]
-            sys.exit(EXIT_INTERRUPTED if asked == signal.SIGINT else EXIT_PREEMPTED)  # no rank has begun: nothing is lost
-        name = f"node {self._index} ({platform.node()})"
-        if now > self._began + _FIND_S:
-            raise ConfigError(
-                f"{name} has not found the first node's agent within {_FIND_S:g} s: {why}; all nodes must see the run "
-                "directory under one path, and reach the first node"
-            )
-        if now > self._told:
-            print(
-                f"rankwise: {name} has waited {now - self._began:.0f} s for the first node: {why}", file=sys.stderr, flush=True
-            )
-            self._told = now + _SAY_EVERY_S
-        self._events.wait(_POLL_S)
+def _wait_for_head(patience: Patience, index: int, events: EventLoop, why: str) -> None:
+    """A moment. Raises ConfigError when the wait has lasted too long; leaves when somebody asked to stop."""
+    if events.asked or events.parent_ended:
+        asked = (events.asked or [signal.SIGTERM])[0]
+        sys.exit(EXIT_INTERRUPTED if asked == signal.SIGINT else EXIT_PREEMPTED)  # no rank has begun: nothing is lost
+    name = f"node {index} ({platform.node()})"
+    if patience.is_over:
+        raise ConfigError(
+            f"{name} has not found the first node's agent within {_FIND_S:g} s: {why}; all nodes must see the run "
+            "directory under one path, and reach the first node"
+        )
+    if patience.due():
+        waited = f"{name} has waited {patience.waited_s:.0f} s for the first node: {why}"
+        print(f"rankwise: {waited}", file=sys.stderr, flush=True)
+    events.wait(_POLL_S)
 
 
 # --- a member that was called

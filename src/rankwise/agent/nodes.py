@@ -21,6 +21,7 @@ from rankwise.agent.node import Introduction, Node, NodeView, Orders, Sink
 from rankwise.agent.remote import Remote
 from rankwise.errors import RankwiseError
 from rankwise.host import processes
+from rankwise.host.patience import Patience
 from rankwise.host.text import listed, numbered
 from rankwise.ipc.channel import Door, Link, Message
 from rankwise.run.directory import RunDir
@@ -252,27 +253,25 @@ class Nodes:
 
     def gather(self, stopped: Callable[[], bool]) -> list[NodeView]:
         """Wait for the nodes; empty when `stopped()` came first. Raises NodeError when too few come in time."""
-        began = time.monotonic()
-        told = began + _SAY_EVERY_S
+        patience = Patience(self._plan.join_timeout_s, say_after_s=_SAY_EVERY_S, say_every_s=_SAY_EVERY_S)
         self._forget_lost()
         while True:
             here = [self._parts[index] for index in sorted(self._parts) if self._parts[index].lost is None]
-            now = time.monotonic()
-            if len(here) >= self._plan.nodes or (len(here) >= self._plan.min_nodes and now > began + self._plan.node_wait_s):
+            enough = len(here) >= self._plan.min_nodes and patience.waited_s > self._plan.node_wait_s
+            if len(here) >= self._plan.nodes or enough:
                 here = here[: self._plan.nodes]
                 _refuse_devices_counted_twice(here)
                 return here if self._routes_are_known(here, stopped) else []
             if stopped():
                 return []
-            if now > began + self._plan.join_timeout_s:
+            if patience.is_over:
                 raise NodeError(f"{self.missing()} did not come within {self._plan.join_timeout_s:g} s{self._where()}")
-            if now > told:
-                told = now + _SAY_EVERY_S
+            if patience.due():
                 self._sink.say(f"waiting for {self.missing()}{self._where()}")
             self._events.wait(0.05)
             self.look()
             self._refuse_lost()
-            self._call_again(now)
+            self._call_again(time.monotonic())
 
     def _refuse_lost(self) -> None:
         """A node that came and went again before the ranks were started: NodeError, unless others may take its place."""

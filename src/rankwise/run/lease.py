@@ -25,6 +25,7 @@ from pathlib import Path
 
 from rankwise.errors import RunDirError
 from rankwise.host import network, processes
+from rankwise.host.patience import Patience
 from rankwise.host.text import stamp
 
 BEAT_S = 0.75
@@ -125,13 +126,11 @@ def is_alive(path: Path, holder: Holder, say: Callable[[str], None]) -> bool:
 
 def lasts(path: Path, holder: Holder, say: Callable[[str], None]) -> bool:
     """Whether its silence lasts for `GONE_S`. False with its first touch, and where it is no longer the writer."""
-    began = time.monotonic()
-    touched, told = _touched(path), False
-    while (waited_s := time.monotonic() - began) < GONE_S:
+    patience, touched = Patience(GONE_S, say_after_s=_PATIENCE_S), _touched(path)
+    while not patience.is_over:
         if _touched(path) != touched:
             return read(path) is None  # released meanwhile: as good as silent
-        if waited_s > _PATIENCE_S and not told:
-            told = True
+        if patience.due():
             say(
                 f"waiting {GONE_S:.0f} s for a sign of life of pid {holder.pid} on {holder.host}, "
                 f"which writes in {path.parent} since {stamp(holder.since)}"
