@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, SequentialLR, StepLR
 
 from rankwise.errors import ConfigError
 from rankwise.training import optimizer as optimizers
@@ -45,3 +45,14 @@ def test_the_kernel_is_as_asked() -> None:
     assert not optimizers.is_fused(optimizer)
     with pytest.raises(ConfigError, match="Rprop has no fused kernel"):
         optimizers.prepare(torch.optim.Rprop(nn.Linear(1, 1).parameters()), None, True, "none", 1)
+
+
+def test_the_schedulers_inside_of_others_get_the_scaled_rate_too() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    inner = [ConstantLR(optimizer), ExponentialLR(optimizer, 0.9), ConstantLR(optimizer)]
+    chained: torch.optim.lr_scheduler.LRScheduler = ChainedScheduler(inner[1:], optimizer)
+    chained.base_lrs = [0.1]
+    outer = SequentialLR(optimizer, [inner[0], chained], milestones=[3])
+    optimizers.scale_lr(optimizer, outer, 4.0)
+    assert all(scheduler.base_lrs == [0.4] for scheduler in (*inner, chained))
+    assert optimizer.param_groups[0]["initial_lr"] == 0.4

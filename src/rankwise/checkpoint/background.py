@@ -160,13 +160,18 @@ class _Copying:
         for device, (to, source) in self._pairs.items():
             if device.type == "cuda":
                 with torch.cuda.device(device):
-                    torch._foreach_copy_(to, source, non_blocking=True)
+                    _copy(to, source, non_blocking=True)
                     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     event.record()
                     events.append(event)
             else:
-                torch._foreach_copy_(to, source)
+                _copy(to, source)
         return events
+
+
+def _copy(to: list[torch.Tensor], source: list[torch.Tensor], non_blocking: bool = False) -> None:
+    for one, other in zip(to, source, strict=True):
+        one.copy_(other, non_blocking)
 
 
 def _unit(size: int) -> torch.dtype:

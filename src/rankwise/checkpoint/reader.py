@@ -28,7 +28,6 @@ from typing import Any, BinaryIO
 import torch
 import xxhash
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from rankwise.checkpoint import manifest as manifests
@@ -270,12 +269,11 @@ def _own_of_module(part: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for prefix, module in part.named_modules(remove_duplicate=False):
         # What batch norms do besides is to add a count that older files lack.
-        plain = any(_is(module._load_from_state_dict, c._load_from_state_dict) for c in (nn.Module, _NormBase))
+        plain = any(_is(module._load_from_state_dict, c._load_from_state_dict) for c in (nn.Module, nn.BatchNorm1d))
         if plain and not module._load_state_dict_pre_hooks:
-            buffers = {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
-            for name, tensor in {**module._parameters, **buffers}.items():
-                if tensor is not None:
-                    found[f"{prefix}.{name}" if prefix else name] = tensor
+            # Also buffers that are not saved: a file that has one of their name is refused by load_state_dict.
+            found |= nn.Module.named_parameters(module, prefix, recurse=False, remove_duplicate=False)
+            found |= nn.Module.named_buffers(module, prefix, recurse=False, remove_duplicate=False)
     return found
 
 

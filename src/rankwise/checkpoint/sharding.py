@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ def divide(parts: Mapping[str, object], states: Mapping[str, Any], ranks: int) -
         found = list(tensors(state))
         times = Counter(path for path, _ in found)
         mine = set()
+        others = _shared_out(parts.get(part), times)
         for path, tensor in found:
             if not _is_strided(tensor):
                 continue
@@ -53,7 +54,7 @@ def divide(parts: Mapping[str, object], states: Mapping[str, Any], ranks: int) -
             key = (str(tensor.device), storage.data_ptr())
             groups.setdefault(key, []).append(path)
             sizes[key] = storage.nbytes()
-            if times[path] > 1 or not _is_shared_out(parts.get(part), path):
+            if times[path] > 1 or path not in others:
                 mine.add(key)
         for key, paths in groups.items():
             if key in mine or sizes[key] < _SMALL:
@@ -73,16 +74,13 @@ def _is_strided(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
-def _is_shared_out(part: object, path: str) -> bool:
+def _shared_out(part: object, paths: Iterable[str]) -> set[str]:
+    """Those of the paths that any rank may write."""
     if isinstance(part, Optimizer):
-        return path.startswith("state/")
+        return {path for path in paths if path.startswith("state/")}
     if not isinstance(part, nn.Module):
-        return False
-    prefix, _, name = path.rpartition(".")
-    try:
-        return name in part.get_submodule(prefix)._parameters
-    except AttributeError:
-        return False
+        return set()
+    return {name for name, _ in nn.Module.named_parameters(part, remove_duplicate=False)}
 
 
 def digest_tensors(shares: Shares, states: Mapping[str, Any]) -> str:

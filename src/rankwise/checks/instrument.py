@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rankwise.checkpoint import Checkpoints
 from rankwise.checks.determinism import Draws, without_dropout
@@ -89,11 +88,12 @@ class Instrument:
         self._still.enter_context(without_dropout(hold_batchnorm=True))
         for hook in (register_optimizer_step_pre_hook(self._before_step), register_optimizer_step_post_hook(self._after_step)):
             self._open.callback(hook.remove)
+        iterators = _class_of_iterators()
         self._replace(DataLoader, "__init__", self._loader_init)
         self._replace(DataLoader, "__iter__", self._loader_iter)
-        self._replace(_BaseDataLoaderIter, "_reset", self._iter_reset)
-        self._replace(_BaseDataLoaderIter, "_next_index", self._iter_next_index)
-        self._replace(_BaseDataLoaderIter, "__next__", self._iter_next)
+        self._replace(iterators, "_reset", self._iter_reset)
+        self._replace(iterators, "_next_index", self._iter_next_index)
+        self._replace(iterators, "__next__", self._iter_next)
         self._replace(own, "fetched", self._own_fetched)
         self._replace(own.Loader, "__init__", self._own_init)
         self._replace(torch, "save", self._save)
@@ -318,3 +318,10 @@ class Instrument:
 
 def _mixes(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+
+
+def _class_of_iterators() -> Any:
+    """The one that all iterators of torch's DataLoader are of, with workers and without."""
+    dataset: Any = [0]
+    iterator = iter(DataLoader(dataset, generator=torch.Generator()))  # its own generator: an iterator draws from it
+    return next(kind for kind in type(iterator).__mro__ if "__next__" in vars(kind))

@@ -264,8 +264,7 @@ def patient() -> Any:
     if _patient[0] is not dist.group.WORLD:
         group = dist.new_group(backend="gloo")  # to make it is bounded by torch's own 30 minutes
         dist.barrier(group)  # all have it before any rank begins its work: one that dies there is noticed by the others
-        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # its name from torch 2.15 on
-        set_timeout(_PATIENCE, group)
+        group.set_timeout(_PATIENCE)
         _patient = dist.group.WORLD, group
     return _patient[1]
 

@@ -26,7 +26,7 @@ _pid = 0
 def listen() -> None:
     """Remember the first SIGTERM, SIGUSR1 or SIGUSR2 from now on, where that can be answered later and nobody else does."""
     global listening, _pid
-    if not any(name in os.environ for name in _OF_A_RANK) or _is_a_child() or not _can_answer(sys._getframe(1)):
+    if not any(name in os.environ for name in _OF_A_RANK) or _is_a_child() or not _can_answer():
         return
     import signal
 
@@ -83,13 +83,15 @@ def _is_a_child() -> bool:
     return process is not None and process.parent_process() is not None
 
 
-def _can_answer(frame: FrameType | None) -> bool:
+def _can_answer() -> bool:
     """Whether the script, or a module on the way to this import, names a Trainer or a StopSignal that is not its own."""
+    import inspect
     import re
 
     names = re.compile(rb"\b(Trainer|StopSignal)\b")
     own = re.compile(rb"^[ \t]*class[ \t]+(Trainer|StopSignal)\b", re.MULTILINE)
     files = set()
+    frame = inspect.currentframe()
     while frame is not None:
         files.add(frame.f_code.co_filename)
         frame = frame.f_back

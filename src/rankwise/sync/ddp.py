@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.host.text import size
@@ -103,7 +102,7 @@ class DdpReduction:
         self._count = 0.0
         return self._tail
 
-    def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _on_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         """The reducer has all of this rank's gradients of a bucket; the last bucket comes last."""
         buffer = bucket.buffer()
         if not bucket.is_last():

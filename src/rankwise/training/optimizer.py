@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from rankwise.errors import ConfigError
 
@@ -109,8 +110,10 @@ def scale_lr(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
 def _scale_base(scheduler: Any, factor: float) -> None:
     if hasattr(scheduler, "base_lrs"):
         scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
-    for inner in getattr(scheduler, "_schedulers", ()):
-        _scale_base(inner, factor)
+    for value in getattr(scheduler, "__dict__", {}).values():
+        for inner in value if isinstance(value, list | tuple) else ():
+            if isinstance(inner, LRScheduler):  # of a SequentialLR or a ChainedScheduler
+                _scale_base(inner, factor)
 
 
 def outside(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
