@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.manifest import FileRecord, tensors
-from rankwise.dist import comm
+from rankwise.dist import comm, private_names
 from rankwise.errors import DamagedError
 
 _CHUNK = 1 << 20  # bytes: what is read stays in the cache until it is summed
@@ -268,9 +268,7 @@ def _own_of_module(part: nn.Module) -> dict[str, torch.Tensor]:
         return {}
     found: dict[str, torch.Tensor] = {}
     for prefix, module in part.named_modules(remove_duplicate=False):
-        # What batch norms do besides is to add a count that older files lack.
-        plain = any(_is(module._load_from_state_dict, c._load_from_state_dict) for c in (nn.Module, nn.BatchNorm1d))
-        if plain and not module._load_state_dict_pre_hooks:
+        if private_names.only_copies(module):
             # Also buffers that are not saved: a file that has one of their name is refused by load_state_dict.
             found |= nn.Module.named_parameters(module, prefix, recurse=False, remove_duplicate=False)
             found |= nn.Module.named_buffers(module, prefix, recurse=False, remove_duplicate=False)
@@ -278,12 +276,8 @@ def _own_of_module(part: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _own_of_optimizer(part: Optimizer) -> dict[str, torch.Tensor]:
-    hooks = (
-        part._optimizer_load_state_dict_pre_hooks
-        or part._optimizer_state_dict_pre_hooks
-        or part._optimizer_state_dict_post_hooks
-    )
-    if not _is(part.load_state_dict, Optimizer.load_state_dict) or not _is(part.state_dict, Optimizer.state_dict) or hooks:
+    plain = _is(part.load_state_dict, Optimizer.load_state_dict) and _is(part.state_dict, Optimizer.state_dict)
+    if not plain or private_names.has_hooks(part):
         return {}
     return dict(tensors({"state": part.state_dict()["state"]}))
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from rankwise.dist import private_names
 from rankwise.training.digest import digest
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -26,7 +26,7 @@ def without_dropout(hold_batchnorm: bool = False) -> Iterator[None]:
     """torch's functions of dropout return what they are given; recurrent layers, and with `hold_batchnorm` batch norms, are as
     in evaluation. A layer that draws by other means goes on drawing: Draws sees it."""
     kept: dict[str, Any] = {name: getattr(F, name) for name in (*_DROPOUTS, "scaled_dot_product_attention")}
-    held = (nn.RNNBase, _BatchNorm) if hold_batchnorm else (nn.RNNBase,)
+    held: tuple[type[nn.Module], ...] = (nn.RNNBase, *(private_names.batch_norms() if hold_batchnorm else ()))
     training: list[nn.Module] = []
 
     def before(module: nn.Module, _inputs: Any) -> None:
@@ -108,7 +108,7 @@ class Draws:
 
     def _before(self, module: nn.Module, _inputs: Any) -> None:
         if not self._open:
-            if not (module.training and torch.is_grad_enabled()) or isinstance(module, torch.nn.modules.loss._Loss):
+            if not (module.training and torch.is_grad_enabled()) or isinstance(module, private_names.losses()):
                 return
             self._on_begin(module)
             self._names = {id(m): name for name, m in module.named_modules()}

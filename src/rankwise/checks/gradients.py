@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from rankwise.checks.determinism import Draws, without_dropout
@@ -24,7 +23,7 @@ from rankwise.checks.difference import TOLERANCES, Difference, difference
 from rankwise.checks.finding import FAILED, KNOWN, OK, OPEN, Finding
 from rankwise.checks.layers import Mixing, first_mixing
 from rankwise.checks.twin import Twin
-from rankwise.dist import comm
+from rankwise.dist import comm, private_names
 from rankwise.sync import SyncStrategy
 from rankwise.training.optimizer import outside
 
@@ -79,8 +78,8 @@ class Gradients:
             if self._is_small(apart.values()):
                 return Finding("gradients", OK, self._evidence("equal to those of one batch on one device"), where=figures)
             evidence = self._evidence("differ from those of one batch on one device")
-            if (mixing := self._mixing()) is not None and isinstance(mixing.layer, _BatchNorm):
-                self._held = (_BatchNorm,)
+            if (mixing := self._mixing()) is not None and isinstance(mixing.layer, private_names.batch_norms()):
+                self._held = private_names.batch_norms()
                 reference, apart = self._compare(layouts)
                 if self._is_small(apart.values()):
                     return replace(_known(mixing, evidence), where=figures)

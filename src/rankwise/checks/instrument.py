@@ -22,7 +22,6 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -35,6 +34,7 @@ from rankwise.checks.trainer import row_digests
 from rankwise.data import loader as own
 from rankwise.data.order import share
 from rankwise.data.stream import Request
+from rankwise.dist import private_names
 from rankwise.dist.device import tensors_in
 from rankwise.training.digest import digest, digests
 
@@ -91,8 +91,9 @@ class Instrument:
         iterators = _class_of_iterators()
         self._replace(DataLoader, "__init__", self._loader_init)
         self._replace(DataLoader, "__iter__", self._loader_iter)
-        self._replace(iterators, "_reset", self._iter_reset)
-        self._replace(iterators, "_next_index", self._iter_next_index)
+        if (methods := private_names.index_methods(iterators)) is not None:
+            self._replace(iterators, methods[0], self._iter_reset)
+            self._replace(iterators, methods[1], self._iter_next_index)
         self._replace(iterators, "__next__", self._iter_next)
         self._replace(own, "fetched", self._own_fetched)
         self._replace(own.Loader, "__init__", self._own_init)
@@ -195,21 +196,21 @@ class Instrument:
         return self._passes[-1]
 
     def _iter_reset(self, original: Any) -> Any:
-        def _reset(self: Any, *args: Any, **kwargs: Any) -> None:
+        def reset(self: Any, *args: Any, **kwargs: Any) -> None:
             self._rankwise_ahead = deque()
             original(self, *args, **kwargs)
 
-        return _reset
+        return reset
 
     def _iter_next_index(self, original: Any) -> Any:
-        def _next_index(self: Any) -> Any:
+        def next_index(self: Any) -> Any:
             index = original(self)
             if not hasattr(self, "_rankwise_ahead"):
                 self._rankwise_ahead = deque()
             self._rankwise_ahead.append(index)
             return index
 
-        return _next_index
+        return next_index
 
     def _look_into(self, indices: Sequence[int], batch: Any) -> None:
         """Note what the first samples are made of: the same index may be another thing on another rank."""
@@ -228,7 +229,8 @@ class Instrument:
             if handed >= (instrument._settings.cut if mine.trained else _OTHER_BATCHES):
                 raise StopIteration
             batch = original(self)
-            index = self._rankwise_ahead.popleft() if self._rankwise_ahead else None
+            ahead = getattr(self, "_rankwise_ahead", None)
+            index = ahead.popleft() if ahead else None
             known = isinstance(index, list) and all(isinstance(i, int) for i in index)
             if known and index is not None:
                 mine.samples.append(list(index))
@@ -317,7 +319,7 @@ class Instrument:
 
 
 def _mixes(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+    return isinstance(module, private_names.batch_norms()) and not isinstance(module, nn.SyncBatchNorm)
 
 
 def _class_of_iterators() -> Any:

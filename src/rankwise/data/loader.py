@@ -25,7 +25,7 @@ from rankwise.data.fetch import Fetch, Fetcher, fetched, promises
 from rankwise.data.order import Order, share
 from rankwise.data.stream import Request, Step, Stream
 from rankwise.data.uneven import check, in_step
-from rankwise.dist import log
+from rankwise.dist import log, private_names
 from rankwise.dist.device import to_device
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError, DataError
@@ -87,7 +87,7 @@ class Loader:
         self.accumulate = accumulate
         """Micro-batches of a rank and step; on another number of ranks than a checkpoint's it follows from their size there."""
         self.drop_last = drop_last
-        self._workers = workers
+        self._workers = workers if samples is not None or private_names.can_hide_worker() else 0
         self._collate_fn = collate_fn
         self._seed = seed
         self._batching: Batching | None = None

@@ -10,15 +10,15 @@ which sees this rank's share alone: let the stream yield file names, offsets or 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import _utils, default_collate
+from torch.utils.data import default_collate
 
 from rankwise.data.fetch import Noted
 from rankwise.data.order import share, split
+from rankwise.dist import private_names
 from rankwise.dist import seed as seeds
 from rankwise.errors import DataError
 
@@ -169,7 +169,7 @@ class Stream:
         seeds.seed_streams(seeds.derive(self._seed, epoch, "stream"))
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
-        with _no_worker():
+        with private_names.hidden_worker():  # collating sees it: batches go into shared memory at once
             # Not iter(): a dataset that is its own iterator would begin anew each time that islice asks it for one.
             self._iterator = (sample for sample in self._dataset)
 
@@ -189,7 +189,7 @@ class Stream:
 
     def _pull_of_pass(self, n: int) -> list[Any]:
         pulled: list[Any] = []
-        with _no_worker(), Noted("in", (), self._dataset) as place:
+        with private_names.hidden_worker(), Noted("in", (), self._dataset) as place:
             try:
                 pulled.extend(islice(self._iterator, max(n, 0)))
             except BaseException:
@@ -209,13 +209,3 @@ class Stream:
                 return self._own_collate(samples)
             finally:
                 self._beside_collate.back()
-
-
-@contextlib.contextmanager
-def _no_worker() -> Iterator[None]:
-    """Hide from a dataset that it is in one of several workers. Collating sees it: batches go into shared memory at once."""
-    before, _utils.worker._worker_info = _utils.worker._worker_info, None
-    try:
-        yield
-    finally:
-        _utils.worker._worker_info = before

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rankwise import errors
+from rankwise.dist import private_names
 from rankwise.errors import ConfigError, FunctionError, RankwiseError, Stopped
 from rankwise.functions import calls
 from rankwise.launch import status
@@ -251,8 +252,14 @@ def _start(config: RunConfig, call: bytes) -> tuple[subprocess.Popen[bytes], int
     """(the launcher, the pipe whose closing stops it, the pipe of its reply)."""
     theirs_in, lifeline = os.pipe()
     replies, theirs_out = os.pipe()
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # what multiprocessing uses too
-    command = [sys.executable, *flags, "-m", "rankwise.functions.launcher", str(theirs_in), str(theirs_out)]
+    command = [
+        sys.executable,
+        *private_names.interpreter_flags(),
+        "-m",
+        "rankwise.functions.launcher",
+        str(theirs_in),
+        str(theirs_out),
+    ]
     try:
         process = subprocess.Popen(
             command,

@@ -10,11 +10,11 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rankwise.dist import private_names
 from rankwise.errors import ConfigError
 from rankwise.host.terminal import typed
 from rankwise.launch.caller import Caller, caller_of
@@ -95,8 +95,7 @@ def _python_command(argv: tuple[str, ...]) -> Program | None:
 
 def _interpreter_flags() -> list[str]:
     """What this Python was started with (-O -u -W -X), for the ranks; not -P and -I, which hide the script's folder."""
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # what multiprocessing uses too
-    return [flag for flag in flags if flag not in ("-P", "-I")]
+    return [flag for flag in private_names.interpreter_flags() if flag not in ("-P", "-I")]
 
 
 def _examine_command(program: Program) -> Program:

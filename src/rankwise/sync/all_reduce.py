@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rankwise.dist import accelerator, comm, log
+from rankwise.dist import accelerator, comm, log, private_names
 from rankwise.errors import ConfigError, RankwiseError, StepError
-from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction
+from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction, is_possible
 from rankwise.sync.flat import FlatReduction
 from rankwise.sync.reduction import Count, Reduction, Sums
 from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult, SyncStrategy
@@ -118,10 +118,10 @@ class AllReduce:
         return DdpReduction(parameters)
 
     def _takes_ddp(self, parameters: Sequence[nn.Parameter]) -> bool:
-        if self._way != "auto" or not self._together:
-            return self._way == "ddp" and self._together
         size = sum(p.numel() * p.element_size() for p in parameters)
-        return parameters[0].device.type != "cpu" and size > BUCKET_BYTES
+        is_large = parameters[0].device.type != "cpu" and size > BUCKET_BYTES
+        wanted = self._way == "ddp" or (self._way == "auto" and is_large)
+        return wanted and self._together and is_possible()
 
     def describe(self) -> str:
         return f"gradients: {self._reduction.describe()}" if self._together else ""
@@ -245,7 +245,7 @@ class AllReduce:
         if norm > self._clip_norm:
             factor *= self._clip_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
         if finite and factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
+            private_names.scale(gradients, factor)
         return Shared(sums.total, norm, finite, int(not finite)), sums
 
     def _leave_alone(self, indices: Sequence[int]) -> None:
@@ -330,5 +330,5 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _norm(gradients: list[torch.Tensor], at_least: torch.dtype) -> torch.Tensor:
     """Of all together; nothing waits for it here."""
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else at_least
-    norms = torch._foreach_norm(gradients, 2, dtype)
+    norms = private_names.norms(gradients, dtype)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

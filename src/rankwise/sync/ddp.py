@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rankwise.dist import private_names
 from rankwise.host.text import size
 from rankwise.sync.reduction import Count, RidingTail
 
@@ -26,6 +27,11 @@ BUCKET_BYTES = 25 * 2**20
 
 _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False}
+
+
+def is_possible() -> bool:
+    """Whether this torch has what a DdpReduction needs."""
+    return private_names.can_settle_buckets(dist.Reducer)  # type: ignore[attr-defined]
 
 
 class DdpReduction:
@@ -39,8 +45,7 @@ class DdpReduction:
         )
         ddp.register_comm_hook(None, lambda _, bucket: self._on_bucket(bucket))  # DDP would refuse annotations as text
         self._reducer = ddp.reducer
-        self._reducer._push_all_rebuilt_params()
-        self._reducer._rebuild_buckets()
+        private_names.settle_buckets(self._reducer)
         self._ddp = ddp  # the reducer lives with it
         self._before: list[torch.Tensor | None] | None = None
         """The gradients when the last backward pass began: what it replaced, it has given to the reducer. None: not begun."""

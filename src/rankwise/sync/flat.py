@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from operator import ne
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankwise.dist import comm
+from rankwise.dist import comm, private_names
 from rankwise.host.text import size
 from rankwise.sync.reduction import Count, LocalTail, RidingTail, Tail
 from rankwise.sync.trained import is_dense
@@ -61,6 +62,8 @@ class FlatReduction:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None and parameter.grad is not None:
                 parameter.grad.add_(gradient)
+            elif gradient is not None:
+                parameter.grad = gradient
         self._count = count
 
     def reduce(self, changed: bool = False) -> Tail:
@@ -96,7 +99,8 @@ class _Buffer:
     """The gradients of parameters of one dtype and device, end to end, and a tail."""
 
     def __init__(self, parameters: list[nn.Parameter], tail: int) -> None:
-        self._parameters = parameters
+        self._trained = parameters
+        self._version_of = private_names.version_of()
         sizes = [p.numel() for p in parameters]
         first = parameters[0]
         self.flat = torch.zeros(sum(sizes) + tail, dtype=first.dtype, device=first.device)
@@ -106,8 +110,8 @@ class _Buffer:
 
     def collect(self) -> list[bool]:
         """Bring home gradients that were put elsewhere (`optimizer.zero_grad()` unties them); which parameters have one."""
-        touched = [view._version != version for view, version in zip(self.views, self._versions, strict=True)]
-        for i, (parameter, view) in enumerate(zip(self._parameters, self.views, strict=True)):
+        touched = list(map(ne, self._versions_now(), self._versions))
+        for i, (parameter, view) in enumerate(zip(self._trained, self.views, strict=True)):
             if parameter.grad is not view:
                 if parameter.grad is None:
                     view.zero_()
@@ -119,9 +123,12 @@ class _Buffer:
 
     def clear(self) -> None:
         self.flat.zero_()
-        for parameter, view in zip(self._parameters, self.views, strict=True):
-            parameter.grad = view
-        self._versions = [view._version for view in self.views]
+        for parameter, view in zip(self._trained, self.views, strict=True):
+            parameter.grad = view if self._version_of is not None else None
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return list(map(self._version_of, self.views)) if self._version_of is not None else [0] * len(self.views)
 
 
 def _view(piece: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:

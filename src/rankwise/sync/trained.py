@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from rankwise.dist import log
+from rankwise.dist import log, private_names
 from rankwise.errors import ConfigError
 from rankwise.host.text import listed
 from rankwise.training.optimizer import named_parameters, outside
@@ -61,8 +61,7 @@ class Trained:
         """Take note of what is trained now. Raises ConfigError for what cannot be trained on several ranks."""
         self._refuse()
         self._modules = list(self.model.modules())
-        self._homes: list[dict[str, Any]] = [module._parameters for module in self._modules]
-        self._homes += [module._modules for module in self._modules]
+        self._homes = [home for module in self._modules for home in private_names.homes(module)]
         self._in_homes = list(chain.from_iterable(home.values() for home in self._homes))
         self._named = self.named()
         self._all = list(self._named.values())
@@ -86,7 +85,7 @@ class Trained:
         if list(map(len, groups)) != self._sizes or not all(map(is_, chain.from_iterable(groups), self._grouped)):
             return True
         homes = chain.from_iterable(map(_values, self._homes))
-        if sum(map(len, self._homes)) == len(self._in_homes) and all(map(is_, homes, self._in_homes)):
+        if self._homes and sum(map(len, self._homes)) == len(self._in_homes) and all(map(is_, homes, self._in_homes)):
             return False
         return not self._is_as_it_was()
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from rankwise.dist import comm, log, seed
+from rankwise.dist import comm, log, private_names, seed
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError
 
@@ -40,7 +39,7 @@ def prepare(
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         else:
             log.say("sync_batchnorm is left out: it works on GPUs only; each rank has the statistics of its own part")
-    elif world.world_size > 1 and not is_synced(model) and any(isinstance(m, _BatchNorm) for m in model.modules()):
+    elif world.world_size > 1 and not is_synced(model) and _has_batch_norm(model):
         log.say(
             "BatchNorm normalises by each rank's own part of a batch: results depend on the number of ranks "
             "(sync_batchnorm=True takes all of it, on GPUs)"
@@ -53,6 +52,11 @@ def prepare(
     if compile is not False:
         model.compile(**({} if compile is True else dict(compile)))  # in place: no `_orig_mod.` prefix in its state
     return model
+
+
+def _has_batch_norm(model: nn.Module) -> bool:
+    kinds = private_names.batch_norms()
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def is_synced(model: nn.Module) -> bool:

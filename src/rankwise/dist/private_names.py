@@ -1,0 +1,201 @@
+"""The private names of torch and of the standard library that the library uses, each with what is done without it.
+
+    norms = private_names.norms(gradients, torch.float32)
+
+No other file of the library uses one; agent/private_names.py has those of the warm process and of what it loads. Any release may
+drop such a name: then one feature is off or slower, and the main rank says so once. Only functions import torch here, because the
+launcher, which has none, imports this file too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+NAMES = {
+    "_args_from_interpreter_flags": "",
+    "_foreach_norm": "the norms of gradients are taken one by one, which is slower",
+    "_foreach_mul_": "gradients are scaled one by one, which is slower",
+    "_version": "each gradient is copied once more in a step",
+    "_push_all_rebuilt_params": "gradients are summed after the backward pass, not during it",
+    "_rebuild_buckets": "gradients are summed after the backward pass, not during it",
+    "_parameters": "the search for replaced layers takes longer in each step",
+    "_modules": "the search for replaced layers takes longer in each step",
+    "_load_from_state_dict": "a model is loaded from a checkpoint more slowly",
+    "_load_state_dict_pre_hooks": "a model is loaded from a checkpoint more slowly",
+    "_optimizer_state_dict_pre_hooks": "an optimizer is loaded from a checkpoint more slowly",
+    "_optimizer_state_dict_post_hooks": "an optimizer is loaded from a checkpoint more slowly",
+    "_optimizer_load_state_dict_pre_hooks": "an optimizer is loaded from a checkpoint more slowly",
+    "_worker_info": "an iterable dataset is read in the training process, without workers",
+    "_BatchNorm": "a batch norm is recognized only if it is one of torch's layers or derives from one",
+    "_Loss": "the self-test recognizes a loss only if it is one of torch's or derives from one",
+    "_reset": "the self-test compares the samples of a DataLoader by their content alone",
+    "_next_index": "the self-test compares the samples of a DataLoader by their content alone",
+}
+"""Each name, and what the main rank prints of a release without it; nothing where nothing changes."""
+
+_MISSING = object()
+_OPTIMIZER_HOOKS = (
+    "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
+)  # fmt: skip
+_SETTLE = ("_push_all_rebuilt_params", "_rebuild_buckets")
+
+
+def _find(owner: object, name: str, default: Any = None) -> Any:
+    """What a private name of this owner stands for, the default if it is missing. All of this file is read through here."""
+    found = getattr(owner, name, _MISSING)
+    if found is not _MISSING:
+        return found
+    if NAMES[name]:
+        from rankwise.dist import log
+
+        log.warning_once(f"this torch has no {name}: {NAMES[name]}")
+    return default
+
+
+# --- the interpreter
+
+
+def interpreter_flags() -> list[str]:
+    """What this Python was started with (-O -W -X ...), to start another one alike."""
+    flags: Callable[[], list[str]] | None = _find(subprocess, "_args_from_interpreter_flags")
+    if flags is not None:
+        return flags()
+    from multiprocessing.spawn import get_command_line  # the same flags, by an import that delays every launch
+
+    return get_command_line()[1:-3]
+
+
+# --- a step
+
+
+def norms(gradients: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The 2-norm of each. `nn.utils.get_total_norm` takes no dtype: norms of bfloat16 would be bfloat16."""
+    import torch
+
+    foreach = _find(torch, "_foreach_norm")
+    if foreach is not None:
+        return foreach(gradients, 2, dtype)  # type: ignore[no-any-return]
+    return [torch.linalg.vector_norm(gradient, 2, dtype=dtype) for gradient in gradients]
+
+
+def scale(gradients: list[torch.Tensor], factor: float) -> None:
+    """Multiply each in place. Public: one by one, which is one kernel per tensor on a GPU."""
+    import torch
+
+    foreach = _find(torch, "_foreach_mul_")
+    if foreach is not None:
+        foreach(gradients, factor)
+    else:
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+def version_of() -> Callable[[torch.Tensor], int] | None:
+    """A function that returns how often a tensor was written to. Without it a gradient must not be a view before the backward
+    pass, so that its presence says that there is one."""
+    import torch
+
+    return attrgetter("_version") if _find(torch.Tensor, "_version") is not None else None
+
+
+def can_settle_buckets(reducer: type) -> bool:
+    """Whether DDP's reducer can be given its buckets at once. Otherwise it is of no use: it would collect the order of all
+    gradients for ever."""
+    return all(_find(reducer, name) is not None for name in _SETTLE)
+
+
+def settle_buckets(reducer: Any) -> None:
+    for name in _SETTLE:
+        getattr(reducer, name)()
+
+
+def homes(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """The dicts in which a module keeps its own parameters and its children; none if one is missing: then all parameters must
+    be listed to see a change."""
+    found = (_find(module, "_parameters"), _find(module, "_modules"))
+    return found if None not in found else ()
+
+
+# --- a checkpoint
+
+
+def only_copies(module: nn.Module) -> bool:
+    """Whether load_state_dict does no more for this module, without its children, than copy. False if that cannot be seen."""
+    from torch import nn
+
+    load, hooks = _find(module, "_load_from_state_dict"), _find(module, "_load_state_dict_pre_hooks", True)
+    # What batch norms do besides is to add a count that older files lack.
+    plain = [_find(kind, "_load_from_state_dict") for kind in (nn.Module, nn.BatchNorm1d)]
+    return load is not None and getattr(load, "__func__", None) in plain and not hooks
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether anything else happens when its state is taken or loaded. True if that cannot be seen."""
+    return any(_find(optimizer, name, True) for name in _OPTIMIZER_HOOKS)
+
+
+# --- data
+
+
+def can_hide_worker() -> bool:
+    """Whether `hidden_worker` hides it."""
+    return _find(_of_workers(), "_worker_info", _MISSING) is not _MISSING
+
+
+@contextlib.contextmanager
+def hidden_worker() -> Iterator[None]:
+    """Hide from a dataset that it is in one of several workers: `get_worker_info()` returns None inside. Where that cannot be done
+    there must be no workers."""
+    module: Any = _of_workers()
+    before = _find(module, "_worker_info", _MISSING)
+    if before is _MISSING:
+        yield
+        return
+    module._worker_info = None
+    try:
+        yield
+    finally:
+        module._worker_info = before
+
+
+def _of_workers() -> object:
+    """The module that knows whether this process is a worker."""
+    from torch.utils.data import get_worker_info
+
+    return sys.modules[get_worker_info.__module__]
+
+
+# --- kinds of layers
+
+
+def batch_norms() -> tuple[type[nn.Module], ...]:
+    """For isinstance: all batch norms. Public: those of torch, and what derives from one of them."""
+    from torch import nn
+
+    base = _find(nn.modules.batchnorm, "_BatchNorm")
+    lazy = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
+    return (base,) if base is not None else (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, *lazy)
+
+
+def losses() -> tuple[type[nn.Module], ...]:
+    """For isinstance: all losses. Public: those of torch, and what derives from one of them."""
+    from torch.nn.modules import loss
+
+    base = _find(loss, "_Loss")
+    return (base,) if base is not None else tuple(getattr(loss, name) for name in loss.__all__)
+
+
+def index_methods(iterators: type) -> tuple[str, str] | None:
+    """Of the iterators of torch's DataLoader the methods that begin a pass and that draw the indices of a batch."""
+    names = ("_reset", "_next_index")
+    return names if all(_find(iterators, name) is not None for name in names) else None

@@ -1,0 +1,190 @@
+"""Each private name of torch that the library uses, missing in turn: a training has the same result, and one line says why."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import on_ranks
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+
+from rankwise.checkpoint import Checkpoints, reader
+from rankwise.checks.instrument import Instrument
+from rankwise.checks.settings import RankSettings
+from rankwise.data import Loader
+from rankwise.dist import comm, log, private_names
+from rankwise.sync import AllReduce
+from rankwise.training.model import prepare
+
+NONE = ""
+
+
+@contextlib.contextmanager
+def without(name: str) -> Iterator[io.StringIO]:
+    """As if torch had no such name, for the library alone: torch itself would break without most. What is printed meanwhile."""
+
+    def find(owner: object, asked: str, *default: Any) -> Any:
+        return default[0] if asked == name and default else getattr(owner, asked, *default)
+
+    log._warned.clear()
+    vars(private_names)["getattr"] = find
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            yield out
+    finally:
+        del vars(private_names)["getattr"]
+
+
+class Stream(IterableDataset[int]):
+    """Splits itself, as torch's documentation has it."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        yield from range(6) if info is None else range(info.id, 6, info.num_workers)
+
+
+class Model(nn.Module):
+    """Batch norms, a layer to replace, and one that never gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.last, self.unused = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(torch.tanh(self.norm(self.first(x))))
+        return found
+
+
+def trained(reduction: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A step, another one in two micro-batches, and one with another layer."""
+    world = comm.init()
+    model = prepare(Model().double(), torch.device("cpu"), world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1, foreach=False)
+    sync = AllReduce(reduction).attach(model, optimizer, clip_norm=0.1)
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(world.rank))
+    for parts in (1, 2, 1):
+        for part in x.chunk(parts):
+            loss = F.cross_entropy(model(part), torch.arange(len(part)) % 3, reduction="sum")
+            sync.backward(loss, len(part), last=len(part) != 4 or part.data_ptr() != x.data_ptr())
+        sync.step()
+        if parts == 2:
+            model.last = torch.manual_seed(4) and nn.Linear(8, 3).double()
+            optimizer.add_param_group({"params": list(model.last.parameters())})
+            sync.follow()
+    sync.finish()
+    return model, optimizer
+
+
+def results(folder: Path, workers: int) -> list[Any]:
+    """What all parts of the library that need a private name come to."""
+    found: list[torch.Tensor] = []
+    for reduction in ("flat", "ddp") if comm.world_size() > 1 else ("flat",):
+        model, optimizer = trained(reduction)
+        found += [tensor.detach().clone() for tensor in model.state_dict().values()]
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    Checkpoints(folder).save(parts, 1)
+    kept = {name: reader.own_tensors(part) for name, part in parts.items()}
+    for tensors in kept.values():
+        for tensor in tensors.values():
+            tensor.detach().zero_()
+    assert Checkpoints(folder).load_latest(parts)
+    found += [tensor.detach().clone() for tensor in model.state_dict().values()]
+    stream = Loader(Stream(), comm.init(), global_batch_size=4, workers=workers, max_epochs=1)
+    return [tensor.tolist() for tensor in found] + [batch.tolist() for step in stream for batch in step]
+
+
+def result_without(names: list[str], folder: Path) -> list[tuple[list[Any], str]]:
+    found = []
+    for name in names:
+        with without(name) as out:
+            workers = 2 if name in (NONE, "_worker_info") else 0  # what they fetch does not depend on the other names
+            found.append((results(folder / (name or "none"), workers), out.getvalue()))
+    return found
+
+
+OF_THE_SELF_TEST = ("_Loss", "_reset", "_next_index")
+NOT_HERE = (*OF_THE_SELF_TEST, "_args_from_interpreter_flags")
+NOT_ALONE = (*NOT_HERE, "_push_all_rebuilt_params", "_rebuild_buckets", "_BatchNorm")
+"""What a rank that is alone does not look for either: it sums no gradients, and its batch norms see whole batches."""
+
+
+@functools.cache
+def found_without(ranks: int, folder: Path) -> list[list[tuple[list[Any], str]]]:
+    return on_ranks(ranks, result_without, [NONE, *private_names.NAMES], folder, timeout_s=120.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("private_names")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", list(private_names.NAMES))
+def test_a_training_without_a_private_name_has_the_same_result_and_the_main_rank_says_why(
+    name: str, ranks: int, folder: Path
+) -> None:
+    number = 1 + list(private_names.NAMES).index(name)
+    for rank, found in enumerate(found_without(ranks, folder / str(ranks))):
+        (expected, usual), (got, said) = found[0], found[number]
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+        lines = [line for line in said.splitlines() if line not in usual.splitlines()]
+        needed = rank == 0 and name not in (NOT_HERE if ranks > 1 else NOT_ALONE)
+        assert lines == ([f"warning: this torch has no {name}: {private_names.NAMES[name]}"] if needed else [])
+
+
+def watched(names: list[str]) -> list[tuple[dict[str, Any], str]]:
+    """What the self-test of a script sees of one epoch and a step."""
+    found = []
+    for name in names:
+        torch.manual_seed(0)
+        x = torch.arange(12.0).reshape(6, 2)
+        model, loss_fn = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.MSELoss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with without(name) as out, Instrument(RankSettings("", 1), 0) as instrument:
+            for (batch,) in DataLoader(TensorDataset(x), batch_size=3, shuffle=False):
+                loss_fn(model(batch), batch).backward()
+                optimizer.step()
+            found.append((instrument.record(""), out.getvalue()))
+    return found
+
+
+def test_the_self_test_without_a_private_name_sees_the_same_passes() -> None:
+    names = [NONE, "_BatchNorm", *OF_THE_SELF_TEST]
+    [answers] = on_ranks(1, watched, names)
+    usual = answers[0][0]
+    assert usual["passes"][0]["samples"] == [[0, 1, 2], [3, 4, 5]]
+    for name, (record, said) in zip(names, answers, strict=True):
+        if name in ("_reset", "_next_index"):
+            assert all(isinstance(digest, str) for batch in record["passes"][0].pop("samples") for digest in batch)
+            assert len(record["batches"]) == len(usual["batches"])
+        else:
+            assert record == usual
+        assert said == (f"warning: this torch has no {name}: {private_names.NAMES[name]}\n" if name else "")
+
+
+def test_another_interpreter_gets_the_same_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = private_names.interpreter_flags()
+    with without("_args_from_interpreter_flags") as out:
+        assert private_names.interpreter_flags() == usual
+    assert out.getvalue() == ""
+
+
+def test_every_name_that_is_looked_up_is_in_the_list() -> None:
+    tree = ast.parse(Path(private_names.__file__).read_text())
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    found = {text for text in texts if re.fullmatch(r"_[A-Za-z]\w+", text)}
+    assert found == set(private_names.NAMES)
