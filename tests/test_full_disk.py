@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launched import launch
 
-from rankwise.agent import fork_server
+from rankwise.agent import exception_record
 from rankwise.ipc.shared_page import Page
 
 __all__ = ["launch"]  # a fixture
@@ -65,7 +65,7 @@ def test_an_exception_that_no_disk_takes_is_left_in_memory_as_far_as_there_is_ro
     page = Page.create(2)
     record = {"type": "ValueError", "message": "m" * size, "traceback": "t" * size + "end", "notes": ["n" * size], "time": 1.5}
     assert page.last_words(1) == b""
-    fork_server._leave_in_memory(record, page.path, *page.last_words_place(1))
+    exception_record.leave_in_memory(record, page.path, *page.last_words_place(1))
     found = json.loads(page.last_words(1))
     assert (found["type"], found["time"], found["message"][:9]) == ("ValueError", 1.5, "m" * 9)
     assert found["traceback"].endswith("tend")

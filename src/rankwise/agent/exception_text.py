@@ -2,7 +2,7 @@
 
 told = reword(record, rank=1, script="pkg/train.py");  told.exception, told.where, told.remark
 
-`record` is what fork_server.py leaves of an exception. Pure: it reads the record, nothing else.
+`record` is what exception_record.py leaves of an exception. Pure: it reads the record, nothing else.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Page:
         self._words[_GO] = 1
 
     def last_words_place(self, local_rank: int) -> tuple[int, int]:
-        """(offset, bytes) for what a dying rank cannot write on its disk (fork_server.py writes it)."""
+        """(offset, bytes) for what a dying rank cannot write on its disk (exception_record.py writes it)."""
         return (_HEADER_WORDS + self.ranks * _ROW_WORDS) * 8 + local_rank * _LAST_WORDS_BYTES, _LAST_WORDS_BYTES
 
     def last_words(self, local_rank: int) -> bytes:

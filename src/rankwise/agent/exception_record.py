@@ -1,0 +1,219 @@
+"""What a rank leaves of the exception that ends it: a record for the agent, and a traceback in its log.
+
+    status = exception_record.leave(error, spec)      # spec: see fork_server.py
+
+fork_server.py loads this file by its path, in the script's own interpreter: it imports the standard library alone.
+"""
+
+import contextlib
+import json
+import mmap
+import multiprocessing.connection
+import os
+import re
+import resource
+import runpy
+import signal
+import sys
+import time
+import traceback
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
+def leave(error, spec):
+    """Tell how this rank failed, whatever it lacks by now; returns the status to exit with."""
+    error, release = _hold_signals(error)
+    error = _of_a_dead_worker(error)
+    status = getattr(error, "exit_status", 1)  # our own errors carry one, and need no traceback
+    brief = isinstance(status, int) and type(error).__module__.startswith("rankwise.")
+    _free_a_descriptor()
+    text = as_text(error, brief)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    record = {
+        "log_bytes": os.fstat(2).st_size,  # what comes after it is this exception, which others will tell
+        "type": type(error).__qualname__,
+        "message": str(error),
+        "traceback": text,
+        "where": _where(error),
+        "time": time.time(),
+        "notes": [str(note) for note in getattr(error, "__notes__", ())],
+        "parameters": {},
+        "shortage": None,
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "local_rank": os.environ.get("LOCAL_RANK"),
+    }
+    with contextlib.suppress(Exception):
+        record["parameters"] = _parameters_in(error)
+    with contextlib.suppress(Exception):
+        record["shortage"] = _shortage(error)
+    temporary = spec["exception"] + ".tmp"
+    try:
+        with open(temporary, "w") as file:
+            json.dump(record, file)
+        os.replace(temporary, spec["exception"])
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)  # noqa: PTH107  # pathlib is not imported here
+        leave_in_memory(record, *spec["last_words"])
+    print_exception(error, text, brief)
+    release()
+    return status if brief else 1
+
+
+def leave_in_memory(record, path, offset, size):
+    """Where the disk is full, which may be what has ended this rank: as much of the texts as there is room for."""
+    for longest in (size, 1000, 300, 100):
+        short = {
+            key: value[-longest:] if key == "traceback" else value[:longest] if isinstance(value, str) else value
+            for key, value in record.items()
+            if longest == size or key not in ("notes", "parameters")
+        }
+        data = json.dumps(short).encode()
+        if len(data) <= size:
+            break
+    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file, mmap.mmap(file.fileno(), 0) as memory:
+        memory[offset : offset + len(data[:size])] = data[:size]
+
+
+def _hold_signals(error):
+    """(the error to tell, a function that gives the signals back): from here on nothing interrupts what tells it.
+
+    A handler of the script's may raise at any line: torch's for SIGCHLD does, when a loader worker has died. One that was due
+    runs while it is replaced; if that says which worker has died, it says why `error` came.
+    """
+    before, came = {}, []
+
+    def hold(signum, _frame):
+        came.append(signum)
+
+    def release():
+        for signum, handler in before.items():
+            if signum != signal.SIGCHLD:  # all that it could still do is to raise a second error
+                signal.signal(signum, handler)
+        for signum in set(came):
+            if signum != signal.SIGCHLD:
+                os.kill(os.getpid(), signum)
+
+    while True:
+        try:
+            for signum in signal.valid_signals():
+                handler = signal.getsignal(signum)
+                ends = handler is signal.SIG_DFL and signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+                if handler is not hold and ((callable(handler) and not isinstance(handler, int)) or ends):
+                    before.setdefault(signum, handler)
+                    signal.signal(signum, hold)
+            return error, release
+        except BaseException as later:
+            if str(later).startswith("DataLoader worker"):
+                error = later.with_traceback(error.__traceback__)
+
+
+def _of_a_dead_worker(error):
+    """An error that says how a loader worker has died, where all that came of it yet is a broken connection to it."""
+    unexpected = str(error).startswith("DataLoader worker (pid(s)")  # torch has not looked how
+    if not unexpected and not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)):
+        return error
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    loaders = [f.f_locals.get("self") for f in frames if f.f_code.co_filename.endswith("torch/utils/data/dataloader.py")]
+    workers = next((loader._workers for loader in reversed(loaders) if getattr(loader, "_workers", None)), [])
+    # Its connections break a moment before it can be seen to have ended.
+    ended = multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1.0) if workers else []
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join(1.0)
+            code = worker.exitcode
+            how = f"is killed by signal: {signal.strsignal(-code)}" if code and code < 0 else f"left with status {code}"
+            found = RuntimeError(f"DataLoader worker (pid {worker.pid}) {how}.").with_traceback(error.__traceback__)
+            found.__cause__ = error
+            return found
+    return error
+
+
+def _without_our_frames(tb):
+    while tb is not None and (_is_ours(tb.tb_frame.f_code.co_filename) or "__tracebackhide__" in tb.tb_frame.f_globals):
+        tb = tb.tb_next
+    return tb
+
+
+def _is_ours(file):
+    return file in (runpy.__file__, "<frozen runpy>") or os.path.dirname(file) == _FOLDER
+
+
+def _where(error):
+    """The innermost line of the script, or of the user's modules, that was running: `train.py:61`."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in frames if file == script or _is_the_users(file)]
+    return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else None
+
+
+def _is_the_users(file):
+    libraries = [os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    libraries += [os.path.dirname(module.__file__) for name in ("torch", "rankwise") if (module := sys.modules.get(name))]
+    installed = "/site-packages/" in file or "/dist-packages/" in file or file.startswith("<")
+    return not installed and not any(file.startswith(folder + os.sep) for folder in libraries)
+
+
+def _free_a_descriptor():
+    """To tell an exception takes one: where none is left standard input is given up."""
+    try:
+        os.close(os.dup(2))
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.close(0)
+
+
+def _shortage(error):
+    """Where files or processes were refused: how many there may be, and are now (some may have gone with what failed)."""
+    text = str(error)
+    if "Too many open files" in text or "received 0 items of ancdata" in text:  # as multiprocessing says it
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"at most {limit} open files a process (ulimit -n), {len(os.listdir('/proc/self/fd')) - 1} here now"
+    if "Resource temporarily unavailable" not in text and "can't start new thread" not in text:
+        return None
+    tasks = 0
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdecimal() and os.stat(f"/proc/{name}").st_uid == os.getuid():
+                tasks += len(os.listdir(f"/proc/{name}/task"))
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if not 0 < limit < 2 * tasks + 64:
+        return None  # so far away that another limit must have been the reason
+    return f"at most {limit} processes and threads of this user (ulimit -u), {tasks} now"
+
+
+def _parameters_in(error):
+    """{number: "name (module)"} of the parameters that DDP has only numbers for in its message."""
+    numbers = set(re.findall(r"\d+", str(error)))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    models = [frame.f_locals.get("self") for frame in frames if frame.f_code.co_filename.endswith("nn/parallel/distributed.py")]
+    found, seen = {}, set()
+    for prefix, module in models[-1].module.named_modules() if models else ():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{prefix}.{name}" if prefix else name
+            if not parameter.requires_grad or id(parameter) in seen or f"{prefix}.{name}" in models[-1].parameters_to_ignore:
+                continue
+            if str(len(seen)) in numbers:
+                found[str(len(seen))] = f"{full} ({type(module).__name__})"
+            seen.add(id(parameter))
+    return found
+
+
+def as_text(error, brief=False):
+    error = error.with_traceback(_without_our_frames(error.__traceback__))
+    if not brief:
+        return "".join(traceback.format_exception(error))
+    where = _where(error)
+    return f"error: {error}\n" + (f"  at {where}\n" if where else "")
+
+
+def print_exception(error, text, brief):
+    if sys.excepthook is not sys.__excepthook__ and not brief:  # the script's own
+        with contextlib.suppress(Exception):
+            sys.excepthook(type(error), error, error.__traceback__)
+            return
+    with contextlib.suppress(OSError):  # its log is on a full disk
+        print(text, end="", file=sys.stderr)
