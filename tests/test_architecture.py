@@ -50,7 +50,9 @@ TORCH_FREE = {
 }  # fmt: skip
 """Packages and files that import no torch, neither themselves nor by what they import; in a function they may."""
 
-BESIDE = ("agent/fork_server", "agent/collective_notes", "agent/exception_record", "host/main_script")
+BESIDE = (
+    "agent/fork_server", "agent/collective_notes", "agent/exception_record", "agent/private_names", "host/main_script",
+)  # fmt: skip
 """The file that the script's own interpreter runs by its path, and what it loads from there: under another name, so by relative
 imports. They import each other, the standard library and torch."""
 
@@ -198,6 +200,57 @@ def test_a_body_is_counted_without_its_signature_and_docstring() -> None:
     [function] = ast.parse('def f(\n    a,\n):\n    """One.\n\n    Two."""\n    b = a\n\n    return b\n').body
     assert isinstance(function, ast.FunctionDef)
     assert body_lines(function) == 3
+
+
+OF_OTHERS = {"_fields", "_exit", "_reductions", "_usr_sig"}
+"""Names with an underscore that are documented (of named tuples, of os), or belong to torchmetrics and Submitit."""
+
+
+def private_names(path: Path) -> set[str]:
+    """Those with one underscore in front that a file reads, writes or asks for and does not define. On `self`, `cls` and
+    `super()` they are defined somewhere in the package; `_rankwise_...` is what we hang on an object of torch."""
+    tree = ast.parse(path.read_text())
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and not _is_own(node.value)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr", "hasattr", "delattr"):
+            used |= {str(a.value) for a in node.args[1:2] if isinstance(a, ast.Constant) and not _is_own(node.args[0])}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            used |= {word for module in modules if module != "_thread" for word in module.split(".")}  # it is documented
+    return {name for name in used if re.match(r"_(?!_|rankwise_)", name)} - defined(tree) - OF_OTHERS
+
+
+def _is_own(owner: ast.expr) -> bool:
+    called = owner.func if isinstance(owner, ast.Call) else owner
+    return isinstance(called, ast.Name) and called.id in ("self", "cls", "super")
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """Functions, classes, names and attributes of `self`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def test_private_names_of_torch_and_python_stand_in_two_files_alone() -> None:
+    found = {name_of(path): names for path in FILES if (names := private_names(path))}
+    assert found.keys() == {"dist/private_names", "agent/private_names"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["torch._foreach_norm(x, 2)", "from torch.nn.modules.batchnorm import _NormBase", "import torch._dynamo",
+     "from torch._C import Generator", 'getattr(module, "_buffers")', "module._parameters", "sys._getframe(1)"],
+)  # fmt: skip
+def test_a_private_name_elsewhere_is_found(line: str, tmp_path: Path) -> None:
+    (tmp_path / "file.py").write_text(f"def use(): {line}\n")
+    assert private_names(tmp_path / "file.py")
 
 
 def test_no_module_is_called_utils_or_helpers() -> None:

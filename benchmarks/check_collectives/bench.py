@@ -19,7 +19,7 @@ ROUNDS = 40
 
 dist.init_process_group("gloo")
 noted, plain = dist.all_reduce, dist.all_reduce.__wrapped__
-if "fork_server.py" not in noted.__code__.co_filename:
+if "collective_notes.py" not in noted.__code__.co_filename:
     raise SystemExit("start it with: rankwise run --nproc 2 --check-collectives benchmarks/check_collectives/bench.py")
 
 

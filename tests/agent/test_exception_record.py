@@ -94,6 +94,8 @@ def test_what_a_handler_that_was_due_says_of_a_loader_worker_is_the_reason(
 class Worker:
     """A process of a loader: it has ended if `code` is given."""
 
+    sentinel = -1
+
     def __init__(self, code: int | None) -> None:
         self.pid, self.exitcode = 4711, code
         self.sentinel, self.writer = os.pipe()
@@ -107,7 +109,8 @@ def loaded(workers: list[Worker], error: Exception) -> None:
     """Raise it as a loader with these workers does."""
 
     class Loader:
-        _workers = workers
+        def __init__(self) -> None:
+            self._workers = workers
 
     names = {"error": error, "self": Loader()}
     code = "def load(self):\n    raise error\nload(self)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import io
 import re
 from collections.abc import Iterator
@@ -120,30 +119,17 @@ NOT_ALONE = (*NOT_HERE, "_push_all_rebuilt_params", "_rebuild_buckets", "_BatchN
 """What a rank that is alone does not look for either: it sums no gradients, and its batch norms see whole batches."""
 
 
-@functools.cache
-def found_without(ranks: int, folder: Path) -> list[list[tuple[list[Any], str]]]:
-    return on_ranks(ranks, result_without, [NONE, *private_names.NAMES], folder, timeout_s=120.0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("private_names")
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", list(private_names.NAMES))
-def test_a_training_without_a_private_name_has_the_same_result_and_the_main_rank_says_why(
-    name: str, ranks: int, folder: Path
-) -> None:
-    number = 1 + list(private_names.NAMES).index(name)
-    for rank, found in enumerate(found_without(ranks, folder / str(ranks))):
-        (expected, usual), (got, said) = found[0], found[number]
-        assert len(got) == len(expected)
-        for one, other in zip(got, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
-        lines = [line for line in said.splitlines() if line not in usual.splitlines()]
-        needed = rank == 0 and name not in (NOT_HERE if ranks > 1 else NOT_ALONE)
-        assert lines == ([f"warning: this torch has no {name}: {private_names.NAMES[name]}"] if needed else [])
+def test_a_training_without_a_private_name_has_the_same_result_and_the_main_rank_says_why(ranks: int, tmp_path: Path) -> None:
+    for rank, found in enumerate(on_ranks(ranks, result_without, [NONE, *private_names.NAMES], tmp_path, timeout_s=120.0)):
+        (expected, usual), *others = found
+        for name, (got, said) in zip(private_names.NAMES, others, strict=True):
+            assert len(got) == len(expected)
+            for one, other in zip(got, expected, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12, err_msg=name)
+            lines = [line for line in said.splitlines() if line not in usual.splitlines()]
+            needed = rank == 0 and name not in (NOT_HERE if ranks > 1 else NOT_ALONE)
+            assert lines == ([f"warning: this torch has no {name}: {private_names.NAMES[name]}"] if needed else [])
 
 
 def watched(names: list[str]) -> list[tuple[dict[str, Any], str]]:

@@ -4,7 +4,8 @@
     distributed.prepare()        # torch is imported
     distributed.prepare_later()  # the script may import it
 
-fork_server.py loads this file by its path, in the script's own interpreter: it imports the standard library alone.
+fork_server.py loads this file by its path, in the script's own interpreter: it imports the standard library
+alone, and what lies beside it.
 
 The count is for the agent, to which a collective that is entered is a sign of progress. It is torch's own sequence number, read
 twice a second by a thread: it costs a collective nothing, and holds what DDP's reducer sends, of which Python sees nothing.
@@ -15,7 +16,6 @@ its buffers in a forward pass.
 """
 
 import _thread
-import contextlib
 import functools
 import importlib.abc
 import importlib.util
@@ -27,11 +27,15 @@ import sys
 import threading
 import time
 
+from . import private_names
+
 _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _COUNT_EVERY_S = 0.5
 _TRANSPARENT = ("rankwise.dist.comm", "rankwise.dist.guards")
 """Modules of ours whose functions are collectives by the user's own will: what is noted is the line that calls them."""
+
+_OURS = (__file__, private_names.__file__)
 
 # Each collective: the parameter whose tensors must be alike on all ranks (None: they may differ), and that of the root.
 COLLECTIVES = {
@@ -72,7 +76,7 @@ class Distributed:
     def made_a_group(self):
         """Whether this rank ever met the others: N ranks that never did were N separate runs."""
         c10d = sys.modules.get(_C10D)
-        return c10d is not None and (bool(self._kept) or bool(c10d._world.pg_map))
+        return c10d is not None and (bool(self._kept) or bool(private_names.groups(c10d)))
 
     def prepare(self):
         """In a process that has imported torch."""
@@ -106,7 +110,7 @@ class Distributed:
 
         @functools.wraps(destroy)
         def destroy_process_group(group=None):
-            self._kept.extend(c10d._world.pg_map)
+            self._kept.extend(private_names.groups(c10d))
             return destroy(group)
 
         c10d.destroy_process_group = destroy_process_group
@@ -114,20 +118,14 @@ class Distributed:
     # --- the count
 
     def _count_from_the_first_group(self, c10d):
-        """A rank that makes no group gets no thread. All ways to a group go through one function; a torch without it is not
-        counted."""
-        make = getattr(c10d, "_new_process_group_helper", None)
-        if make is None:
-            return
+        """A rank that makes no group gets no thread."""
 
-        @functools.wraps(make)
-        def new_process_group_helper(*args, **kwargs):
+        def count():
             if not self._counting:
                 self._counting = True
                 _thread.start_new_thread(_count, (c10d, *self._count_mark))  # not one of those that the script can list
-            return make(*args, **kwargs)
 
-        c10d._new_process_group_helper = new_process_group_helper
+        private_names.before_each_group(c10d, count)
 
     # --- the notes
 
@@ -165,14 +163,11 @@ class Distributed:
         if not hasattr(dist, "Reducer"):
             return
         self._note_backward_passes(dist.Reducer, torch)
-        broadcast = dist._broadcast_coalesced
 
-        @functools.wraps(broadcast)
-        def broadcast_coalesced(group, tensors, *args, **kwargs):
+        def note(group, tensors):
             self._notes.add(group.group_name, group.size(), f"broadcast by DDP({len(tensors)} tensors)", *_site())
-            return broadcast(group, tensors, *args, **kwargs)
 
-        dist._broadcast_coalesced = broadcast_coalesced
+        private_names.before_each_broadcast(dist, note)
         self._pass_over_joined(ddp.Join)
 
     def _pass_over_joined(self, join):
@@ -253,17 +248,8 @@ def _count(c10d, path, offset):
     os.close(fd)
     word = memoryview(page)[offset : offset + 8].cast("q")
     while True:
-        word[0] = sum(_begun(group) for group in list(c10d._world.pg_map))
+        word[0] = sum(private_names.begun(group) for group in private_names.groups(c10d))
         time.sleep(_COUNT_EVERY_S)
-
-
-def _begun(group):
-    """The collectives, sends and receives of this rank in a group, whoever has begun them."""
-    number = 0
-    for device in getattr(group, "_device_types", ()):  # torch 2.1 and newer
-        with contextlib.suppress(RuntimeError):  # a backend that does not number them
-            number += group._get_backend(device)._get_sequence_number_for_group()
-    return number
 
 
 class Notes:
@@ -320,7 +306,7 @@ def _site():
 
     The innermost frame that is neither torch's nor this file's, nor of our functions that are collectives themselves.
     """
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     torch = os.path.dirname(sys.modules["torch"].__file__) + os.sep
     while frame is not None and _is_passed_over(frame, torch):
         frame = frame.f_back
@@ -335,7 +321,7 @@ def _site():
 
 def _is_passed_over(frame, torch):
     file, module = frame.f_code.co_filename, _module(frame)
-    return file == __file__ or file.startswith(torch) or module in _TRANSPARENT or module in ("contextlib", "functools")
+    return file in _OURS or file.startswith(torch) or module in _TRANSPARENT or module in ("contextlib", "functools")
 
 
 def _module(frame):

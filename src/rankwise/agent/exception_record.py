@@ -118,7 +118,7 @@ def _of_a_dead_worker(error):
         return error
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     loaders = [f.f_locals.get("self") for f in frames if f.f_code.co_filename.endswith("torch/utils/data/dataloader.py")]
-    workers = next((loader._workers for loader in reversed(loaders) if getattr(loader, "_workers", None)), [])
+    workers = next((found for loader in reversed(loaders) if (found := _processes(loader))), [])
     # Its connections break a moment before it can be seen to have ended.
     ended = multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1.0) if workers else []
     for worker in workers:
@@ -130,6 +130,12 @@ def _of_a_dead_worker(error):
             found.__cause__ = error
             return found
     return error
+
+
+def _processes(loader):
+    """The workers of an iterator of torch's DataLoader: it has one list of processes."""
+    lists = [value for value in getattr(loader, "__dict__", {}).values() if isinstance(value, list)]
+    return [item for items in lists for item in items if hasattr(type(item), "sentinel")]
 
 
 def _without_our_frames(tb):

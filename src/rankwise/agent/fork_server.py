@@ -22,7 +22,6 @@ The process stays single-threaded (OMP_NUM_THREADS=1, and it never runs a parall
 fork. Ranks are forked twice: the middle process announces them and ends, they fall to the agent, which alone reaps them.
 """
 
-import atexit
 import contextlib
 import faulthandler
 import functools
@@ -31,11 +30,9 @@ import io
 import json
 import os
 import re
-import runpy
 import signal
 import socket
 import sys
-import threading
 import time
 import types
 
@@ -47,7 +44,7 @@ if not __package__:  # run by its path: there is no package to import its few fi
         sys.modules[package].__path__ = [path]
 
 from ..host import main_script  # noqa: TID252  # under either name
-from . import collective_notes, exception_record
+from . import collective_notes, exception_record, private_names
 
 _PR_SET_PDEATHSIG = 1
 
@@ -114,7 +111,8 @@ def _serve(channel, agent):
         import torch
 
         if _may_compile(sys.argv):
-            import torch._dynamo  # noqa: F401  # else every rank imports it, for its first optimizer
+            # It imports the compiler, which else every rank does, for its first one.
+            torch.optim.SGD([torch.zeros(1)], lr=0.0)
     except BaseException as error:  # what a folder named like a library raises is the script's business
         _send(channel, {"failed": f"{type(error).__name__}: {error}"})
         return None
@@ -140,7 +138,7 @@ def _serve(channel, agent):
 
 
 def _may_compile(command):
-    """Whether the ranks may import torch._dynamo, which takes as long as torch itself: optimizers do, DDP, and the compiler.
+    """Whether the ranks may import torch's compiler, which takes as long as torch itself: optimizers do, DDP, and the compiler.
 
     A guess from the script's text: where it is wrong each rank imports it by itself, or this process has for nothing.
     """
@@ -252,25 +250,38 @@ def _wait_for_go(page, offset):
 def _run(command, spec, distributed):
     """Run the script as Python would, leave evidence if it raises, and end this process as Python would."""
     _let_interrupts_in()
+    interrupted, status = False, 0
     try:
         if command[0] == "-m":
             # It takes what `__main__` is: this file, whose names the module's would replace.
             sys.modules["__main__"] = types.ModuleType("__main__")
-            runpy._run_module_as_main(command[1])
+            private_names.run_module(command[1])
         else:
             main_script.run(command[0])
-        status = 0
     except SystemExit as end:
         status = _exit_status(end)
     except KeyboardInterrupt as error:
         exception_record.print_exception(error, exception_record.as_text(error), brief=False)
-        _end_of_python(spec, distributed)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+        interrupted = True
     except BaseException as error:
         status = exception_record.leave(error, spec)
-    output_lost = _end_of_python(spec, distributed)
+    if distributed.made_a_group():
+        _set_mark(*spec["group_mark"])
+    if not private_names.end_python():
+        _leave_the_end_to_python(status, interrupted)
+    output_lost = _flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(status or output_lost)
+
+
+def _leave_the_end_to_python(status, interrupted):
+    """It takes torch apart, too: seconds, and gloo can hang there."""
+    if interrupted:
+        sys.excepthook = lambda *_: None  # what it would print is printed
+        raise KeyboardInterrupt
+    sys.exit(status)
 
 
 def _let_interrupts_in():
@@ -291,13 +302,10 @@ def _exit_status(end):
     return 1
 
 
-def _end_of_python(spec, distributed):
-    """What the interpreter does at its end, up to where torch would be taken apart (seconds, and gloo can hang there)."""
+def _flush():
+    """What the interpreter does after the exit functions, up to where it would take torch apart (seconds, and gloo can hang
+    there). Returns 120 if output is lost, 0 otherwise."""
     status = 0
-    if distributed.made_a_group():
-        _set_mark(*spec["group_mark"])
-    threading._shutdown()
-    atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

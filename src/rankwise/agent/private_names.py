@@ -1,0 +1,114 @@
+"""The private names of torch and of the standard library that ranks use before and after their script, each with what is done
+without it.
+
+    for group in private_names.groups(c10d): ...
+
+The files that fork_server.py loads beside itself use no other; dist/private_names.py has those of the library. Any release may
+drop such a name: then one feature is off, and rank 0 says so once. This file imports the standard library alone.
+"""
+
+import atexit
+import contextlib
+import functools
+import os
+import runpy
+import sys
+import threading
+
+NAMES = {
+    "_run_module_as_main": "the module runs in a namespace that is cleared when it returns",
+    "_shutdown": "ranks take torch apart when they exit, which takes longer",
+    "_run_exitfuncs": "ranks take torch apart when they exit, which takes longer",
+    "_world": "process groups other than the default one are neither counted nor kept until a rank exits",
+    "_new_process_group_helper": "collectives are not counted as progress",
+    "_device_types": "collectives are not counted as progress",
+    "_get_backend": "collectives are not counted as progress",
+    "_get_sequence_number_for_group": "collectives are not counted as progress",
+    "_broadcast_coalesced": "--check-collectives does not see DDP's broadcast of its buffers",
+}
+"""Each name, and what rank 0 prints of a release without it."""
+
+_said = set()
+
+
+def _find(owner, name):
+    """What a private name of this owner stands for, None if it is missing. All of this file is read through here."""
+    found = getattr(owner, name, None)
+    if found is None and name not in _said:
+        _said.add(name)
+        if os.environ.get("RANK", "0") == "0":
+            with contextlib.suppress(OSError):  # its log is on a full disk
+                print(f"rankwise: warning: torch or Python has no {name}: {NAMES[name]}", file=sys.stderr)
+    return found
+
+
+# --- a rank's script, and its end
+
+
+def run_module(name):
+    """As `python -m name` does. Public: runpy.run_module, which gives the module a namespace for the time that it runs."""
+    run = _find(runpy, "_run_module_as_main")
+    if run is not None:
+        run(name)
+    else:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def end_python():
+    """Wait for threads and call exit functions, as the interpreter does at its end. False if it must do so itself."""
+    wait, call = _find(threading, "_shutdown"), _find(atexit, "_run_exitfuncs")
+    if wait is None or call is None:
+        return False
+    wait()
+    call()
+    return True
+
+
+# --- torch.distributed
+
+
+def groups(c10d):
+    """The process groups that there are. Public: the default one."""
+    world = _find(c10d, "_world")
+    if world is not None:
+        return list(world.pg_map)
+    return [c10d.group.WORLD] if c10d.is_initialized() else []
+
+
+def before_each_group(c10d, call):
+    """From now on `call()` before each process group is made: all ways to one go through this function."""
+    make = _find(c10d, "_new_process_group_helper")
+    if make is None:
+        return
+
+    @functools.wraps(make)
+    def new_process_group_helper(*args, **kwargs):
+        call()
+        return make(*args, **kwargs)
+
+    c10d._new_process_group_helper = new_process_group_helper
+
+
+def begun(group):
+    """The collectives, sends and receives of this rank in a group, whoever has begun them; 0 if that cannot be told."""
+    number = 0
+    devices, backend_of = _find(group, "_device_types"), _find(group, "_get_backend")
+    for device in devices if devices is not None and backend_of is not None else ():
+        with contextlib.suppress(RuntimeError):  # a backend that does not number them
+            last = _find(backend_of(device), "_get_sequence_number_for_group")
+            number += last() if last is not None else 0
+    return number
+
+
+def before_each_broadcast(dist, call):
+    """From now on `call(group, tensors)` before DDP broadcasts its buffers."""
+    broadcast = _find(dist, "_broadcast_coalesced")
+    if broadcast is None:
+        return
+
+    @functools.wraps(broadcast)
+    def broadcast_coalesced(group, tensors, *args, **kwargs):
+        call(group, tensors)
+        return broadcast(group, tensors, *args, **kwargs)
+
+    dist._broadcast_coalesced = broadcast_coalesced
