@@ -2,9 +2,9 @@
 
     norms = private_names.norms(gradients, torch.float32)
 
-No other file of the library uses one; agent/private_names.py has those of the warm process and of what it loads. Any release may
-drop such a name: then one feature is off or slower, and the main rank says so once. Only functions import torch here, because the
-launcher, which has none, imports this file too.
+No other file of the library uses one; agent/private_names.py has those of the warm process and of what it loads. Any release
+may drop such a name: then one feature is off or slower, and the main rank says so once. Only functions import torch here,
+because the launcher, which has none, imports this file too.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def can_hide_worker() -> bool:
 
 @contextlib.contextmanager
 def hidden_worker() -> Iterator[None]:
-    """Hide from a dataset that it is in one of several workers: `get_worker_info()` returns None inside. Where that cannot be done
-    there must be no workers."""
+    """Hide from a dataset that it is in one of several workers: `get_worker_info()` returns None inside. If that cannot be
+    done there must be no workers."""
     module: Any = _of_workers()
     before = _find(module, "_worker_info", _MISSING)
     if before is _MISSING:
