@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -247,6 +248,11 @@ def test_private_names_of_torch_and_python_stand_in_two_files_alone() -> None:
 def test_a_private_name_elsewhere_is_found(line: str, tmp_path: Path) -> None:
     (tmp_path / "file.py").write_text(f"def use(): {line}\n")
     assert private_names(tmp_path / "file.py")
+
+
+def test_no_two_classes_have_one_name() -> None:
+    names = [n.name.lstrip("_") for path in FILES for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef)]
+    assert [name for name, times in Counter(names).items() if times > 1] == []
 
 
 def test_no_module_is_called_utils_or_helpers() -> None:

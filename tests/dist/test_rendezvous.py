@@ -303,7 +303,7 @@ def test_ranks_that_disagree_on_how_many_they_are_are_told(folder: Path, ranks: 
 def test_a_rank_that_left_again_may_come_back(folder: Path, ranks: ThreadPoolExecutor) -> None:
     first = ranks.submit(lead, world_of(0, 3), [folder])
     record = published(folder)
-    caller = rendezvous._Caller("127.0.0.1")
+    caller = rendezvous._Connection("127.0.0.1")
     caller.prove(record["port"], record["secret"], START, world_of(1))
     caller.close()
     back = ranks.submit(join, world_of(1), START, [folder], LONG_S)

@@ -136,7 +136,7 @@ def parse(dump: str) -> tuple[Frame, ...]:
 
 
 @dataclass
-class _Held:
+class _HeldStacks:
     """Since when the kernel has held a rank in one way, and whether that was told."""
 
     since: float | None = None
@@ -147,8 +147,8 @@ class _Held:
 class _Watched:
     """What is known of one rank between looks."""
 
-    stopped: _Held = field(default_factory=_Held)
-    blocked: _Held = field(default_factory=_Held)
+    stopped: _HeldStacks = field(default_factory=_HeldStacks)
+    blocked: _HeldStacks = field(default_factory=_HeldStacks)
     stacks: list[tuple[Frame, ...]] = field(default_factory=list)
     offset: int = 0
     cpu_s: float = 0.0
@@ -202,7 +202,7 @@ class StallWatch:
             )
         return stopped
 
-    def _is_new(self, rank: Rank, held: _Held, holds: bool, after_s: float, now: float) -> bool:
+    def _is_new(self, rank: Rank, held: _HeldStacks, holds: bool, after_s: float, now: float) -> bool:
         """Whether it is to be told now: once, at the first look after `after_s`. That a told rank goes on is said here."""
         if not holds:
             if held.told and held.since is not None:

@@ -47,7 +47,7 @@ class Enough(SystemExit):
 
 
 @dataclass
-class _Pass:
+class _LoaderPass:
     """One iteration over a loader."""
 
     loader: int
@@ -69,7 +69,7 @@ class Instrument:
         self._loaders: list[dict[str, Any]] = []
         self._number: dict[int, int] = {}
         self._kept: list[Any] = []  # loaders, so that no id is taken again
-        self._passes: list[_Pass] = []
+        self._passes: list[_LoaderPass] = []
         self._forwards = 0
         self._model: nn.Module | None = None
         self._steps: list[dict[str, Any]] = []
@@ -179,7 +179,7 @@ class Instrument:
 
         return iter
 
-    def _begin_pass(self, loader: Any) -> _Pass:
+    def _begin_pass(self, loader: Any) -> _LoaderPass:
         if id(loader) not in self._number:
             self._number[id(loader)] = len(self._loaders)
             self._loaders.append({"asked": None, "whole": 0})
@@ -192,7 +192,7 @@ class Instrument:
             "spread": spread,
             "padding": max(getattr(sampler, "total_size", 0) - len(loader.dataset), 0) if spread else 0,
         }
-        self._passes.append(_Pass(number))
+        self._passes.append(_LoaderPass(number))
         return self._passes[-1]
 
     def _iter_reset(self, original: Any) -> Any:
@@ -222,7 +222,7 @@ class Instrument:
         instrument = self
 
         def next(self: Any) -> Any:
-            mine: _Pass | None = getattr(self, "_rankwise_pass", None)
+            mine: _LoaderPass | None = getattr(self, "_rankwise_pass", None)
             if mine is None:
                 return original(self)
             handed = len(mine.samples)
@@ -255,7 +255,7 @@ class Instrument:
 
     def _own_fetched(self, original: Any) -> Any:
         def fetched(requests: Iterator[Any], fetcher: Any, workers: int, pin: bool = False) -> Iterator[Any]:
-            mine = _Pass(len(self._loaders))
+            mine = _LoaderPass(len(self._loaders))
             self._loaders.append({"asked": None, "whole": 0, "sampler": "rankwise.Loader", "shuffle": False, "spread": True,
                                   "padding": 0})  # fmt: skip
             self._passes.append(mine)

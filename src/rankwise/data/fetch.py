@@ -54,7 +54,7 @@ def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: int, pin: bool =
         generator=torch.Generator().manual_seed(0),
     )
     for answer in loader:
-        if isinstance(answer, _Failure):
+        if isinstance(answer, _FetchFailure):
             raise unpack_error(answer.packed, "in a loader worker", DataError)
         yield answer
 
@@ -69,7 +69,7 @@ class _Identity(Dataset[Any]):
         return request
 
 
-class _Failure(NamedTuple):
+class _FetchFailure(NamedTuple):
     packed: Packed
 
 
@@ -83,7 +83,7 @@ class _Told:
         try:
             return self._fetcher(request)
         except Exception as error:
-            return _Failure(pack_error(error))
+            return _FetchFailure(pack_error(error))
 
 
 class Fetch:

@@ -365,7 +365,7 @@ def _knock(path: Path, world: World, start: str, deadline: float) -> Meeting:
         raise NotHereError(f"{path} is none of ours") from None
     why = "no address"
     for address in dict.fromkeys(addresses):
-        with contextlib.closing(_Caller(address)) as caller:
+        with contextlib.closing(_Connection(address)) as caller:
             try:
                 caller.prove(port, secret, start, world)
             except (OSError, ValueError, KeyError, TypeError) as error:
@@ -379,7 +379,7 @@ def _knock(path: Path, world: World, start: str, deadline: float) -> Meeting:
     raise NotHereError(f"{path} leads to no rank 0 ({why})")
 
 
-class _Caller:
+class _Connection:
     """This rank's connection to rank 0, by one of its addresses."""
 
     def __init__(self, address: str) -> None:
