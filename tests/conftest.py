@@ -95,12 +95,17 @@ _CLUSTERS = ("slurm", "sge", "debian_hosts", "hosts", "ssh", "openmpi", "mpich")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need the same hosts come after each other, wherever they are: to bring others up takes seconds each time.
 
-    A whole dose of a stress test has no time limit.
+    A whole dose of a stress test has no time limit; a small one has not the tests marked `stress(dose="whole")`, more attempts
+    at what others of it have tried.
     """
+    stress = {item: mark for item in items if (mark := item.get_closest_marker("stress")) is not None}
     if config.getoption("dose") == "whole":
-        for item in items:
-            if item.get_closest_marker("stress") is not None:
-                item.add_marker(pytest.mark.timeout(0))
+        for item in stress:
+            item.add_marker(pytest.mark.timeout(0))
+    else:
+        left_out = [item for item, mark in stress.items() if mark.kwargs.get("dose") == "whole"]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     items.sort(key=_cluster)
 
 

@@ -20,6 +20,8 @@ from rankwise.host import processes
 
 __all__ = ["launch"]  # a fixture
 
+MORE = pytest.mark.stress(dose="whole")
+
 TOGETHER = """
 import os, signal, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -180,7 +182,7 @@ for step in range(10000):
 """
 
 
-@pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=pytest.mark.stress) for n in range(1, 20))])
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=MORE if n > 3 else pytest.mark.stress) for n in range(1, 20))])
 def test_a_loader_worker_that_is_killed_is_the_cause_and_not_the_rank_that_lost_its_peer(launch, attempt: int) -> None:
     run = launch(KILLED_WORKER)
     assert run.wait() == 1
@@ -334,7 +336,9 @@ def test_the_warm_process_killed_while_the_ranks_run_is_told_and_does_no_harm(la
     assert run.wait() == 0
 
 
-@pytest.mark.parametrize("moment", [2, *(pytest.param(other, marks=pytest.mark.stress) for other in (0, 1, 3, 4, 5))])
+@pytest.mark.parametrize(
+    "moment", [2, *(pytest.param(n, marks=MORE if n in (1, 3, 4) else pytest.mark.stress) for n in (0, 1, 3, 4, 5))]
+)
 def test_the_warm_process_killed_while_it_forks_leaves_nobody(launch, moment: int) -> None:
     run = launch("print('ran')", options=("--nproc", "4", "--start-method", "fork"))
     agent = run.agent()

@@ -64,7 +64,7 @@ dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX, async_op=True).wait()
         pytest.param(
             SWAPPED,
             "rank 1 calls all_reduce(sum, float32[4]) at script.py:10 where ranks 0, 2 call it at script.py:13",
-            marks=pytest.mark.stress,  # as rankwise's own
+            marks=pytest.mark.stress(dose="whole"),  # as rankwise's own
         ),
         (
             "import rankwise\n" + SWAPPED.replace("dist.", "rankwise."),
@@ -115,7 +115,7 @@ def test_a_restart_begins_to_count_anew(launch) -> None:
     "then",
     [
         "dist.barrier() if rank == 1 else dist.all_reduce(torch.ones(4))",
-        pytest.param("dist.broadcast(torch.ones(4), src=int(rank == 2))", marks=pytest.mark.stress),
+        pytest.param("dist.broadcast(torch.ones(4), src=int(rank == 2))", marks=pytest.mark.stress(dose="whole")),
     ],
     ids=["another collective", "root"],
 )

@@ -25,7 +25,7 @@ dist.all_reduce(torch.ones(1))
     ("reason", "said"),
     [
         ("while True: pass", "rank 1 is at script.py:7 ("),
-        pytest.param("time.sleep(600)", "rank 1 is at script.py:7 (idle", marks=pytest.mark.stress),  # as a lock
+        pytest.param("time.sleep(600)", "rank 1 is at script.py:7 (idle", marks=pytest.mark.stress(dose="whole")),  # as a lock
         ("sum(range(10**14))", "rank 1 is at script.py:7 ("),
         pytest.param(
             "lock = threading.Lock(); lock.acquire(); lock.acquire()",
