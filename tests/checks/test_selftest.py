@@ -291,7 +291,7 @@ def _all_in_training(model: nn.Module) -> Iterator[None]:
 
 def _of_the_model_alone(sync: AllReduce) -> Reduction:
     """As it once was: what the optimizer trains beside the model is no rank's business."""
-    sync._hooks, sync._overlaps = [], False
+    sync._overlaps = False
     return FlatReduction(list(sync._trained.model.parameters()), sync._together)
 
 

@@ -64,9 +64,9 @@ class AllReduce:
         self._told_unused = False
         self._own_buffers: dict[str, torch.Tensor] | None = None
         self._inside = False
-        """Of `backward` or `step`: what adds to gradients and steps now is not the user's own call."""
+        """Of `step`: what steps now is not the user's own call."""
         self._called = False
-        self._strangers = False
+        """Whether `backward` was, since the last step."""
         self._waited_s = 0.0
 
     @property
@@ -104,11 +104,7 @@ class AllReduce:
         return self
 
     def _new_reduction(self) -> Reduction:
-        for hook in getattr(self, "_hooks", ()):
-            hook.remove()
         parameters = self._trained.parameters
-        watched: Any = [parameters[i] for i in {0, len(parameters) // 2, len(parameters) - 1}]
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in watched]
         self._overlaps = self._takes_ddp(parameters)
         if not self._overlaps:
             return FlatReduction(parameters, self._together)
@@ -181,12 +177,9 @@ class AllReduce:
             count = count.item() if count.device.type == "cpu" else count.detach().double()
         if last and self._overlaps:
             last = not self._trained.changed()
-        self._inside = self._called = True
-        try:
-            # A seed costs no node in the graph; dividing the loss would.
-            self._reduction.backward(loss_sum, seed, count, last)
-        finally:
-            self._inside = False
+        self._called = True
+        # A seed costs no node in the graph; dividing the loss would.
+        self._reduction.backward(loss_sum, seed, count, last)
 
     def _new_seed(self, loss_sum: torch.Tensor) -> torch.Tensor:
         if loss_sum.dim() != 0 or not loss_sum.requires_grad:
@@ -202,11 +195,11 @@ class AllReduce:
 
         A gradient that is not finite, or over nothing, is left out on all ranks.
         """
-        if self._strangers and not self._called:
+        if not self._called and self._reduction.has_gradients():
             raise StepError(
                 "gradients came by loss.backward(), which counts nothing; type sync.backward(loss_sum, count) instead"
             )
-        self._strangers = self._called = False
+        self._called = False
         self._inside = True
         try:
             return self._step()
@@ -263,9 +256,6 @@ class AllReduce:
 
     # --- mistakes in a loop of one's own
 
-    def _on_gradient(self, _parameter: torch.Tensor) -> None:
-        self._strangers = self._strangers or not self._inside
-
     def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if not self._inside:
             raise StepError(
@@ -296,8 +286,7 @@ class AllReduce:
     def finish(self) -> None:
         """Collective. The main rank's buffers everywhere; the optimizer is the user's own again."""
         comm.broadcast(list(self._trained.model.buffers()))
-        for hook in (self._on_step, *self._hooks):
-            hook.remove()
+        self._on_step.remove()
 
     # --- what is saved
 

@@ -75,6 +75,9 @@ class DdpReduction:
         self._reducer.prepare_for_forward()
         self._reducer.prepare_for_backward([])
 
+    def has_gradients(self) -> bool:
+        return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
+
     def take_home(self) -> tuple[list[torch.Tensor | None], Count]:
         found = [p.grad.clone() if p.grad is not None else None for p in self.parameters]
         count, self._count = self._count, 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from operator import ne
+from operator import attrgetter, is_, ne
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from rankwise.dist import comm, private_names
 from rankwise.host.text import size
 from rankwise.sync.reduction import Count, LocalTail, RidingTail, Tail
 from rankwise.sync.trained import is_dense
+
+_grad = attrgetter("grad")
 
 
 class FlatReduction:
@@ -49,6 +51,9 @@ class FlatReduction:
     def backward(self, loss_sum: torch.Tensor, seed: torch.Tensor, count: Count, last: bool) -> None:
         loss_sum.backward(seed)  # type: ignore[no-untyped-call]
         self._count = self._count + count
+
+    def has_gradients(self) -> bool:
+        return any(buffer.has_gradients() for buffer in self._buffers)
 
     def take_home(self) -> tuple[list[torch.Tensor | None], Count]:
         touched = [one for buffer in self._buffers for one in buffer.collect()]
@@ -111,6 +116,8 @@ class _Buffer:
     def collect(self) -> list[bool]:
         """Bring home gradients that were put elsewhere (`optimizer.zero_grad()` unties them); which parameters have one."""
         touched = list(map(ne, self._versions_now(), self._versions))
+        if all(map(is_, map(_grad, self._trained), self.views)):
+            return touched
         for i, (parameter, view) in enumerate(zip(self._trained, self.views, strict=True)):
             if parameter.grad is not view:
                 if parameter.grad is None:
@@ -121,10 +128,19 @@ class _Buffer:
                 parameter.grad = view
         return touched
 
+    def has_gradients(self) -> bool:
+        """The versions alone do not say: `optimizer.zero_grad(set_to_none=False)` writes into the views."""
+        gradients = [parameter.grad for parameter in self._trained]
+        return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+
     def clear(self) -> None:
         self.flat.zero_()
-        for parameter, view in zip(self._trained, self.views, strict=True):
-            parameter.grad = view if self._version_of is not None else None
+        if self._version_of is None:
+            for parameter in self._trained:
+                parameter.grad = None
+        elif not all(map(is_, map(_grad, self._trained), self.views)):  # to set them takes longer than to look
+            for parameter, view in zip(self._trained, self.views, strict=True):
+                parameter.grad = view
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:

@@ -133,6 +133,9 @@ class Reduction(Protocol):
     def backward(self, loss_sum: torch.Tensor, seed: torch.Tensor, count: Count, last: bool) -> None:
         """Add this micro-batch's gradient, times `seed`, and its count. `last`: of this rank's step."""
 
+    def has_gradients(self) -> bool:
+        """Whether a parameter has a gradient that is not zero since `release`. It may wait for the device."""
+
     def take_home(self) -> tuple[list[torch.Tensor | None], Count]:
         """Copies of this rank's own gradients, None for a parameter without one, and its count; none of it is left here."""
 
