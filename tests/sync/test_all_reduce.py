@@ -657,3 +657,34 @@ def test_a_model_that_is_left_on_the_cpu_beside_a_gpu_is_said(
         AllReduce().attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
         warning = "warning: the model is on the CPU and will train there, beside a GPU: model.to(rankwise.local_device(world))"
         assert (warning in capsys.readouterr().out) is said
+
+
+# --- a backward pass of the user's own
+
+
+def steps_after_a_users_own_backward(reduction: str) -> list[str]:
+    """What a step says: after loss.backward() alone, with nothing, and after a zero_grad that writes into the gradients."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = AllReduce(reduction).attach(model, optimizer)
+    said = []
+    for prepare in (
+        lambda: model(torch.ones(1, 2)).sum().backward(),
+        lambda: optimizer.zero_grad(set_to_none=True),
+        lambda: (optimizer.zero_grad(set_to_none=True), model(torch.ones(1, 2)).sum().backward()),
+        lambda: optimizer.zero_grad(set_to_none=False),
+    ):
+        prepare()
+        try:
+            sync.step()
+            said.append("")
+        except StepError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(("n", "reduction"), [(1, "flat"), (2, "flat"), (2, "ddp")])
+def test_gradients_that_came_by_loss_backward_alone_are_refused_and_a_rank_without_any_is_not(n: int, reduction: str) -> None:
+    refused = "gradients came by loss.backward(), which counts nothing; type sync.backward(loss_sum, count) instead"
+    for said in on_ranks(n, steps_after_a_users_own_backward, reduction):
+        assert said == [refused, "", refused, ""]

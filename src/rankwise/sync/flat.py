@@ -130,7 +130,9 @@ class _Buffer:
 
     def has_gradients(self) -> bool:
         """The versions alone do not say: `optimizer.zero_grad(set_to_none=False)` writes into the views."""
-        gradients = [parameter.grad for parameter in self._trained]
+        gradients = list(map(_grad, self._trained))
+        if all(map(is_, gradients, self.views)):
+            return bool(self.gradient.any())
         return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
     def clear(self) -> None:
