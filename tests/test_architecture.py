@@ -21,7 +21,7 @@ PACKAGES = {
     "ipc": "errors host run",
     "schedulers": "errors host run",
     "dist": "errors host run ipc schedulers",
-    "data": "errors ipc dist",
+    "data": "errors host ipc dist",
     "stop": "errors host ipc dist",
     "telemetry": "host run ipc dist",
     "training": "errors host run schedulers dist",

@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 
 from rankwise.errors import RunDirError
-from rankwise.host.text import short
+from rankwise.host.text import listed, short
 from rankwise.run.directory import RunDir
 
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # what else lies there is somebody's own
@@ -82,7 +82,8 @@ def find(run: str | None) -> Path:
     if run is None:
         found = [path for path in Path("runs").glob("*") if checkpoints_in(RunDir(path).checkpoints)]
         if len(found) != 1:
-            raise RunDirError(f"which run? Give its name or folder; those here that have checkpoints: {_listed(found)}")
+            names = listed(sorted(path.name for path in found)) or "none"
+            raise RunDirError(f"which run? Give its name or folder; those here that have checkpoints: {names}")
         return RunDir(found[0]).checkpoints
     for path in (Path(run), Path("runs", run)):
         for folder in (path, RunDir(path).checkpoints):
@@ -104,7 +105,3 @@ def pick(folder: Path, name: str | None, option: str = "--checkpoint") -> Path:
     raise RunDirError(
         f"{option} {shlex.quote(name or '')}: there is none of that name in {short(folder)}; those there: {there}"
     )
-
-
-def _listed(runs: list[Path]) -> str:
-    return ", ".join(sorted(path.name for path in runs)) or "none"

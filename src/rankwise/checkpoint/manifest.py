@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from rankwise.errors import CheckpointError, DamagedError
+from rankwise.host.text import listed
 
 if TYPE_CHECKING:
     import torch
@@ -251,7 +252,9 @@ def cores() -> int:
 
 def _cut_tensors(record: FileRecord, size: int) -> str:
     found = [n for n, at in record.layout.items() if at.offset is not None and at.offset + at.bytes > size]
-    return f", it ends in tensor {found[0]}" if len(found) == 1 else f", it ends before tensors {_few(found)}" if found else ""
+    if not found:
+        return ""
+    return f", it ends in tensor {found[0]}" if len(found) == 1 else f", it ends before tensors {listed(found, _NAMED)}"
 
 
 def _damage(path: Path, record: FileRecord, pool: Executor) -> str:
@@ -286,7 +289,7 @@ def where(damaged: list[str]) -> str:
     """What comes after `is damaged`."""
     if not damaged:
         return " outside its tensors"
-    return f" in tensor {damaged[0]}" if len(damaged) == 1 else f" in tensors {_few(damaged)}"
+    return f" in tensor {damaged[0]}" if len(damaged) == 1 else f" in tensors {listed(damaged, _NAMED)}"
 
 
 def _damaged_when_loaded(path: Path, record: FileRecord) -> list[str]:
@@ -295,8 +298,3 @@ def _damaged_when_loaded(path: Path, record: FileRecord) -> list[str]:
 
     state = torch.load(path, map_location="cpu", weights_only=True)
     return [name for name, tensor in tensors(state) if record.tensors.get(name) != tensor_sum(tensor)]
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 from rankwise.dist import seed as seeds
 from rankwise.errors import DataError
+from rankwise.host.text import numbered
 from rankwise.ipc.pickles import Packed, pack_error, unpack_error
 
 _SHOWN = 8  # indices in an error's note
@@ -198,15 +199,8 @@ class Noted:
     def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         if error is None:
             return
-        text = f"{self._where} {_named(self.indices)} of {type(self._dataset).__name__}"
+        text = f"{self._where} {numbered('sample', self.indices, _SHOWN)} of {type(self._dataset).__name__}"
         if isinstance(error, StopIteration):  # it would end a loop in silence
             raise RuntimeError(f"StopIteration was raised {text}") from error
         with contextlib.suppress(Exception):  # a frozen exception takes no note
             error.add_note(text)
-
-
-def _named(indices: Sequence[int]) -> str:
-    if len(indices) == 1:
-        return f"sample {indices[0]}"
-    more = f" and {len(indices) - _SHOWN} more" if len(indices) > _SHOWN else ""
-    return f"samples {', '.join(map(str, indices[:_SHOWN]))}{more}"
