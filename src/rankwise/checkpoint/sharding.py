@@ -38,6 +38,8 @@ def divide(parts: Mapping[str, object], states: Mapping[str, Any], ranks: int) -
 
     Of modules the parameters, of optimizers the state: buffers may differ between ranks, and the main rank's are what counts.
     """
+    if ranks == 1:  # its share is the whole: the loop waits for this, and need not wait for a look at every tensor
+        return {}
     units: list[tuple[int, str, list[str]]] = []
     loads = [0] * ranks
     for part, state in states.items():
@@ -95,7 +97,7 @@ def digest_tensors(shares: Shares, states: Mapping[str, Any]) -> str:
 def take_share(rank: int, shares: Shares, states: Mapping[str, Any]) -> dict[str, Any]:
     """What a rank writes: of the main rank all but the others' tensors, of another its tensors by their paths, by file."""
     if rank == 0:
-        return {part: _without(state, shares.get(part, {}), "") for part, state in states.items()}
+        return {part: _without(state, shares[part], "") if part in shares else state for part, state in states.items()}
     found = {}
     for part, of in shares.items():
         mine = {path: tensor for path, tensor in tensors(states[part]) if of.get(path) == rank}
