@@ -125,13 +125,8 @@ class AllReduce:
     # --- what is trained may change
 
     def follow(self) -> None:
-        if not self._trained.changed():
-            return
-        self._inside = True
-        try:
+        if self._trained.changed():
             self._follow(told=True)
-        finally:
-            self._inside = False
 
     def _follow(self, told: bool) -> None:
         """Announce it by a message of the old set, which a rank without a change takes for a step's: so it meets it there.

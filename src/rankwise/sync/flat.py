@@ -116,7 +116,7 @@ class _Buffer:
     def collect(self) -> list[bool]:
         """Bring home gradients that were put elsewhere (`optimizer.zero_grad()` unties them); which parameters have one."""
         touched = list(map(ne, self._versions_now(), self._versions))
-        if all(map(is_, map(_grad, self._trained), self.views)):
+        if self._holds_all():
             return touched
         for i, (parameter, view) in enumerate(zip(self._trained, self.views, strict=True)):
             if parameter.grad is not view:
@@ -130,20 +130,23 @@ class _Buffer:
 
     def has_gradients(self) -> bool:
         """The versions alone do not say: `optimizer.zero_grad(set_to_none=False)` writes into the views."""
-        gradients = list(map(_grad, self._trained))
-        if all(map(is_, gradients, self.views)):
+        if self._holds_all():
             return bool(self.gradient.any())
-        return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+        return any(p.grad is not None and bool(p.grad.any()) for p in self._trained)
 
     def clear(self) -> None:
         self.flat.zero_()
         if self._version_of is None:
             for parameter in self._trained:
                 parameter.grad = None
-        elif not all(map(is_, map(_grad, self._trained), self.views)):  # to set them takes longer than to look
+        elif not self._holds_all():  # to set them takes longer than to look
             for parameter, view in zip(self._trained, self.views, strict=True):
                 parameter.grad = view
         self._versions = self._versions_now()
+
+    def _holds_all(self) -> bool:
+        """Whether each gradient is its view."""
+        return all(map(is_, map(_grad, self._trained), self.views))
 
     def _versions_now(self) -> list[int]:
         return list(map(self._version_of, self.views)) if self._version_of is not None else [0] * len(self.views)
