@@ -11,15 +11,13 @@ import io
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rankwise.checkpoint import Checkpoints
@@ -35,7 +33,6 @@ from rankwise.dist.guards import run_on_main
 from rankwise.dist.world import World
 from rankwise.evaluation import Evaluate
 from rankwise.host.text import count
-from rankwise.sync import SyncStrategy
 from rankwise.trainer import Trainer
 from rankwise.training.digest import digest, digests
 from rankwise.training.model import evaluating
@@ -52,26 +49,6 @@ norms need, and never as many for all: means of equal parts would hide that they
 _STEPS = 2
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is tested; none of it is changed."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    scheduler: Any
-    forward: Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
-    """(model, batch) -> (loss sum, count), in the Trainer's precision."""
-
-    step_fn: Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
-    loader: Loader
-    evaluate: Evaluate | None
-    new_sync: Callable[..., SyncStrategy]
-    """(model, optimizer, what else `attach` takes) -> a new strategy, attached to these copies."""
-
-    world: World
-    seed: int
-
-
 def selftest(trainer: Trainer) -> bool:
     """Collective. Show, on copies, that the gradient does not depend on ranks and micro-batches, that a resumed step is the
     unbroken one, that ranks see other samples and draw other numbers. Prints a line for each; False if one is a mistake.
@@ -84,29 +61,18 @@ def selftest(trainer: Trainer) -> bool:
 
 
 def findings_of(trainer: Trainer) -> list[Finding]:
-    """Collective. What `selftest` prints; the same on all ranks."""
-    state = trainer.state
-    return check(
-        Subject(
-            state.model, state.optimizer, state.parts.get("scheduler"), trainer.forward, trainer.step_fn, trainer.loader,
-            trainer.evaluate, trainer.new_sync, trainer.world, trainer.seed,
-        )
-    )  # fmt: skip
-
-
-def check(subject: Subject) -> list[Finding]:
-    """Collective; the same on every rank. Takes a few steps of copies of the model and optimizer."""
+    """Collective. What `selftest` prints; the same on all ranks. Takes a few steps of copies of the model and optimizer."""
     streams = seed.rng_state()
     try:
-        findings = [_weights(subject)] if subject.world.world_size > 1 else []
-        if subject.loader.is_split:
+        findings = [_weights(trainer)] if trainer.world.world_size > 1 else []
+        if trainer.loader.is_split:
             why = "each rank reads a stream of its own: no other number of ranks has the same batches"
             findings += [Finding("samples", OPEN, why), Finding("gradients", OPEN, why)]
         else:
-            findings += [_samples(subject), _gradients(subject)]
-        findings += [_random(subject), *_resume_and_steps(subject)]
-        if subject.evaluate is not None:
-            findings.append(_evaluation(subject, subject.evaluate))
+            findings += [_samples(trainer), _gradients(trainer)]
+        findings += [_random(trainer), *_resume_and_steps(trainer)]
+        if trainer.evaluate is not None:
+            findings.append(_evaluation(trainer, trainer.evaluate))
         return findings
     finally:
         seed.set_rng_state(streams)
@@ -117,21 +83,21 @@ def layout(ranks: int, accumulate: int) -> str:
     return count(ranks, "rank") + (f" in {accumulate} micro-batches" if accumulate > 1 else "")
 
 
-def _ranks(subject: Subject) -> str:
-    return count(subject.world.world_size, "rank")
+def _ranks(trainer: Trainer) -> str:
+    return count(trainer.world.world_size, "rank")
 
 
-def _size(subject: Subject) -> int:
-    return SAMPLES if subject.loader.global_batch_size >= SAMPLES else FEW
+def _size(trainer: Trainer) -> int:
+    return SAMPLES if trainer.loader.global_batch_size >= SAMPLES else FEW
 
 
-def _weights(subject: Subject) -> Finding:
-    mine = digests(subject.model.state_dict())
+def _weights(trainer: Trainer) -> Finding:
+    mine = digests(trainer.state.model.state_dict())
     apart = first_apart(comm.all_gather_object(mine))
     if apart is None:
-        return Finding("weights", OK, "the same on {}", where=str(subject.world.world_size))
+        return Finding("weights", OK, "the same on {}", where=str(trainer.world.world_size))
     return Finding(
-        "weights", FAILED, f"on {_ranks(subject)}: {apart}", "the ranks do not begin as one model",
+        "weights", FAILED, f"on {_ranks(trainer)}: {apart}", "the ranks do not begin as one model",
         "let sync.attach(model, optimizer) broadcast rank 0's, and change no parameter between it and the first step",
     )  # fmt: skip
 
@@ -139,22 +105,22 @@ def _weights(subject: Subject) -> Finding:
 # --- samples
 
 
-def _samples(subject: Subject) -> Finding:
+def _samples(trainer: Trainer) -> Finding:
     """Collective. A sample may look otherwise beside others: padded to the longest of them. Then each is looked at alone."""
-    together = _compared(subject, 1)
+    together = _compared(trainer, 1)
     if together.status != FAILED:
         return together
-    alone = _compared(subject, _size(subject))
+    alone = _compared(trainer, _size(trainer))
     if alone.status != OK:
         return together
     return replace(alone, evidence=f"{alone.evidence}, looked at one by one: padding, say, changes them in a batch")
 
 
-def _compared(subject: Subject, accumulate: int) -> Finding:
+def _compared(trainer: Trainer, accumulate: int) -> Finding:
     """Collective. The content of each sample: what the dataset answers is seen, not what was asked for."""
-    size = _size(subject)
-    mine = _rows(subject.loader.anew(subject.world, accumulate, size))
-    all_at_once = _rows(subject.loader.anew(ONE, accumulate, size))
+    size = _size(trainer)
+    mine = _rows(trainer.loader.anew(trainer.world, accumulate, size))
+    all_at_once = _rows(trainer.loader.anew(ONE, accumulate, size))
     told = comm.all_gather_object(mine)
     if not any(all_at_once):
         return Finding("samples", OPEN, "a batch holds no tensors with a sample a row: their content cannot be compared")
@@ -166,14 +132,14 @@ def _compared(subject: Subject, accumulate: int) -> Finding:
         never = sum((Counter(whole) - together).values())
         return Finding(
             "samples", FAILED,
-            f"on {_ranks(subject)}: of {len(whole)} samples of step {step + 1}, {never} were seen by no rank and "
+            f"on {_ranks(trainer)}: of {len(whole)} samples of step {step + 1}, {never} were seen by no rank and "
             f"{twice} were others, or seen twice",
             "the dataset answers differently on different ranks, or shards itself too",
             "let the dataset be the whole one on every rank; the Trainer shares it out. What it draws at random must come from "
             "Python's, numpy's global or torch's default generator",
         )  # fmt: skip
     samples = sum(map(len, all_at_once))
-    return Finding("samples", OK, f"each of {samples} once on {{}}", where=str(subject.world.world_size))
+    return Finding("samples", OK, f"each of {samples} once on {{}}", where=str(trainer.world.world_size))
 
 
 def _rows(loader: Loader) -> list[list[str]]:
@@ -191,29 +157,30 @@ def row_digests(batch: Any) -> list[str]:
 # --- gradients
 
 
-def _gradients(subject: Subject) -> Finding:
-    size = _size(subject)
-    ranks = subject.world.world_size
+def _gradients(trainer: Trainer) -> Finding:
+    size = _size(trainer)
+    ranks = trainer.world.world_size
     splits = (4, 3) if ranks == 1 else (max(4 // ranks, 1),)
 
     def batches(world: World, accumulate: int) -> list[Any]:
-        return next(iter(subject.loader.anew(world, accumulate, size)))
+        return next(iter(trainer.loader.anew(world, accumulate, size)))
 
     (whole,), parts = batches(ONE, 1), batches(ONE, 4)
-    gradients = Gradients(subject.model, subject.optimizer, subject.step_fn, subject.forward, subject.new_sync, whole, parts)
-    return gradients.finding({layout(ranks, k): batches(subject.world, k) for k in splits})
+    model, optimizer = trainer.state.model, trainer.state.optimizer
+    gradients = Gradients(model, optimizer, trainer.step_fn, trainer.forward, trainer.new_sync, whole, parts)
+    return gradients.finding({layout(ranks, k): batches(trainer.world, k) for k in splits})
 
 
 # --- random numbers
 
 
-def _random(subject: Subject) -> Finding:
-    model = Twin(subject.model, subject.optimizer).model
-    seed.seed_rank(subject.seed, subject.world.rank)
+def _random(trainer: Trainer) -> Finding:
+    model = Twin(trainer.state.model, trainer.state.optimizer).model
+    seed.seed_rank(trainer.seed, trainer.world.rank)
     with Draws() as draws:
-        for step in islice(subject.loader.anew(subject.world, 1), _STEPS):
+        for step in islice(trainer.loader.anew(trainer.world, 1), _STEPS):
             for batch in step:
-                subject.forward(model, batch)
+                trainer.forward(model, batch)
     return compare_draws(comm.all_gather_object(draws.passes))
 
 
@@ -223,14 +190,14 @@ def _random(subject: Subject) -> Finding:
 class _Copy:
     """A model and all that trains it, for a few steps of its own."""
 
-    def __init__(self, subject: Subject) -> None:
-        self._twin = Twin(subject.model, subject.optimizer, subject.scheduler)
+    def __init__(self, trainer: Trainer) -> None:
+        self._twin = Twin(trainer.state.model, trainer.state.optimizer, trainer.state.parts.get("scheduler"))
         [self._scheduler] = self._twin.others
         self.model = self._twin.model
         with self._twin:
-            self.sync = subject.new_sync(self.model, self._twin.optimizer)
-        self._loader = subject.loader.anew(subject.world, subject.loader.accumulate)
-        self._forward = subject.forward
+            self.sync = trainer.new_sync(self.model, self._twin.optimizer)
+        self._loader = trainer.loader.anew(trainer.world, trainer.loader.accumulate)
+        self._forward = trainer.forward
         parts = {"sync": self.sync, "model": self.model, "optimizer": self._twin.optimizer, "loader": self._loader}
         self._parts: dict[str, Any] = parts | ({"scheduler": self._scheduler} if self._scheduler is not None else {})
 
@@ -277,12 +244,12 @@ class _Copy:
         return {**digests({**self.model.state_dict(), **kept, "modes of modules": modes}), **self.parameters()}
 
 
-def _resume_and_steps(subject: Subject) -> list[Finding]:
+def _resume_and_steps(trainer: Trainer) -> list[Finding]:
     with _folder() as folder:
-        unbroken, resumed = _Copy(subject), _Copy(subject)
+        unbroken, resumed = _Copy(trainer), _Copy(trainer)
         checkpoints = Checkpoints(folder)
         before = unbroken.parameters()
-        seed.seed_rank(subject.seed, subject.world.rank)
+        seed.seed_rank(trainer.seed, trainer.world.rank)
         unbroken.step()
         frozen = unbroken.freeze_one(before)
         with unbroken.sync.averaged(), evaluating(unbroken.model):
@@ -290,12 +257,12 @@ def _resume_and_steps(subject: Subject) -> list[Finding]:
         unbroken.save(checkpoints)
         unbroken.step()
         moved = unbroken.parameters()
-        seed.seed_rank(subject.seed + 1, subject.world.rank)  # as a new process: elsewhere
+        seed.seed_rank(trainer.seed + 1, trainer.world.rank)  # as a new process: elsewhere
         resumed.load(checkpoints)
         resumed.step()
         apart = first_apart([unbroken.digests(), resumed.digests()], ("the unbroken run", "the resumed one"))
-        never = _Copy(subject)
-        seed.seed_rank(subject.seed, subject.world.rank)
+        never = _Copy(trainer)
+        seed.seed_rank(trainer.seed, trainer.world.rank)
         never.step()
         never.freeze(frozen)
         never.step()
@@ -358,10 +325,10 @@ def _folder() -> Iterator[Path]:
 # --- evaluation
 
 
-def _evaluation(subject: Subject, evaluate: Evaluate) -> Finding:
+def _evaluation(trainer: Trainer, evaluate: Evaluate) -> Finding:
     """On the first batches and the last; the same on one rank alone, in other parts."""
-    model = copy.deepcopy(subject.model)
-    state = TrainState(model, subject.optimizer)
+    model = copy.deepcopy(trainer.state.model)
+    state = TrainState(model, trainer.state.optimizer)
     made = evaluate.make_loader()
     if not isinstance(made, Loader) or made.is_split:
         return Finding("evaluation", OPEN, "its data come from a loader of its own, or from streams of each rank's own")
@@ -370,16 +337,16 @@ def _evaluation(subject: Subject, evaluate: Evaluate) -> Finding:
     def figures(world: World, accumulate: int) -> dict[str, float]:
         return evaluate.over(lambda: _ends(given, world, accumulate)).figures(state)
 
-    here = figures(subject.world, 1)
+    here = figures(trainer.world, 1)
     with comm.alone():
         alone = figures(ONE, 3)
     apart, name = max(((_apart(value, here.get(name)), name) for name, value in alone.items()), default=(0.0, ""))
     tolerance = 1e-4 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.02
     if apart <= tolerance:
         evidence = f"the same on one rank, in other batches: {{}}; relative, {tolerance:g} is allowed"
-        return Finding("evaluation", OK, evidence, where=f"{_ranks(subject)}: {apart:.1e}")
+        return Finding("evaluation", OK, evidence, where=f"{_ranks(trainer)}: {apart:.1e}")
     return Finding(
-        "evaluation", FAILED, f"{name} is {here.get(name, float('nan')):.6g} on {_ranks(subject)} and {alone[name]:.6g} on one "
+        "evaluation", FAILED, f"{name} is {here.get(name, float('nan')):.6g} on {_ranks(trainer)} and {alone[name]:.6g} on one "
         "rank, in other batches", "eval_fn returns no sums: a figure of a batch was averaged, and batches differ in size",
         "return the sum over the samples and their count: (loss_sum, len(y)), (correct, len(y))",
     )  # fmt: skip
