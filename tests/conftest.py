@@ -103,9 +103,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in stress:
             item.add_marker(pytest.mark.timeout(0))
     else:
-        left_out = [item for item, mark in stress.items() if mark.kwargs.get("dose") == "whole"]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        left_out = {item for item, mark in stress.items() if mark.kwargs.get("dose") == "whole"}
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=_cluster)
 
 
