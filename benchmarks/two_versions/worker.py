@@ -19,7 +19,7 @@ data = torch.utils.data.TensorDataset(torch.randn(4096, 16))
 world = rankwise.init()
 torch.set_num_threads(1)
 go = open(f"{folder}/go") if world.is_main else None  # noqa: SIM115  # as long as it trains
-done = open(f"{folder}/done", "w") if world.is_main else None  # noqa: SIM115  # the same
+done = open(f"{folder}/done", "w") if world.is_main else None  # noqa: SIM115  # as long as it trains
 began = 0.0
 
 

@@ -35,7 +35,7 @@ if place := os.environ.get("COUNT_AT"):  # it is taken twice a second, by a thre
     while not any(open(place, "rb").read()[int(os.environ["COUNT_OFFSET"]):][:8]):
         time.sleep(0.01)
 else:
-    time.sleep(0.6)
+    time.sleep(0.6)  # nothing is to happen: as long as it would have taken
 if "DESTROYED" in os.environ:
     dist.destroy_process_group()
 print("trained", __name__, flush=True)

@@ -1,6 +1,6 @@
 """Whether the ranks ask the same of each other (`--check-collectives`): each notes what it enters, here it is compared.
 
-    rings = Rings(ranks=4);  spec["notes"] = rings.place(row)      # fork_server.py writes there
+    rings = Rings(ranks=4);  spec["notes"] = rings.place(row)      # collective_notes.py writes there
     ledger = Ledger(ranks=8);  ledger.add(rings.read());  mismatch = ledger.look()      # every tick
 
 gloo adds float32 to int32, and a sum to a maximum, without a word, and pairs whatever two reductions come at the same time:
@@ -166,7 +166,7 @@ class Rings:
         self._read = [0] * ranks
 
     def place(self, row: int) -> dict[str, str | int]:
-        """Where the rank of this row writes (fork_server.py, which imports nothing of ours)."""
+        """Where the rank of this row writes (collective_notes.py, which imports nothing of ours)."""
         return {
             "path": f"/proc/{os.getpid()}/fd/{self._fd}",
             "start": row * _RANK_BYTES,

@@ -22,7 +22,7 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 def leave(error, spec):
-    """Tell how this rank failed, whatever it lacks by now; returns the status to exit with."""
+    """Report how this rank failed, whatever it lacks by now; returns the status to exit with."""
     error, release = _hold_signals(error)
     error = _of_a_dead_worker(error)
     status = getattr(error, "exit_status", 1)  # our own errors carry one, and need no traceback

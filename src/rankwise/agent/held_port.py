@@ -31,7 +31,7 @@ def hold_port(port: int) -> socket.socket:
 
 
 def port_taken(port: int, error: OSError, by_hand: bool = False) -> ConfigError:
-    """`by_hand`: each node is told the port by the user."""
+    """`by_hand`: the user gives each node the port."""
     why = os.strerror(error.errno).lower() if error.errno else str(error)
     cure = "the same on all nodes" if by_hand else "or leave it out: then one is taken that is free"
     return ConfigError(f"--master-port {port}: {why} ({_user_of(port)}); choose another, {cure}")

@@ -24,7 +24,7 @@ _KILL_S = 3.0
 _FORK_SERVER = str(Path(__file__).with_name("fork_server.py"))
 
 Spec = dict[str, Any]
-"""What fork_server.py is told of one rank; its docstring lists it."""
+"""What fork_server.py must know of one rank; its docstring lists it."""
 
 
 class Starter:

@@ -89,7 +89,7 @@ class Saving:
             self(state)
 
     def hear(self, state: TrainState) -> None:
-        """A save behind the loop that fails is said at the next step, by the main rank; all hear of it at the next save."""
+        """The main rank reports a background save that failed at the next step; the others get its error at the next save."""
         if self._checkpoints.failure is not None:
             self._say_not_saved(self._checkpoints.failure)
 

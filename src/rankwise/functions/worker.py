@@ -12,7 +12,7 @@ from rankwise.functions import calls
 from rankwise.ipc import pickles
 from rankwise.run.directory import ENV_RUN_DIR, RunDir
 
-__tracebackhide__ = True  # agent/exception_record.py leaves the frames of this file out of what is told
+__tracebackhide__ = True  # agent/exception_record.py leaves the frames of this file out of tracebacks
 
 
 def main() -> None:

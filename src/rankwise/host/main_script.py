@@ -12,7 +12,7 @@ import sys
 import types
 from typing import Any
 
-__tracebackhide__ = True  # agent/fork_server.py leaves the frames of this file out of what is told
+__tracebackhide__ = True  # agent/exception_record.py leaves the frames of this file out of tracebacks
 
 
 def run(path: str) -> None:

@@ -151,5 +151,5 @@ def proof(secret: str, *words: str) -> str:
 
 
 def is_proof(said: object, secret: str, *words: str) -> bool:
-    """Whether what the other end has said is what `proof` makes of these; no time tells how much of it is right."""
+    """Whether what the other end has said is what `proof` makes of these. The time it takes shows nothing of that."""
     return hmac.compare_digest(str(said), proof(secret, *words))
