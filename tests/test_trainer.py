@@ -622,8 +622,6 @@ def test_a_function_that_breaks_its_contract_is_told_what_to_return(tmp_path: Pa
         ({"global_batch_size": 0}, "global_batch_size=0"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"precision": "fp8"}, "precision='fp8'; choose one of fp32, bf16, fp16"),
-        ({"reduction": "flat", "sync": AllReduce()}, "reduction belongs to the strategy when you give one: sync=AllReduce"),
-        ({"reduction": "ring"}, "reduction='ring'; choose one of auto, flat, ddp"),
         ({"fused": True, "optimizer": torch.optim.Adamax}, "fused=True, but Adamax has no fused kernel"),
         ({"lr_scale": "cubic"}, "lr_scale='cubic'; choose one of none, linear, sqrt"),
         ({"lr_scale": "linear"}, "lr_scale='linear' goes with batch_size"),

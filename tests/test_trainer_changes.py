@@ -316,8 +316,8 @@ def in_fp16(folder: Path) -> tuple[list[float], list[float], int]:
 
     with contextlib.redirect_stdout(io.StringIO()):
         made = trainer(
-            folder, model, train_data=data(dtype=torch.float32), precision="fp16", sync=AllReduce("flat"), actions=[note],
-            max_epochs=10,
+            folder, model, train_data=data(dtype=torch.float32), precision="fp16", sync=AllReduce(overlap=False),
+            actions=[note], max_epochs=10,
         )  # fmt: skip
         state = made.fit()
     return [loss for _, loss in losses(folder)], scales, state.steps_left_out

@@ -44,7 +44,7 @@ from rankwise.run.directory import RunDir
 from rankwise.run.lease import Fence
 from rankwise.stop.signal import StopSignal
 from rankwise.sync import StepResult, SyncStrategy
-from rankwise.sync.all_reduce import chosen
+from rankwise.sync.all_reduce import AllReduce
 from rankwise.sync.divergence import Divergence
 from rankwise.sync.skipped import SkippedSteps
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
@@ -156,7 +156,7 @@ class Trainer:
             device=self.device,
         )  # fmt: skip
         self._once = self.loader.passes()  # now: a checkpoint may change the size of a micro-batch
-        self.sync = chosen(sync, reduction)
+        self.sync = AllReduce({"flat": False, "ddp": True}.get(reduction)) if sync is None else sync
         self._unattached = copy.deepcopy(self.sync)
         self.run = RunDir(run_path(self.world, run_dir))
         self._fresh = fresh

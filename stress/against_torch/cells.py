@@ -1,6 +1,6 @@
 """One training on several ranks beside the same one in plain torch on one device, in float64: after each step they must agree.
 
-problem = run(Cell("Adam", "fused", "convolutions", "channels_last", "unfreeze", "ddp", 2), folder)     # None, or in words
+problem = run(Cell("Adam", "fused", "convolutions", "channels_last", "unfreeze", True, 2), folder)     # None, or in words
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Cell(NamedTuple):
     kind: str
     layout: str
     event: str
-    reduction: str
+    overlap: bool | None
     accumulate: int
 
 
@@ -177,11 +177,11 @@ LAYOUTS: dict[str, Callable[[nn.Module], Any]] = {
 EVENTS = ("nothing", "unfreeze", "freeze", "add a group", "replace a layer", "other layout", "evaluate", "save", "resume")
 
 
-def cells(reductions: tuple[str, ...]) -> Iterator[Cell]:
+def cells(overlaps: tuple[bool | None, ...]) -> Iterator[Cell]:
     """Every one that makes sense."""
     for name in optimizers():
-        for kernel, kind, layout, event, reduction, accumulate in itertools.product(
-            kernels(name), KINDS, LAYOUTS, EVENTS, reductions, (1, 3)
+        for kernel, kind, layout, event, overlap, accumulate in itertools.product(
+            kernels(name), KINDS, LAYOUTS, EVENTS, overlaps, (1, 3)
         ):
             if name in REFUSED and (kind, layout, event, accumulate) != ("linear", "rows", "nothing", 1):
                 continue
@@ -195,7 +195,7 @@ def cells(reductions: tuple[str, ...]) -> Iterator[Cell]:
                 continue
             if event in ("add a group", "replace a layer") and name not in REFUSED and not _takes_another_group(name):
                 continue
-            yield Cell(name, kernel, kind, layout, event, reduction, accumulate)
+            yield Cell(name, kernel, kind, layout, event, overlap, accumulate)
 
 
 @functools.cache
@@ -341,7 +341,7 @@ def _attached(side: Side, given: dict[str, torch.Tensor]) -> AllReduce:
             for parameter in side.model.parameters():
                 parameter.mul_(1 + comm.rank())
     side.optimizer.register_step_pre_hook(lambda *_: given.update(gradients(side.model)))
-    return AllReduce(side.cell.reduction).attach(side.model, side.optimizer, clip_norm=CLIP_NORM, typical_count=16)
+    return AllReduce(overlap=side.cell.overlap).attach(side.model, side.optimizer, clip_norm=CLIP_NORM, typical_count=16)
 
 
 def _looked(cell: Cell, ours: Side, sync: AllReduce, given: dict[str, torch.Tensor], folder: Path) -> tuple[Side, AllReduce]:

@@ -25,7 +25,7 @@ def trial(folder: Path, ranks: list[int], many: int, seed: int) -> None:
     """Prints the table. Raises WrongError."""
     wrong = 0
     for n in ranks:
-        chosen = list(cells.cells(("flat", "ddp") if n > 1 else ("auto",)))
+        chosen = list(cells.cells((False, True) if n > 1 else (None,)))
         if many:
             chosen = random.Random(seed).sample(chosen, min(many, len(chosen)))
         told = rankwise.run_function(cells.run_all, (chosen, str(folder)), nproc=n, run_dir=folder / f"run-{n}")

@@ -66,12 +66,12 @@ class Model(nn.Module):
         return found
 
 
-def trained(reduction: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(overlap: bool | None) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A step, another one in two micro-batches, and one with another layer."""
     world = comm.init()
     model = prepare(Model().double(), torch.device("cpu"), world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1, foreach=False)
-    sync = AllReduce(reduction).attach(model, optimizer, clip_norm=0.1)
+    sync = AllReduce(overlap=overlap).attach(model, optimizer, clip_norm=0.1)
     x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(world.rank))
     for parts in (1, 2, 1):
         for part in x.chunk(parts):
@@ -89,8 +89,8 @@ def trained(reduction: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def results(folder: Path, workers: int) -> list[Any]:
     """What all parts of the library that need a private name come to."""
     found: list[torch.Tensor] = []
-    for reduction in ("flat", "ddp") if comm.world_size() > 1 else ("flat",):
-        model, optimizer = trained(reduction)
+    for overlap in (False, True) if comm.world_size() > 1 else (False,):
+        model, optimizer = trained(overlap)
         found += [tensor.detach().clone() for tensor in model.state_dict().values()]
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
     Checkpoints(folder).save(parts, 1)

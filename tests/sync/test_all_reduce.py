@@ -32,7 +32,7 @@ TOKENS = [3, 1, 7, 2, 5, 1, 1, 9, 4, 2, 6, 8, 1]
 
 ACCUMULATE = (1, 2, 4)
 CLIP = (None, 0.05, 1e6)
-WAYS = ("flat", "ddp")
+WAYS = (False, True)
 
 
 def sequences() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -105,7 +105,7 @@ def parallel_loop(
     nominal: float = 1.0,
     spoil: bool = True,
     after_step: Callable[[torch.optim.Optimizer], None] | None = None,
-    reduction: str = "auto",
+    overlap: bool | None = None,
 ) -> tuple[Flat, list[StepResult]]:
     """The same on this rank's part of each global batch."""
     rank, world_size = comm.rank(), comm.world_size()
@@ -115,7 +115,7 @@ def parallel_loop(
             for parameter in model.parameters():
                 parameter.add_(rank)
     optimizer = adamw(model)
-    sync = AllReduce(reduction).attach(model, optimizer, clip_norm=clip_norm, typical_count=nominal)
+    sync = AllReduce(overlap=overlap).attach(model, optimizer, clip_norm=clip_norm, typical_count=nominal)
     data = sequences()
     parameters, results = [], []
     start = 0
@@ -132,16 +132,16 @@ def parallel_loop(
     return parameters, results
 
 
-def all_configurations(reduction: str) -> dict[tuple[int, float | None, float], tuple[Flat, list[StepResult]]]:
+def all_configurations(overlap: bool | None) -> dict[tuple[int, float | None, float], tuple[Flat, list[StepResult]]]:
     return {
-        (accumulate, clip, nominal): parallel_loop(accumulate, clip, nominal, reduction=reduction)
+        (accumulate, clip, nominal): parallel_loop(accumulate, clip, nominal, overlap=overlap)
         for accumulate, clip, nominal in itertools.product(ACCUMULATE, CLIP, (1.0, 37.0))
     }
 
 
-@pytest.mark.parametrize(("n", "reduction"), [(1, "auto"), *itertools.product((2, 3, 4), WAYS)])
-def test_parameters_are_those_of_a_plain_loop_over_the_global_batch(n: int, reduction: str) -> None:
-    answers = on_ranks(n, all_configurations, reduction)
+@pytest.mark.parametrize(("n", "overlap"), [(1, None), *itertools.product((2, 3, 4), WAYS)])
+def test_parameters_are_those_of_a_plain_loop_over_the_global_batch(n: int, overlap: bool | None) -> None:
+    answers = on_ranks(n, all_configurations, overlap)
     for clip in CLIP:
         expected, figures = plain_loop(clip)
         if clip == 0.05:
@@ -192,7 +192,7 @@ COLLECTIVES = [
 ]  # fmt: skip
 
 
-def count_collectives(reduction: str) -> list[list[str]]:
+def count_collectives(overlap: bool | None) -> list[list[str]]:
     """The calls of torch.distributed in each step, and what the backend itself saw of one."""
     called: list[str] = []
 
@@ -206,7 +206,7 @@ def count_collectives(reduction: str) -> list[list[str]]:
     for name in COLLECTIVES:
         setattr(dist, name, counted(name, getattr(dist, name)))
     model = nn.Sequential(plain_model(), nn.BatchNorm1d(4).double())
-    sync = AllReduce(reduction).attach(model, adamw(model), clip_norm=0.05)
+    sync = AllReduce(overlap=overlap).attach(model, adamw(model), clip_norm=0.05)
     steps = []
     data = sequences()
     for size in (3, 1, 0):  # of this rank: three micro-batches, one, none
@@ -223,9 +223,9 @@ def count_collectives(reduction: str) -> list[list[str]]:
     return [*steps, sorted(events)]
 
 
-@pytest.mark.parametrize("reduction", WAYS)
-def test_a_step_is_one_all_reduce_and_no_other_message_with_batch_norm_too(reduction: str) -> None:
-    for answer in on_ranks(2, count_collectives, reduction):
+@pytest.mark.parametrize("overlap", WAYS)
+def test_a_step_is_one_all_reduce_and_no_other_message_with_batch_norm_too(overlap: bool | None) -> None:
+    for answer in on_ranks(2, count_collectives, overlap):
         assert answer[:3] == [["all_reduce"]] * 3
         assert [e for e in answer[3] if e.startswith("gloo:")] == ["gloo:all_reduce"]
         assert [e for e in answer[3] if e.startswith("c10d::")] in ([], ["c10d::allreduce_"])
@@ -234,11 +234,11 @@ def test_a_step_is_one_all_reduce_and_no_other_message_with_batch_norm_too(reduc
 # --- gradients that are not finite
 
 
-def spoilt_steps(bad: float, spoil_count: bool, reduction: str) -> list[Any]:
+def spoilt_steps(bad: float, spoil_count: bool, overlap: bool | None) -> list[Any]:
     """Steps 0 and 2 are good; in step 1 the last rank alone has a bad gradient (or count)."""
     model = plain_model()
     optimizer = adamw(model)
-    sync = AllReduce(reduction).attach(model, optimizer, clip_norm=1.0)
+    sync = AllReduce(overlap=overlap).attach(model, optimizer, clip_norm=1.0)
     seen: list[Any] = []
     for step in range(3):
         before = copy.deepcopy((flat_parameters(model), optimizer.state_dict()["state"]))
@@ -256,10 +256,10 @@ def spoilt_steps(bad: float, spoil_count: bool, reduction: str) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize(("n", "reduction"), [(1, "auto"), (3, "flat"), (3, "ddp")])
-def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(n: int, reduction: str) -> None:
+@pytest.mark.parametrize(("n", "overlap"), [(1, None), (3, False), (3, True)])
+def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(n: int, overlap: bool | None) -> None:
     for bad, spoil_count in ((math.nan, False), (math.inf, False), (-math.inf, False), (math.nan, True)):
-        answers = on_ranks(n, spoilt_steps, bad, spoil_count, reduction)
+        answers = on_ranks(n, spoilt_steps, bad, spoil_count, overlap)
         for answer in answers:
             assert [finite for finite, *_ in answer] == [True, False, True]
             assert [kept for _, kept, *_ in answer] == [False, True, False]
@@ -267,18 +267,18 @@ def test_a_gradient_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(n:
             assert np.array_equal(answer[2][3], answers[0][2][3])
 
 
-def step_over_nothing(reduction: str) -> tuple[StepResult, bool]:
+def step_over_nothing(overlap: bool | None) -> tuple[StepResult, bool]:
     model = plain_model()
-    sync = AllReduce(reduction).attach(model, adamw(model))
+    sync = AllReduce(overlap=overlap).attach(model, adamw(model))
     before = flat_parameters(model)
     result = sync.step()
     return result, np.array_equal(before, flat_parameters(model))
 
 
 def test_a_step_over_nothing_changes_nothing() -> None:
-    for n, reduction in ((1, "auto"), (2, "flat"), (2, "ddp")):
+    for n, overlap in ((1, None), (2, False), (2, True)):
         assert (
-            on_ranks(n, step_over_nothing, reduction)
+            on_ranks(n, step_over_nothing, overlap)
             == [(StepResult(Mine(0.0, 0.0, False), Shared(0.0, 0.0, True, 0)), True)] * n
         )
 
@@ -286,26 +286,26 @@ def test_a_step_over_nothing_changes_nothing() -> None:
 # --- users who take the gradients into their own hands
 
 
-def zero_grad_between_steps(set_to_none: bool, reduction: str) -> Flat:
+def zero_grad_between_steps(set_to_none: bool, overlap: bool | None) -> Flat:
     after = lambda optimizer: optimizer.zero_grad(set_to_none=set_to_none)  # noqa: E731
-    return parallel_loop(2, 0.05, after_step=after, reduction=reduction)[0]
+    return parallel_loop(2, 0.05, after_step=after, overlap=overlap)[0]
 
 
 def test_zero_grad_between_steps_does_no_harm() -> None:
     expected = plain_loop(0.05)[0]
-    for n, reduction in ((1, "auto"), (2, "flat"), (2, "ddp")):
+    for n, overlap in ((1, None), (2, False), (2, True)):
         for set_to_none in (True, False):
-            for answer in on_ranks(n, zero_grad_between_steps, set_to_none, reduction):
+            for answer in on_ranks(n, zero_grad_between_steps, set_to_none, overlap):
                 assert distance(answer, expected) < 1e-10
 
 
-def discarded_gradient(set_to_none: bool, reduction: str) -> tuple[list[float], list[float]]:
+def discarded_gradient(set_to_none: bool, overlap: bool | None) -> tuple[list[float], list[float]]:
     """Gradients after a step in which a first backward was discarded, and in which it never was."""
     both = []
     for discard in (True, False):
         model = plain_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        sync = AllReduce(reduction).attach(model, optimizer)
+        sync = AllReduce(overlap=overlap).attach(model, optimizer)
         before = flat_parameters(model)
         if discard:
             sync.backward(loss_of(model, sequences()[:4])[0], 0)
@@ -318,16 +318,16 @@ def discarded_gradient(set_to_none: bool, reduction: str) -> tuple[list[float], 
 
 
 def test_zero_grad_after_a_backward_discards_that_gradient() -> None:
-    for n, reduction in ((1, "auto"), (2, "flat"), (2, "ddp")):
+    for n, overlap in ((1, None), (2, False), (2, True)):
         for set_to_none in (True, False):
-            for discarded, never in on_ranks(n, discarded_gradient, set_to_none, reduction):
+            for discarded, never in on_ranks(n, discarded_gradient, set_to_none, overlap):
                 assert discarded == never
                 assert any(discarded)
 
 
-def replaced_gradient(reduction: str) -> bool:
+def replaced_gradient(overlap: bool | None) -> bool:
     model = plain_model()
-    sync = AllReduce(reduction).attach(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    sync = AllReduce(overlap=overlap).attach(model, torch.optim.SGD(model.parameters(), lr=1.0))
     expected = []
     sync.backward(*loss_of(model, sequences()[:1]))
     for parameter in model.parameters():
@@ -339,8 +339,8 @@ def replaced_gradient(reduction: str) -> bool:
 
 
 def test_a_gradient_that_the_user_replaced_is_the_one_that_counts() -> None:
-    for reduction in WAYS:
-        assert on_ranks(2, replaced_gradient, reduction) == [True, True]
+    for overlap in WAYS:
+        assert on_ranks(2, replaced_gradient, overlap) == [True, True]
 
 
 # --- models of all shapes
@@ -404,9 +404,9 @@ def tied_plain(clip: float | None) -> Flat:
     return each_parameter(model)
 
 
-def tied_parallel(clip: float | None, reduction: str) -> tuple[Flat, bool, list[str]]:
+def tied_parallel(clip: float | None, overlap: bool | None) -> tuple[Flat, bool, list[str]]:
     model = tied_model()
-    sync = AllReduce(reduction).attach(model, grouped(model), clip_norm=clip)
+    sync = AllReduce(overlap=overlap).attach(model, grouped(model), clip_norm=clip)
     for _ in range(4):
         low, high = share(0, len(WORDS), comm.rank(), comm.world_size())
         sync.backward(*word_loss(model, WORDS[low:high]), last=True)
@@ -420,8 +420,8 @@ def test_tied_frozen_and_mixed_parameters_in_groups_are_those_of_a_plain_loop(cl
     expected = tied_plain(clip)
     begun = each_parameter(tied_model())
     names = [name for name, _ in tied_model().named_parameters()]
-    for n, reduction in ((1, "auto"), *itertools.product((2, 3), WAYS)):
-        for parameters, tied, keys in on_ranks(n, tied_parallel, clip, reduction):
+    for n, overlap in ((1, None), *itertools.product((2, 3), WAYS)):
+        for parameters, tied, keys in on_ranks(n, tied_parallel, clip, overlap):
             assert tied
             assert keys == list(tied_model().state_dict())  # no prefix
             for name, ours, plain, before in zip(names, parameters, expected, begun, strict=True):
@@ -431,10 +431,10 @@ def test_tied_frozen_and_mixed_parameters_in_groups_are_those_of_a_plain_loop(cl
                 assert np.array_equal(ours, before) == name.startswith("frozen"), name
 
 
-def single_dtype(reduction: str = "auto") -> Flat:
+def single_dtype(overlap: bool | None = None) -> Flat:
     model = tied_model()
     model.scale = nn.Parameter(model.scale.detach().double())
-    sync = AllReduce(reduction).attach(model, grouped(model), clip_norm=0.01)
+    sync = AllReduce(overlap=overlap).attach(model, grouped(model), clip_norm=0.01)
     for _ in range(4):
         low, high = share(0, len(WORDS), comm.rank(), comm.world_size())
         sync.backward(*word_loss(model, WORDS[low:high]))
@@ -444,8 +444,8 @@ def single_dtype(reduction: str = "auto") -> Flat:
 
 def test_tied_and_frozen_parameters_in_float64_are_exact() -> None:
     expected = single_dtype()
-    for n, reduction in itertools.product((2, 3), WAYS):
-        for answer in on_ranks(n, single_dtype, reduction):
+    for n, overlap in itertools.product((2, 3), WAYS):
+        for answer in on_ranks(n, single_dtype, overlap):
             assert distance(answer, expected) < 1e-10
 
 
@@ -493,15 +493,15 @@ def choosing(positions: range, sync: AllReduce | None) -> Flat:
     return parameters
 
 
-def choosing_on_ranks(reduction: str) -> Flat:
+def choosing_on_ranks(overlap: bool | None) -> Flat:
     low, high = share(0, 4, comm.rank(), comm.world_size())
-    return choosing(range(low, high), AllReduce(reduction=reduction))
+    return choosing(range(low, high), AllReduce(overlap=overlap))
 
 
-@pytest.mark.parametrize(("n", "reduction"), [(1, "auto"), *itertools.product((2, 3, 4), WAYS)])
-def test_a_parameter_without_a_gradient_on_any_rank_is_left_alone_as_in_a_plain_loop(n: int, reduction: str) -> None:
+@pytest.mark.parametrize(("n", "overlap"), [(1, None), *itertools.product((2, 3, 4), WAYS)])
+def test_a_parameter_without_a_gradient_on_any_rank_is_left_alone_as_in_a_plain_loop(n: int, overlap: bool | None) -> None:
     expected = choosing(range(4), None)
-    answers = on_ranks(n, choosing_on_ranks, reduction)
+    answers = on_ranks(n, choosing_on_ranks, overlap)
     for answer in answers:
         assert distance(answer, expected) < 1e-10
         assert same(answer, answers[0])
@@ -523,16 +523,16 @@ def test_of_many_parameters_without_a_gradient_four_are_named(capfd: pytest.Capt
     assert ": 1.weight, 1.bias, 2.weight, 2.bias and 2 more;" in capfd.readouterr().out
 
 
-def test_a_way_of_reducing_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="reduction='ring'; choose one of auto, flat, ddp"):
-        AllReduce(reduction="ring")
+def test_an_overlap_that_is_no_truth_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"AllReduce\(overlap='ddp'\): give True \(.*\), False \(.*\), or leave it out"):
+        AllReduce(overlap="ddp")  # type: ignore[arg-type]
 
 
 def descriptions() -> list[str]:
     said = []
-    for reduction in ("auto", "flat", "ddp"):
+    for overlap in (None, False, True):
         model = plain_model()
-        said.append(AllReduce(reduction).attach(model, adamw(model)).describe())
+        said.append(AllReduce(overlap=overlap).attach(model, adamw(model)).describe())
     return said
 
 
@@ -560,18 +560,18 @@ def test_a_loss_that_is_no_sum_is_a_step_error() -> None:
         sync.backward(model(x).sum().detach(), 3)
 
 
-def count_in(dtype: torch.dtype, reduction: str) -> float:
+def count_in(dtype: torch.dtype, overlap: bool | None) -> float:
     model = nn.Linear(2, 1).to(dtype)
-    sync = AllReduce(reduction).attach(model, torch.optim.SGD(model.parameters(), lr=0.0), typical_count=100_000)
+    sync = AllReduce(overlap=overlap).attach(model, torch.optim.SGD(model.parameters(), lr=0.0), typical_count=100_000)
     sync.backward(model(torch.ones(1, 2, dtype=dtype)).sum(), 100_001, last=True)
     return sync.step().mine.total
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_count_is_exact_in_a_model_of_half_precision(dtype: torch.dtype) -> None:
-    assert count_in(dtype, "auto") == 100_001
-    for reduction in WAYS:
-        assert on_ranks(2, count_in, dtype, reduction) == [200_002, 200_002]
+    assert count_in(dtype, None) == 100_001
+    for overlap in WAYS:
+        assert on_ranks(2, count_in, dtype, overlap) == [200_002, 200_002]
 
 
 # --- buffers, state, the clock
@@ -600,27 +600,27 @@ def test_a_look_sees_the_first_ranks_running_statistics_and_leaves_each_its_own(
     assert second == [two, one, {"running_mean": two}, two, None, one]
 
 
-def waiting(reduction: str) -> tuple[float, float]:
+def waiting(overlap: bool | None) -> tuple[float, float]:
     """Seconds in communication, and in all."""
     began = time.perf_counter()
     model = plain_model()
-    sync = AllReduce(reduction).attach(model, adamw(model))
+    sync = AllReduce(overlap=overlap).attach(model, adamw(model))
     for step in range(3):
         sync.backward(*loss_of(model, sequences()[step : step + 1]))
         sync.step()
     return sync.wait_s, time.perf_counter() - began
 
 
-@pytest.mark.parametrize("reduction", WAYS)
-def test_the_time_in_communication_is_a_part_of_the_time_that_has_passed(reduction: str) -> None:
-    for wait_s, all_s in on_ranks(2, waiting, reduction):
+@pytest.mark.parametrize("overlap", WAYS)
+def test_the_time_in_communication_is_a_part_of_the_time_that_has_passed(overlap: bool | None) -> None:
+    for wait_s, all_s in on_ranks(2, waiting, overlap):
         assert 0.0 < wait_s < all_s
 
 
-def scaled_loop(scale: float | None, reduction: str) -> tuple[Flat, float, dict[str, Any]]:
+def scaled_loop(scale: float | None, overlap: bool | None) -> tuple[Flat, float, dict[str, Any]]:
     loss_scale = LossScale(scale, growth_interval=2) if scale is not None else None
     model = plain_model()
-    sync = AllReduce(reduction).attach(model, adamw(model), clip_norm=0.05, loss_scale=loss_scale)
+    sync = AllReduce(overlap=overlap).attach(model, adamw(model), clip_norm=0.05, loss_scale=loss_scale)
     parameters = []
     for step in range(5):
         loss_sum, count = loss_of(model, [sequences()[comm.rank() + 2 * step]])
@@ -632,10 +632,10 @@ def scaled_loop(scale: float | None, reduction: str) -> tuple[Flat, float, dict[
     return parameters, loss_scale.scale if loss_scale is not None else 1.0, sync.state_dict()
 
 
-@pytest.mark.parametrize("reduction", WAYS)
-def test_a_loss_scale_changes_no_parameter_and_is_the_same_on_all_ranks(reduction: str) -> None:
-    plain = on_ranks(2, scaled_loop, None, reduction)
-    scaled = on_ranks(2, scaled_loop, 1024.0, reduction)
+@pytest.mark.parametrize("overlap", WAYS)
+def test_a_loss_scale_changes_no_parameter_and_is_the_same_on_all_ranks(overlap: bool | None) -> None:
+    plain = on_ranks(2, scaled_loop, None, overlap)
+    scaled = on_ranks(2, scaled_loop, 1024.0, overlap)
     assert scaled[0][1] == scaled[1][1] == 1024.0  # 2 finite steps doubled it, the overflow halved it
     assert list(plain[0][2]) == ["trained"]
     for (a, _, _), (b, _, _) in zip(plain, scaled, strict=True):
@@ -662,11 +662,11 @@ def test_a_model_that_is_left_on_the_cpu_beside_a_gpu_is_said(
 # --- a backward pass of the user's own
 
 
-def steps_after_a_users_own_backward(reduction: str) -> list[str]:
+def steps_after_a_users_own_backward(overlap: bool | None) -> list[str]:
     """What a step says: after loss.backward() alone, with nothing, and after a zero_grad that writes into the gradients."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = AllReduce(reduction).attach(model, optimizer)
+    sync = AllReduce(overlap=overlap).attach(model, optimizer)
     said = []
     for prepare in (
         lambda: model(torch.ones(1, 2)).sum().backward(),
@@ -683,8 +683,10 @@ def steps_after_a_users_own_backward(reduction: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(("n", "reduction"), [(1, "flat"), (2, "flat"), (2, "ddp")])
-def test_gradients_that_came_by_loss_backward_alone_are_refused_and_a_rank_without_any_is_not(n: int, reduction: str) -> None:
+@pytest.mark.parametrize(("n", "overlap"), [(1, False), (2, False), (2, True)])
+def test_gradients_that_came_by_loss_backward_alone_are_refused_and_a_rank_without_any_is_not(
+    n: int, overlap: bool | None
+) -> None:
     refused = "gradients came by loss.backward(), which counts nothing; type sync.backward(loss_sum, count) instead"
-    for said in on_ranks(n, steps_after_a_users_own_backward, reduction):
+    for said in on_ranks(n, steps_after_a_users_own_backward, overlap):
         assert said == [refused, "", refused, ""]

@@ -19,7 +19,7 @@ from rankwise.errors import ConfigError, StepError
 from rankwise.sync import AllReduce
 from rankwise.sync.trained import Trained, is_dense
 
-WAYS = ("flat", "ddp")
+WAYS = (False, True)
 
 
 def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -45,12 +45,12 @@ def error_of(call: Callable[[], Any]) -> str:
 # --- changes on some ranks only
 
 
-def changed_on_rank_1(how: str, reduction: str) -> list[str]:
+def changed_on_rank_1(how: str, overlap: bool | None) -> list[str]:
     """What the next step raises, and that after a rank without a sample."""
     model, optimizer = make()
     if how == "unfrozen":
         model[0].requires_grad_(False)
-    sync = AllReduce(reduction).attach(model, optimizer)
+    sync = AllReduce(overlap=overlap).attach(model, optimizer)
     one_step(model, sync)
     if comm.rank() == 1:
         if how in ("unfrozen", "frozen"):
@@ -64,7 +64,7 @@ def changed_on_rank_1(how: str, reduction: str) -> list[str]:
     return [error_of(lambda: one_step(model, sync))]
 
 
-@pytest.mark.parametrize("reduction", WAYS)
+@pytest.mark.parametrize("overlap", WAYS)
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -74,15 +74,15 @@ def changed_on_rank_1(how: str, reduction: str) -> list[str]:
         ("replaced alike", "a layer was replaced on rank 1 alone"),
     ],
 )
-def test_a_change_on_some_ranks_only_is_an_error_of_all_that_names_it(how: str, said: str, reduction: str) -> None:
-    for [told] in on_ranks(3, changed_on_rank_1, how, reduction):
+def test_a_change_on_some_ranks_only_is_an_error_of_all_that_names_it(how: str, said: str, overlap: bool | None) -> None:
+    for [told] in on_ranks(3, changed_on_rank_1, how, overlap):
         assert told.startswith("StepError")
         assert said in told
 
 
-def replaced_without_word(reduction: str) -> str:
+def replaced_without_word(overlap: bool | None) -> str:
     model, optimizer = make()
-    sync = AllReduce(reduction).attach(model, optimizer)
+    sync = AllReduce(overlap=overlap).attach(model, optimizer)
     one_step(model, sync)
     torch.manual_seed(comm.rank())
     model[2] = nn.Linear(3, 2).double()
@@ -90,9 +90,9 @@ def replaced_without_word(reduction: str) -> str:
     return error_of(lambda: one_step(model, sync))
 
 
-@pytest.mark.parametrize("reduction", WAYS)
-def test_a_new_layer_with_other_values_on_each_rank_is_an_error_that_says_what_to_call(reduction: str) -> None:
-    for told in on_ranks(2, replaced_without_word, reduction):
+@pytest.mark.parametrize("overlap", WAYS)
+def test_a_new_layer_with_other_values_on_each_rank_is_an_error_that_says_what_to_call(overlap: bool | None) -> None:
+    for told in on_ranks(2, replaced_without_word, overlap):
         assert "what is new (2.weight, 2.bias) has had other values on other ranks" in told
         assert "sync.follow()" in told
 
@@ -134,27 +134,27 @@ def test_what_cannot_be_trained_on_ranks_is_refused_with_what_to_do() -> None:
     assert "has a model already" in error_of(lambda: sync.attach(*make()))
 
 
-def sparse(reduction: str) -> str:
+def sparse(overlap: bool | None) -> str:
     model = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
-    return error_of(lambda: AllReduce(reduction).attach(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    return error_of(lambda: AllReduce(overlap=overlap).attach(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
 def test_sparse_gradients_are_refused_with_ddp() -> None:
-    assert on_ranks(2, sparse, "flat") == ["", ""]
-    assert all("the gradient of 0 is sparse" in told for told in on_ranks(2, sparse, "ddp"))
+    assert on_ranks(2, sparse, False) == ["", ""]
+    assert all("the gradient of 0 is sparse" in told for told in on_ranks(2, sparse, True))
 
 
 # --- beside the model
 
 
-def loss_with_weights(reduction: str) -> tuple[list[float], list[str], list[float]]:
+def loss_with_weights(overlap: bool | None) -> tuple[list[float], list[str], list[float]]:
     """(its weights after a step, what is saved, its weights when that is loaded)."""
     torch.manual_seed(0)
     net = nn.Linear(4, 3).double()
     torch.manual_seed(comm.rank())
     loss = nn.Linear(3, 1).double()
     optimizer = torch.optim.SGD([{"params": net.parameters()}, {"params": loss.parameters()}], lr=0.1)
-    sync = AllReduce(reduction).attach(net, optimizer)
+    sync = AllReduce(overlap=overlap).attach(net, optimizer)
     sync.backward(loss(net(torch.full((2, 4), 1.0 + comm.rank(), dtype=torch.float64))).square().sum(), 2, last=True)
     sync.step()
     weights, state = loss.weight.flatten().tolist(), copy.deepcopy(sync.state_dict())
@@ -163,9 +163,9 @@ def loss_with_weights(reduction: str) -> tuple[list[float], list[str], list[floa
     return weights, list(state["trained"]["outside"]), loss.weight.flatten().tolist()
 
 
-@pytest.mark.parametrize("reduction", WAYS)
-def test_parameters_of_the_optimizer_beside_the_model_are_summed_and_saved_like_the_others(reduction: str) -> None:
-    first, second = on_ranks(2, loss_with_weights, reduction)
+@pytest.mark.parametrize("overlap", WAYS)
+def test_parameters_of_the_optimizer_beside_the_model_are_summed_and_saved_like_the_others(overlap: bool | None) -> None:
+    first, second = on_ranks(2, loss_with_weights, overlap)
     assert first == second
     torch.manual_seed(0)
     net = nn.Linear(4, 3).double()
@@ -226,22 +226,22 @@ def test_two_models_that_train_on_each_other_are_left_in_peace() -> None:
 # --- numbers
 
 
-@pytest.mark.parametrize("reduction", ["auto", *WAYS])
-def test_norms_beyond_the_squares_of_float32_are_exact(reduction: str) -> None:
-    for seen in on_ranks(1 if reduction == "auto" else 2, norms, reduction):
+@pytest.mark.parametrize("overlap", [None, *WAYS])
+def test_norms_beyond_the_squares_of_float32_are_exact(overlap: bool | None) -> None:
+    for seen in on_ranks(1 if overlap is None else 2, norms, overlap):
         for (norm, finite, moved), size in zip(seen, (1e-30, 1e25, 1.0), strict=True):
             assert finite
             assert moved
             assert norm == pytest.approx(size * 3.0, rel=1e-6)
 
 
-def norms(reduction: str) -> list[tuple[float, bool, bool]]:
+def norms(overlap: bool | None) -> list[tuple[float, bool, bool]]:
     """The mean gradient is 3 * size in one element."""
     found = []
     for size in (1e-30, 1e25, 1.0):
         model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(model.weight)
-        sync = AllReduce(reduction).attach(model, torch.optim.SGD(model.parameters(), lr=1 / size))
+        sync = AllReduce(overlap=overlap).attach(model, torch.optim.SGD(model.parameters(), lr=1 / size))
         sync.backward(model(torch.full((1, 1), 3.0 * size)).sum(), 1)
         shared = sync.step().shared
         assert shared is not None
@@ -249,9 +249,9 @@ def norms(reduction: str) -> list[tuple[float, bool, bool]]:
     return found
 
 
-def counts(reduction: str, dtype: torch.dtype) -> list[float]:
+def counts(overlap: bool | None, dtype: torch.dtype) -> list[float]:
     model = nn.Linear(2, 1).to(dtype)
-    sync = AllReduce(reduction).attach(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    sync = AllReduce(overlap=overlap).attach(model, torch.optim.SGD(model.parameters(), lr=0.0))
     found = []
     for count in (2**51 + 1 + comm.rank(), torch.tensor(2**51 + 1), 0.5, torch.tensor(0.25), 4095.75, 3e-9):
         sync.backward(model(torch.ones(1, 2, dtype=dtype)).sum(), count, last=True)
@@ -260,9 +260,9 @@ def counts(reduction: str, dtype: torch.dtype) -> list[float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("reduction", WAYS)
-def test_counts_are_exact_to_2_to_the_53(reduction: str, dtype: torch.dtype) -> None:
-    for seen in on_ranks(3, counts, reduction, dtype):
+@pytest.mark.parametrize("overlap", WAYS)
+def test_counts_are_exact_to_2_to_the_53(overlap: bool | None, dtype: torch.dtype) -> None:
+    for seen in on_ranks(3, counts, overlap, dtype):
         assert seen[:5] == [3 * 2**51 + 6, 3 * 2**51 + 3, 1.5, 0.75, 3 * 4095.75]
         assert seen[5] == pytest.approx(9e-9)
 
@@ -274,7 +274,7 @@ def order_of_hooks() -> list[str]:
     """What happens in a backward pass: gradients of layers, and messages."""
     seen: list[str] = []
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))  # 64 MB
-    sync = AllReduce("ddp").attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    sync = AllReduce(overlap=True).attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for number, layer in enumerate(model):
         layer.weight.register_post_accumulate_grad_hook(lambda _, number=number: seen.append(f"layer {number}"))
     send = dist.all_reduce

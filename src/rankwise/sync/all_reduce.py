@@ -24,27 +24,19 @@ from rankwise.errors import ConfigError, RankwiseError, StepError
 from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction, is_possible
 from rankwise.sync.flat import FlatReduction
 from rankwise.sync.reduction import Count, Reduction, Sums
-from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult, SyncStrategy
+from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult
 from rankwise.sync.trained import Trained, first_apart, some
 from rankwise.training.precision import LossScale
 
-_REDUCTIONS = ("auto", "flat", "ddp")
 _LARGE = 1e18  # a float32 norm is exact between its inverse and this: squares neither overflow nor vanish
 _FOLLOW = "call sync.follow() on all ranks after a layer is replaced or added, before the next forward pass"
-
-
-def chosen(given: SyncStrategy | None, reduction: str) -> SyncStrategy:
-    """The strategy that was given, or AllReduce by this `reduction`. Raises ConfigError where both were given."""
-    if given is not None and reduction != "auto":
-        raise ConfigError(f"reduction belongs to the strategy when you give one: sync=AllReduce({reduction!r})")
-    return AllReduce(reduction) if given is None else given
 
 
 class AllReduce:
     """Exact data parallelism.
 
-    `reduction`: `flat`, one message after the backward pass; `ddp`, buckets during it; `auto` takes ddp on GPUs for more
-    gradients than one of DDP's buckets holds. On a single rank nothing is sent.
+    `overlap`: True sends the gradients in DDP's buckets during the backward pass, False in one message after it; None overlaps
+    on GPUs if the gradients are more than one bucket holds. On a single rank nothing is sent.
 
     The gradients that are summed are divided by `typical_count`, a constant (a power of two near it changes no bit): a hook on
     a gradient that is not linear sees that scaled sum, not the mean.
@@ -56,10 +48,13 @@ class AllReduce:
     promise: Promise = "exact"
     held = Held("same", "own", "same")
 
-    def __init__(self, reduction: str = "auto") -> None:
-        if reduction not in _REDUCTIONS:
-            raise ConfigError(f"reduction={reduction!r}; choose one of {', '.join(_REDUCTIONS)}")
-        self._way = reduction
+    def __init__(self, overlap: bool | None = None) -> None:
+        if overlap not in (None, True, False):
+            raise ConfigError(
+                f"AllReduce(overlap={overlap!r}): give True (buckets during the backward pass), False (one message after it), "
+                "or leave it out"
+            )
+        self.overlap = overlap
         self._seed: torch.Tensor | None = None
         self._told_unused = False
         self._own_buffers: dict[str, torch.Tensor] | None = None
@@ -110,13 +105,15 @@ class AllReduce:
             return FlatReduction(parameters, self._together)
         sparse = [name for name, module in self._trained.model.named_modules() if getattr(module, "sparse", False) is True]
         if sparse:
-            raise ConfigError(f"the gradient of {sparse[0]} is sparse, which DDP's buckets cannot hold; use reduction='flat'")
+            raise ConfigError(
+                f"the gradient of {sparse[0]} is sparse, which DDP's buckets cannot hold; use AllReduce(overlap=False)"
+            )
         return DdpReduction(parameters)
 
     def _takes_ddp(self, parameters: Sequence[nn.Parameter]) -> bool:
         size = sum(p.numel() * p.element_size() for p in parameters)
         is_large = parameters[0].device.type != "cpu" and size > BUCKET_BYTES
-        wanted = self._way == "ddp" or (self._way == "auto" and is_large)
+        wanted = is_large if self.overlap is None else self.overlap
         return wanted and self._together and is_possible()
 
     def describe(self) -> str:
