@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 
 from rankwise.dist import accelerator, comm, log, private_names
 from rankwise.errors import ConfigError, RankwiseError, StepError
+from rankwise.sync.codecs import check as check_codec
+from rankwise.sync.compressed import CompressedReduction, Memory
 from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction, is_possible
 from rankwise.sync.flat import FlatReduction
 from rankwise.sync.reduction import Count, Reduction, Sums
@@ -38,6 +40,9 @@ class AllReduce:
     `overlap`: True sends the gradients in DDP's buckets during the backward pass, False in one message after it; None overlaps
     on GPUs if the gradients are more than one bucket holds. On a single rank nothing is sent.
 
+    `compress`: bf16, fp16, int8 or powersgd:RANK (codecs.py); one smaller message after the backward pass. What a message loses
+    is added to the next step's, so that gradients are rounded, but no part of them is lost for good.
+
     The gradients that are summed are divided by `typical_count`, a constant (a power of two near it changes no bit): a hook on
     a gradient that is not linear sees that scaled sum, not the mean.
 
@@ -48,13 +53,21 @@ class AllReduce:
     promise: Promise = "exact"
     held = Held("same", "own", "same")
 
-    def __init__(self, overlap: bool | None = None) -> None:
+    def __init__(self, overlap: bool | None = None, compress: str | None = None) -> None:
         if overlap not in (None, True, False):
             raise ConfigError(
                 f"AllReduce(overlap={overlap!r}): give True (buckets during the backward pass), False (one message after it), "
                 "or leave it out"
             )
-        self.overlap = overlap
+        if compress is not None:
+            check_codec(compress)
+            if overlap:
+                raise ConfigError(
+                    f"AllReduce(overlap=True, compress={compress!r}): it is sent after the backward pass; leave one out"
+                )
+            self.promise = "rounded"
+        self.overlap, self._compress = overlap, compress
+        self._memory = Memory({}, {})
         self._seed: torch.Tensor | None = None
         self._told_unused = False
         self._own_buffers: dict[str, torch.Tensor] | None = None
@@ -100,6 +113,12 @@ class AllReduce:
 
     def _new_reduction(self) -> Reduction:
         parameters = self._trained.parameters
+        if self._compress is not None and self._together:
+            self._overlaps = False
+            compressed = CompressedReduction(parameters, self._compress)
+            compressed.memory.put(self._memory)
+            self._memory = compressed.memory
+            return compressed
         self._overlaps = self._takes_ddp(parameters)
         if not self._overlaps:
             return FlatReduction(parameters, self._together)
@@ -225,6 +244,7 @@ class AllReduce:
         factor = self._nominal / (loss_scale * sums.total) if sums.total > 0 else 0.0
         if self._loss_scale is not None and not sums.changed:
             self._loss_scale.update(finite)
+            self._memory.scale(self._loss_scale.scale / loss_scale)
             self._seed = None
         norm *= factor
         if norm > self._clip_norm:
@@ -284,7 +304,8 @@ class AllReduce:
 
     def state_dict(self) -> dict[str, Any]:
         scale = {"loss_scale": self._loss_scale.state_dict()} if self._loss_scale is not None else {}
-        return {"trained": self._trained.state_dict(), **scale}
+        rights = {"rights": self._by_name(self._memory.rights)} if self._memory.rights else {}
+        return {"trained": self._trained.state_dict(), **scale, **rights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "trained" in state:  # not in checkpoints that are older than it
@@ -292,15 +313,25 @@ class AllReduce:
         if self._loss_scale is not None and "loss_scale" in state:
             self._loss_scale.load_state_dict(state["loss_scale"])
             self._seed = None
+        self._memory.put(Memory({}, self._by_id(state.get("rights", {}))))
+
+    def _by_name(self, kept: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: kept[id(p)] for name, p in self._trained.named().items() if id(p) in kept}
+
+    def _by_id(self, kept: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        named = self._trained.named()
+        return {id(named[name]): value for name, value in kept.items() if name in named}
 
     def rank_state_dict(self) -> dict[str, Any] | None:
-        return {"buffers": self._own_buffers} if self._own_buffers else None
+        errors = {"errors": self._by_name(self._memory.errors)} if self._memory.errors else {}
+        return {"buffers": self._own_buffers or {}, **errors} if self._own_buffers or errors else None
 
     def load_rank_state_dict(self, state: dict[str, Any] | None) -> None:
         named = dict(self._trained.model.named_buffers())
         for name, value in (state or {}).get("buffers", {}).items():
             if name in named:
                 named[name].copy_(value)
+        self._memory.put(Memory(self._by_id((state or {}).get("errors", {})), {}))
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Whether the ranks still hold the same, where their strategy promises it: digests, compared now and then.
 
-divergence = Divergence(sync, "warn");  divergence(state)       # an action: at most a hundredth of the time
+check = CheckReplicas("warn");  check.attach(trainer);  check(state)       # an action: at most a hundredth of the time
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 import xxhash
 
 from rankwise.dist import comm, log
-from rankwise.errors import ConfigError, StepError
+from rankwise.errors import StepError
+from rankwise.host.arguments import one_of, takes
 from rankwise.sync import SyncStrategy
 from rankwise.training.digest import digest
 from rankwise.training.optimizer import named_parameters, named_state
@@ -22,26 +23,28 @@ from rankwise.training.state import TrainState
 
 _SHARE = 0.01  # of the time
 _FEWEST = 50  # steps between two checks
-CHOICES = ("warn", "error")
 
 
-class Divergence:
-    """Parameters, buffers, the optimizer's state and learning rates, as far as `sync.held` has them the same on all ranks."""
+class CheckReplicas:
+    """An action: whether all ranks still hold the same parameters, buffers, optimizer's state and learning rates, as far as
+    `sync.held` promises it. `on_divergence`: a warning, once, or an error. The Trainer has one that warns; one in its `actions`
+    replaces it."""
 
-    def __init__(self, sync: SyncStrategy, choice: str) -> None:
-        if choice not in CHOICES:
-            raise ConfigError(f"on_divergence={choice!r}; choose one of {', '.join(CHOICES)}")
-        self._sync = sync
-        self._raises = choice == "error"
+    @takes(on_divergence=one_of("warn", "error"))
+    def __init__(self, on_divergence: str = "warn") -> None:
+        self._raises = on_divergence == "error"
         self._alike = self._looked = 0
         self._earliest: float = 0
         self._next: float = 0
         self._since = time.perf_counter()
         self._found = False
 
-    def begin(self, step: int) -> None:
-        self._alike = self._looked = step
-        self._next = step + _FEWEST
+    def attach(self, trainer: Any) -> None:
+        self._sync: SyncStrategy = trainer.sync
+
+    def begin(self, state: TrainState) -> None:
+        self._alike = self._looked = state.step
+        self._next = state.step + _FEWEST
         self._since = time.perf_counter()
 
     def __call__(self, state: TrainState) -> None:

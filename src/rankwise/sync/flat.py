@@ -24,11 +24,12 @@ _grad = attrgetter("grad")
 
 
 class FlatReduction:
-    """A Reduction without overlap: nothing moves before `reduce`. `together`: with the other ranks."""
+    """A Reduction without overlap: nothing moves before `reduce`. `together`: with the other ranks. `apart`: the tail has a
+    message of its own."""
 
     begun = False
 
-    def __init__(self, parameters: Sequence[nn.Parameter], together: bool) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], together: bool, apart: bool = False) -> None:
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -37,7 +38,7 @@ class FlatReduction:
         self.parameters = [p for _, group in order for p in group]
         self._together = together
         tail = len(self.parameters) + RidingTail.LENGTH if together else 0
-        exact = not together or torch.finfo(order[0][0][0]).bits >= 32
+        exact = not together or (torch.finfo(order[0][0][0]).bits >= 32 and not apart)
         self._buffers = [_Buffer(group, tail if exact and i == 0 else 0) for i, (_, group) in enumerate(order)]
         first = self._buffers[0].flat
         # A message of its own when no gradient is exact enough to carry a count (a bf16 or fp16 model).
@@ -79,12 +80,16 @@ class FlatReduction:
         self._count = 0.0
         if self._together:
             began = time.perf_counter()
-            for buffer in self._buffers:
-                dist.all_reduce(buffer.flat, group=comm.group_for(buffer.flat.device))
+            self._exchange(changed)
             if self._apart is not None:
                 dist.all_reduce(self._apart, group=comm.group_for(self._apart.device))
             self.wait_s += time.perf_counter() - began
         return self._tail
+
+    def _exchange(self, changed: bool) -> None:
+        """Collective. Sum what the buffers hold."""
+        for buffer in self._buffers:
+            dist.all_reduce(buffer.flat, group=comm.group_for(buffer.flat.device))
 
     def gradients(self) -> list[torch.Tensor]:
         return [buffer.gradient for buffer in self._buffers]
@@ -104,7 +109,7 @@ class _Buffer:
     """The gradients of parameters of one dtype and device, end to end, and a tail."""
 
     def __init__(self, parameters: list[nn.Parameter], tail: int) -> None:
-        self._trained = parameters
+        self.parameters = parameters
         self._version_of = private_names.version_of()
         sizes = [p.numel() for p in parameters]
         first = parameters[0]
@@ -118,7 +123,7 @@ class _Buffer:
         touched = list(map(ne, self._versions_now(), self._versions))
         if self._holds_all():
             return touched
-        for i, (parameter, view) in enumerate(zip(self._trained, self.views, strict=True)):
+        for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if parameter.grad is not view:
                 if parameter.grad is None:
                     view.zero_()
@@ -132,21 +137,21 @@ class _Buffer:
         """The versions alone do not say: `optimizer.zero_grad(set_to_none=False)` writes into the views."""
         if self._holds_all():
             return bool(self.gradient.any())
-        return any(p.grad is not None and bool(p.grad.any()) for p in self._trained)
+        return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
 
     def clear(self) -> None:
         self.flat.zero_()
         if self._version_of is None:
-            for parameter in self._trained:
+            for parameter in self.parameters:
                 parameter.grad = None
         elif not self._holds_all():  # to set them takes longer than to look
-            for parameter, view in zip(self._trained, self.views, strict=True):
+            for parameter, view in zip(self.parameters, self.views, strict=True):
                 parameter.grad = view
         self._versions = self._versions_now()
 
     def _holds_all(self) -> bool:
         """Whether each gradient is its view."""
-        return all(map(is_, map(_grad, self._trained), self.views))
+        return all(map(is_, map(_grad, self.parameters), self.views))
 
     def _versions_now(self) -> list[int]:
         return list(map(self._version_of, self.views)) if self._version_of is not None else [0] * len(self.views)

@@ -1,0 +1,61 @@
+"""A weighted average of tensors over ranks, in one message per dtype and device; and what ranks say of themselves before it.
+
+rows = tell([weight, 1.0])                              # every rank's numbers, on every rank
+average([p.data for p in parameters], weight / sum(row[0] for row in rows))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rankwise.dist import comm
+
+_CARRIERS = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""What a dtype travels as where its own digits are too few for a sum."""
+
+
+def tell(numbers: Sequence[float]) -> list[list[float]]:
+    """Collective. Each rank's numbers, by rank, as float64; as many on all ranks."""
+    table = torch.zeros(comm.world_size(), len(numbers), dtype=torch.float64)
+    table[comm.rank()] = torch.tensor(numbers, dtype=torch.float64)
+    if not comm.is_alone():
+        comm.all_reduce(table)
+    return table.tolist()
+
+
+def payload_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """What one average of these hands to the all-reduce, on each rank."""
+    return sum(t.numel() * torch.empty(0, dtype=_CARRIERS.get(t.dtype, t.dtype)).element_size() for t in tensors)
+
+
+@torch.no_grad()
+def average(tensors: Sequence[torch.Tensor], share: float) -> None:
+    """Collective. Each tensor becomes the sum over ranks of `share` times theirs; shares add up to 1. A share of 0 adds
+    nothing, whatever this rank's values are. Floating tensors of any shape and stride, alike on all ranks."""
+    for kind in _kinds(tensors):
+        flat = _pack(kind)
+        flat = flat.mul_(share) if share else flat.zero_()
+        if not comm.is_alone():
+            comm.all_reduce(flat)
+        unpack(flat, kind)
+
+
+def _kinds(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Those that travel together: of one dtype and device."""
+    found: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(found.values())
+
+
+def _pack(kind: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of all, end to end."""
+    carrier = _CARRIERS.get(kind[0].dtype, kind[0].dtype)
+    return torch.cat([tensor.detach().reshape(-1).to(carrier) for tensor in kind])
+
+
+def unpack(flat: torch.Tensor, kind: Sequence[torch.Tensor]) -> None:
+    for tensor, piece in zip(kind, torch.split(flat, [t.numel() for t in kind]), strict=True):
+        tensor.copy_(piece.view(tensor.shape))

@@ -1,0 +1,62 @@
+"""Gradients in smaller messages: flat.py's one message, sent by a codec; its tail is exact and apart.
+
+reduction = CompressedReduction(parameters, "int8");   reduction.memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from rankwise.host.text import size
+from rankwise.sync.codecs import codec_of
+from rankwise.sync.flat import FlatReduction
+
+
+class Memory(NamedTuple):
+    """What compressed messages keep from step to step, by parameter (its id); views of the codecs' own."""
+
+    errors: dict[int, torch.Tensor]
+    """What this rank's messages have lost so far, flat."""
+
+    rights: dict[int, torch.Tensor]
+    """Where PowerSGD's iterations go on; equal on all ranks."""
+
+    def put(self, other: Memory) -> None:
+        """Go on with the other's; what is of no parameter here is passed over."""
+        for mine, theirs in ((self.errors, other.errors), (self.rights, other.rights)):
+            for key in mine.keys() & theirs.keys():
+                if mine[key].shape == theirs[key].shape:
+                    mine[key].copy_(theirs[key])
+
+    def scale(self, factor: float) -> None:
+        """Gradients are in another unit from now on."""
+        for error in self.errors.values():
+            error.mul_(factor)
+
+
+class CompressedReduction(FlatReduction):
+    """A Reduction of several ranks. `compress`: codecs.py's names."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], compress: str) -> None:
+        super().__init__(parameters, together=True, apart=True)
+        self._compress = compress
+        self._codecs = [codec_of(compress, buffer.flat, [p.shape for p in buffer.parameters]) for buffer in self._buffers]
+        self.memory = Memory({}, {})
+        for buffer, codec in zip(self._buffers, self._codecs, strict=True):
+            ids = [id(p) for p in buffer.parameters]
+            self.memory.errors.update(zip(ids, torch.split(codec.error, [p.numel() for p in buffer.parameters]), strict=True))
+            self.memory.rights.update({ids[place]: right for place, right in codec.rights.items()})
+
+    def _exchange(self, changed: bool) -> None:
+        for buffer, codec in zip(self._buffers, self._codecs, strict=True):
+            # An announcement holds no gradient; what was lost goes with the next that does.
+            buffer.flat.copy_(codec.sum(buffer.flat, remember=not changed))
+
+    def describe(self) -> str:
+        sent = sum(codec.sent_bytes(buffer.flat) for buffer, codec in zip(self._buffers, self._codecs, strict=True))
+        whole = sum(buffer.flat.numel() * buffer.flat.element_size() for buffer in self._buffers)
+        return f"{size(sent)} a step ({self._compress}; {size(whole)} whole)"

@@ -1,0 +1,145 @@
+"""DiLoCo: local steps, and an outer optimizer that steps along what they came to on average.
+
+    sync = DiLoCo(every=32, lr=0.7, momentum=0.9).attach(model, optimizer, clip_norm=1.0)
+
+Douillard et al. 2023, arXiv:2311.08105.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from rankwise.dist import comm
+from rankwise.errors import ConfigError
+from rankwise.sync.codecs import Codec, codec_of
+from rankwise.sync.codecs import check as check_codec
+from rankwise.sync.local_sgd import LocalSGD
+from rankwise.training.precision import LossScale
+
+
+class DiLoCo(LocalSGD):
+    """Every `every` steps: d = (what all began with) - (the average of the replicas), b = momentum b + d, and all replicas
+    become what they began with, minus lr (d + momentum b). The inner optimizer's state is each rank's own and is kept.
+
+    The outer step is SGD with Nesterov's momentum. lr=1 and momentum=0 is LocalSGD. A parameter that came in this period, and
+    buffers, are averaged. The outer state takes the memory of the trained parameters twice, and once more with `compress`:
+    bf16, fp16 or int8 (codecs.py) for what is sent of d; what that loses is added to the next one.
+    """
+
+    _usual = 32
+
+    def __init__(
+        self,
+        every: int | None = None,
+        *,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        compress: str | None = None,
+        start: int = 0,
+    ) -> None:
+        super().__init__(every, start=start)
+        if compress is not None:
+            check_codec(compress)
+            if compress.startswith("powersgd"):
+                raise ConfigError(f"DiLoCo(compress={compress!r}): choose bf16, fp16 or int8; powersgd is for AllReduce")
+        self._compress = compress
+        if not isinstance(lr, int | float) or not 0 < lr < float("inf"):
+            raise ConfigError(f"DiLoCo(lr={lr!r}): give the outer learning rate, a number above 0 (0.7 is usual)")
+        if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
+            raise ConfigError(f"DiLoCo(momentum={momentum!r}): give a number from 0 up and below 1 (0.9 is usual)")
+        self._lr, self._momentum = lr, momentum
+        self._codec: Codec | None = None
+        self._error: torch.Tensor | None = None  # loaded, until there is a codec
+        self._anchors: dict[str, torch.Tensor] = {}
+        self._velocities: dict[str, torch.Tensor] = {}
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        clip_norm: float | None = None,
+        loss_scale: LossScale | None = None,
+        typical_count: float = 1.0,
+    ) -> Self:
+        super().attach(model, optimizer, clip_norm=clip_norm, loss_scale=loss_scale, typical_count=typical_count)
+        self._begin_period()
+        return self
+
+    def _part(self) -> None:
+        super()._part()
+        self._begin_period()
+
+    def follow(self) -> None:
+        super().follow()
+        for name, parameter in self._trained_now().items():  # what has come has rank 0's values
+            if not self._holds_anchor(name, parameter):
+                self._anchors[name] = parameter.detach().clone()
+                self._velocities.pop(name, None)
+
+    def _begin_period(self) -> None:
+        self._anchors = {name: p.detach().clone() for name, p in self._trained_now().items()}
+
+    @torch.no_grad()
+    def _average(self, tensors: Sequence[torch.Tensor], share: float) -> None:
+        moved = [(p, self._anchors[name]) for name, p in self._trained_now().items() if self._holds_anchor(name, p)]
+        if self._compress is None or comm.is_alone() or not moved:
+            super()._average(tensors, share)
+            return
+        known = {id(p) for p, _ in moved}
+        super()._average([t for t in tensors if id(t) not in known], share)
+        deltas = torch.cat([(p - anchor).reshape(-1) for p, anchor in moved])
+        deltas = deltas.mul_(share) if share else deltas.zero_()
+        if self._codec is None or self._codec.error.shape != deltas.shape:
+            self._codec = codec_of(self._compress, deltas, [])
+            if self._error is not None and self._error.shape == deltas.shape:
+                self._codec.error.copy_(self._error)
+            self._error = None
+        total = self._codec.sum(deltas)
+        for (p, anchor), piece in zip(moved, torch.split(total, [p.numel() for p, _ in moved]), strict=True):
+            p.copy_(anchor + piece.view(p.shape))
+        self.sent_bytes += self._codec.sent_bytes(deltas)
+
+    def _holds_anchor(self, name: str, parameter: torch.Tensor) -> bool:
+        return name in self._anchors and self._anchors[name].shape == parameter.shape
+
+    @torch.no_grad()
+    def _apply(self, tensors: Sequence[torch.Tensor]) -> None:
+        for name, parameter in self._trained_now().items():
+            if not self._holds_anchor(name, parameter):
+                continue
+            anchor = self._anchors[name]
+            delta = anchor - parameter
+            velocity = self._velocities.get(name)
+            velocity = delta.clone() if velocity is None else velocity.mul_(self._momentum).add_(delta)
+            self._velocities[name] = velocity
+            parameter.copy_(anchor - self._lr * (delta + self._momentum * velocity))
+        self._begin_period()
+
+    def describe(self) -> str:
+        sent = f" ({self._compress})" if self._compress is not None else ""
+        return f"{super().describe()}{sent}, outer step lr {self._lr:g}, momentum {self._momentum:g}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "anchors": self._anchors, "velocities": self._velocities}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if "anchors" not in state:
+            raise ConfigError("the checkpoint was made with another strategy: set sync back, or start anew with --fresh")
+        places = {name: p.device for name, p in self._local.named_parameters().items()}
+        self._anchors = {name: t.to(places.get(name, t.device)).clone() for name, t in state["anchors"].items()}
+        self._velocities = {name: t.to(places.get(name, t.device)).clone() for name, t in state["velocities"].items()}
+
+    def rank_state_dict(self) -> dict[str, Any] | None:
+        own = super().rank_state_dict()
+        return {**own, "error": self._codec.error} if own is not None and self._codec is not None else own
+
+    def load_rank_state_dict(self, state: dict[str, Any] | None) -> None:
+        super().load_rank_state_dict(state)
+        self._codec, self._error = None, (state or {}).get("error")

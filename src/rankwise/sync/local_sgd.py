@@ -1,0 +1,360 @@
+"""Local SGD: each rank steps by itself, and every few steps all replicas become their average.
+
+    sync = LocalSGD(every=16).attach(model, optimizer, clip_norm=1.0)
+    sync.backward(loss_sum, count);   sync.step()            # every 16th step averages
+    sync.finish()                                            # replicas become one
+
+Local SGD: Stich 2019, arXiv:1805.09767; post-local SGD (`start`): Lin et al. 2020, arXiv:1808.07217.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+import xxhash
+from torch import nn
+from torch.optim import Optimizer
+
+from rankwise.dist import comm, log, private_names
+from rankwise.errors import ConfigError, StepError
+from rankwise.host.text import numbered, size
+from rankwise.sync.average import average, payload_bytes, tell
+from rankwise.sync.local import Local
+from rankwise.sync.reduction import Count
+from rankwise.sync.strategy import Held, Promise, Shared, StepResult
+from rankwise.training.optimizer import named_state
+from rankwise.training.precision import LossScale
+
+_OPTIMIZER_STATES = ("keep", "average", "reset")
+_MEASURED = 3  # averages after one step each, before a period of seconds is known in steps
+_LONGEST = 1_000_000  # steps of a period
+_TOLD = 3  # warnings about skipped steps and replicas
+
+
+class LocalSGD:
+    """Each rank steps with the mean gradient of its own samples and clips it itself; then replicas are averaged.
+
+    `every`: steps between two averages. `seconds`: averages so far apart in time instead; the first three follow one step each,
+    to measure. `start`: so many exact steps before (post-local SGD). `at_steps`: exactly after these steps, and at the end.
+    Replicas are weighted by the samples (counts) of their steps since the last average, so that ragged shares count as what
+    they are; floating buffers are averaged likewise, others are rank 0's. `optimizer_state`: keep (each rank its own), average,
+    or reset to zero at each average.
+
+    With one step between averages, plain SGD and no clipping this is AllReduce; with momentum only if all counts are equal,
+    since each rank's momentum is its own.
+    """
+
+    promise: Promise = "averaged"
+    held = Held("own", "own", "own")
+
+    def __init__(
+        self,
+        every: int | None = None,
+        *,
+        seconds: float | None = None,
+        start: int = 0,
+        at_steps: Collection[int] = (),
+        optimizer_state: str = "keep",
+    ) -> None:
+        name = type(self).__name__
+        if sum((every is not None, seconds is not None, bool(at_steps))) > 1:
+            raise ConfigError(f"{name}: give one of every, seconds and at_steps; each says when replicas are averaged")
+        _check_period(name, every, seconds, start)
+        if optimizer_state not in _OPTIMIZER_STATES:
+            raise ConfigError(f"{name}(optimizer_state={optimizer_state!r}): choose one of {', '.join(_OPTIMIZER_STATES)}")
+        self.every = every if every is not None else self._usual
+        self.seconds, self.start = seconds, start
+        self._at_steps = sorted(at_steps)
+        self._optimizer_state = optimizer_state
+        self._local = Local(exact_first=start > 0)
+        self._done = 0
+        self._weight = 0.0  # what this replica counts for: its steps since the last average
+        self._skipped = 0
+        self._averages = 0
+        self._next = 0
+        self._own: dict[str, Any] | None = None
+        self._told = 0
+        self._waited_s = 0.0
+        self.sent_bytes = 0
+        """What this rank has handed to all-reduces of averages so far."""
+        self.drift = math.nan
+        """At the last average: the root of the weighted mean squared distance between replicas and their average."""
+
+    _usual = 16
+
+    @property
+    def wait_s(self) -> float:
+        return self._waited_s + self._local.wait_s
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        clip_norm: float | None = None,
+        loss_scale: LossScale | None = None,
+        typical_count: float = 1.0,
+    ) -> Self:
+        self._model, self._optimizer = model, optimizer
+        self._local.attach(model, optimizer, clip_norm=clip_norm, loss_scale=loss_scale, typical_count=typical_count)
+        self._moving = self._trained_now()
+        self._next = self._after(self.start)
+        self._since = time.perf_counter()
+        return self
+
+    def follow(self) -> None:
+        self._local.follow()
+
+    def backward(self, loss_sum: torch.Tensor, count: Count, *, last: bool = False) -> None:
+        self._local.backward(loss_sum, count, last=last)
+
+    # --- steps
+
+    def step(self) -> StepResult:
+        result = self._local.step()
+        self._done += 1
+        if self._local.is_exact:
+            if self._done == self.start:
+                self._part()
+            return result
+        mine = result.mine
+        self._weight += mine.total if mine.stepped else 0.0
+        self._skipped += result.shared.skipped if result.shared is not None else 0
+        return StepResult(mine, self._average_now() if self._done == self._next else None)
+
+    def _part(self) -> None:
+        self._local.part()
+        self._since = time.perf_counter()
+
+    def _average_now(self) -> Shared:
+        """Collective. Replicas become their average, and the next period begins."""
+        began = time.perf_counter()
+        shared, share = self._survey((began - self._since) / max(self._done - self._began_period, 1))
+        self._exchange(share)
+        self._weight, self._skipped = 0.0, 0
+        self._local.came.clear()
+        self._moving = self._trained_now()
+        self._averages += 1
+        self._waited_s += time.perf_counter() - began
+        self._since = time.perf_counter()
+        return shared
+
+    def _survey(self, step_s: float) -> tuple[Shared, float]:
+        """Collective. What all ranks say of this period: (the result, this rank's share of the average). Plans the next
+        average: all ranks compute the same."""
+        finite = self._is_finite()
+        rows = tell([self._weight if finite else 0.0, float(finite), float(self._skipped), step_s, self._layout()])
+        if len({row[4] for row in rows}) > 1:
+            raise StepError(f"the replicas cannot be averaged: {self._apart()}; change the model alike on all ranks")
+        bad = [rank for rank, row in enumerate(rows) if not row[1]]
+        skipped = [int(row[2]) for row in rows]
+        if len(bad) == len(rows):
+            raise StepError(f"after step {self._done} no replica is finite: look at the learning rate and the data")
+        self._warn(bad, skipped)
+        self._next = self._after(self._done, max(row[3] for row in rows))
+        if not finite:
+            self._forget_optimizer_state()
+        total = sum(row[0] for row in rows)
+        weights = [row[0] if total > 0 else row[1] for row in rows]  # nobody has stepped: all that are finite are equal
+        shared = Shared(total, math.nan, total > 0 or not any(skipped), sum(skipped))
+        return shared, weights[comm.rank()] / sum(weights)
+
+    def _exchange(self, share: float) -> None:
+        tensors = self._averaged_tensors()
+        if self._optimizer_state == "average":
+            tensors += [value for _, value in self._optimizer_tensors()]
+        own = [tensor.detach().clone() for tensor in tensors]
+        self._average(tensors, share)
+        apart = _distance(own, tensors) ** 2 * share if share else 0.0
+        self.drift = math.sqrt(float(comm.all_reduce(torch.tensor(apart, dtype=torch.float64))))
+        self._apply(tensors)
+        comm.broadcast(_counted_buffers(self._model))
+        if self._optimizer_state == "reset":
+            self._forget_optimizer_state()
+
+    def _average(self, tensors: Sequence[torch.Tensor], share: float) -> None:
+        """Collective. Each becomes the sum of the ranks' shares of it."""
+        average(tensors, share)
+        self.sent_bytes += payload_bytes(tensors)
+
+    def _apply(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What is made of the average that these hold now; here nothing."""
+
+    def _after(self, step: int, step_s: float = 0.0) -> int:
+        """After which step the average that follows this step is made."""
+        self._began_period = step
+        if self._at_steps:
+            return next((at for at in self._at_steps if at > step), -1)
+        if self.seconds is None:
+            return step + self.every
+        if self._averages < _MEASURED - 1:
+            return step + 1
+        return step + min(max(int(self.seconds / step_s), 1), _LONGEST)
+
+    def _is_finite(self) -> bool:
+        norms = private_names.norms([t.detach() for t in self._moving.values()], torch.float64)
+        return bool(torch.isfinite(torch.stack([norm.cpu() for norm in norms])).all())
+
+    def _warn(self, bad: Sequence[int], skipped: Sequence[int]) -> None:
+        told = []
+        if bad:
+            told.append(f"the replica of {numbered('rank', bad)} is not finite and was replaced by the average of the others")
+        if any(skipped):
+            where = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(skipped) if n)
+            told.append(f"steps skipped since the last average, as the gradient was not finite: {where}")
+        for text in told:
+            self._told += 1
+            if self._told <= _TOLD:
+                log.warn(f"step {self._done}: {text}")
+
+    # --- which tensors
+
+    def _trained_now(self) -> dict[str, torch.Tensor]:
+        return self._local.trained_parameters()
+
+    def _averaged_tensors(self, module: nn.Module | None = None) -> list[torch.Tensor]:
+        """Of the model: what was trained in this period, a parameter that was frozen in it too, and floating buffers."""
+        if module is not None:
+            return [t for t in module.state_dict().values() if t.is_floating_point()]
+        moving = {**self._moving, **self._trained_now()}
+        return [*moving.values(), *(b for b in self._model.buffers() if b.is_floating_point())]
+
+    def _optimizer_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        state = named_state(self._model, self._optimizer)
+        return [(k, v) for k, v in sorted(state.items()) if isinstance(v, torch.Tensor) and v.is_floating_point()]
+
+    def _forget_optimizer_state(self) -> None:
+        for _, value in self._optimizer_tensors():
+            value.zero_()
+
+    def _layout(self) -> float:
+        """A number that is equal on ranks whose averages have the same tensors."""
+        return float(int(xxhash.xxh3_64_hexdigest(repr(self._traits()).encode())[:12], 16))
+
+    def _traits(self) -> list[tuple[str, ...]]:
+        named: dict[str, torch.Tensor] = {**self._moving, **self._trained_now(), **dict(self._model.named_buffers())}
+        if self._optimizer_state == "average":
+            named |= dict(self._optimizer_tensors())
+        traits = [(name, str(tuple(t.shape)), str(t.dtype)) for name, t in named.items()]
+        return [*traits, *self._local.came.items()]
+
+    def _apart(self) -> str:
+        """Collective. Where they differ, in words."""
+        told = comm.all_gather_object(self._traits())
+        rank = next(r for r, traits in enumerate(told) if traits != told[0])
+        odd = sorted(set(told[0]) ^ set(told[rank])) or [("the order of the parameters",)]
+        return f"{odd[0][0]} is not the same on rank 0 and rank {rank}"
+
+    # --- looking
+
+    @contextlib.contextmanager
+    def averaged(self, module: nn.Module | None = None) -> Iterator[None]:
+        if self._local.is_exact or comm.is_alone():
+            with self._local.averaged(module):
+                yield
+            return
+        rows = tell([self._weight])
+        total = sum(row[0] for row in rows)
+        tensors = self._averaged_tensors(module)
+        counted = _counted_buffers(self._model if module is None else module)
+        own = [tensor.detach().clone() for tensor in (*tensors, *counted)]
+        if module is None:
+            self._own = self._kept(tensors, counted, own)
+        average(tensors, self._weight / total if total > 0 else float(comm.is_main()))  # without a step all are equal
+        comm.broadcast(counted)
+        try:
+            yield
+        finally:
+            self._own = None
+            with torch.no_grad():
+                for tensor, value in zip((*tensors, *counted), own, strict=True):
+                    tensor.copy_(value)
+
+    def _kept(
+        self, tensors: Sequence[torch.Tensor], counted: Sequence[torch.Tensor], own: Sequence[torch.Tensor]
+    ) -> dict[str, Any]:
+        """What this rank holds apart, by the names of the model; the optimizer's state is not touched by a look."""
+        values = {id(t): value for t, value in zip((*tensors, *counted), own, strict=True)}
+        named: dict[str, torch.Tensor] = {**self._local.named_parameters(), **dict(self._model.named_buffers())}
+        return {name: values[id(t)] for name, t in named.items() if id(t) in values}
+
+    def finish(self) -> None:
+        if not self._local.is_exact and self._done > self._began_period:
+            self._average_now()
+        self._local.finish()
+
+    def describe(self) -> str:
+        whole = size(payload_bytes(self._averaged_tensors()))
+        first = f"{self.start} exact steps, then " if self.start else ""
+        return f"{first}local steps, {whole} averaged {self._when()}"
+
+    def _when(self) -> str:
+        if self._at_steps:
+            return f"after {numbered('step', self._at_steps, most=3)}"
+        return f"every {self.every} steps" if self.seconds is None else f"every {self.seconds:g} s"
+
+    # --- what is saved
+
+    def state_dict(self) -> dict[str, Any]:
+        shared = {"done": self._done, "next": self._next, "began": self._began_period, "averages": self._averages}
+        return {**shared, "local": self._local.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "done" not in state:
+            raise ConfigError("the checkpoint was made with another strategy: set sync back, or start anew with --fresh")
+        self._done, self._next, self._averages = state["done"], state["next"], state["averages"]
+        self._began_period = state["began"]
+        if self._local.is_exact and self._done >= self.start:
+            self._local.part()
+        self._local.load_state_dict(state["local"])
+        self._moving = self._trained_now()
+        self._since = time.perf_counter()
+
+    def rank_state_dict(self) -> dict[str, Any] | None:
+        if self._local.is_exact:
+            own = self._local.rank_state_dict()
+            return {"exact": own} if own is not None else None
+        if self._own is None:
+            return None
+        own = {"tensors": self._own, "optimizer": self._optimizer.state_dict(), "local": self._local.state_dict()}
+        return {**own, "weight": self._weight, "skipped": self._skipped}
+
+    def load_rank_state_dict(self, state: dict[str, Any] | None) -> None:
+        self._weight, self._skipped = 0.0, 0
+        if state is None or "exact" in state:
+            self._local.load_rank_state_dict((state or {}).get("exact"))
+            return
+        self._load_own(state)
+
+    @torch.no_grad()
+    def _load_own(self, state: Mapping[str, Any]) -> None:
+        named: dict[str, torch.Tensor] = {**self._local.named_parameters(), **dict(self._model.named_buffers())}
+        for name, value in state["tensors"].items():
+            named[name].copy_(value)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._local.load_state_dict(state["local"])
+        self._weight, self._skipped = state["weight"], state["skipped"]
+
+
+def _counted_buffers(module: nn.Module) -> list[torch.Tensor]:
+    """Those that no average is made of."""
+    return [buffer for buffer in module.buffers() if not buffer.is_floating_point()]
+
+
+def _distance(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> float:
+    norms = [torch.linalg.vector_norm((a - b).detach(), dtype=torch.float64) for a, b in zip(before, after, strict=True)]
+    return math.sqrt(sum(float(norm) ** 2 for norm in norms))
+
+
+def _check_period(name: str, every: Any, seconds: Any, start: Any) -> None:
+    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+        raise ConfigError(f"{name}(every={every!r}): give a whole number of steps from 1 up")
+    if seconds is not None and not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
+        raise ConfigError(f"{name}(seconds={seconds!r}): give a number above 0")
+    if not isinstance(start, int) or isinstance(start, bool) or start < 0:
+        raise ConfigError(f"{name}(start={start!r}): give a whole number of steps from 0 up")

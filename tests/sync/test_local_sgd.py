@@ -1,0 +1,474 @@
+"""Strategies that average replicas: against AllReduce, against each other, against closed forms, and resumed in mid-period."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from ranks import on_ranks
+from torch import nn
+from torch.nn import functional as F
+
+from rankwise.dist import comm
+from rankwise.errors import ConfigError, StepError
+from rankwise.sync import AllReduce, DiLoCo, LocalSGD, SyncStrategy
+from rankwise.sync.average import average, tell
+from rankwise.training.precision import LossScale
+
+Flat = npt.NDArray[np.float64]
+Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
+
+STEPS = 12
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def samples(step: int, rank: int, ranks: int, ragged: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """One or two micro-batches of this rank's; with `ragged` of other sizes on each, and none at all now and then."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    sizes = [(step + 2 * rank) % 5, (step * rank) % 3] if ragged else [3]
+    if ragged and (step + rank) % ranks == 0 and ranks > 1:
+        sizes = []
+    return [
+        (torch.randn(n, 4, dtype=torch.float64, generator=generator), torch.randint(0, 3, (n,), generator=generator))
+        for n in sizes
+        if n
+    ]
+
+
+def flat(model: nn.Module) -> Flat:
+    return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()]).numpy().copy()
+
+
+def one_step(sync: SyncStrategy, model: nn.Module, step: int, ragged: bool) -> Any:
+    batches = samples(step, comm.rank(), comm.world_size(), ragged)
+    for i, (x, y) in enumerate(batches, start=1):
+        sync.backward(F.cross_entropy(model(x), y, reduction="sum"), len(y), last=i == len(batches))
+    return sync.step()
+
+
+def trained(sync: SyncStrategy, make: Optimizers, ragged: bool, steps: int = STEPS) -> list[Flat]:
+    """The average after each step (all ranks' own are put back, so that it changes nothing), and at the end."""
+    model = make_model()
+    sync.attach(model, make(model), typical_count=8.0)
+    seen = []
+    for step in range(steps):
+        one_step(sync, model, step, ragged)
+        with sync.averaged():
+            seen.append(flat(model))
+    sync.finish()
+    return [*seen, flat(model)]
+
+
+def apart(ours: list[Flat], others: list[Flat]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(ours, others, strict=True))
+
+
+def identities() -> dict[str, float]:
+    exact = {(make, ragged): trained(AllReduce(), make, ragged) for make in (sgd, momentum) for ragged in (False, True)}
+    local = trained(LocalSGD(4), momentum, True)
+    return {
+        "local-sgd:1, plain SGD, ragged": apart(trained(LocalSGD(1), sgd, True), exact[sgd, True]),
+        "local-sgd:1, momentum, equal counts": apart(trained(LocalSGD(1), momentum, False), exact[momentum, False]),
+        "diloco H=1, lr 1, momentum 0": apart(trained(DiLoCo(1, lr=1.0, momentum=0.0), sgd, True), exact[sgd, True]),
+        "diloco:4 (1, 0) is local-sgd:4": apart(trained(DiLoCo(4, lr=1.0, momentum=0.0), momentum, True), local),
+        "only exact steps": apart(trained(LocalSGD(3, start=STEPS), momentum, True), exact[momentum, True]),
+        "at named steps": apart(trained(LocalSGD(at_steps=[4, 8, 12]), momentum, True), local),
+    }
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_averaging_strategies_are_each_other_and_all_reduce_where_they_should_be(n: int) -> None:
+    for found in on_ranks(n, identities):
+        assert {name: value for name, value in found.items() if value >= 1e-10} == {}
+
+
+def post_local() -> tuple[float, float, bool]:
+    """After `start` exact steps the rest is local SGD from there."""
+    model, steps = make_model(), 5
+    sync = AllReduce().attach(model, optimizer := adam(model), typical_count=8.0)
+    for step in range(steps):
+        one_step(sync, model, step, True)
+    sync.finish()
+    start = flat(model)
+    local = LocalSGD(3).attach(model, optimizer, typical_count=8.0)
+    for step in range(steps, STEPS):
+        one_step(local, model, step, True)
+    local.finish()
+    seen = trained(LocalSGD(3, start=steps), adam, True)
+    return float(np.abs(seen[steps - 1] - start).max()), float(np.abs(seen[-1] - flat(model)).max()), True
+
+
+def test_post_local_sgd_is_all_reduce_and_then_local_sgd() -> None:
+    for first, last, _ in on_ranks(3, post_local):
+        assert first < 1e-10
+        assert last < 1e-10
+
+
+def quadratic(every: int, steps: int, lr: float, outer_lr: float, mu: float) -> list[float]:
+    """Rank r minimises (x - r)^2 / 2 from x = 8 by plain SGD; what all hold after each average."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(model.weight, 8.0)
+    sync = DiLoCo(every, lr=outer_lr, momentum=mu).attach(model, torch.optim.SGD(model.parameters(), lr=lr))
+    seen = []
+    for step in range(steps):
+        sync.backward((model.weight - comm.rank()).square().sum() / 2, 1, last=True)
+        sync.step()
+        if (step + 1) % every == 0:
+            seen.append(model.weight.item())
+    return seen
+
+
+def test_the_trajectory_on_a_quadratic_is_the_closed_form() -> None:
+    n, every, lr, outer_lr, mu = 3, 4, 0.2, 0.7, 0.5
+    shrink, centre, x, velocity, expected = (1 - lr) ** every, 1.0, 8.0, 0.0, []
+    for _ in range(4):
+        delta = x - (centre + shrink * (x - centre))
+        velocity = mu * velocity + delta
+        x -= outer_lr * (delta + mu * velocity)
+        expected.append(x)
+    for seen in on_ranks(n, quadratic, every, 16, lr, outer_lr, mu):
+        assert np.abs(np.array(seen) - expected).max() < 1e-10
+
+
+# --- stopped and resumed
+
+
+def saved(sync: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """As a checkpoint takes it: what is shared, seen in the average, and this rank's own."""
+    with sync.averaged():
+        shared = {"sync": sync.state_dict(), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return copy.deepcopy({**comm.broadcast_object(shared), "own": sync.rank_state_dict()})
+
+
+class RunningMean(nn.Module):
+    """A buffer that moves with each rank's own samples, and a counter of its passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("passes", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean: torch.Tensor
+        self.passes: torch.Tensor
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        self.passes += 1
+        return x
+
+
+def resumed_equals_unbroken(make_sync: Callable[[], Any], make: Optimizers, cut: int) -> bool:
+    def fresh() -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+        model = make_model()
+        model.append(RunningMean())
+        optimizer = make(model)
+        return make_sync().attach(model, optimizer, typical_count=8.0), model, optimizer
+
+    sync, model, optimizer = fresh()
+    for step in range(STEPS):
+        if step == cut:
+            state = saved(sync, model, optimizer)
+        one_step(sync, model, step, True) if step % 2 else one_step(sync, model, step, False)
+    sync.finish()
+    again, other, its = fresh()
+    again.load_state_dict(state["sync"])
+    other.load_state_dict(state["model"])
+    its.load_state_dict(state["optimizer"])
+    again.load_rank_state_dict(state["own"])
+    for step in range(cut, STEPS):
+        one_step(again, other, step, True) if step % 2 else one_step(again, other, step, False)
+    again.finish()
+    return all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "local-sgd:4": lambda: LocalSGD(4),
+    "local-sgd:4, averaged state": lambda: LocalSGD(4, optimizer_state="average"),
+    "local-sgd:4, reset state": lambda: LocalSGD(4, optimizer_state="reset"),
+    "post-local": lambda: LocalSGD(4, start=3),
+    "diloco": lambda: DiLoCo(4),
+    "diloco after exact steps": lambda: DiLoCo(4, start=5),
+    "diloco in bf16": lambda: DiLoCo(4, compress="bf16"),
+    "diloco in int8": lambda: DiLoCo(4, compress="int8"),
+    "allreduce in bf16": lambda: AllReduce(compress="bf16"),
+    "allreduce in int8": lambda: AllReduce(compress="int8"),
+    "allreduce by powersgd": lambda: AllReduce(compress="powersgd:1"),
+}
+
+
+def all_resumed(cuts: tuple[int, ...]) -> list[str]:
+    return [
+        f"{name}, cut after {cut}"
+        for name, strategy in STRATEGIES.items()
+        for cut in cuts
+        if not resumed_equals_unbroken(strategy, adam, cut)
+    ]
+
+
+@pytest.mark.parametrize(("n", "cuts"), [(2, (2, 4, 9)), (3, (6,))])
+def test_a_resume_between_two_averages_is_bit_equal_to_the_unbroken_training(n: int, cuts: tuple[int, ...]) -> None:
+    for wrong in on_ranks(n, all_resumed, cuts):
+        assert wrong == []
+
+
+def looked_at(look: bool) -> Flat:
+    model = make_model()
+    sync = DiLoCo(5).attach(model, adam(model), typical_count=8.0)
+    for step in range(STEPS):
+        one_step(sync, model, step, True)
+        if look:
+            with sync.averaged():
+                model(torch.ones(2, 4, dtype=torch.float64))
+            with sync.averaged(nn.Linear(2, 2)):
+                sync.rank_state_dict()
+    return flat(model)
+
+
+def test_a_look_in_mid_period_changes_no_bit() -> None:
+    for seen, unseen in zip(on_ranks(3, looked_at, True), on_ranks(3, looked_at, False), strict=True):
+        assert np.array_equal(seen, unseen)
+
+
+# --- what goes wrong
+
+
+def poisoned() -> tuple[list[float], list[int], str]:
+    """Rank 1's weights become nan in mid-period, and rank 2's gradient is not finite once."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        values, skipped = _poisoned()
+    return values, skipped, said.getvalue()
+
+
+def _poisoned() -> tuple[list[float], list[int]]:
+    model = make_model()
+    sync = LocalSGD(4).attach(model, momentum(model), typical_count=8.0)
+    skipped = []
+    for step in range(8):
+        if step == 1 and comm.rank() == 1:
+            with torch.no_grad():
+                model[0].weight[0, 0] = math.nan  # type: ignore[index, operator]
+        if step == 2 and comm.rank() == 2:
+            sync.backward(model(torch.full((1, 4), math.inf, dtype=torch.float64)).sum(), 1, last=True)
+            shared = sync.step().shared
+        else:
+            shared = one_step(sync, model, step, False).shared
+        skipped += [shared.skipped] if shared is not None else []
+    return flat(model).tolist(), skipped
+
+
+def test_a_replica_that_is_not_finite_is_named_and_takes_the_average_of_the_others() -> None:
+    answers = on_ranks(3, poisoned)
+    for values, skipped, _ in answers:
+        assert values == answers[0][0]
+        assert all(map(math.isfinite, values))
+        assert skipped == [4, 0]  # three steps of rank 1, and one of rank 2
+    said = answers[0][2]
+    assert "step 4: the replica of rank 1 is not finite and was replaced by the average of the others" in said
+    assert "steps skipped since the last average, as the gradient was not finite: " in said
+    assert "1 on rank 2" in said
+
+
+def all_poisoned() -> str:
+    model = make_model()
+    sync = LocalSGD(1).attach(model, sgd(model))
+    with torch.no_grad():
+        model[0].weight.fill_(math.nan)  # type: ignore[operator, union-attr]
+    try:
+        one_step(sync, model, 0, False)
+    except StepError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_none_of_which_is_finite_are_an_error_on_all_ranks() -> None:
+    for told in on_ranks(2, all_poisoned):
+        assert told == "after step 1 no replica is finite: look at the learning rate and the data"
+
+
+def grown_apart() -> str:
+    model = make_model()
+    sync = LocalSGD(2).attach(model, sgd(model))
+    if comm.rank() == 1:
+        model[0].bias.requires_grad_(False)  # type: ignore[operator, union-attr]
+    try:
+        one_step(sync, model, 0, False)
+        sync_2 = nn.Linear(3, 3).double()
+        if comm.rank() == 1:
+            model.append(sync_2)  # type: ignore[operator]
+        one_step(sync, model, 1, False)
+    except StepError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_of_other_tensors_are_an_error_on_all_ranks_that_names_one() -> None:
+    first, second = on_ranks(2, grown_apart)
+    assert first == second
+    assert first.startswith("the replicas cannot be averaged: 3.bias is not the same on rank 0 and rank 1; change the model")
+
+
+def frozen_in_mid_period() -> list[Flat]:
+    """After the average that follows the freezing, and after the one that follows the unfreezing."""
+    model, seen = make_model(), []
+    sync = LocalSGD(4).attach(model, adam(model), typical_count=8.0)
+    for step in range(8):
+        if step in (2, 6):
+            model[0].requires_grad_(step == 6)  # type: ignore[operator]
+            sync.follow()
+        one_step(sync, model, step, True)
+        if step in (3, 7):
+            seen.append(flat(model))
+    return seen
+
+
+def test_a_parameter_that_is_frozen_in_mid_period_is_averaged_once_more() -> None:
+    first, *others = on_ranks(3, frozen_in_mid_period)
+    assert all(np.array_equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def own_scales() -> tuple[float, float]:
+    """Rank 1's loss scale is halved by a gradient that is not finite, and is so after a resume."""
+
+    def fresh() -> tuple[LocalSGD, nn.Module, torch.optim.Optimizer]:
+        model = make_model()
+        optimizer = adam(model)
+        return LocalSGD(5).attach(model, optimizer, loss_scale=LossScale(8.0)), model, optimizer
+
+    sync, model, optimizer = fresh()
+    one_step(sync, model, 0, False)
+    sync.backward(model(torch.full((1, 4), math.inf if comm.rank() else 1.0, dtype=torch.float64)).sum(), 1, last=True)
+    sync.step()
+    state = saved(sync, model, optimizer)
+    again, other, its = fresh()
+    again.load_state_dict(state["sync"])
+    again.load_rank_state_dict(state["own"])
+    mine, resumed = saved(sync, model, optimizer)["own"], saved(again, other, its)["own"]
+    return mine["local"]["loss_scale"]["scale"], resumed["local"]["loss_scale"]["scale"]
+
+
+def test_each_ranks_loss_scale_is_its_own_and_is_resumed() -> None:
+    assert on_ranks(2, own_scales) == [(8.0, 8.0), (4.0, 4.0)]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: LocalSGD(0), "LocalSGD(every=0): give a whole number of steps from 1 up"),
+        (lambda: LocalSGD(2.5), "LocalSGD(every=2.5)"),
+        (lambda: LocalSGD(True), "LocalSGD(every=True)"),
+        (lambda: LocalSGD(seconds=0), "LocalSGD(seconds=0): give a number above 0"),
+        (lambda: LocalSGD(seconds=math.nan), "LocalSGD(seconds=nan)"),
+        (lambda: LocalSGD(4, seconds=3), "give one of every, seconds and at_steps"),
+        (lambda: LocalSGD(4, start=-1), "LocalSGD(start=-1)"),
+        (lambda: LocalSGD(4, optimizer_state="mean"), "choose one of keep, average, reset"),
+        (lambda: DiLoCo(0), "DiLoCo(every=0)"),
+        (lambda: DiLoCo(4, lr=0), "DiLoCo(lr=0): give the outer learning rate"),
+        (lambda: DiLoCo(4, compress="powersgd:2"), "choose bf16, fp16 or int8; powersgd is for AllReduce"),
+        (lambda: DiLoCo(4, compress="int4"), "compress='int4': choose one of bf16, fp16, int8, powersgd:RANK"),
+        (lambda: DiLoCo(4, momentum=1), "DiLoCo(momentum=1): give a number from 0 up and below 1"),
+    ],
+)
+def test_what_no_period_can_be_made_of_is_refused(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert said in str(caught.value)
+
+
+# --- seconds, buffers, bytes, drift
+
+
+def timed(clock: list[float]) -> list[int]:
+    """The steps after which an average was made, where rank 1's steps take three times as long by its own clock."""
+    from rankwise.sync import local_sgd
+
+    now = [0.0]
+    local_sgd.time.perf_counter = lambda: now[0]  # type: ignore[attr-defined, assignment]
+    model = make_model()
+    sync = LocalSGD(seconds=clock[0]).attach(model, sgd(model))
+    found = []
+    for step in range(60):
+        now[0] += clock[1] * (3 if comm.rank() == 1 else 1)
+        if one_step(sync, model, step, False).shared is not None:
+            found.append(step + 1)
+    return found
+
+
+def test_averages_by_time_come_at_the_same_steps_on_all_ranks_though_one_is_slow() -> None:
+    first, second = on_ranks(2, timed, [3.1, 0.1])
+    assert first == second == [1, 2, 3, 13, 23, 33, 43, 53]  # ten steps of the slow rank are 3 s
+
+
+def with_buffers() -> dict[str, list[float]]:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    sync = LocalSGD(3).attach(model, sgd(model), typical_count=8.0)
+    for step in range(3):
+        one_step(sync, model, step, False)
+    return {name: value.reshape(-1).tolist() for name, value in model.state_dict().items()}
+
+
+def test_floating_buffers_are_averaged_and_counters_are_rank_0s() -> None:
+    first, second = on_ranks(2, with_buffers)
+    assert first == second
+    assert first["0.num_batches_tracked"] == [3]
+    assert any(first["0.running_mean"])
+
+
+def measured() -> tuple[float, float, int]:
+    model = make_model()
+    sync = LocalSGD(4).attach(model, sgd(model))
+    for step in range(3):
+        one_step(sync, model, step, False)
+    x, y = samples(3, comm.rank(), comm.world_size(), False)[0]
+    own = copy.deepcopy(model)
+    (F.cross_entropy(own(x), y, reduction="sum") / len(y)).backward()
+    with torch.no_grad():
+        for p in own.parameters():
+            assert p.grad is not None
+            p -= 0.1 * p.grad
+    one_step(sync, model, 3, False)
+    mine = torch.tensor(float(np.square(flat(own) - flat(model)).sum()) / comm.world_size(), dtype=torch.float64)
+    return sync.drift, math.sqrt(comm.all_reduce(mine).item()), sync.sent_bytes
+
+
+def test_drift_and_bytes_are_those_of_a_direct_computation() -> None:
+    for drift, direct, sent in on_ranks(3, measured):
+        assert drift > 0
+        assert abs(drift - direct) < 1e-6 * direct
+        assert sent == 8 * (4 * 6 + 6 + 6 * 3 + 3)
+
+
+def packed() -> tuple[list[list[float]], list[float]]:
+    tensors = [torch.full((2, 2), 1.0 + comm.rank()).t(), torch.full((3,), 2.0, dtype=torch.bfloat16), torch.zeros(0)]
+    average(tensors, [0.25, 0.75][comm.rank()])
+    bad = [torch.full((2,), math.nan if comm.rank() else 5.0)]
+    average(bad, [1.0, 0.0][comm.rank()])
+    return [t.reshape(-1).tolist() for t in (*tensors, *bad)], [x for row in tell([comm.rank() + 0.5]) for x in row]
+
+
+def test_an_average_takes_any_dtype_and_layout_and_nothing_of_a_rank_with_a_share_of_zero() -> None:
+    for values, told in on_ranks(2, packed):
+        assert values == [[1.75] * 4, [2.0] * 3, [], [5.0, 5.0]]
+        assert told == [0.5, 1.5]
