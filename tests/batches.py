@@ -39,7 +39,7 @@ def steps_of(loader: Loader, limit: int | None = None) -> Steps:
 
 def loaders(dataset: Any, world_size: int, **settings: Any) -> list[Loader]:
     settings = {"max_epochs": 1, "global_batch_size": 5, **settings}
-    return [Loader(dataset, world(rank, world_size), **settings) for rank in range(world_size)]
+    return [Loader(dataset, **settings).at(world(rank, world_size)) for rank in range(world_size)]
 
 
 def global_batches(per_rank: list[Steps]) -> list[list[int]]:

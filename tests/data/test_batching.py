@@ -12,7 +12,7 @@ from batches import all_of, flat, global_batches, loaders, steps_of
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler
 
 from rankwise.data import Loader, Order
-from rankwise.data.batching import ByCount, ByTokens, LengthOf, balanced_runs, of_all_ranks
+from rankwise.data.batching import ByCount, ByTokens, LengthBatches, LengthOf, balanced_runs
 from rankwise.errors import ConfigError, DataError
 
 SAMPLES = 211
@@ -41,7 +41,12 @@ def padded(samples: list[int]) -> int:
     return int(len(samples) * max(LENGTHS[samples], default=0))
 
 
-BY_TOKENS: dict[str, Any] = {"global_batch_size": None, "global_batch_tokens": TOKENS, "lengths": LENGTHS, "pool": 64}
+def by_tokens(tokens: float = TOKENS, **given: Any) -> dict[str, Any]:
+    batches = LengthBatches(global_tokens=tokens, **{"lengths": LENGTHS, "pool": 64, **given})
+    return {"global_batch_size": None, "batches": batches}
+
+
+BY_TOKENS = by_tokens()
 
 
 # --- by count
@@ -56,10 +61,14 @@ def test_the_steps_of_an_epoch_are_as_many_as_its_global_batches(drop_last: bool
         assert min(sizes, default=size) == batching.fewest(), (samples, size)
 
 
-def test_what_is_given_for_one_rank_counts_once_for_each_of_its_parts() -> None:
-    assert of_all_ranks("batch_size", 6, None, 4) == 24
-    assert of_all_ranks("batch_size", None, 6, 4) == 6
-    assert of_all_ranks("batch_size", None, None, 4) is None
+def test_tokens_of_one_rank_and_micro_batch_count_once_for_each_of_them() -> None:
+    for world_size, accumulate in ((1, 1), (2, 1), (3, 2)):
+        batches = LengthBatches(40, lengths=LENGTHS, pool=64)
+        expected = all_of(Items(), 1, **by_tokens(40 * world_size * accumulate))
+        assert all_of(Items(), world_size, global_batch_size=None, batches=batches, accumulate=accumulate) == expected
+    for tokens in ({}, {"tokens": 5, "global_tokens": 9}):
+        with pytest.raises(ConfigError, match=r"give tokens \(of one rank and micro-batch\) or global_tokens"):
+            LengthBatches(**tokens)  # type: ignore[arg-type]
 
 
 # --- by tokens
@@ -78,7 +87,7 @@ def test_each_sample_of_an_epoch_once_within_the_tokens_and_alike_on_every_numbe
 
 
 def test_global_batches_are_as_full_as_sorted_pools_make_them_and_come_in_no_order_of_length() -> None:
-    batches = all_of(Items(), 1, seed=7, **{**BY_TOKENS, "pool": None})
+    batches = all_of(Items(), 1, seed=7, **by_tokens(pool=None))
     assert sum(LENGTHS) / sum(map(padded, batches)) > 0.93  # the rest is padding
     assert sum(map(padded, batches)) / (TOKENS * len(batches)) > 0.85  # the rest is room left
     assert sum(LENGTHS) / sum(map(padded, all_of(Items(), 1, global_batch_size=7))) < 0.65  # of batches by count
@@ -88,7 +97,7 @@ def test_global_batches_are_as_full_as_sorted_pools_make_them_and_come_in_no_ord
 
 
 def test_all_micro_batches_of_a_step_cost_about_the_same() -> None:
-    settings = {**BY_TOKENS, "global_batch_tokens": 1500, "pool": None}
+    settings = by_tokens(1500, pool=None)
     for world_size, accumulate in ((2, 1), (4, 1), (2, 3)):
         per_rank = [steps_of(loader) for loader in loaders(Items(), world_size, accumulate=accumulate, **settings)]
         slowest = sum(max(padded(micro) for rank in step for micro in rank) for step in zip(*per_rank, strict=True))
@@ -117,11 +126,11 @@ def test_runs_are_of_the_least_largest_cost_and_none_is_empty_if_that_can_be() -
 
 
 def test_a_sample_longer_than_the_tokens_is_a_batch_of_its_own_and_a_number_of_samples_is_the_most() -> None:
-    batches = all_of(Items(), 3, **{**BY_TOKENS, "global_batch_tokens": 30})
+    batches = all_of(Items(), 3, **by_tokens(30))
     assert sorted(flat(batches)) == list(range(SAMPLES))
     assert all(padded(batch) <= 30 or len(batch) == 1 for batch in batches)
     assert any(padded(batch) > 30 for batch in batches)
-    batches = all_of(Items(), 2, **{**BY_TOKENS, "global_batch_size": 6})
+    batches = all_of(Items(), 2, **by_tokens(max_samples=6))
     assert sorted(flat(batches)) == list(range(SAMPLES))
     assert max(map(len, batches)) == 6
 
@@ -135,9 +144,9 @@ def test_workers_change_nothing_and_lengths_come_from_a_function_or_the_dataset_
         asked.append(index)
         return int(LENGTHS[index])
 
-    assert all_of(Items(), 1, seed=3, **{**BY_TOKENS, "lengths": length}) == expected
+    assert all_of(Items(), 1, seed=3, **by_tokens(lengths=length)) == expected
     assert sorted(asked) == list(range(SAMPLES))
-    assert all_of(Sized(), 2, seed=3, **{**BY_TOKENS, "lengths": None}) == expected
+    assert all_of(Sized(), 2, seed=3, **by_tokens(lengths=None)) == expected
 
 
 def test_without_shuffling_the_batches_of_each_pool_come_from_the_shortest_on() -> None:
@@ -155,7 +164,7 @@ def test_batches_by_tokens_go_on_anywhere_on_another_number_of_ranks(workers: in
         got = global_batches([steps_of(loader, stop) for loader in first])
         states = [loader.state_dict() for loader in first]
         assert all(state == states[0] for state in states)
-        other = {**BY_TOKENS, "global_batch_tokens": 999, "pool": None}
+        other = by_tokens(999, pool=None)
         second = loaders(Items(), 2, seed=3, max_epochs=2, workers=workers, accumulate=2, **other)
         for loader in second:
             loader.load_state_dict(states[0])
@@ -168,7 +177,7 @@ def test_batches_by_tokens_go_on_anywhere_on_another_number_of_ranks(workers: in
 def test_lengths_that_changed_since_the_checkpoint_are_an_error_in_the_middle_of_a_batch() -> None:
     (loader,) = loaders(Items(), 1, **{**BY_TOKENS, "shuffle": False})
     steps_of(loader, 2)
-    (other,) = loaders(Items(), 1, **{**BY_TOKENS, "shuffle": False, "lengths": LENGTHS * 3 + 7})
+    (other,) = loaders(Items(), 1, **by_tokens(lengths=LENGTHS * 3 + 7), shuffle=False)
     other.load_state_dict(loader.state_dict())
     with pytest.raises(DataError, match=f"position {loader.position} of epoch 0 is in the middle of a global batch"):
         steps_of(other)
@@ -177,7 +186,7 @@ def test_lengths_that_changed_since_the_checkpoint_are_an_error_in_the_middle_of
 def test_batches_by_another_measure_are_another_training() -> None:
     (tokens,) = loaders(Items(), 1, **BY_TOKENS)
     (count,) = loaders(Items(), 1)
-    (sampler,) = loaders(Items(), 1, global_batch_size=None, batch_sampler=Batches())
+    (sampler,) = loaders(Items(), 1, global_batch_size=None, batches=Batches())
     for one, other in itertools.permutations((tokens, count, sampler), 2):
         with pytest.raises(ConfigError, match=r"batches by=.*another training"):
             one.load_state_dict(other.state_dict())
@@ -201,7 +210,7 @@ def test_a_resume_of_a_million_samples_plans_one_pool() -> None:
 
 
 def test_the_indices_that_were_handed_out_are_told() -> None:
-    for settings in (BY_TOKENS, {}, {"global_batch_size": None, "batch_sampler": Batches()}):
+    for settings in (BY_TOKENS, {}, {"global_batch_size": None, "batches": Batches()}):
         for loader in loaders(Items(), 2, accumulate=2, **settings):
             for micro_batches in loader:
                 assert [batch.tolist() for batch in micro_batches] == loader.indices
@@ -226,7 +235,7 @@ class Batches:
 
 
 def test_a_batch_sampler_names_global_batches_that_are_shared_out_over_ranks() -> None:
-    settings: dict[str, Any] = {"global_batch_size": None, "batch_sampler": Batches(), "max_epochs": 2, "seed": 4}
+    settings: dict[str, Any] = {"global_batch_size": None, "batches": Batches(), "max_epochs": 2, "seed": 4}
     expected = all_of(Items(), 1, **settings)
     assert sorted(flat(expected)) == sorted([*range(SAMPLES), *range(SAMPLES - 1)])
     for world_size, accumulate in itertools.product((1, 2, 3, 12), (1, 2)):
@@ -237,18 +246,18 @@ def test_a_batch_sampler_names_global_batches_that_are_shared_out_over_ranks() -
 
 def test_torchs_batch_sampler_works_as_it_is() -> None:
     sampler = BatchSampler(RandomSampler(range(SAMPLES)), 8, drop_last=True)
-    batches = all_of(Items(), 3, global_batch_size=None, batch_sampler=sampler, max_epochs=2)
+    batches = all_of(Items(), 3, global_batch_size=None, batches=sampler, max_epochs=2)
     assert [len(batch) for batch in batches] == [8] * (2 * (SAMPLES // 8))
     assert batches[: SAMPLES // 8] != batches[SAMPLES // 8 :]
 
 
 def test_a_batch_sampler_with_lengths_is_shared_out_by_cost() -> None:
-    settings: dict[str, Any] = {"global_batch_size": None, "batch_sampler": Batches(), "lengths": LENGTHS}
-    expected = all_of(Items(), 1, **settings)
-    per_rank = [steps_of(loader) for loader in loaders(Items(), 3, **settings)]
+    settings: dict[str, Any] = {"global_batch_size": None, "batches": Batches()}
+    expected = all_of(Sized(), 1, **settings)
+    per_rank = [steps_of(loader) for loader in loaders(Sized(), 3, **settings)]
     assert [sorted(b) for b in global_batches(per_rank)] == [sorted(b) for b in expected]
     assert global_batches(per_rank) == expected  # sorted in both
-    evenly = [steps_of(loader) for loader in loaders(Items(), 3, **{**settings, "lengths": None})]
+    evenly = [steps_of(loader) for loader in loaders(Items(), 3, **settings)]
 
     def slowest(ranks: list[Any]) -> int:
         return sum(max(padded(flat(rank)) for rank in step) for step in zip(*ranks, strict=True))
@@ -258,11 +267,11 @@ def test_a_batch_sampler_with_lengths_is_shared_out_by_cost() -> None:
 
 def test_a_batch_sampler_goes_on_anywhere_on_another_number_of_ranks() -> None:
     settings: dict[str, Any] = {"global_batch_size": None, "max_epochs": 2, "seed": 4}
-    expected = all_of(Items(), 1, batch_sampler=Batches(), **settings)
+    expected = all_of(Items(), 1, batches=Batches(), **settings)
     for stop in range(0, len(expected), 5):
-        first = loaders(Items(), 3, batch_sampler=Batches(), **settings)
+        first = loaders(Items(), 3, batches=Batches(), **settings)
         got = global_batches([steps_of(loader, stop) for loader in first])
-        second = loaders(Items(), 2, batch_sampler=Batches(), **settings)
+        second = loaders(Items(), 2, batches=Batches(), **settings)
         for loader in second:
             loader.load_state_dict(first[0].state_dict())
         assert got + global_batches([steps_of(loader) for loader in second]) == expected, stop
@@ -274,20 +283,17 @@ def test_a_batch_sampler_goes_on_anywhere_on_another_number_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({}, "give global_batch_size, global_batch_tokens or batch_sampler"),
-        ({"global_batch_tokens": 100}, r"needs to know how long samples are: lengths=\[\.\.\.\].*give Items an attribute"),
-        ({"global_batch_tokens": 0, "lengths": LENGTHS}, "global_batch_tokens=0: give how many"),
-        ({"global_batch_tokens": 9, "lengths": LENGTHS, "drop_last": True}, "drop_last is for batches by count"),
-        ({"global_batch_tokens": 9, "lengths": LENGTHS, "pool": 0}, "pool=0"),
-        ({"global_batch_size": 5, "lengths": LENGTHS}, "lengths is for batches by length: give global_batch_tokens too"),
+        ({}, r"give batch_size \(of one rank and micro-batch\), global_batch_size \(of all together\), or batches"),
+        (by_tokens(100, lengths=None), r"needs to know how long samples are: lengths=\[\.\.\.\].*give Items an attribute"),
+        (by_tokens(9) | {"drop_last": True}, "drop_last is for batches by count"),
         (
-            {"global_batch_size": 5, "batch_sampler": Batches()},
-            "batch_sampler says what a global batch is, and so does",
+            {"global_batch_size": 5, "batches": Batches()},
+            "global_batch_size and batches each say what a batch is: leave one out",
         ),
-        ({"batch_sampler": iter([[1]])}, "list_iterator; give what can be iterated over each epoch"),
-        ({"batch_sampler": RandomSampler(range(9))}, r"yields int, not lists of indices; torch.utils.data.BatchSampler"),
+        ({"batches": iter([[1]])}, "list_iterator; give what can be iterated over each epoch"),
+        ({"batches": RandomSampler(range(9))}, r"yields int, not lists of indices; torch.utils.data.BatchSampler"),
         (
-            {"batch_sampler": BatchSampler(DistributedSampler(range(9), num_replicas=2, rank=0), 2, False)},  # type: ignore[arg-type]
+            {"batches": BatchSampler(DistributedSampler(range(9), num_replicas=2, rank=0), 2, False)},  # type: ignore[arg-type]
             "DistributedSampler shares the samples out over ranks, and so does the Loader",
         ),
     ],
@@ -299,9 +305,9 @@ def test_what_cannot_work_is_said_with_the_cure(settings: dict[str, Any], text: 
 
 def test_a_stream_is_cut_by_count_alone() -> None:
     stream: Any = type("Stream", (), {"__iter__": lambda self: iter([1, 2, 3])})()
-    for settings in ({"global_batch_size": None}, {"lengths": [1, 2, 3]}, {"global_batch_tokens": 5}, {"batch_sampler": [[1]]}):
-        with pytest.raises(ConfigError, match="Stream is a stream, which is cut by count: give global_batch_size alone"):
-            loaders(stream, 1, **settings)
+    for batches in (LengthBatches(5), [[1]]):
+        with pytest.raises(ConfigError, match="Stream is a stream, which is cut by count: give global_batch_size, not batches"):
+            loaders(stream, 1, global_batch_size=None, batches=batches)
 
 
 def test_lengths_that_are_none_are_a_data_error() -> None:
@@ -311,17 +317,15 @@ def test_lengths_that_are_none_are_a_data_error() -> None:
         (lambda index: float("nan"), "the length of sample 0 is nan"),
     ):
         with pytest.raises(DataError, match=text):
-            loaders(Items(), 1, **{**BY_TOKENS, "lengths": lengths})
+            loaders(Items(), 1, **by_tokens(lengths=lengths))
     with pytest.raises(DataError, match=r"the batch sampler .list. yields no batch in epoch 0"):
-        loaders(Items(), 1, global_batch_size=None, batch_sampler=[[]])
+        loaders(Items(), 1, global_batch_size=None, batches=[[]])
 
 
 @pytest.mark.parametrize("index", [211, -1])
 def test_an_index_that_the_dataset_does_not_have_is_a_data_error_with_the_sampler(index: int) -> None:
-    with pytest.raises(
-        DataError, match=rf"batch_sampler: list yields the index {index}, and the dataset has 211 samples, 0 to 210"
-    ):
-        loaders(Items(), 1, global_batch_size=None, batch_sampler=[[0, index]])
+    with pytest.raises(DataError, match=rf"batches: list yields the index {index}, and the dataset has 211 samples, 0 to 210"):
+        loaders(Items(), 1, global_batch_size=None, batches=[[0, index]])
 
 
 def test_what_there_is_to_train_on_is_described_without_a_number_of_steps() -> None:
@@ -329,7 +333,7 @@ def test_what_there_is_to_train_on_is_described_without_a_number_of_steps() -> N
     assert loader.steps_per_epoch is None
     assert loader.describe() == "211 samples"
     assert loader.describe_batch() == "global batch 240 tokens (about 7 samples, 64 sorted together)"
-    (short,) = loaders(Items(), 1, **{**BY_TOKENS, "global_batch_tokens": 30, "lengths": [20] * 105 + [40] * 106})
+    (short,) = loaders(Items(), 1, **by_tokens(30, lengths=[20] * 105 + [40] * 106))
     assert "(about 1 sample, 64 sorted together; 50 % of the samples are longer: batches of one)" in short.describe_batch()
-    two: Loader = loaders(Items(), 2, global_batch_size=None, batch_sampler=Batches(), accumulate=2)[0]
-    assert two.describe_batch() == "global batch by batch_sampler (Batches), up to 8 samples over 2 ranks x 2 accumulated"
+    two: Loader = loaders(Items(), 2, global_batch_size=None, batches=Batches(), accumulate=2)[0]
+    assert two.describe_batch() == "global batch by a batch sampler (Batches), up to 8 samples over 2 ranks x 2 accumulated"

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
+import random
 from collections.abc import Iterator
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from batches import all_of, flat, global_batches, loaders, steps_of, world
 from ranks import on_ranks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from rankwise.data import Loader
+from rankwise.data import LengthBatches, Loader
 from rankwise.data.order import share
-from rankwise.errors import ConfigError, DataError
+from rankwise.dist import comm
+from rankwise.errors import ConfigError, DataError, WorldError
 
 
 class Items(Dataset[int]):
@@ -390,31 +395,113 @@ def test_a_stream_anew_begins_again_for_any_rank() -> None:
 
 
 def for_ranks(**given: Any) -> Loader:
-    sizes = {"batch_size": None, "global_batch_size": None, "batch_tokens": None, "global_batch_tokens": None}
-    return Loader.for_ranks(Items(20), world(0, 2), **{**sizes, "accumulate": 2, "batch_sampler": None, **given})
+    return Loader(Items(20), accumulate=2, **given).at(world(0, 2))
 
 
 def test_a_size_of_one_rank_and_micro_batch_grows_with_the_ranks_and_one_of_all_does_not() -> None:
     assert for_ranks(batch_size=3).global_batch_size == 12
     assert for_ranks(global_batch_size=3).global_batch_size == 3
-    with pytest.raises(ConfigError, match=r"give either batch_size \(of one rank\) or global_batch_size"):
+    with pytest.raises(ConfigError, match=r"give batch_size \(of one rank and micro-batch\), global_batch_size"):
         for_ranks()
-    with pytest.raises(ConfigError, match="are both given"):
+    with pytest.raises(ConfigError, match="batch_size and global_batch_size each say what a batch is"):
         for_ranks(batch_size=3, global_batch_size=3)
 
 
-def test_a_pass_over_other_data_is_in_order_with_batches_as_large_as_a_micro_batch_was_then() -> None:
-    loader = for_ranks(global_batch_size=12)
-    over = loader.passes()
-    loader.accumulate = 1  # as a checkpoint of other ranks may
-    first = over(Items(7))
-    assert (first.global_batch_size, first.max_epochs) == (6, 1)
-    assert steps_of(first) == [[[0, 1, 2]], []]
+def test_a_pass_over_other_data_is_in_order_with_batches_as_large_as_a_micro_batch_as_it_was_given() -> None:
+    for given in ({"global_batch_size": 12}, {"batch_size": 3}):
+        loader = for_ranks(**given)
+        state = loader.state_dict() | {"global_batch_size": 30, "accumulate": 1}
+        loader.load_state_dict(state)  # of another training's size
+        first = loader.over(Items(7))
+        assert (first.global_batch_size, first.max_epochs) == (6, 1)
+        assert steps_of(first) == [[[0, 1, 2]], []]
 
 
-def test_a_pass_over_other_data_is_cut_by_tokens_where_the_training_is_and_the_data_tells_lengths() -> None:
-    over = for_ranks(global_batch_tokens=8, lengths=lambda index: 2).passes()
+def test_a_pass_over_other_data_is_cut_by_length_where_the_training_is_and_the_data_tells_lengths() -> None:
     told = Items(7)
     told.lengths = [2] * 7  # type: ignore[attr-defined]
-    assert "tokens" in over(told).describe_batch()
-    assert "tokens" not in over(Items(7)).describe_batch()
+    for batches, tokens in ((LengthBatches(global_tokens=8, lengths=[2] * 20), 4), (LengthBatches(3, lengths=[2] * 20), 6)):
+        loader = for_ranks(batches=batches)
+        assert f"{tokens} tokens" in loader.over(told).describe_batch()
+        assert "tokens" not in loader.over(Items(7)).describe_batch()
+
+
+# --- workers, as torch's DataLoader has them
+
+
+def note_worker(worker: int) -> None:
+    random.seed(worker)
+    torch.manual_seed(worker)
+    os.environ["WORKER"] = str(worker)
+
+
+class Workers(Noise):
+    def __getitem__(self, index: int) -> Any:
+        assert os.environ["WORKER"]
+        return super().__getitem__(index)
+
+
+def test_a_function_that_begins_each_worker_is_called_there_and_its_draws_change_no_sample() -> None:
+    expected = [[[column.tolist() for column in batch] for batch in step] for step in loaders(Noise(40), 1, workers=2)[0]]
+    settings = {"num_workers": 2, "prefetch_factor": 1, "worker_init_fn": note_worker}
+    (loader,) = loaders(Workers(40), 1, **settings)
+    assert [[[column.tolist() for column in batch] for batch in step] for step in loader] == expected
+
+
+class Waits(Items):
+    def __getitem__(self, index: int) -> int:
+        Event().wait()
+        raise AssertionError
+
+
+def test_workers_that_give_no_batch_in_time_are_a_data_error_that_says_so() -> None:
+    (loader,) = loaders(Waits(5), 1, num_workers=1, timeout=0.2)
+    with pytest.raises(DataError, match=r"no batch came from the loader workers for 0\.2 s \(timeout=0\.2\)"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"prefetch_factor": 2}, "prefetch_factor=2 is for workers: give num_workers too"),
+        ({"timeout": 5}, "timeout=5 is for workers"),
+        ({"sampler": [3]}, r"Loader\(sampler=...\): give batches=torch.utils.data.BatchSampler"),
+        ({"generator": 1}, r"Loader\(generator=...\): the order follows from seed"),
+        ({"global_batch_tokens": 9}, r"it is now batches=LengthBatches\(global_tokens=...\)"),
+        ({"world": 1}, r"Loader\(world=...\): leave it out; the Loader asks rankwise.init\(\)"),
+        ({"num_worker": 1}, r"Loader\(num_worker=...\): there is no such argument; did you mean num_workers\?"),
+        (
+            {"global_batch_size": "5"},
+            r"Loader\(global_batch_size='5'\): give a whole number from 1 up, or None, without quotes",
+        ),
+        ({"device": "gpu0"}, r"Loader\(device='gpu0'\): give a device"),
+    ],
+)
+def test_what_a_loader_cannot_do_is_one_line_with_the_cure(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Loader(Items(5), **{"global_batch_size": 2, **given})
+    with pytest.raises(ConfigError, match=r"Loader\(world\): leave it out"):
+        Loader(Items(5), world(0, 1), global_batch_size=2)  # type: ignore[call-arg, misc]
+
+
+# --- without a world until the first use
+
+
+def made_before_init() -> Any:
+    """As in a script: parts first, then init."""
+    dist.destroy_process_group()
+    saved, comm._world = comm._world, None
+    loader = Loader(Items(12), batch_size=2)
+    try:
+        next(iter(loader))
+    except WorldError as error:
+        text = str(error)
+    comm._world = saved
+    return text
+
+
+def test_a_loader_needs_no_world_before_it_is_used_and_then_says_that_init_was_not_called() -> None:
+    for rank, text in enumerate(on_ranks(2, made_before_init)):
+        assert text.startswith(f"rank {rank} of 2 has not joined the others; call rankwise.init() first")
+    loader = Loader(Items(12), batch_size=2)
+    assert loader.global_batch_size == 2

@@ -13,7 +13,7 @@ from torch import nn
 from rankwise.dist import accelerator
 from rankwise.dist.device import local_device, to_device
 from rankwise.dist.world import World
-from rankwise.errors import DeviceError, WorldError
+from rankwise.errors import ConfigError, DeviceError, WorldError
 from rankwise.host import machine
 from rankwise.run.directory import NodeRecord, RunDir
 from rankwise.training.model import is_synced, prepare
@@ -132,7 +132,11 @@ class Moved(nn.Sequential):
         return self
 
 
-@pytest.mark.parametrize(("kind", "synced"), [("cuda", True), ("xpu", True), ("mps", False), ("cpu", False)])
-def test_batch_statistics_are_those_of_all_ranks_where_torch_can(kind: str, synced: bool) -> None:
-    model = prepare(Moved(nn.BatchNorm1d(2)), torch.device(kind), world(0, 2), sync_batchnorm=True)
-    assert is_synced(model) is synced
+@pytest.mark.parametrize(("kind", "works"), [("cuda", True), ("xpu", True), ("mps", False), ("cpu", False)])
+def test_batch_statistics_of_all_ranks_are_refused_where_torch_cannot(kind: str, works: bool) -> None:
+    model = Moved(nn.SyncBatchNorm(2))
+    if works:
+        assert is_synced(prepare(model, torch.device(kind), world(0, 2)))
+        return
+    with pytest.raises(ConfigError, match=f"works on GPUs only, and this rank is on {kind}; convert it only"):
+        prepare(model, torch.device(kind), world(0, 2))

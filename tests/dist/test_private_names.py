@@ -93,14 +93,14 @@ def results(folder: Path, workers: int) -> list[Any]:
         model, optimizer = trained(overlap)
         found += [tensor.detach().clone() for tensor in model.state_dict().values()]
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    Checkpoints(folder).save(parts, 1)
+    Checkpoints(folder, background=False).save(parts, 1)
     kept = {name: reader.own_tensors(part) for name, part in parts.items()}
     for tensors in kept.values():
         for tensor in tensors.values():
             tensor.detach().zero_()
-    assert Checkpoints(folder).load_latest(parts)
+    assert Checkpoints(folder, background=False).load_latest(parts)
     found += [tensor.detach().clone() for tensor in model.state_dict().values()]
-    stream = Loader(Stream(), comm.init(), global_batch_size=4, workers=workers, max_epochs=1)
+    stream = Loader(Stream(), global_batch_size=4, workers=workers, max_epochs=1)
     return [tensor.tolist() for tensor in found] + [batch.tolist() for step in stream for batch in step]
 
 

@@ -15,8 +15,9 @@ import torch
 from launched import wait_for
 from ranks import on_ranks, torchrun
 
-from rankwise import StopSignal, World, discover
+from rankwise import StopSignal, discover
 from rankwise.dist import comm
+from rankwise.errors import ConfigError
 from rankwise.ipc.shared_page import Page
 from rankwise.run.directory import RunDir
 from rankwise.stop import coordinator
@@ -25,7 +26,7 @@ from rankwise.stop import signal as stop_signal
 
 def loop(who: int | tuple[int, ...], signum: int, at: int, together: bool, steps: int = 100_000) -> tuple[int, int]:
     """(steps done when all stopped, for which signal). `who` is sent it in step `at`; `together`: with a collective a step."""
-    signals = StopSignal(discover(os.environ))
+    signals = StopSignal()
     step = 0
     while not signals.agreed(step) and step < steps:
         step += 1
@@ -79,14 +80,14 @@ def out_of_reach() -> bool:
         raise coordinator.NobodyThere("10.0.0.1, port 1: no route to host")
 
     coordinator.knock, coordinator._MEET_S = knock, 0.2  # type: ignore[assignment]
-    signals = StopSignal(discover(os.environ))
+    signals = StopSignal()
     assert not signals.agreed(0)
     return signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 def alarmed(together: bool) -> list[tuple[int, list[int]]]:
     """(steps done, which) of the alarms that a rank hears, until each has come twice."""
-    signals = StopSignal(discover(os.environ))
+    signals = StopSignal()
     heard: list[tuple[int, list[int]]] = []
     step = 0
     signals.alarm([0.1, 0.25], lambda which: heard.append((step, list(which))))
@@ -112,9 +113,54 @@ def test_a_time_that_is_over_is_heard_after_the_same_step_on_all_ranks(ranks: in
     assert {place for _, which in first for place in which} == {0, 1}
 
 
+def in_a_block(how: str, at: int) -> tuple[str, int, int, bool]:
+    """(how it ended, its steps, its last one, whether signals are the process's own again): SIGTERM to rank 1, or an error."""
+    step, began = 5, 5
+    ended = "at the end"
+    try:
+        with StopSignal() as stop:
+            for step, number in stop.steps(range(20 if how in ("end", "error") else 100_000), step):
+                assert step == began + number + 1
+                if step == at and comm.rank() == comm.world_size() - 1 and how == "signal":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if step == at and how == "interrupt":
+                    os.kill(os.getpid(), signal.SIGINT)
+                if step == at and how == "error":
+                    raise ValueError("of the body")
+                comm.barrier()
+            assert signal.getsignal(signal.SIGTERM) == stop._on_signal  # what is saved here is not cut short
+    except SystemExit as error:
+        ended = f"stopped with {error.code}"
+    except ValueError as error:
+        ended = str(error)
+    return ended, step - began, step, signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_block_ends_with_its_data_its_error_or_an_agreed_stop_that_it_raises(ranks: int) -> None:
+    ends = {how: on_ranks(ranks, in_a_block, how, 9) for how in ("end", "signal", "interrupt", "error")}
+    assert ends["end"] == [("at the end", 20, 25, True)] * ranks
+    assert ends["error"] == [("of the body", 4, 9, True)] * ranks
+    for how, status in (("signal", 75), ("interrupt", 130)):
+        (stopped, steps, last, _), *others = ends[how]
+        assert (stopped, last) == (f"stopped with {status}", 5 + steps)
+        assert steps >= 4
+        assert all(other[:3] == (stopped, steps, last) for other in others)
+
+
+def test_a_stop_signal_sends_nothing_before_it_is_used_and_needs_no_world() -> None:
+    signals = StopSignal()
+    assert (signals.signum, signals.has_gate) == (0, False)
+    with pytest.raises(ConfigError, match=r"StopSignal\(world\): leave it out; it asks rankwise.init\(\)"):
+        StopSignal(discover({}))  # type: ignore[call-arg, misc]
+    for wrong in ({"batches": 5}, {"batches": [], "done": -1}):
+        with pytest.raises(ConfigError, match=r"^steps\((batches=5|done=-1)\): give"):
+            signals.steps(**wrong)  # type: ignore[arg-type]
+
+
 def asked(who: tuple[int, ...], together: bool) -> tuple[int, int, bool]:
     """(steps done, signal, whether a script has asked); these ranks ask after step 20."""
-    signals = StopSignal(discover(os.environ))
+    signals = StopSignal()
     step = 0
     while not signals.agreed(step):
         step += 1
@@ -178,7 +224,7 @@ def test_a_signal_that_reaches_a_rank_after_the_stop_is_the_request_that_was_ans
 
 def stopped_alone() -> StopSignal:
     """What a process that is alone has left after SIGTERM."""
-    signals = StopSignal(World(0, 1, 0, 1, 0, source="test"))
+    signals = StopSignal()
     while not signals.agreed(0):
         os.kill(os.getpid(), signal.SIGTERM)
     signals.leave()
@@ -215,7 +261,7 @@ def test_when_a_process_exits_a_late_signal_is_ignored_and_the_scripts_own_handl
 
 def signalled_worker() -> tuple[int, int]:
     """The flag that a signal to a process forked from this rank leaves in the rank's row, and that process's status."""
-    signals = StopSignal(discover(os.environ))
+    signals = StopSignal()
     assert not signals.agreed(0)
     if (child := os.fork()) == 0:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -231,7 +277,7 @@ def test_a_signal_to_a_forked_process_is_no_request_of_its_rank() -> None:
 
 def after_the_first_has_finished() -> int:
     """The first rank has 5 steps, and then the second is signalled, amid its 60."""
-    signals = StopSignal(discover(os.environ))
+    signals = StopSignal()
     step, steps = 0, (5, 60)[comm.rank()]
     while step < steps and not signals.agreed(step):
         step += 1
@@ -254,7 +300,7 @@ def test_a_signal_after_a_rank_has_finished_lets_the_others_do_their_last_step()
 def stopped_again() -> int:
     """After a second stop, long after the first: how many signals the process has survived."""
     for _ in range(2):
-        signals = StopSignal(World(0, 1, 0, 1, 0, source="test"))
+        signals = StopSignal()
         while not signals.agreed(0):
             os.kill(os.getpid(), signal.SIGTERM)
         signals.leave()
@@ -272,7 +318,7 @@ def long_after() -> int:
     """What ends a process that goes on after its stop."""
     stop_signal.LATE_S = 0.0
     if (child := os.fork()) == 0:
-        signals = StopSignal(World(0, 1, 0, 1, 0, source="test"))
+        signals = StopSignal()
         while not signals.agreed(0):
             os.kill(os.getpid(), signal.SIGTERM)
         signals.leave()
@@ -289,7 +335,7 @@ def test_a_process_that_goes_on_long_after_its_stop_can_be_ended_by_a_signal() -
 ALONE = """
 import atexit, os, signal, rankwise
 atexit.register(os.kill, os.getpid(), signal.SIGUSR1)  # what is registered first is called last
-stop = rankwise.StopSignal(rankwise.init())
+stop = rankwise.StopSignal()
 step = 0
 while not stop.agreed(step):
     step += 1
@@ -352,7 +398,8 @@ model = torch.nn.Linear(4, 1)
 data = TensorDataset(torch.randn(64, 4))
 step = lambda model, batch: (model(batch[0]).square().sum(), len(batch[0]))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-rankwise.Trainer(model, optimizer, step, data, global_batch_size=8, max_steps=10**9, log_every=10).fit()
+rankwise.Trainer(model, optimizer, step, data, global_batch_size=8, max_steps=10**9,
+                 actions=[rankwise.actions.Log(10)]).fit()
 """
 
 

@@ -1,6 +1,7 @@
 """Which sample when, and how it gets there."""
 
+from rankwise.data.batching import LengthBatches
 from rankwise.data.loader import Loader
 from rankwise.data.order import Order
 
-__all__ = ["Loader", "Order"]
+__all__ = ["LengthBatches", "Loader", "Order"]

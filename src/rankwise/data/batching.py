@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,12 @@ import numpy.typing as npt
 from rankwise.data.order import Order, share, split
 from rankwise.dist import seed as seeds
 from rankwise.errors import ConfigError, DataError
+from rankwise.host.arguments import ABOVE_ZERO, FROM_ONE, Argument, takes
 
 Lengths = npt.NDArray[np.float64]
-N = TypeVar("N", int, float)
+_LENGTHS = Argument(
+    lambda v: callable(v) or (hasattr(v, "__len__") and not isinstance(v, str)), "one number a sample, or a function"
+)
 
 _PLANNED = 4096  # positions whose samples are looked up at once
 _POOL_STEPS = 32  # 1.2 % padding; 8 give 4 % (50 000 lengths from 50 to 1500)
@@ -119,8 +122,6 @@ class ByTokens:
     def __init__(
         self, order: Order, lengths: LengthOf, tokens: float, most: int | None = None, pool: int | None = None
     ) -> None:
-        if tokens <= 0:
-            raise ConfigError(f"global_batch_tokens={tokens}: give how many fit into a global batch, a number above 0")
         self._order = order
         self._lengths = lengths
         self.tokens = tokens
@@ -129,11 +130,9 @@ class ByTokens:
         self._longer = float((some > tokens).mean())
         self.size = max(min(int(tokens / max(float(some.mean()), 1e-9)), most or order.samples, order.samples), 1)
         self.pool = pool if pool is not None else min(self.size * _POOL_STEPS, order.samples)
-        if self.pool < 1:
-            raise ConfigError(f"pool={pool}: give how many samples are sorted together, from 1 up")
 
     def steps(self, epoch: int, start: int) -> Iterator[tuple[int, list[int]]]:
-        others = ": the lengths of the samples, or global_batch_tokens, are others than when the checkpoint was made"
+        others = ": the lengths of the samples, or the tokens of a batch, are others than when the checkpoint was made"
         for number in range(start // self.pool, -(-self._order.samples // self.pool)):
             yield from _going_on(self._of_pool(epoch, number), number * self.pool, epoch, start, others)
 
@@ -234,13 +233,58 @@ class BySampler:
         return balanced_share(samples, self._lengths.of(np.array(samples)), rank, world_size, accumulate)
 
     def describe(self) -> str:
-        return f"by batch_sampler ({type(self._sampler).__name__}), up to {self.size} samples"
+        return f"by a batch sampler ({type(self._sampler).__name__}), up to {self.size} samples"
 
     def state(self) -> dict[str, Any]:
         return {"batches by": self.by}
 
     def load(self, state: Mapping[str, Any]) -> None:
         pass
+
+
+class LengthBatches:
+    """Loader(batches=...): as many samples of about the same length as fit, padded, into so many tokens (frames, seconds).
+
+    `tokens` of one rank and micro-batch, or `global_tokens` of a whole step over all ranks. `lengths`: numbers, one a sample,
+    or a function of the index; by default the dataset's attribute `lengths`. `pool`: samples that are sorted together (by
+    default those of about 32 steps). `max_samples`: samples of a global batch at most.
+    """
+
+    @takes(
+        tokens=ABOVE_ZERO.or_none, global_tokens=ABOVE_ZERO.or_none, lengths=_LENGTHS.or_none, pool=FROM_ONE.or_none,
+        max_samples=FROM_ONE.or_none,
+    )  # fmt: skip
+    def __init__(
+        self,
+        tokens: float | None = None,
+        *,
+        global_tokens: float | None = None,
+        lengths: Sequence[float] | Callable[[int], float] | None = None,
+        pool: int | None = None,
+        max_samples: int | None = None,
+    ) -> None:
+        if (tokens is None) == (global_tokens is None):
+            raise ConfigError("LengthBatches: give tokens (of one rank and micro-batch) or global_tokens (of all together)")
+        self.tokens, self.global_tokens = tokens, global_tokens
+        self.lengths, self.pool, self.max_samples = lengths, pool, max_samples
+
+    def of_one_micro_batch(self, accumulate: int) -> LengthBatches:
+        """For other data, whose own lengths hold."""
+        if self.tokens is not None:
+            return LengthBatches(self.tokens)
+        assert self.global_tokens is not None
+        return LengthBatches(global_tokens=self.global_tokens / accumulate)
+
+    def cut(self, dataset: Any, order: Order, parts: int) -> ByTokens:
+        """`parts`: micro-batches of a step, over all ranks."""
+        lengths = self.lengths if self.lengths is not None else getattr(dataset, "lengths", None)
+        if lengths is None:
+            raise ConfigError(
+                "LengthBatches needs to know how long samples are: lengths=[...], one a sample, or a function of the index; "
+                f"or give {type(dataset).__name__} an attribute `lengths`"
+            )
+        tokens = self.global_tokens if self.global_tokens is not None else (self.tokens or 0) * parts
+        return ByTokens(order, LengthOf(lengths, order.samples), tokens, self.max_samples, self.pool)
 
 
 def steps_of(samples: int, size: int, drop_last: bool) -> int:
@@ -260,16 +304,7 @@ def _going_on(
             raise DataError(f"position {start} of epoch {epoch} is in the middle of a global batch{others}")
 
 
-def of_all_ranks(name: str, of_one: N | None, of_all: N | None, parts: int) -> N | None:
-    """What is given for one rank's micro-batch, of which there are `parts`, or for all together; as of all."""
-    if of_one is not None and of_all is not None:
-        raise ConfigError(
-            f"{name}={of_one} (of one rank) and global_{name}={of_all} (of all ranks together) are both given: leave one out"
-        )
-    return of_all if of_one is None else of_one * parts
-
-
-def as_given(name: str, of_one: N | None, of_all: N | None) -> dict[str, N | None]:
+def as_given(name: str, of_one: float | None, of_all: float | None) -> dict[str, float | None]:
     """The one of both that was given, by its name."""
     return {name: of_one} if of_one is not None else {f"global_{name}": of_all}
 
@@ -361,13 +396,13 @@ def _fitting(lengths: Sequence[float], start: int, tokens: float) -> int:
 def _check_sampler(sampler: Any) -> None:
     if isinstance(sampler, Iterator) or not hasattr(sampler, "__iter__"):
         raise ConfigError(
-            f"batch_sampler is {type(sampler).__name__}; give what can be iterated over each epoch, like torch's BatchSampler: "
+            f"batches: {type(sampler).__name__}; give what can be iterated over each epoch, like torch's BatchSampler: "
             "each `iter()` begins anew and yields lists of indices"
         )
     for inner in (sampler, getattr(sampler, "sampler", None)):
         if getattr(inner, "num_replicas", 1) > 1:
             raise ConfigError(
-                f"batch_sampler: {type(inner).__name__} shares the samples out over ranks, and so does the Loader, which would "
+                f"batches: {type(inner).__name__} shares the samples out over ranks, and so does the Loader, which would "
                 "leave the rest out: give a sampler of all samples, each batch a global one"
             )
 
@@ -375,13 +410,13 @@ def _check_sampler(sampler: Any) -> None:
 def _indices(batch: Any, sampler: Any, samples: int) -> list[int]:
     if isinstance(batch, int) or not isinstance(batch, Iterable):
         raise ConfigError(
-            f"batch_sampler: {type(sampler).__name__} yields {type(batch).__name__}, not lists of indices; "
+            f"batches: {type(sampler).__name__} yields {type(batch).__name__}, not lists of indices; "
             "torch.utils.data.BatchSampler(sampler, batch_size, drop_last) makes these of it"
         )
     indices = [int(index) for index in batch]
     if outside := [index for index in indices if not 0 <= index < samples]:
         raise DataError(
-            f"batch_sampler: {type(sampler).__name__} yields the index {outside[0]}, and the dataset has {samples} samples, "
+            f"batches: {type(sampler).__name__} yields the index {outside[0]}, and the dataset has {samples} samples, "
             f"0 to {samples - 1}: make the sampler of this dataset"
         )
     return indices

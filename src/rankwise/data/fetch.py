@@ -19,7 +19,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from rankwise.dist import seed as seeds
-from rankwise.errors import DataError
+from rankwise.dist.device import each_tensor
+from rankwise.errors import ConfigError, DataError
 from rankwise.host.text import numbered
 from rankwise.ipc.pickles import Packed, pack_error, unpack_error
 
@@ -35,29 +36,65 @@ class Fetcher(Protocol):
     def here(self, requests: Iterator[Any]) -> Iterator[Any]: ...
 
 
-def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: int, pin: bool = False) -> Iterator[Any]:
-    """What the fetcher makes of each request, in their order; `workers` processes share them in turn.
+class Workers(NamedTuple):
+    """How many processes fetch ahead, and what torch's DataLoader does with them, by its names."""
+
+    num_workers: int
+    prefetch_factor: int | None = None
+    pin_memory: bool | None = None
+    worker_init_fn: Callable[[int], None] | None = None
+    timeout: float = 0
+
+    def check(self) -> None:
+        """Raises ConfigError for what needs workers where there are none."""
+        for name in ("prefetch_factor", "timeout"):
+            if self.num_workers == 0 and getattr(self, name):
+                raise ConfigError(f"{name}={getattr(self, name)} is for workers: give num_workers too, or leave {name} out")
+
+
+def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool = False) -> Iterator[Any]:
+    """What the fetcher makes of each request, in their order; `workers` processes share them in turn. `pin`: whether memory
+    is pinned if `workers` leaves it open.
 
     An exception in a worker is raised here, of the same type where it survives a pickle, a DataError with its traceback
-    otherwise.
+    otherwise; a DataError too if no batch comes for `timeout` seconds.
     """
-    if workers == 0:
-        yield from fetcher.here(requests)
+    if workers.num_workers == 0:
+        batches = fetcher.here(requests)
+        pinned = workers.pin_memory and torch.accelerator.is_available()
+        yield from (each_tensor(batch, torch.Tensor.pin_memory) for batch in batches) if pinned else batches
         return
     sampler: Any = requests
     loader: DataLoader[Any] = DataLoader(
         _Identity(),
         batch_sampler=sampler,
-        num_workers=workers,
+        num_workers=workers.num_workers,
+        prefetch_factor=workers.prefetch_factor,
+        worker_init_fn=workers.worker_init_fn,
+        timeout=workers.timeout,
         collate_fn=_Told(fetcher),
-        pin_memory=pin,
+        pin_memory=pin if workers.pin_memory is None else workers.pin_memory,
         # Its own generator: drawing the workers' seed must not move the stream that dropout draws from.
         generator=torch.Generator().manual_seed(0),
     )
-    for answer in loader:
-        if isinstance(answer, _FetchFailure):
-            raise unpack_error(answer.packed, "in a loader worker", DataError)
-        yield answer
+    with _timeout_told(workers.timeout):
+        for answer in loader:
+            if isinstance(answer, _FetchFailure):
+                raise unpack_error(answer.packed, "in a loader worker", DataError)
+            yield answer
+
+
+@contextlib.contextmanager
+def _timeout_told(timeout_s: float) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader timed out"):
+            raise
+        raise DataError(
+            f"no batch came from the loader workers for {timeout_s:g} s (timeout={timeout_s:g}): a worker waits or is slow; "
+            "py-spy dump --pid PID shows where, and a larger timeout, or 0 for none, waits longer"
+        ) from None
 
 
 class _Identity(Dataset[Any]):

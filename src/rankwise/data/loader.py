@@ -1,6 +1,6 @@
 """Global batches, this rank's part of each, in one order for every world size.
 
-    loader = Loader(dataset, world, global_batch_size=64, max_epochs=3)
+    loader = Loader(dataset, global_batch_size=64, max_epochs=3)
     for micro_batches in loader:          # what one optimizer step takes
         for batch in micro_batches: ...
 
@@ -20,15 +20,38 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthOf, of_all_ranks, steps_of
-from rankwise.data.fetch import Fetch, Fetcher, fetched, promises
+from rankwise.data.batching import Batching, ByCount, BySampler, LengthBatches, LengthOf, as_given, steps_of
+from rankwise.data.fetch import Fetch, Fetcher, Workers, fetched, promises
 from rankwise.data.order import Order, share
 from rankwise.data.stream import Request, Step, Stream
-from rankwise.data.uneven import check, in_step
-from rankwise.dist import log, private_names
-from rankwise.dist.device import to_device
+from rankwise.data.uneven import POLICIES, check, in_step
+from rankwise.dist import comm, log, private_names
+from rankwise.dist.device import local_device, to_device
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError, DataError
+from rankwise.host.arguments import ANYTHING, FLAG, FROM_ONE, FROM_ZERO, FUNCTION, NOT_NEGATIVE, Argument, one_of, takes
+
+_BATCHES = Argument(
+    lambda value: isinstance(value, LengthBatches) or (hasattr(value, "__iter__") and not isinstance(value, str)),
+    "LengthBatches(...), or a batch sampler: what yields lists of indices, each a global batch",
+)
+_DEVICE = Argument(
+    lambda value: isinstance(value, torch.device) or (isinstance(value, str) and _is_device(value)), 'a device: "cpu", "cuda:0"'
+)
+_MOVED = {
+    "world": "leave it out; the Loader asks rankwise.init() at its first use",
+    "batch_tokens": "it is now batches=LengthBatches(tokens=...)",
+    "global_batch_tokens": "it is now batches=LengthBatches(global_tokens=...)",
+    "lengths": "it is now batches=LengthBatches(tokens=..., lengths=...), or an attribute `lengths` of the dataset",
+    "pool": "it is now batches=LengthBatches(tokens=..., pool=...)",
+    "batch_sampler": "it is now batches=...; each of its batches is a global one",
+    "sampler": "give batches=torch.utils.data.BatchSampler(sampler, batch_size, drop_last), each batch a global one",
+    "generator": "the order follows from seed=..., on any number of ranks",
+    "persistent_workers": "leave it out; workers are started once an epoch",
+    "multiprocessing_context": "leave it out; torch.multiprocessing.set_start_method says how workers start",
+    "pin_memory_device": "leave it out; memory is pinned for the rank's own device",
+    "in_order": "leave it out; batches always come in their order",
+}
 
 
 class Loader:
@@ -36,8 +59,15 @@ class Loader:
 
     `dataset` has `__len__` and `__getitem__(index)`, or `__getitems__(indices: list[int])`, which returns a list of samples,
     or a batch already (a tensor, or a tuple or mapping of tensors). Samples of a list go through `collate_fn`, torch's
-    default_collate if None. The last global batch of an epoch is split like any other: neither padded nor dropped, unless
-    `drop_last`. `workers` processes fetch ahead; order and samples do not depend on them.
+    default_collate if None. `batch_size`: samples of one rank and micro-batch; `global_batch_size`: of a step, over all ranks
+    and its `accumulate` micro-batches. The last global batch of an epoch is split like any other: neither padded nor dropped,
+    unless `drop_last`. Tensors are put on `device`, by default the rank's own.
+
+    Nothing is sent, and no world is needed, before the first use: an iteration, a size or the state.
+
+    `num_workers` processes fetch ahead, as torch's DataLoader has them, with its `prefetch_factor`, `pin_memory` (by default
+    where the device is a GPU), `worker_init_fn` and `timeout` (seconds without a batch: DataError). Order and samples do not
+    depend on the workers.
 
     Or it is iterable (torch's IterableDataset): a stream of which an epoch is one pass. It must yield the same whole stream on
     every rank and worker; each keeps its share (`data.stream` says more). Its order is its own: nothing shuffles it.
@@ -45,71 +75,66 @@ class Loader:
     A stream that splits itself by rank, and so is another one on each, says so by an attribute `split_by_rank = True`; then all
     must iterate together, and `uneven` says what is done when one ends before the others: join, stop or pad (`data.uneven`).
 
-    For samples of uneven length, in the place of `global_batch_size`: `global_batch_tokens`, so many tokens (frames, seconds)
-    of padded samples a step, with `lengths` (numbers, a function of the index, or the dataset's own attribute `lengths`), and
-    `global_batch_size` samples at most if that is given too; or `batch_sampler`, an iterable of lists of indices, each a
-    global batch (with `lengths`, shared out by these). `data.batching` says more. Ranks get parts of about the same cost.
+    `batches`, in the place of a size: `LengthBatches(tokens=...)` for samples of uneven length, or a batch sampler, an iterable
+    of lists of indices, each a global batch (shared out by length if the dataset has an attribute `lengths`).
+    `data.batching` says more. Ranks get parts of about the same cost.
 
     Random numbers that a dataset draws are keyed by (seed, epoch, sample) in workers, by the first sample of a batch without
     workers and under `__getitems__`, where `seed_each_sample = True` in the dataset asks for each sample's own; those of a
     stream by (seed, epoch). None moves the streams of the training. `draws_nothing = True` in a dataset saves the keying.
+
+    Raises ConfigError for arguments that do not fit, DataError for a dataset that cannot be read.
     """
 
+    @takes(
+        dataset=ANYTHING, batch_size=FROM_ONE.or_none, global_batch_size=FROM_ONE.or_none, batches=_BATCHES.or_none,
+        accumulate=FROM_ONE, shuffle=FLAG.or_none, drop_last=FLAG, uneven=one_of(*POLICIES).or_none, seed=FROM_ZERO,
+        max_epochs=FROM_ONE.or_none, collate_fn=FUNCTION.or_none, num_workers=FROM_ZERO, prefetch_factor=FROM_ONE.or_none,
+        pin_memory=FLAG.or_none, worker_init_fn=FUNCTION.or_none, timeout=NOT_NEGATIVE, device=_DEVICE.or_none,
+        workers=FROM_ZERO.or_none, moved=_MOVED,
+    )  # fmt: skip
     def __init__(
         self,
         dataset: Any,
-        world: World,
         *,
+        batch_size: int | None = None,
         global_batch_size: int | None = None,
-        global_batch_tokens: float | None = None,
-        lengths: Sequence[float] | Callable[[int], float] | None = None,
-        pool: int | None = None,
-        batch_sampler: Any = None,
+        batches: Any = None,
         accumulate: int = 1,
-        seed: int = 0,
         shuffle: bool | None = None,
         drop_last: bool = False,
         uneven: str | None = None,
+        seed: int = 0,
         max_epochs: int | None = None,
-        workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        device: torch.device | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        timeout: float = 0,
+        device: torch.device | str | None = None,
+        workers: int | None = None,
     ) -> None:
-        _check_numbers(global_batch_size, accumulate, seed)
+        self._dataset = dataset
         samples = length(dataset)
+        _check_sizes(batch_size, global_batch_size, batches, drop_last, dataset if samples is None else None)
         if samples is None and shuffle:
             raise ConfigError(
                 f"shuffle=True, but {type(dataset).__name__} is a stream and comes in its own order: shuffle inside it "
                 "(a buffer, the order of its files), and leave shuffle out"
             )
         self._order = None if samples is None else Order(samples, seed, shuffle is not False)
-        self._world = world
-        self.accumulate = accumulate
+        self._batch_size, self._asked_size, self._batches = batch_size, global_batch_size, batches
+        self.accumulate = self._given_accumulate = accumulate
         """Micro-batches of a rank and step; on another number of ranks than a checkpoint's it follows from their size there."""
-        self.drop_last = drop_last
-        self._workers = workers if samples is not None or private_names.can_hide_worker() else 0
+        self.drop_last, self.seed, self.max_epochs = drop_last, seed, max_epochs
+        if workers is not None:  # its older name
+            num_workers = max(num_workers, workers)
+        self._workers = Workers(num_workers, prefetch_factor, pin_memory, worker_init_fn, timeout)
+        self._workers.check()
         self._collate_fn = collate_fn
-        self._seed = seed
-        self._batching: Batching | None = None
-        self._uneven: str | None = None
         self._steps = 0  # of the current epoch
-        if self._order is None:
-            if global_batch_size is None or any(x is not None for x in (global_batch_tokens, lengths, pool, batch_sampler)):
-                raise ConfigError(f"{type(dataset).__name__} is a stream, which is cut by count: give global_batch_size alone")
-            self._take_stream(dataset, global_batch_size, uneven)
-        else:
-            if uneven is not None:
-                raise ConfigError(f"uneven={uneven!r} is for streams; {type(dataset).__name__} tells its length: leave it out")
-            self._fetch = Fetch(dataset, collate_fn, seed)
-            self._batching = _batching(
-                dataset, self._order, global_batch_size, global_batch_tokens, lengths, pool, batch_sampler, drop_last
-            )
-            global_batch_size = self._batching.size
-        assert global_batch_size is not None
-        self._device = device
-        self.global_batch_size = global_batch_size
-        """Samples of a global batch; about so many where they differ (by tokens, by a batch sampler)."""
-        self.max_epochs = max_epochs
+        self._asked_device = torch.device(device) if device is not None else None
         self.epoch = 0
         """Epochs that are complete."""
         self.position = 0
@@ -120,56 +145,112 @@ class Loader:
         """Seconds that the loop has waited for data so far."""
         self.indices: list[Sequence[int]] = []
         """Which samples the micro-batches handed out last are made of: indices of the dataset, positions in a stream."""
-        if drop_last and samples is not None and samples < global_batch_size:
-            raise DataError(f"drop_last leaves nothing: {samples} samples are fewer than a global batch of {global_batch_size}")
+        self._uneven: str | None = None
+        if self._order is None:
+            split = promises(dataset, "split_by_rank")
+            self._uneven = check(uneven, split, type(dataset).__name__, drop_last)
+            self._hint = None if split else _hinted_length(dataset)
+            if not private_names.can_hide_worker():
+                self._workers = Workers(0)
+        else:
+            if uneven is not None:
+                raise ConfigError(f"uneven={uneven!r} is for streams; {type(dataset).__name__} tells its length: leave it out")
+            self._fetch = Fetch(dataset, collate_fn, seed)
+            if batch_size is None and not (isinstance(batches, LengthBatches) and batches.tokens is not None):
+                _ = self.global_batch_size  # an error now where the number of ranks does not matter
 
-    @classmethod
-    def for_ranks(
-        cls,
-        dataset: Any,
-        world: World,
-        *,
-        batch_size: int | None,
-        global_batch_size: int | None,
-        batch_tokens: float | None,
-        global_batch_tokens: float | None,
-        accumulate: int,
-        batch_sampler: Any,
-        **others: Any,
-    ) -> Loader:
-        """As a script says it: sizes of one rank and micro-batch, or of all together. `others`: the constructor's."""
-        parts = accumulate * world.world_size
-        size = of_all_ranks("batch_size", batch_size, global_batch_size, parts)
-        tokens = of_all_ranks("batch_tokens", batch_tokens, global_batch_tokens, parts)
-        if size is None and tokens is None and batch_sampler is None:
-            raise ConfigError("give either batch_size (of one rank) or global_batch_size (of all ranks together)")
-        given = {"accumulate": accumulate, "batch_sampler": batch_sampler, **others}
-        return cls(dataset, world, global_batch_size=size, global_batch_tokens=tokens, **given)
+    # --- what follows from the number of ranks, taken at the first use
 
-    def passes(self) -> Callable[[Any], Loader]:
-        """What makes Loaders of one pass in order over other data, for evaluation and prediction. Their batches are as large as
-        this one's micro-batches are now; by tokens where the data has `lengths` and this one is cut by tokens."""
-        samples = max(self.global_batch_size // self.accumulate, 1)
-        tokens = self._batching.tokens / self.accumulate if isinstance(self._batching, ByTokens) else None
-        once = functools.partial(
-            Loader, world=self._world, shuffle=False, max_epochs=1, workers=self._workers, collate_fn=self._collate_fn,
-            device=self._device,
-        )  # fmt: skip
+    @functools.cached_property
+    def _world(self) -> World:
+        return comm.world()
 
-        def over(dataset: Any) -> Loader:
-            by_tokens = tokens is not None and hasattr(dataset, "lengths")
-            return once(dataset, global_batch_tokens=tokens) if by_tokens else once(dataset, global_batch_size=samples)
+    @functools.cached_property
+    def _device(self) -> torch.device:
+        return self._asked_device if self._asked_device is not None else local_device(self._world)
 
-        return over
+    @functools.cached_property
+    def global_batch_size(self) -> int:
+        """Samples of a global batch; about so many where they differ (by length, by a batch sampler)."""
+        return self._given_size
 
-    def _take_stream(self, dataset: Any, size: int, uneven: str | None) -> None:
-        """Read it from here on; raises ConfigError where `uneven` is not for it."""
-        world, split = self._world, promises(dataset, "split_by_rank")
-        self._uneven = check(uneven, split, type(dataset).__name__, size, world.world_size, self.drop_last)
-        self._hint = None if split else _hinted_length(dataset)
+    @functools.cached_property
+    def _given_size(self) -> int:
+        """As the constructor had it; a checkpoint may have another."""
+        if self._batching is None:
+            return self._size_by_count()
+        size = self._batching.size
+        if self.drop_last and (samples := self.samples or 0) < size:
+            raise DataError(f"drop_last leaves nothing: {samples} samples are fewer than a global batch of {size}")
+        return size
+
+    def _size_by_count(self) -> int:
+        if self._asked_size is not None:
+            return self._asked_size
+        assert self._batch_size is not None
+        return self._batch_size * self._given_accumulate * self._world.world_size
+
+    @functools.cached_property
+    def _batching(self) -> Batching | None:
+        """None for a stream."""
+        if self._order is None:
+            return None
+        if isinstance(self._batches, LengthBatches):
+            one = self._batches.tokens is not None
+            return self._batches.cut(self._dataset, self._order, self._given_accumulate * self._world.world_size if one else 1)
+        if self._batches is not None:
+            lengths = getattr(self._dataset, "lengths", None)
+            known = LengthOf(lengths, self._order.samples) if lengths is not None else None
+            return BySampler(self._batches, self._order.seed, known, self._order.samples)
+        return ByCount(self._order, self._size_by_count(), self.drop_last)
+
+    @functools.cached_property
+    def _stream(self) -> Stream:
+        split, world = self.is_split, self._world
+        if split and self.global_batch_size < world.world_size:
+            raise ConfigError(
+                f"global_batch_size={self.global_batch_size} for {world.world_size} ranks: each takes from its own "
+                "stream, at least one"
+            )
         rank, ranks = (0, 1) if split else (world.rank, world.world_size)
         pad = self._uneven == "pad"
-        self._stream = Stream(dataset, self._collate_fn, self._seed, rank, ranks, self.drop_last, own=split, repeat=pad)
+        return Stream(self._dataset, self._collate_fn, self.seed, rank, ranks, self.drop_last, own=split, repeat=pad)
+
+    def at(self, world: World) -> Loader:
+        """The same for a process that is this one of those ranks. Before the first use."""
+        other = copy.copy(self)
+        other._world = world
+        return other
+
+    def once(self) -> Loader:
+        """The same from its beginning, for one epoch."""
+        other = copy.copy(self)
+        other.epoch, other.position, other._steps, other.taken, other.wait_s = 0, 0, 0, 0, 0.0
+        other.max_epochs = 1
+        other._batching = copy.copy(self._batching)
+        return other
+
+    def over(self, dataset: Any) -> Loader:
+        """A Loader of one pass in order over other data, cut and collated like this one: what Evaluate and predict use.
+
+        Its batches are as large as this one's micro-batches as they were given, whatever a checkpoint has made of these; by
+        length where the data has an attribute `lengths` and this one is cut by length.
+        """
+        if isinstance(self._batches, LengthBatches) and hasattr(dataset, "lengths"):
+            cut: dict[str, Any] = {"batches": self._batches.of_one_micro_batch(self._given_accumulate)}
+        else:
+            cut = {"global_batch_size": max(self._given_size // self._given_accumulate, 1)}
+        other = Loader(dataset, **cut, shuffle=False, max_epochs=1, collate_fn=self._collate_fn, device=self._asked_device)
+        other._workers = self._workers
+        return other.at(self._world)
+
+    @property
+    def sizes(self) -> dict[str, float | None]:
+        """What was given of the size of a batch, by its name: another one is another training."""
+        if not isinstance(self._batches, LengthBatches):
+            return as_given("batch_size", self._batch_size, self._asked_size) | {"global_batch_tokens": None}
+        given = as_given("batch_tokens", self._batches.tokens, self._batches.global_tokens)
+        return {"global_batch_size": self._batches.max_samples, **given}
 
     @property
     def is_stream(self) -> bool:
@@ -262,20 +343,20 @@ class Loader:
         yield from in_step(own, policy, self.position, name, self._world.world_size)
 
     def _fetched(self, requests: Iterator[Any], fetcher: Fetcher) -> Iterator[Any]:
-        return fetched(requests, fetcher, self._workers, pin=self._device is not None and self._device.type == "cuda")
+        return fetched(requests, fetcher, self._workers, pin=self._device.type == "cuda")
 
     def _placed(self, batch: Any) -> Any:
-        return batch if self._device is None or self._device.type == "cpu" else to_device(batch, self._device)
+        return batch if self._device.type == "cpu" else to_device(batch, self._device)
 
     def anew(self, world: World, accumulate: int, global_batch_size: int | None = None) -> Loader:
         """The same data and order from the beginning, in this process, for any rank of any number of them.
 
         Samples are taken one by one where that can be, so that what they draw at random does not depend on how they are shared.
         """
-        other = copy.copy(self)
-        other._world, other.accumulate, other._workers = world, accumulate, 0
-        other.epoch, other.position, other._steps, other.taken, other.wait_s = 0, 0, 0, 0, 0.0
-        other._batching = copy.copy(self._batching)
+        other = self.once()
+        other.max_epochs = self.max_epochs
+        other._world, other.accumulate, other._workers = world, accumulate, Workers(0)
+        other.global_batch_size = self.global_batch_size
         if global_batch_size is not None:
             other.global_batch_size = global_batch_size
             other._batching = ByCount(self._order, global_batch_size, self.drop_last) if self._order is not None else None
@@ -314,7 +395,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         return {
             "samples": self._order.samples if self._order is not None else None,
-            "seed": self._seed,
+            "seed": self.seed,
             "shuffle": self._order is not None and self._order.shuffle,
             "global_batch_size": self.global_batch_size,
             **(self._batching.state() if self._batching is not None else {}),
@@ -355,12 +436,18 @@ class Loader:
         self.position = state["position"]
 
 
-def _check_numbers(global_batch_size: int | None, accumulate: int, seed: int) -> None:
-    for name, value in (("global_batch_size", global_batch_size), ("accumulate", accumulate)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}: give a whole number from 1 up")
-    if seed < 0:
-        raise ConfigError(f"seed={seed}: give a whole number from 0 up")
+def _check_sizes(of_one: int | None, of_all: int | None, batches: Any, drop_last: bool, stream: Any) -> None:
+    """Raises ConfigError unless it is said in one way how global batches are cut. `stream`: None for a map-style dataset."""
+    given = {"batch_size": of_one, "global_batch_size": of_all, "batches": batches}
+    names = [name for name, value in given.items() if value is not None]
+    if not names:
+        raise ConfigError("give batch_size (of one rank and micro-batch), global_batch_size (of all together), or batches")
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} each say what a batch is: leave one out")
+    if batches is not None and stream is not None:
+        raise ConfigError(f"{type(stream).__name__} is a stream, which is cut by count: give global_batch_size, not batches")
+    if batches is not None and drop_last:
+        raise ConfigError("drop_last is for batches by count: by length, or by a batch sampler, none is left over")
 
 
 def length(dataset: Any) -> int | None:
@@ -385,53 +472,17 @@ def length(dataset: Any) -> int | None:
     return len(dataset)
 
 
+def _is_device(name: str) -> bool:
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _hinted_length(dataset: Any) -> int | None:
     """What a stream says of its length; it is the total of a progress line and nothing else."""
     try:
         return len(dataset) or None
     except TypeError:
         return None
-
-
-def _batching(
-    dataset: Any,
-    order: Order,
-    size: int | None,
-    tokens: float | None,
-    lengths: Any,
-    pool: int | None,
-    sampler: Any,
-    drop_last: bool,
-) -> Batching:
-    """Raises ConfigError unless it is said in one way how global batches are cut."""
-    given = {
-        "global_batch_size": size,
-        "global_batch_tokens": tokens,
-        "batch_sampler": sampler,
-        "lengths": lengths,
-        "pool": pool,
-    }
-    names = {name for name, value in given.items() if value is not None}
-    if sampler is not None and (clash := names & {"global_batch_size", "global_batch_tokens", "pool"}):
-        raise ConfigError(f"batch_sampler says what a global batch is, and so does {min(clash)}: leave one out")
-    if tokens is None and sampler is None and (alone := names & {"lengths", "pool"}):
-        raise ConfigError(f"{min(alone)} is for batches by length: give global_batch_tokens too, or leave it out")
-    if drop_last and (tokens is not None or sampler is not None):
-        raise ConfigError("drop_last is for batches by count: by tokens, or by a batch sampler, none is left over")
-    if tokens is None and sampler is None:
-        if size is None:
-            raise ConfigError("give global_batch_size, global_batch_tokens or batch_sampler")
-        return ByCount(order, size, drop_last)
-    if lengths is None and tokens is not None:
-        lengths = getattr(dataset, "lengths", None)
-        if lengths is None:
-            raise ConfigError(
-                f"global_batch_tokens={tokens:g} needs to know how long samples are: lengths=[...], one a sample, or a "
-                f"function of the index; or give {type(dataset).__name__} an attribute `lengths`"
-            )
-    known = LengthOf(lengths, order.samples) if lengths is not None else None
-    if sampler is not None:
-        return BySampler(sampler, order.seed, known, order.samples)
-    assert known is not None
-    assert tokens is not None
-    return ByTokens(order, known, tokens, size, pool)

@@ -25,10 +25,8 @@ each step is full on each rank, and what comes again counts like the rest."""
 _AHEAD = 8  # steps between two messages
 
 
-def check(policy: str | None, split_by_rank: bool, name: str, size: int, world_size: int, drop_last: bool) -> str | None:
+def check(policy: str | None, split_by_rank: bool, name: str, drop_last: bool) -> str | None:
     """The policy of a stream that is split by rank, None for any other dataset. Raises ConfigError for what cannot be."""
-    if policy is not None and policy not in POLICIES:
-        raise ConfigError(f"uneven={policy!r}; choose one of {', '.join(POLICIES)}")
     if not split_by_rank:
         if policy is not None:
             raise ConfigError(
@@ -37,8 +35,6 @@ def check(policy: str | None, split_by_rank: bool, name: str, size: int, world_s
                 "leave uneven out"
             )
         return None
-    if size < world_size:
-        raise ConfigError(f"global_batch_size={size} for {world_size} ranks: each takes from a stream of its own, at least one")
     if policy == "pad" and drop_last:
         raise ConfigError("uneven='pad' fills each step, so drop_last leaves nothing out: leave one of the two out")
     return policy or "join"

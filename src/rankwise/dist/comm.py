@@ -175,6 +175,24 @@ def _say_if_bound_to_one_core() -> None:
             )
 
 
+def world() -> World:
+    """That of `init`; or of a process for itself, where nothing tells of other ranks. What a part takes at its first use.
+
+    Raises WorldError where the environment describes several ranks and `init` was not called: each would go on alone.
+    """
+    here = _here()
+    if here.world_size > 1 and not dist.is_initialized():
+        raise WorldError(_not_joined(here))
+    return here
+
+
+def _not_joined(world: World) -> str:
+    return (
+        f"rank {world.rank} of {world.world_size} has not joined the others; call rankwise.init() first "
+        "(a loader worker cannot join: collectives and guards belong into the training process)"
+    )
+
+
 def rank() -> int:
     """This process among all ranks, from 0: before `init` as the environment has it, and in a loader worker its rank's."""
     return dist.get_rank() if dist.is_initialized() else _here().rank
@@ -241,10 +259,7 @@ def is_alone() -> bool:
     if not dist.is_initialized():
         world = _here()
         if world.world_size > 1:
-            raise WorldError(
-                f"rank {world.rank} of {world.world_size} has not joined the others; call rankwise.init() first "
-                "(a loader worker cannot join: collectives and guards belong into the training process)"
-            )
+            raise WorldError(_not_joined(world))
         return True
     if _pid not in (0, os.getpid()):
         raise WorldError(

@@ -6,22 +6,23 @@ device = local_device(world);  batch = to_device(batch, device)
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from rankwise.dist import accelerator
+from rankwise.dist import accelerator, comm
 from rankwise.dist.world import World, ranks_of_one_agent
 from rankwise.errors import DeviceError, WorldError
 
 
-def local_device(world: World) -> torch.device:
+def local_device(world: World | None = None) -> torch.device:
     """The GPU of this rank, or the CPU if there is none (or CUDA_VISIBLE_DEVICES hides all). A rank that sees only one GPU
-    takes that one.
+    takes that one. After `init`.
 
     Raises DeviceError, with torch's own reason, if there is a GPU that torch cannot use: the CPU would be silently slow.
     """
+    world = world if world is not None else comm.world()
     found = accelerator.current(os.environ)
     if found is None:
         return torch.device("cpu")
@@ -42,14 +43,19 @@ def local_device(world: World) -> torch.device:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The same nest of tuples, lists and mappings with every tensor on `device`; what is there already is not copied."""
+    return each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def each_tensor(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nest of tuples, lists and mappings, each tensor changed."""
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return change(batch)
     if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: each_tensor(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(each_tensor(value, change) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(each_tensor(value, change) for value in batch)
     return batch
 
 

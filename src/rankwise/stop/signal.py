@@ -1,10 +1,8 @@
 """The agreed stop, seen from a rank: a signal to anyone stops all ranks after the same step.
 
-    stop = StopSignal(world)
-    while not stop.agreed(step): ...          # at the top of each step
-    stop.finish()                             # after the loop
-    ...                                       # save
-    stop.leave()
+    with StopSignal() as stop:
+        for step, micro_batches in stop.steps(loader, done=0): ...
+        checkpoints.save(parts, step)         # signals are still held; leaving the block raises Stopped after a signal
 
 A step costs one store and one load in a shared page; nothing is sent until somebody was signalled (shared_page.py has the
 proof). The page is that of our agent; where another launcher has started the ranks of one node, it is one of theirs, and a
@@ -19,14 +17,19 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
+from typing import Any, Self, TypeVar
 
 from rankwise.dist import comm
-from rankwise.dist.world import World, agent_row
+from rankwise.dist.world import agent_row
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Stopped
+from rankwise.host.arguments import FROM_ZERO, Argument, takes
+from rankwise.ipc.shared_page import Row
 from rankwise.stop import early
 from rankwise.stop.coordinator import Coordinator, open_gate
+
+T = TypeVar("T")
 
 SIGNALS = (*early.requests(), signal.SIGINT)
 
@@ -63,17 +66,23 @@ class _Alarms:
 
 
 class StopSignal:
-    """Takes over SIGTERM, SIGUSR1, SIGUSR2 and SIGINT of this process from the first `agreed` until `leave`.
+    """A context in which a signal to any rank stops all ranks after the same step. Inside it SIGTERM, SIGUSR1, SIGUSR2 and
+    SIGINT of this process are requests to stop; leaving it after one raises Stopped, which ends the script with 75, or with 130
+    after Ctrl-C.
 
-    To make one is collective, after `init`.
+    `with` and `steps` do all that is needed. Without `with`: `agreed` at the top of each step, `finish` after the loop, then
+    save, `leave`, and `raise stopped()` if `signum`. Making one sends nothing; `with`, or the first `agreed`, is collective,
+    after `init`.
     """
 
-    def __init__(self, world: World) -> None:
-        self._row = agent_row(world)
+    @takes(moved={"world": "leave it out; it asks rankwise.init() when it is used"})
+    def __init__(self) -> None:
+        self._row: Row | None = None
         self._keeper: Coordinator | None = None
-        if world.world_size > 1 and not comm.all_agree(self._row is not None):
-            self._row, self._keeper = open_gate(world)
-        self._alone = world.world_size == 1
+        self._alone = False
+        self._is_main = False
+        self._open = False
+        self._finished = False
         self._pid = os.getpid()
         self._received = 0
         self.asks = False
@@ -86,12 +95,51 @@ class StopSignal:
         self.by_script = False
         """Whether all stop because a rank has called `ask`."""
         self._listening = False
-        self._is_main = world.is_main
         self._alarms = _Alarms()
+
+    def open(self) -> None:
+        """Collective, after `init`. The way by which the ranks agree is made, if it is not yet there."""
+        if self._open:
+            return
+        self._open = True
+        self._pid = os.getpid()
+        world = comm.world()
+        self._row = agent_row(world)
+        if world.world_size > 1 and not comm.all_agree(self._row is not None):
+            self._row, self._keeper = open_gate(world)
+        self._alone, self._is_main = world.world_size == 1, world.is_main
+
+    def __enter__(self) -> Self:
+        """Collective. From here on signals are held."""
+        self.open()
+        if not self._listening:
+            self._listen()
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        """What the body has raised is raised on; else Stopped if all have stopped for a signal."""
+        if error is None and not self._finished:
+            self.finish()
+        self.leave()
+        if error is None and self.signum:
+            raise self.stopped()
+
+    @takes(batches=Argument(lambda value: hasattr(value, "__iter__"), "a Loader, or another iterable"), done=FROM_ZERO)
+    def steps(self, batches: Iterable[T], done: int = 0) -> Iterator[tuple[int, T]]:
+        """(number of the step, what it takes) for each step, until the data end or all ranks stop. `done`: steps done before,
+        in all lives of the run. All ranks must take each step with as many done."""
+        return self._steps(iter(batches), done)
+
+    def _steps(self, batches: Iterator[T], step: int) -> Iterator[tuple[int, T]]:
+        over: Any = object()
+        while not self.agreed(step) and (batch := next(batches, over)) is not over:
+            step += 1
+            yield step, batch
+        self.finish()
 
     @property
     def has_gate(self) -> bool:
-        """Whether the ranks can agree without a message a step; not where nodes do not reach each other."""
+        """Whether the ranks can agree without a message a step; not where nodes do not reach each other. Once it is open."""
         return self._row is not None or self._alone
 
     def _listen(self) -> None:
@@ -146,6 +194,7 @@ class StopSignal:
     def agreed(self, step: int) -> bool:
         """True if all ranks stop now, with exactly `step` steps done. Call it with as many done, before each step."""
         if not self._listening:
+            self.open()
             self._listen()
         if self._row is not None:
             if self.asks:
@@ -166,6 +215,7 @@ class StopSignal:
 
     def finish(self) -> None:
         """The loop is over on this rank; a request from now on stops the others after their last step too."""
+        self._finished = True
         if self._row is not None and not self.signum:
             self._row.finish()
 

@@ -1,0 +1,185 @@
+"""Checks of what a caller gives to a public class or function: one line for what is wrong, before anything is done.
+
+@takes(every=FROM_ONE.or_none, lr=ABOVE_ZERO, moved={"workers": "num_workers=..."})
+def __init__(self, every=None, *, lr=0.7): ...
+
+LocalSGD(every="16")   ->   ConfigError: LocalSGD(every='16'): give a whole number from 1 up, without quotes, or None
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any, ParamSpec, TypeVar
+
+from rankwise.errors import ConfigError
+from rankwise.host.text import listed
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LONGEST = 60  # characters of a value in a message
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What an argument takes: a test of its value, and the same in words, to follow "give "."""
+
+    accepts: Callable[[Any], bool]
+    words: str
+
+    @property
+    def or_none(self) -> Argument:
+        """This or None."""
+        return Argument(lambda value: value is None or self.accepts(value), f"{self.words}, or None")
+
+    def or_(self, other: Argument) -> Argument:
+        return Argument(lambda value: self.accepts(value) or other.accepts(value), f"{self.words}, or {other.words}")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is an integer, numpy's included; True is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, numpy's included; True, nan and the infinities are none."""
+    return isinstance(value, int | float | Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+ANYTHING = Argument(lambda value: True, "anything")
+FROM_ONE = Argument(lambda value: is_whole(value) and value >= 1, "a whole number from 1 up")
+FROM_ZERO = Argument(lambda value: is_whole(value) and value >= 0, "a whole number from 0 up")
+ABOVE_ZERO = Argument(lambda value: is_number(value) and value > 0, "a number above 0")
+NOT_NEGATIVE = Argument(lambda value: is_number(value) and value >= 0, "a number from 0 up")
+SECONDS = Argument(lambda value: is_number(value) and value > 0, "a number of seconds above 0 (five minutes are 300)")
+FLAG = Argument(lambda value: isinstance(value, bool), "True or False")
+FUNCTION = Argument(callable, "a function")
+TEXT = Argument(lambda value: isinstance(value, str) and bool(value), "a string")
+PATH = Argument(lambda value: isinstance(value, str | os.PathLike) and bool(os.fspath(value)), "a path")
+MAPPING = Argument(lambda value: isinstance(value, Mapping), "a dict")
+STEPS = Argument(
+    lambda value: isinstance(value, Collection) and not isinstance(value, str) and all(map(FROM_ONE.accepts, value)),
+    "the steps, whole numbers from 1 up: [1000, 2000]",
+)  # fmt: skip
+DATA = Argument(lambda value: value is not None and not isinstance(value, str | bytes | int | float | type), "a dataset")
+FUNCTIONS = Argument(
+    lambda value: isinstance(value, Collection) and not isinstance(value, str) and all(map(callable, value)),
+    "functions in a list: [function]",
+)  # fmt: skip
+
+
+def one_of(*names: str) -> Argument:
+    """One of these strings."""
+    return Argument(lambda value: isinstance(value, str) and value in names, f"one of {', '.join(map(repr, names))}")
+
+
+def having(words: str, *methods: str) -> Argument:
+    """An object that has these methods."""
+    return Argument(
+        lambda value: not isinstance(value, type) and all(callable(getattr(value, method, None)) for method in methods), words
+    )
+
+
+def instance(kind: type, words: str) -> Argument:
+    return Argument(lambda value: isinstance(value, kind), words)
+
+
+def takes(*, moved: Mapping[str, str] | None = None, **kinds: Argument) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A function, or `__init__`, whose arguments are checked before its body runs: ConfigError with the argument's name, what
+    was given and what it takes. An argument that it does not have is an error with the nearest name, or, of `moved`, with what
+    to write in its place."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+        name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+        named = {
+            key: kind for key, kind in kinds.items() if signature.parameters[key].kind is not inspect.Parameter.VAR_POSITIONAL
+        }
+        several = kinds.keys() - named.keys()
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                raise ConfigError(_unbound(name, signature, args, kwargs, moved or {}, error)) from None
+            for key, kind in named.items():
+                if key in given and not kind.accepts(given[key]):
+                    raise ConfigError(refusal(name, key, given[key], kind))
+            for key in several:
+                for value in given.get(key, ()):
+                    if not kinds[key].accepts(value):
+                        raise ConfigError(refusal(name, key, value, kinds[key]))
+            return function(*args, **kwargs)
+
+        checked.__takes__ = kinds  # type: ignore[attr-defined]
+        return checked
+
+    return decorate
+
+
+def refusal(name: str, argument: str, value: Any, kind: Argument) -> str:
+    """`LocalSGD(every='16'): give a whole number from 1 up, without quotes`"""
+    quotes = ""
+    if isinstance(value, str):
+        for plain in (int, float):
+            try:
+                quotes = ", without quotes" if kind.accepts(plain(value)) else ""
+            except ValueError:
+                continue
+            if quotes:
+                break
+    return f"{name}({argument}={shown(value)}): give {kind.words}{quotes}"
+
+
+def shown(value: Any) -> str:
+    """A value on one line, cut where it is long."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a repr of the caller's own that fails
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+
+
+def _unbound(
+    name: str,
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    moved: Mapping[str, str],
+    error: TypeError,
+) -> str:
+    """Why the call does not fit the signature."""
+    parameters = [p for key, p in signature.parameters.items() if key != "self"]
+    names = [p.name for p in parameters]
+    for key in kwargs:
+        if key in moved:
+            return f"{name}({key}=...): {moved[key]}"
+        if key not in names:
+            near = get_close_matches(key, names, n=1)
+            cure = f"did you mean {near[0]}?" if near else f"it takes {_all(names)}"
+            return f"{name}({key}=...): there is no such argument; {cure}"
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    number = len(args) - ("self" in signature.parameters)
+    for value in args[len(positional) + len(args) - number :]:
+        if (key := type(value).__name__.lower()) in moved:  # Loader(dataset, world)
+            return f"{name}({key}): {moved[key]}"
+    if number > len(positional):
+        first = _all([p.name for p in positional]) if positional else "no argument"
+        return f"{name} takes {first} without a name, and {number} were given: write the others as name=value"
+    missing = [p.name for p in positional[number:] if p.default is p.empty and p.name not in kwargs]
+    missing += [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in kwargs]
+    if missing:
+        return f"{name} needs {_all(missing)}"
+    return f"{name}: {error}"
+
+
+def _all(names: Sequence[str]) -> str:
+    return listed(names, last=" and ")
