@@ -42,7 +42,7 @@ def step_in(parts: dict[str, Box]) -> int:
 def loaded(folder: Path) -> int | None:
     """The step that load_latest finds, its parts all of that step; None if none."""
     parts = of_step(-1)
-    manifest = Checkpoints(folder).load_latest(parts)
+    manifest = Checkpoints(folder, background=False).load_latest(parts)
     if manifest is None:
         assert step_in(parts) == -1
         return None

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,6 +136,49 @@ def test_a_program_that_ends_finishes_what_it_began(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
     assert [manifests.verify(path).step for path in tmp_path.iterdir()] == [7]
+
+
+def test_a_step_is_saved_twice_behind_the_loop_though_the_first_is_still_being_written(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    write, first = writer.write_file, threading.Event()
+
+    def slow(path: Path, state: Any) -> Any:
+        if not first.is_set():
+            first.set()
+            time.sleep(0.1)
+        return write(path, state)
+
+    monkeypatch.setattr(writer, "write_file", slow)
+    checkpoints = Checkpoints(tmp_path, keep_last=9)
+    for _ in range(2):
+        checkpoints.save(of_step(3), 3)
+    checkpoints.wait()
+    assert checkpoints.resume(of_step(0)) == 3
+    assert [path.name for path in checkpoints.all()] == ["step-00000003-2"]  # the first goes after it
+
+
+ENDS = """
+import torch, rankwise
+from pathlib import Path
+Path("checkpoints").write_text("in the way")
+parts = {"model": torch.nn.Linear(2, 2)}
+checkpoints = rankwise.Checkpoints("checkpoints")
+assert rankwise.init().rank == 0
+checkpoints.save(parts, 7)
+print("the last line", flush=True)
+"""
+
+
+@pytest.mark.parametrize("starter", [["python"], ["rankwise", "run", "--nproc", "1"]], ids=["python", "rankwise"])
+def test_a_program_whose_last_save_fails_after_its_last_line_ends_with_that_error(starter: list[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ENDS)
+    command = [sys.executable, *(["-m", *starter] if starter[0] == "rankwise" else []), "train.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert ended.returncode == 1, ended
+    assert "the last line" in ended.stdout
+    assert "error: cannot write" in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stdout + ended.stderr
 
 
 # --- errors
@@ -320,7 +364,7 @@ def fit_with_a_disk_in_the_way(folder: Path, n: int) -> tuple[str, list[str]]:
         if comm.is_main() and state.step == 4:
             there.unlink()
 
-    fit(folder, 6, said=out, actions=[act], keep_steps=(2, 5))
+    fit(folder, 6, said=out, actions=[act], at_steps=(2, 5))
     return out.getvalue(), told
 
 
@@ -347,7 +391,7 @@ def broken_fit(folder: Path) -> tuple[str, list[int], bool]:
             raise ValueError("of the loop")
 
     with contextlib.redirect_stdout(io.StringIO()):
-        kind, text = error_of(fit, folder, 6, actions=[act], keep_steps=(2,))
+        kind, text = error_of(fit, folder, 6, actions=[act], at_steps=(2,))
     return (
         f"{kind}: {text}",
         [manifests.verify(p).step for p in (folder / "checkpoints").iterdir()],
@@ -365,7 +409,7 @@ def resumed_from_each(folder: Path) -> list[bool]:
 
     from test_trainer_checkpoints import fit
 
-    unbroken, _ = fit(folder / "run", 8, save_every_s=0, keep_last=99)
+    unbroken, _ = fit(folder / "run", 8, every_s=0, keep_last=99)
     same = []
     for step in range(1, 8):
         shutil.copytree(folder / "run", folder / str(step)) if comm.is_main() else None

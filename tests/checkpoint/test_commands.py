@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Five checkpoints of the run `a`, the third of them the best; we stand where ./runs is."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "a" / "checkpoints"
-    checkpoints = Checkpoints(folder, keep_last=9, keep_best="eval_loss")
+    checkpoints = Checkpoints(folder, keep_last=9, keep_best="eval_loss", background=False)
     for step in STEPS:
         model = net(step)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -184,7 +184,7 @@ def test_prefixes_of_wrappers_go_and_tied_weights_load_as_their_format_has_them(
     kind: str, folder: Path, tmp_path: Path, typed: Run
 ) -> None:
     model, again = Tied(), Tied()
-    Checkpoints(folder).save({"model": nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": model})})}, 600)
+    Checkpoints(folder, background=False).save({"model": nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": model})})}, 600)
     assert typed("export", "--to", f"m.{kind}").exit_code == 0
     path = tmp_path / f"m.{kind}"
     if kind == "safetensors":
@@ -216,7 +216,7 @@ def test_a_mean_is_summed_in_float64(folder: Path, tmp_path: Path, typed: Run) -
         box = nn.Module()
         for name, tensor in state.items():
             box.register_buffer(name, tensor)
-        Checkpoints(folder, keep_last=9).save({"model": box}, step)
+        Checkpoints(folder, keep_last=9, background=False).save({"model": box}, step)
     assert typed("average", "--last", "3", "--to", "mean.pt").exit_code == 0
     mean = load(tmp_path / "mean.pt")
     expected = torch.tensor((2.0**24 + 2.0) / 3.0, dtype=torch.float64)
@@ -294,7 +294,7 @@ def test_what_is_no_age_is_an_error(text: str) -> None:
 
 
 def test_a_checkpoint_that_a_faster_clock_has_saved_is_not_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    checkpoints = Checkpoints(tmp_path, keep_last=3, background=False)
     saved = [checkpoints.save(of_step(step), step) for step in (1, 2, 3)]
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now)
@@ -346,7 +346,7 @@ def test_what_cannot_be_is_one_clear_line(words: tuple[str, ...], said: str, tmp
 
 
 def test_models_of_different_shapes_have_no_mean(folder: Path, typed: Run) -> None:
-    Checkpoints(folder).save({"model": nn.Linear(2, 2)}, 600)
+    Checkpoints(folder, background=False).save({"model": nn.Linear(2, 2)}, 600)
     done = typed("average", "--last", "2", "--to", "m.pt")
     assert done.exit_code == 2
     assert "are not of one model" in done.output
@@ -361,7 +361,7 @@ def test_without_safetensors_the_message_says_what_to_install(monkeypatch: pytes
 
 
 def test_of_several_runs_one_must_be_named(tmp_path: Path, typed: Run) -> None:
-    Checkpoints(tmp_path / "runs" / "b" / "checkpoints").save({"model": nn.Linear(1, 1)}, 1)
+    Checkpoints(tmp_path / "runs" / "b" / "checkpoints", background=False).save({"model": nn.Linear(1, 1)}, 1)
     done = typed("ls")
     assert done.exit_code == 2
     assert "which run? Give its name or folder; those here that have checkpoints: a, b" in done.output

@@ -197,7 +197,7 @@ def folder(tmp_path: Path) -> Path:
 
 def saving_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, steps: list[int]) -> None:
     """Another process saves the next of these steps, and prunes all older ones, each time that `name` is called."""
-    writer = Checkpoints(folder, keep_last=1)
+    writer = Checkpoints(folder, keep_last=1, background=False)
     original = getattr(module, name)
     busy = False
 
@@ -217,10 +217,10 @@ def saving_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch, module: Any,
 def test_a_checkpoint_that_is_pruned_while_it_is_verified_is_no_damage(
     folder: Path, newer: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Checkpoints(folder).save(of_step(1), 1)
+    Checkpoints(folder, background=False).save(of_step(1), 1)
     last = newer[-1]
     saving_meanwhile(folder, monkeypatch, manifests, "verify", newer)
-    found = Checkpoints(folder).find_latest()
+    found = Checkpoints(folder, background=False).find_latest()
     assert found is not None
     assert found[1].step == last
     assert "passed over" not in capsys.readouterr().out
@@ -232,11 +232,11 @@ def test_a_checkpoint_that_is_pruned_while_it_is_loaded_gives_way_to_the_newer(
 ) -> None:
     from rankwise.checkpoint import resume
 
-    Checkpoints(folder).save(of_step(1), 1)
+    Checkpoints(folder, background=False).save(of_step(1), 1)
     last = newer[-1]
     saving_meanwhile(folder, monkeypatch, resume, "load_part", newer)
     parts = of_step(-1)
-    manifest = Checkpoints(folder).load_latest(parts)
+    manifest = Checkpoints(folder, background=False).load_latest(parts)
     assert manifest is not None
     assert manifest.step == step_in(parts) == last
 
@@ -244,7 +244,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_loaded_gives_way_to_the_newer(
 def test_a_folder_that_is_moved_away_meanwhile_holds_no_damaged_checkpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Checkpoints(folder).save(of_step(1), 1)
+    Checkpoints(folder, background=False).save(of_step(1), 1)
     verify = manifests.verify
 
     def moved(path: Path) -> Any:
@@ -252,20 +252,20 @@ def test_a_folder_that_is_moved_away_meanwhile_holds_no_damaged_checkpoint(
         return verify(path)
 
     monkeypatch.setattr(manifests, "verify", moved)
-    assert Checkpoints(folder).find_latest() is None
+    assert Checkpoints(folder, background=False).find_latest() is None
 
 
 def test_damage_beside_a_writer_is_still_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Checkpoints(folder, 9).save(of_step(1), 1)
+    Checkpoints(folder, keep_last=9, background=False).save(of_step(1), 1)
     (folder / "step-00000001" / "model.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
-        Checkpoints(folder).find_latest()
+        Checkpoints(folder, background=False).find_latest()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
-        Checkpoints(folder).load_latest(of_step(0))
+        Checkpoints(folder, background=False).load_latest(of_step(0))
 
 
 def test_a_part_that_a_whole_checkpoint_lacks_is_an_error_and_not_looked_for_for_ever(folder: Path) -> None:
-    Checkpoints(folder).save(of_step(1), 1)
+    Checkpoints(folder, background=False).save(of_step(1), 1)
     parts = of_step(0)
     with pytest.raises(ConfigError, match="has no more"):
-        Checkpoints(folder).load_latest({**parts, "more": parts["model"]})
+        Checkpoints(folder, background=False).load_latest({**parts, "more": parts["model"]})

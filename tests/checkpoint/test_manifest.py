@@ -102,7 +102,7 @@ def test_a_manifest_of_which_a_byte_has_changed_is_damaged_though_it_says_the_sa
 
 
 def test_tensors_that_are_cut_off_are_named(tmp_path: Path) -> None:
-    path = Checkpoints(tmp_path).save({"model": torch.nn.Linear(300, 2)}, 1)
+    path = Checkpoints(tmp_path, background=False).save({"model": torch.nn.Linear(300, 2)}, 1)
     file = path / "model.pt"
     at = Manifest.read(path).files["model.pt"].layout
     for size, said in (
@@ -116,7 +116,9 @@ def test_tensors_that_are_cut_off_are_named(tmp_path: Path) -> None:
 
 
 def test_a_hole_over_many_tensors_names_the_first_and_counts_the_others(tmp_path: Path) -> None:
-    path = Checkpoints(tmp_path).save({"model": torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))}, 1)
+    path = Checkpoints(tmp_path, background=False).save(
+        {"model": torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))}, 1
+    )
     file = path / "model.pt"
     at = Manifest.read(path).files["model.pt"].layout["0.weight"].offset
     assert at is not None
@@ -128,7 +130,7 @@ def test_a_hole_over_many_tensors_names_the_first_and_counts_the_others(tmp_path
 
 def test_a_damaged_tensor_that_does_not_lie_in_order_is_named_too(tmp_path: Path) -> None:
     turned = torch.arange(400.0).reshape(20, 20).t()
-    path = Checkpoints(tmp_path).save({"model": torch.nn.ParameterList([torch.nn.Parameter(turned)])}, 1)
+    path = Checkpoints(tmp_path, background=False).save({"model": torch.nn.ParameterList([torch.nn.Parameter(turned)])}, 1)
     file = path / "model.pt"
     data = bytearray(file.read_bytes())
     data[data.index(torch.arange(400.0).numpy().tobytes()) + 801] ^= 1

@@ -35,7 +35,7 @@ def mirror(there: Path) -> Mirror:
 
 
 def saved(here: Path, *steps: int) -> list[Path]:
-    checkpoints = Checkpoints(here, keep_last=9)
+    checkpoints = Checkpoints(here, keep_last=9, background=False)
     return [save(checkpoints, step) for step in steps]
 
 
@@ -174,9 +174,7 @@ def test_a_store_that_cannot_be_read_is_an_error_that_names_it(mirror: Mirror, t
 
 @pytest.mark.parametrize("url", ["s4://bucket/x", "nosuch://x"])
 def test_a_protocol_that_nobody_speaks_is_an_error_with_the_url(url: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"^checkpoint_mirror='{url}': .*(Protocol|protocol|Install).*; give a folder, or a URL"
-    ):
+    with pytest.raises(ConfigError, match=rf"^mirror='{url}': .*(Protocol|protocol|Install).*; give a folder, or a URL"):
         Mirror(url)
 
 
@@ -252,7 +250,7 @@ def test_what_is_newer_here_is_gone_on_from_here(here: Path, there: Path) -> Non
     checkpoints = mirrored(here, there)
     checkpoints.save(of_step(7), 7)
     checkpoints.wait()
-    Checkpoints(here).save(of_step(8), 8)
+    Checkpoints(here, background=False).save(of_step(8), 8)
     parts = of_step(-1)
     assert mirrored(here, there).load_latest(parts) is not None
     assert step_in(parts) == 8
@@ -299,7 +297,7 @@ def test_a_store_that_cannot_be_read_does_not_begin_anew_in_silence(
     checkpoints._mirror._fs.glob = refuse
     with pytest.raises(CheckpointError, match=r"cannot be read: PermissionError: 403 Forbidden$"):
         checkpoints.load_latest(of_step(-1))
-    Checkpoints(here).save(of_step(8), 8)
+    Checkpoints(here, background=False).save(of_step(8), 8)
     parts = of_step(-1)
     assert checkpoints.load_latest(parts) is not None
     assert step_in(parts) == 8
@@ -313,7 +311,7 @@ def fit_mirrored(tmp: Path, name: str, steps: int, **settings: Any) -> tuple[lis
     from test_trainer_checkpoints import fit
 
     try:
-        return fit(tmp / name, steps, checkpoint_mirror=f"file://{tmp}/there", **settings)
+        return fit(tmp / name, steps, mirror=f"file://{tmp}/there", **settings)
     except ConfigError as error:
         return [], str(error)
 
@@ -333,6 +331,6 @@ def test_one_that_is_to_begin_anew_does_not_go_on_from_what_lies_there(tmp_path:
     on_ranks(1, fit_mirrored, tmp_path, "here", 5)
     for text in [text for _, text in on_ranks(2, fit_mirrored, tmp_path, "here", 8, fresh=True)]:
         assert text == (
-            f"to begin anew, checkpoint_mirror='file://{tmp_path}/there' must be empty, and step-00000005 is there; "
+            f"to begin anew, Checkpoints(mirror='file://{tmp_path}/there') must be empty, and step-00000005 is there; "
             "give another URL, or remove what is there"
         )

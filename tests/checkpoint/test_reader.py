@@ -25,7 +25,7 @@ from rankwise.errors import CheckpointError, DamagedError
 
 
 def saved(folder: Path, part: Any) -> tuple[Path, FileRecord]:
-    path = Checkpoints(folder).save({"part": part}, 1)
+    path = Checkpoints(folder, background=False).save({"part": part}, 1)
     return path / "part.pt", Manifest.read(path).files["part.pt"]
 
 
@@ -165,7 +165,7 @@ def test_a_module_holds_what_torch_would_have_loaded(kind: str, tmp_path: Path) 
     ours, theirs = new(), new()
     theirs.load_state_dict(torch.load(path, weights_only=True))
     addresses = [p.data_ptr() for p in ours.parameters()]
-    Checkpoints(tmp_path).load_latest({"part": ours})
+    Checkpoints(tmp_path, background=False).load_latest({"part": ours})
     assert_same(dict(ours.named_parameters()), dict(theirs.named_parameters()))
     assert_same(ours.state_dict(), theirs.state_dict())
     assert [p.data_ptr() for p in ours.parameters()] == addresses
@@ -176,7 +176,7 @@ def test_a_model_and_a_stepped_optimizer_are_read_into_and_nothing_is_copied(tmp
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     model(torch.randn(5, 30)).sum().backward()
     optimizer.step()
-    path = Checkpoints(tmp_path).save({"model": model, "optimizer": optimizer}, 1)
+    path = Checkpoints(tmp_path, background=False).save({"model": model, "optimizer": optimizer}, 1)
     for part in (model, optimizer):
         name = "model" if part is model else "optimizer"
         was = {place: (t.data_ptr(), t.clone()) for place, t in manifests.tensors(part.state_dict())}
@@ -211,8 +211,8 @@ def test_a_new_optimizer_goes_on_as_the_one_that_was_saved(
 
     one, two = new(), new()
     step(*one)
-    Checkpoints(tmp_path).save({"model": one[0], "optimizer": one[1]}, 1)
-    Checkpoints(tmp_path).load_latest({"model": two[0], "optimizer": two[1]})
+    Checkpoints(tmp_path, background=False).save({"model": one[0], "optimizer": one[1]}, 1)
+    Checkpoints(tmp_path, background=False).load_latest({"model": two[0], "optimizer": two[1]})
     for _ in range(3):
         step(*one)
         step(*two)
@@ -294,7 +294,7 @@ def test_a_bit_outside_the_tensors_that_differs_when_it_is_read_is_damage(
 
 def load_with_a_flip(folder: Path, on: int) -> tuple[int, int, list[str]]:
     at = Manifest.read(folder / "step-00000002").files["model.pt"].layout["value"].offset or 0
-    checkpoints, parts = Checkpoints(folder), of_step(-1)
+    checkpoints, parts = Checkpoints(folder, background=False), of_step(-1)
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log, "warn", lambda text, force=False: said.append(text))
@@ -319,7 +319,7 @@ def load_with_a_flip(folder: Path, on: int) -> tuple[int, int, list[str]]:
 @pytest.mark.parametrize("on", [0, 1])
 def test_a_bit_that_flips_on_the_way_to_one_rank_has_all_ranks_load_the_one_before(on: int, tmp_path: Path) -> None:
     for step in (1, 2):
-        path = Checkpoints(tmp_path).save(of_step(step), step)
+        path = Checkpoints(tmp_path, background=False).save(of_step(step), step)
     where = ", as rank 1 reads it" if on else ""
     said = [f"checkpoint passed over: {path / 'model.pt'} is damaged in tensor value{where}"]
     assert on_ranks(2, load_with_a_flip, tmp_path, on) == [(1, 1, said), (1, 1, [])]
@@ -327,12 +327,12 @@ def test_a_bit_that_flips_on_the_way_to_one_rank_has_all_ranks_load_the_one_befo
 
 def test_a_damaged_file_that_no_part_asks_for_is_damage_too(tmp_path: Path) -> None:
     for step in (1, 2):
-        path = Checkpoints(tmp_path).save({**of_step(step), "more": Box(torch.ones(100))}, step)
+        path = Checkpoints(tmp_path, background=False).save({**of_step(step), "more": Box(torch.ones(100))}, step)
     data = bytearray((path / "more.pt").read_bytes())
     data[len(data) // 2] ^= 1
     (path / "more.pt").write_bytes(data)
     parts = of_step(-1)
-    manifest = Checkpoints(tmp_path).load_latest(parts)
+    manifest = Checkpoints(tmp_path, background=False).load_latest(parts)
     assert manifest is not None
     assert manifest.step == step_in(parts) == 1
 
@@ -345,7 +345,7 @@ class Failing(Box):
 
 def load_failing(folder: Path) -> str:
     try:
-        Checkpoints(folder).load_latest({**of_step(0), "model": Failing()})
+        Checkpoints(folder, background=False).load_latest({**of_step(0), "model": Failing()})
     except AttributeError as error:
         comm.barrier()  # nobody waits for us
         return str(error)
@@ -353,7 +353,7 @@ def load_failing(folder: Path) -> str:
 
 
 def test_whatever_one_rank_raises_while_it_loads_all_raise(tmp_path: Path) -> None:
-    Checkpoints(tmp_path).save(of_step(1), 1)
+    Checkpoints(tmp_path, background=False).save(of_step(1), 1)
     assert on_ranks(2, load_failing, tmp_path) == ["no such thing"] * 2
 
 

@@ -102,7 +102,7 @@ def save_and_load(tmp: Path, where: Where, scope: str, background: bool) -> tupl
             checkpoints.save(of_step(step), step)
         checkpoints.wait()
         parts = of_step(-1)
-        manifest = Checkpoints(folder_of(tmp, where), scope=scope).load_latest(parts)
+        manifest = Checkpoints(folder_of(tmp, where), scope=scope, background=False).load_latest(parts)
     assert manifest is not None
     assert step_in(parts) == manifest.step
     return manifest.step, out.getvalue()
@@ -131,13 +131,13 @@ def test_with_scope_main_one_disk_has_them_and_the_others_load_a_copy_that_does_
 
 
 def test_a_scope_that_there_is_not_is_an_error_with_those_that_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint_scope='all': choose main \(rank 0 writes\) or node"):
-        Checkpoints(tmp_path, scope="all")
+    with pytest.raises(ConfigError, match=r"^Checkpoints\(scope='all'\): give one of 'main', 'node', or None"):
+        Checkpoints(tmp_path, scope="all", background=False)
 
 
 def test_shares_of_one_checkpoint_on_disks_apart_are_an_error_that_names_both_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^sharded_saves=True and checkpoint_scope='node': .* leave one of them out"):
-        Checkpoints(tmp_path, sharded=True, scope="node")
+    with pytest.raises(ConfigError, match=r"^Checkpoints\(sharded=True, scope='node'\): .* leave one of them out"):
+        Checkpoints(tmp_path, sharded=True, scope="node", background=False)
 
 
 # --- loading
@@ -146,7 +146,7 @@ def test_shares_of_one_checkpoint_on_disks_apart_are_an_error_that_names_both_ar
 def load(tmp: Path, where: Where, scope: str) -> tuple[int | None, str]:
     parts = of_step(-1)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        manifest = Checkpoints(folder_of(tmp, where), scope=scope).load_latest(parts)
+        manifest = Checkpoints(folder_of(tmp, where), scope=scope, background=False).load_latest(parts)
     assert (manifest.step if manifest is not None else -1) == step_in(parts)
     return manifest.step if manifest is not None else None, out.getvalue()
 
@@ -176,7 +176,7 @@ def test_a_node_that_has_an_older_one_alone_does_not_hold_the_others_back(tmp_pa
 def test_one_of_the_same_name_and_other_content_is_replaced_by_that_of_the_lowest_rank(tmp_path: Path) -> None:
     saved_apart(tmp_path)
     shutil.rmtree(tmp_path / "b" / "checkpoints")
-    Checkpoints(tmp_path / "b" / "checkpoints").save({**of_step(3), "more": of_step(3)["loader"]}, 3)
+    Checkpoints(tmp_path / "b" / "checkpoints", background=False).save({**of_step(3), "more": of_step(3)["loader"]}, 3)
     assert [step for step, _ in on_nodes(load, tmp_path, APART, "node")] == [3] * 4
     both = [digest_manifest(tmp_path / disk / "checkpoints" / "step-00000003") for disk in "ab"]
     assert both[0] == both[1] != ""
@@ -290,7 +290,7 @@ def trained(tmp: Path, where: Where, steps: int, **settings: Any) -> list[float]
 
 def test_a_training_whose_first_node_lost_its_disk_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     unbroken = on_nodes(trained, tmp_path / "unbroken", APART, 8)
-    on_nodes(trained, tmp_path, APART, 5, checkpoint_scope="node")
+    on_nodes(trained, tmp_path, APART, 5, scope="node")
     shutil.rmtree(tmp_path / "a")
-    assert on_nodes(trained, tmp_path, APART, 8, checkpoint_scope="node") == unbroken
+    assert on_nodes(trained, tmp_path, APART, 8, scope="node") == unbroken
     assert rankwise.__name__

@@ -49,11 +49,12 @@ def test_what_stays_for_one_reason_stays(rule: Retention, gone: list[int]) -> No
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"keep_last": 0}, "keep_last=0"),
-        ({"keep_younger_than_s": 0}, "keep_younger_than_s=0: give seconds"),
+        ({"keep_last": 0}, r"keep_last=0\): give a whole number from 1 up"),
+        ({"keep_younger_than_s": 0}, r"keep_younger_than_s=0\): give a number of seconds above 0 \(five minutes are 300\)"),
         ({"keep_younger_than_s": float("nan")}, "keep_younger_than_s=nan"),
-        ({"keep_steps": [3, -1]}, "-1 is no step"),
-        ({"keep_steps": ["3"]}, "'3' is no step"),
+        ({"at_steps": [3, -1]}, r"at_steps=\[3, -1\]\): give the steps, whole numbers from 1 up"),
+        ({"at_steps": ["3"]}, r"at_steps=\['3'\]"),
+        ({"keep_steps": [3]}, r"Checkpoints\(keep_steps=...\): it is now at_steps="),
     ],
 )
 def test_a_rule_that_cannot_be_is_an_error(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -62,13 +63,13 @@ def test_a_rule_that_cannot_be_is_an_error(settings: dict[str, Any], said: str, 
 
 
 def test_those_of_named_steps_stay_and_a_damaged_one_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_steps=(2, 4))
+    checkpoints = Checkpoints(tmp_path, keep_last=1, at_steps=(2, 4), background=False)
     for step in range(1, 7):
         checkpoints.save(of_step(step), step)
     assert names(tmp_path) == [2, 4, 6]
     (tmp_path / "step-00000006" / "model.pt").write_bytes(b"")
     (tmp_path / "step-00000004" / "model.pt").write_bytes(b"")
-    again = Checkpoints(tmp_path, keep_last=1, keep_steps=(2, 4))
+    again = Checkpoints(tmp_path, keep_last=1, at_steps=(2, 4), background=False)
     found = again.find_latest()
     assert found is not None
     assert found[1].step == 2
@@ -82,7 +83,7 @@ def aged(path: Path, age_s: float) -> None:
 
 
 def test_the_young_stay_however_many_they_are(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_younger_than_s=3600.0)
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_younger_than_s=3600.0, background=False)
     for step in range(1, 5):
         checkpoints.save(of_step(step), step)
     assert names(tmp_path) == [1, 2, 3, 4]
@@ -94,7 +95,7 @@ def test_the_young_stay_however_many_they_are(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_was_set_back_removes_nothing_young(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_younger_than_s=60.0)
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_younger_than_s=60.0, background=False)
     checkpoints.save(of_step(1), 1)
     aged(tmp_path / "step-00000001", -5000.0)
     checkpoints.save(of_step(2), 2)
@@ -104,7 +105,7 @@ def test_a_clock_that_was_set_back_removes_nothing_young(tmp_path: Path) -> None
 def fit_with_named_steps(folder: Path) -> list[int]:
     from test_trainer_checkpoints import fit
 
-    fit(folder, 7, keep_last=1, keep_steps=(2, 5))
+    fit(folder, 7, keep_last=1, at_steps=(2, 5))
     return names(folder / "checkpoints")
 
 
@@ -121,7 +122,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def store(folder: Path, keep_last: int = 1, name: str = "eval_loss", larger: bool | None = None) -> Checkpoints:
-    return Checkpoints(folder, keep_last, keep_best=name, larger_is_better=larger)
+    return Checkpoints(folder, keep_last=keep_last, keep_best=name, larger_is_better=larger, background=False)
 
 
 def save(checkpoints: Checkpoints, values: dict[int, float], name: str = "eval_loss") -> list[int]:
@@ -263,8 +264,8 @@ def test_a_life_that_asks_for_another_figure_keeps_the_best_by_that(folder: Path
     assert best_step(checkpoints) is None
     assert save(checkpoints, {3: 0.5, 4: 0.4}, "eval_accuracy") == [3, 4]
     with pytest.raises(ConfigError, match=r"best\(\) needs to know by which figure"):
-        Checkpoints(folder).best()
-    assert not Checkpoints(folder).is_best({})
+        Checkpoints(folder, background=False).best()
+    assert not Checkpoints(folder, background=False).is_best({})
 
 
 @pytest.mark.parametrize("name", ["model.pt", "loader.pt", "rng.pt", "manifest.json"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from rankwise.training.state import TrainState
 class Recorder:
     """In the place of Checkpoints: keeps which steps were saved, and raises the errors that it holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_best: str | None = None, at_steps: Collection[int] = ()) -> None:
+        self.keep_best, self.at_steps = keep_best, at_steps
         self.steps: list[int] = []
         self.metrics: list[Mapping[str, float]] = []
         self.save_errors: list[CheckpointError] = []
@@ -54,7 +55,7 @@ class Loop:
     """A Saving, and what it said and asked for."""
 
     def __init__(self, **given: Any) -> None:
-        self.checkpoints = Recorder()
+        self.checkpoints = Recorder(**given)
         self.said: list[str] = []
         self.readied: list[int] = []
         self.saving = Saving(
@@ -63,7 +64,6 @@ class Loop:
             ready=lambda state: self.readied.append(state.step),
             info=dict,
             ends=lambda state: state.last,
-            **given,
         )
 
 

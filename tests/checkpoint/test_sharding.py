@@ -46,7 +46,7 @@ def sums_of_step(step: int) -> dict[str, str]:
 
 
 def save(folder: Path, steps: tuple[int, ...], background: bool, sharded: bool = True) -> list[str]:
-    checkpoints = Checkpoints(folder, 9, background=background, sharded=sharded)
+    checkpoints = Checkpoints(folder, keep_last=9, background=background, sharded=sharded)
     paths = [checkpoints.save(of_step(step), step) for step in steps]
     checkpoints.wait()
     return [path.name for path in paths]
@@ -55,7 +55,7 @@ def save(folder: Path, steps: tuple[int, ...], background: bool, sharded: bool =
 def load(folder: Path, sharded: bool = False) -> tuple[int, dict[str, str], Any]:
     parts = of_step(99)
     parts["optimizer"] = torch.optim.AdamW(parts["model"].parameters())
-    manifest = Checkpoints(folder, sharded=sharded).load_latest(parts)
+    manifest = Checkpoints(folder, sharded=sharded, background=False).load_latest(parts)
     assert manifest is not None
     groups = [{name: value for name, value in group.items() if name != "params"} for group in parts["optimizer"].param_groups]
     return manifest.step, sums(parts), (groups, parts["box"].state["value"][2])
@@ -153,7 +153,7 @@ def test_a_damaged_share_is_named_and_the_checkpoint_before_is_loaded(damage: st
 
 def fail_once(folder: Path, on: int, how: str, background: bool) -> list[str]:
     """What is raised when step 2 is saved; steps 1 and 3 are saved in peace."""
-    checkpoints = Checkpoints(folder, 9, background=background, sharded=True)
+    checkpoints = Checkpoints(folder, keep_last=9, background=background, sharded=True)
     checkpoints.save(of_step(1), 1)
     checkpoints.wait()
     raised = []
@@ -210,7 +210,7 @@ def test_a_rank_that_cannot_write_its_share_is_an_error_on_all_and_nothing_is_le
 
 
 def die(folder: Path, on: int, at: str) -> None:
-    checkpoints = Checkpoints(folder, 9, background=True, sharded=True)
+    checkpoints = Checkpoints(folder, keep_last=9, background=True, sharded=True)
     checkpoints.save(of_step(1), 1)
     checkpoints.wait()
     if comm.rank() == on:
@@ -247,7 +247,7 @@ def differ(folder: Path) -> list[str]:
         parts["model"] = nn.Linear(40, 41)
     said: list[str] = []
     log.warning_once = said.append  # type: ignore[assignment]
-    Checkpoints(folder, sharded=True).save(parts, 1)
+    Checkpoints(folder, sharded=True, background=False).save(parts, 1)
     return said
 
 
@@ -263,7 +263,7 @@ def test_ranks_that_do_not_hold_the_same_tensors_have_the_main_rank_write_alone(
 
 def trained(folder: Path, max_steps: int, sharded: bool) -> list[float]:
     sharding._SMALL = 0  # the model is
-    return fit(folder, max_steps, sharded_saves=sharded)[0]
+    return fit(folder, max_steps, sharded=sharded)[0]
 
 
 @pytest.mark.parametrize("then", [1, 2])

@@ -41,7 +41,7 @@ def contents(folder: Path) -> set[str]:
 
 
 def saved(folder: Path, *steps: int, keep_last: int = 9, background: bool = False) -> Checkpoints:
-    checkpoints = Checkpoints(folder, keep_last, background=background)
+    checkpoints = Checkpoints(folder, keep_last=keep_last, background=background)
     for step in steps:
         assert checkpoints.save(of_step(step), step) == folder / f"step-{step:08d}"
     checkpoints.wait()
@@ -68,7 +68,7 @@ def test_nested_states_come_back_equal(folder: Path, background: bool) -> None:
     checkpoints.save({"a": Box(state), "b": Box()}, 3, {"threads": 2, "nested": {"x": [1]}})
     checkpoints.wait()
     parts = {"a": Box(), "b": Box("other")}
-    manifest = Checkpoints(folder).load_latest(parts)
+    manifest = Checkpoints(folder, background=False).load_latest(parts)
     assert manifest is not None
     assert (manifest.step, manifest.world_size, manifest.torch) == (3, 1, torch.__version__)
     assert manifest.info == {"threads": 2, "nested": {"x": [1]}}
@@ -94,7 +94,7 @@ def test_tensors_that_share_memory_are_written_once_and_share_it_again(folder: P
     checkpoints.wait()
     assert (path / "a.pt").stat().st_size < 60_000
     box = Box()
-    Checkpoints(folder).load_latest({"a": box})
+    Checkpoints(folder, background=False).load_latest({"a": box})
     first, second, _ = box.state["value"]
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     assert torch.equal(second, shared[5:])
@@ -126,7 +126,9 @@ def test_a_model_its_optimizer_and_the_random_stream_go_on_as_if_nothing_had_bee
     checkpoints.wait()
     torch.manual_seed(99)
     other, other_optimizer, other_scheduler = trained()
-    Checkpoints(folder).load_latest({"model": other, "optimizer": other_optimizer, "scheduler": other_scheduler})
+    Checkpoints(folder, background=False).load_latest(
+        {"model": other, "optimizer": other_optimizer, "scheduler": other_scheduler}
+    )
     shutil.rmtree(folder)  # what is loaded does not hang on the file
     go_on(other, other_optimizer, other_scheduler, 4)
     assert all(torch.equal(value, expected[name]) for name, value in other.state_dict().items())
@@ -135,7 +137,7 @@ def test_a_model_its_optimizer_and_the_random_stream_go_on_as_if_nothing_had_bee
 def test_every_file_is_read_by_torch_alone_and_names_have_no_prefix(folder: Path) -> None:
     model, optimizer, scheduler = trained()
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    path = Checkpoints(folder).save(parts, 3)
+    path = Checkpoints(folder, background=False).save(parts, 3)
     assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "model.pt", "optimizer.pt", "rng.pt", "scheduler.pt"]
     states = {p.stem: torch.load(p, weights_only=True) for p in path.glob("*.pt")}
     assert list(states["model"]) == list(model.state_dict())
@@ -148,7 +150,7 @@ def test_every_file_is_read_by_torch_alone_and_names_have_no_prefix(folder: Path
 
 def test_without_a_checkpoint_nothing_is_loaded_and_nothing_made(folder: Path) -> None:
     assert loaded(folder) is None
-    assert Checkpoints(folder).find_latest() is None
+    assert Checkpoints(folder, background=False).find_latest() is None
     assert not folder.exists()
 
 
@@ -160,12 +162,12 @@ def test_the_newest_is_loaded_and_the_oldest_are_pruned(folder: Path, background
         assert loaded(folder) == 9
         shutil.rmtree(folder)
     with pytest.raises(ConfigError, match="keep_last=0"):
-        Checkpoints(folder, 0)
+        Checkpoints(folder, keep_last=0, background=False)
 
 
 @pytest.mark.parametrize("keep_last", [1, 2, 3, 4, 5, 6, 7, 20])
 def test_as_many_stay_as_are_to_be_kept_however_many_there_are(folder: Path, keep_last: int) -> None:
-    checkpoints = Checkpoints(folder, keep_last)
+    checkpoints = Checkpoints(folder, keep_last=keep_last, background=False)
     for step in range(1, 9):
         checkpoints.save(of_step(step), step)
         kept = [f"step-{s:08d}" for s in range(max(1, step - keep_last + 1), step + 1)]
@@ -197,7 +199,7 @@ def test_a_folder_that_is_no_checkpoint_of_ours_is_left_alone(folder: Path) -> N
 
 
 def test_the_time_of_saving_is_metered(folder: Path) -> None:
-    checkpoints = Checkpoints(folder)
+    checkpoints = Checkpoints(folder, background=False)
     assert checkpoints.wait_s == 0.0
     checkpoints.save(of_step(1), 1)
     assert 0.0 < checkpoints.wait_s < 60.0
@@ -207,7 +209,7 @@ def test_the_time_of_saving_is_metered(folder: Path) -> None:
 
 
 def newest(folder: Path) -> Path:
-    return Checkpoints(folder).all()[-1]
+    return Checkpoints(folder, background=False).all()[-1]
 
 
 @pytest.mark.parametrize("name", ["model.pt", "loader.pt", "rng.pt", "manifest.json"])
@@ -263,7 +265,7 @@ def test_a_bit_that_flips_in_a_manifest_is_found_or_changes_no_part(folder: Path
     saved(folder, 1, 2)
     for at in flips(newest(folder) / manifests.NAME, 150, random.Random(1)):
         parts = of_step(-1)
-        manifest = Checkpoints(folder).load_latest(parts)
+        manifest = Checkpoints(folder, background=False).load_latest(parts)
         assert manifest is not None
         assert step_in(parts) in (1, 2), at
 
@@ -271,7 +273,7 @@ def test_a_bit_that_flips_in_a_manifest_is_found_or_changes_no_part(folder: Path
 @pytest.mark.parametrize("field", ["step", "world_size", "torch", "info"])
 def test_a_bit_that_flips_in_a_figure_of_the_manifest_is_found(folder: Path, field: str) -> None:
     saved(folder, 1)
-    Checkpoints(folder).save(of_step(4), 4, {"threads": 4})
+    Checkpoints(folder, background=False).save(of_step(4), 4, {"threads": 4})
     path = newest(folder) / manifests.NAME
     text = path.read_text()
     old, new = {
@@ -282,7 +284,7 @@ def test_a_bit_that_flips_in_a_figure_of_the_manifest_is_found(folder: Path, fie
     }[field]
     assert text.count(old) == 1
     path.write_text(text.replace(old, new))
-    found = Checkpoints(folder).find_latest()
+    found = Checkpoints(folder, background=False).find_latest()
     assert found is not None
     assert found[0].name == "step-00000001"
 
@@ -300,7 +302,7 @@ def test_the_damaged_tensor_is_named_where_a_bit_lies_in_one(folder: Path, capsy
 
 def test_when_all_are_damaged_the_error_says_what_to_type(folder: Path) -> None:
     saved(folder, 1, 2)
-    for path in Checkpoints(folder).all():
+    for path in Checkpoints(folder, background=False).all():
         (path / "model.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole \(.*model.pt has 0 of .*--fresh.*--name"):
         loaded(folder)
@@ -313,7 +315,7 @@ def test_a_save_survives_though_damaged_checkpoints_have_higher_steps(folder: Pa
     for step in damaged:
         (folder / f"step-{step:08d}" / "model.pt").write_bytes(b"")
     assert loaded(folder) == 200
-    path = Checkpoints(folder, keep_last).save(of_step(300), 300)
+    path = Checkpoints(folder, keep_last=keep_last, background=False).save(of_step(300), 300)
     assert path.exists()
     assert loaded(folder) == 300
 
@@ -362,10 +364,10 @@ def test_a_writer_killed_at_any_moment_leaves_whole_checkpoints_alone(folder: Pa
         assert found is not None
         assert begun - 1 - background <= found <= begun  # the one before may have been under way still
         hit += bool(leftovers(folder))
-        for path in Checkpoints(folder).all():
+        for path in Checkpoints(folder, background=False).all():
             manifests.verify(path)
         # Whoever goes on finds the folder as if nobody had died.
-        Checkpoints(folder).save(of_step(10**7), 10**7)
+        Checkpoints(folder, background=False).save(of_step(10**7), 10**7)
         assert leftovers(folder) == []
         shutil.rmtree(folder)
     assert hit > 0, "no writer was killed while it wrote"
@@ -377,7 +379,7 @@ EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtr
 def save_and_die(folder: Path, steps: tuple[int, ...], at_event: int, background: bool) -> None:
     """SIGKILL at the so-many-th thing that is done to files; exits with 0 if there are fewer."""
     torch.set_num_threads(1)
-    Checkpoints(folder).save(of_step(1), 1)  # whatever is imported on first use is imported
+    Checkpoints(folder, background=False).save(of_step(1), 1)  # whatever is imported on first use is imported
     count = 0
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -417,7 +419,7 @@ def test_a_writer_killed_at_any_of_its_file_operations_leaves_a_whole_checkpoint
         assert found is not None
         assert found >= newest  # a later death finds no older state
         newest = found
-        for path in Checkpoints(folder).all():
+        for path in Checkpoints(folder, background=False).all():
             manifests.verify(path)
     assert newest == 3
 
@@ -473,7 +475,7 @@ def test_a_state_that_could_not_be_read_again_is_refused_when_it_is_saved(folder
         assert "part" in str(error)  # noqa: PT017  # either is right: refused, or readable
         return
     box = Box()
-    assert Checkpoints(folder).load_latest({"part": box}) is not None
+    assert Checkpoints(folder, background=False).load_latest({"part": box}) is not None
     assert np.array_equal(box.state["value"], value)
 
 
@@ -493,14 +495,14 @@ def draws() -> list[float]:
 def save_on_ranks(folder: Path) -> tuple[str, list[float]]:
     seed.seed_rank(3, comm.rank())
     draws()
-    path = Checkpoints(folder).save({"model": Box(comm.rank())}, 5)
+    path = Checkpoints(folder, background=False).save({"model": Box(comm.rank())}, 5)
     return path.name, draws()
 
 
 def load_on_ranks(folder: Path) -> tuple[Any, list[float], int]:
     seed.seed_rank(77, comm.rank())
     box = Box()
-    manifest = Checkpoints(folder).load_latest({"model": box})
+    manifest = Checkpoints(folder, background=False).load_latest({"model": box})
     assert manifest is not None
     return box.state["value"], draws(), manifest.world_size
 
@@ -520,7 +522,7 @@ def test_each_rank_goes_on_with_its_own_random_stream(folder: Path, capfd: pytes
 
 def load_with_another_listing(folder: Path) -> int:
     """What a network file system may show: the newest is not there yet for other ranks."""
-    checkpoints = Checkpoints(folder)
+    checkpoints = Checkpoints(folder, background=False)
     if comm.rank() > 0:
         checkpoints.all = lambda: [folder / "step-00000001"]  # type: ignore[method-assign]
     parts = of_step(-1)
@@ -540,7 +542,7 @@ def load_errors(folder: Path, change: str) -> tuple[str, str]:
     optimizer: Any = torch.optim.AdamW(model.parameters())
     parts = {"model": model, "optimizer": optimizer}
     if change == "save":
-        Checkpoints(folder).save(parts, 1)
+        Checkpoints(folder, background=False).save(parts, 1)
         return "", ""
     if change == "shape":
         parts["model"] = nn.Linear(4, 3)
@@ -553,7 +555,7 @@ def load_errors(folder: Path, change: str) -> tuple[str, str]:
     elif change == "one rank" and comm.rank() == 1:
         parts["model"] = nn.Linear(4, 3)
     try:
-        Checkpoints(folder).load_latest(parts)
+        Checkpoints(folder, background=False).load_latest(parts)
     except Exception as error:
         comm.barrier()  # nobody waits for us
         return type(error).__name__, str(error)
@@ -581,8 +583,8 @@ def test_a_model_that_does_not_fit_is_a_config_error_on_every_rank(folder: Path)
 def fail_on_ranks(folder: Path) -> list[tuple[str, str]]:
     seen = []
     for act in (
-        lambda: Checkpoints(folder / "file" / "checkpoints").save({"model": Box(1)}, 1),
-        lambda: Checkpoints(folder / "damaged").load_latest({"model": Box()}),
+        lambda: Checkpoints(folder / "file" / "checkpoints", background=False).save({"model": Box(1)}, 1),
+        lambda: Checkpoints(folder / "damaged", background=False).load_latest({"model": Box()}),
     ):
         try:
             act()
@@ -608,7 +610,7 @@ def test_a_damaged_checkpoint_is_not_one_of_those_that_are_kept(folder: Path) ->
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    checkpoints = Checkpoints(folder, keep_last=2)
+    checkpoints = Checkpoints(folder, keep_last=2, background=False)
     assert checkpoints.load_latest(of_step(0)) is not None
     checkpoints.save(of_step(3), 3)
     assert [p.name for p in checkpoints.all()] == ["step-00000001", "step-00000003"]
@@ -620,7 +622,48 @@ def test_what_was_loaded_does_not_hang_on_the_file(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 300)).sum().backward()
     optimizer.step()
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path, background=False)
     checkpoints.save({"model": model, "optimizer": optimizer}, 1)
     checkpoints.load_latest({"model": model, "optimizer": optimizer})
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+# --- as parts of a loop of one's own
+
+
+def resumed_in_the_run(folder: Path) -> list[int]:
+    os.chdir(folder)
+    sys.argv = ["train.py"]
+    sys.modules["__main__"].__file__ = "train.py"
+    steps = []
+    for _ in range(2):
+        checkpoints = Checkpoints()  # before anything is known of ranks
+        parts = of_step(0)
+        steps.append(checkpoints.resume(parts))
+        checkpoints.save(of_step(steps[-1] + 4), steps[-1] + 4)
+        checkpoints.wait()
+        assert checkpoints.folder == folder / "runs" / "train" / "checkpoints"
+    return steps
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_checkpoints_without_a_folder_are_those_of_the_run_and_resume_says_the_step(ranks: int, tmp_path: Path) -> None:
+    assert on_ranks(ranks, resumed_in_the_run, tmp_path) == [[0, 4]] * ranks
+
+
+def test_a_part_that_may_begin_anew_need_not_be_in_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Checkpoints(folder, background=False).save({"a": Box(1)}, 3)
+    new = Box(5)
+    assert Checkpoints(folder).resume({"a": Box(), "ema": new}, may_begin_anew=["ema"]) == 3
+    assert "the checkpoint has no ema: it begins now\n" in capsys.readouterr().out
+    assert new.state_dict() == Box(5).state_dict()
+    with pytest.raises(ConfigError, match="has no ema"):
+        Checkpoints(folder).resume({"a": Box(), "ema": Box()})
+
+
+def test_to_begin_anew_sets_aside_what_is_there(folder: Path) -> None:
+    checkpoints = Checkpoints(folder, background=False)
+    checkpoints.save({"a": Box(1)}, 3)
+    checkpoints.begin_anew()
+    assert Checkpoints(folder).resume({"a": Box()}) == 0
+    assert [path.name for path in (folder.parent / f"{folder.name}.old-1").iterdir()] == ["step-00000003"]

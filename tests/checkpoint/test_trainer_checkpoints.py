@@ -17,6 +17,7 @@ from boxes import background, small_disk
 from ranks import on_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
+from trainers import trainer_of
 
 import rankwise
 from rankwise.checkpoint import Checkpoints
@@ -47,10 +48,10 @@ def fit(folder: Path, max_steps: int, said: io.StringIO | None = None, **setting
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    settings = {"global_batch_size": 8, "log_every": 1, "save_every_s": 1e9, **settings}
+    settings = {"global_batch_size": 8, "log_every": 1, "every_s": 1e9, **settings}
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
     with contextlib.redirect_stdout(said or io.StringIO()) as out:
-        state = rankwise.Trainer(
+        state = trainer_of(
             model, optimizer, step_fn, data(), scheduler=scheduler, max_steps=max_steps, run_dir=folder, **settings
         ).fit()
     return torch.cat([p.detach().reshape(-1) for p in state.model.parameters()]).tolist(), out.getvalue()
@@ -129,9 +130,7 @@ def fit_on_a_full_disk(disk: Path, freed_at: int, background: bool) -> tuple[str
             filler.unlink()
 
     out = io.StringIO()
-    kind, text = error_of(
-        fit, disk / "run", 5, save_every_s=0, log_every=1, actions=[fill], said=out, background_saves=background
-    )
+    kind, text = error_of(fit, disk / "run", 5, every_s=0, log_every=1, actions=[fill], said=out, background=background)
     return f"{kind}: {text}", out.getvalue()
 
 
@@ -165,7 +164,7 @@ def fit_though_taken_over(folder: Path, background: bool) -> tuple[str, str]:
         if state.step == 2 and rankwise.init().is_main:
             write_json(RunDir(folder).lease, asdict(replace(Holder.this_process(), host="node7", token="another's")))
 
-    return error_of(fit, folder, 5, save_every_s=0, log_every=1, actions=[take_over], background_saves=background)
+    return error_of(fit, folder, 5, every_s=0, log_every=1, actions=[take_over], background=background)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -202,9 +201,9 @@ def fit_scripted(
     remember = lambda now: None  # noqa: E731
     writers.find_spec = lambda name: None  # type: ignore[assignment, misc]
     model = nn.Linear(3, 1)
-    trainer = rankwise.Trainer(
+    trainer = trainer_of(
         model, torch.optim.SGD(model.parameters(), 0.01), step_fn, data(), eval_data=data(), eval_fn=scripted(figures, state),
-        global_batch_size=8, max_steps=max_steps, run_dir=folder, actions=[remember], **{"save_every_s": 1e9, **settings},
+        global_batch_size=8, max_steps=max_steps, run_dir=folder, actions=[remember], **{"every_s": 1e9, **settings},
     )  # fmt: skip
     state.append(trainer.state)
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -239,13 +238,13 @@ def test_a_later_life_of_a_trainer_knows_the_best_of_the_earlier(tmp_path: Path)
 def test_a_figure_of_an_earlier_step_is_not_taken_for_that_of_a_checkpoint(tmp_path: Path) -> None:
     """Saved at each step, evaluated at each fifth: the checkpoints between have no figure."""
     figures = {5: 3.0, 7: 1.0}
-    on_ranks(1, fit_scripted, tmp_path / "run", 7, figures, eval_every=5, save_every_s=0, log_every=1, keep_last=9)
+    on_ranks(1, fit_scripted, tmp_path / "run", 7, figures, eval_every=5, every_s=0, log_every=1, keep_last=9)
     found = {p.name: manifests.verify(p).metrics.get("eval_loss") for p in (tmp_path / "run" / "checkpoints").iterdir()}
     assert found == dict(zip(names(*range(1, 8)), [None, None, None, None, 3.0, None, 1.0], strict=True))
 
 
 def fit_by_training_loss(folder: Path) -> tuple[str, list[str]]:
-    said = fit(folder, 6, keep_best="loss", keep_last=1, save_every_s=0)[1]
+    said = fit(folder, 6, keep_best="loss", keep_last=1, every_s=0)[1]
     return said, [p.name for p in (folder / "checkpoints").iterdir()]
 
 
@@ -279,13 +278,16 @@ def error_of(function: Callable[..., Any], *args: Any, **settings: Any) -> tuple
     ("settings", "said"),
     [
         ({"keep_last": 0}, "keep_last=0"),
-        ({"keep_best": "eval_loss"}, "keep_best='eval_loss': nothing is evaluated without eval_data"),
+        ({"keep_best": "eval_loss"}, "keep_best='eval_loss': nothing is evaluated without evaluate=..."),
         ({"keep_best": "los", "larger_is_better": False}, "keep_best='los': nothing is evaluated"),
         (
             {"keep_best": "accuracy", "larger_is_better": True, "eval_data": data()},
-            "is called eval_ and the name that eval_fn gives",
+            "keep_best='accuracy': nothing measures that; what is evaluated is called eval_...",
         ),
-        ({"keep_best": "eval_x", "larger_is_better": True, "eval_data": data()}, "without eval_fn the one figure"),
+        (
+            {"keep_best": "eval_x", "larger_is_better": True, "eval_data": data()},
+            "without a function Evaluate measures eval_loss alone",
+        ),
         ({"keep_best": "eval_accuracy", "eval_data": data(), "eval_fn": len}, "is more of it better"),
         ({"larger_is_better": True}, "larger_is_better=True says nothing without keep_best"),
     ],

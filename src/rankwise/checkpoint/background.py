@@ -56,6 +56,10 @@ class Background:
             self._error = error
 
     @property
+    def is_at_work(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def error(self) -> BaseException | None:
         """What the work raised, as far as it has come; not waited for."""
         return self._error

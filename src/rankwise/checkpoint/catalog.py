@@ -1,6 +1,6 @@
 """The checkpoints that lie in one folder, and what this process knows of each: which is the newest, the best, damaged, to go.
 
-    catalog = Catalog(folder, Retention.of(2), None, None)
+    catalog = Catalog(folder, Retention(2), None, None)
     found = catalog.find_newest({}, catalog.verify)      # (folder, manifest), or None
     gone = catalog.prune(newest)
 

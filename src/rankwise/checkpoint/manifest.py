@@ -98,6 +98,9 @@ class Manifest:
     def bytes(self) -> int:
         return sum(record.bytes for record in self.files.values())
 
+    def has(self, part: str) -> bool:
+        return f"{part}.pt" in self.files
+
     def text(self) -> str:
         """With a checksum of itself."""
         record = asdict(self)

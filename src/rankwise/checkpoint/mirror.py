@@ -142,12 +142,12 @@ def _file_system(url: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ImportError:
-        raise ConfigError(f"checkpoint_mirror={url!r} needs fsspec: pip install 'rankwise[remote]'") from None
+        raise ConfigError(f"mirror={url!r} needs fsspec: pip install 'rankwise[remote]'") from None
     try:
         fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     except (ImportError, ValueError) as error:  # the client of that store is not installed, or there is none
         raise ConfigError(
-            f"checkpoint_mirror={url!r}: {_told(error)}; give a folder, or a URL such as s3://BUCKET/RUN or gs://BUCKET/RUN, "
+            f"mirror={url!r}: {_told(error)}; give a folder, or a URL such as s3://BUCKET/RUN or gs://BUCKET/RUN, "
             "and install what fsspec needs for that store (pip install s3fs, gcsfs, ...)"
         ) from None
     return fs, str(root).rstrip("/")

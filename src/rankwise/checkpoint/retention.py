@@ -19,6 +19,7 @@ from typing import TypeVar
 from rankwise.checkpoint.folders import order
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.errors import ConfigError
+from rankwise.training.metric import is_larger_better
 
 T = TypeVar("T")
 
@@ -30,18 +31,6 @@ class Retention:
     last: int
     younger_than_s: float = 0.0
     steps: frozenset[int] = frozenset()
-
-    @classmethod
-    def of(cls, last: int, younger_than_s: float | None = None, steps: Collection[int] = ()) -> Retention:
-        """Raises ConfigError for what cannot be."""
-        if last < 1:
-            raise ConfigError(f"keep_last={last}: at least one checkpoint must stay")
-        if younger_than_s is not None and not younger_than_s > 0:
-            raise ConfigError(f"keep_younger_than_s={younger_than_s}: give seconds, more than 0")
-        for step in steps:
-            if not isinstance(step, int) or step < 0:
-                raise ConfigError(f"keep_steps={list(steps)}: {step!r} is no step")
-        return cls(last, younger_than_s or 0.0, frozenset(steps))
 
     def find_gone(self, ages_s: Mapping[Path, float], best: Collection[Path] = ()) -> list[Path]:
         """Those that need not stay, of checkpoints with their ages, the oldest step first."""
@@ -74,11 +63,7 @@ class Best:
             if larger_is_better is not None:
                 raise ConfigError(f"larger_is_better={larger_is_better} says nothing without keep_best: name a figure there")
             return None
-        if larger_is_better is None:
-            if not name.endswith("loss"):
-                raise ConfigError(f"keep_best={name!r}: is more of it better? Say larger_is_better=True, or False")
-            larger_is_better = False
-        return cls(name, larger_is_better)
+        return cls(name, is_larger_better(f"keep_best={name!r}", name, larger_is_better))
 
     def rank(self, metrics: Mapping[str, float | None]) -> float | None:
         """The figure, turned so that less is better; None where it was not measured, or is not finite: never the best."""
@@ -106,15 +91,3 @@ def find_best_figure(manifests: Sequence[Manifest]) -> Best:
             return Best(**manifest.best)
     figures = ", ".join(dict.fromkeys(name for manifest in manifests for name in manifest.metrics)) or "none"
     raise ConfigError(f"the best by which figure? Its run named none: type --by NAME; the figures that there are: {figures}")
-
-
-def check_name(name: str, evaluates: bool, by_eval_fn: bool) -> None:
-    """Raises ConfigError for a figure that nothing will measure."""
-    if name == "loss":
-        return
-    if not evaluates:
-        raise ConfigError(f"keep_best={name!r}: nothing is evaluated without eval_data; 'loss' is that of training")
-    if not name.startswith("eval_"):
-        raise ConfigError(f"keep_best={name!r}: a figure of an evaluation is called eval_ and the name that eval_fn gives it")
-    if not by_eval_fn and name != "eval_loss":
-        raise ConfigError(f"keep_best={name!r}: without eval_fn the one figure of an evaluation is 'eval_loss'")

@@ -7,7 +7,7 @@ actions = [every(saving, seconds=300), saving.if_best]       # after each step; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ class Saving:
     """An action that saves; its methods that take a state are actions too. Of one loop, and of all that `state.parts` holds.
 
     `ready` runs before each save, collective. `info` goes into the checkpoint's manifest. `ends`: whether the loop is over: a
-    save that fails then is an error, and a warning before, for older checkpoints stay and the next may succeed. `keep_best`,
-    `at_steps`: those of `checkpoints`.
+    save that fails then is an error, and a warning before, for older checkpoints stay and the next may succeed.
     """
 
     def __init__(
@@ -33,13 +32,11 @@ class Saving:
         ready: Callable[[TrainState], None],
         info: Callable[[], Mapping[str, Any]],
         ends: Callable[[TrainState], bool],
-        keep_best: str | None = None,
-        at_steps: Collection[int] = (),
     ) -> None:
         self._checkpoints = checkpoints
         self._say = say
         self._ready, self._info, self._ends = ready, info, ends
-        self._keep_best, self._at_steps = keep_best, at_steps
+        self._keep_best, self._at_steps = checkpoints.keep_best, checkpoints.at_steps
         self._saved_step = -1
         self._told: BaseException | None = None
         self.folder: Path | None = None
@@ -61,7 +58,7 @@ class Saving:
         except CheckpointError as error:
             self._say_not_saved(error)
         try:
-            self.folder = self._checkpoints.save(state.parts, state.step, self._info(), state.metrics_now())
+            self.folder = self._checkpoints.save(state.parts, state.step, self._info(), state.measured_now)
         except CheckpointError as error:
             if self._ends(state):
                 raise
@@ -82,7 +79,7 @@ class Saving:
 
     def if_best(self, state: TrainState) -> None:
         """Collective. After an evaluation that is the best so far. The first one must have measured `keep_best`."""
-        figures = state.metrics_now()
+        figures = state.measured_now
         evaluated = any(name.startswith("eval_") for name in figures)
         expected = self._keep_best in figures or (evaluated and self._keep_best not in state.measured)
         if expected and self._checkpoints.is_best(figures):

@@ -1,12 +1,12 @@
 """The checkpoints of one run: whole or absent, verified on load, the one before used when the newest is damaged.
 
-    checkpoints = Checkpoints(run_dir / "checkpoints")
-    manifest = checkpoints.load_latest({"model": model, "optimizer": optimizer, "loader": loader})
+    checkpoints = Checkpoints()
+    step = checkpoints.resume({"model": model, "optimizer": optimizer, "loader": loader})     # 0 if there is none
     checkpoints.save({"model": model, ...}, step=400)
 
 Which stay: the last few, and the best by a figure, if one is named:
 
-    checkpoints = Checkpoints(folder, keep_last=2, keep_best="eval_accuracy", larger_is_better=True)
+    checkpoints = Checkpoints(keep_last=2, keep_best="eval_accuracy", larger_is_better=True)
     checkpoints.save(parts, step=400, metrics={"eval_accuracy": 0.93});  checkpoints.best()
 
     checkpoints/step-00000400/{manifest.json, model.pt, optimizer.pt, ..., rng.pt}
@@ -17,9 +17,11 @@ With `sharded=True` all ranks write, each its share (sharding.py).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import math
+import os
 import shutil
 import time
 from collections import Counter
@@ -30,11 +32,12 @@ from typing import Any
 
 import torch
 
+from rankwise import errors
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint import resume, sharding
 from rankwise.checkpoint.background import Background, Snapshot
 from rankwise.checkpoint.catalog import Catalog
-from rankwise.checkpoint.folders import remove
+from rankwise.checkpoint.folders import order, remove
 from rankwise.checkpoint.manifest import Manifest
 from rankwise.checkpoint.mirror import Mirror
 from rankwise.checkpoint.replicate import group_by_folder
@@ -42,65 +45,111 @@ from rankwise.checkpoint.retention import Best, Retention
 from rankwise.checkpoint.writer import CheckpointWriter, Others, await_folder, collect_states, write_share
 from rankwise.dist import comm, log, seed
 from rankwise.dist.guards import agreed, run_on_firsts, run_on_main, settle
+from rankwise.dist.world import checkpoint_scope as scope_of
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
+from rankwise.host.arguments import FLAG, FROM_ONE, NOT_NEGATIVE, PATH, SECONDS, STEPS, TEXT, one_of, takes
 from rankwise.run.lease import Fence
+from rankwise.training.open_run import run_path, set_aside
 from rankwise.training.state import Stateful
 
 
 class Checkpoints:
-    """`keep_last`: how many stay; the newest is never deleted. `keep_best`: the name of a figure (`eval_loss`); the checkpoint
-    with the least of it stays too, or that with the most if `larger_is_better`, which only a loss need not say. So do those of
-    `keep_steps`, and those `keep_younger_than_s`. What is damaged goes once something newer is whole.
+    """`folder`: None for that of the run: in the run directory of the launcher, else in ./runs/<the script's name>.
 
-    `background`: `save` copies the state and returns; a thread of the main rank writes it while the loop goes on. Call `wait`
-    before the end. One save at a time is under way, in host memory as large as the state.
+    When the Trainer saves: every `every_s` seconds, `every_steps`, `every_epochs`, and at the steps `at_steps`, which stay for
+    good. Which stay: the last `keep_last`; the newest is never deleted. `keep_best`: the name of a figure (`eval_loss`); the
+    checkpoint with the least of it stays too, or that with the most if `larger_is_better`, which only a loss need not say. So
+    do those `keep_younger_than_s`. What is damaged goes once something newer is whole.
+
+    `background`: `save` copies the state and returns; a thread of the main rank writes it while the loop goes on. A program
+    that ends first finishes the writing; if that fails then, it ends with status 1 and says why. `wait` waits. One save at a
+    time is under way, in host memory as large as the state.
 
     `sharded`: of modules and optimizers, which must be alike on all ranks, each rank copies and writes a share: for states that
     take one rank long. All ranks must see the folder. It is loaded on any number of ranks, sharded or not.
 
     `scope`: `main`, and the main rank writes; `node`, and so does the first rank of each node, where they have disks of their
-    own. What is loaded is the newest that any node has; those that do not see it get a copy through the process group.
-    `mirror`: a URL for fsspec, where what is saved is copied behind the loop, and from where it is had when it is newer there
-    or whole there alone. A failure of it is a warning.
+    own; None: what `rankwise run --checkpoint-scope` says. What is loaded is the newest that any node has; those that do not
+    see it get a copy through the process group. `mirror`: a URL for fsspec, where what is saved is copied behind the loop, and
+    from where it is had when it is newer there or whole there alone. A failure of it is a warning.
+
+    One run at a time writes into a folder. Nothing is opened, and no world is needed, before the first use.
     """
 
+    @takes(
+        folder=PATH.or_none, every_s=NOT_NEGATIVE.or_none, every_steps=FROM_ONE.or_none, every_epochs=FROM_ONE.or_none,
+        at_steps=STEPS, keep_last=FROM_ONE, keep_best=TEXT.or_none, larger_is_better=FLAG.or_none,
+        keep_younger_than_s=SECONDS.or_none, background=FLAG, sharded=FLAG, scope=one_of("main", "node").or_none,
+        mirror=TEXT.or_none, moved={"keep_steps": "it is now at_steps=[...]"},
+    )  # fmt: skip
     def __init__(
         self,
-        folder: Path,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        every_s: float | None = 300.0,
+        every_steps: int | None = None,
+        every_epochs: int | None = None,
+        at_steps: Collection[int] = (),
         keep_last: int = 2,
         keep_best: str | None = None,
         larger_is_better: bool | None = None,
-        keep_steps: Collection[int] = (),
         keep_younger_than_s: float | None = None,
-        background: bool = False,
+        background: bool = True,
         sharded: bool = False,
-        scope: str = "main",
+        scope: str | None = None,
         mirror: str | None = None,
     ) -> None:
-        if scope not in ("main", "node"):
-            raise ConfigError(f"checkpoint_scope={scope!r}: choose main (rank 0 writes) or node (one rank of each node)")
-        if sharded and scope == "node":
-            raise ConfigError(
-                "sharded_saves=True and checkpoint_scope='node': shares of one checkpoint need a disk that all nodes see; "
-                "leave one of them out (the scope may stand in --checkpoint-scope too)"
-            )
-        self.folder = folder
+        self.every_s, self.every_steps, self.every_epochs = every_s, every_steps, every_epochs
+        self.at_steps, self.keep_best, self.is_background = frozenset(at_steps), keep_best, background
+        self._given_folder = Path(folder) if folder is not None else None
+        self._given_scope, self._sharded = scope, sharded
+        _check_scope(scope, sharded)
         self._best = Best.of(keep_best, larger_is_better)
         self._mirror = Mirror(mirror) if mirror is not None else None
-        self._catalog = Catalog(folder, Retention.of(keep_last, keep_younger_than_s, keep_steps), self._best, self._mirror)
-        self._scope = scope
+        self._retention = Retention(keep_last, keep_younger_than_s or 0.0, self.at_steps)
         self._groups: list[list[int]] | None = None  # with scope node: the ranks for which one writes, that one first
-        self._durable = False
         self._snapshot = Snapshot() if background else None
         self._background = Background()
-        self._writer = CheckpointWriter(folder)
-        self._sharded = sharded
+        self._last: Path | None = None  # what was begun last: it may be under way
         self._others: Others | None = None  # that the main rank's writer waits for
+        self._ends_with: int | None = None  # the process that finishes what it writes at its end
+        self._is_told = False
         self.wait_s = 0.0
         """Seconds that the loop has spent in saving so far."""
 
         self.fence: Fence | None = None
         """Asked, on the main rank, before a checkpoint gets its name: one that another run has taken over from must not."""
+
+    @property
+    def triggers(self) -> dict[str, Any]:
+        """When the Trainer saves, as arguments of `rankwise.every`; those that were given."""
+        given = {"seconds": self.every_s, "steps": self.every_steps, "epochs": self.every_epochs}
+        return {name: value for name, value in given.items() if value is not None}
+
+    # --- where, known at the first use
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        return self._given_folder or run_path(comm.world(), None) / "checkpoints"
+
+    @property
+    def has_folder(self) -> bool:
+        """Whether the script has named one."""
+        return self._given_folder is not None
+
+    @functools.cached_property
+    def _scope(self) -> str:
+        scope = self._given_scope or scope_of(comm.world())
+        _check_scope(scope, self._sharded)
+        return scope
+
+    @functools.cached_property
+    def _catalog(self) -> Catalog:
+        return Catalog(self.folder, self._retention, self._best, self._mirror)
+
+    @functools.cached_property
+    def _writer(self) -> CheckpointWriter:
+        return CheckpointWriter(self.folder)
 
     # --- saving
 
@@ -129,7 +178,7 @@ class Checkpoints:
     ) -> Path:
         writes = any(ranks[0] == comm.rank() for ranks in self._writers())
         own = resume.collect_own_states(parts)
-        told = comm.all_gather_object((seed.rng_state(), self._catalog.times_saved(step) if writes else 0, bool(own)))
+        told = comm.all_gather_object((seed.rng_state(), self._times_saved(step) if writes else 0, bool(own)))
         every = {resume.RNG: {str(rank): stream for rank, (stream, _, _) in enumerate(told)}}
         if any(has for _, _, has in told):
             every[resume.RANKS] = {str(rank): state for rank, state in enumerate(comm.all_gather_object(own))}
@@ -147,12 +196,18 @@ class Checkpoints:
             return self._begin(parts, final, record, every)
         return run_on_firsts(self._writers(), lambda: self._begin(parts, final, record, every))
 
+    def _times_saved(self, step: int) -> int:
+        """Of this step, what is being written included."""
+        under_way = order(self._last) if self._last is not None and self._background.is_at_work else (-1, 0)
+        return max(self._catalog.times_saved(step), under_way[1] if under_way[0] == step else 0)
+
     def _begin(
         self, parts: Mapping[str, Stateful], final: Path, record: Callable[[], Manifest], every: Mapping[str, Any]
     ) -> Path:
         """Collective among the ranks that write one checkpoint: each begins to write its share. A rank that writes for others
         does so in a guard, alone, and its share is the whole."""
         self._conclude()
+        self._last = final
         rank, ranks = (0, 1) if comm.is_alone() else (comm.rank(), comm.world_size())
         with agreed():
             manifest = record()
@@ -179,9 +234,24 @@ class Checkpoints:
             write()
         else:  # with others in a thread: to wait for their shares here would keep the ranks from meeting
             self._background.start(write)
+            self._is_told = False
+            self._end_with_it()
         if not comm.all_agree(copied is not None):
             self._conclude()
         return final
+
+    def _end_with_it(self) -> None:
+        """A program that ends with its script's last line, and a save that fails after it: the status says so."""
+        if self._ends_with is None:
+            self._ends_with = os.getpid()
+            atexit.register(self._say_at_end)
+
+    def _say_at_end(self) -> None:
+        if self._ends_with != os.getpid() or self._is_told:
+            return
+        error = self.close()
+        if error is not None:
+            errors.end_process(error)
 
     def _copy(self, states: dict[str, Any]) -> dict[str, Any] | None:
         """None where the loop is to wait for the writing itself."""
@@ -255,12 +325,14 @@ class Checkpoints:
         return self._background.error
 
     def close(self) -> BaseException | None:
-        """Wait for this rank's own writing; returns what nobody has heard of. For the end of a loop that broke."""
+        """Wait for this rank's own writing; returns what nobody has heard of, for the caller to say. For the end of a loop that
+        broke."""
         if self._others is not None:
             self._others.hurry()
         self._background.join()
         if self._mirror is not None and comm.is_main():
             self._mirror.wait()
+        self._is_told = True
         return self._background.error
 
     def _write(self, final: Path, states: Mapping[str, Any], record: Manifest, temporary: Path | None, rank: int) -> None:
@@ -299,7 +371,7 @@ class Checkpoints:
         they see.
         """
         if self._best is None:
-            raise ConfigError("best() needs to know by which figure: Checkpoints(folder, keep_best='eval_loss')")
+            raise ConfigError("best() needs to know by which figure: Checkpoints(keep_best='eval_loss')")
         self._background.join()
         return self._catalog.find_best()
 
@@ -320,23 +392,33 @@ class Checkpoints:
         return self._catalog.is_before_all(best, rank)
 
     def begin_anew(self) -> None:
-        """Collective. Raises ConfigError when the mirror holds checkpoints of an older run: they would be gone on from."""
+        """Collective. What is here of an older run is set aside. Raises ConfigError when the mirror holds checkpoints of one:
+        the run would go on from them."""
         names = run_on_main(self._mirror.names) if self._mirror is not None else []
         if names and self._mirror is not None:
             raise ConfigError(
-                f"to begin anew, checkpoint_mirror={self._mirror.url!r} must be empty, and {names[-1]} is there; "
+                f"to begin anew, Checkpoints(mirror={self._mirror.url!r}) must be empty, and {names[-1]} is there; "
                 "give another URL, or remove what is there"
             )
+        run_on_firsts(self._writers(), lambda: set_aside(self.folder) if self.all() else None)
 
     # --- loading
 
-    def load_latest(self, parts: Mapping[str, Stateful]) -> Manifest | None:
+    def resume(self, parts: Mapping[str, Stateful], may_begin_anew: Collection[str] = ()) -> int:
+        """Collective. `load_latest`, and say from which step it goes on. Returns the steps done, 0 without a checkpoint."""
+        manifest = self.load_latest(parts, may_begin_anew)
+        if manifest is None:
+            return 0
+        log.say(f"going on from step {manifest.step}")
+        return manifest.step
+
+    def load_latest(self, parts: Mapping[str, Stateful], may_begin_anew: Collection[str] = ()) -> Manifest | None:
         """Collective. Load the newest whole checkpoint into `parts` on every rank; returns its manifest, None if none.
 
         All load the same one, the newest that any node has, and verify what they read, as they read it into the tensors of
         `parts`: where a byte is not what was written, on any rank, the one before is loaded over it on all. Raises
         CheckpointError when none is whole, and ConfigError when the parts are not those saved; what they hold then is not to be
-        trained with.
+        trained with. Parts named in `may_begin_anew` need not be in the checkpoint; a line says so.
         """
         self._meet()
         self._background.join()
@@ -344,7 +426,8 @@ class Checkpoints:
         failures: Counter[Path] = Counter()
         while (found := resume.choose(self._catalog, damaged)) is not None:
             folder, manifest, is_copy = found
-            own = resume.load(folder, manifest, parts)
+            there = {name: part for name, part in parts.items() if name not in may_begin_anew or manifest.has(name)}
+            own = resume.load(folder, manifest, there)
             try:
                 settle(own, comm.patient())  # none must leave the others in their next collective
             except DamagedError as error:  # the same on all ranks, as is the next
@@ -356,10 +439,20 @@ class Checkpoints:
                     raise
             else:
                 self._catalog.mark_whole(folder)
+                for name in parts.keys() - there.keys():
+                    log.say(f"the checkpoint has no {name}: it begins now")
                 if is_copy and self._scope == "main" and not comm.is_main():
                     remove(folder)
                 return manifest
         return None
+
+
+def _check_scope(scope: str | None, sharded: bool) -> None:
+    if sharded and scope == "node":
+        raise ConfigError(
+            "Checkpoints(sharded=True, scope='node'): shares of one checkpoint need a disk that all nodes see; leave "
+            "one of them out (the scope may stand in --checkpoint-scope too)"
+        )
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
