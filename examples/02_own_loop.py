@@ -27,28 +27,21 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     # (3) which sample when, on which rank
-    loader = rankwise.Loader(dataset, world, global_batch_size=64, max_epochs=10, device=device)
+    loader = rankwise.Loader(dataset, global_batch_size=64, max_epochs=10)
     sync = rankwise.AllReduce().attach(model, optimizer)  # (4) the gradient of the whole global batch
     checkpoints = rankwise.Checkpoints((world.run_dir or Path("runs/02_own_loop")) / "checkpoints")  # (5)
-    stop = rankwise.StopSignal(world)  # (6) Ctrl-C stops all ranks after the same step
-
     parts = {"sync": sync, "model": model, "optimizer": optimizer, "loader": loader}
     found = checkpoints.load_latest(parts)
     step = found.step if found else 0
-    batches = iter(loader)
-    while not stop.agreed(step) and not loader.finished:
-        for x, y in next(batches):  # the micro-batches of one step; none on a rank without a sample
-            loss = F.cross_entropy(model(x), y, reduction="sum")
-            sync.backward(loss, len(y))  # a sum and the count it is over, not a mean
-        sync.step()
-        step += 1
-        if step % 50 == 0:
-            rankwise.say(f"step {step}, epoch {loader.epoch + 1}: loss {loss.item() / len(y):.3f} in rank 0's last batch")
-    stop.finish()
-    checkpoints.save(parts, step)
-    stop.leave()
-    if stop.signum:
-        raise stop.stopped()
+    with rankwise.StopSignal() as stop:  # (6) Ctrl-C stops all ranks after the same step
+        for step, micro_batches in stop.steps(loader, step):
+            for x, y in micro_batches:  # none on a rank without a sample
+                loss = F.cross_entropy(model(x), y, reduction="sum")
+                sync.backward(loss, len(y))  # a sum and the count it is over, not a mean
+            sync.step()
+            if step % 50 == 0:
+                rankwise.say(f"step {step}, epoch {loader.epoch + 1}: loss {loss.item() / len(y):.3f} in rank 0's last batch")
+        checkpoints.save(parts, step)
     rankwise.say(f"done after {step} steps")
 
 

@@ -44,8 +44,7 @@ def main():
         torch.optim.AdamW(model.parameters(), lr=1e-3),
         step,
         train_data,
-        eval_data=eval_data,
-        eval_fn=evaluate,
+        evaluate=rankwise.Evaluate(eval_data, evaluate),
         global_batch_size=64,
         max_epochs=20,
     ).fit()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rankwise
+from rankwise.actions import Log
 
 CONTEXT = 128  # bytes that the model sees
 
@@ -119,14 +120,13 @@ def main() -> None:
         optimizer,
         step,
         train_data,
-        eval_data=eval_data,
+        evaluate=rankwise.Evaluate(eval_data, every_steps=150),
         scheduler=schedule,
         global_batch_size=args.batch,
         max_steps=args.steps,
         clip_norm=1.0,
-        log_every=10,
-        eval_every=150,
-        save_every_s=20,
+        actions=[Log(every_steps=10)],
+        checkpoints=rankwise.Checkpoints(every_s=20),
     )
     trainer.fit()
     if trainer.world.is_main:

@@ -44,34 +44,31 @@ def main():
     x, y = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
     train_data, eval_data = NoisyDigits(x[:1500], y[:1500]), TensorDataset(x[1500:], y[1500:])
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 10)).to(device)
-    state = rankwise.TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    sync = rankwise.AllReduce().attach(model, state.optimizer, clip_norm=1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sync = rankwise.AllReduce().attach(model, optimizer, clip_norm=1.0)
     rankwise.seed_rank(0, world.rank)  # dropout differs from rank to rank
 
-    def eval_loader():
-        return rankwise.Loader(eval_data, world, global_batch_size=64, shuffle=False, max_epochs=1, device=device)
-
-    evaluation = rankwise.Evaluate(evaluate, eval_loader, sync)
-    each_epoch = rankwise.every(evaluation, epochs=1)
-    meters = rankwise.Meters("loss")
-    loader = rankwise.Loader(train_data, world, global_batch_size=50, max_epochs=EPOCHS, device=device)
-    for micro_batches in loader:
+    eval_loader = rankwise.Loader(eval_data, global_batch_size=64, shuffle=False)
+    evaluation = rankwise.Evaluate(eval_loader, evaluate)
+    meters, metrics = rankwise.Meters("loss"), {}
+    loader = rankwise.Loader(train_data, global_batch_size=50, max_epochs=EPOCHS)
+    for step, micro_batches in enumerate(loader, start=1):
         for inputs, targets in micro_batches:
             loss = F.cross_entropy(model(inputs), targets, reduction="sum")
             sync.backward(loss, len(targets))
             meters.add(loss=(loss.detach(), len(targets)))  # waits for no device and no rank
         sync.step()
-        state.step += 1
-        state.epoch, state.epoch_ended = loader.epoch, loader.position == 0
-        if state.step % EVERY == 0:
+        if step % EVERY == 0:
             sums, _ = meters.reduce()  # one message of a few bytes
             total, count = sums["loss"]
-            rankwise.say(f"step {state.step}: loss {total / count:.4f}")
-        each_epoch(state)
-    predicted = rankwise.predict(lambda model, batch: model(batch[0]).argmax(1), model, eval_loader())
+            rankwise.say(f"step {step}: loss {total / count:.4f}")
+        if loader.position == 0:  # the epoch has ended
+            metrics = evaluation.figures(model, sync)
+            rankwise.say(f"epoch {loader.epoch}: accuracy {metrics['eval_accuracy']:.3f}")
+    predicted = rankwise.predict(lambda model, batch: model(batch[0]).argmax(1), model, eval_loader)
     if predicted is not None:  # on the main rank
         rankwise.say(f"mistaken: images {(predicted != y[1500:]).nonzero().flatten().tolist()}")
-    rankwise.say(f"done: {state.step} steps, accuracy {state.metrics['eval_accuracy']:.3f}")
+    rankwise.say(f"done: {step} steps, accuracy {metrics['eval_accuracy']:.3f}")
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main():
 
     trainer = rankwise.Trainer(
         model, torch.optim.AdamW(model.parameters(), lr=1e-2), step, train_data, global_batch_size=50, max_epochs=3,
-        eval_data=test_data, eval_fn=evaluate, eval_metrics={"f1": f1},
+        evaluate=rankwise.Evaluate(test_data, evaluate, metrics={"f1": f1}),
     )  # fmt: skip
     state = trainer.fit()
     scores = trainer.predict(test_data, lambda model, batch: model(batch[0]).softmax(1))

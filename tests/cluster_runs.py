@@ -109,7 +109,7 @@ def note(state):
 data = torch.utils.data.TensorDataset(torch.arange(4.0 * steps)[:, None])
 trainer = rankwise.Trainer(
     model, torch.optim.SGD(model.parameters(), lr=1e-3), step, data, global_batch_size=4, max_epochs=1, actions=[note],
-    save_every_s=0.5,
+    checkpoints=rankwise.Checkpoints(every_s=0.5),
 )
 trainer.fit()
 """

@@ -16,8 +16,8 @@ from ranks import RankError, on_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
+from trainers import trainer_of
 
-from rankwise import Trainer
 from rankwise.dist import comm
 from rankwise.telemetry import writers
 from rankwise.training.state import TrainState
@@ -56,9 +56,9 @@ def life(folder: Path, ledger: Path, max_steps: int, killed: Sequence[int], kill
             os.kill(os.getpid(), signal.SIGKILL)
 
     data = TensorDataset(x, y, torch.arange(SAMPLES))
-    trainer = Trainer(
+    trainer = trainer_of(
         model, optimizer, step_fn, data, global_batch_size=GLOBAL_BATCH, max_steps=max_steps, run_dir=folder,
-        keep_steps=range(0, STEPS, SAVE_EVERY), save_every_s=1e9, background_saves=False, actions=[kill],
+        at_steps=range(SAVE_EVERY, STEPS, SAVE_EVERY), every_s=1e9, background=False, actions=[kill],
         scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
     )  # fmt: skip
     trained = trainer.fit().model

@@ -61,6 +61,7 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], str]] = {
     "05_ranks.py": ((), "done: 3.1"),
     "06_figures.py": ((), "done: 150 steps, accuracy 0.8"),
     "07_evaluation.py": ((), "macro F1 0.8"),
+    "08_parts.py": ((), "accuracy of the averaged model 0.9"),
 }
 """The words that each is given, and what it says."""
 
@@ -99,7 +100,7 @@ def test_every_example_is_run_here_and_together_they_show_every_public_part() ->
     assert [path.name for path in paths] == list(EXAMPLES)
     shown = {name for path in paths for name in re.findall(r"rankwise\.(\w+)", path.read_text())}
     apart = {"RankwiseError", "Stopped", "World", "discover", "to_device", "run_on_main", "warn",
-             "run_function", "FunctionRun", "on_submitit", "selftest"}  # fmt: skip
+             "run_function", "FunctionRun", "on_submitit", "selftest", "LengthBatches"}  # fmt: skip
     assert set(rankwise.__all__) - shown <= apart
 
 

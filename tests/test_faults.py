@@ -262,7 +262,8 @@ def die(state):
     if first and state.step == 20 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), 9)
 trainer = rankwise.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), step, TensorDataset(torch.randn(64, 4)),
-                           global_batch_size=8, max_steps=40, log_every=1, save_every_s=0, actions=[die])
+                           global_batch_size=8, max_steps=40, checkpoints=rankwise.Checkpoints(every_s=0),
+                           actions=[die, rankwise.actions.Log(1)])
 trainer.fit()
 """
     run = launch(source, options=("--nproc", "2", "--max-restarts", "2"))
@@ -590,7 +591,8 @@ class Rows(torch.utils.data.Dataset):
 model = torch.nn.Linear(3, 1)
 step = lambda model, x: (model(x).sum(), len(x))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-rankwise.Trainer(model, optimizer, step, Rows(), global_batch_size=4, max_epochs=1, workers={workers}).fit()
+loader = rankwise.Loader(Rows(), global_batch_size=4, num_workers={workers})
+rankwise.Trainer(model, optimizer, step, loader, max_epochs=1).fit()
 """
     run = launch(script)
     assert run.wait() == 1

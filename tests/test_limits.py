@@ -38,7 +38,7 @@ def act(state):
     if state.step == 3 and os.environ["RANK"] == "1":
         FAULT
 rankwise.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), step, TensorDataset(torch.randn(64, 4)),
-                 global_batch_size=8, max_steps=40, save_every_s=0, actions=[act]).fit()
+                 global_batch_size=8, max_steps=40, checkpoints=rankwise.Checkpoints(every_s=0), actions=[act]).fit()
 """
 
 

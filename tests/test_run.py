@@ -32,7 +32,7 @@ def step(model, batch):
     time.sleep(PAUSE)
     return ((model(batch[0]) - batch[1]) ** 2).sum(), len(batch[0])
 trainer = rankwise.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), step, data,
-                           global_batch_size=8, max_steps=STEPS, log_every=1)
+                           global_batch_size=8, max_steps=STEPS, actions=[rankwise.actions.Log(1)])
 state = trainer.fit()
 print("weights", model.weight.tolist())
 """
@@ -483,8 +483,8 @@ def test_fresh_moves_the_older_run_aside(launch, tmp_path: Path) -> None:
 
 
 def test_a_run_killed_with_everything_goes_on_from_its_last_checkpoint(launch) -> None:
-    source = train(pause_s=0.02, steps=100).replace("log_every=1", "log_every=1, save_every_s=0.1")
-    run = launch(source)
+    saves = "max_steps=100, checkpoints=rankwise.Checkpoints(every_s=0.1)"
+    run = launch(train(pause_s=0.02, steps=100).replace("max_steps=100", saves))
     wait_for(lambda: list(run.run.checkpoints.glob("step-*")), "a checkpoint")
     for pid in [*processes.descendants(run.process.pid), run.process.pid]:
         processes.send(pid, signal.SIGKILL)
@@ -545,7 +545,7 @@ def test_an_error_of_the_users_is_one_message_in_a_rank_too(launch) -> None:
     run = launch("import rankwise\nrankwise.Trainer(None, None, None, None, batch_size=1)")
     assert run.wait() == 2
     assert "Traceback" not in run.output()
-    assert "say how long to train: max_epochs=... or max_steps=..." in run.output()
+    assert "Trainer(model=None): give a torch.nn.Module" in run.output()
     assert "script.py:2" in run.output()
 
 

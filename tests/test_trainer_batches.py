@@ -13,9 +13,11 @@ import torch
 from ranks import on_ranks
 from torch import nn
 from torch.utils.data import BatchSampler, Dataset, RandomSampler
+from trainers import trainer_of
 
 import rankwise
 from rankwise.checks.trainer import findings_of
+from rankwise.data import LengthBatches
 from rankwise.dist import comm
 from rankwise.errors import ConfigError
 
@@ -48,20 +50,22 @@ def step(model: nn.Module, batch: Any) -> Any:
     return (loss * real).sum(), int(lengths.sum())
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "tokens": {"global_batch_tokens": 120},
-    "tokens and samples": {"global_batch_tokens": 120, "global_batch_size": 6},
-    "sampler": {"batch_sampler": BatchSampler(RandomSampler(range(SAMPLES)), 7, drop_last=False), "lengths": LENGTHS},
-}
+def batches(way: str) -> LengthBatches | BatchSampler:
+    if way == "sampler":
+        return BatchSampler(RandomSampler(range(SAMPLES)), 7, drop_last=False)
+    return LengthBatches(global_tokens=120, max_samples=6 if way == "tokens and samples" else None)
+
+
+WAYS = ("tokens", "tokens and samples", "sampler")
 
 
 def made(folder: Path, way: str, max_steps: int, accumulate: int = 1) -> rankwise.Trainer:
     torch.manual_seed(0)
     model = nn.Linear(3, 1).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return rankwise.Trainer(
-        model, optimizer, step, Sequences(), collate_fn=padded, accumulate=accumulate, max_steps=max_steps,
-        eval_data=Sequences(), eval_every=max_steps, run_dir=folder, save_every_s=1e9, **WAYS[way],
+    return trainer_of(
+        model, optimizer, step, rankwise.Loader(Sequences(), batches=batches(way), collate_fn=padded, accumulate=accumulate),
+        max_steps=max_steps, eval_data=Sequences(), eval_every=max_steps, run_dir=folder, every_s=1e9,
     )  # fmt: skip
 
 
@@ -116,10 +120,12 @@ def test_the_selftest_finds_nothing_wrong_with_batches_of_uneven_length(tmp_path
 def test_a_batch_is_given_in_one_way(tmp_path: Path) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.AdamW(model.parameters())
-    for settings, text in (
-        ({"batch_tokens": 9, "global_batch_tokens": 18}, r"batch_tokens=9 \(of one rank\) and global_batch_tokens=18"),
-        ({"global_batch_size": 5, "batch_sampler": [[1]]}, "batch_sampler says what a global batch is"),
-        ({"batch_tokens": 9, "drop_last": True}, "drop_last is for batches by count"),
+    loader = rankwise.Loader(Sequences(), batch_size=2, max_epochs=4)
+    for given, settings, text in (
+        (Sequences(), {}, "give batch_size"),
+        (loader, {"batch_size": 2}, r"Trainer\(batch_size=2\) and Loader\(batch_size=...\) say the same"),
+        (loader, {"accumulate": 1}, r"Trainer\(accumulate=1\) and Loader\(accumulate=...\)"),
+        (loader, {"max_epochs": 1}, r"Trainer\(max_epochs=1\) and Loader\(max_epochs=4\) say the same"),
     ):
         with pytest.raises(ConfigError, match=text):
-            rankwise.Trainer(model, optimizer, step, Sequences(), max_steps=1, run_dir=tmp_path, **settings)  # type: ignore[arg-type]
+            trainer_of(model, optimizer, step, given, max_steps=1, run_dir=tmp_path, **settings)  # type: ignore[arg-type]

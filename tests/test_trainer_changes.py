@@ -16,6 +16,7 @@ from ranks import on_ranks
 from test_trainer import Flat, data, eval_fn, fit, flat, losses, make_model, step_fn, trainer
 from torch import nn
 from torch.nn.utils import parametrizations
+from trainers import trainer_of
 
 from rankwise.checkpoint import Checkpoints
 from rankwise.dist import comm
@@ -97,15 +98,14 @@ def new_layer_at_4(folder: Path, repeat: bool) -> tuple[Flat, Flat, str]:
             return flat(made.fit().model)
 
     def again(name: str) -> Any:
-        from rankwise.trainer import Trainer
 
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
         if repeat:
             add(model, optimizer)
-        return Trainer(
+        return trainer_of(
             model, optimizer, step_fn, data(), global_batch_size=8, max_steps=10, run_dir=folder / name, log_every=1,
-            save_every_s=1e9, actions=[replace],
+            every_s=1e9, actions=[replace],
         )  # fmt: skip
 
     unbroken = part("unbroken", 10)
@@ -155,7 +155,7 @@ def with_and_without_looking(folder: Path) -> tuple[dict[str, Flat], list[float]
         torch.manual_seed(5)
         return fit(folder / name, model=Scaled(), max_epochs=None, max_steps=steps, **settings)
 
-    every = {"eval_data": data(7), "eval_fn": eval_fn, "eval_every": 2, "save_every_s": 0.0}
+    every = {"eval_data": data(7), "eval_fn": eval_fn, "eval_every": 2, "every_s": 0.0}
     answers = {"never": part("never")[0], "often": part("often", **every)[0]}
     said = ""
     for stop in STOPS:
@@ -224,12 +224,12 @@ def gossiping(folder: Path) -> tuple[dict[str, Flat], list[tuple[int, float]], F
         apart.append(comm.all_gather_object(flat(state.model).tolist()))
 
     apart: list[Any] = []
-    every = {"eval_data": data(7), "eval_fn": eval_fn, "eval_every": 2, "save_every_s": 0.0, "actions": [note]}
+    every = {"eval_data": data(7), "eval_fn": eval_fn, "eval_every": 2, "every_s": 0.0, "actions": [note]}
     answers = {"never": part("never"), "often": part("often", **every)}
     for stop in (1, *STOPS):  # in the middle of a period, and at its end
         part(f"stop-{stop}", stop)
         answers[f"stop-{stop}"] = part(f"stop-{stop}")
-    found = Checkpoints(folder / "often" / "checkpoints").find_latest()
+    found = Checkpoints(folder / "often" / "checkpoints", background=False).find_latest()
     assert found is not None
     saved = torch.load(found[0] / "model.pt", weights_only=True)
     model = make_model()
@@ -262,7 +262,7 @@ def nan_rates(folder: Path) -> list[str]:
         {"scheduler": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: math.nan if step == 4 else 1.0)},
         {"optimizer": lambda p: torch.optim.SGD(p, lr=math.inf)},
         {"actions": [spoil]},
-        {"actions": [spoil], "save_every_s": 0.0},
+        {"actions": [spoil], "every_s": 0.0},
     ]
     for number, each in enumerate(settings):
         try:
@@ -270,7 +270,7 @@ def nan_rates(folder: Path) -> list[str]:
         except StepError as error:
             told.append(str(error))
     comm.barrier()  # the main rank has written it
-    found = Checkpoints(folder / "3" / "checkpoints").find_latest()
+    found = Checkpoints(folder / "3" / "checkpoints", background=False).find_latest()
     assert found is not None
     return [*told, str(found[1].step)]
 
@@ -330,6 +330,10 @@ def test_fp16_trains_on_the_cpu_with_a_loss_scale_that_a_given_strategy_keeps_to
         assert scales[-1] == 2.0**16 / 2**skipped
 
 
+def named_otherwise(model: Any, batch: Any) -> dict[str, Any]:
+    return {"mine": (1.0, len(batch[0]))}
+
+
 def plateaus(folder: Path) -> tuple[list[float], list[str]]:
     rates: list[float] = []
     new = lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=1e9)  # noqa: E731
@@ -337,25 +341,20 @@ def plateaus(folder: Path) -> tuple[list[float], list[str]]:
     note = [lambda state: rates.append(state.optimizer.param_groups[0]["lr"])]
     fit(folder / "a", scheduler=new, actions=note, max_steps=8, **evaluated)
     told = []
-    for settings in ({}, {**evaluated, "eval_fn": eval_fn}, {**evaluated, "scheduler_metric": "loss"}):
+    for settings in ({}, {**evaluated, "scheduler_metric": "eval_los"}, {**evaluated, "eval_fn": named_otherwise}):
         try:
             fit(folder / "b", scheduler=new, **settings)
         except ConfigError as error:
             told.append(str(error))
-    try:
-        fit(folder / "b", scheduler_metric="eval_loss")
-    except ConfigError as error:
-        told.append(str(error))
     return rates, told
 
 
 def test_a_plateau_is_stepped_after_each_evaluation_on_a_named_metric(tmp_path: Path) -> None:
     for rates, told in on_ranks(2, plateaus, tmp_path):
         assert rates == [0.02, 0.02, 0.01, 0.01, 0.005, 0.005, 0.0025, 0.0025]
-        assert "stepped on eval_loss after each evaluation; give eval_data" in told[0]
-        assert "which metric steps ReduceLROnPlateau?" in told[1]
-        assert "stepped on loss after each evaluation" in told[2]
-        assert "leave it out for another scheduler" in told[3]
+        assert "Plateau: metric='eval_loss': nothing is evaluated without evaluate=..." in told[0]
+        assert "Plateau: metric='eval_los': without a function Evaluate measures eval_loss alone" in told[1]
+        assert "Plateau: nothing measures 'eval_loss'; what was measured is eval_mine" in told[2]
 
 
 # --- ranks that differ
@@ -374,10 +373,10 @@ def diverging(folder: Path) -> list[str]:
             state.optimizer.param_groups[0]["lr"] = 0.5
 
     divergence._SHARE = 1e9  # a check at each save, however short the steps
-    told = [fit(folder / "warn", actions=[spoil], save_every_s=0.0, max_steps=6)[1]]
+    told = [fit(folder / "warn", actions=[spoil], every_s=0.0, max_steps=6)[1]]
     for name, action in (("weight", spoil), ("rate", spoil_rate)):
         try:
-            fit(folder / name, actions=[action], save_every_s=0.0, on_divergence="error")
+            fit(folder / name, actions=[action], every_s=0.0, on_divergence="error")
         except StepError as error:
             told.append(str(error))
     try:
@@ -396,7 +395,7 @@ def test_ranks_that_no_longer_hold_the_same_are_told_with_the_tensor_the_distanc
     for told in (first, second):
         assert line in told[1]
         assert "the learning rate of group 0 differs between rank 0 and rank 1, by 0.48 at most, after step 4" in told[2]
-        assert "on_divergence='stop'; choose one of warn, error" in told[3]
+        assert "CheckReplicas(on_divergence='stop'): give one of 'warn', 'error'" in told[3]
 
 
 def set_otherwise(folder: Path) -> list[str]:

@@ -13,11 +13,11 @@ import torch
 from ranks import RankError, on_ranks
 from torch import nn
 from torch.utils.data import IterableDataset
+from trainers import trainer_of
 
 import rankwise
 from rankwise.checks.trainer import findings_of
 from rankwise.data.order import share
-from rankwise.dist import comm
 
 
 class Stream(IterableDataset[Any]):
@@ -45,9 +45,11 @@ def fitted(data: Any, run_dir: Path, **settings: Any) -> tuple[list[float], dict
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"global_batch_size": 5, "eval_data": Stream(7), "save_every_s": 1e9, **settings}
+    settings = {"global_batch_size": 5, "eval_data": Stream(7), "every_s": 1e9, **settings}
+    names = ("global_batch_size", "num_workers", "uneven", "drop_last")
+    loader = rankwise.Loader(data, **{name: settings.pop(name) for name in names if name in settings})
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        state = rankwise.Trainer(model, optimizer, step, data, run_dir=run_dir, **settings).fit()
+        state = trainer_of(model, optimizer, step, loader, run_dir=run_dir, **settings).fit()
     return [p.item() for p in model.parameters()], state.metrics, state.step, said.getvalue()
 
 
@@ -57,7 +59,9 @@ def test_a_stream_trains_to_the_same_model_on_any_number_of_ranks(workers: int, 
     assert steps == 6
     assert "a stream of unknown length, in its own order\n" in said
     for n in (2, 3):
-        for parameters, others, number, _ in on_ranks(n, fitted, Stream(13), tmp_path / f"{n}", max_epochs=2, workers=workers):
+        for parameters, others, number, _ in on_ranks(
+            n, fitted, Stream(13), tmp_path / f"{n}", max_epochs=2, num_workers=workers
+        ):
             assert number == 6
             assert parameters == pytest.approx(alone, rel=1e-5)
             assert others == pytest.approx(metrics, rel=1e-4)
@@ -176,7 +180,7 @@ def test_uneven_streams_go_on_in_the_middle_of_an_epoch_as_if_they_had_not_stopp
 def of_the_selftest(run_dir: Path) -> list[tuple[str, str, str]]:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = rankwise.Trainer(
+    trainer = trainer_of(
         model, optimizer, step, OfRank(), global_batch_size=5, max_epochs=1, run_dir=run_dir, eval_data=OfRank()
     )
     return [(f.check, f.status, f.evidence) for f in findings_of(trainer)]
@@ -190,7 +194,7 @@ def test_the_selftest_says_what_it_cannot_see_in_streams_of_each_ranks_own(tmp_p
 
 
 def predicted(run_dir: Path) -> Any:
-    loader = rankwise.Loader(OfRank(), comm.init(), global_batch_size=5, max_epochs=1)
+    loader = rankwise.Loader(OfRank(), global_batch_size=5, max_epochs=1)
     return rankwise.predict(lambda model, batch: batch[0], nn.Linear(1, 1), loader)
 
 

@@ -69,7 +69,7 @@ def ways(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
             torch.save(part.state_dict(), folder / f"{name}.pt")
 
     behind = Checkpoints(folder / "background", background=True)
-    blocking = Checkpoints(folder / "blocking")
+    blocking = Checkpoints(folder / "blocking", background=False)
     found: dict[str, Way] = {
         "memcpy": (memcpy, lambda: None),
         "background": (lambda step: behind.save(parts, step), behind.wait),

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from speechbrain.dataio.sampler import DistributedSamplerWrapper, DynamicBatchSampler
 
-from rankwise import Loader, World
+from rankwise import LengthBatches, Loader, World
 from rankwise.data.batching import balanced_runs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,7 +40,7 @@ class Rows:
 def ours(ranks, **settings):
     """Of each rank, its batch of each step."""
     return [
-        plan_of(Loader(Rows(), World(r, ranks, r, ranks, 0, source="benchmark"), max_epochs=1, **settings))
+        plan_of(Loader(Rows(), max_epochs=1, **settings).at(World(r, ranks, r, ranks, 0, source="benchmark")))
         for r in range(ranks)
     ]
 
@@ -77,11 +77,14 @@ def figures(lengths, plans):
 def cases(lengths):
     """What makes the plans of so many ranks."""
     tokens = int(4 * 32 * lengths.mean())
-    by_length = {"global_batch_tokens": tokens, "lengths": lengths}
+
+    def by_length(n, **given):
+        return ours(n, batches=LengthBatches(global_tokens=tokens, lengths=lengths, **given))
+
     return {
         "as many samples each, in any order": lambda n: ours(n, global_batch_size=128),
-        "global_batch_tokens": lambda n: ours(n, **by_length),
-        "the same, pool of 8 steps": lambda n: ours(n, **by_length, pool=8 * 128),
+        "LengthBatches": by_length,
+        "the same, pool of 8 steps": lambda n: by_length(n, pool=8 * 128),
         "SpeechBrain, 50 buckets": lambda n: speechbrain(lengths, tokens, n, 50),
         "SpeechBrain, 200 buckets": lambda n: speechbrain(lengths, tokens, n, 200),
     }
@@ -102,11 +105,11 @@ def main():
 
     plans = cases(LENGTHS["log-normal"])
     times = rounds({case: lambda _, plan=plan: seconds(plan) for case, plan in plans.items()}, TURNS)
-    base = median(times["global_batch_tokens"])
+    base = median(times["LengthBatches"])
     print("\nCPU time of one epoch's plan on 1 rank, ratios of medians")
     for case, spent in times.items():
         print(f"{case:36s} {spread([taken / base for taken in spent])}")
-    print(f"global_batch_tokens: {base / SAMPLES * 1e6:.2f} us a sample")
+    print(f"LengthBatches: {base / SAMPLES * 1e6:.2f} us a sample")
 
 
 def sharing():

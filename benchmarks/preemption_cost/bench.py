@@ -30,7 +30,7 @@ def packets() -> int:
 
 def rank(steps: int) -> None:
     world = rankwise.init()
-    stop = rankwise.StopSignal(world)
+    stop = rankwise.StopSignal()
     stop.agreed(0)
     rankwise.barrier()
     time.sleep(0.5)  # what the barrier has sent has come

@@ -70,7 +70,7 @@ def forked(way: Callable[..., object], stepped: bool) -> Taken:
 
 def ways(folder: Path) -> dict[str, Callable[..., object]]:
     model, optimizer = new(stepped=True)
-    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints = Checkpoints(folder / "checkpoints", background=False)
     path = checkpoints.save({"model": model, "optimizer": optimizer}, 1)
     manifest = manifests.Manifest.read(path)
     plain = folder / "plain.pt"

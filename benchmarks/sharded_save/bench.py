@@ -52,7 +52,7 @@ def main() -> None:
         slowest = comm.all_reduce(torch.tensor([taken[0], taken[2]]), "max").tolist()
         return [slowest[0], taken[1], slowest[1], taken[3]]
 
-    ways = {name: Checkpoints(folder / name, 1, background=True, sharded=name == "all") for name in ("all", "one")}
+    ways = {name: Checkpoints(folder / name, keep_last=1, background=True, sharded=name == "all") for name in ("all", "one")}
     found = rounds(
         {name: lambda turn, way=way: saved(way, turn) for name, way in ways.items()}, options.rounds, warm=2, rotate=True
     )

@@ -112,9 +112,9 @@ def trainer_loop(turns: Turns, world, data: Rows, folder: str) -> None:
     turns.wait("Trainer")
     trainer = rankwise.Trainer(
         *parts(), step_fn, data, batch_size=BATCH, max_steps=TURN * turns.turns, actions=[hand_over], run_dir=folder,
-        fresh=True, save_every_s=float(len(turns.names)),  # a second of its own: it runs for one turn in so many
+        checkpoints=rankwise.Checkpoints(every_s=len(turns.names)),  # a second of its own: one turn in so many
     )  # fmt: skip
-    trainer.fit()  # its last turn ends with it: what it saves at the end must not meet the other loop's collectives
+    trainer.fit(fresh=True)  # its last turn ends with it: what it saves at the end must not meet the other loop's collectives
     turns.over("Trainer")
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rankwise.actions.periodic import every as every
     from rankwise.checkpoint import Checkpoints as Checkpoints
     from rankwise.checks.trainer import selftest as selftest
+    from rankwise.data import LengthBatches as LengthBatches
     from rankwise.data import Loader as Loader
     from rankwise.dist.comm import all_gather_object as all_gather_object
     from rankwise.dist.comm import all_reduce as all_reduce
@@ -66,7 +67,7 @@ _HOME = {
         "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object", "init", "is_local_main", "is_main",
         "local_rank", "local_world_size", "rank", "world_size",
     ),
-    "rankwise.data": ("Loader",),
+    "rankwise.data": ("LengthBatches", "Loader"),
     "rankwise.dist.device": ("local_device", "to_device"),
     "rankwise.errors": ("RankwiseError", "Stopped"),
     "rankwise.evaluation": ("Evaluate", "predict"),
@@ -82,6 +83,9 @@ _HOME = {
     "rankwise.trainer": ("Trainer",),
     "rankwise.dist.world": ("World", "discover"),
 }  # fmt: skip
+_PACKAGES = ("actions", "dist", "functions", "sync")
+"""Resolved as attributes too: `rankwise.actions.Log`."""
+
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = sorted(_MODULE_OF)
@@ -94,6 +98,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_MODULE_OF[name]), name)
         globals()[name] = value
         return value
+    if name in _PACKAGES:
+        return import_module(f"rankwise.{name}")
     if name == "__version__":
         from importlib.metadata import version
 

@@ -19,6 +19,7 @@ Stopped                  not an error: training stopped as asked, everything is 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -120,6 +121,15 @@ def _hides_one_of_the_scripts(error: BaseException) -> bool:
     if error.__suppress_context__ or first is None or isinstance(first, RankwiseError) or first.__traceback__ is None:
         return False
     return not first.__traceback__.tb_frame.f_code.co_filename.startswith(_OURS)
+
+
+def end_process(error: BaseException) -> None:
+    """For an exit function: what it has found failed, after the last line of the script. The status is 1 whatever it was."""
+    print(f"error: {error}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(1)
 
 
 def without_traceback() -> None:

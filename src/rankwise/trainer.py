@@ -14,44 +14,55 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rankwise import errors
-from rankwise.actions.periodic import Action, Log, every
-from rankwise.actions.plateau import check_metric, step_plateau
+from rankwise.actions.of_trainer import Actions
+from rankwise.actions.periodic import Action, every
 from rankwise.actions.timed import Moments
 from rankwise.checkpoint import Checkpoints
-from rankwise.checkpoint.retention import check_name
 from rankwise.checkpoint.saving import Saving
 from rankwise.data import Loader
-from rankwise.data.batching import as_given
 from rankwise.dist import comm, log, seed
 from rankwise.dist.device import local_device
 from rankwise.dist.world import agent_row
-from rankwise.dist.world import checkpoint_scope as scope_of
 from rankwise.errors import ConfigError, RunDirError
-from rankwise.evaluation import Evaluate, Metrics, Pair, predict
+from rankwise.evaluation import Evaluate, predict
+from rankwise.host.arguments import (
+    DATA,
+    FLAG,
+    FROM_ONE,
+    FROM_ZERO,
+    FUNCTION,
+    FUNCTIONS,
+    PATH,
+    Argument,
+    having,
+    instance,
+    is_number,
+    one_of,
+    takes,
+)
 from rankwise.run.directory import RunDir
 from rankwise.run.lease import Fence
 from rankwise.stop.signal import StopSignal
 from rankwise.sync import StepResult, SyncStrategy
 from rankwise.sync.all_reduce import AllReduce
-from rankwise.sync.divergence import Divergence
 from rankwise.sync.skipped import SkippedSteps
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
-from rankwise.telemetry.writers import Writer, open_writers
 from rankwise.training import messages
 from rankwise.training import optimizer as optimizers
-from rankwise.training.arguments import check_counts, check_evaluation, check_length, check_workers
+from rankwise.training.arguments import as_loader, check_length
 from rankwise.training.fingerprint import Fingerprint, compare, numerics
 from rankwise.training.finite import Weights, check_rates
 from rankwise.training.mean_loss import warn_of_means
@@ -61,31 +72,72 @@ from rankwise.training.precision import LossScale, Precision
 from rankwise.training.state import Stateful, TrainState
 from rankwise.training.step import loss_and_count
 
+_OPTIMIZER = Argument(
+    lambda value: all(hasattr(value, name) for name in ("param_groups", "step", "state_dict")) and not isinstance(value, type),
+    "an optimizer: torch.optim.AdamW(model.parameters())",
+)
+_SCHEDULER = having("one of torch.optim.lr_scheduler", "step", "state_dict")
+_STRATEGY = having("a strategy: rankwise.AllReduce()", "attach", "backward", "step")
+_LIMIT = Argument(lambda value: is_number(value) or value == math.inf, "a number: the largest norm of the gradient")
+_MOVED = {
+    **dict.fromkeys(("eval_data", "eval_fn"), "it is now evaluate=Evaluate(data, fn)"),
+    "eval_metrics": "it is now evaluate=Evaluate(data, fn, metrics=...)",
+    "eval_every": "it is now evaluate=Evaluate(data, fn, every_steps=...)",
+    "batch_tokens": "it is now Loader(dataset, batches=LengthBatches(tokens=...))",
+    "global_batch_tokens": "it is now Loader(dataset, batches=LengthBatches(global_tokens=...))",
+    "lengths": "it is now Loader(dataset, batches=LengthBatches(tokens=..., lengths=...))",
+    "batch_sampler": "it is now Loader(dataset, batches=...)",
+    "drop_last": "it is now Loader(dataset, drop_last=...)",
+    "uneven": "it is now Loader(dataset, uneven=...)",
+    **dict.fromkeys(("workers", "num_workers"), "it is now Loader(dataset, num_workers=...)"),
+    "collate_fn": "it is now Loader(dataset, collate_fn=...)",
+    "save_every_s": "it is now checkpoints=Checkpoints(every_s=...)",
+    "keep_last": "it is now checkpoints=Checkpoints(keep_last=...)",
+    "keep_best": "it is now checkpoints=Checkpoints(keep_best=...)",
+    "larger_is_better": "it is now checkpoints=Checkpoints(keep_best=..., larger_is_better=...)",
+    "keep_steps": "it is now checkpoints=Checkpoints(at_steps=...)",
+    "keep_younger_than_s": "it is now checkpoints=Checkpoints(keep_younger_than_s=...)",
+    "background_saves": "it is now checkpoints=Checkpoints(background=...)",
+    "sharded_saves": "it is now checkpoints=Checkpoints(sharded=...)",
+    "checkpoint_scope": "it is now checkpoints=Checkpoints(scope=...)",
+    "checkpoint_mirror": "it is now checkpoints=Checkpoints(mirror=...)",
+    "log_every": "it is now actions=[rankwise.actions.Log(every_steps=...)]",
+    "scheduler_metric": "it is now actions=[rankwise.actions.Plateau(scheduler, metric)], without scheduler=...",
+    "on_divergence": "it is now actions=[rankwise.actions.CheckReplicas(on_divergence=...)]",
+    "lr_scale": "call rankwise.actions.scale_lr(optimizer, rule) after rankwise.init(), before the Trainer",
+    "reduction": "it is now sync=AllReduce(overlap=...): True for ddp, False for flat",
+    "compile": "call model.compile() before",
+    "fused": "give it to the optimizer: torch.optim.AdamW(..., fused=True)",
+    "sync_batchnorm": "call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before, on GPUs",
+    "fresh": "it is now trainer.fit(fresh=True)",
+}
+"""Arguments of earlier versions, with what to write."""
+
 
 class Trainer:
     """Trains `model` with `optimizer` on `train_data`; every argument after these four is by name.
 
-    step_fn(model, batch) -> (loss sum, the count it is over). eval_fn(model, batch) -> {name: (sum, count)}; by default the
-    loss of `step_fn`. `eval_metrics`: {name: object with update, compute and reset} that eval_fn updates (torchmetrics').
-    `scheduler` steps once an optimizer step; torch's ReduceLROnPlateau after each evaluation, on `scheduler_metric` (by default
-    eval_loss). Give `batch_size` (of one rank and micro-batch) or `global_batch_size` (of all
-    ranks and accumulated micro-batches), or `batch_tokens` or `global_batch_tokens` with `lengths`, or `batch_sampler`
-    (data/loader.py), and `max_epochs` or `max_steps` or both. `precision`: fp32, bf16, fp16. `lr_scale`: none, linear or
-    sqrt, by how many times the global batch is that of one rank (with `batch_size`). `reduction`: auto, flat or ddp
-    (sync/all_reduce.py). `compile`: True, or torch.compile's arguments. `fused`: the optimizer's fused kernel; by default
-    where there is one and nobody has chosen. `sync_batchnorm`: batch statistics of all ranks, on GPUs. The last `keep_last`
-    checkpoints stay, and the one with the best `keep_best`, a figure such as eval_loss: one more is saved after each
-    evaluation that is the best so far; those of `keep_steps`, which are saved for that, and those `keep_younger_than_s` stay
-    too. With `background_saves` the loop waits for a copy of the state alone, which a thread of the main rank writes; with
-    `sharded_saves` each rank copies and writes a share of the model and the optimizer.
-    `checkpoint_scope`: main, and rank 0 writes; node, and so does one rank of each node, where they share no disk; by default
-    what --checkpoint-scope says. `checkpoint_mirror`: a URL (s3://bucket/run) for fsspec, where checkpoints are copied to, and
-    had from when they are not here.
-    `on_divergence`: warn or error, where ranks no longer hold the same though they should.
-    `actions` run after each step, after the Trainer's own. A run directory that holds checkpoints is gone on with, unless
-    `fresh`.
+    `model`: what holds all that is trained. `step_fn(model, batch)` -> (loss sum, the count it is over). `train_data`: a
+    `Loader`, or a dataset with `batch_size` (samples of one rank and micro-batch) or `global_batch_size` (of a step, over all
+    ranks), and `accumulate` micro-batches. Give `max_epochs` or `max_steps` or both. `scheduler` steps once an optimizer step,
+    and not for a skipped one; torch's ReduceLROnPlateau on eval_loss. `clip_norm`: the largest norm of the mean gradient.
+    `precision`: fp32, bf16, fp16. `sync`: a strategy; by default AllReduce(), the exact gradient. `evaluate`: an Evaluate, or a
+    dataset, whose loss is measured after each epoch. `checkpoints`: when the state is saved, and which checkpoints stay; by
+    default every 300 seconds, and the last two. `actions`: callables of the TrainState, run after each step, after the
+    evaluation (rankwise.actions). `seed`: the order of the samples and the ranks' random streams (0). `run_dir`: where to write
+    if our launcher has not started the script.
+
+    A run directory that holds checkpoints is resumed; `fit(fresh=True)` starts over. Raises ConfigError for what does not fit.
     """
 
+    @takes(
+        model=instance(nn.Module, "a torch.nn.Module"), optimizer=_OPTIMIZER, step_fn=FUNCTION, train_data=DATA,
+        batch_size=FROM_ONE.or_none, global_batch_size=FROM_ONE.or_none, accumulate=FROM_ONE.or_none,
+        max_epochs=FROM_ONE.or_none, max_steps=FROM_ONE.or_none, scheduler=_SCHEDULER.or_none, clip_norm=_LIMIT.or_none,
+        precision=one_of("fp32", "bf16", "fp16"), sync=_STRATEGY.or_none, evaluate=DATA.or_none,
+        checkpoints=instance(Checkpoints, "Checkpoints(...)").or_none, actions=FUNCTIONS, seed=FROM_ZERO.or_none,
+        run_dir=PATH.or_none, moved=_MOVED,
+    )  # fmt: skip
     def __init__(
         self,
         model: nn.Module,
@@ -93,167 +145,127 @@ class Trainer:
         step_fn: Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]],
         train_data: Any,
         *,
-        eval_data: Any = None,
-        eval_fn: Callable[[Any, Any], Mapping[str, Pair] | None] | None = None,
-        eval_metrics: Mapping[str, Any] | None = None,
-        scheduler: Any = None,
-        scheduler_metric: str | None = None,
-        on_divergence: str = "warn",
         batch_size: int | None = None,
         global_batch_size: int | None = None,
-        batch_tokens: float | None = None,
-        global_batch_tokens: float | None = None,
-        lengths: Sequence[float] | Callable[[int], float] | None = None,
-        batch_sampler: Any = None,
-        accumulate: int = 1,
+        accumulate: int | None = None,
         max_epochs: int | None = None,
         max_steps: int | None = None,
-        precision: str = "fp32",
+        scheduler: Any = None,
         clip_norm: float | None = None,
-        lr_scale: str = "none",
-        reduction: str = "auto",
-        compile: bool | Mapping[str, Any] = False,
-        fused: bool | None = None,
-        sync_batchnorm: bool = False,
-        drop_last: bool = False,
-        uneven: str | None = None,
+        precision: str = "fp32",
         sync: SyncStrategy | None = None,
+        evaluate: Any = None,
+        checkpoints: Checkpoints | None = None,
         actions: Sequence[Action] = (),
-        seed: int = 0,
+        seed: int | None = None,
         run_dir: str | os.PathLike[str] | None = None,
-        fresh: bool = False,
-        log_every: int = 50,
-        eval_every: int | None = None,
-        save_every_s: float = 300.0,
-        keep_last: int = 2,
-        keep_best: str | None = None,
-        larger_is_better: bool | None = None,
-        keep_steps: Collection[int] = (),
-        keep_younger_than_s: float | None = None,
-        background_saves: bool = True,
-        sharded_saves: bool = False,
-        checkpoint_scope: str | None = None,
-        checkpoint_mirror: str | None = None,
-        workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         errors.without_traceback()
-        check_length(max_epochs, max_steps)
-        check_counts(max_epochs=max_epochs, max_steps=max_steps, log_every=log_every, eval_every=eval_every)
-        check_evaluation(eval_data, eval_fn, eval_metrics, eval_every)
-        check_workers(workers)
         optimizers.check(model, optimizer)
-        if keep_best is not None and not actions:  # an action may measure anything
-            check_name(keep_best, eval_data is not None, eval_fn is not None)
         self.world = comm.init()
         self.device = local_device(self.world)
-        self.max_steps, self.seed, self.step_fn = max_steps, seed, step_fn
-        self._precision = Precision.of(precision, self.device)
-        self.loader = Loader.for_ranks(
-            train_data, self.world, batch_size=batch_size, global_batch_size=global_batch_size, batch_tokens=batch_tokens,
-            global_batch_tokens=global_batch_tokens, lengths=lengths, batch_sampler=batch_sampler, accumulate=accumulate,
-            seed=seed, drop_last=drop_last, uneven=uneven, max_epochs=max_epochs, workers=workers, collate_fn=collate_fn,
-            device=self.device,
-        )  # fmt: skip
-        self._once = self.loader.passes()  # now: a checkpoint may change the size of a micro-batch
-        self.sync = AllReduce({"flat": False, "ddp": True}.get(reduction)) if sync is None else sync
+        self.max_steps, self.step_fn = max_steps, step_fn
+        self.precision = Precision.of(precision, self.device)
+        self.loader = as_loader(
+            train_data, max_epochs, batch_size=batch_size, global_batch_size=global_batch_size, accumulate=accumulate, seed=seed
+        )
+        check_length(self.loader.max_epochs, max_steps)
+        self.seed = self.loader.seed
+        self.sync = AllReduce() if sync is None else sync
         self._unattached = copy.deepcopy(self.sync)
         self.run = RunDir(run_path(self.world, run_dir))
-        self._fresh = fresh
-        self.checkpoints = Checkpoints(
-            self.run.checkpoints, keep_last, keep_best, larger_is_better, keep_steps, keep_younger_than_s, background_saves,
-            sharded_saves, checkpoint_scope or scope_of(self.world), checkpoint_mirror,
-        )  # fmt: skip
-        self._keep_best = keep_best
-        self.stop = StopSignal(self.world)
-        fixed = {"clip_norm": clip_norm, "lr_scale": lr_scale, "drop_last": drop_last, **optimizers.settings(optimizer)}
-        fixed |= as_given("batch_size", batch_size, global_batch_size)
-        fixed |= as_given("batch_tokens", batch_tokens, global_batch_tokens)
-        self._settings = Fingerprint.of(fixed, scheduler)
-        self._compare_ranks(reduction, log_every, eval_every)
-        model = prepare(model, self.device, self.world, sync_batchnorm, compile)
+        self.checkpoints = checkpoints if checkpoints is not None else Checkpoints()
+        if not self.checkpoints.has_folder:
+            self.checkpoints.folder = self.run.checkpoints
+        self.stop = StopSignal()
+        self.evaluate = None if evaluate is None else evaluate if isinstance(evaluate, Evaluate) else Evaluate(evaluate)
+        ours = [self.evaluate] if self.evaluate is not None else []
+        self._actions = Actions([*ours, *actions], scheduler)
+        self._actions.check(self.checkpoints.keep_best)
+        fixed = {"clip_norm": clip_norm, "drop_last": self.loader.drop_last, **optimizers.settings(optimizer)}
+        self._settings = Fingerprint.of(fixed | self.loader.sizes, self._actions.scheduler)
+        self._compare_ranks()
         nominal = self.loader.global_batch_size
-        fixed_batch = nominal if batch_size is None and batch_tokens is None else None
-        self._lr_text = optimizers.prepare(optimizer, scheduler, fused, lr_scale, self.world.world_size, fixed_batch)
+        optimizers.check_scaled(optimizer, nominal if not self.loader.sizes.keys() & {"batch_size", "batch_tokens"} else None)
+        model = prepare(model, self.device, self.world)
+        optimizers.fuse(optimizer)
         self.state = TrainState(model, optimizer)
         self._attach = functools.partial(type(self.sync).attach, clip_norm=clip_norm, typical_count=nominal)
         self._attach(self.sync, model, optimizer, loss_scale=LossScale() if precision == "fp16" else None)
         check_synced(model, self.loader.fewest, self.world.world_size * self.loader.accumulate)
-        self._progress = Progress(agent_row(self.world))
-        self._writers: list[Writer] = []  # opened by `fit`, on the main rank
-        self.evaluate = self._evaluation(eval_data, eval_fn, eval_metrics)
-        self._log = self._new_log(log_every)
-        check_metric(scheduler, scheduler_metric, eval_data is not None, eval_fn is not None, bool(actions))
-        self._divergence = Divergence(self.sync, on_divergence)
-        hears = background_saves and self.world.is_main
-        self._wire(scheduler, scheduler_metric, eval_every, save_every_s, keep_steps, hears, actions)
+        self.progress = Progress(agent_row(self.world))
+        self.meters = Meters("loss")
+        self.breakdown = TimeBreakdown(self._sources())
+        self._wire()
 
-    def _compare_ranks(self, reduction: str, log_every: int, eval_every: int | None) -> None:
+    @property
+    def run_dir(self) -> Path:
+        """Where the run writes."""
+        return self.run.path
+
+    def _compare_ranks(self) -> None:
         """Collective. Raises ConfigError on all ranks where one was given another training."""
         loader, kind = self.loader, type(self.sync).__name__
         given: dict[str, Any] = {"max_epochs": loader.max_epochs, "max_steps": self.max_steps}
         given |= {"accumulate": loader.accumulate, "seed": self.seed, **self._settings.fixed}
-        given |= {"precision": self._precision.name, "the strategy": kind, "reduction": reduction, "log_every": log_every}
-        given |= {"eval_every": eval_every, "keep_best": self._keep_best, "device": self.device.type}
+        given |= {"precision": self.precision.name, "the strategy": kind, "overlap": getattr(self.sync, "overlap", None)}
+        given |= {
+            "the log's every_steps": self._actions.log.every_steps,
+            "the evaluations": self._actions.schedule_of_evaluations,
+        }
+        given |= {"keep_best": self.checkpoints.keep_best, "device": self.device.type}
         compare(given if loader.is_split else given | {"the number of samples in train_data": loader.samples})
 
-    def _new_log(self, log_every: int) -> Log:
+    def _sources(self) -> dict[str, Callable[[], float]]:
+        """What a step's time may go into, in seconds so far."""
         sources = {
             "data wait": lambda: self.loader.wait_s,
             "all-reduce": lambda: self.sync.wait_s,
             "saving": lambda: self.checkpoints.wait_s,
         }
-        if (evaluate := self.evaluate) is not None:
-            sources["evaluation"] = lambda: evaluate.wait_s
-        self.meters = Meters("loss")
-        self._breakdown = TimeBreakdown(sources)
-        return Log(
-            self.meters, self._breakdown, self._progress, self._writers, every_steps=log_every,
-            samples=lambda: self.loader.taken,
-        )  # fmt: skip
+        if evaluations := self._actions.evaluations:
+            sources["evaluation"] = lambda: sum(each.wait_s for each in evaluations)
+        return sources
 
-    def _wire(
-        self,
-        scheduler: Any,
-        scheduler_metric: str | None,
-        eval_every: int | None,
-        save_every_s: float,
-        keep_steps: Collection[int],
-        hears: bool,
-        actions: Sequence[Action],
-    ) -> None:
-        """What runs after each step, in its order, and what a checkpoint holds. `hears`: of saves that fail behind the loop."""
+    def _wire(self) -> None:
+        """What runs after each step, in its order, and what a checkpoint holds."""
+        parts = self._actions
         self._weights = Weights()
-        self._skipped = SkippedSteps(self._weights, self._progress.say)
+        self._skipped = SkippedSteps(self._weights, self.progress.say)
         self._saving = Saving(
-            self.checkpoints, self._progress.say, ready=self._ready_to_save, info=self._numerics,
-            ends=lambda state: self._done(state) or bool(self.stop.signum), keep_best=self._keep_best, at_steps=keep_steps,
+            self.checkpoints, self.progress.say, ready=self._ready_to_save, info=self._numerics,
+            ends=lambda state: self._done(state) or bool(self.stop.signum),
         )  # fmt: skip
-        schedule: list[Action] = []
-        plateau: list[Action] = []
-        if isinstance(scheduler, ReduceLROnPlateau):
-            plateau = [step_plateau(scheduler, scheduler_metric or "eval_loss")]
-        elif scheduler is not None:
-            # Not for a step that was left out: fp16 begins with some, and a warm-up would lose its first ones.
-            schedule = [lambda state: scheduler.step() if self._skipped.in_a_row == 0 else None]
-        self.actions: list[Action] = [*schedule, self._log, *([self._saving.hear] if hears else [])]
-        if self.evaluate is not None:
-            self.actions.append(every(self.evaluate, steps=eval_every, epochs=None if eval_every else 1, at_end=True))
-        self.actions += [*actions, *plateau]
-        if actions:  # what they have changed of the model
-            self.actions.append(lambda _: self.sync.follow())
-        self.actions += [check_rates, self._divergence, every(self._saving, seconds=save_every_s), *self._saving.further()]
+        for action in parts.all():
+            attach = getattr(action, "attach", None)
+            if attach is not None:
+                attach(self)
+        # Not for a step that was left out: fp16 begins with some, and a warm-up would lose its first ones.
+        stepped: Any = parts.stepped
+        step: Action = lambda _: stepped.step() if self._skipped.in_a_row == 0 else None  # noqa: E731
+        schedule = [step] if stepped is not None else []
+        hears: list[Action] = [self._saving.hear] if self.checkpoints.is_background and self.world.is_main else []
+        follow: list[Action] = [lambda _: self.sync.follow()] if parts.given else []  # what they have changed of the model
+        triggers = self.checkpoints.triggers
+        saves: list[Action] = [*([every(self._saving, **triggers)] if triggers else []), *self._saving.further()]
+        self.actions: list[Action] = [
+            *schedule, parts.log, *hears, *parts.given, *follow, *parts.writers, check_rates, parts.replicas, *saves,
+        ]  # fmt: skip
         self._moments = Moments(self.state, self.actions, self.stop)
         self.actions.append(self._moments)
-        parts: dict[str, Stateful | None] = {
+        of_state: dict[str, Stateful] = {
             "settings": self._settings, "train": self.state, "sync": self.sync, "model": self.state.model,
-            "optimizer": self.state.optimizer, "loader": self.loader, "log": self._log, "scheduler": scheduler,
+            "optimizer": self.state.optimizer, "loader": self.loader,
         }  # fmt: skip
-        self.state.parts = {name: part for name, part in parts.items() if part is not None}
+        self.state.parts = parts.saved(of_state)
 
-    def fit(self) -> TrainState:
-        """Collective. Train until the last step or an agreed stop; everything is saved when it returns, or raises Stopped."""
-        with self._open() as state:
+    @takes(fresh=FLAG)
+    def fit(self, fresh: bool = False) -> TrainState:
+        """Collective. Train until the last step or an agreed stop; everything is saved when it returns, or raises Stopped.
+
+        What an earlier start has saved is resumed; with `fresh` it is set aside, and the training starts over.
+        """
+        with self._open(fresh) as state:
             batches = self._looked_at(iter(self.loader))
             while not self.stop.agreed(state.step) and not self._done(state):
                 micro_batches = next(batches)  # what one optimizer step takes: this rank's part of the global batch
@@ -284,7 +296,8 @@ class Trainer:
                 f"predict_fn is a {type(predict_fn).__name__}: give trainer.predict(data, predict_fn), in this order"
             )
         with self.sync.averaged():
-            return predict(predict_fn, self.state.model, self._once(data), on=on, into=into, precision=self._precision)
+            loader = data if isinstance(data, Loader) else self.loader.over(data)
+            return predict(predict_fn, self.state.model, loader, on=on, into=into, precision=self.precision)
 
     def new_sync(self, model: nn.Module, optimizer: Optimizer, **given: Any) -> SyncStrategy:
         """Collective. A strategy like this Trainer's, attached to copies of its model and optimizer (`given`: what else
@@ -293,10 +306,10 @@ class Trainer:
 
     def forward(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
         """(loss sum, count) of step_fn, in this Trainer's precision."""
-        if self._precision.dtype is None:
+        if self.precision.dtype is None:
             result = self.step_fn(model, batch)
         else:
-            with self._precision.autocast():
+            with self.precision.autocast():
                 result = self.step_fn(model, batch)
         return loss_and_count(result)
 
@@ -327,15 +340,13 @@ class Trainer:
     # --- before and after the loop
 
     @contextlib.contextmanager
-    def _open(self) -> Iterator[TrainState]:
+    def _open(self, fresh: bool) -> Iterator[TrainState]:
         """Collective. Begin; and, however the loop ends, close what is open."""
-        life, lease = open_run(self.run, self.world, self._fresh)
+        life, lease = open_run(self.run, self.world, fresh)
         self.checkpoints.fence = Fence(self.run.lease) if self.world.is_main else None
         outcome, status = "ended by an exception", 1
         try:
-            if self.world.is_main:
-                self._writers += open_writers(self.run, life.life)
-            if self._fresh or life.fresh:
+            if fresh or life.fresh:
                 self.checkpoints.begin_anew()
             self._begin(self.state)
             yield self.state
@@ -343,9 +354,8 @@ class Trainer:
             if self.stop.signum:
                 outcome, status = f"stopped after step {self.state.step}", int(str(self.stop.stopped().code))
         finally:
-            self._progress.close()
-            while self._writers:
-                self._writers.pop().close()
+            self.progress.close()
+            self._actions.close()
             self._saving.close()
             self.stop.leave()
             if lease is not None:
@@ -361,28 +371,31 @@ class Trainer:
         if begin_training(state.model):
             log.say("the model was in evaluation mode (as from_pretrained leaves it), and is now in training mode")
         check_rates(state)
-        manifest = self.checkpoints.load_latest(state.parts)
+        manifest = self.checkpoints.load_latest(state.parts, may_begin_anew=self._actions.named.keys())
         self._saving.begin(state.step, saved=manifest is not None)
         self._skipped.begin(state.step)
         self._begun_at = self._weights.finite_at = state.step
-        batch, strategy, precision = self.loader.describe_batch(), self.sync.describe(), self._precision.name
-        lines = messages.begun(
-            state.model, f"{precision} on {self.device.type}", self.loader.describe(), batch, strategy, self._lr_text
-        )
+        batch, strategy, precision = self.loader.describe_batch(), self.sync.describe(), self.precision.name
+        scaled = optimizers.scaled(state.optimizer)
+        rate = scaled.describe() if scaled is not None and scaled.factor != 1.0 else ""
+        lines = messages.begun(state.model, f"{precision} on {self.device.type}", self.loader.describe(), batch, strategy, rate)
         for line in lines:
             log.say(line)
         if manifest is None:
             if len(self.run.lives()) > 1:
                 log.say("no checkpoint of an earlier life to go on from: from the beginning")
         elif self._done(state):
-            log.say(already_done(self.run, self.world, state.step, by_script=state.stopped))
+            log.say(already_done(self.run, self.world, state.step, state.stopped, state.stop_reason))
         else:
             same_ranks = manifest.world_size == self.world.world_size
             for line in messages.resumed(state, manifest.info, self._numerics(), same_ranks):
                 log.say(line)
-        self._progress.begin(self._total_steps(), state.step)
-        self._log.begin()
-        self._divergence.begin(state.step)
+        self._moments.begin()
+        self.progress.begin(self._total_steps(), state.step)
+        for action in self._actions.all():
+            begin = getattr(action, "begin", None)
+            if begin is not None:
+                begin(state)
 
     def _say_end(self, state: TrainState) -> None:
         if not self.world.is_main:
@@ -391,38 +404,22 @@ class Trainer:
         if self.stop.signum:
             argv = [] if self.world.run_dir is not None else sys.orig_argv  # a launcher will say it
             for line in messages.stopped(state, where or self.checkpoints.folder, argv):
-                self._progress.say(line)
+                self.progress.say(line)
         elif where is not None:  # something was left to do
-            self._progress.say(messages.ended(state, self._begun_at, self._breakdown.since_start().text(), where))
-            if self._keep_best is not None:
-                self._progress.say(messages.best(self._keep_best, self.checkpoints.best()))
+            self.progress.say(messages.ended(state, self._begun_at, self.breakdown.since_start().text(), where))
+            if self.checkpoints.keep_best is not None:
+                self.progress.say(messages.best(self.checkpoints.keep_best, self.checkpoints.best()))
 
     def _ready_to_save(self, state: TrainState) -> None:
         """Collective. What is saved is measured, finite and the same on all ranks."""
-        self._log.reduce(state)
+        self._actions.log.reduce(state)
+        for writer in self._actions.writers:
+            writer(state)
         self._weights.check(state, f"found after step {state.step}")
-        self._divergence.before_save(state)
-
-    def _eval_loss(self, model: Any, batch: Any) -> dict[str, Pair]:
-        return {"loss": self.forward(model, batch)}
+        self._actions.replicas.before_save(state)
 
     def _numerics(self) -> dict[str, Any]:
-        return numerics(self._precision.name, self.device.type, self.state.optimizer, self.sync.describe())
-
-    def _evaluation(
-        self,
-        data: Any,
-        eval_fn: Callable[[Any, Any], Mapping[str, Pair] | None] | None,
-        eval_metrics: Mapping[str, Any] | None,
-    ) -> Evaluate | None:
-        """None without data."""
-        if data is None:
-            return None
-        self._once(data)  # an error now, not after the first epoch
-        metrics = Metrics(eval_metrics)
-        metrics.to(self.device)
-        once = functools.partial(self._once, data)
-        return Evaluate(eval_fn or self._eval_loss, once, self.sync, metrics, self._precision, self._progress, self._writers)
+        return numerics(self.precision.name, self.device.type, self.state.optimizer, self.sync.describe())
 
     def _total_steps(self) -> int | None:
         epochs, steps = self.loader.max_epochs, self.loader.steps_per_epoch

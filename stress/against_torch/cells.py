@@ -355,7 +355,7 @@ def _looked(cell: Cell, ours: Side, sync: AllReduce, given: dict[str, torch.Tens
             for module in training:
                 module.training = True
     if cell.event in ("save", "resume"):
-        checkpoints = Checkpoints(folder)
+        checkpoints = Checkpoints(folder, background=False)
         checkpoints.save(parts, EVENT_AT)
         if cell.event == "resume":
             ours = Side(cell)

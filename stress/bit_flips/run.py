@@ -92,7 +92,7 @@ def hit(folder: Path, file: Path, data: bytes, changed: bytes, begin: int, end: 
 
 def check(folder: Path, file: Path, kind: str) -> str:
     """Damage it, see that all is as it must be, make it whole. Where the damage was. Raises WrongError."""
-    newest = Checkpoints(folder).all()[-1]
+    newest = Checkpoints(folder, background=False).all()[-1]
     data = file.read_bytes()
     changed, begin, end = damaged(data, kind)
     names = hit(newest, file, data, changed, begin, end) if file.name != manifests.NAME else []
@@ -108,7 +108,7 @@ def check(folder: Path, file: Path, kind: str) -> str:
             raise WrongError(f"tensor {names[0]} is not named: {what}: {text}")
         fresh = parts(99)
         with contextlib.redirect_stdout(io.StringIO()):
-            manifest = Checkpoints(folder).load_latest(fresh)
+            manifest = Checkpoints(folder, background=False).load_latest(fresh)
         if manifest is None or manifest.step != 1 or not equal(state_of(fresh), state_of(parts(1))):
             raise WrongError(f"the checkpoint before was not used: {what}")
     finally:
@@ -125,7 +125,7 @@ def damage_of(folder: Path) -> str | None:
 
 
 def ours(folder: Path, draws: int) -> Iterator[str]:
-    checkpoints = Checkpoints(folder)
+    checkpoints = Checkpoints(folder, background=False)
     for step in (1, 2):
         newest = checkpoints.save(parts(step), step)
     files = sorted(newest.iterdir())

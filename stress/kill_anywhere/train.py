@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import rankwise
+from rankwise.actions import Log
 
 background = "blocking" not in sys.argv
 steps, final, saved = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -42,8 +43,9 @@ def step_fn(model, batch):
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 trainer = rankwise.Trainer(
-    model, optimizer, step_fn, data, global_batch_size=16, max_steps=steps, log_every=1, save_every_s=0.05,
-    background_saves=background, scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
+    model, optimizer, step_fn, data, global_batch_size=16, max_steps=steps, actions=[Log(1)],
+    checkpoints=rankwise.Checkpoints(every_s=0.05, background=background),
+    scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
 )  # fmt: skip
 save, wait = trainer.checkpoints.save, trainer.checkpoints.wait
 begun = []

@@ -74,7 +74,7 @@ def main() -> None:
     loop, pace, chance = Loop(kind, world, value), 0.001 * (1 + world.rank % 3), random.Random()
     rankwise.barrier()
     for number in range(stops):
-        stop, began = rankwise.StopSignal(world), step
+        stop, began = rankwise.StopSignal(), step
         now[PID], now[AGREED] = os.getpid(), 0
         while not stop.agreed(step):
             step += 1

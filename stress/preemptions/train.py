@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rankwise
+from rankwise.actions import Log
 
 ROW = 8
 PID, DONE, PHASE, AGREED = range(4)
@@ -103,10 +104,11 @@ def action(state: rankwise.TrainState) -> None:
 
 model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+loader = rankwise.Loader(Digits(203), global_batch_size=16, num_workers=int("workers" in sys.argv))
+checkpoints = rankwise.Checkpoints(every_s=0.3, background="blocking" not in sys.argv)
 trainer = rankwise.Trainer(
-    model, optimizer, step_fn, Digits(203), global_batch_size=16, max_steps=until, log_every=5, eval_data=Digits(31),
-    eval_fn=eval_fn, eval_every=10, save_every_s=0.3, background_saves="blocking" not in sys.argv,
-    workers=int("workers" in sys.argv), run_dir=None if world.run_dir else folder / "run", actions=[action],
+    model, optimizer, step_fn, loader, max_steps=until, evaluate=rankwise.Evaluate(Digits(31), eval_fn, every_steps=10),
+    checkpoints=checkpoints, run_dir=None if world.run_dir else folder / "run", actions=[action, Log(5)],
     scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
 )  # fmt: skip
 reduce, save, agreed = trainer.sync.step, trainer.checkpoints.save, trainer.stop.agreed

@@ -1,4 +1,4 @@
-"""A scheduler that is stepped on a metric: which one, and whether anything will measure it."""
+"""A scheduler that is stepped on a metric."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from rankwise.actions.plateau import check_metric, step_plateau
+from rankwise.actions import Plateau
 from rankwise.errors import ConfigError
 from rankwise.training.state import TrainState
 
@@ -19,8 +19,7 @@ def state() -> TrainState:
 
 
 def test_it_steps_on_a_figure_of_this_very_step_alone(state: TrainState) -> None:
-    scheduler = ReduceLROnPlateau(state.optimizer, patience=0)
-    step = step_plateau(scheduler, "eval_loss")
+    step = Plateau(ReduceLROnPlateau(state.optimizer, patience=0), "eval_loss")
     state.measure({"eval_loss": 1.0})
     step(state)
     state.step = 2
@@ -31,15 +30,15 @@ def test_it_steps_on_a_figure_of_this_very_step_alone(state: TrainState) -> None
     assert state.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
-def test_a_metric_that_nothing_measures_or_that_steps_nothing_is_an_error(state: TrainState) -> None:
-    plateau, by_step = ReduceLROnPlateau(state.optimizer), StepLR(state.optimizer, 1)
-    check_metric(plateau, None, evaluates=True, by_eval_fn=False, acts=False)
-    check_metric(plateau, "mine", evaluates=False, by_eval_fn=False, acts=True)  # an action may measure it
-    check_metric(by_step, None, evaluates=False, by_eval_fn=False, acts=False)
-    with pytest.raises(ConfigError, match="give eval_data"):
-        check_metric(plateau, None, evaluates=False, by_eval_fn=False, acts=False)
-    with pytest.raises(ConfigError, match="which metric steps ReduceLROnPlateau"):
-        check_metric(plateau, None, evaluates=True, by_eval_fn=True, acts=False)
-    for scheduler in (by_step, None):
-        with pytest.raises(ConfigError, match="leave it out for another scheduler"):
-            check_metric(scheduler, "eval_loss", evaluates=True, by_eval_fn=False, acts=False)
+def test_a_metric_that_an_evaluation_does_not_measure_is_an_error_that_names_those_it_does(state: TrainState) -> None:
+    step = Plateau(ReduceLROnPlateau(state.optimizer), "eval_los")
+    state.measure({"loss": 1.0})
+    step(state)  # of training: the evaluation is still to come
+    state.measure({"eval_loss": 1.0, "eval_accuracy": 0.5})
+    with pytest.raises(ConfigError, match="nothing measures 'eval_los'; what was measured is eval_loss, eval_accuracy"):
+        step(state)
+
+
+def test_another_scheduler_is_refused(state: TrainState) -> None:
+    with pytest.raises(ConfigError, match=r"^Plateau\(scheduler=.*\): give torch's ReduceLROnPlateau"):
+        Plateau(StepLR(state.optimizer, 1))  # type: ignore[arg-type]

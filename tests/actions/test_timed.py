@@ -13,10 +13,11 @@ import torch
 from ranks import on_ranks, torchrun
 from torch import nn
 from torch.utils.data import TensorDataset
+from trainers import trainer_of
 
 import rankwise
 from rankwise import TrainState
-from rankwise.actions.periodic import Log
+from rankwise.actions import Log
 from rankwise.dist import comm
 from rankwise.errors import ConfigError
 from rankwise.run.directory import RunDir
@@ -37,7 +38,7 @@ def fit(pause_s: float = 0.0, **arguments: Any) -> TrainState:
     data = TensorDataset(torch.randn(64, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     arguments = {"global_batch_size": 8, "max_steps": 40, "log_every": 1000, "run_dir": RUN, **arguments}
-    return rankwise.Trainer(model, optimizer, step, data, **arguments).fit()
+    return trainer_of(model, optimizer, step, data, **arguments).fit()
 
 
 def steps_by_time(pause_s: float) -> tuple[list[int], int]:
@@ -64,7 +65,7 @@ def test_an_action_by_time_runs_between_log_intervals_and_after_the_same_steps_o
 
 
 def saved_by_time() -> list[str]:
-    fit(0.05, max_steps=30, save_every_s=0.3, keep_last=100)
+    fit(0.05, max_steps=30, every_s=0.3, keep_last=100)
     return RunDir(RUN).saved()
 
 
@@ -84,25 +85,25 @@ def each_step() -> list[int]:
 
 
 def stopped_by(who: list[int], **arguments: Any) -> list[Any]:
-    """Of two runs of one command: (the last step, whether the script has stopped it)."""
+    """Of two runs of one command: (the last step, whether the script has stopped it, why)."""
 
     def stop(state: TrainState) -> None:
         if state.step == 7 and comm.rank() in who:
-            state.stop()
+            state.stop(f"rank {comm.rank()} has had enough")
 
     found = []
     for _ in range(2):
         state = fit(actions=[stop], **arguments)
-        found.append((state.step, state.stopped))
+        found.append((state.step, state.stopped, state.stop_reason))
     return found
 
 
 @pytest.mark.parametrize(("who", "last"), [([0, 1], {7}), ([1], {7, 8}), ([0], {7, 8})])
 def test_a_run_that_its_script_has_stopped_is_saved_and_does_not_begin_again(who: list[int], last: set[int]) -> None:
-    first, second = on_ranks(2, stopped_by, who, keep_steps=(7,))  # that step is saved already, when it is stopped there
+    first, second = on_ranks(2, stopped_by, who, at_steps=(7,))  # that step is saved already, when it is stopped there
     assert first == second
     assert first[0] == first[1]
-    assert first[0][1] is True
+    assert first[0][1:] == (True, f"rank {min(who)} has had enough")
     assert first[0][0] in last
     assert RunDir(RUN).saved()[-1].startswith(f"step-{first[0][0]:08d}")
 
@@ -114,10 +115,10 @@ def said_when_stopped() -> tuple[list[Any], str]:
 
 def test_a_lone_rank_that_its_script_has_stopped_says_so_when_it_is_started_again() -> None:
     [(ends, _)] = answers = on_ranks(1, said_when_stopped)
-    assert ends == [(7, True), (7, True)]
+    assert ends == [(7, True, "rank 0 has had enough")] * 2
     said = answers[0][1]
-    assert "stopped by the script: 7 steps, " in said
-    assert "stopped by the script at step 7; for a new run: fresh=True" in said
+    assert "stopped by the script (rank 0 has had enough): 7 steps, " in said
+    assert "stopped by the script at step 7: rank 0 has had enough; for a new run: fit(fresh=True)" in said
 
 
 def without_a_gate() -> list[Any]:
@@ -130,7 +131,7 @@ def without_a_gate() -> list[Any]:
 
 def test_where_nodes_do_not_reach_each_other_a_stop_is_agreed_at_the_next_log_interval() -> None:
     answers = on_ranks(2, without_a_gate, environ=[torchrun(r, 2, 1) for r in range(2)])
-    assert answers == [[(8, True), (8, True)]] * 2  # the epoch ends with step 8, which is logged
+    assert answers == [[(8, True, "rank 1 has had enough")] * 2] * 2  # the epoch ends with step 8, which is logged
 
 
 def test_a_state_without_a_trainer_cannot_be_stopped() -> None:
@@ -140,9 +141,8 @@ def test_a_state_without_a_trainer_cannot_be_stopped() -> None:
 
 
 def rates() -> str:
-    Log.__init__.__kwdefaults__["line_every_s"] = 0.0  # type: ignore[index]
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        fit(0.05, max_steps=20, log_every=4)
+        fit(0.05, max_steps=20, log_every=None, actions=[Log(4, 0.0)])
     return said.getvalue()
 
 

@@ -56,7 +56,8 @@ model = nn.Sequential(nn.Linear(6, 8), LAYER, nn.ReLU(), nn.Linear(8, 3))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
 rankwise.Trainer(
-    model, optimizer, step, dataset, eval_data=dataset, eval_fn=evaluate, scheduler=schedule, global_batch_size=8, max_epochs=4,
+    model, optimizer, step, dataset, global_batch_size=8, max_epochs=4, scheduler=schedule,
+    evaluate=rankwise.Evaluate(dataset, evaluate),
 ).fit()
 """
 

@@ -49,7 +49,8 @@ def trains():
     model = torch.nn.Linear(4, 1)
     data = torch.utils.data.TensorDataset(torch.randn(64, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = rankwise.Trainer(model, optimizer, step, data, global_batch_size=8, max_steps=120, log_every=1)
+    log = rankwise.actions.Log(1)
+    trainer = rankwise.Trainer(model, optimizer, step, data, global_batch_size=8, max_steps=120, actions=[log])
     return trainer.fit().step, len(trainer.run.lives())
 """
 

@@ -12,12 +12,12 @@ import torch
 from ranks import RankError, on_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
+from trainers import trainer_of
 
 import rankwise
 from rankwise.dist import comm
 from rankwise.errors import ConfigError, StepError
 from rankwise.evaluation import Evaluate, Metrics
-from rankwise.training.state import TrainState
 
 CLASSES = 3
 SIZES = (29, 2, 1)
@@ -31,16 +31,11 @@ def data(samples: int) -> TensorDataset:
 
 
 def figures(samples: int, eval_fn: Callable[..., Any], metrics: Any, size: int = 7) -> dict[str, float]:
-    world = comm.init()
+    comm.init()
     model = nn.Identity()
-
-    def once() -> rankwise.Loader:
-        return rankwise.Loader(data(samples), world, global_batch_size=size, shuffle=False, max_epochs=1)
-
-    state: Any = TrainState(model, None)  # type: ignore[arg-type]
-    evaluate = Evaluate(eval_fn, once, None, metrics)
-    first = evaluate.figures(state)
-    assert evaluate.figures(state) == first  # nothing of the first time is in the second
+    evaluate = Evaluate(rankwise.Loader(data(samples), global_batch_size=size, shuffle=False), eval_fn, metrics=metrics)
+    first = evaluate.figures(model)
+    assert evaluate.figures(model) == first  # nothing of the first time is in the second
     return first
 
 
@@ -245,7 +240,7 @@ def test_what_is_no_metric_object_is_named() -> None:
 def test_two_figures_of_one_name_are_an_error() -> None:
     with pytest.raises(StepError, match="two figures are called 'x'"):
         figures(3, lambda model, batch: {"x": (1.0, 1)}, {"x": Merged()})
-    with pytest.raises(StepError, match="eval_fn returned NoneType"):
+    with pytest.raises(StepError, match="the function of Evaluate returned NoneType"):
         figures(3, lambda model, batch: None, None)
 
 
@@ -260,7 +255,7 @@ def trained(run_dir: Path) -> tuple[dict[str, float], list[str]]:
 
     model = nn.Linear(CLASSES, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = rankwise.Trainer(
+    trainer = trainer_of(
         model, optimizer, step_fn, data(29), global_batch_size=7, max_steps=2, eval_data=data(4), run_dir=run_dir,
         eval_fn=lambda model, batch: words.update(batch[2].tolist()), eval_metrics={"words": words}, keep_best="eval_words",
         larger_is_better=True,
@@ -276,10 +271,5 @@ def test_the_trainer_evaluates_metric_objects_and_can_keep_the_best_by_one(tmp_p
 
 
 def test_metric_objects_that_nobody_updates_are_an_error() -> None:
-    model = nn.Linear(CLASSES, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings: dict[str, Any] = {"global_batch_size": 7, "max_steps": 2, "eval_metrics": {"words": Merged()}}
-    with pytest.raises(ConfigError, match="evaluate nothing without eval_data"):
-        rankwise.Trainer(model, optimizer, tell, data(29), **settings)
-    with pytest.raises(ConfigError, match="eval_metrics are updated by a function of yours: eval_fn="):
-        rankwise.Trainer(model, optimizer, tell, data(29), eval_data=data(4), **settings)
+    with pytest.raises(ConfigError, match="metrics are updated by a function of yours: fn="):
+        Evaluate(data(4), metrics={"words": Merged()})

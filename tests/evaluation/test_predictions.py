@@ -12,6 +12,7 @@ import torch
 from ranks import RankError, on_ranks
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
+from trainers import trainer_of
 
 import rankwise
 from rankwise.dist import comm
@@ -49,19 +50,19 @@ LOADERS: dict[str, dict[str, Any]] = {
     "by count": {"global_batch_size": 4, "shuffle": False},
     "accumulated": {"global_batch_size": 7, "shuffle": False, "accumulate": 3},
     "shuffled": {"global_batch_size": 7},
-    "by tokens": {"global_batch_tokens": 40, "lengths": lambda index: 1 + index % 11},
+    "by tokens": {"batches": rankwise.LengthBatches(global_tokens=40, lengths=lambda index: 1 + index % 11)},
     "workers": {"global_batch_size": 7, "shuffle": False, "workers": 1},
 }
 
 
 def predicted(on: str) -> list[str]:
     """Of which loaders this rank was given the answer; it is right."""
-    world = comm.init()
+    comm.init()
     answered = []
     model = nn.Linear(1, 1)
     for samples in (SAMPLES, 1):
         for name, settings in LOADERS.items():
-            loader = rankwise.Loader(data(samples), world, max_epochs=1, **settings)
+            loader = rankwise.Loader(data(samples), max_epochs=1, **settings)
             answer = rankwise.predict(all_kinds, model, loader, on=on)
             assert model.training
             if answer is not None:
@@ -91,9 +92,9 @@ def bit_by_bit(folder: Path, samples: int) -> list[int]:
         with (folder / "words.txt").open("a") as file:
             file.writelines(f"{k} {row:g}\n" for k, row in zip(indices, rows.tolist(), strict=True))
 
-    loader = rankwise.Loader(data(samples), world, global_batch_size=4, shuffle=False, max_epochs=1)
+    loader = rankwise.Loader(data(samples), global_batch_size=4, shuffle=False, max_epochs=1)
     assert rankwise.predict(lambda model, batch: batch[1], nn.Identity(), loader, into=write) is None
-    stream = rankwise.Loader(Stream(), world, global_batch_size=4, max_epochs=1)
+    stream = rankwise.Loader(Stream(), global_batch_size=4, max_epochs=1)
     rows = rankwise.predict(lambda model, batch: batch[:, 0], nn.Identity(), stream)
     assert (rows is None) == (world.rank > 0)
     assert rows is None or rows.tolist() == list(range(SAMPLES))
@@ -108,7 +109,7 @@ def test_predictions_can_be_written_bit_by_bit_in_order(tmp_path: Path) -> None:
 
 
 def failing(kind: str) -> None:
-    world = comm.init()
+    comm.init()
 
     def full(indices: list[int], rows: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -119,7 +120,7 @@ def failing(kind: str) -> None:
         "uneven": lambda model, batch: torch.zeros(len(batch[0]), int(batch[0][0]) + 1),
         "full disk": lambda model, batch: batch[0],
     }
-    loader = rankwise.Loader(data(SAMPLES), world, global_batch_size=8, shuffle=False, max_epochs=1)
+    loader = rankwise.Loader(data(SAMPLES), global_batch_size=8, shuffle=False, max_epochs=1)
     rankwise.predict(functions[kind], nn.Identity(), loader, into=full if kind == "full disk" else None)
 
 
@@ -140,7 +141,7 @@ def test_what_cannot_be_put_together_is_an_error_on_every_rank(kind: str, text: 
 
 
 def test_where_predictions_are_wanted_is_checked() -> None:
-    loader = rankwise.Loader(data(3), rankwise.init(), global_batch_size=2, max_epochs=1)
+    loader = rankwise.Loader(data(3), global_batch_size=2, max_epochs=1)
     with pytest.raises(ConfigError, match="on='every'"):
         rankwise.predict(all_kinds, nn.Identity(), loader, on="every")
     with pytest.raises(ConfigError, match=r"into=\.\.\. is called on the main rank"):
@@ -155,7 +156,7 @@ def test_arguments_in_another_order_are_an_error_that_has_the_order(tmp_path: Pa
         rankwise.predict(nn.Identity(), all_kinds, data(3))  # type: ignore[arg-type]
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = rankwise.Trainer(model, optimizer, all_kinds, data(3), global_batch_size=2, max_steps=1, run_dir=tmp_path)
+    trainer = trainer_of(model, optimizer, all_kinds, data(3), global_batch_size=2, max_steps=1, run_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"^predict_fn is a TensorDataset: give trainer\.predict\(data, predict_fn\)"):
         trainer.predict(all_kinds, data(3))  # type: ignore[arg-type]
 
@@ -167,7 +168,7 @@ def by_a_trainer(run_dir: Path) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = rankwise.Trainer(model, optimizer, step, data(SAMPLES), global_batch_size=8, max_steps=3, run_dir=run_dir)
+    trainer = trainer_of(model, optimizer, step, data(SAMPLES), global_batch_size=8, max_steps=3, run_dir=run_dir)
     trainer.fit()
     with torch.no_grad():
         expected = model(data(SAMPLES)[:][1][:, None])[:, 0]

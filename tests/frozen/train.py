@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import rankwise
+from rankwise.actions import Log
 
 Weights = dict[str, list[float]]
 
@@ -93,6 +94,8 @@ def noisy(model: nn.Module, batch: Any) -> Any:
 class Steps:
     """A part of the user's own, saved beside the Trainer's."""
 
+    name = "steps"
+
     def __init__(self) -> None:
         self.seen: list[int] = []
 
@@ -121,15 +124,19 @@ def trainer_of(kind: str, run_dir: Path | None, stop_at: int, fail_at: int = 0) 
 
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     settings: dict[str, Any] = {"global_batch_size": 8}
+    saving: dict[str, Any] = {"every_s": None, "keep_last": 1}
     data: Any = tensors()
     if kind == "alone":
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
-        settings |= {"accumulate": 2, "clip_norm": 1.0, "scheduler": scheduler, "keep_best": "eval_loss"}
-        settings |= {"eval_data": tensors(5, seed=3), "eval_every": 7}
+        settings |= {"accumulate": 2, "clip_norm": 1.0, "scheduler": scheduler}
+        saving |= {"keep_best": "eval_loss"}
+        settings |= {"evaluate": rankwise.Evaluate(tensors(5, seed=3), every_steps=7)}
     if kind == "sharded":
-        settings |= {"sharded_saves": True}
+        saving |= {"sharded": True}
     if kind == "node":
-        settings |= {"checkpoint_scope": "node", "drop_last": True}
+        saving |= {"scope": "node"}
+        settings = {}
+        data = rankwise.Loader(data, global_batch_size=8, drop_last=True)
     if kind == "fp16":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         data = tensors(dtype=torch.float32)
@@ -137,15 +144,13 @@ def trainer_of(kind: str, run_dir: Path | None, stop_at: int, fail_at: int = 0) 
     if kind == "stream":
         data = Stream()
     if kind == "tokens":
-        data = Sentences()
-        settings = {"global_batch_tokens": 40, "lengths": Sentences.lengths, "collate_fn": padded}
+        data = rankwise.Loader(Sentences(), batches=rankwise.LengthBatches(global_tokens=40), collate_fn=padded)
+        settings = {}
     step = noisy if kind in ("node", "fp16", "stream", "tokens") else plain
-    trainer = rankwise.Trainer(
-        model, optimizer, step, data, max_epochs=4, log_every=5, keep_last=1, save_every_s=1e9, run_dir=run_dir,
-        actions=[steps, interfere], **settings,
+    return rankwise.Trainer(
+        model, optimizer, step, data, max_epochs=4, checkpoints=rankwise.Checkpoints(**saving), run_dir=run_dir,
+        actions=[steps, interfere, Log(5)], **settings,
     )  # fmt: skip
-    trainer.state.parts |= {"steps": steps}
-    return trainer
 
 
 def fit(kind: str, run_dir: Path, *, stop_at: int = 0, own_disk: bool = False) -> Weights:

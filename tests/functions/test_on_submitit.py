@@ -61,7 +61,8 @@ def trains(folder: str) -> tuple[int, list[int]]:
 
     data = torch.utils.data.TensorDataset(torch.randn(64, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = rankwise.Trainer(model, optimizer, step, data, global_batch_size=8, max_steps=STEPS, log_every=1)
+    log = rankwise.actions.Log(1)
+    trainer = rankwise.Trainer(model, optimizer, step, data, global_batch_size=8, max_steps=STEPS, actions=[log])
     state = trainer.fit()
     return state.step, [len(trainer.run.lives()), int(trainer.run.path.name.endswith("_run"))]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankwise.actions.periodic import Log
+from rankwise.actions import Log
 from rankwise.telemetry import Meters, Progress, TimeBreakdown, progress
 from rankwise.training.state import TrainState
 
@@ -73,12 +73,19 @@ def test_without_a_total_and_at_the_end_no_time_is_left(clock: Clock) -> None:
     assert shown.pace(4) == "4 steps/s, 2026-11-22 12:00:02"
 
 
+def attached(log: Log, meters: Meters, shown: Progress) -> Log:
+    """To a Trainer of these parts, whose loader counts no samples."""
+    parts = SimpleNamespace(meters=meters, breakdown=TimeBreakdown({}), progress=shown, loader=SimpleNamespace(taken=0))
+    log.attach(parts)
+    return log
+
+
 def trained(log: Log, meters: Meters, shown: Progress, ends: dict[int, bool]) -> None:
     """Calls `log` after each of these steps; the value says whether an epoch ends with it."""
     model = nn.Linear(1, 1)
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.25))
     shown.begin(40, 0)
-    log.begin()
+    log.begin(state)
     for step, epoch_ended in ends.items():
         meters.add(loss=(3.0, 2))
         state.step, state.epoch_ended = step, epoch_ended
@@ -90,7 +97,7 @@ def test_a_line_of_a_log_has_step_total_metrics_learning_rate_rate_time_left_and
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     meters, shown = Meters("loss"), Progress(None)
-    log = Log(meters, TimeBreakdown({}), shown, (), every_steps=2, line_every_s=0.0)
+    log = attached(Log(every_steps=2, line_every_s=0.0), meters, shown)
     trained(log, meters, shown, {1: False, 2: False, 3: True})
     line, epoch = capfd.readouterr().out.splitlines()
     assert re.fullmatch(rf"step 2/40: loss 1\.5, lr 0\.25, [\d.e+]+ steps/s, [\d.]+ s left, {STAMP}", line), line
@@ -101,8 +108,8 @@ def test_a_line_of_a_log_has_step_total_metrics_learning_rate_rate_time_left_and
 
 def test_a_slow_log_interval_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Steps of 20 seconds and metrics every 50 of them: the first metrics come after a quarter of an hour."""
-    monkeypatch.setattr("rankwise.actions.periodic._SLOW_LINE_S", 0.0)
+    monkeypatch.setattr("rankwise.actions.log._SLOW_LINE_S", 0.0)
     meters, shown = Meters("loss"), Progress(None)
-    log = Log(meters, TimeBreakdown({}), shown, (), every_steps=50, line_every_s=0.0)
+    log = attached(Log(every_steps=50, line_every_s=0.0), meters, shown)
     trained(log, meters, shown, {1: False})
     assert re.fullmatch(rf"step 1/40: lr 0\.25, .*, {STAMP}\n", capfd.readouterr().out)

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from rankwise.telemetry import JsonlWriter, TensorBoardWriter
+from rankwise.run.directory import RunDir
+from rankwise.telemetry import TensorBoard
+from rankwise.telemetry.writers import JsonlWriter
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -67,7 +69,8 @@ def test_tensorboard_reads_the_events_back(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    writer = TensorBoardWriter(tmp_path / "telemetry")
+    writer = TensorBoard()
+    assert writer.open(RunDir(tmp_path))
     for step in (1, 2, 5):
         writer.write(step, {"loss": 1.0 / step, "share/data wait": 0.5})
     writer.close()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from rankwise.data import Loader
 from rankwise.errors import ConfigError
-from rankwise.training.arguments import check_counts, check_evaluation, check_length, check_workers
+from rankwise.training.arguments import as_loader, check_length
 
 
 def test_a_training_without_a_length_is_an_error() -> None:
@@ -15,20 +16,11 @@ def test_a_training_without_a_length_is_an_error() -> None:
         check_length(None, None)
 
 
-def test_a_count_is_from_1_up_or_left_out() -> None:
-    check_counts(max_steps=None, log_every=1)
-    with pytest.raises(ConfigError, match="log_every=0: give a whole number from 1 up"):
-        check_counts(max_steps=1, log_every=0)
-    check_workers(0)
-    with pytest.raises(ConfigError, match="workers=-1"):
-        check_workers(-1)
-
-
-def test_what_belongs_to_an_evaluation_needs_its_data_and_metrics_need_a_function() -> None:
-    check_evaluation(None, None, None, None)
-    check_evaluation([1], print, {"f1": object()}, 5)
-    for fn, metrics, every in ((print, None, None), (None, {}, None), (None, None, 5)):
-        with pytest.raises(ConfigError, match="evaluate nothing without eval_data"):
-            check_evaluation(None, fn, metrics, every)
-    with pytest.raises(ConfigError, match="eval_metrics are updated by a function of yours"):
-        check_evaluation([1], None, {"f1": object()}, None)
+def test_a_loader_stays_itself_and_gets_the_length_that_the_trainer_was_given() -> None:
+    loader = Loader([1, 2, 3], batch_size=1)
+    assert as_loader(loader, 4, batch_size=None, seed=None) is loader
+    assert loader.max_epochs == 4
+    made = as_loader([1, 2, 3], 2, batch_size=3, seed=None)
+    assert (made.global_batch_size, made.max_epochs, made.seed) == (3, 2, 0)
+    with pytest.raises(ConfigError, match=r"Trainer\(seed=0\) and Loader\(seed=...\) say the same: give seed to the Loader"):
+        as_loader(loader, None, seed=0)

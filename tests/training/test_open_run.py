@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> RunDir:
 def test_a_run_that_is_done_says_so_to_the_command_that_has_trained_it(run: RunDir) -> None:
     run.begin_life(1, ("/else/where/train.py", "--lr", "1"))
     assert already_done(run, ALONE, 12) == (
-        "already done: 12 steps; for more, raise max_steps or max_epochs; for a new run: fresh=True"
+        "already done: 12 steps; for more, raise max_steps or max_epochs; for a new run: fit(fresh=True)"
     )
 
 

@@ -1,6 +1,6 @@
 """What all ranks do after the same step though no step says when: triggers by time, and a stop that the script asks for.
 
-    moments = Moments(state, actions, stop)          # before the loop;  `stop.agreed` does the rest
+    moments = Moments(state, actions, stop);  moments.begin()       # before the loop;  `stop.agreed` does the rest
 
 Both pass through the gate of the agreed stop (shared_page.py): no message a step, and under any strategy. Where the nodes
 do not reach each other there is no gate: then both are agreed by a message at each log interval.
@@ -27,13 +27,19 @@ class Moments:
         self._state = state
         self._stop = stop
         self._seen_s = state.clock_s
-        self._timed = [action for action in actions if isinstance(action, Every) and action.seconds] if stop.has_gate else []
+        self._timed = [action for action in actions if isinstance(action, Every) and action.seconds]
         if len(self._timed) > MOST_ALARMS:
             raise ConfigError(f"{len(self._timed)} actions with every(seconds=...): {MOST_ALARMS} at most")
+        state.on_stop = stop.ask
+
+    def begin(self) -> None:
+        """Collective. The ranks have a gate from here on, where they can have one."""
+        self._stop.open()
+        if not self._stop.has_gate:
+            return
         for action in self._timed:
             action.by_gate = True
-        stop.alarm([action.seconds or 0.0 for action in self._timed], self._ring)
-        state.on_stop = stop.ask
+        self._stop.alarm([action.seconds or 0.0 for action in self._timed], self._ring)
 
     def _ring(self, which: Sequence[int]) -> None:
         for place in which:
@@ -48,6 +54,9 @@ class Moments:
             self._stop.by_script = True
 
     def end(self) -> bool:
-        """The loop is over. Whether the script has ended it, which the state says from now on."""
-        self._state.stopped = self._state.stopped or self._stop.by_script
-        return self._stop.by_script
+        """Collective. The loop is over. Whether the script has ended it, which the state says from now on, and why."""
+        if not self._stop.by_script:
+            return False
+        self._state.stopped = True
+        self._state.stop_reason = next(filter(None, comm.all_gather_object(self._state.stop_reason)), "")
+        return True

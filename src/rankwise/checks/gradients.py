@@ -261,7 +261,7 @@ def _known(mixing: Mixing, evidence: str) -> Finding:
     return Finding(
         "gradients", KNOWN, f"{evidence}; equal where the statistics of {type(mixing.layer).__name__} are held still",
         f"{mixing} takes its statistics from a micro-batch, so that results depend on how many there are",
-        "none needed if that is meant; else GroupNorm or LayerNorm, or Trainer(sync_batchnorm=True) on GPUs",
+        "none needed if that is meant; else GroupNorm or LayerNorm, or torch.nn.SyncBatchNorm.convert_sync_batchnorm on GPUs",
     )  # fmt: skip
 
 

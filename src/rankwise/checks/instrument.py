@@ -289,8 +289,8 @@ class Instrument:
         return save
 
     def _checkpoints_init(self, original: Any) -> Any:
-        def init(checkpoints: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
-            original(checkpoints, Path(self._settings.folder, "saved", f"ranks-{self._settings.ranks}"), *args, **kwargs)
+        def init(checkpoints: Any, folder: Any = None, **kwargs: Any) -> None:
+            original(checkpoints, Path(self._settings.folder, "saved", f"ranks-{self._settings.ranks}"), **kwargs)
 
         return init
 

@@ -55,7 +55,7 @@ def main() -> None:
 def _ask_trainers(instrument: Instrument, asked: list[dict[str, Any]]) -> None:
     """Trainer.fit tests instead of training, and the script ends there. `asked`: what the first one found."""
 
-    def fit(self: Trainer) -> TrainState:
+    def fit(self: Trainer, fresh: bool = False) -> TrainState:
         instrument.close()
         asked.append({"findings": []})
         asked[0]["findings"] += [finding.record() for finding in findings_of(self)]

@@ -37,7 +37,6 @@ from rankwise.trainer import Trainer
 from rankwise.training.digest import digest, digests
 from rankwise.training.model import evaluating
 from rankwise.training.optimizer import named_state
-from rankwise.training.state import TrainState
 
 ONE = World(0, 1, 0, 1, 0, source="selftest")
 """One rank alone: what all are measured by."""
@@ -247,7 +246,7 @@ class _Copy:
 def _resume_and_steps(trainer: Trainer) -> list[Finding]:
     with _folder() as folder:
         unbroken, resumed = _Copy(trainer), _Copy(trainer)
-        checkpoints = Checkpoints(folder)
+        checkpoints = Checkpoints(folder, background=False)
         before = unbroken.parameters()
         seed.seed_rank(trainer.seed, trainer.world.rank)
         unbroken.step()
@@ -328,14 +327,12 @@ def _folder() -> Iterator[Path]:
 def _evaluation(trainer: Trainer, evaluate: Evaluate) -> Finding:
     """On the first batches and the last; the same on one rank alone, in other parts."""
     model = copy.deepcopy(trainer.state.model)
-    state = TrainState(model, trainer.state.optimizer)
-    made = evaluate.make_loader()
-    if not isinstance(made, Loader) or made.is_split:
-        return Finding("evaluation", OPEN, "its data come from a loader of its own, or from streams of each rank's own")
-    given: Loader = made
+    given = evaluate.loader
+    if given.is_split:
+        return Finding("evaluation", OPEN, "its data come from streams of each rank's own")
 
     def figures(world: World, accumulate: int) -> dict[str, float]:
-        return evaluate.over(lambda: _ends(given, world, accumulate)).figures(state)
+        return evaluate.figures(model, batches=_ends(given, world, accumulate))
 
     here = figures(trainer.world, 1)
     with comm.alone():
@@ -347,7 +344,7 @@ def _evaluation(trainer: Trainer, evaluate: Evaluate) -> Finding:
         return Finding("evaluation", OK, evidence, where=f"{_ranks(trainer)}: {apart:.1e}")
     return Finding(
         "evaluation", FAILED, f"{name} is {here.get(name, float('nan')):.6g} on {_ranks(trainer)} and {alone[name]:.6g} on one "
-        "rank, in other batches", "eval_fn returns no sums: a figure of a batch was averaged, and batches differ in size",
+        "rank, in other batches", "the function returns no sums: a figure of a batch was averaged, and batches differ in size",
         "return the sum over the samples and their count: (loss_sum, len(y)), (correct, len(y))",
     )  # fmt: skip
 

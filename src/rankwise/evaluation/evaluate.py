@@ -1,97 +1,154 @@
 """Exact evaluation: each sample once, on any number of ranks.
 
-evaluate = Evaluate(eval_fn, make_loader, sync)
-evaluate(state)                    # state.metrics["eval_accuracy"]
+Trainer(..., evaluate=Evaluate(data, accuracy, every_steps=500))      # state.metrics["eval_accuracy"]
+figures = Evaluate(loader, accuracy).figures(model)                   # in a loop of one's own
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from rankwise.actions.periodic import every
+from rankwise.data import Loader
 from rankwise.dist import comm, log
-from rankwise.errors import StepError
+from rankwise.errors import ConfigError, StepError
 from rankwise.evaluation.metrics import Metrics
+from rankwise.host.arguments import ANYTHING, DATA, FROM_ONE, FUNCTION, Argument, takes
 from rankwise.sync import SyncStrategy
-from rankwise.telemetry import Progress
 from rankwise.telemetry.meters import mean
-from rankwise.telemetry.writers import Writer
 from rankwise.training.model import evaluating
 from rankwise.training.precision import Precision
 from rankwise.training.state import TrainState
 
+_MODEL = Argument(
+    lambda value: isinstance(value, nn.Module) or isinstance(getattr(value, "model", None), nn.Module),
+    "a torch.nn.Module, or what has one as .model: EMA(model)",
+)
+_NAME = Argument(lambda value: isinstance(value, str) and value.isidentifier(), "a word: eval, ema, test")
+
 Pair = tuple[float | torch.Tensor, float | torch.Tensor]
+
+
+_MOVED = {
+    "eval_fn": "write Evaluate(data, fn): the data first, then the function",
+    "make_loader": "write Evaluate(data, fn), the data a Loader or a dataset",
+    "sync": "give it to figures(model, sync)",
+}
 
 
 class Evaluate:
     """Exact evaluation, sharded: every sample once, on whatever number of ranks; nothing is averaged twice.
 
-    `eval_fn(model, batch)` returns {name: (sum, count)}; the figures are `eval_<name>` = sum / count over all samples. Random
-    numbers drawn in it do not move the training's streams. `make_loader()` returns a new Loader of one epoch. `metrics`:
-    {name: object that `eval_fn` updates}, for figures that are no such mean (metrics.py): each gives `eval_<name>`,
-    and then `eval_fn` may return None. The rest is the Trainer's, and can be left out in a loop of your own, but for `sync` if
-    the model has buffers (running statistics).
+    `data`: a dataset, cut as the training data are, or a Loader, of which one epoch is taken. `fn(model, batch)` returns
+    {name: (sum, count)}; the figures are `eval_<name>` = sum / count over all samples; None: the loss of the Trainer's step_fn.
+    `metrics`: {name: object that `fn` updates}, for figures that are no such mean (metrics.py): each gives `eval_<name>`, and
+    then `fn` may return None. `name`: another word than `eval`. `model`: another module than the one that is trained, or what
+    has one as `.model` (EMA).
+
+    An action: after `every_steps` steps or `every_epochs` epochs, by default after each epoch, and at the end. In a loop of
+    your own: `evaluate.figures(model, sync)`. Random numbers drawn in it do not move the training's streams, and each rank's
+    own weights and buffers, and modes, are put back.
     """
 
+    @takes(
+        data=DATA, fn=FUNCTION.or_none, metrics=ANYTHING, every_steps=FROM_ONE.or_none, every_epochs=FROM_ONE.or_none,
+        model=_MODEL.or_none, name=_NAME, moved=_MOVED,
+    )  # fmt: skip
     def __init__(
         self,
-        eval_fn: Callable[[Any, Any], Mapping[str, Pair] | None],
-        make_loader: Callable[[], Iterable[list[Any]]],
-        sync: SyncStrategy | None = None,
+        data: Any,
+        fn: Callable[[Any, Any], Mapping[str, Pair] | None] | None = None,
+        *,
         metrics: Any = None,
-        precision: Precision | None = None,
-        progress: Progress | None = None,
-        writers: Sequence[Writer] = (),
+        every_steps: int | None = None,
+        every_epochs: int | None = None,
+        model: Any = None,
+        name: str = "eval",
     ) -> None:
-        self.eval_fn = eval_fn
-        self.make_loader = make_loader
-        self._sync = sync
+        if fn is None and metrics is not None:
+            raise ConfigError("Evaluate: metrics are updated by a function of yours: fn=lambda model, batch: f1.update(...)")
+        self.data, self.fn, self.name = data, fn, name
+        self.names_by_user = fn is not None
+        self.every_steps, self.every_epochs = every_steps, every_epochs
+        self._model = model
         self._metrics = metrics if isinstance(metrics, Metrics) else Metrics(metrics)
-        self._precision = precision or Precision.of("fp32", torch.device("cpu"))
-        self._say = progress.say if progress is not None else log.say
-        self._writers = writers
+        self._precision = Precision.of("fp32", torch.device("cpu"))
+        self._sync: SyncStrategy | None = None
+        self._say: Callable[[str], None] = log.say
+        epochs = every_epochs if every_epochs is not None or every_steps is not None else 1
+        self._trigger = every(self._run, steps=every_steps, epochs=epochs, at_end=True)
+        self._loader = data if isinstance(data, Loader) else None
         self.wait_s = 0.0
 
+    def attach(self, trainer: Any) -> None:
+        """What it has of a Trainer: how its data are cut, its strategy, its precision, its loss."""
+        if not isinstance(self.data, Loader):
+            self._loader = trainer.loader.over(self.data)
+        self._metrics.to(trainer.device)
+        self._sync, self._precision, self._say = trainer.sync, trainer.precision, trainer.progress.say
+        if not self.names_by_user:
+            self.fn = lambda model, batch: {"loss": trainer.forward(model, batch)}
+        if isinstance(self._model, nn.Module):
+            self._model.to(trainer.device)
+
     def __call__(self, state: TrainState) -> None:
+        """Collective, when it is due."""
+        self._trigger(state)
+
+    def _run(self, state: TrainState) -> None:
         began = time.perf_counter()
-        figures = self.figures(state)
+        figures = self.figures(state.model if self._model is None else None)
         state.measure(figures)
-        for writer in self._writers:
-            writer.write(state.step, figures)
         self._say(f"step {state.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
         self.wait_s += time.perf_counter() - began
 
-    def over(self, make_loader: Callable[[], Iterable[list[Any]]]) -> Evaluate:
-        """The same figures of other batches."""
-        other = copy.copy(self)
-        other.make_loader = make_loader
-        return other
+    @property
+    def loader(self) -> Loader:
+        """One epoch of the data. Raises ConfigError for a dataset without a Trainer, which knows how to cut it."""
+        if self._loader is None:
+            raise ConfigError(
+                f"Evaluate({type(self.data).__name__}) in a loop of your own: give it "
+                "rankwise.Loader(dataset, global_batch_size=..., shuffle=False)"
+            )
+        return self._loader.once()
 
-    def figures(self, state: TrainState) -> dict[str, float]:
-        """Collective. `eval_<name>` of each, and nothing else happens."""
-        averaged = self._sync.averaged() if self._sync is not None else contextlib.nullcontext()
-        with averaged, evaluating(state.model), self._metrics.of_this_rank():
-            batches = 0
+    def figures(
+        self, model: nn.Module | None = None, sync: SyncStrategy | None = None, batches: Iterable[list[Any]] | None = None
+    ) -> dict[str, float]:
+        """Collective. `eval_<name>` of each, and nothing else happens. `model`: by default the one that was given. `sync`: the
+        strategy of a loop of your own, needed if the ranks hold anything apart (running statistics, say). `batches`: in the
+        place of the data."""
+        own = self._model.model if hasattr(self._model, "model") and not isinstance(self._model, nn.Module) else self._model
+        looked_at = model if model is not None else own
+        if looked_at is None:
+            raise ConfigError("evaluate.figures(model): give the model")
+        strategy = sync if sync is not None else self._sync
+        averaged = strategy.averaged(None if own is None else looked_at) if strategy is not None else contextlib.nullcontext()
+        with averaged, evaluating(looked_at), self._metrics.of_this_rank():
+            number = 0
             totals: dict[str, list[torch.Tensor]] = {}
             with torch.no_grad(), self._precision.autocast():
-                for micro_batches in self.make_loader():
+                for micro_batches in batches if batches is not None else self.loader:
                     for batch in micro_batches:
-                        batches += 1
-                        for name, (total, count) in self._figures_of(state, batch).items():
+                        number += 1
+                        for name, (total, count) in self._figures_of(looked_at, batch).items():
                             totals.setdefault(name, []).append(_pair(total, count))
             means = {name: mean(*pair) for name, pair in _over_ranks(totals).items()}
-            computed = self._metrics.compute(has_batches=batches > 0) if self._metrics else {}
+            computed = self._metrics.compute(has_batches=number > 0) if self._metrics else {}
         if twice := means.keys() & computed.keys():
-            raise StepError(f"two figures are called {min(twice)!r}: one that eval_fn returns, and one of eval_metrics")
-        return {f"eval_{name}": value for name, value in (means | computed).items()}
+            raise StepError(f"two figures are called {min(twice)!r}: one that the function returns, and one of the metrics")
+        return {f"{self.name}_{name}": value for name, value in (means | computed).items()}
 
-    def _figures_of(self, state: TrainState, batch: Any) -> Mapping[str, Pair]:
-        figures = self.eval_fn(state.model, batch)
+    def _figures_of(self, model: nn.Module, batch: Any) -> Mapping[str, Pair]:
+        if self.fn is None:
+            raise ConfigError("Evaluate in a loop of your own needs a function: Evaluate(loader, fn)")
+        figures = self.fn(model, batch)
         if figures is None and self._metrics:
             return {}
         if not isinstance(figures, Mapping):
@@ -115,7 +172,8 @@ def _over_ranks(totals: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, tuple
 
 def _no_figures(what: str) -> StepError:
     return StepError(
-        f'eval_fn returned {what}; return a mapping of pairs: {{"loss": (loss_sum, count), "accuracy": (correct, count)}}'
+        f"the function of Evaluate returned {what}; return a mapping of pairs: "
+        '{"loss": (loss_sum, count), "accuracy": (correct, count)}'
     )
 
 

@@ -42,13 +42,13 @@ class Metrics:
 
     def __init__(self, metrics: Any = None) -> None:
         if metrics is not None and not isinstance(metrics, Mapping) and not _is_collection(metrics):
-            raise ConfigError(f'eval_metrics is {type(metrics).__name__}; give metric objects by name: {{"f1": f1}}')
+            raise ConfigError(f'metrics is {type(metrics).__name__}; give metric objects by name: {{"f1": f1}}')
         self._metrics: Any = metrics if metrics is not None else {}
         for name, metric in self._named():
             lacking = [method for method in ("update", "compute", "reset") if not callable(getattr(metric, method, None))]
             if lacking:
                 raise ConfigError(
-                    f"eval_metrics: {name!r} ({type(metric).__name__}) has no {' and no '.join(lacking)}; a metric object has "
+                    f"metrics: {name!r} ({type(metric).__name__}) has no {' and no '.join(lacking)}; a metric object has "
                     "update(...), compute() and reset(), as those of torchmetrics"
                 )
 

@@ -49,7 +49,7 @@ def predict(
     if not callable(given[0]) or not isinstance(given[2], Loader):
         kinds = ", ".join(type(each).__name__ for each in given)
         raise ConfigError(
-            f"predict({kinds}): give predict(predict_fn, model, loader), the last a rankwise.Loader(dataset, world, "
+            f"predict({kinds}): give predict(predict_fn, model, loader), the last a rankwise.Loader(dataset, "
             "global_batch_size=..., max_epochs=1, shuffle=False)"
         )
     if on not in ("main", "all"):
@@ -58,6 +58,7 @@ def predict(
         raise ConfigError("into=... is called on the main rank: leave on='all' out")
     if loader.is_split:
         raise ConfigError("predictions come in the order of the dataset, and streams of each rank's own have none over all")
+    loader = loader.once()
     mine: list[Part] = []
     told: list[Part] = []
 

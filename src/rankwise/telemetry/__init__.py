@@ -3,6 +3,6 @@
 from rankwise.telemetry.breakdown import TimeBreakdown
 from rankwise.telemetry.meters import Meters
 from rankwise.telemetry.progress import Progress
-from rankwise.telemetry.writers import JsonlWriter, TensorBoardWriter
+from rankwise.telemetry.writers import JsonLines, TensorBoard
 
-__all__ = ["JsonlWriter", "Meters", "Progress", "TensorBoardWriter", "TimeBreakdown"]
+__all__ = ["JsonLines", "Meters", "Progress", "TensorBoard", "TimeBreakdown"]

@@ -1,4 +1,9 @@
-"""Figures on disk: metrics.jsonl for programs, TensorBoard's events for eyes. The main rank writes."""
+"""Figures on disk: metrics.jsonl for programs, TensorBoard's events for eyes. Actions of a Trainer; the main rank writes.
+
+writers = [JsonLines(), TensorBoard()]
+for writer in writers: writer.attach(trainer); writer.begin(state)
+writer(state)                                   # after each step: what is new of its metrics
+"""
 
 from __future__ import annotations
 
@@ -8,18 +13,102 @@ import math
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from rankwise.dist import log
+from rankwise.dist import comm, log
+from rankwise.host.arguments import takes
 from rankwise.run.directory import RunDir
 
 
-class Writer(Protocol):
-    """Takes the reduced figures of one moment."""
+class Writer:
+    """Of the figures of each step, each once. `write` and `close` are a subclass's; `open` too, on the main rank."""
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None: ...
+    def __init__(self) -> None:
+        self._run: RunDir | None = None
+        self._is_open = False
+        self._step = -1
+        self._names: set[str] = set()
 
-    def close(self) -> None: ...
+    def attach(self, trainer: Any) -> None:
+        self._run = trainer.run
+
+    def begin(self, state: Any) -> None:
+        if comm.is_main() and self._run is not None:
+            self._step = -1
+            self._is_open = self.open(self._run)
+
+    def __call__(self, state: Any) -> None:
+        """Write what is new in this step, and was not written in an earlier call of the same step."""
+        if not self._is_open or not (figures := state.new_metrics):
+            return
+        if state.step != self._step:
+            self._step, self._names = state.step, set()
+        fresh = {name: value for name, value in figures.items() if name not in self._names}
+        if fresh:
+            self._names |= fresh.keys()
+            self.write(state.step, fresh)
+
+    def open(self, run: RunDir) -> bool:
+        """Whether there is anything to write into."""
+        raise NotImplementedError
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._is_open = False
+
+
+class JsonLines(Writer):
+    """metrics.jsonl in the run directory: one JSON object for each step that has new figures. A start goes on below the one
+    before, and each line says whose it is."""
+
+    @takes()
+    def __init__(self) -> None:
+        super().__init__()
+        self._writer: JsonlWriter | None = None
+
+    def open(self, run: RunDir) -> bool:
+        self._writer = JsonlWriter(run.metrics, run.lives()[-1].life)
+        return True
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        if self._writer is not None:
+            self._writer.write(step, figures)
+
+    def close(self) -> None:
+        super().close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class TensorBoard(Writer):
+    """Events for `tensorboard --logdir RUN`; needs the extra `rankwise[tensorboard]`, and says so."""
+
+    @takes()
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: Any = None
+
+    def open(self, run: RunDir) -> bool:
+        if find_spec("tensorboard") is None:
+            log.say("no TensorBoard events: pip install 'rankwise[tensorboard]' to have them; metrics.jsonl is written")
+            return False
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._events = SummaryWriter(str(run.telemetry))
+        return True
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        super().close()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
 
 
 class JsonlWriter:
@@ -62,29 +151,3 @@ def _ends_with_newline(path: Path) -> bool:
 def _plain(value: float) -> float | int | str:
     """JSON has no nan and no infinity: they are words."""
     return value if math.isfinite(value) else str(value)
-
-
-class TensorBoardWriter:
-    """Events for `tensorboard --logdir RUN`; needs the extra `rankwise[tensorboard]`."""
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(folder))
-
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def open_writers(run: RunDir, life: int) -> list[Writer]:
-    """Those of one life of a run."""
-    writers: list[Writer] = [JsonlWriter(run.metrics, life)]
-    if find_spec("tensorboard") is not None:
-        writers.append(TensorBoardWriter(run.telemetry))
-    else:
-        log.say("no TensorBoard events: pip install 'rankwise[tensorboard]' to have them; metrics.jsonl is written")
-    return writers

@@ -1,12 +1,13 @@
-"""Checks of what a script gives a training: raised before anything is made.
+"""What a script gives a training, made into one thing, or refused before anything is made.
 
-check_counts(max_steps=10, log_every=50);  check_evaluation(eval_data, eval_fn, eval_metrics, eval_every)
+loader = as_loader(train_data, max_epochs=3, batch_size=16);  check_length(loader.max_epochs, max_steps)
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from rankwise.data import Loader
 from rankwise.errors import ConfigError
 
 
@@ -15,20 +16,17 @@ def check_length(max_epochs: int | None, max_steps: int | None) -> None:
         raise ConfigError("say how long to train: max_epochs=... or max_steps=...")
 
 
-def check_counts(**counts: int | None) -> None:
-    """Each is a whole number from 1 up, or was not given."""
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}: give a whole number from 1 up")
-
-
-def check_evaluation(data: Any, fn: Any, metrics: Any, every: int | None) -> None:
-    if data is None and (fn is not None or every is not None or metrics is not None):
-        raise ConfigError("eval_fn, eval_every and eval_metrics evaluate nothing without eval_data=...")
-    if fn is None and metrics is not None:
-        raise ConfigError("eval_metrics are updated by a function of yours: eval_fn=lambda model, batch: f1.update(...)")
-
-
-def check_workers(workers: int) -> None:
-    if workers < 0:
-        raise ConfigError(f"workers={workers}: give how many processes fetch ahead, 0 for none")
+def as_loader(train_data: Any, max_epochs: int | None, **given: Any) -> Loader:
+    """The Loader that was given, or one over the dataset. Raises ConfigError for what both the Trainer and a Loader say."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if not isinstance(train_data, Loader):
+        return Loader(train_data, max_epochs=max_epochs, **given)
+    for name in given:
+        raise ConfigError(f"Trainer({name}={given[name]}) and Loader({name}=...) say the same: give {name} to the Loader alone")
+    if max_epochs is not None:
+        if train_data.max_epochs is not None:
+            raise ConfigError(
+                f"Trainer(max_epochs={max_epochs}) and Loader(max_epochs={train_data.max_epochs}) say the same: leave one out"
+            )
+        train_data.max_epochs = max_epochs
+    return train_data

@@ -43,7 +43,8 @@ def ended(state: TrainState, steps_before: int, elapsed: str, where: Path) -> st
     if state.steps_left_out:
         figures += f", {state.steps_left_out} steps left out"
     before = f" ({steps_before} of them before)" if steps_before else ""
-    how = "stopped by the script" if state.stopped else "done"
+    reason = f" ({state.stop_reason})" if state.stop_reason else ""
+    how = f"stopped by the script{reason}" if state.stopped else "done"
     return f"{how}: {state.step} steps{before}, {elapsed}, {figures}\nsaved in {short(where)}"
 
 

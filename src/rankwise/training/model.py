@@ -1,6 +1,6 @@
-"""What is done to a model before training: its device, its batch norms, its compiler; and its modes around an evaluation.
+"""What is done to a model before training: its device, its batch norms; and its modes around an evaluation.
 
-model = prepare(model, device, world, sync_batchnorm=True, compile={"mode": "max-autotune"})
+model = prepare(model, device, world)
 with evaluating(model): ...
 
 The parameters stay the same objects.
@@ -9,8 +9,7 @@ The parameters stay the same objects.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -22,35 +21,19 @@ from rankwise.errors import ConfigError
 _SYNCED_ON = ("cuda", "xpu", "hpu")  # where torch's SyncBatchNorm works
 
 
-def prepare(
-    model: nn.Module,
-    device: torch.device,
-    world: World,
-    sync_batchnorm: bool = False,
-    compile: bool | Mapping[str, Any] = False,
-) -> nn.Module:
-    """Move it; with `sync_batchnorm` take batch statistics over all ranks, where that works (GPUs); compile it if asked.
-
-    `compile`: True, or the arguments of torch.compile. Raises ConfigError for a SyncBatchNorm on the CPU.
-    """
+def prepare(model: nn.Module, device: torch.device, world: World) -> nn.Module:
+    """Move it, and look at its batch norms. Raises ConfigError for a SyncBatchNorm on the CPU."""
     model = model.to(device)
-    if sync_batchnorm and world.world_size > 1:
-        if device.type in _SYNCED_ON:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        else:
-            log.say("sync_batchnorm is left out: it works on GPUs only; each rank has the statistics of its own part")
-    elif world.world_size > 1 and not is_synced(model) and _has_batch_norm(model):
+    if world.world_size > 1 and not is_synced(model) and _has_batch_norm(model):
         log.say(
             "BatchNorm normalises by each rank's own part of a batch: results depend on the number of ranks "
-            "(sync_batchnorm=True takes all of it, on GPUs)"
+            "(torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) takes all of it, on GPUs)"
         )
     if is_synced(model) and device.type not in _SYNCED_ON:
         raise ConfigError(
-            f"the model holds a SyncBatchNorm, which works on GPUs only, and this rank is on {device.type}; make it "
-            "a BatchNorm, and let Trainer(sync_batchnorm=True) convert it where that works"
+            f"the model holds a SyncBatchNorm, which works on GPUs only, and this rank is on {device.type}; convert it only "
+            'where rankwise.local_device().type is "cuda"'
         )
-    if compile is not False:
-        model.compile(**({} if compile is True else dict(compile)))  # in place: no `_orig_mod.` prefix in its state
     return model
 
 
@@ -70,7 +53,7 @@ def check_synced(model: nn.Module, fewest: int, parts: int) -> None:
     if is_synced(model) and fewest < parts:
         raise ConfigError(
             f"SyncBatchNorm needs a sample on every rank, but the last global batch of an epoch may have {fewest} "
-            f"for {comm.world_size()} ranks; type drop_last=True, or choose another batch size"
+            f"for {comm.world_size()} ranks; give Loader(drop_last=True), or choose another batch size"
         )
 
 

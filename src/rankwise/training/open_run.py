@@ -52,16 +52,16 @@ def open_run(run: RunDir, world: World, fresh: bool) -> tuple[Life, Lease | None
     return run_on_main(prepare), lease
 
 
-def already_done(run: RunDir, world: World, steps: int, by_script: bool = False) -> str:
+def already_done(run: RunDir, world: World, steps: int, by_script: bool = False, reason: str = "") -> str:
     """Collective. The line to print if a run has nothing left to train. `by_script`: because its script has stopped it.
 
     Raises ConfigError where other arguments than this life's have trained it: exit status 0 would say that these have.
     """
     launched = world.run_dir is not None
     run_on_main(_refuse_other_arguments, [run, steps, launched])
-    anew = f"for a new run: {'--fresh' if launched else 'fresh=True'}"
+    anew = f"for a new run: {'--fresh' if launched else 'fit(fresh=True)'}"
     if by_script:
-        return f"stopped by the script at step {steps}; {anew}"
+        return f"stopped by the script at step {steps}{': ' * bool(reason)}{reason}; {anew}"
     return f"already done: {steps} steps; for more, raise max_steps or max_epochs; {anew}"
 
 
@@ -70,7 +70,7 @@ def _refuse_other_arguments(run: RunDir, steps: int, launched: bool) -> None:
     now, trained = lives[-1], _trained_last(run, lives)
     if trained is None or _arguments(trained) == _arguments(now):
         return
-    named, anew = ("--name NAME", "--fresh") if launched else ("run_dir=FOLDER", "fresh=True")
+    named, anew = ("--name NAME", "--fresh") if launched else ("run_dir=FOLDER", "fit(fresh=True)")
     raise ConfigError(
         f"already done: the {steps} steps of the run in {short(run.path)} were trained as `{shlex.join(trained.argv)}`, and "
         f"this is `{shlex.join(now.argv)}`, of which nothing was trained; for a training of its own: {named}; to train it "
@@ -94,11 +94,16 @@ def _arguments(life: Life) -> tuple[str, ...]:
 def _set_aside(run: RunDir) -> None:
     """Under an agent, which lives in the run directory: what an earlier training left there gets another name."""
     for path in (run.checkpoints, run.metrics):
-        count = 1
-        while (other := path.with_name(f"{path.name}.old-{count}")).exists():
-            count += 1
-        if path.exists():
-            path.rename(other)
+        set_aside(path)
+
+
+def set_aside(path: Path) -> None:
+    """Give a file or folder, if it is there, another name beside it: `checkpoints.old-1`."""
+    count = 1
+    while (other := path.with_name(f"{path.name}.old-{count}")).exists():
+        count += 1
+    if path.exists():
+        path.rename(other)
 
 
 def _script() -> str:

@@ -1,25 +1,27 @@
 """What is done to an optimizer before training: checks, the fused kernel, the learning rate for more ranks.
 
-line = prepare(optimizer, scheduler, fused=None, scale="linear", ranks=4)
+scale_lr(optimizer, "linear");  check(model, optimizer);  fuse(optimizer)
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from rankwise.dist import comm
 from rankwise.errors import ConfigError
+from rankwise.host.arguments import ANYTHING, having, one_of, takes
 
 _FUSED = (Adam, AdamW, SGD)
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """What a scheduler keeps of a learning rate in a parameter group."""
-
-LR_SCALES = ("none", "linear", "sqrt")
 
 
 def check(model: nn.Module, optimizer: Optimizer) -> None:
@@ -29,39 +31,68 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
         raise ConfigError("the optimizer holds no parameter of the model: make it of model.parameters(), after the model")
 
 
-def prepare(
-    optimizer: Optimizer, scheduler: Any, fused: bool | None, scale: str, ranks: int, fixed_batch: int | None = None
-) -> str:
-    """Choose its kernel, and scale its learning rate for `ranks`; returns the line that says so, empty if it is not scaled.
+@dataclass(frozen=True)
+class Scaled:
+    """How the learning rate of an optimizer was scaled, by `scale_lr`."""
 
-    `fixed_batch`: the global batch where that does not depend on the ranks: then neither does the rate.
+    rule: str
+    factor: float
+    before: tuple[float, ...]
+    """The rate of each group."""
+
+    def describe(self) -> str:
+        after = self.before[0] * self.factor
+        return f"learning rate {self.before[0]:g} x {self.factor:.4g} = {after:.4g} ({self.rule} in the ranks)"
+
+
+_scaled: WeakKeyDictionary[Optimizer, Scaled] = WeakKeyDictionary()
+
+
+@takes(
+    optimizer=having("an optimizer: torch.optim.SGD(model.parameters(), 0.1)", "step", "state_dict"),
+    rule=one_of("linear", "sqrt"), scheduler=ANYTHING,
+)  # fmt: skip
+def scale_lr(optimizer: Optimizer, rule: str, scheduler: Any = None) -> None:
+    """Multiply the learning rates by the number of ranks (`linear`: Goyal et al. 2017, arXiv:1706.02677, for SGD, with a
+    warm-up) or by its square root (`sqrt`: Krizhevsky 2014, arXiv:1404.5997), for a `batch_size` of each rank. Once, after
+    `init` and before the Trainer; `scheduler`: one that was made before keeps rates of its own, which are scaled too.
+
+    Raises ConfigError where it was done already.
     """
-    fuse(optimizer, fused)
-    factor = lr_factor(scale, ranks)
-    if scale != "none" and fixed_batch is not None:
+    if optimizer in _scaled:
+        raise ConfigError(f"scale_lr: the learning rate of this optimizer was scaled already ({_scaled[optimizer].rule})")
+    ranks = comm.world().world_size
+    factor = float(ranks) if rule == "linear" else math.sqrt(ranks)
+    _scaled[optimizer] = Scaled(rule, factor, tuple(_rate_of(group) for group in optimizer.param_groups))
+    _multiply(optimizer, scheduler, factor)
+
+
+def scaled(optimizer: Optimizer) -> Scaled | None:
+    """None where `scale_lr` was not called."""
+    return _scaled.get(optimizer)
+
+
+def check_scaled(optimizer: Optimizer, fixed_batch: int | None) -> None:
+    """Raises ConfigError for a scaled rate where the global batch does not depend on the ranks, but is `fixed_batch`."""
+    done = scaled(optimizer)
+    if done is not None and fixed_batch is not None:
         raise ConfigError(
-            f"lr_scale={scale!r} goes with batch_size: a global batch of {fixed_batch} is the same on "
+            f"scale_lr(optimizer, {done.rule!r}) goes with batch_size: a global batch of {fixed_batch} is the same on "
             "any number of ranks, and so is its learning rate"
         )
-    if factor == 1.0:
-        return ""
-    before = optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"])
-    scale_lr(optimizer, scheduler, factor)
-    return f"learning rate {before:g} x {factor:.4g} = {before * factor:.4g} ({scale} in the ranks)"
 
 
-def fuse(optimizer: Optimizer, fused: bool | None = None) -> None:
-    """Use the optimizer's fused kernel, or not; None: where it has one and nobody has chosen (`fused`, `foreach` left out).
+def _rate_of(group: dict[str, Any]) -> float:
+    """As it was set: a scheduler has changed lr already."""
+    return float(group.get("initial_lr", group["lr"]))
+
+
+def fuse(optimizer: Optimizer) -> None:
+    """Use the optimizer's fused kernel where it has one and nobody has chosen (`fused`, `foreach` left out).
 
     One pass over the parameters instead of a dozen; on a CPU a fifth of a whole step of Adam. The last bits differ from the
     unfused kernel's.
     """
-    if fused is not None:
-        if fused and "fused" not in optimizer.defaults:
-            raise ConfigError(f"fused=True, but {type(optimizer).__name__} has no fused kernel; leave fused out")
-        for group in optimizer.param_groups:
-            group.update({"fused": fused} if "fused" in group else {})
-        return
     if type(optimizer) not in _FUSED or optimizer.state:
         return
     for group in optimizer.param_groups:
@@ -88,18 +119,8 @@ def is_fused(optimizer: Optimizer) -> bool:
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
-def lr_factor(scale: str, ranks: int) -> float:
-    """By how much the learning rate grows with a global batch that is `ranks` times that of one rank.
-
-    linear: Goyal et al. 2017, arXiv:1706.02677 (for SGD, with a warm-up); sqrt: Krizhevsky 2014, arXiv:1404.5997.
-    """
-    if scale not in LR_SCALES:
-        raise ConfigError(f"lr_scale={scale!r}; choose one of {', '.join(LR_SCALES)}")
-    return {"none": 1.0, "linear": float(ranks), "sqrt": math.sqrt(ranks)}[scale]
-
-
-def scale_lr(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
-    """Multiply every learning rate, and what a scheduler that was made before has kept of it."""
+def _multiply(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
+    """Every learning rate, and what a scheduler that was made before has kept of it."""
     for group in optimizer.param_groups:
         for name in _RATES:
             if name in group:
@@ -148,10 +169,12 @@ def settings(optimizer: Optimizer) -> dict[str, Any]:
 
     The kernel (fused, foreach) is not among them: it changes the last bits alone.
     """
-    found: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    done = scaled(optimizer)
+    found: dict[str, Any] = {"optimizer": type(optimizer).__name__, "lr_scale": done.rule if done is not None else "none"}
     for number, group in enumerate(optimizer.param_groups):
         where = f" of group {number}" if number else ""
-        found["lr" + where] = float(group.get("initial_lr", group["lr"]))  # a scheduler has changed lr already
+        before = done.before if done is not None else ()
+        found["lr" + where] = before[number] if number < len(before) else _rate_of(group)
         for name, value in group.items():
             if name in ("params", "param_names", "fused", "foreach", "capturable", *_RATES):
                 continue

@@ -1,0 +1,53 @@
+"""To stop when a metric no longer gets better.
+
+Trainer(..., evaluate=valid_set, actions=[EarlyStopping("eval_loss", patience=5)])
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rankwise.host.arguments import FLAG, FROM_ONE, NOT_NEGATIVE, TEXT, takes
+from rankwise.training.metric import is_larger_better, newly_measured
+from rankwise.training.state import TrainState
+
+
+class EarlyStopping:
+    """An action: the run is done after `patience` measurements of `metric` in a row of which none was better than the best one
+    by more than `min_delta`. More is better if `larger_is_better`, which only a loss need not say; a nan is no better. All
+    ranks stop after the same step, all is saved, and the reason is printed. Saved and resumed under `name`.
+    """
+
+    @takes(metric=TEXT, patience=FROM_ONE, larger_is_better=FLAG.or_none, min_delta=NOT_NEGATIVE, name=TEXT)
+    def __init__(
+        self,
+        metric: str,
+        patience: int = 5,
+        larger_is_better: bool | None = None,
+        min_delta: float = 0.0,
+        name: str = "early_stopping",
+    ) -> None:
+        self.metric, self.patience, self.min_delta, self.name = metric, patience, min_delta, name
+        self._sign = -1.0 if is_larger_better(f"EarlyStopping({metric!r})", metric, larger_is_better) else 1.0
+        self._best = math.inf
+        self._worse = 0
+
+    def __call__(self, state: TrainState) -> None:
+        value = newly_measured("EarlyStopping", self.metric, state)
+        if value is None:
+            return
+        if self._sign * value < self._best - self.min_delta:
+            self._best, self._worse = self._sign * value, 0
+            return
+        self._worse += 1
+        if self._worse >= self.patience:
+            best = f"{self._sign * self._best:.4g}" if math.isfinite(self._best) else "none was finite"
+            state.stop(f"{self.metric} has not improved in {self.patience} measurements; best {best}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metric": self.metric, "best": self._best, "worse": self._worse}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["metric"] == self.metric:  # of another metric nothing is known yet
+            self._best, self._worse = state["best"], state["worse"]

@@ -1,0 +1,63 @@
+"""An exponential moving average of the weights, which is often a better model than the last step's.
+
+ema = EMA(model, decay=0.999)
+Trainer(..., actions=[ema, Evaluate(data, model=ema, name="ema")])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from rankwise.errors import ConfigError
+from rankwise.host.arguments import TEXT, Argument, instance, is_number, takes
+from rankwise.training.state import TrainState
+
+_DECAY = Argument(lambda value: is_number(value) and 0 < value < 1, "a number between 0 and 1, near 1: 0.999")
+
+
+class EMA:
+    """An action: after each step `average = decay * average + (1 - decay) * parameter`; the first step copies. Buffers are
+    copied. A step that was skipped moves nothing. Saved and resumed under `name`.
+
+    torch.optim.swa_utils does the averaging. On several ranks each has the same average, except under a strategy whose replicas
+    are apart for a while (local SGD): there it is that of this rank's replica, an evaluation takes the average over the ranks,
+    and a resumed run begins with rank 0's.
+    """
+
+    @takes(model=instance(nn.Module, "a torch.nn.Module"), decay=_DECAY, name=TEXT)
+    def __init__(self, model: nn.Module, decay: float = 0.999, name: str = "ema") -> None:
+        self.name = name
+        self._averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
+        self._shapes = [p.shape for p in model.parameters()]
+        self._steps_left_out = 0
+
+    @property
+    def model(self) -> nn.Module:
+        """The averaged module: a copy of the model."""
+        return self._averaged.module
+
+    def attach(self, trainer: Any) -> None:
+        self._averaged.to(trainer.device)
+
+    def begin(self, state: TrainState) -> None:
+        self._steps_left_out = state.steps_left_out
+
+    def __call__(self, state: TrainState) -> None:
+        if state.steps_left_out != self._steps_left_out:
+            self._steps_left_out = state.steps_left_out
+            return
+        if [p.shape for p in state.model.parameters()] != self._shapes:
+            raise ConfigError(
+                f"the action {self.name}: the model has other parameters than when EMA(model) was made; make it after the last "
+                "layer was replaced"
+            )
+        self._averaged.update_parameters(state.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._averaged.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._averaged.load_state_dict(state)

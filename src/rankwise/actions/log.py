@@ -1,0 +1,117 @@
+"""What is said of a training while it runs: the meters over all ranks, a line now and then, the end of each epoch.
+
+log = Log(every_steps=50);  log.attach(trainer);  log.begin(state)
+log(state)                                     # an action
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rankwise.dist import comm
+from rankwise.host.arguments import FROM_ONE, NOT_NEGATIVE, takes
+from rankwise.telemetry import Meters, Progress, TimeBreakdown
+from rankwise.telemetry.meters import mean
+from rankwise.training.state import TrainState
+
+_SLOW_LINE_S = 60.0  # a log interval that takes longer than this is not waited for
+
+
+class Log:
+    """An action: after `every_steps` steps, and at the end of an epoch, the loss and the other meters are reduced over all
+    ranks and are metrics of the step, with the learning rate and the samples per second; a line is printed every `line_every_s`
+    seconds at most. One in the Trainer's `actions` replaces the default one."""
+
+    name = "log"
+
+    @takes(every_steps=FROM_ONE, line_every_s=NOT_NEGATIVE)
+    def __init__(self, every_steps: int = 50, line_every_s: float = 15.0) -> None:
+        self.every_steps = every_steps
+        self._line_every_s = line_every_s
+        self._samples: Callable[[], int] = int
+        self._samples_before = 0
+        self._began = self._last_line = time.monotonic()
+        self._epoch: dict[str, tuple[float, float]] = {}
+        self._epoch_steps = 0
+        self._last_step = -1
+        self._text = ""
+
+    def attach(self, trainer: Any) -> None:
+        """Its meters, its breakdown of the time, its progress line, and its loader's count of samples."""
+        self._meters: Meters = trainer.meters
+        self._breakdown: TimeBreakdown = trainer.breakdown
+        self._epoch_time = TimeBreakdown(self._breakdown.sources)
+        self._progress: Progress = trainer.progress
+        self._samples = lambda: trainer.loader.taken
+
+    def begin(self, state: TrainState) -> None:
+        """The loop starts now: what was before is not its time."""
+        self._breakdown.restart()
+        self._epoch_time.restart()
+        self._began = self._last_line = time.monotonic()
+        self._samples_before = self._samples()
+
+    def __call__(self, state: TrainState) -> None:
+        self._epoch_steps += 1
+        if state.step % self.every_steps == 0 or state.epoch_ended or state.last:
+            self.reduce(state)
+        if comm.rank() == 0:
+            self._progress.show(state.step, f"epoch {state.epoch + 1}", self._text)
+        if state.epoch_ended:
+            self._end_epoch(state)
+        elif time.monotonic() - self._last_line >= max(self._line_every_s, _SLOW_LINE_S):
+            self._say_line(state, "")  # without metrics: they are reduced together with the other ranks, at a log interval
+
+    def reduce(self, state: TrainState) -> None:
+        """Collective. Bring the figures up to this step; nothing is pending afterwards."""
+        if state.step == self._last_step:
+            return
+        self._last_step = state.step
+        sums, state.clock_s = self._meters.reduce(time.monotonic() - self._began)
+        for name, (total, count) in sums.items():
+            before = self._epoch.get(name, (0.0, 0.0))
+            self._epoch[name] = (before[0] + total, before[1] + count)
+            state.measure({name: mean(total, count)})
+        span = self._breakdown.since_last()
+        self._text = ", ".join(f"{name} {state.metrics[name]:.4g}" for name in sums)
+        figures: dict[str, float] = {"epoch": state.epoch, "clock_s": state.clock_s, "lr": _rate_of(state)}
+        taken = self._samples()
+        if span.elapsed_s and taken:
+            figures["samples_per_s"] = (taken - self._samples_before) / span.elapsed_s
+            self._samples_before = taken
+            self._text += f", {figures['samples_per_s']:.4g} samples/s"
+        state.note(figures | {f"share/{name}": s / span.elapsed_s for name, s in span.parts_s.items() if span.elapsed_s})
+        if time.monotonic() - self._last_line >= self._line_every_s and not state.epoch_ended:
+            self._say_line(state, f"{self._text}, ")
+
+    def _say_line(self, state: TrainState, metrics: str) -> None:
+        self._last_line = time.monotonic()
+        self._progress.say(f"{self._progress.place(state.step)}: {metrics}{self._pace(state)}")
+
+    def _pace(self, state: TrainState) -> str:
+        return f"lr {_rate_of(state):.4g}, {self._progress.pace(state.step)}"
+
+    def _end_epoch(self, state: TrainState) -> None:
+        means = ", ".join(f"{name} {mean(*pair):.4g}" for name, pair in self._epoch.items())
+        span = self._epoch_time.since_last()
+        self._progress.say(
+            f"epoch {state.epoch}: {self._epoch_steps} steps, {means}, {span.text()}; "
+            f"{self._progress.place(state.step)}, {self._pace(state)}"
+        )
+        self._last_line = time.monotonic()
+        self._epoch = {}
+        self._epoch_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": {name: list(pair) for name, pair in self._epoch.items()}, "epoch_steps": self._epoch_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._epoch = {name: (pair[0], pair[1]) for name, pair in state["epoch"].items()}
+        self._epoch_steps = state["epoch_steps"]
+
+
+def _rate_of(state: TrainState) -> float:
+    """The learning rate of the first parameter group."""
+    return float(state.optimizer.param_groups[0]["lr"])

@@ -1,0 +1,142 @@
+"""The actions of one Trainer, sorted by what they are: those that it was given, and its own.
+
+actions = Actions([evaluate, ema, report], scheduler);  actions.check(keep_best="eval_loss")
+for action in actions.all(): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from rankwise.actions.early_stopping import EarlyStopping
+from rankwise.actions.log import Log
+from rankwise.actions.periodic import Action, Every
+from rankwise.actions.plateau import Plateau
+from rankwise.errors import ConfigError
+from rankwise.sync.divergence import CheckReplicas
+from rankwise.telemetry.writers import JsonLines, TensorBoard, Writer
+from rankwise.training.metric import check_measured
+from rankwise.training.state import Stateful
+
+
+@runtime_checkable
+class Evaluation(Protocol):
+    """An action that measures; `Evaluate` is one."""
+
+    name: str
+    names_by_user: bool
+    """Whether a function of the user's names what it measures."""
+    every_steps: int | None
+    every_epochs: int | None
+    wait_s: float
+
+
+class Actions:
+    """`given`, in their order, without a Log, CheckReplicas or a writer among them: these take the place of the Trainer's own.
+    `scheduler`: the Trainer's argument."""
+
+    def __init__(self, given: Sequence[Action], scheduler: Any) -> None:
+        plateau = [Plateau(scheduler)] if isinstance(scheduler, ReduceLROnPlateau) else []
+        both: list[Action] = [*given, *plateau]
+        self.log = _last_of(Log, both) or Log()
+        self.replicas = _last_of(CheckReplicas, both) or CheckReplicas()
+        self.writers = [action for action in both if isinstance(action, Writer)]
+        for kind in (JsonLines, TensorBoard):
+            if not any(isinstance(writer, kind) for writer in self.writers):
+                self.writers.append(kind())
+        self.given = [action for action in both if not _replaces(action)]
+        self.evaluations = [inner for action in self.given if isinstance(inner := _inner(action), Evaluation)]
+        self.stepped = scheduler if not plateau else None
+        """A scheduler that is stepped after each step."""
+        self.named = self._named()
+        """Those that are saved, by their names."""
+
+    @property
+    def scheduler(self) -> Any:
+        """Whatever changes the learning rate."""
+        of_plateau = [inner.scheduler for action in self.given if isinstance(inner := _inner(action), Plateau)]
+        return self.stepped if self.stepped is not None else next(iter(of_plateau), None)
+
+    def all(self) -> Iterator[Any]:
+        """Each once, as it was made: without its triggers."""
+        yield from (_inner(action) for action in (self.log, self.replicas, *self.given, *self.writers))
+
+    def _named(self) -> dict[str, Stateful]:
+        found: dict[str, Stateful] = {}
+        for action in map(_inner, self.given):
+            if not (hasattr(action, "state_dict") and hasattr(action, "load_state_dict")):
+                continue
+            name = getattr(action, "name", None)
+            kind = type(action).__name__
+            if not isinstance(name, str) or not name:
+                raise ConfigError(f"the action {kind} has a state_dict: give it an attribute `name`, under which it is saved")
+            if name in found:
+                raise ConfigError(
+                    f"two actions are saved under the name {name!r} ({type(found[name]).__name__} and {kind}): give one "
+                    "of them another"
+                )
+            found[name] = action
+        return found
+
+    def check(self, keep_best: str | None) -> None:
+        """Raises ConfigError for evaluations of one name, and for a metric that nothing will measure."""
+        names = [evaluation.name for evaluation in self.evaluations]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"two evaluations are called {name!r}: give one another name, Evaluate(..., name='ema')")
+        if any(not isinstance(_inner(action), Evaluation | EarlyStopping | Plateau) for action in self.given):
+            return  # an action may measure anything
+        measured = {evaluation.name: evaluation.names_by_user for evaluation in self.evaluations}
+        if keep_best is not None:
+            check_measured("keep_best", keep_best, measured)
+        for action in map(_inner, self.given):
+            if isinstance(action, EarlyStopping | Plateau):
+                check_measured(f"{type(action).__name__}: metric", action.metric, measured)
+
+    @property
+    def schedule_of_evaluations(self) -> list[tuple[Any, ...]]:
+        """When which of them is due."""
+        return [(each.name, each.every_steps, each.every_epochs) for each in self.evaluations]
+
+    def saved(self, of_state: Mapping[str, Stateful]) -> dict[str, Stateful]:
+        """All that a checkpoint keeps: `of_state`, the log, the scheduler, and what is named."""
+        own = {**of_state, "log": self.log, **({"scheduler": self.stepped} if self.stepped is not None else {})}
+        for name, action in self.named.items():
+            if name in own:
+                raise ConfigError(
+                    f"the action {type(action).__name__} is called {name!r}, and so is a part of the Trainer: give it another "
+                    "name"
+                )
+        return {**own, **self.named}
+
+    def close(self) -> None:
+        """Those that have something to close; all of them, though one raises."""
+        errors: list[Exception] = []
+        for action in self.all():
+            close: Callable[[], None] | None = getattr(action, "close", None)
+            try:
+                if close is not None:
+                    close()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+def _replaces(action: object) -> bool:
+    """Whether it takes the place of one of the Trainer's own."""
+    return isinstance(action, Log | CheckReplicas | Writer)
+
+
+def _inner(action: Any) -> Any:
+    """What `every` calls now and then."""
+    while isinstance(action, Every):
+        action = action.action
+    return action
+
+
+def _last_of(kind: type[Any], actions: Sequence[Any]) -> Any:
+    return next((action for action in reversed(actions) if isinstance(action, kind)), None)
