@@ -12,17 +12,20 @@ from pathlib import Path
 import torch
 
 import rankwise
+from rankwise.dist import broadcast, is_local_main, local_world_size
+from rankwise.dist.guards import main_process_only, once_per_node
+from rankwise.dist.log import get_logger, warning_once
 
 ROUNDS, DARTS = 5, 200_000
 
 
-@rankwise.main_process_only
+@main_process_only
 def make_plan() -> dict[str, int]:
     """On rank 0 alone; the others are given what it returns, or raise what it raises."""
     return {"rounds": ROUNDS, "darts": DARTS // rankwise.world_size()}
 
 
-@rankwise.once_per_node
+@once_per_node
 def make_scratch() -> Path:
     """On the first rank of each node: what every host needs for itself, such as unpacked data."""
     return Path(tempfile.mkdtemp(prefix="rankwise-example-"))
@@ -33,9 +36,9 @@ def main() -> None:
     device = rankwise.local_device(world)  # this rank's GPU, or the CPU if there is none
     rankwise.seed_everything(0)  # the same on every rank: a model would be made here
     board = torch.rand(2, device=device)
-    rankwise.broadcast([board])  # and if in doubt, rank 0's
+    broadcast([board])  # and if in doubt, rank 0's
     rankwise.seed_rank(0, rankwise.rank())  # from here on each rank draws its own
-    here = f"local rank {rankwise.local_rank()} of {rankwise.local_world_size()}"
+    here = f"local rank {rankwise.local_rank()} of {local_world_size()}"
     rankwise.say(f"{'main' if rankwise.is_main() else 'another'} rank, {here}", force=True)
 
     plan, scratch = make_plan(), make_scratch()
@@ -46,15 +49,15 @@ def main() -> None:
         share = rankwise.all_reduce(mine, "mean")  # of all ranks; alone, its own
         hits += float(share)
         rankwise.say(f"round {number}: pi is about {4 * hits / number:.4f}")
-        rankwise.warning_once("darts are a slow way to pi")
+        warning_once("darts are a slow way to pi")
     (scratch / f"rank-{rankwise.rank()}").write_text(f"{hits}\n")
 
     rankwise.barrier()  # all have written
-    files = len(list(scratch.iterdir())) if rankwise.is_local_main() else 0
+    files = len(list(scratch.iterdir())) if is_local_main() else 0
     told = rankwise.all_gather_object({"rank": rankwise.rank(), "files": files})
     rankwise.run_once_per_node(lambda: [file.unlink() for file in scratch.iterdir()] and scratch.rmdir())
     winner = rankwise.broadcast_object(f"rank {rankwise.rank()}")  # rank 0's word
-    rankwise.get_logger(__name__).warning("%d files on all nodes, says %s", sum(t["files"] for t in told), winner)
+    get_logger(__name__).warning("%d files on all nodes, says %s", sum(t["files"] for t in told), winner)
     rankwise.say(f"done: {4 * hits / plan['rounds']:.2f}")
 
 

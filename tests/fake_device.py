@@ -182,6 +182,6 @@ def _noting(uses: Uses) -> Iterator[None]:
         stack.enter_context(register_optimizer_step_pre_hook(on_step))
         stack.enter_context(mock.patch.object(rankwise.Loader, "__iter__", batches))
         stack.enter_context(noting(rankwise, "all_reduce", 0))
-        stack.enter_context(noting(rankwise, "broadcast", 0))
+        stack.enter_context(noting(rankwise.dist, "broadcast", 0))
         stack.enter_context(noting(rankwise.AllReduce, "attach", 1))
         yield

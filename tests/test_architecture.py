@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -294,3 +295,32 @@ def test_every_public_name_resolves_and_the_type_checker_sees_the_same_names() -
     assert shown == rankwise.__all__
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = rankwise.nothing
+
+
+def test_the_public_names_are_few_and_each_has_a_docstring() -> None:
+    import rankwise
+
+    assert len(rankwise.__all__) <= 35
+    assert [name for name in rankwise.__all__ if not (getattr(rankwise, name).__doc__ or "").strip()] == []
+
+
+def test_a_public_name_that_has_moved_is_found_for_one_version_more_with_a_warning_of_one_line_to_write() -> None:
+    import rankwise
+
+    for name, module in rankwise._MOVED_TO.items():
+        cure = f"from {module} import {name}"
+        with pytest.warns(DeprecationWarning, match=rf"^rankwise\.{name} has moved; write: {cure}$") as warned:
+            here = getattr(rankwise, name)
+        assert warned[0].filename == __file__
+        there: dict[str, object] = {}
+        exec(cure, there)
+        assert here is there[name]
+        assert name not in rankwise.__all__
+
+
+@pytest.mark.parametrize("name", ["actions", "checkpoint", "dist", "functions"])
+def test_a_package_resolves_what_it_names_and_nothing_else(name: str) -> None:
+    module = import_module(f"rankwise.{name}")
+    assert [each for each in module.__all__ if getattr(module, each) is None] == []
+    with pytest.raises(AttributeError, match=f"module 'rankwise.{name}' has no attribute 'nothing'"):
+        _ = module.nothing

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 from speechbrain.dataio.sampler import DistributedSamplerWrapper, DynamicBatchSampler
 
-from rankwise import LengthBatches, Loader, World
+from rankwise import LengthBatches, Loader
 from rankwise.data.batching import balanced_runs
+from rankwise.dist import World
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -9,6 +9,7 @@ import on a rank remembers a request to stop, until something of it can answer (
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -23,38 +24,27 @@ if TYPE_CHECKING:
     from rankwise.dist.comm import all_gather_object as all_gather_object
     from rankwise.dist.comm import all_reduce as all_reduce
     from rankwise.dist.comm import barrier as barrier
-    from rankwise.dist.comm import broadcast as broadcast
     from rankwise.dist.comm import broadcast_object as broadcast_object
     from rankwise.dist.comm import init as init
-    from rankwise.dist.comm import is_local_main as is_local_main
     from rankwise.dist.comm import is_main as is_main
     from rankwise.dist.comm import local_rank as local_rank
-    from rankwise.dist.comm import local_world_size as local_world_size
     from rankwise.dist.comm import rank as rank
     from rankwise.dist.comm import world_size as world_size
     from rankwise.dist.device import local_device as local_device
-    from rankwise.dist.device import to_device as to_device
-    from rankwise.dist.guards import main_process_only as main_process_only
-    from rankwise.dist.guards import once_per_node as once_per_node
     from rankwise.dist.guards import run_on_main as run_on_main
     from rankwise.dist.guards import run_once_per_node as run_once_per_node
-    from rankwise.dist.log import get_logger as get_logger
     from rankwise.dist.log import say as say
-    from rankwise.dist.log import warn as warn
-    from rankwise.dist.log import warning_once as warning_once
     from rankwise.dist.seed import seed_everything as seed_everything
     from rankwise.dist.seed import seed_rank as seed_rank
-    from rankwise.dist.world import World as World
-    from rankwise.dist.world import discover as discover
     from rankwise.errors import RankwiseError as RankwiseError
     from rankwise.errors import Stopped as Stopped
     from rankwise.evaluation import Evaluate as Evaluate
     from rankwise.evaluation import predict as predict
-    from rankwise.functions.on_submitit import on_submitit as on_submitit
-    from rankwise.functions.run_function import FunctionRun as FunctionRun
     from rankwise.functions.run_function import run_function as run_function
     from rankwise.stop.signal import StopSignal as StopSignal
     from rankwise.sync import AllReduce as AllReduce
+    from rankwise.sync import DiLoCo as DiLoCo
+    from rankwise.sync import LocalSGD as LocalSGD
     from rankwise.telemetry import Meters as Meters
     from rankwise.trainer import Trainer as Trainer
     from rankwise.training.state import TrainState as TrainState
@@ -63,30 +53,37 @@ _HOME = {
     "rankwise.actions.periodic": ("every",),
     "rankwise.checkpoint": ("Checkpoints",),
     "rankwise.checks.trainer": ("selftest",),
-    "rankwise.dist.comm": (
-        "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object", "init", "is_local_main", "is_main",
-        "local_rank", "local_world_size", "rank", "world_size",
-    ),
     "rankwise.data": ("LengthBatches", "Loader"),
-    "rankwise.dist.device": ("local_device", "to_device"),
+    "rankwise.dist.comm": (
+        "all_gather_object", "all_reduce", "barrier", "broadcast_object", "init", "is_main", "local_rank", "rank", "world_size",
+    ),
+    "rankwise.dist.device": ("local_device",),
+    "rankwise.dist.guards": ("run_on_main", "run_once_per_node"),
+    "rankwise.dist.log": ("say",),
+    "rankwise.dist.seed": ("seed_everything", "seed_rank"),
     "rankwise.errors": ("RankwiseError", "Stopped"),
     "rankwise.evaluation": ("Evaluate", "predict"),
-    "rankwise.functions.on_submitit": ("on_submitit",),
-    "rankwise.functions.run_function": ("FunctionRun", "run_function"),
-    "rankwise.dist.guards": ("main_process_only", "once_per_node", "run_on_main", "run_once_per_node"),
-    "rankwise.dist.log": ("get_logger", "say", "warn", "warning_once"),
-    "rankwise.dist.seed": ("seed_everything", "seed_rank"),
-    "rankwise.training.state": ("TrainState",),
+    "rankwise.functions.run_function": ("run_function",),
     "rankwise.stop.signal": ("StopSignal",),
-    "rankwise.sync": ("AllReduce",),
+    "rankwise.sync": ("AllReduce", "DiLoCo", "LocalSGD"),
     "rankwise.telemetry": ("Meters",),
     "rankwise.trainer": ("Trainer",),
-    "rankwise.dist.world": ("World", "discover"),
+    "rankwise.training.state": ("TrainState",),
 }  # fmt: skip
+_MOVED = {
+    "rankwise.dist": ("World", "broadcast", "discover", "is_local_main", "local_world_size"),
+    "rankwise.dist.device": ("to_device",),
+    "rankwise.dist.guards": ("main_process_only", "once_per_node"),
+    "rankwise.dist.log": ("get_logger", "warn", "warning_once"),
+    "rankwise.functions": ("FunctionRun", "on_submitit"),
+}
+"""Names of earlier versions, and where they are now; for one version they are found here too, with a warning."""
+
 _PACKAGES = ("actions", "dist", "functions", "sync")
 """Resolved as attributes too: `rankwise.actions.Log`."""
 
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MOVED_TO = {name: module for module, names in _MOVED.items() for name in names}
 
 __all__ = sorted(_MODULE_OF)
 
@@ -98,6 +95,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_MODULE_OF[name]), name)
         globals()[name] = value
         return value
+    if name in _MOVED_TO:
+        cure = f"from {_MOVED_TO[name]} import {name}"
+        warnings.warn(f"rankwise.{name} has moved; write: {cure}", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(_MOVED_TO[name]), name)
     if name in _PACKAGES:
         return import_module(f"rankwise.{name}")
     if name == "__version__":

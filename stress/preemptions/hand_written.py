@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import rankwise
+from rankwise.dist import World
 
 ROW = 8
 PID, DONE, PHASE, AGREED, GO = range(5)
@@ -34,7 +35,7 @@ def gradient(rank: int, step: int) -> int:
 class Loop:
     """One rank's parameter, a whole number, so that a serial program has the same."""
 
-    def __init__(self, kind: str, world: rankwise.World, value: int) -> None:
+    def __init__(self, kind: str, world: World, value: int) -> None:
         self.value = value
         self._kind, self._world = kind, world
         self._queue: collections.deque[tuple[torch.Tensor, dist.Work]] = collections.deque()

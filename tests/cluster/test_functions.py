@@ -68,11 +68,11 @@ except KeyError as error:
 SUBMITTER = """
 import submitit
 import functions
-import rankwise
+from rankwise.functions import on_submitit
 
 executor = submitit.SlurmExecutor("jobs")
 executor.update_parameters(nodes=2, ntasks_per_node=1, cpus_per_task=1, time=30)
-job = executor.submit(rankwise.on_submitit(functions.trains))
+job = executor.submit(on_submitit(functions.trains))
 print(job.job_id, flush=True)
 print(job.results())
 """

@@ -130,8 +130,8 @@ def test_a_reduction_that_there_is_not_is_an_error_that_says_which_there_are(n: 
 
 def identity() -> tuple[Any, ...]:
     return (
-        rankwise.rank(), rankwise.world_size(), rankwise.local_rank(), rankwise.local_world_size(), rankwise.is_main(),
-        rankwise.is_local_main(),
+        rankwise.rank(), rankwise.world_size(), rankwise.local_rank(), comm.local_world_size(), rankwise.is_main(),
+        comm.is_local_main(),
     )  # fmt: skip
 
 

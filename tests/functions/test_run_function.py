@@ -18,6 +18,7 @@ from launched import left_over, wait_for
 
 import rankwise
 from rankwise.errors import ConfigError, FunctionError, Stopped
+from rankwise.functions import FunctionRun
 from rankwise.run.directory import RunDir
 
 has_cloudpickle = pytest.mark.skipif(
@@ -203,10 +204,10 @@ def test_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def in_background() -> Iterator[Callable[..., rankwise.FunctionRun]]:
-    started: list[rankwise.FunctionRun] = []
+def in_background() -> Iterator[Callable[..., FunctionRun]]:
+    started: list[FunctionRun] = []
 
-    def start(fn: Callable[..., Any], *args: Any) -> rankwise.FunctionRun:
+    def start(fn: Callable[..., Any], *args: Any) -> FunctionRun:
         started.append(rankwise.run_function(fn, args, nproc=2, wait=False, start_method="fork"))
         return started[-1]
 
@@ -217,7 +218,7 @@ def in_background() -> Iterator[Callable[..., rankwise.FunctionRun]]:
 
 
 def test_a_run_that_is_not_waited_for_can_be_asked_stopped_and_gone_on_with(
-    in_background: Callable[..., rankwise.FunctionRun], tmp_path: Path
+    in_background: Callable[..., FunctionRun], tmp_path: Path
 ) -> None:
     run = in_background(trains_until_stopped, str(tmp_path / "mark"))
     wait_for((tmp_path / "mark").exists, "a step")

@@ -15,8 +15,8 @@ import torch
 from launched import wait_for
 from ranks import on_ranks, torchrun
 
-from rankwise import StopSignal, discover
-from rankwise.dist import comm
+from rankwise import StopSignal
+from rankwise.dist import comm, discover
 from rankwise.errors import ConfigError
 from rankwise.ipc.shared_page import Page
 from rankwise.run.directory import RunDir

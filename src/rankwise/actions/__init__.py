@@ -11,8 +11,9 @@ An action may also have, each optional:
 Names are resolved on first use: the launcher imports no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rankwise.host.lazy import lazy
 
 if TYPE_CHECKING:
     from rankwise.actions.early_stopping import EarlyStopping as EarlyStopping
@@ -34,8 +35,4 @@ _HOME = {
 
 __all__ = sorted(_HOME)
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'rankwise.actions' has no attribute {name!r}")
+__getattr__ = lazy(__name__, _HOME)

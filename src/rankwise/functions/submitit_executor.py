@@ -1,7 +1,8 @@
 """A function for Submitit's executors: one rank a task, stopped, saved and requeued as Submitit does it.
 
+    from rankwise.functions import on_submitit
     executor = submitit.AutoExecutor("jobs");  executor.update_parameters(nodes=1, tasks_per_node=4, gpus_per_node=4)
-    job = executor.submit(rankwise.on_submitit(train), lr=0.1);  job.results()
+    job = executor.submit(on_submitit(train), lr=0.1);  job.results()
 
 Submitit saves in a signal handler, on rank 0 alone, where nothing can be agreed on. So while a Trainer (or a StopSignal) is at
 work the signal is its own: all ranks stop after the same step and save. Only then is Submitit told, whose handler writes the

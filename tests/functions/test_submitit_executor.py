@@ -13,7 +13,7 @@ from launched import wait_for
 
 import rankwise
 from rankwise.errors import ConfigError
-from rankwise.functions import on_submitit as module
+from rankwise.functions import on_submitit, submitit_executor
 from rankwise.host import processes
 from rankwise.run.directory import RunDir
 
@@ -73,18 +73,18 @@ def fails_on_rank_1() -> None:
 
 
 def test_tasks_of_the_local_executor_are_the_ranks(executor: Any) -> None:
-    job = executor.submit(rankwise.on_submitit(sums_ranks), 10)
+    job = executor.submit(on_submitit(sums_ranks), 10)
     assert job.results() == [(0, 21, "submitit"), (1, 21, "submitit")]
 
 
 def test_what_a_task_raises_is_told_as_submitit_does(executor: Any) -> None:
-    job = executor.submit(rankwise.on_submitit(fails_on_rank_1))
+    job = executor.submit(on_submitit(fails_on_rank_1))
     assert "ValueError: no data" in str(job.exception())
 
 
 @pytest.mark.stress  # two starts of two tasks, each of which imports torch; the default tier has what a stop becomes, below
 def test_a_preempted_job_saves_after_one_step_and_goes_on_in_its_next_start(executor: Any, tmp_path: Path) -> None:
-    job = executor.submit(rankwise.on_submitit(trains), str(tmp_path))
+    job = executor.submit(on_submitit(trains), str(tmp_path))
     wait_for((tmp_path / "begun").exists, "a step")
     # As a scheduler does, to every task; the local executor's own _interrupt ends its controller.
     for task in processes.children(job._process.pid):
@@ -108,10 +108,10 @@ def test_a_stop_for_another_reason_is_no_requeue(monkeypatch: pytest.MonkeyPatch
         raise stop
 
     with pytest.raises(rankwise.RankwiseError, match="stopped by SIGTERM after a step, saved"):
-        rankwise.on_submitit(stopped)()
+        on_submitit(stopped)()
 
 
 def test_without_submitit_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(submitit_executor, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'rankwise\[submitit\]'"):
-        rankwise.on_submitit(os.getcwd)
+        on_submitit(os.getcwd)
