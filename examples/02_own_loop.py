@@ -6,8 +6,6 @@
 Stop it with Ctrl-C and start it again: it goes on.
 """
 
-from pathlib import Path
-
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -29,18 +27,19 @@ def main():
     # (3) which sample when, on which rank
     loader = rankwise.Loader(dataset, global_batch_size=64, max_epochs=10)
     sync = rankwise.AllReduce().attach(model, optimizer)  # (4) the gradient of the whole global batch
-    checkpoints = rankwise.Checkpoints((world.run_dir or Path("runs/02_own_loop")) / "checkpoints")  # (5)
+    meters, checkpoints = rankwise.Meters("loss"), rankwise.Checkpoints()  # (5) in runs/02_own_loop
     parts = {"sync": sync, "model": model, "optimizer": optimizer, "loader": loader}
-    found = checkpoints.load_latest(parts)
-    step = found.step if found else 0
+    step = checkpoints.resume(parts)  # 0 if there is none
     with rankwise.StopSignal() as stop:  # (6) Ctrl-C stops all ranks after the same step
         for step, micro_batches in stop.steps(loader, step):
             for x, y in micro_batches:  # none on a rank without a sample
                 loss = F.cross_entropy(model(x), y, reduction="sum")
                 sync.backward(loss, len(y))  # a sum and the count it is over, not a mean
+                meters.add(loss=(loss.detach(), len(y)))
             sync.step()
             if step % 50 == 0:
-                rankwise.say(f"step {step}, epoch {loader.epoch + 1}: loss {loss.item() / len(y):.3f} in rank 0's last batch")
+                loss_now = meters.reduce()["loss"].mean  # over all ranks, so on all ranks
+                rankwise.say(f"step {step}, epoch {loader.epoch + 1}: loss {loss_now:.3f}")
         checkpoints.save(parts, step)
     rankwise.say(f"done after {step} steps")
 

@@ -59,9 +59,8 @@ def main():
             meters.add(loss=(loss.detach(), len(targets)))  # waits for no device and no rank
         sync.step()
         if step % EVERY == 0:
-            sums, _ = meters.reduce()  # one message of a few bytes
-            total, count = sums["loss"]
-            rankwise.say(f"step {step}: loss {total / count:.4f}")
+            loss_now = meters.reduce()["loss"].mean  # on all ranks: one message of a few bytes
+            rankwise.say(f"step {step}: loss {loss_now:.4f}")
         if loader.position == 0:  # the epoch has ended
             metrics = evaluation.figures(model, sync)
             rankwise.say(f"epoch {loader.epoch}: accuracy {metrics['eval_accuracy']:.3f}")

@@ -24,7 +24,7 @@ PACKAGES = {
     "dist": "errors host run ipc schedulers",
     "data": "errors host ipc dist",
     "stop": "errors host ipc dist",
-    "telemetry": "host run ipc dist",
+    "telemetry": "errors host run ipc dist",
     "training": "errors host run schedulers dist data",
     "agent": "errors host run ipc schedulers",
     "launch": "errors host run ipc schedulers dist",

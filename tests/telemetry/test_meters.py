@@ -11,8 +11,9 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 from rankwise.dist import comm
+from rankwise.errors import ConfigError
 from rankwise.telemetry import Meters
-from rankwise.telemetry.meters import mean
+from rankwise.telemetry.meters import Total
 
 
 def meter_on_ranks() -> dict[str, Any]:
@@ -33,8 +34,8 @@ def meter_on_ranks() -> dict[str, Any]:
         for k in range(rank):
             loss = torch.tensor(float(interval * 10 + k), dtype=torch.float32)
             meters.add(loss=(loss, 2), accuracy=(1, torch.tensor(4)))
-        answers.append(meters.reduce(clock_s=100.0 * interval + rank))
-    answers.append(meters.reduce(5.0 if rank == 0 else 7.0))
+        answers.append(meters.reduce_with_clock(100.0 * interval + rank))
+    answers.append(meters.reduce_with_clock(5.0 if rank == 0 else 7.0))
     return {"answers": answers, "calls": calls}
 
 
@@ -44,11 +45,11 @@ def test_sums_and_counts_are_those_of_all_ranks_and_the_clock_is_the_main_ranks(
         samples = sum(range(n))
         for interval in (1, 2):
             sums, clock_s = answer["answers"][interval - 1]
-            assert sums["loss"] == (sum(interval * 10.0 + k for r in range(n) for k in range(r)), 2 * samples)
-            assert sums["accuracy"] == (samples, 4 * samples)
+            assert sums["loss"] == Total(sum(interval * 10.0 + k for r in range(n) for k in range(r)), 2 * samples)
+            assert sums["accuracy"] == Total(samples, 4 * samples)
             assert list(sums) == ["loss", "accuracy"]
             assert clock_s == 100.0 * interval
-        assert answer["answers"][2] == ({"loss": (0, 0), "accuracy": (0, 0)}, 5.0)
+        assert answer["answers"][2] == ({"loss": Total(0, 0), "accuracy": Total(0, 0)}, 5.0)
         assert answer["calls"] == (3 if n > 1 else 0)  # one message an interval
 
 
@@ -56,9 +57,7 @@ def test_adding_waits_for_nothing_and_keeps_no_graph() -> None:
     meters = Meters("loss")
     loss = torch.ones((), requires_grad=True) * 2
     meters.add(loss=(loss.detach(), 1))
-    sums, clock_s = meters.reduce()
-    assert sums == {"loss": (2.0, 1.0)}
-    assert clock_s == 0.0
+    assert meters.reduce() == {"loss": Total(2.0, 1.0)}
 
 
 def test_sums_are_exact_where_float32_is_not() -> None:
@@ -66,17 +65,17 @@ def test_sums_are_exact_where_float32_is_not() -> None:
     for _ in range(1000):
         meters.add(loss=(torch.tensor(2.0**24, dtype=torch.float32), 2**24))
         meters.add(loss=(torch.tensor(1.0, dtype=torch.float32), 1))
-    assert meters.reduce()[0] == {"loss": (1000 * (2**24 + 1), 1000 * (2**24 + 1))}
+    assert meters.reduce() == {"loss": Total(1000 * (2**24 + 1), 1000 * (2**24 + 1))}
 
 
 def test_a_name_that_was_not_announced_is_an_error() -> None:
-    with pytest.raises(KeyError):
-        Meters("loss").add(los=(1.0, 1))
+    with pytest.raises(ConfigError, match=r"^meters\.add\(los=\.\.\.\): Meters was made for loss and accuracy$"):
+        Meters("loss", "accuracy").add(los=(1.0, 1))
 
 
 def test_a_mean_over_nothing_is_nan() -> None:
-    assert math.isnan(mean(0.0, 0))
-    assert mean(3.0, 2) == 1.5
+    assert math.isnan(Total(0.0, 0).mean)
+    assert Total(3.0, 2).mean == 1.5
     meters = Meters("loss")
     meters.add(loss=(torch.tensor(math.nan), 1))
-    assert math.isnan(meters.reduce()[0]["loss"][0])
+    assert math.isnan(meters.reduce()["loss"].mean)

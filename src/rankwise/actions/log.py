@@ -13,7 +13,7 @@ from typing import Any
 from rankwise.dist import comm
 from rankwise.host.arguments import FROM_ONE, NOT_NEGATIVE, takes
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
-from rankwise.telemetry.meters import mean
+from rankwise.telemetry.meters import Total
 from rankwise.training.state import TrainState
 
 _SLOW_LINE_S = 60.0  # a log interval that takes longer than this is not waited for
@@ -33,7 +33,7 @@ class Log:
         self._samples: Callable[[], int] = int
         self._samples_before = 0
         self._began = self._last_line = time.monotonic()
-        self._epoch: dict[str, tuple[float, float]] = {}
+        self._epoch: dict[str, Total] = {}
         self._epoch_steps = 0
         self._last_step = -1
         self._text = ""
@@ -69,13 +69,13 @@ class Log:
         if state.step == self._last_step:
             return
         self._last_step = state.step
-        sums, state.clock_s = self._meters.reduce(time.monotonic() - self._began)
-        for name, (total, count) in sums.items():
-            before = self._epoch.get(name, (0.0, 0.0))
-            self._epoch[name] = (before[0] + total, before[1] + count)
-            state.measure({name: mean(total, count)})
+        totals, state.clock_s = self._meters.reduce_with_clock(time.monotonic() - self._began)
+        for name, total in totals.items():
+            before = self._epoch.get(name, Total(0.0, 0.0))
+            self._epoch[name] = Total(before.sum + total.sum, before.count + total.count)
+            state.measure({name: total.mean})
         span = self._breakdown.since_last()
-        self._text = ", ".join(f"{name} {state.metrics[name]:.4g}" for name in sums)
+        self._text = ", ".join(f"{name} {state.metrics[name]:.4g}" for name in totals)
         figures: dict[str, float] = {"epoch": state.epoch, "clock_s": state.clock_s, "lr": _rate_of(state)}
         taken = self._samples()
         if span.elapsed_s and taken:
@@ -94,7 +94,7 @@ class Log:
         return f"lr {_rate_of(state):.4g}, {self._progress.pace(state.step)}"
 
     def _end_epoch(self, state: TrainState) -> None:
-        means = ", ".join(f"{name} {mean(*pair):.4g}" for name, pair in self._epoch.items())
+        means = ", ".join(f"{name} {total.mean:.4g}" for name, total in self._epoch.items())
         span = self._epoch_time.since_last()
         self._progress.say(
             f"epoch {state.epoch}: {self._epoch_steps} steps, {means}, {span.text()}; "
@@ -105,10 +105,13 @@ class Log:
         self._epoch_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": {name: list(pair) for name, pair in self._epoch.items()}, "epoch_steps": self._epoch_steps}
+        return {
+            "epoch": {name: [total.sum, total.count] for name, total in self._epoch.items()},
+            "epoch_steps": self._epoch_steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._epoch = {name: (pair[0], pair[1]) for name, pair in state["epoch"].items()}
+        self._epoch = {name: Total(*pair) for name, pair in state["epoch"].items()}
         self._epoch_steps = state["epoch_steps"]
 
 

@@ -21,7 +21,7 @@ from rankwise.errors import ConfigError, StepError
 from rankwise.evaluation.metrics import Metrics
 from rankwise.host.arguments import ANYTHING, DATA, FROM_ONE, FUNCTION, Argument, takes
 from rankwise.sync import SyncStrategy
-from rankwise.telemetry.meters import mean
+from rankwise.telemetry.meters import Total
 from rankwise.training.model import evaluating
 from rankwise.training.precision import Precision
 from rankwise.training.state import TrainState
@@ -139,7 +139,7 @@ class Evaluate:
                         number += 1
                         for name, (total, count) in self._figures_of(looked_at, batch).items():
                             totals.setdefault(name, []).append(_pair(total, count))
-            means = {name: mean(*pair) for name, pair in _over_ranks(totals).items()}
+            means = {name: total.mean for name, total in _over_ranks(totals).items()}
             computed = self._metrics.compute(has_batches=number > 0) if self._metrics else {}
         if twice := means.keys() & computed.keys():
             raise StepError(f"two figures are called {min(twice)!r}: one that the function returns, and one of the metrics")
@@ -159,15 +159,15 @@ class Evaluate:
         return figures
 
 
-def _over_ranks(totals: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, tuple[float, float]]:
-    """Collective. (sum, count) of each name over all ranks; a rank without a batch knows no names."""
+def _over_ranks(totals: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, Total]:
+    """Collective. The total of each name over all ranks; a rank without a batch knows no names."""
     names = sorted({name for names in comm.all_gather_object(list(totals)) for name in names})
     if not names:
         return {}
     nothing = torch.zeros(2, dtype=torch.float64)
     rows = [torch.stack(list(totals[n])).sum(0).cpu() if n in totals else nothing for n in names]
     reduced = comm.all_reduce(torch.stack(rows)).tolist()
-    return {name: (total, count) for name, (total, count) in zip(names, reduced, strict=True)}
+    return {name: Total(*pair) for name, pair in zip(names, reduced, strict=True)}
 
 
 def _no_figures(what: str) -> StepError:

@@ -1,28 +1,51 @@
 """Means over samples and ranks: sums stay where they are computed until a log interval ends.
 
 meters = Meters("loss");  meters.add(loss=(loss_sum.detach(), count))
-sums, clock_s = meters.reduce(clock_s)        # one small all-reduce; sums["loss"] == (sum, count)
+meters.reduce()["loss"].mean                  # one small all-reduce
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from rankwise.dist import comm
+from rankwise.errors import ConfigError
+from rankwise.host.arguments import TEXT, takes
+from rankwise.host.text import listed
 
 Number = float | torch.Tensor
 
 
-class Meters:
-    """Named (sum, count) pairs; every rank has the same names, whether it saw a sample or not."""
+@dataclass(frozen=True)
+class Total:
+    """Over the samples of all ranks."""
 
+    sum: float
+    count: float
+
+    @property
+    def mean(self) -> float:
+        """nan over nothing."""
+        return self.sum / self.count if self.count else float("nan")
+
+
+class Meters:
+    """Sums and what they are over, by `names`; every rank has the same names, whether it saw a sample or not."""
+
+    @takes(names=TEXT)
     def __init__(self, *names: str) -> None:
         self._sums: dict[str, list[Number]] = {name: [] for name in names}
         self._counts: dict[str, list[Number]] = {name: [] for name in names}
 
     def add(self, **pairs: tuple[Number, Number]) -> None:
-        """Remember sums and counts; nothing is computed, no device is waited for."""
+        """Remember a (sum, count) for each name, numbers or tensors without a graph; nothing is computed, no device is waited
+        for. Raises ConfigError for a name that was not given to Meters."""
         for name, (total, count) in pairs.items():
+            if name not in self._sums:
+                names = listed(self._sums, last=" and ") or "no name"
+                raise ConfigError(f"meters.add({name}=...): Meters was made for {names}")
             self._sums[name].append(total)
             self._counts[name].append(count)
 
@@ -31,22 +54,19 @@ class Meters:
         for values in (*self._sums.values(), *self._counts.values()):
             del values[len(values) - times :]
 
-    def reduce(self, clock_s: float = 0.0) -> tuple[dict[str, tuple[float, float]], float]:
-        """Collective: one all-reduce in float64. (sum, count) over all ranks since the last call, for each name.
+    def reduce(self) -> dict[str, Total]:
+        """Collective: one all-reduce in float64. The Total over all ranks since the last call, for each name."""
+        return self.reduce_with_clock(0.0)[0]
 
-        Rank 0's `clock_s` rides along and comes back on every rank, so that a decision by time is one decision.
-        """
+    def reduce_with_clock(self, clock_s: float) -> tuple[dict[str, Total], float]:
+        """Collective. As `reduce`; rank 0's `clock_s` rides along and comes back on every rank: what they decide by it they
+        decide alike."""
         flat = [value for name in self._sums for value in (_total(self._sums[name]), _total(self._counts[name]))]
         flat.append(clock_s if comm.rank() == 0 else 0.0)
         packed = comm.all_reduce(torch.tensor(flat, dtype=torch.float64)).tolist()
         for values in (*self._sums.values(), *self._counts.values()):
             values.clear()
-        return {name: (packed[2 * i], packed[2 * i + 1]) for i, name in enumerate(self._sums)}, packed[-1]
-
-
-def mean(total: float, count: float) -> float:
-    """nan over nothing."""
-    return total / count if count else float("nan")
+        return {name: Total(packed[2 * i], packed[2 * i + 1]) for i, name in enumerate(self._sums)}, packed[-1]
 
 
 def _total(values: list[Number]) -> float:
