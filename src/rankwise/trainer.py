@@ -36,7 +36,7 @@ from rankwise.data import Loader
 from rankwise.dist import comm, log, seed
 from rankwise.dist.device import local_device
 from rankwise.dist.world import agent_row
-from rankwise.errors import ConfigError, RunDirError
+from rankwise.errors import RunDirError
 from rankwise.evaluation import Evaluate, predict
 from rankwise.host.arguments import (
     DATA,
@@ -78,7 +78,10 @@ _OPTIMIZER = Argument(
 )
 _SCHEDULER = having("one of torch.optim.lr_scheduler", "step", "state_dict")
 _STRATEGY = having("a strategy: rankwise.AllReduce()", "attach", "backward", "step")
-_LIMIT = Argument(lambda value: is_number(value) or value == math.inf, "a number: the largest norm of the gradient")
+_LIMIT = Argument(
+    lambda value: value == math.inf or (is_number(value) and value > 0), "a number above 0: the largest norm of the gradient"
+)
+_OF_BATCH = Argument(callable, "a function: trainer.predict(data, predict_fn)")
 _MOVED = {
     **dict.fromkeys(("eval_data", "eval_fn"), "it is now evaluate=Evaluate(data, fn)"),
     "eval_metrics": "it is now evaluate=Evaluate(data, fn, metrics=...)",
@@ -286,15 +289,12 @@ class Trainer:
             raise self.stop.stopped()
         return state
 
+    @takes(data=DATA, predict_fn=_OF_BATCH, on=one_of("main", "all"), into=FUNCTION.or_none)
     def predict(
         self, data: Any, predict_fn: Callable[[Any, Any], Any], *, on: str = "main", into: Callable[..., object] | None = None
     ) -> Any:
         """Collective. What `predict_fn(model, batch)` returns for each sample of `data`, in its order, once: on the main
         rank, None on the others (`on="all"`: there too), or handed to `into(indices, rows)`. `rankwise.predict` says more."""
-        if not callable(predict_fn):
-            raise ConfigError(
-                f"predict_fn is a {type(predict_fn).__name__}: give trainer.predict(data, predict_fn), in this order"
-            )
         with self.sync.averaged():
             loader = data if isinstance(data, Loader) else self.loader.over(data)
             return predict(predict_fn, self.state.model, loader, on=on, into=into, precision=self.precision)

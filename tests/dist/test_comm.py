@@ -123,7 +123,7 @@ def refused() -> list[str]:
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_reduction_that_there_is_not_is_an_error_that_says_which_there_are(n: int) -> None:
     for texts in on_ranks(n, refused):
-        assert texts[0] == "all_reduce(op='avg'): there are sum, mean, min, max"
+        assert texts[0] == "all_reduce(op='avg'): give one of 'sum', 'mean', 'min', 'max'"
         assert "tensor.float()" in texts[1]
         assert "'max' (any), op='min' (all)" in texts[2]
 

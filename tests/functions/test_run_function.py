@@ -158,7 +158,7 @@ def test_after_a_restart_the_answers_are_those_of_the_last_life() -> None:
     ("settings", "said"),
     [
         ({"npoc": 2}, "npoc=2: that is no setting of a run; the settings: nproc, "),
-        ({"nproc": 0}, "--nproc 0: give a number of ranks"),
+        ({"nproc": 0}, 'run_function(nproc=0): give a whole number from 1 up, or "auto"'),
         ({"dry_run": True}, "dry_run=True: a function is run at once"),
         ({"array": "0-3"}, "submit each with a name of its own"),
         ({"node_rank": 1, "nodes": 2}, "node_rank=1: a function is started once, for all its nodes"),

@@ -227,7 +227,7 @@ def test_powersgd_on_a_model_without_a_matrix_that_is_worth_it_is_refused() -> N
 
 def test_wrong_names_are_refused_before_anything_is_sent() -> None:
     for name in ("int4", "powersgd", "powersgd:0", "powersgd:x", ""):
-        with pytest.raises(ConfigError, match="choose one of bf16, fp16, int8, powersgd:RANK"):
+        with pytest.raises(ConfigError, match="give one of 'bf16', 'fp16', 'int8', or 'powersgd:RANK' "):
             AllReduce(compress=name)
     with pytest.raises(ConfigError, match="sent after the backward pass; leave one out"):
         AllReduce(overlap=True, compress="bf16")

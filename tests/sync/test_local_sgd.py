@@ -376,18 +376,24 @@ def test_each_ranks_loss_scale_is_its_own_and_is_resumed() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: LocalSGD(0), "LocalSGD(every=0): give a whole number of steps from 1 up"),
+        (lambda: LocalSGD(0), "LocalSGD(every=0): give a whole number from 1 up, or None"),
         (lambda: LocalSGD(2.5), "LocalSGD(every=2.5)"),
         (lambda: LocalSGD(True), "LocalSGD(every=True)"),
-        (lambda: LocalSGD(seconds=0), "LocalSGD(seconds=0): give a number above 0"),
+        (lambda: LocalSGD(seconds=0), "LocalSGD(seconds=0): give a number of seconds above 0"),
         (lambda: LocalSGD(seconds=math.nan), "LocalSGD(seconds=nan)"),
         (lambda: LocalSGD(4, seconds=3), "give one of every, seconds and at_steps"),
         (lambda: LocalSGD(4, start=-1), "LocalSGD(start=-1)"),
-        (lambda: LocalSGD(4, optimizer_state="mean"), "choose one of keep, average, reset"),
+        (
+            lambda: LocalSGD(4, optimizer_state="mean"),
+            "LocalSGD(optimizer_state='mean'): give one of 'keep', 'average', 'reset'",
+        ),
         (lambda: DiLoCo(0), "DiLoCo(every=0)"),
         (lambda: DiLoCo(4, lr=0), "DiLoCo(lr=0): give the outer learning rate"),
-        (lambda: DiLoCo(4, compress="powersgd:2"), "choose bf16, fp16 or int8; powersgd is for AllReduce"),
-        (lambda: DiLoCo(4, compress="int4"), "compress='int4': choose one of bf16, fp16, int8, powersgd:RANK"),
+        (
+            lambda: DiLoCo(4, compress="powersgd:2"),
+            "DiLoCo(compress='powersgd:2'): give one of 'bf16', 'fp16', 'int8', or None",
+        ),
+        (lambda: DiLoCo(4, compress="int4"), "DiLoCo(compress='int4'): give one of 'bf16', 'fp16', 'int8', or None"),
         (lambda: DiLoCo(4, momentum=1), "DiLoCo(momentum=1): give a number from 0 up and below 1"),
     ],
 )

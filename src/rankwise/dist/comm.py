@@ -30,6 +30,7 @@ from rankwise.dist import world as world_
 from rankwise.dist.world import Given, World
 from rankwise.errors import ConfigError, DeviceError, WorldError
 from rankwise.host import network
+from rankwise.host.arguments import ANYTHING, FROM_ONE, FROM_ZERO, SECONDS, TEXT, instance, one_of, takes
 
 T = TypeVar("T")
 
@@ -44,6 +45,10 @@ _for_cpu: tuple[Any, Any] = (None, None)  # (the process group, one for tensors 
 _nodes: tuple[Any, list[list[int]]] = (None, [])
 
 
+@takes(
+    backend=TEXT.or_none, timeout_s=SECONDS, rdzv=TEXT.or_none, join_timeout_s=SECONDS, rank=FROM_ZERO.or_none,
+    world_size=FROM_ONE.or_none, local_rank=FROM_ZERO.or_none, local_world_size=FROM_ONE.or_none,
+)  # fmt: skip
 def init(
     backend: str | None = None,
     timeout_s: float = 1800.0,
@@ -340,14 +345,13 @@ _CARRIER = {torch.bool: torch.uint8, torch.int16: torch.int32}
 """What a dtype travels as where gloo has no sum, minimum or maximum of it."""
 
 
+@takes(tensor=instance(torch.Tensor, "a tensor: torch.tensor([loss])"), op=one_of(*_OPS))
 def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     """Collective. Reduce `tensor` in place over all ranks and return it; of any shape and stride, the same on all ranks.
 
     `op`: sum, mean, min, max; on truth values min (all) and max (any) alone. Raises ConfigError for another, and for the mean
     of whole numbers, which they cannot hold.
     """
-    if op not in _OPS:
-        raise ConfigError(f"all_reduce(op={op!r}): there are {', '.join(_OPS)}")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(f"the mean of {tensor.dtype} cannot be put back into it; reduce tensor.float()")
     if op == "sum" and tensor.dtype is torch.bool:
@@ -379,6 +383,7 @@ def broadcast(tensors: Sequence[torch.Tensor], src: int = 0) -> None:
             tensor.copy_(part.view_as(tensor))
 
 
+@takes(value=ANYTHING, src=FROM_ZERO, group=ANYTHING)
 def broadcast_object(value: T, src: int = 0, group: Any = None) -> T:
     """Collective. Rank `src`'s value on every rank, by pickle; the argument of the other ranks is passed over."""
     if is_alone():

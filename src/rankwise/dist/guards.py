@@ -18,12 +18,20 @@ from typing import Any, ParamSpec, TypeVar
 
 from rankwise.dist import comm
 from rankwise.errors import MainProcessError
+from rankwise.host.arguments import FLAG, FUNCTION, MAPPING, SEQUENCE, takes
 from rankwise.ipc.pickles import pack_error, unpack_error
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+_OF_A_GUARD = takes(
+    func=FUNCTION, args=SEQUENCE.or_none, kwargs=MAPPING.or_none, post_func=FUNCTION.or_none, post_args=SEQUENCE.or_none,
+    post_kwargs=MAPPING.or_none, run_post_on_main=FLAG,
+)  # fmt: skip
+
+
+@_OF_A_GUARD
 def run_on_main(
     func: Callable[..., R],
     args: Sequence[Any] | None = None,
@@ -45,6 +53,7 @@ def run_on_main(
     return _guarded(groups, work, post, run_post_on_main)
 
 
+@_OF_A_GUARD
 def run_once_per_node(
     func: Callable[..., R],
     args: Sequence[Any] | None = None,

@@ -13,11 +13,13 @@ from typing import Any
 
 from rankwise.dist import comm
 from rankwise.errors import WorldError
+from rankwise.host.arguments import ANYTHING, FLAG, takes
 
 _warned: set[str] = set()
 
 
-def say(text: str, force: bool = False) -> None:
+@takes(text=ANYTHING, force=FLAG)
+def say(text: object, force: bool = False) -> None:
     """Print on the main rank; with `force` on every rank that calls, each line prefixed with `[rank k]`."""
     rank, several = _here()
     if force and several:
@@ -71,5 +73,5 @@ def _here() -> tuple[int, bool]:
         return 0, False
 
 
-def _prefixed(text: str, rank: int) -> str:
-    return "\n".join(f"[rank {rank}] {line}" for line in text.split("\n"))
+def _prefixed(text: object, rank: int) -> str:
+    return "\n".join(f"[rank {rank}] {line}" for line in str(text).split("\n"))

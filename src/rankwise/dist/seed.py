@@ -16,6 +16,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from rankwise.host.arguments import FROM_ZERO, takes
+
 
 def derive(*words: int | str) -> int:
     """A 63-bit seed from (seed, rank), (seed, epoch, sample) or the like: equal words, equal seed; otherwise unrelated."""
@@ -23,6 +25,7 @@ def derive(*words: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
+@takes(seed=FROM_ZERO)
 def seed_everything(seed: int) -> None:
     """Seed Python's, numpy's and torch's generators alike on every rank."""
     random.seed(seed)
@@ -39,6 +42,7 @@ def seed_streams(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+@takes(seed=FROM_ZERO, rank=FROM_ZERO)
 def seed_rank(seed: int, rank: int) -> None:
     """Seed them so that ranks draw different numbers from here on."""
     seed_everything(derive(seed, "rank", rank))

@@ -17,15 +17,24 @@ from rankwise.data import Loader
 from rankwise.dist import comm
 from rankwise.dist.guards import agreed, run_on_main
 from rankwise.errors import ConfigError, StepError
+from rankwise.host.arguments import FUNCTION, instance, one_of, takes
 from rankwise.training.model import evaluating
 from rankwise.training.precision import Precision
 
+_ORDER = "predict(predict_fn, model, loader)"
+_LOADER = instance(
+    Loader, f"{_ORDER}, the last a rankwise.Loader(dataset, global_batch_size=..., max_epochs=1, shuffle=False)"
+)  # fmt: skip
 _ROUND = 32  # steps whose predictions travel together
 
 Part = tuple[list[int], Any]
 """Indices of samples, and the rows that are theirs."""
 
 
+@takes(
+    predict_fn=FUNCTION, model=instance(torch.nn.Module, f"a torch.nn.Module: {_ORDER}"), loader=_LOADER,
+    on=one_of("main", "all"), into=FUNCTION.or_none, precision=instance(Precision, "Precision.of(name, device)").or_none,
+)  # fmt: skip
 def predict(
     predict_fn: Callable[[Any, Any], Any],
     model: torch.nn.Module,
@@ -45,15 +54,6 @@ def predict(
     and what is theirs: no more is held than of 32 steps. Without shuffling, and with batches by count, the indices go up from
     call to call. What it raises is raised on all ranks.
     """
-    given: tuple[Any, ...] = (predict_fn, model, loader)
-    if not callable(given[0]) or not isinstance(given[2], Loader):
-        kinds = ", ".join(type(each).__name__ for each in given)
-        raise ConfigError(
-            f"predict({kinds}): give predict(predict_fn, model, loader), the last a rankwise.Loader(dataset, "
-            "global_batch_size=..., max_epochs=1, shuffle=False)"
-        )
-    if on not in ("main", "all"):
-        raise ConfigError(f"on={on!r}: predictions are wanted on 'main' or on 'all' ranks")
     if into is not None and on != "main":
         raise ConfigError("into=... is called on the main rank: leave on='all' out")
     if loader.is_split:

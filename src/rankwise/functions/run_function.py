@@ -25,6 +25,7 @@ from rankwise import errors
 from rankwise.dist import private_names
 from rankwise.errors import ConfigError, FunctionError, RankwiseError, Stopped
 from rankwise.functions import calls
+from rankwise.host.arguments import FLAG, FROM_ONE, FUNCTION, MAPPING, SECONDS, SEQUENCE, TEXT, Argument, takes
 from rankwise.launch import status
 from rankwise.launch.follow import JobEnd
 from rankwise.run.config import WORKER, RunConfig, is_given, site_settings
@@ -36,6 +37,8 @@ _TICK_S = 0.02
 _LAST_OUTPUT_S = 5.0  # a process that the function has left behind may hold the pipe
 _OF_SCRIPTS = ("argv", "module", "command", "site")
 _STARTED_ONCE = "a function is started once, for all its nodes; reach them by hosts=... or by a scheduler, or start a script"
+_RANKS = FROM_ONE.or_(Argument(TEXT.accepts, '"auto"'))
+_NODES = FROM_ONE.or_(Argument(TEXT.accepts, 'the least and the most: "1:4"'))
 _OF_NO_FUNCTION = {
     "dry_run": "a function is run at once, or queued; for a look at the job's text: rankwise run --dry-run script.py",
     "array": "the results of several runs do not fit into one list; submit each with a name of its own",
@@ -44,6 +47,10 @@ _OF_NO_FUNCTION = {
 }
 
 
+@takes(
+    fn=FUNCTION, args=SEQUENCE, kwargs=MAPPING.or_none, nproc=_RANKS.or_none, nodes=_NODES.or_none, on=TEXT.or_none,
+    hosts=TEXT.or_none, name=TEXT.or_none, wait=FLAG, timeout_s=SECONDS.or_none,
+)  # fmt: skip
 def run_function(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),

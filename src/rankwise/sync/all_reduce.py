@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from rankwise.dist import accelerator, comm, log, private_names
 from rankwise.errors import ConfigError, RankwiseError, StepError
-from rankwise.sync.codecs import check as check_codec
+from rankwise.host.arguments import Argument, takes
+from rankwise.sync.codecs import CODEC_OF_MATRICES
 from rankwise.sync.compressed import CompressedReduction, Memory
 from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction, is_possible
 from rankwise.sync.flat import FlatReduction
@@ -31,6 +32,10 @@ from rankwise.sync.trained import Trained, first_apart, some
 from rankwise.training.precision import LossScale
 
 _LARGE = 1e18  # a float32 norm is exact between its inverse and this: squares neither overflow nor vanish
+_OVERLAP = Argument(
+    lambda value: value is None or isinstance(value, bool),
+    "True (buckets during the backward pass), False (one message after it), or leave it out",
+)
 _FOLLOW = "call sync.follow() on all ranks after a layer is replaced or added, before the next forward pass"
 
 
@@ -53,14 +58,9 @@ class AllReduce:
     promise: Promise = "exact"
     held = Held("same", "own", "same")
 
+    @takes(overlap=_OVERLAP, compress=CODEC_OF_MATRICES.or_none)
     def __init__(self, overlap: bool | None = None, compress: str | None = None) -> None:
-        if overlap not in (None, True, False):
-            raise ConfigError(
-                f"AllReduce(overlap={overlap!r}): give True (buckets during the backward pass), False (one message after it), "
-                "or leave it out"
-            )
         if compress is not None:
-            check_codec(compress)
             if overlap:
                 raise ConfigError(
                     f"AllReduce(overlap=True, compress={compress!r}): it is sent after the backward pass; leave one out"

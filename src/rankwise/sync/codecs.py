@@ -8,30 +8,31 @@ Error feedback: Karimireddy et al. 2019, arXiv:1901.09847. PowerSGD: Vogels et a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rankwise.dist import comm, log
 from rankwise.errors import ConfigError
-from rankwise.host.text import listed
+from rankwise.host.arguments import Argument, one_of
 
 _BLOCK = 2048  # elements that share one scale
-_NAMES = ("bf16", "fp16", "int8", "powersgd:RANK")
 _NEAR = 0.9 * 65504
 
 
-def check(name: str) -> None:
-    """Raises ConfigError for a name of no codec."""
-    kind, _, number = name.partition(":")
-    if name not in ("bf16", "fp16", "int8") and not (kind == "powersgd" and number.isdecimal() and int(number) > 0):
-        raise ConfigError(f"compress={name!r}: choose one of {listed(_NAMES)} (powersgd:2, for example)")
+def _is_powersgd(name: Any) -> bool:
+    kind, _, number = name.partition(":") if isinstance(name, str) else ("", "", "")
+    return kind == "powersgd" and number.isdecimal() and int(number) > 0
+
+
+CODEC = one_of("bf16", "fp16", "int8")
+CODEC_OF_MATRICES = CODEC.or_(Argument(_is_powersgd, "'powersgd:RANK' (powersgd:2, for example)"))
 
 
 def codec_of(name: str, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> Codec:
-    """By its name, for messages like `flat`, in which tensors of these shapes lie end to end. Raises ConfigError for another
-    name, or where nothing would be saved."""
-    check(name)
+    """By its name, for messages like `flat`, in which tensors of these shapes lie end to end. Raises ConfigError where nothing
+    would be saved."""
     if name.startswith("powersgd"):
         return PowerSGD(flat, int(name.partition(":")[2]), shapes)
     if name == "int8":

@@ -16,10 +16,13 @@ from torch.optim import Optimizer
 
 from rankwise.dist import comm
 from rankwise.errors import ConfigError
-from rankwise.sync.codecs import Codec, codec_of
-from rankwise.sync.codecs import check as check_codec
+from rankwise.host.arguments import FROM_ONE, FROM_ZERO, Argument, is_number, takes
+from rankwise.sync.codecs import CODEC, Codec, codec_of
 from rankwise.sync.local_sgd import LocalSGD
 from rankwise.training.precision import LossScale
+
+_RATE = Argument(lambda value: is_number(value) and value > 0, "the outer learning rate, a number above 0 (0.7 is usual)")
+_MOMENTUM = Argument(lambda value: is_number(value) and 0 <= value < 1, "a number from 0 up and below 1 (0.9 is usual)")
 
 
 class DiLoCo(LocalSGD):
@@ -33,6 +36,7 @@ class DiLoCo(LocalSGD):
 
     _usual = 32
 
+    @takes(every=FROM_ONE.or_none, lr=_RATE, momentum=_MOMENTUM, compress=CODEC.or_none, start=FROM_ZERO)
     def __init__(
         self,
         every: int | None = None,
@@ -43,15 +47,7 @@ class DiLoCo(LocalSGD):
         start: int = 0,
     ) -> None:
         super().__init__(every, start=start)
-        if compress is not None:
-            check_codec(compress)
-            if compress.startswith("powersgd"):
-                raise ConfigError(f"DiLoCo(compress={compress!r}): choose bf16, fp16 or int8; powersgd is for AllReduce")
         self._compress = compress
-        if not isinstance(lr, int | float) or not 0 < lr < float("inf"):
-            raise ConfigError(f"DiLoCo(lr={lr!r}): give the outer learning rate, a number above 0 (0.7 is usual)")
-        if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
-            raise ConfigError(f"DiLoCo(momentum={momentum!r}): give a number from 0 up and below 1 (0.9 is usual)")
         self._lr, self._momentum = lr, momentum
         self._codec: Codec | None = None
         self._error: torch.Tensor | None = None  # loaded, until there is a codec

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from rankwise.dist import comm, log, private_names
 from rankwise.errors import ConfigError, StepError
+from rankwise.host.arguments import FROM_ONE, FROM_ZERO, SECONDS, STEPS, one_of, takes
 from rankwise.host.text import numbered, size
 from rankwise.sync.average import average, payload_bytes, tell
 from rankwise.sync.local import Local
@@ -30,7 +31,6 @@ from rankwise.sync.strategy import Held, Promise, Shared, StepResult
 from rankwise.training.optimizer import named_state
 from rankwise.training.precision import LossScale
 
-_OPTIMIZER_STATES = ("keep", "average", "reset")
 _MEASURED = 3  # averages after one step each, before a period of seconds is known in steps
 _LONGEST = 1_000_000  # steps of a period
 _TOLD = 3  # warnings about skipped steps and replicas
@@ -52,6 +52,10 @@ class LocalSGD:
     promise: Promise = "averaged"
     held = Held("own", "own", "own")
 
+    @takes(
+        every=FROM_ONE.or_none, seconds=SECONDS.or_none, start=FROM_ZERO, at_steps=STEPS,
+        optimizer_state=one_of("keep", "average", "reset"),
+    )  # fmt: skip
     def __init__(
         self,
         every: int | None = None,
@@ -64,9 +68,6 @@ class LocalSGD:
         name = type(self).__name__
         if sum((every is not None, seconds is not None, bool(at_steps))) > 1:
             raise ConfigError(f"{name}: give one of every, seconds and at_steps; each says when replicas are averaged")
-        _check_period(name, every, seconds, start)
-        if optimizer_state not in _OPTIMIZER_STATES:
-            raise ConfigError(f"{name}(optimizer_state={optimizer_state!r}): choose one of {', '.join(_OPTIMIZER_STATES)}")
         self.every = every if every is not None else self._usual
         self.seconds, self.start = seconds, start
         self._at_steps = sorted(at_steps)
@@ -349,12 +350,3 @@ def _counted_buffers(module: nn.Module) -> list[torch.Tensor]:
 def _distance(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> float:
     norms = [torch.linalg.vector_norm((a - b).detach(), dtype=torch.float64) for a, b in zip(before, after, strict=True)]
     return math.sqrt(sum(float(norm) ** 2 for norm in norms))
-
-
-def _check_period(name: str, every: Any, seconds: Any, start: Any) -> None:
-    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-        raise ConfigError(f"{name}(every={every!r}): give a whole number of steps from 1 up")
-    if seconds is not None and not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
-        raise ConfigError(f"{name}(seconds={seconds!r}): give a number above 0")
-    if not isinstance(start, int) or isinstance(start, bool) or start < 0:
-        raise ConfigError(f"{name}(start={start!r}): give a whole number of steps from 0 up")

@@ -63,6 +63,7 @@ class TrainState:
 
     _noted: dict[str, float] = field(default_factory=dict, repr=False)
     _noted_at: int = -1
+    _measured_at: int = -1
 
     on_stop: Callable[[], None] | None = field(default=None, repr=False)
     """Who carries a call of `stop` to the other ranks: the Trainer."""
@@ -82,6 +83,7 @@ class TrainState:
         """Add figures of this step to `metrics`. An action of yours may: the best checkpoint can be chosen by them."""
         self.metrics.update(figures)
         self.measured.update(dict.fromkeys(figures, self.step))
+        self._measured_at = self.step
 
     def note(self, figures: Mapping[str, float]) -> None:
         """Add figures of the moment to `new_metrics`: for logs alone (a learning rate, a share of the time). No checkpoint has
@@ -100,6 +102,8 @@ class TrainState:
     def new_metrics(self) -> dict[str, float]:
         """All that was measured or noted in this very step, for a log: equal on all ranks, but for shares of the time. Empty in
         most steps."""
+        if self._measured_at != self.step != self._noted_at:
+            return {}
         return self.measured_now | (self._noted if self._noted_at == self.step else {})
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,96 @@
+"""The checks of arguments: what is bound, what is refused and in which words."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from rankwise.errors import ConfigError
+from rankwise.host.arguments import ABOVE_ZERO, ANYTHING, FLAG, FROM_ONE, TEXT, one_of, shown, takes
+
+
+@takes(first=FROM_ONE, second=TEXT.or_none, kind=one_of("a", "b"), rate=ABOVE_ZERO, moved={"old": "it is now second=..."})
+def called(first: int, second: str | None = None, *, kind: str = "a", rate: float = 1.0) -> tuple[Any, ...]:
+    return first, second, kind, rate
+
+
+@takes(names=TEXT)
+def named(*names: str) -> tuple[str, ...]:
+    return names
+
+
+@takes(first=FROM_ONE)
+def open_ended(first: int, **others: Any) -> dict[str, Any]:
+    return {"first": first, **others}
+
+
+class Made:
+    @takes(value=FLAG)
+    def __init__(self, value: bool = False) -> None:
+        self.value = value
+
+    @takes(value=FLAG, other=ANYTHING)
+    def turn(self, value: bool, other: Any = None) -> bool:
+        return value
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((1,), {}), ((1, "x"), {}), ((), {"first": 1}), ((2,), {"kind": "b", "second": "x"}), ((1,), {"rate": 2})],
+)
+def test_a_call_that_fits_is_the_functions_own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    assert called(*args, **kwargs) == inspect.unwrap(called)(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        ((), {}, "called needs first"),
+        ((), {"second": "x"}, "called needs first"),
+        ((1, "x", "a"), {}, "called takes first and second without a name, and 3 were given: write the others as name=value"),
+        ((1,), {"first": 2}, "called: multiple values for argument 'first'"),
+        ((1,), {"secnd": 2}, "called(secnd=...): there is no such argument; did you mean second?"),
+        ((1,), {"zzz": 2}, "called(zzz=...): there is no such argument; it takes first, second, kind and rate"),
+        ((1,), {"old": 2}, "called(old=...): it is now second=..."),
+        ((0,), {}, "called(first=0): give a whole number from 1 up"),
+        (("3",), {}, "called(first='3'): give a whole number from 1 up, without quotes"),
+        ((1,), {"rate": "0.5"}, "called(rate='0.5'): give a number above 0, without quotes"),
+        ((1,), {"kind": "c"}, "called(kind='c'): give one of 'a', 'b'"),
+        ((1, 5), {}, "called(second=5): give a string, or None"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_one_line(args: tuple[Any, ...], kwargs: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        called(*args, **kwargs)
+    assert str(caught.value) == said
+
+
+def test_each_of_several_is_checked_and_what_is_open_is_passed_on() -> None:
+    assert named("a", "b") == ("a", "b")
+    with pytest.raises(ConfigError, match=r"^named\(names=2\): give a string$"):
+        named("a", 2)  # type: ignore[arg-type]
+    assert open_ended(1, more=2) == {"first": 1, "more": 2}
+    with pytest.raises(ConfigError, match=r"^open_ended\(first=0\)"):
+        open_ended(0, more=2)
+
+
+def test_a_class_is_called_by_its_own_name_and_a_method_by_its() -> None:
+    assert Made(True).value
+    with pytest.raises(ConfigError, match=r"^Made\(value=1\): give True or False$"):
+        Made(1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^turn\(value='yes'\): give True or False$"):
+        Made().turn("yes")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^turn needs value$"):
+        Made().turn()  # type: ignore[call-arg]
+
+
+def test_a_value_is_shown_on_one_short_line_even_if_its_repr_fails() -> None:
+    class Rude:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    assert shown(Rude()) == "a Rude"
+    assert len(shown("x" * 1000)) <= 60
+    assert "\n" not in shown("a\nb" * 3)
