@@ -245,7 +245,7 @@ class Trainer:
                 attach(self)
         # Not for a step that was left out: fp16 begins with some, and a warm-up would lose its first ones.
         stepped: Any = parts.stepped
-        step: Action = lambda _: stepped.step() if self._skipped.in_a_row == 0 else None  # noqa: E731
+        step: Action = lambda state: None if state.left_out else stepped.step()  # noqa: E731
         schedule = [step] if stepped is not None else []
         hears: list[Action] = [self._saving.hear] if self.checkpoints.is_background and self.world.is_main else []
         follow: list[Action] = [lambda _: self.sync.follow()] if parts.given else []  # what they have changed of the model
@@ -325,6 +325,7 @@ class Trainer:
         state.epoch = self.loader.epoch
         state.epoch_ended = self.loader.position == 0
         state.last = self._done(state)
+        state.left_out = False
         if not result.mine.stepped:
             self.meters.forget(micro_batches)  # the NaN of a skipped step would be that of the whole interval
         if result.shared is None:

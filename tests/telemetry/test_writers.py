@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from rankwise.run.directory import RunDir
 from rankwise.telemetry import TensorBoard
-from rankwise.telemetry.writers import JsonlWriter
+from rankwise.telemetry.writers import JsonlWriter, Writer
+from rankwise.training.state import TrainState
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -86,3 +91,36 @@ def test_a_full_disk_costs_the_figures_and_is_said_once(capsys: pytest.CaptureFi
         writer.write(step, {"loss": 1.0})
     writer.close()
     assert capsys.readouterr().out == ("warning: figures are lost: /dev/full cannot be written: No space left on device\n")
+
+
+class Noted(Writer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[tuple[int, dict[str, float]]] = []
+
+    def open(self, run: RunDir) -> bool:
+        return True
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        self.written.append((step, dict(figures)))
+
+
+def test_a_writer_is_given_each_figure_once_though_it_is_called_again_in_the_same_step(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    writer = Noted()
+    writer.attach(SimpleNamespace(run=RunDir(tmp_path)))
+    writer.begin(state)
+    for step in (1, 2, 3):
+        state.step = step
+        if step != 2:
+            state.measure({"loss": float(step)})
+        writer(state)
+        writer(state)  # before a save
+        if step == 3:
+            state.measure({"eval_loss": 0.5})
+            state.note({"lr": 0.1})
+            writer(state)
+    writer.close()
+    writer(state)
+    assert writer.written == [(1, {"loss": 1.0}), (3, {"loss": 3.0}), (3, {"eval_loss": 0.5, "lr": 0.1})]

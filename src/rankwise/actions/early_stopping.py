@@ -43,7 +43,8 @@ class EarlyStopping:
         self._worse += 1
         if self._worse >= self.patience:
             best = f"{self._sign * self._best:.4g}" if math.isfinite(self._best) else "none was finite"
-            state.stop(f"{self.metric} has not improved in {self.patience} measurements; best {best}")
+            by = f" by more than {self.min_delta:g}" if self.min_delta else ""
+            state.stop(f"{self.metric} has not improved{by} in {self.patience} measurements; best {best}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"metric": self.metric, "best": self._best, "worse": self._worse}

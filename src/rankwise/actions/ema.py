@@ -32,7 +32,6 @@ class EMA:
         self.name = name
         self._averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
         self._shapes = [p.shape for p in model.parameters()]
-        self._steps_left_out = 0
 
     @property
     def model(self) -> nn.Module:
@@ -42,12 +41,8 @@ class EMA:
     def attach(self, trainer: Any) -> None:
         self._averaged.to(trainer.device)
 
-    def begin(self, state: TrainState) -> None:
-        self._steps_left_out = state.steps_left_out
-
     def __call__(self, state: TrainState) -> None:
-        if state.steps_left_out != self._steps_left_out:
-            self._steps_left_out = state.steps_left_out
+        if state.left_out:
             return
         if [p.shape for p in state.model.parameters()] != self._shapes:
             raise ConfigError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from rankwise.checkpoint.replicate import copy_to_ranks, digest_manifest, group_
 from rankwise.dist import comm, log, seed
 from rankwise.dist.guards import agreed
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
+from rankwise.host.arguments import shown
 from rankwise.host.text import count
 from rankwise.training.state import Stateful
 
@@ -29,6 +31,19 @@ RNG = "rng"
 
 RANKS = "ranks"
 """The part that holds what each rank has apart from the others, by rank and part; not there if no rank has anything."""
+
+
+def check_parts(parts: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a name of no file, or a part that cannot be saved and loaded: before any work is lost."""
+    for name, part in parts.items():
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name) or name in (RNG, RANKS):
+            raise ConfigError(
+                f"a part of a checkpoint is called {name!r}: give it a word, of which a file is named, but {RNG} and {RANKS}"
+            )
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")) or isinstance(part, type):
+            raise ConfigError(
+                f"the part {name!r} is {shown(part)}: give what has state_dict and load_state_dict, such as the model itself"
+            )
 
 
 # --- which one

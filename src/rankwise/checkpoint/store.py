@@ -166,6 +166,7 @@ class Checkpoints:
         Raises CheckpointError on every rank when it cannot be written; nothing half-written is left, older ones stay. With
         `background` it is not there yet, and what is raised is of the save before (as `wait` would): this one is not begun.
         """
+        resume.check_parts(parts)
         began = time.perf_counter()
         try:
             with resume.averaged(parts):
@@ -420,6 +421,7 @@ class Checkpoints:
         CheckpointError when none is whole, and ConfigError when the parts are not those saved; what they hold then is not to be
         trained with. Parts named in `may_begin_anew` need not be in the checkpoint; a line says so.
         """
+        resume.check_parts(parts)
         self._meet()
         self._background.join()
         damaged: dict[Path, str] = {}  # known to the first rank of each node

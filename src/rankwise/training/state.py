@@ -43,6 +43,9 @@ class TrainState:
     steps_left_out: int = 0
     """Steps whose gradient was not finite, or over nothing: the optimizer did not move."""
 
+    left_out: bool = False
+    """Whether the step just done was one of them."""
+
     last: bool = False
     """Whether the step just done was the last of the run."""
 

@@ -1,0 +1,109 @@
+"""The end of a run whose metric no longer gets better."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from test_trainer import data, make_model, trainer
+from torch import nn
+
+from rankwise import Evaluate, TrainState
+from rankwise.actions import EarlyStopping
+from rankwise.errors import ConfigError
+
+
+def stopped_after(action: EarlyStopping, values: list[float], metric: str = "eval_loss") -> tuple[int, str]:
+    """(how many measurements it took, the reason); 0 for none."""
+    model = nn.Linear(1, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    asked: list[int] = []
+    state.on_stop = lambda: asked.append(state.step)
+    for k, value in enumerate(values, start=1):
+        state.step = 10 * k
+        state.measure({metric: value})
+        action(state)
+        if asked:
+            return k, state.stop_reason
+        state.step += 1
+        action(state)  # nothing was measured
+    return 0, state.stop_reason
+
+
+@pytest.mark.parametrize(
+    ("values", "patience", "min_delta", "after"),
+    [
+        ([3.0, 2.0, 1.0, 0.5, 0.2], 2, 0.0, 0),
+        ([3.0, 2.0, 2.5, 2.0, 1.0], 2, 0.0, 4),  # as good is no better
+        ([3.0, 2.0, 2.5, 1.0, 1.5, 0.9], 2, 0.0, 0),  # counted anew
+        ([3.0, 2.95, 2.94, 2.85], 2, 0.1, 3),
+        ([3.0, math.nan, math.nan, 1.0], 2, 0.0, 3),
+        ([math.nan, math.nan], 2, 0.0, 2),
+        ([3.0, 4.0], 1, 0.0, 2),
+    ],
+)
+def test_it_stops_after_so_many_measurements_without_a_better_one(
+    values: list[float], patience: int, min_delta: float, after: int
+) -> None:
+    count, reason = stopped_after(EarlyStopping("eval_loss", patience, min_delta=min_delta), values)
+    assert count == after
+    if after:
+        finite = [value for value in values[:after] if math.isfinite(value)]
+        best = f"{finite[0] if min_delta else min(finite):.4g}" if finite else "none was finite"
+        by = f" by more than {min_delta}" if min_delta else ""
+        assert reason == f"eval_loss has not improved{by} in {patience} measurements; best {best}"
+
+
+def test_more_may_be_better_and_must_be_said_of_what_is_no_loss() -> None:
+    assert stopped_after(EarlyStopping("eval_f1", 2, larger_is_better=True), [0.1, 0.5, 0.4, 0.3], "eval_f1") == (
+        4, "eval_f1 has not improved in 2 measurements; best 0.5",
+    )  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"EarlyStopping\('eval_f1'\): is more of it better\? Say larger_is_better=True, or False"
+    ):
+        EarlyStopping("eval_f1")
+
+
+def test_what_it_has_seen_is_resumed_but_not_of_another_metric() -> None:
+    first = EarlyStopping("eval_loss", 2)
+    assert stopped_after(first, [1.0, 2.0]) == (0, "")
+    second, other = EarlyStopping("eval_loss", 2), EarlyStopping("test_loss", 2)
+    second.load_state_dict(first.state_dict())
+    other.load_state_dict(first.state_dict())
+    assert stopped_after(second, [3.0])[0] == 1
+    assert stopped_after(other, [3.0, 2.9], "test_loss")[0] == 0
+
+
+def ends(folder: Path, broken_at: int | None = None) -> tuple[int, bool, str]:
+    """(steps, whether the script has stopped it, why) of a training on random labels, evaluated on others."""
+
+    def fails(state: TrainState) -> None:
+        if state.step == broken_at:
+            raise RuntimeError("broken")
+
+    def once(breaks: bool) -> TrainState:
+        actions = [EarlyStopping("eval_loss", patience=3), *([fails] if breaks else [])]
+        evaluate = Evaluate(data(), every_steps=2)
+        return trainer(
+            folder, model=make_model(), max_epochs=None, max_steps=400, evaluate=evaluate, actions=actions,
+            optimizer=lambda p: torch.optim.SGD(p, lr=3.0), every_steps=1,
+        ).fit()  # fmt: skip
+
+    if broken_at is not None:
+        with pytest.raises(RuntimeError, match="broken"):
+            once(True)
+    state = once(False)
+    return state.step, state.stopped, state.stop_reason
+
+
+def test_all_ranks_stop_after_the_same_step_and_a_broken_run_stops_where_the_unbroken_one_does(tmp_path: Path) -> None:
+    unbroken = on_ranks(2, ends, tmp_path / "unbroken")
+    assert unbroken[0] == unbroken[1]
+    steps, stopped, reason = unbroken[0]
+    assert stopped
+    assert 8 <= steps < 400
+    assert reason.startswith("eval_loss has not improved in 3 measurements; best ")
+    assert on_ranks(2, ends, tmp_path / "broken", steps - 1) == unbroken
