@@ -47,7 +47,7 @@ def test_what_spawn_starts_below_each_rank_of_a_launcher_is_an_error_of_both() -
     assert "the process that called it is rank" in done.stdout + done.stderr
     assert "each of them starts ranks of its own, which do not join" in done.stdout + done.stderr
     assert not [
-        line for log in Path("runs/train/logs").iterdir() for line in log.read_text().splitlines() if "arguments" in line
+        line for log in Path("runs/train/logs").iterdir() for line in log.read_text().splitlines() if " arguments " in line
     ]
 
 

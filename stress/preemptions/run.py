@@ -91,6 +91,7 @@ class Training:
         self.run = RunDir(folder / "run")
         self.out = folder / "out.txt"
         self.lives = 0
+        self.words: list[str] = []
         now = folder / "now"
         now.write_bytes(bytes(MOST_RANKS * ROW * 8))
         with now.open("r+b") as file:
@@ -103,10 +104,15 @@ class Training:
 
     def start(self, *words: str) -> psutil.Popen:
         self.forget()
+        self.words = list(words)
         command = [*self.launcher.command(self.folder), SCRIPT, str(self.folder), str(self.steps), *words]
         environ = {**os.environ, **self.launcher.environ, "TMPDIR": str(self.folder)}
         with self.out.open("w") as out:
             return psutil.Popen(command, cwd=self.folder, env=environ, stdout=out, stderr=out, start_new_session=True)
+
+    def newest(self) -> int:
+        """The step of the newest checkpoint; 0 before there is one."""
+        return max((int(path.name[5:13]) for path in self.run.checkpoints.glob("step-*")), default=0)
 
     def word(self, rank: int, column: int) -> int:
         return self._now[rank * ROW + column]
@@ -239,7 +245,7 @@ def check_stop(training: Training, launcher: Launcher, status: int, began: float
     if any(end[0] != "75" or len(end) != 3 for end in ends):
         raise WrongError(f"ranks left with {ends}\n{out}")
     steps = {int(end[2]) for end in ends}
-    newest = max(int(path.name[5:13]) for path in training.run.checkpoints.glob("step-*"))
+    newest = training.newest()
     if steps != {newest}:
         raise WrongError(f"ranks left after steps {sorted(steps)}, the newest checkpoint is of step {newest}\n{out}")
     if status != launcher.status:
@@ -286,6 +292,8 @@ def trial(folder: Path, name: str, stops: int, within_s: float, reference: Train
     while tally.stops < stops or trainings[-1].lives:  # the last one, too, is looked at in its end
         training = trainings[-1]
         words = [word for word in ("blocking", "workers") if random.random() < 0.5]
+        if training.newest() == steps:  # stopped after the last one: to another command a run that is done is an error
+            words = training.words
         process = training.start(*words)
         sent = preempt(training, process, launcher.own) if tally.stops < stops else None
         status = training.wait(process, HANG_S if sent is not None else 600.0)
