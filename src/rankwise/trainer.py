@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from rankwise import errors
 from rankwise.actions.of_trainer import Actions
 from rankwise.actions.periodic import Action, every
+from rankwise.actions.schedule import Schedule
 from rankwise.actions.timed import Moments
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint.saving import Saving
@@ -66,7 +67,7 @@ from rankwise.training.arguments import as_loader, check_length
 from rankwise.training.fingerprint import Fingerprint, compare, numerics
 from rankwise.training.finite import Weights, check_rates
 from rankwise.training.mean_loss import warn_of_means
-from rankwise.training.model import begin_training, check_synced, prepare
+from rankwise.training.model import begin_training, check_synced, check_unwrapped, prepare
 from rankwise.training.open_run import already_done, open_run, run_path
 from rankwise.training.precision import LossScale, Precision
 from rankwise.training.state import Stateful, TrainState
@@ -81,6 +82,8 @@ _STRATEGY = having("a strategy: rankwise.AllReduce()", "attach", "backward", "st
 _LIMIT = Argument(
     lambda value: value == math.inf or (is_number(value) and value > 0), "a number above 0: the largest norm of the gradient"
 )
+_EVALUATE = instance(Evaluate, "Evaluate(data, fn)").or_(DATA)
+_PREDICTED = Argument(DATA.accepts, "a dataset: trainer.predict(data, predict_fn)")
 _OF_BATCH = Argument(callable, "a function: trainer.predict(data, predict_fn)")
 _MOVED = {
     **dict.fromkeys(("eval_data", "eval_fn"), "it is now evaluate=Evaluate(data, fn)"),
@@ -137,7 +140,7 @@ class Trainer:
         model=instance(nn.Module, "a torch.nn.Module"), optimizer=_OPTIMIZER, step_fn=FUNCTION, train_data=DATA,
         batch_size=FROM_ONE.or_none, global_batch_size=FROM_ONE.or_none, accumulate=FROM_ONE.or_none,
         max_epochs=FROM_ONE.or_none, max_steps=FROM_ONE.or_none, scheduler=_SCHEDULER.or_none, clip_norm=_LIMIT.or_none,
-        precision=one_of("fp32", "bf16", "fp16"), sync=_STRATEGY.or_none, evaluate=DATA.or_none,
+        precision=one_of("fp32", "bf16", "fp16"), sync=_STRATEGY.or_none, evaluate=_EVALUATE.or_none,
         checkpoints=instance(Checkpoints, "Checkpoints(...)").or_none, actions=FUNCTIONS, seed=FROM_ZERO.or_none,
         run_dir=PATH.or_none, moved=_MOVED,
     )  # fmt: skip
@@ -164,7 +167,8 @@ class Trainer:
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         errors.without_traceback()
-        optimizers.check(model, optimizer)
+        check_unwrapped(model)
+        optimizers.check(model, optimizer, scheduler)
         self.world = comm.init()
         self.device = local_device(self.world)
         self.max_steps, self.step_fn = max_steps, step_fn
@@ -243,10 +247,7 @@ class Trainer:
             attach = getattr(action, "attach", None)
             if attach is not None:
                 attach(self)
-        # Not for a step that was left out: fp16 begins with some, and a warm-up would lose its first ones.
-        stepped: Any = parts.stepped
-        step: Action = lambda state: None if state.left_out else stepped.step()  # noqa: E731
-        schedule = [step] if stepped is not None else []
+        schedule: list[Action] = [Schedule(parts.stepped)] if parts.stepped is not None else []
         hears: list[Action] = [self._saving.hear] if self.checkpoints.is_background and self.world.is_main else []
         follow: list[Action] = [lambda _: self.sync.follow()] if parts.given else []  # what they have changed of the model
         triggers = self.checkpoints.triggers
@@ -289,7 +290,7 @@ class Trainer:
             raise self.stop.stopped()
         return state
 
-    @takes(data=DATA, predict_fn=_OF_BATCH, on=one_of("main", "all"), into=FUNCTION.or_none)
+    @takes(data=_PREDICTED, predict_fn=_OF_BATCH, on=one_of("main", "all"), into=FUNCTION.or_none)
     def predict(
         self, data: Any, predict_fn: Callable[[Any, Any], Any], *, on: str = "main", into: Callable[..., object] | None = None
     ) -> Any:

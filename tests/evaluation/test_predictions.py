@@ -157,7 +157,7 @@ def test_arguments_in_another_order_are_an_error_that_has_the_order(tmp_path: Pa
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = trainer_of(model, optimizer, all_kinds, data(3), global_batch_size=2, max_steps=1, run_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"^predict\(predict_fn=.*\): give a function: trainer\.predict\(data, predict_fn\)$"):
+    with pytest.raises(ConfigError, match=r"^predict\(data=.*\): give a dataset: trainer\.predict\(data, predict_fn\)$"):
         trainer.predict(all_kinds, data(3))  # type: ignore[arg-type]
 
 

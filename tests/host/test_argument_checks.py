@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import scripts_on_ranks
 
 from rankwise.errors import ConfigError
 from rankwise.host.arguments import ABOVE_ZERO, ANYTHING, FLAG, FROM_ONE, TEXT, one_of, shown, takes
@@ -94,3 +97,24 @@ def test_a_value_is_shown_on_one_short_line_even_if_its_repr_fails() -> None:
     assert shown(Rude()) == "a Rude"
     assert len(shown("x" * 1000)) <= 60
     assert "\n" not in shown("a\nb" * 3)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "rankwise.Loader([1, 2], batch_size='2')",
+            "Loader(batch_size='2'): give a whole number from 1 up, or None, without quotes",
+        ),
+        (
+            "rankwise.Loader([1, 2])",
+            "give batch_size (of one rank and micro-batch), global_batch_size (of all together), or batches",
+        ),
+        ("rankwise.Checkpoints(keep_best='f1')", "keep_best='f1': is more of it better? Say larger_is_better=True, or False"),
+    ],
+)
+def test_a_script_that_has_not_called_init_ends_with_the_message_and_its_line_alone(line: str, said: str) -> None:
+    Path("script.py").write_text(f"import rankwise\n\n{line}\n")
+    [done] = scripts_on_ranks(1, "script.py")
+    assert done.returncode == 1
+    assert re.sub(r" at .*script", " at script", done.stdout) == f"error: {said}\n  at script.py:3\n"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
 
-from rankwise.errors import ConfigError
-from rankwise.training.model import check_synced
+from rankwise.errors import ConfigError, StepError
+from rankwise.sync import AllReduce
+from rankwise.training.mean_loss import warn_of_means
+from rankwise.training.model import check_synced, check_unwrapped
 
 
 def test_batch_statistics_of_all_ranks_need_a_sample_on_each() -> None:
@@ -15,3 +20,32 @@ def test_batch_statistics_of_all_ranks_need_a_sample_on_each() -> None:
     check_synced(nn.Linear(1, 1), fewest=1, parts=4)
     with pytest.raises(ConfigError, match=r"SyncBatchNorm needs a sample on every rank.*may have 3 "):
         check_synced(synced, fewest=3, parts=4)
+
+
+@pytest.mark.parametrize("attach", [lambda model, _: check_unwrapped(model), AllReduce().attach])
+def test_a_model_that_synchronises_itself_is_refused_with_what_to_give(attach: Any) -> None:
+    model = nn.DataParallel(nn.Linear(1, 1))
+    with pytest.raises(
+        ConfigError, match=r"^the model is wrapped in DataParallel, .*: give the module inside \(model.module\)$"
+    ):
+        attach(model, torch.optim.Adam(model.parameters()))
+
+
+def backward_inside(model: Any, batch: Any) -> Any:
+    loss = model(batch).sum()
+    loss.backward()
+    return loss, len(batch)
+
+
+def with_a_gradient_penalty(model: Any, batch: Any) -> Any:
+    x = batch.requires_grad_(True)
+    loss = model(x).sum()
+    [gradient] = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + gradient.norm(), len(batch)
+
+
+def test_a_step_function_that_calls_backward_is_an_error_and_one_that_takes_gradients_itself_is_none() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(StepError, match=r"^step_fn calls backward\(\): leave it out, and return \(loss sum, count\)"):
+        warn_of_means(backward_inside, model, [torch.randn(4, 2)])
+    warn_of_means(with_a_gradient_penalty, model, [torch.randn(4, 2)])

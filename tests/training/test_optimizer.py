@@ -74,3 +74,12 @@ def test_the_schedulers_inside_of_others_get_the_scaled_rate_too(four_ranks: Non
     optimizers.scale_lr(optimizer, "linear", outer)
     assert all(scheduler.base_lrs == [0.4] for scheduler in (*inner, chained))
     assert optimizer.param_groups[0]["initial_lr"] == 0.4
+
+
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    mine, other = SGD(model.parameters(), lr=0.1), SGD(model.parameters(), lr=0.1)
+    optimizers.check(model, mine, StepLR(mine, 1))
+    optimizers.check(model, mine, SequentialLR(mine, [StepLR(mine, 1), StepLR(mine, 2)], [3]))
+    with pytest.raises(ConfigError, match=r"^the scheduler StepLR was made for another optimizer than the Trainer was given"):
+        optimizers.check(model, mine, StepLR(other, 1))

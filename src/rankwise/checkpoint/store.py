@@ -47,10 +47,28 @@ from rankwise.dist import comm, log, seed
 from rankwise.dist.guards import agreed, run_on_firsts, run_on_main, settle
 from rankwise.dist.world import checkpoint_scope as scope_of
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
-from rankwise.host.arguments import FLAG, FROM_ONE, NOT_NEGATIVE, PATH, SECONDS, STEPS, TEXT, one_of, takes
+from rankwise.host.arguments import (
+    ANYTHING,
+    FLAG,
+    FROM_ONE,
+    FROM_ZERO,
+    MAPPING,
+    NOT_NEGATIVE,
+    PATH,
+    SECONDS,
+    STEPS,
+    TEXT,
+    Argument,
+    one_of,
+    takes,
+)
 from rankwise.run.lease import Fence
 from rankwise.training.open_run import run_path, set_aside
 from rankwise.training.state import Stateful
+
+_PARTS = Argument(
+    lambda value: isinstance(value, Mapping), 'the parts by their names: {"model": model, "optimizer": optimizer}'
+)
 
 
 class Checkpoints:
@@ -153,6 +171,7 @@ class Checkpoints:
 
     # --- saving
 
+    @takes(parts=_PARTS, step=FROM_ZERO, info=MAPPING.or_none, metrics=MAPPING.or_none)
     def save(
         self,
         parts: Mapping[str, Stateful],
@@ -405,6 +424,7 @@ class Checkpoints:
 
     # --- loading
 
+    @takes(parts=_PARTS, may_begin_anew=ANYTHING)
     def resume(self, parts: Mapping[str, Stateful], may_begin_anew: Collection[str] = ()) -> int:
         """Collective. `load_latest`, and say from which step it goes on. Returns the steps done, 0 without a checkpoint."""
         manifest = self.load_latest(parts, may_begin_anew)

@@ -18,7 +18,8 @@ from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
-from rankwise.errors import ConfigError
+from rankwise import errors
+from rankwise.errors import ConfigError, RankwiseError
 from rankwise.host.text import listed
 
 P = ParamSpec("P")
@@ -69,7 +70,13 @@ STEPS = Argument(
     lambda value: isinstance(value, Collection) and not isinstance(value, str) and all(map(FROM_ONE.accepts, value)),
     "the steps, whole numbers from 1 up: [1000, 2000]",
 )  # fmt: skip
-DATA = Argument(lambda value: value is not None and not isinstance(value, str | bytes | int | float | type), "a dataset")
+DATA = Argument(
+    lambda value: (
+        not isinstance(value, str | bytes | type)
+        and any(hasattr(value, name) for name in ("__getitem__", "__getitems__", "__iter__"))
+    ),
+    "a dataset (with __len__ and __getitem__, or an iterable one)",
+)
 FUNCTIONS = Argument(
     lambda value: isinstance(value, Collection) and not isinstance(value, str) and all(map(callable, value)),
     "functions in a list: [function]",
@@ -95,7 +102,7 @@ def instance(kind: type, words: str) -> Argument:
 def takes(*, moved: Mapping[str, str] | None = None, **kinds: Argument) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """A function, or `__init__`, whose arguments are checked before its body runs: ConfigError with the argument's name, what
     was given and what it takes. An argument that it does not have is an error with the nearest name, or, of `moved`, with what
-    to write in its place."""
+    to write in its place. An error of ours that leaves it ends a script without a traceback."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         signature = inspect.signature(function)
@@ -109,6 +116,14 @@ def takes(*, moved: Mapping[str, str] | None = None, **kinds: Argument) -> Calla
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             try:
+                check(args, kwargs)
+                return function(*args, **kwargs)
+            except RankwiseError:
+                errors.without_traceback()  # in a script that has not called init yet
+                raise
+
+        def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            try:
                 given = _bound(signature, names, args, kwargs)
             except TypeError as error:
                 raise ConfigError(_unbound(name, signature, args, kwargs, moved or {}, error)) from None
@@ -119,7 +134,6 @@ def takes(*, moved: Mapping[str, str] | None = None, **kinds: Argument) -> Calla
                 for value in given.get(key, ()):
                     if not kinds[key].accepts(value):
                         raise ConfigError(refusal(name, key, value, kinds[key]))
-            return function(*args, **kwargs)
 
         checked.__takes__ = kinds  # type: ignore[attr-defined]
         return checked

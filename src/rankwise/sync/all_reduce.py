@@ -29,6 +29,7 @@ from rankwise.sync.flat import FlatReduction
 from rankwise.sync.reduction import Count, Reduction, Sums
 from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult
 from rankwise.sync.trained import Trained, first_apart, some
+from rankwise.training.model import check_unwrapped
 from rankwise.training.precision import LossScale
 
 _LARGE = 1e18  # a float32 norm is exact between its inverse and this: squares neither overflow nor vanish
@@ -96,6 +97,7 @@ class AllReduce:
     ) -> Self:
         if hasattr(self, "_trained"):
             raise ConfigError("this strategy has a model already; make another one: AllReduce().attach(model, optimizer)")
+        check_unwrapped(model)
         if clip_norm is not None and math.isnan(clip_norm):
             raise ConfigError("clip_norm=nan clips nothing and skips nothing; give a number, or None not to clip")
         self._clip_norm = clip_norm if clip_norm is not None and clip_norm > 0 else math.inf

@@ -6,7 +6,9 @@ warn_of_means(forward, model, micro_batches)          # before the first step; n
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 
 from rankwise.dist import comm, log
 from rankwise.dist.device import tensors_in
+from rankwise.errors import StepError
 from rankwise.training.model import is_synced, unmoved
 
 Forward = Callable[[nn.Module, Any], tuple[torch.Tensor, float | torch.Tensor]]
@@ -22,21 +25,34 @@ _NEAR = 0.1  # dropout makes passes differ
 
 
 def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[Any]) -> None:
-    """Collective, as `forward` may be. Only where each rank has a micro-batch that can be cut in two along its samples."""
+    """Collective, as `forward` may be. Only where each rank has a micro-batch that can be cut in two along its samples. Raises
+    StepError for a step function that calls backward()."""
     parts = [micro_batches[0], *halves(micro_batches[0])] if micro_batches else []
     if is_synced(model) or not comm.all_agree(len(parts) == 3):
         return
     found = []
-    with _untouched(model), torch.no_grad(), contextlib.suppress(Exception):  # a function that takes no half is left alone
-        for part in parts:
-            total, count = forward(model, part)
-            found.append((float(total), float(count)))
+    try:
+        with _untouched(model), torch.no_grad():
+            for part in parts:
+                total, count = forward(model, part)
+                found.append((float(total), float(count)))
+    except Exception as error:  # a function that takes no half is left alone
+        if _is_of_backward(error):
+            raise StepError(
+                "step_fn calls backward(): leave it out, and return (loss sum, count); gradients and steps follow from these"
+            ) from None
     if len(found) == 3 and comm.is_main() and is_mean(*found):
         (whole, n), (first, _), (second, _) = found
         log.warn(
             f"the loss of step_fn seems to be a mean, and its count {n:g}: {whole:.4g} for the first micro-batch, {first:.4g} "
             f'and {second:.4g} for its halves; return the sum over the samples, reduction="sum", with that count'
         )
+
+
+def _is_of_backward(error: Exception) -> bool:
+    """Whether `loss.backward()` has raised it, as it does where there are no gradients."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.name == "backward" and Path(frame.filename).name == "_tensor.py" for frame in frames)
 
 
 def is_mean(whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float]) -> bool:

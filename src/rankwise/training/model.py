@@ -21,6 +21,15 @@ from rankwise.errors import ConfigError
 _SYNCED_ON = ("cuda", "xpu", "hpu")  # where torch's SyncBatchNorm works
 
 
+def check_unwrapped(model: nn.Module) -> None:
+    """Raises ConfigError for a model that synchronises itself."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            f"the model is wrapped in {type(model).__name__}, and a strategy synchronises it here: give the module inside "
+            "(model.module)"
+        )
+
+
 def prepare(model: nn.Module, device: torch.device, world: World) -> nn.Module:
     """Move it, and look at its batch norms. Raises ConfigError for a SyncBatchNorm on the CPU."""
     model = model.to(device)

@@ -24,11 +24,16 @@ _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """What a scheduler keeps of a learning rate in a parameter group."""
 
 
-def check(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises ConfigError for an optimizer that moves nothing of this model."""
+def check(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
+    """Raises ConfigError for an optimizer that moves nothing of this model, and a scheduler of another optimizer."""
     mine = {id(p) for p in model.parameters()}
     if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError("the optimizer holds no parameter of the model: make it of model.parameters(), after the model")
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigError(
+            f"the scheduler {type(scheduler).__name__} was made for another optimizer than the Trainer was given: make it of "
+            "the same one"
+        )
 
 
 @dataclass(frozen=True)

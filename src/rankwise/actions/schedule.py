@@ -1,0 +1,31 @@
+"""A learning rate scheduler, stepped after each step of the optimizer.
+
+Trainer(..., scheduler=StepLR(optimizer, 1000))         # its Schedule is the first of the actions
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rankwise.dist import log
+from rankwise.training.state import TrainState
+
+
+class Schedule:
+    """An action. Not for a step that was left out: fp16 begins with some, and a warm-up would lose its first ones. A scheduler
+    that somebody else steps too is told once."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._after: Any = None  # its count, as the last step here left it
+
+    def __call__(self, state: TrainState) -> None:
+        if state.left_out:
+            return
+        if self._after is not None and getattr(self._scheduler, "last_epoch", None) != self._after:
+            log.warning_once(
+                "the scheduler that the Trainer steps after each optimizer step is stepped by the script too: leave "
+                "scheduler.step() out, or scheduler=... of the Trainer"
+            )
+        self._scheduler.step()
+        self._after = getattr(self._scheduler, "last_epoch", None)
