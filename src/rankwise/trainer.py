@@ -253,7 +253,7 @@ class Trainer:
         triggers = self.checkpoints.triggers
         saves: list[Action] = [*([every(self._saving, **triggers)] if triggers else []), *self._saving.further()]
         self.actions: list[Action] = [
-            *schedule, parts.log, *hears, *parts.given, *follow, *parts.writers, check_rates, parts.replicas, *saves,
+            *schedule, parts.log, *hears, *parts.given, *follow, parts.write, check_rates, parts.replicas, *saves,
         ]  # fmt: skip
         self._moments = Moments(self.state, self.actions, self.stop)
         self.actions.append(self._moments)
@@ -415,8 +415,7 @@ class Trainer:
     def _ready_to_save(self, state: TrainState) -> None:
         """Collective. What is saved is measured, finite and the same on all ranks."""
         self._actions.log.reduce(state)
-        for writer in self._actions.writers:
-            writer(state)
+        self._actions.write(state)
         self._weights.check(state, f"found after step {state.step}")
         self._actions.replicas.before_save(state)
 

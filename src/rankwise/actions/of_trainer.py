@@ -19,7 +19,7 @@ from rankwise.errors import ConfigError
 from rankwise.sync.divergence import CheckReplicas
 from rankwise.telemetry.writers import JsonLines, TensorBoard, Writer
 from rankwise.training.metric import check_measured
-from rankwise.training.state import Stateful
+from rankwise.training.state import Stateful, TrainState
 
 
 @runtime_checkable
@@ -111,6 +111,12 @@ class Actions:
                     "name"
                 )
         return {**own, **self.named}
+
+    def write(self, state: TrainState) -> None:
+        """What is new of the metrics, to the writers."""
+        if state.new_metrics:
+            for writer in self.writers:
+                writer(state)
 
     def close(self) -> None:
         """Those that have something to close; all of them, though one raises."""
