@@ -130,9 +130,16 @@ def _fake_gpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch, name, _moved(getattr(torch, name))))
         # On one rank nothing is sent, and DDP is what it wraps.
         stack.enter_context(mock.patch.dict(dist.Backend.default_device_backend_map, {GPU.type: "gloo"}))
-        stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", lambda model, **_: model))
+        stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", _DoesNotWrap))
         stack.enter_context(_MakesTensors())
         yield
+
+
+class _DoesNotWrap:
+    """In the place of DDP, a class as it is one."""
+
+    def __new__(cls, model: nn.Module, **_: Any) -> Any:
+        return model
 
 
 def _moved(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -32,8 +32,9 @@ from . import private_names
 _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _COUNT_EVERY_S = 0.5
-_TRANSPARENT = ("rankwise.dist.comm", "rankwise.dist.guards")
-"""Modules of ours whose functions are collectives by the user's own will: what is noted is the line that calls them."""
+_TRANSPARENT = ("rankwise.dist.comm", "rankwise.dist.guards", "rankwise.host.arguments")
+"""Modules of ours whose functions are collectives by the user's own will, and what checks their arguments: what is noted is the
+line that calls them."""
 
 _OURS = (__file__, private_names.__file__)
 
