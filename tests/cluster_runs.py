@@ -15,7 +15,9 @@ from clusters import HOSTS, STATE
 from launched import left_over, wait_for
 
 from rankwise.run.directory import Failure, Life, RunDir
-from rankwise.schedulers import slurm
+from rankwise.schedulers.slurm import Slurm
+
+slurm = Slurm()
 
 RANKWISE = [sys.executable, "-m", "rankwise"]
 TORCH = [*RANKWISE, "run"]  # for scripts that need torch: each host imports it once
@@ -216,7 +218,9 @@ def has_started_again(run: Launched) -> None:
 def batch(script: str) -> tuple[int | None, str]:
     """Submit a user's own batch script of Slurm, which prints to own.log; (exit status, what it printed) when it has ended."""
     submitted = subprocess.run(["sbatch", "--parsable", script], capture_output=True, text=True, check=True)
-    ended = wait_for(lambda: state if (state := slurm.state(submitted.stdout.strip())).phase == "ended" else None, "its end")
+    ended = wait_for(
+        lambda: state if (state := slurm.state({"id": submitted.stdout.strip()})).phase == "ended" else None, "its end"
+    )
     return ended.status, Path("own.log").read_text()
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from rankwise import schedulers
+
 SOURCE = Path(__file__).parents[1] / "src" / "rankwise"
 
 PACKAGES = {
@@ -36,7 +38,7 @@ PACKAGES = {
     "trainer": "errors host run dist data stop telemetry training sync checkpoint actions evaluation",
     "checks": "errors host run dist data training launch sync checkpoint evaluation trainer",
     "functions": "errors host run ipc schedulers dist launch",
-    "cli": "errors host run dist launch report checkpoint checks",
+    "cli": "errors host run schedulers dist launch report checkpoint checks",
     "__init__": "errors dist data stop telemetry training sync checkpoint actions evaluation trainer checks functions",
     "__main__": "cli",
 }
@@ -139,6 +141,47 @@ def test_an_import_that_points_up_is_found() -> None:
     assert not_allowed(SOURCE / "agent" / "head.py", ["rankwise.launch.launch"]) == {"launch"}
     assert not_allowed(SOURCE / "data" / "loader.py", ["rankwise.trainer"]) == {"trainer"}
     assert not not_allowed(SOURCE / "data" / "loader.py", ["rankwise.data.order", "rankwise.dist.comm"])
+
+
+ORDINARY = {"local", "manual", "others"}
+"""Names of schedulers that are words of other things too."""
+
+
+def named_schedulers(path: Path) -> list[str]:
+    """Where a file speaks of one scheduler, but for its texts for people: an identifier, a string that is its name."""
+    tree = ast.parse(path.read_text())
+    names = {*schedulers.launchers({}), *schedulers.queues()}
+    special = names - ORDINARY
+    compared = {id(side) for node in ast.walk(tree) if isinstance(node, ast.Compare) for side in (node.left, *node.comparators)}
+    compared |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.MatchValue)}
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(value)) if value in special or (value in names and id(node) in compared):
+                found.append(f"{node.lineno}: {value!r}")
+            case ast.Name(id=value) | ast.Attribute(attr=value) if value in special:
+                found.append(f"{node.lineno}: {value}")
+            case ast.alias(name=value) if value.split(".")[-1] in special:
+                found.append(f"{node.lineno}: import {value}")
+    return found
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if package(path) != "schedulers"], ids=name_of)
+def test_no_scheduler_is_asked_for_by_its_name_outside_of_its_package(path: Path) -> None:
+    assert named_schedulers(path) == [] or name_of(path) == "functions/submitit_executor"
+
+
+def test_a_branch_on_a_name_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "x.py"
+    for line in ('x = name == "slurm"', 'x = name != "local"', "from rankwise.schedulers import sge", 'f("ssh")', "slurm.x"):
+        path.write_text(line)
+        assert named_schedulers(path), line
+
+
+def test_what_a_scheduler_can_do_is_its_class() -> None:
+    for path in FILES:
+        if package(path) in ("schedulers", "agent", "launch", "dist"):
+            assert re.findall(r"(?:hasattr|getattr)\((?:choice\.)?(?:queue|scheduler|launcher)\b", path.read_text()) == []
 
 
 def test_launch_and_agent_know_only_the_plan_and_the_run_directory_of_each_other() -> None:

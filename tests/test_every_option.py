@@ -11,8 +11,8 @@ import click
 import pytest
 
 from rankwise import cli
-from rankwise.run.config import SCHEDULERS, option
-from rankwise.schedulers import BY_NAME
+from rankwise.run.config import option
+from rankwise.schedulers import options, queues
 
 Refused = Callable[..., str]
 
@@ -31,7 +31,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 
     for name in ("launch.launch._run_here", "launch.submit.queue", "launch.submit.dry_run", "checks.script._started"):
         monkeypatch.setattr(f"rankwise.{name}", never)
-    monkeypatch.setattr("rankwise.launch.scheduler_choice.mpi.installed", lambda: "openmpi")
+    monkeypatch.setattr("rankwise.schedulers.ALIASES", {"mpi": lambda: "openmpi"})
 
 
 @pytest.fixture
@@ -65,7 +65,10 @@ def verbs(group: click.Group = cli.main, path: tuple[str, ...] = ()) -> Iterator
             yield " ".join((*path, name)), command
 
 
-OPTIONS = [(verb, p) for verb, command in verbs() for p in command.params if isinstance(p, click.Option)]
+OPTIONS = [
+    (verb, p) for verb, command in verbs() for p in command.get_params(click.Context(command))
+    if isinstance(p, click.Option) and "--help" not in p.opts
+]  # fmt: skip
 SPELLED = [pytest.param(verb, p, s, id=f"{verb} {s}") for verb, p in OPTIONS for s in p.opts]
 
 
@@ -189,7 +192,7 @@ VALUES = {
 }  # fmt: skip
 STRANGERS = [
     pytest.param(on, name, s, id=f"{on} {s}")
-    for on, module in BY_NAME.items() for name in SCHEDULERS if name != "on" and name not in module.OPTIONS
+    for on, queue in queues().items() for name, option_ in options().items() if option_ not in queue.options and name != "gpus"
     for s in next(p for verb, p in OPTIONS if verb == "run" and p.name == name).opts
 ]  # fmt: skip
 
@@ -199,10 +202,9 @@ def test_an_option_that_a_scheduler_does_not_know_is_refused_with_those_that_do(
     on: str, name: str, spelling: str, refused: Refused
 ) -> None:
     flag = name == "requeue"
-    also = ["--nodes", "2"] if name == "node_rank" and "nodes" in BY_NAME[on].OPTIONS else []
-    said = refused(*words_of("run", "--on", on, *also, spelling, *([] if flag else [VALUES.get(name, "x")])))
+    said = refused(*words_of("run", "--on", on, spelling, *([] if flag else [VALUES.get(name, "x")])))
     assert spelling in said
-    assert on in said or on == "local" or name == "node_rank"
+    assert on in said or on == "local"
 
 
 @pytest.mark.parametrize(
@@ -236,6 +238,7 @@ def test_logs_of_one_rank_and_of_all_are_one_too_many(refused: Refused) -> None:
     assert "--all and --rank 1" in refused("logs", "--all", "--rank", "1", "train")
 
 
-@pytest.mark.parametrize("name", [name for verb, p in OPTIONS if verb == "run" for name in [str(p.name)] if name in SCHEDULERS])
+@pytest.mark.parametrize("name", [str(p.name) for verb, p in OPTIONS if verb == "run" and p.name != "config"])
 def test_an_option_is_spelled_in_errors_as_the_command_takes_it(name: str) -> None:
-    assert option(name) in next(p for verb, p in OPTIONS if verb == "run" and p.name == name).opts
+    typed = options()[name].typed if name in options() else option(name) if name != "module" else "-m"
+    assert typed in next(p for verb, p in OPTIONS if verb == "run" and p.name == name).opts

@@ -65,16 +65,20 @@ def main() -> None:
 
 
 class _Run(click.Command):
-    """Notes whether the words to run came after a `--`: then they are any command. Its help has the options by heading."""
+    """Has the options of all schedulers beside its own. Notes whether the words to run came after a `--`: then they are any
+    command. Its help has the options by heading."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*_of_schedulers(), *super().get_params(ctx)]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         from rankwise.launch import foreign_options
+        from rankwise.run.config import option
+        from rankwise.schedulers import options as of_schedulers
 
         words = list(args)
-        options = [p for p in self.params if isinstance(p, click.Option)]
-        foreign_options.refuse(
-            words, {"-h": False, "--help": False, **{name: not p.is_flag for p in options for name in p.opts}}
-        )
+        options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
+        foreign_options.refuse(words, {"-h": False, **{name: not p.is_flag for p in options for name in p.opts}})
         rest = super().parse_args(ctx, args)
         before = words[: len(words) - len(ctx.params["argv"])]
         ctx.params["command"] = before[-1:] == ["--"]
@@ -83,9 +87,11 @@ class _Run(click.Command):
             raise ConfigError(
                 f"nothing to run: {before[-1]} is taken for the value of {before[-2]}; give that, then the script"
             )
+        known = of_schedulers()
         for p in options:
             typed = [name for name in p.opts if any(_begins(word, name) for word in before)]
-            if typed and (told := _spelling(str(p.name))) not in typed:
+            told = known[str(p.name)].typed if p.name in known else option(str(p.name))
+            if typed and told not in typed:
                 ctx.meta[told] = typed[0]
         return rest
 
@@ -100,93 +106,52 @@ class _Run(click.Command):
             raise ConfigError(text) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
-        apart = [name for names in _FAMILIES.values() for name in names]
-        families = {"This run": [p.name for p in options if p.name not in apart], **_FAMILIES}
-        for heading, names in families.items():
-            rows = [p.get_help_record(ctx) for p in options if p.name in names]
+        """A heading's first option of ours, then those of schedulers, then the rest of ours."""
+        from rankwise.schedulers import options as of_schedulers
+
+        known = of_schedulers()
+        rows: dict[str, list[click.Option]] = {heading: [] for heading in (_THIS_RUN, *_HEADINGS.values())}
+        own = [p for p in super().get_params(ctx) if isinstance(p, click.Option)]
+        for heading, first in ((heading, next(p for p in own if _heading(p) == heading)) for heading in dict.fromkeys(rows)):
+            if first.name in _BEFORE:
+                rows[heading].append(first)
+        for p in [*_of_schedulers(), *(p for p in own if p.name not in _BEFORE)]:
+            rows.setdefault(known.heading(str(p.name)) if p.name in known else _heading(p), []).append(p)
+        for heading, options in rows.items():
             with formatter.section(heading):
-                formatter.write_dl([row for row in rows if row is not None])
+                formatter.write_dl([row for row in (p.get_help_record(ctx) for p in options) if row is not None])
+
+
+_THIS_RUN = "This run"
+_HEADINGS = {
+    "on": "Several nodes", "join_timeout_s": "Several nodes", "node_wait_s": "Several nodes", "dry_run": "A job in a queue",
+    "wait": "A job in a queue",
+}  # fmt: skip
+"""Of our own options, but for those of this run."""
+
+_BEFORE = ("nproc", "on")
+"""Those that come before the options of schedulers."""
+
+
+def _heading(option: click.Parameter) -> str:
+    return _HEADINGS.get(str(option.name), _THIS_RUN)
+
+
+def _of_schedulers() -> list[click.Option]:
+    """What they have declared, for the command line."""
+    from rankwise import schedulers
+
+    found = []
+    for name, option in schedulers.options().items():
+        more: dict[str, Any] = {"is_flag": True} if option.kind is bool else {"metavar": option.metavar}
+        if option.kind is int:
+            more["type"] = int
+        found.append(click.Option([*option.words, name], help=option.help, multiple=option.kind is list, **more))
+    return found
 
 
 def _begins(word: str, option: str) -> bool:
     return word == option or word.startswith(f"{option}=" if option.startswith("--") else option)
-
-
-def _spelling(name: str) -> str:
-    """How our errors call a setting."""
-    from rankwise.run.config import option
-
-    return option(name)
-
-
-_OF_SCHEDULERS: dict[str, list[tuple[tuple[str, ...], Any, str]]] = {
-    "Several nodes": [
-        (("--on",), "SCHEDULER", "What starts them: local, ssh, slurm, sge, mpi, manual.  [default: ssh with -H, manual with "
-         "--node-rank, the allocation that this shell is in, what the site file says, else local]"),
-        (("-H", "--host", "--hosts"), "A:2,B:2", "Hosts to reach by ssh, and how many ranks on each."),
-        (("--hostfile",), "FILE", "A file of them: `host slots=2` a line."),
-        (("--nodes", "--nnodes"), "N|MIN:MAX", "How many nodes; MIN:MAX goes on while MIN of them are left."),
-        (("--gpus-per-node",), "[TYPE:]N", "GPUs of each node."),
-        (("--node-rank", "--node_rank"), int, "Started by hand on each node: which of them this is, from 0."),
-        (("--master-addr", "--master_addr"), "HOST", "Started by hand: the first of the nodes."),
-        (("--join-timeout",), float, "How long the other nodes may take to come.  [default: 300]"),
-        (("--node-wait",), float, "How long a missing node is waited for before MIN will do.  [default: 30]"),
-    ],
-    "A job in a queue": [
-        (("--setup",), ["LINE"], "A line of shell for the job before it starts: \"module load cuda\". Repeatable."),
-        (("--requeue",), None, "Back into the queue when the time is over or others need the nodes, until it is done."),
-        (("--dry-run",), None, "Print the job's text, leave it in the run directory, and start nothing."),
-        (("--wait",), None, "Follow a queued job, and end with its exit status."),
-    ],
-    "Slurm": [
-        (("-p", "--partition"), "NAME", "Where the job waits for nodes."),
-        (("-t", "--time"), "TIME", "The longest it may take: minutes, h:m:s, d-h:m:s."),
-        (("-w", "--nodelist"), "A,B", "Nodes that it must have."),
-        (("-c", "--cpus-per-task"), int, "Cores of each node, for all its ranks."),
-        (("--mem",), "SIZE", "Memory of each node: 64G."),
-        (("-A", "--account"), "NAME", "Whose share of the cluster it is charged to; also Grid Engine's."),
-        (("--qos",), "NAME", "Quality of service."),
-        (("-C", "--constraint"), "FEATURES", "What its nodes must be."),
-        (("-a", "--array"), "0-7", "As many runs, RUN-0 to RUN-7; each finds its number in SLURM_ARRAY_TASK_ID."),
-        (("-d", "--dependency"), "afterok:ID", "Start after other jobs."),
-        (("--sbatch-arg",), ["ARG"], "Another option of sbatch, such as --exclusive. Repeatable."),
-    ],
-    "Grid Engine": [
-        (("--slots",), int, "Slots of the parallel environment."),
-        (("--pe",), "NAME", "The parallel environment."),
-        (("-l", "--resource"), ["NAME=VALUE"], "A resource: h_rt=10:00:00. Repeatable."),
-        (("-q", "--queue"), "NAME", "Where the job waits for slots."),
-    ],
-}  # fmt: skip
-"""By heading: the spellings; a word for the value, a type, a list of a word where it is repeatable, None for a switch; help."""
-
-
-def _field(spellings: tuple[str, ...]) -> str:
-    """The setting of RunConfig that an option sets."""
-    return _FIELDS.get(spellings[0], next(s for s in spellings if s.startswith("--")).removeprefix("--").replace("-", "_"))
-
-
-_FIELDS = {
-    "-H": "hosts", "--sbatch-arg": "sbatch_args", "-l": "resources", "--join-timeout": "join_timeout_s",
-    "--node-wait": "node_wait_s",
-}  # fmt: skip
-_FAMILIES = {heading: [_field(row[0]) for row in rows] for heading, rows in _OF_SCHEDULERS.items()}
-
-
-def _options_of_schedulers(command: Any) -> Any:
-    """Adds them all, in their order."""
-    for rows in reversed(_OF_SCHEDULERS.values()):
-        for spellings, kind, text in reversed(rows):
-            more: dict[str, Any] = {"help": text}
-            if kind is None:
-                more["is_flag"] = True
-            elif kind in (int, float):
-                more |= {"type": kind, "metavar": "N" if kind is int else "SECONDS"}
-            else:
-                more |= {"metavar": kind[0], "multiple": True} if isinstance(kind, list) else {"metavar": kind}
-            command = click.option(*spellings, _field(spellings), **more)(command)
-    return command
 
 
 @main.command(cls=_Run, context_settings={**_HELP, "allow_interspersed_args": False}, options_metavar="[OPTIONS]")
@@ -198,7 +163,6 @@ def _options_of_schedulers(command: Any) -> Any:
     metavar="N|auto",
     help="Ranks on this machine, or on each; auto is one per GPU, or per physical core if there is no GPU.  [default: auto]",
 )
-@click.option("--gpus", metavar="0,2", help="The GPUs to use, by number; all by default.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT.py is the name of a module, as for python -m.")
 @click.option(
     "--master-port",
@@ -249,7 +213,28 @@ def _options_of_schedulers(command: Any) -> Any:
     help="Fork the ranks from one process that has imported torch, or start each by itself.  [default: fork]",
 )
 @click.option("--tee", metavar="main|all", help="Show the output of rank 0, or of all ranks, line by line.  [default: main]")
-@_options_of_schedulers
+@click.option(
+    "--on",
+    metavar="SCHEDULER",
+    help="What starts them: local, ssh, slurm, sge, mpi, manual.  [default: ssh with -H, manual with --node-rank, the "
+    "allocation that this shell is in, what the site file says, else local]",
+)
+@click.option(
+    "--join-timeout",
+    "join_timeout_s",
+    type=float,
+    metavar="SECONDS",
+    help="How long the other nodes may take to come.  [default: 300]",
+)
+@click.option(
+    "--node-wait",
+    "node_wait_s",
+    type=float,
+    metavar="SECONDS",
+    help="How long a missing node is waited for before MIN will do.  [default: 30]",
+)
+@click.option("--dry-run", is_flag=True, help="Print the job's text, leave it in the run directory, and start nothing.")
+@click.option("--wait", is_flag=True, help="Follow a queued job, and end with its exit status.")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py [ITS ARGUMENTS]...")
 def run(config: str | None, **options: Any) -> None:
     """Run SCRIPT.py on every device of this machine, or of several.
@@ -259,12 +244,15 @@ def run(config: str | None, **options: Any) -> None:
     """
     import os
 
+    from rankwise import schedulers
     from rankwise.launch.launch import launch
-    from rankwise.run.config import RunConfig, is_given, read_file, site_settings
+    from rankwise.run.config import RunConfig, read_file, site_settings
+    from rankwise.run.options import is_given
 
+    known = schedulers.options()
     given = {name: value for name, value in options.items() if is_given(value) or name == "argv"}
-    layers = [*site_settings(os.environ), read_file(config) if config is not None else {}, given]
-    sys.exit(launch(RunConfig.of(*layers), os.environ))
+    layers = [*site_settings(os.environ, known), read_file(config, known) if config is not None else {}, given]
+    sys.exit(launch(RunConfig.of(known, *layers), os.environ))
 
 
 @main.command(context_settings={**_HELP, "allow_interspersed_args": False}, options_metavar="[OPTIONS]")

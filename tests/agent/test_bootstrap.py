@@ -20,7 +20,7 @@ from rankwise.agent import bootstrap
 from rankwise.errors import ConfigError
 from rankwise.run.directory import RunDir
 from rankwise.run.plan import Host, Plan
-from rankwise.schedulers import local, sge, slurm
+from rankwise.schedulers import queues
 
 HERE = platform.node()
 
@@ -52,27 +52,27 @@ def test_a_host_that_has_all_of_it_is_entered(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "outcome", "module", "changes", "told"),
+    ("status", "outcome", "name", "changes", "told"),
     [
-        (75, "stopped by SIGUSR1 after step 3", slurm, {}, 0),
-        (75, "stopped by SIGUSR1 after step 3", sge, {}, 0),
-        (75, "stopped by SIGUSR1 after step 3", slurm, {"job": {"requeue": True}}, 75),
-        (75, "stopped by SIGUSR1 after step 3", sge, {"job": {"requeue": True}}, 99),
-        (75, "stopped by SIGUSR1 after step 3", slurm, {"job": {"within": True}}, 75),
-        (75, "stopped by SIGUSR1 after step 3", slurm, {"launcher_holds": True}, 75),
-        (75, "stopped by SIGTERM after step 3", local, {}, 75),
-        (75, "rank 0 left with status 75", slurm, {}, 75),
-        (1, "rank 0 left with status 1", slurm, {}, 1),
-        (0, "all ranks ended with status 0", slurm, {}, 0),
+        (75, "stopped by SIGUSR1 after step 3", "slurm", {}, 0),
+        (75, "stopped by SIGUSR1 after step 3", "sge", {}, 0),
+        (75, "stopped by SIGUSR1 after step 3", "slurm", {"job": {"requeue": True}}, 75),
+        (75, "stopped by SIGUSR1 after step 3", "sge", {"job": {"requeue": True}}, 99),
+        (75, "stopped by SIGUSR1 after step 3", "slurm", {"job": {"within": True}}, 75),
+        (75, "stopped by SIGUSR1 after step 3", "slurm", {"launcher_holds": True}, 75),
+        (75, "stopped by SIGTERM after step 3", "local", {}, 75),
+        (75, "rank 0 left with status 75", "slurm", {}, 75),
+        (1, "rank 0 left with status 1", "slurm", {}, 1),
+        (0, "all ranks ended with status 0", "slurm", {}, 0),
     ],
 )
 def test_to_its_queue_a_job_that_has_stopped_and_saved_has_not_failed(
-    status: int, outcome: str, module: Any, changes: dict[str, Any], told: int, tmp_path: Path
+    status: int, outcome: str, name: str, changes: dict[str, Any], told: int, tmp_path: Path
 ) -> None:
     run = RunDir(tmp_path / "run")
     run.prepare(fresh=False)
     run.update_life(run.begin_life(1, ("train.py",)), status=status, outcome=outcome)
-    assert bootstrap._told_to_the_starter(status, planned(**changes), run, module) == told
+    assert bootstrap._told_to_the_starter(status, planned(**changes), run, queues()[name]) == told
 
 
 def test_who_sits_at_a_terminal_is_told_what_a_second_ctrl_c_does() -> None:

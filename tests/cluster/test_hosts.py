@@ -10,7 +10,9 @@ import pytest
 from cluster_runs import with_configuration
 from clusters import HOSTS, STATE, Ended, Start, hosts
 
-from rankwise.schedulers import ssh
+from rankwise.schedulers.ssh import Ssh
+
+ssh = Ssh()
 
 __all__ = ["hosts"]  # a fixture
 

@@ -16,7 +16,7 @@ from plans import plan
 from rankwise.errors import ConfigError
 from rankwise.run.directory import RunDir, write_json, write_text
 from rankwise.run.plan import Host
-from rankwise.schedulers import BY_NAME, mpi
+from rankwise.schedulers import mpi, queues
 
 __all__ = ["hosts", "mpich", "openmpi"]  # fixtures
 
@@ -47,12 +47,12 @@ def job(on: str, *argv: str, folder: str = "run", **changes: Any) -> RunDir:
     values = {"nodes": 1, "min_nodes": 1, "grace_s": 5.0, "stall_warn_s": 0.0, "fork": False, **changes}
     planned = plan(str(Path.cwd()), folder, on=on, argv=argv, interpreter=(PYTHON,), **values)
     write_json(run.plan, planned.record())
-    write_text(run.job, BY_NAME[on].render(planned), mode=0o755)
+    write_text(run.job, queues()[on].render(planned), mode=0o755)
     return run
 
 
 def run_by(on: str, run: RunDir) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(int(BY_NAME[on].submit(str(run.job))), 0)[1])
+    return os.waitstatus_to_exitcode(os.waitpid(int(queues()[on].submit(str(run.job), {})), 0)[1])
 
 
 def test_the_mpirun_on_path_is_known_by_what_it_says(mpirun: str) -> None:
@@ -74,13 +74,13 @@ def test_to_cancel_is_to_ask_the_agent_which_ends_its_ranks_and_says_so(mpirun: 
     os.mkfifo("there")
     Path("train.py").write_text("import os, time\nif os.environ['RANK'] == '0': open('there', 'w').close()\ntime.sleep(600)\n")
     run = job(mpirun, "train.py")
-    pid = BY_NAME[mpirun].submit(str(run.job))
+    pid = queues()[mpirun].submit(str(run.job), {})
     try:
         Path("there").read_text()
-        BY_NAME[mpirun].cancel(pid)
+        queues()[mpirun].cancel({"id": pid})
     finally:
         status = os.waitstatus_to_exitcode(os.waitpid(int(pid), 0)[1])
-    asked = BY_NAME[mpirun].PASSED.get(signal.SIGTERM, signal.SIGTERM)
+    asked = queues()[mpirun].stop_signals.get(signal.SIGTERM, signal.SIGTERM)
     assert (run.lives()[-1].outcome, run.lives()[-1].status) == (f"ended by {asked.name}", 128 + asked)
     assert status == (128 + asked if mpirun == "openmpi" else 0)  # once it has passed on a signal, MPICH's says nothing
 
@@ -108,4 +108,4 @@ def test_root_is_told_what_to_type_instead_of_what_open_mpi_says(openmpi: Start,
     with pytest.raises(
         ConfigError, match=r"type before the command: OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1$"
     ):
-        BY_NAME["openmpi"].submit(str(run.job))
+        queues()["openmpi"].submit(str(run.job), {})

@@ -14,8 +14,10 @@ from plans import plan
 
 from rankwise.errors import ConfigError
 from rankwise.run.directory import RunDir, write_json, write_text
-from rankwise.schedulers import sge as scheduler
 from rankwise.schedulers.job import State
+from rankwise.schedulers.sge import GridEngine
+
+scheduler = GridEngine()
 
 __all__ = ["sge"]  # a fixture
 
@@ -41,7 +43,7 @@ def job(*argv: str, name: str = "train", folder: str = "run", **asked: Any) -> R
 def until(phase: str, job_id: str) -> State:
     """What the job is once it is in that phase. What qacct reads is written a moment after the end."""
     deadline = time.monotonic() + DEADLINE_S
-    while (state := scheduler.state(job_id)).phase != phase:
+    while (state := scheduler.state({"id": job_id})).phase != phase:
         assert time.monotonic() < deadline, state
         time.sleep(0.1)
     return state
@@ -60,8 +62,8 @@ def test_a_job_of_one_host_runs_its_ranks_and_ends_with_their_status(sge: Start,
     run = job(
         "train.py", folder=folder, pe="smp", slots=2, resources=("h_rt=600", "gpu=1"), requeue=True, setup=("export A=1",)
     )
-    job_id = scheduler.submit(str(run.job))
-    assert scheduler.state(job_id).phase in ("waiting", "running")
+    job_id = scheduler.submit(str(run.job), {})
+    assert scheduler.state({"id": job_id}).phase in ("waiting", "running")
     assert until("ended", job_id) == State("ended", "ended", 4)
     assert run.log(0).read_text().startswith("0 2 "), output(run, job_id)
     assert run.lives()[-1].status == 4
@@ -75,7 +77,7 @@ def test_the_users_own_commands_are_found_in_a_job(sge: Start, monkeypatch: pyte
     monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:/usr/local/bin:/usr/bin:/bin")
     Path("train.py").write_text("import subprocess\nsubprocess.run(['ours'], check=True)\n")
     run = job("train.py")
-    job_id = scheduler.submit(str(run.job))
+    job_id = scheduler.submit(str(run.job), {})
     assert until("ended", job_id).status == 0, output(run, job_id)
     assert Path("found").exists()
 
@@ -83,9 +85,9 @@ def test_the_users_own_commands_are_found_in_a_job(sge: Start, monkeypatch: pyte
 def test_what_is_asked_for_arrives_word_by_word(sge: Start) -> None:
     asked = {"pe": "mpi", "slots": 3, "resources": ("h_rt=1:00:00,gpu=1", "hostname=node1|node2"), "queue": "main.q@node*"}
     run = job("train.py", name="3;$(touch x) 'é\"", account="speech", **asked)
-    job_id = scheduler.submit(str(run.job))
+    job_id = scheduler.submit(str(run.job), {})
     said = sge("qstat", "-j", job_id).stdout
-    scheduler.cancel(job_id)
+    scheduler.cancel({"id": job_id})
     facts = {key: value.strip() for key, _, value in (line.partition(":") for line in said.splitlines())}
     assert facts["job_name"] == "run-3-touch-x"
     assert facts["hard resource_list"] == "h_rt=3600,gpu=1,hostname=node1|node2"
@@ -120,7 +122,7 @@ def test_what_is_asked_for_arrives_word_by_word(sge: Start) -> None:
 def test_what_can_never_run_is_refused_in_one_line_with_what_to_type(sge: Start, asked: dict[str, Any], line: str) -> None:
     run = job("train.py", **asked)
     with pytest.raises(ConfigError) as raised:
-        scheduler.submit(str(run.job))
+        scheduler.submit(str(run.job), {})
     assert str(raised.value).startswith(line)
     assert "\n" not in str(raised.value)
 
@@ -128,11 +130,11 @@ def test_what_can_never_run_is_refused_in_one_line_with_what_to_type(sge: Start,
 def test_a_job_that_waits_can_be_cancelled_and_is_then_forgotten(sge: Start) -> None:
     sge("qmod", "-d", "main.q")
     try:
-        job_id = scheduler.submit(str(job("train.py").job))
-        assert scheduler.state(job_id) == State("waiting", "waiting (qw)")
-        scheduler.cancel(job_id)
+        job_id = scheduler.submit(str(job("train.py").job), {})
+        assert scheduler.state({"id": job_id}) == State("waiting", "waiting (qw)")
+        scheduler.cancel({"id": job_id})
         assert until("unknown", job_id).reason == "it is in no queue, and qacct has no record of it"
-        scheduler.cancel(job_id)  # it is over: nothing happens
+        scheduler.cancel({"id": job_id})  # it is over: nothing happens
     finally:
         sge("qmod", "-e", "main.q")
 
@@ -141,7 +143,7 @@ def test_a_job_whose_output_has_no_folder_says_that_it_will_never_start_and_why(
     run = job("train.py")
     sge("qmod", "-d", "main.q")
     try:
-        job_id = scheduler.submit(str(run.job))
+        job_id = scheduler.submit(str(run.job), {})
         run.logs.rmdir()
     finally:
         sge("qmod", "-e", "main.q")
@@ -151,7 +153,7 @@ def test_a_job_whose_output_has_no_folder_says_that_it_will_never_start_and_why(
         "every host must see the run directory, under this path: --run-dir PATH, a folder on a file system that they share; "
         f"mend that, then type: qmod -cj {job_id}"
     )
-    scheduler.cancel(job_id)
+    scheduler.cancel({"id": job_id})
 
 
 def started(run: RunDir) -> None:
@@ -168,9 +170,9 @@ SLEEPER = "import time\nprint('there', flush=True)\ntime.sleep(600)\n"
 def test_to_cancel_a_running_job_is_to_ask_its_ranks_first(sge: Start) -> None:
     Path("train.py").write_text(SLEEPER)
     run = job("train.py")
-    job_id = scheduler.submit(str(run.job))
+    job_id = scheduler.submit(str(run.job), {})
     started(run)
-    scheduler.cancel(job_id)
+    scheduler.cancel({"id": job_id})
     status = until("ended", job_id).status
     assert (run.lives()[-1].outcome, run.lives()[-1].status) == ("ended by SIGUSR2", status)  # not killed: it could say so
 
@@ -178,7 +180,7 @@ def test_to_cancel_a_running_job_is_to_ask_its_ranks_first(sge: Start) -> None:
 def test_ranks_are_asked_to_stop_before_the_limit(sge: Start) -> None:
     Path("train.py").write_text(SLEEPER)
     run = job("train.py", resources=("h_rt=100,s_rt=5",))
-    job_id = scheduler.submit(str(run.job))
+    job_id = scheduler.submit(str(run.job), {})
     status = until("ended", job_id).status
     assert (run.lives()[-1].outcome, run.lives()[-1].status) == ("ended by SIGUSR1", status)
 
@@ -189,7 +191,7 @@ def test_exit_99_starts_the_job_once_more_under_its_number_and_its_output_goes_o
     )
     run = job("train.py", requeue=True)
     write_text(run.job, run.job.read_text().replace(f"-m rankwise.agent {shlex.quote(str(run.path))}", "train.py"))
-    job_id = scheduler.submit(str(run.job))
+    job_id = scheduler.submit(str(run.job), {})
     assert until("ended", job_id).status == 0
     assert output(run, job_id) == "restarted 0\nrestarted 1\n"
 
@@ -197,13 +199,14 @@ def test_exit_99_starts_the_job_once_more_under_its_number_and_its_output_goes_o
 def in_a_job_of_two_hosts(sge: Start, source: str) -> tuple[Any, str]:
     """What `source` in the script of a job of three slots has written to `found`, and what became of the job."""
     Path("head.py").write_text(
-        "import json, os, subprocess, sys\nfrom rankwise.schedulers import sge\n"
+        "import json, os, subprocess, sys\nfrom rankwise.schedulers import queue\n"
+        "sge = queue('sge')\n"
         "hosts = sge.hosts(None, os.environ)\nfound = {'hosts': [[host.name, host.slots] for host in hosts]}\n"
         f"{source}\njson.dump(found, open('found', 'w'))\n"
     )
     run = job("head.py", pe="mpi", slots=3)
     write_text(run.job, run.job.read_text().replace(f"-m rankwise.agent {shlex.quote(str(run.path))}", "head.py"))
-    job_id = scheduler.submit(str(run.job))
+    job_id = scheduler.submit(str(run.job), {})
     assert until("ended", job_id).status == 0, output(run, job_id)
     return json.loads(Path("found").read_text()), output(run, job_id)
 

@@ -14,7 +14,9 @@ from cluster_runs import RUN, Launched, batch, launch, write
 from clusters import Start, hosts, mpich, openmpi, sge, slurm
 
 from rankwise.run.directory import RunDir
-from rankwise.schedulers import sge as grid_engine
+from rankwise.schedulers.sge import GridEngine
+
+grid_engine = GridEngine()
 
 __all__ = ["hosts", "launch", "mpich", "openmpi", "sge", "slurm"]  # fixtures
 
@@ -100,7 +102,7 @@ def test_a_run_directory_that_no_host_of_grid_engine_sees_is_not_waited_for_with
     status, said = launch(*RUN, "--on", "sge", "--wait", "--run-dir", str(run.path), write(SAYS)).wait()
     job = run.read_job()
     assert job is not None
-    grid_engine.cancel(job.id)
+    grid_engine.cancel({"id": job.id})
     assert status == 1, said
     assert "Eqw: it will never start: " in said
     assert f"{SHARE} they share" in said

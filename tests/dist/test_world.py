@@ -12,8 +12,8 @@ from rankwise.dist.world import World, agent_row, discover
 from rankwise.errors import WorldError
 from rankwise.ipc.shared_page import Page
 from rankwise.run.directory import NodeRecord, RunDir
-from rankwise.schedulers import ORDER, Ranks
-from rankwise.schedulers.torchrun import variables
+from rankwise.schedulers import Ranks, launchers
+from rankwise.schedulers.ranks import variables_of
 
 COMPLETE = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -76,14 +76,14 @@ def test_the_run_directory_of_our_launcher_is_found() -> None:
 @pytest.mark.parametrize(("rank", "world_size", "per_node"), [(0, 1, 1), (3, 4, 4), (6, 8, 2)])
 def test_what_an_agent_sets_for_a_rank_is_what_the_rank_discovers(rank: int, world_size: int, per_node: int) -> None:
     told = Ranks(rank, world_size, rank % per_node, per_node, rank // per_node, "127.0.0.1", 1234)
-    world = discover(variables(told, restart=0, max_restarts=0, run_id="x"))
+    world = discover(variables_of(told, restart=0, max_restarts=0, run_id="x"))
     for field in ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "master_addr", "master_port"):
         assert getattr(world, field) == getattr(told, field), field
 
 
 def test_a_single_process_is_the_last_thing_believed() -> None:
     """`local` detects itself in everything: after it nobody would be asked."""
-    assert list(ORDER)[-1] == "local"
+    assert list(launchers({}))[-1] == "local"
 
 
 # --- the agent's page

@@ -10,31 +10,37 @@ from typing import Any
 import click
 import pytest
 
-from rankwise import cli
+from rankwise import cli, schedulers
 from rankwise.launch.outcome import _resume_command
 from rankwise.launch.script import Program
 from rankwise.launch.status import called
 from rankwise.launch.submit import compare_with_earlier_lives
-from rankwise.run.config import RunConfig, is_given, misplaced, option
+from rankwise.run.config import RunConfig, misplaced, option
 from rankwise.run.directory import RunDir
+from rankwise.run.options import is_given
 
 HOSTILE = "-a $(touch X) 'b\"; `id` *"
 
 OTHERS: dict[str, Any] = {
     "nproc": "3", "gpus": "0,2", "stop_after": "12h", "checkpoint_scope": "node", "start_method": "spawn", "tee": "all",
-    "nodes": "1:4", "gpus_per_node": "a100:4", "node_rank": 0, "argv": (), "site": {},
+    "nodes": "1:4", "gpus_per_node": "a100:4", "node_rank": 0,
 }  # fmt: skip
 """What is not free text."""
+
+NOT_TYPED = ("argv", "job", "site", "fresh")
+OPTIONS = schedulers.options()
 
 
 def settings() -> list[tuple[str, Any]]:
     """Each setting with a value that is not its default, hostile where any text will do."""
     found = []
     for field in dataclasses.fields(RunConfig):
-        kinds = {"bool": True, "float": 7.5, "int": 7, "int | None": 7, "tuple[str, ...]": (HOSTILE, "-b")}
-        value = OTHERS.get(field.name, kinds.get(str(field.type), HOSTILE))
-        if is_given(value) and field.name not in ("site", "fresh"):
+        value = OTHERS.get(field.name, {"bool": True, "float": 7.5, "int": 7}.get(str(field.type), HOSTILE))
+        if field.name not in NOT_TYPED:
             found.append((field.name, value))
+    for name, option_ in OPTIONS.items():
+        kinds: dict[type, Any] = {bool: True, int: 7, list: (HOSTILE, "-b")}
+        found.append((name, OTHERS.get(name, kinds.get(option_.kind, HOSTILE))))
     return found
 
 
@@ -45,19 +51,18 @@ def parsed(line: str) -> RunConfig:
     context = click.Context(cli.main)
     options = cli.run.make_context("run", words[2:], parent=context).params
     options.pop("config")
-    return RunConfig.of({name: value for name, value in options.items() if is_given(value) or name == "argv"})
+    return RunConfig.of(OPTIONS, {name: value for name, value in options.items() if is_given(value) or name == "argv"})
 
 
 @pytest.mark.parametrize(("name", "value"), settings(), ids=[name for name, _ in settings()])
 def test_the_command_that_goes_on_asks_for_the_same_whatever_the_words(name: str, value: Any) -> None:
-    also = {"node_rank": {"nodes": "8"}}.get(name, {})
-    config = RunConfig(argv=("./-lead $(touch X).py", "--nproc", "7", "a b"), **{name: value, **also})
+    config = RunConfig.of(OPTIONS, {"argv": ("./-lead $(touch X).py", "--nproc", "7", "a b"), name: value})
     assert parsed(_resume_command(config)) == config
 
 
 def test_every_setting_is_tried() -> None:
     names = {field.name for field in dataclasses.fields(RunConfig)}
-    assert names - {name for name, _ in settings()} == {"argv", "site", "fresh"}
+    assert names - {name for name, _ in settings()} == set(NOT_TYPED)
     assert option("fresh") not in _resume_command(RunConfig(argv=("x.py",), fresh=True))
 
 
@@ -88,7 +93,7 @@ def test_a_run_is_called_by_what_finds_it(name: str) -> None:
     ],
 )
 def test_options_of_ours_are_told_from_the_scripts_own(words: str, ours: str, rest: str) -> None:
-    assert misplaced(words.split()) == (ours.split(), rest.split())
+    assert misplaced(words.split(), OPTIONS) == (ours.split(), rest.split())
 
 
 PARSES = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')\np.add_argument('--name')\np.parse_args()\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,31 +14,16 @@ from rankwise.errors import ConfigError
 from rankwise.launch.scheduler_choice import Choice, choose
 from rankwise.run.config import RunConfig
 from rankwise.run.plan import Host
-from rankwise.schedulers import slurm
 
 AT = {"master_addr": "node1", "master_port": 5555}
 
 
 def config(**settings: Any) -> RunConfig:
-    return RunConfig(argv=("train.py",), **settings)
+    return RunConfig.of(schedulers.options(), {"argv": ("train.py",)}, settings)
 
 
 def chosen(env: Env | None = None, **settings: Any) -> Choice:
     return choose(config(**settings), env or {})
-
-
-@pytest.fixture
-def others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schedulers that this test knows nothing of but their protocol."""
-
-    def parse(text: str) -> tuple[Host, ...]:
-        return tuple(Host(name, 2) for name in text.split(","))
-
-    ssh = SimpleNamespace(OPTIONS=("hosts", "hostfile"), attached=lambda env: True, parse_hosts=parse, read_hostfile=parse)
-    manual = SimpleNamespace(OPTIONS=("nodes", "node_rank", "master_addr"), attached=lambda env: True)
-    mpi = SimpleNamespace(OPTIONS=("nodes", "setup"), attached=lambda env: True)
-    for name, module in {"ssh": ssh, "manual": manual, "openmpi": mpi, "mpich": mpi}.items():
-        monkeypatch.setitem(schedulers.BY_NAME, name, module)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +45,9 @@ def others(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_was_said_comes_before_where_this_is_and_that_before_the_sites_habit(
-    others: None, settings: dict[str, Any], env: Env, name: str, why: str
+    settings: dict[str, Any], env: Env, name: str, why: str
 ) -> None:
+    Path("a").write_text("node1\n")
     choice = chosen(env, **settings)
     assert (choice.name, choice.why) == (name, why)
 
@@ -79,7 +64,7 @@ def test_a_scheduler_that_is_none_is_an_error_with_those_that_are() -> None:
     [("mpirun (Open MPI) 4.1.4", "openmpi"), ("mpirun (OpenRTE) 1.8", "openmpi"), ("HYDRA build details:", "mpich")],
 )
 def test_mpi_is_the_one_whose_mpirun_is_on_the_path(
-    others: None, version: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho '{version}'\n")
     (tmp_path / "mpirun").chmod(0o755)
@@ -110,8 +95,9 @@ def test_an_mpirun_that_is_none_of_ours_or_not_there_is_an_error(
             {"nodes": "2"},
             r"^--nodes 2: nothing says where the other nodes are; type -H HOST1,HOST2 .* --on slurm ",
         ),
-        ({"nodes": "2", "node_rank": 1}, r"^--node-rank 1: where do the nodes meet\? .* --master-addr HOST --master-port PORT"),
-        ({"nodes": "2", "node_rank": 1, "master_addr": "a"}, r"^--node-rank 1: where do the nodes meet\?"),
+        ({"node_rank": 1}, r"^--node-rank 1: of how many\? Type --nodes N too, on each node$"),
+        ({"nodes": "2", "node_rank": 2}, r"^--node-rank 2: of 2 nodes \(--nodes 2\) it lies between 0 and 1$"),
+        ({"nodes": "2", "node_rank": -1}, r"^--node-rank -1: "),
         ({"on": "slurm", "gpus": "0,2"}, r"^--gpus 0,2: slurm \(as asked\) knows no --gpus; local"),
         (
             {"on": "slurm", "slots": 8},
@@ -147,15 +133,7 @@ def test_within_a_job_nothing_is_asked_of_the_queue_and_that_is_said(capsys: pyt
     assert capsys.readouterr().err == ""
 
 
-def test_more_nodes_than_the_job_has_or_than_hosts_are_named_is_an_error(others: None) -> None:
+def test_more_nodes_than_the_job_has_or_than_hosts_are_named_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"^--nodes 3, and there are 2 nodes in this job; leave --nodes out for all of them$"):
         chosen(SLURM_SALLOC, nodes="3")
-    assert (chosen(hosts="a,b").nodes, chosen(hosts="a,b").hosts) == (2, (Host("a", 2), Host("b", 2)))
-
-
-def test_every_option_of_a_scheduler_is_a_setting_that_exists() -> None:
-    names = RunConfig.__dataclass_fields__
-    for module in schedulers.BY_NAME.values():
-        assert set(module.OPTIONS) <= set(names)
-        assert set(getattr(module, "WITHIN", ())) <= set(module.OPTIONS)
-    assert "array" in slurm.OPTIONS
+    assert (chosen(hosts="a,b").nodes, chosen(hosts="a,b").hosts) == (2, (Host("a", 0), Host("b", 0)))

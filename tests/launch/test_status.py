@@ -89,7 +89,7 @@ def test_a_run_whose_scheduler_has_forgotten_it_is_told_from_its_own_record(rank
     run.write_job(Job("another", "7", 0.0, "here"))
     run.begin_life(1, ("train.py",))
     told = rankwise("status", "train").stdout
-    assert ": this version of rankwise knows no scheduler another" in told
+    assert ": there is no scheduler another here: neither rankwise nor an installed package" in told
     assert "; killed, or its machine went down" in told
 
 

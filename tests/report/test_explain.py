@@ -115,7 +115,7 @@ def test_numbers_given_by_hand_outrank_everything(env: Env) -> None:
     assert (world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank) == (2, 6, 0, 2, None)
     assert (world.source, world.master_addr, world.master_port) == ("arguments", "h", 7)
     assert world.origin["rank"] == "the argument rank"
-    assert {other.scheduler for other in explain(env, rank=1).not_taken} == set(schedulers.ORDER)
+    assert {other.scheduler for other in explain(env, rank=1).not_taken} == set(schedulers.launchers(env))
 
 
 def test_the_address_may_be_left_out_and_one_node_is_node_0() -> None:
@@ -150,7 +150,7 @@ def test_explain_and_discover_are_the_same_rules(env: Env) -> None:
             discover(env)
         assert str(caught.value) == str(told.error)
     assert [told.source, *(other.scheduler for other in told.not_taken)].count(told.source) == 1
-    assert sorted([told.source, *(other.scheduler for other in told.not_taken)]) == sorted(schedulers.ORDER)
+    assert sorted([told.source, *(other.scheduler for other in told.not_taken)]) == sorted(schedulers.launchers(env))
 
 
 def test_an_explanation_does_not_change() -> None:

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from rankwise import schedulers
 from rankwise.errors import ConfigError
-from rankwise.run.config import RunConfig, default_run_dir, is_given, option, read_file, site_settings
+from rankwise.run.config import RunConfig, default_run_dir, option, read_file, site_settings
+from rankwise.schedulers.options import counts
+
+OPTIONS = schedulers.options()
 
 
 @pytest.mark.parametrize(
@@ -30,7 +34,6 @@ from rankwise.run.config import RunConfig, default_run_dir, is_given, option, re
         ({"run_dir": "a\x00"}, r"^--run-dir 'a\\x00': "),
         ({"nproc": "1234567"}, "^--nproc 1234567: "),
         ({"nproc": "9" * 5000}, "^--nproc 999"),
-        ({"gpus": "9" * 5000}, "^--gpus 999"),
         ({"max_restarts": "3"}, "^--max-restarts '3': it must be a whole number$"),
         ({"grace_s": float("inf")}, "^--grace inf: "),
         ({"grace_s": 0.0}, "^--grace 0: give the seconds that ranks may take to stop, above 0$"),
@@ -89,28 +92,28 @@ def site(folder: Path, text: str) -> Path:
 def test_a_site_file_holds_defaults_that_the_users_own_and_then_a_run_override(tmp_path: Path) -> None:
     system = site(tmp_path / "etc", "nproc = 4\ngrace = 60\ntee = 'all'\n")
     user = site(tmp_path / "home", "nproc = 3\n")
-    layers = site_settings({"XDG_CONFIG_HOME": str(user), "HOME": "/nowhere"}, system)
-    config = RunConfig.of(*layers, {"grace_s": 10.0}, {"argv": ("train.py",)})
+    layers = site_settings({"XDG_CONFIG_HOME": str(user), "HOME": "/nowhere"}, OPTIONS, system)
+    config = RunConfig.of(OPTIONS, *layers, {"grace_s": 10.0}, {"argv": ("train.py",)})
     assert (config.nproc, config.grace_s, config.tee) == ("3", 10.0, "all")
 
 
 def test_the_users_site_file_is_in_their_home_where_nothing_else_is_said(tmp_path: Path) -> None:
     site(tmp_path / ".config", "nproc = 5\n")
-    assert site_settings({"HOME": str(tmp_path)}, tmp_path / "none") == [{"nproc": "5"}]
-    assert site_settings({}, tmp_path / "none") == []
+    assert site_settings({"HOME": str(tmp_path)}, OPTIONS, tmp_path / "none") == [{"nproc": "5"}]
+    assert site_settings({}, OPTIONS, tmp_path / "none") == []
 
 
 @pytest.mark.parametrize("text", ["name = 'x'", "fresh = true", "run-dir = 'x'"])
 def test_what_belongs_to_one_run_is_refused_in_a_site_file(text: str, tmp_path: Path) -> None:
     system = site(tmp_path / "etc", text)
     with pytest.raises(ConfigError, match=f"^{system}/rankwise.toml: .* belongs to one run; give it on the command line$"):
-        site_settings({}, system)
+        site_settings({}, OPTIONS, system)
 
 
 def test_a_malformed_site_file_is_named(tmp_path: Path) -> None:
     system = site(tmp_path / "etc", "nproc = = 2")
     with pytest.raises(ConfigError, match=f"^{system}/rankwise.toml: it is not TOML: "):
-        site_settings({}, system)
+        site_settings({}, OPTIONS, system)
 
 
 # --- several nodes, and what only some schedulers know
@@ -122,9 +125,10 @@ def test_a_malformed_site_file_is_named(tmp_path: Path) -> None:
         ({"nodes": "0"}, r"^--nodes 0: give a number of nodes, or the fewest and the most: 1:4$"),
         ({"nodes": "4:2"}, r"^--nodes 4:2: "),
         ({"nodes": "two"}, r"^--nodes two: "),
-        ({"node_rank": 1}, r"^--node-rank 1: of how many\? Type --nodes N too, on each node$"),
-        ({"nodes": "2", "node_rank": 2}, r"^--node-rank 2: of 2 nodes \(--nodes 2\) it lies between 0 and 1$"),
-        ({"nodes": "2", "node_rank": -1}, r"^--node-rank -1: "),
+        ({"gpus": "9" * 5000}, "^--gpus 999"),
+        ({"gpus": "0,0"}, "^--gpus 0,0: give the numbers of GPUs, each once, for example --gpus 0,2$"),
+        ({"requeue": "yes"}, "^--requeue 'yes': it must be true or false$"),
+        ({"slots": True}, "^--slots True: it must be a whole number$"),
         ({"hosts": "a", "hostfile": "b"}, r"^-H a and --hostfile b: give one of the two$"),
         ({"gpus_per_node": "many"}, r"^--gpus-per-node many: give a number, or a type and a number: a100:4$"),
         ({"cpus_per_task": 0}, r"^--cpus-per-task 0: give a number from 1 up$"),
@@ -138,20 +142,20 @@ def test_a_malformed_site_file_is_named(tmp_path: Path) -> None:
 )
 def test_a_setting_of_several_nodes_that_cannot_work_is_named(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        RunConfig(**{"argv": ("train.py",), **settings})  # type: ignore[arg-type]
+        RunConfig.of(OPTIONS, {"argv": ("train.py",)}, settings)
 
 
-@pytest.mark.parametrize(("nodes", "counts"), [(None, None), ("1", (1, 1)), ("2", (2, 2)), ("1:4", (1, 4))])
-def test_nodes_are_a_number_or_the_fewest_and_the_most(nodes: str | None, counts: tuple[int, int] | None) -> None:
-    assert RunConfig(argv=("train.py",), nodes=nodes).node_counts() == counts
+@pytest.mark.parametrize(("nodes", "both"), [("1", (1, 1)), ("2", (2, 2)), ("1:4", (1, 4)), ("0", (0, 0)), ("4:1", (0, 0))])
+def test_nodes_are_a_number_or_the_fewest_and_the_most(nodes: str, both: tuple[int, int]) -> None:
+    assert counts(nodes) == both
 
 
 def test_what_only_some_schedulers_know_stands_apart_in_a_site_file(tmp_path: Path) -> None:
     system = site(tmp_path / "etc", "on = 'slurm'\npartition = 'gpu'\ngpus-per-node = 4\nsetup = ['module load a', 'b']\n")
     user = site(tmp_path / "home", "partition = 'long'\ngrace = 60\nsbatch-arg = '--exclusive'\n")
-    layers = site_settings({"XDG_CONFIG_HOME": str(user)}, system)
-    config = RunConfig.of(*layers, {"argv": ("train.py",)})
-    assert (config.on, config.partition, config.grace_s) == (None, None, 60)
+    layers = site_settings({"XDG_CONFIG_HOME": str(user)}, OPTIONS, system)
+    config = RunConfig.of(OPTIONS, *layers, {"argv": ("train.py",)})
+    assert (config.on, config.job, config.grace_s) == (None, {}, 60)
     assert config.site == {
         "on": "slurm", "partition": "long", "gpus_per_node": "4", "setup": ("module load a", "b"),
         "sbatch_args": ("--exclusive",),
@@ -161,31 +165,34 @@ def test_what_only_some_schedulers_know_stands_apart_in_a_site_file(tmp_path: Pa
 def test_the_file_of_a_run_says_it_as_the_command_line_does(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("on = 'slurm'\nnnodes = 2\ntime = 30\nresource = ['a=1']\nhost = ['a:2', 'b:2']\n")
-    assert read_file(str(path)) == {"on": "slurm", "nodes": "2", "time": "30", "resources": ("a=1",), "hosts": "a:2,b:2"}
+    assert read_file(str(path), OPTIONS) == {
+        "on": "slurm",
+        "nodes": "2",
+        "time": "30",
+        "resources": ("a=1",),
+        "hosts": "a:2,b:2",
+    }
     path.write_text("setup = [1]\n")
     with pytest.raises(ConfigError, match=r"--setup: 1 is no text; put it in quotes$"):
-        read_file(str(path))
+        read_file(str(path), OPTIONS)
 
 
 @pytest.mark.parametrize("text", ["array = '0-7'", "node-rank = 1\nnodes = 2", "dependency = 'afterok:1'", "dry-run = true"])
 def test_what_belongs_to_one_job_is_refused_in_a_site_file(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"belongs to one run; give it on the command line$"):
-        site_settings({}, site(tmp_path / "etc", text))
+        site_settings({}, OPTIONS, site(tmp_path / "etc", text))
 
 
 def test_settings_are_called_as_they_are_typed() -> None:
-    assert [option(name) for name in ("max_restarts", "grace_s", "hosts", "sbatch_args", "resources", "cpus_per_task")] == [
-        "--max-restarts", "--grace", "-H", "--sbatch-arg", "-l", "--cpus-per-task",
-    ]  # fmt: skip
-
-
-def test_zero_is_a_setting_like_any_other() -> None:
-    assert [value for value in (None, False, (), 0, 0.0, "", True) if is_given(value)] == [0, 0.0, "", True]
+    assert [option(name) for name in ("max_restarts", "grace_s")] == ["--max-restarts", "--grace"]
+    typed = [OPTIONS[name].typed for name in ("hosts", "sbatch_args", "resources", "cpus_per_task")]
+    assert typed == ["-H", "--sbatch-arg", "-l", "--cpus-per-task"]
 
 
 def test_each_setting_is_typed_as_the_command_takes_it() -> None:
     from rankwise.cli import run
 
     taken = {spelling for parameter in run.params for spelling in parameter.opts}
-    names = [field.name for field in dataclasses.fields(RunConfig) if field.name not in ("argv", "module", "command", "site")]
+    untyped = ("argv", "module", "command", "job", "site")
+    names = [field.name for field in dataclasses.fields(RunConfig) if field.name not in untyped]
     assert [option(name) for name in names if option(name) not in taken] == []

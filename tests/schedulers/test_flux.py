@@ -7,7 +7,9 @@ from environments import SLURM_STEP, Env
 
 from rankwise.dist.world import discover
 from rankwise.errors import NotJoinedError, WorldError
-from rankwise.schedulers import flux
+from rankwise.schedulers.flux import Flux
+
+flux = Flux()
 
 
 def task(rank: int, size: int = 4, nodes: int = 2) -> Env:
@@ -42,6 +44,6 @@ def test_a_part_of_its_variables_is_an_error() -> None:
 
 
 def test_a_start_is_named_by_the_job_and_what_it_runs_in() -> None:
-    assert {flux.start(task(rank), []) for rank in range(4)} == {"flux-/ƒD2e73NP/ƒ3ETxsR9H"}
-    assert flux.start({**task(0), "SLURM_JOB_ID": "3"}, []) == "flux-3-/ƒD2e73NP/ƒ3ETxsR9H"
-    assert flux.start({"FLUX_TASK_RANK": "0"}, []) is None
+    assert {flux.start_id(task(rank), []) for rank in range(4)} == {"flux-/ƒD2e73NP/ƒ3ETxsR9H"}
+    assert flux.start_id({**task(0), "SLURM_JOB_ID": "3"}, []) == "flux-3-/ƒD2e73NP/ƒ3ETxsR9H"
+    assert flux.start_id({"FLUX_TASK_RANK": "0"}, []) is None

@@ -7,7 +7,9 @@ from environments import SLURM_BATCH, Env
 
 from rankwise.dist.world import discover
 from rankwise.errors import WorldError
-from rankwise.schedulers import horovodrun
+from rankwise.schedulers.horovodrun import Horovodrun
+
+horovodrun = Horovodrun()
 
 
 def process(rank: int, local_rank: int, local_size: int) -> Env:
@@ -40,7 +42,7 @@ def test_rank_and_size_alone_are_an_error_and_no_lonely_training() -> None:
 
 
 def test_a_start_is_named_by_where_horovodrun_listens_and_on_one_host_by_that_host_too() -> None:
-    assert {horovodrun.start(env, []) for env in THREE} == {"horovodrun-10.0.0.1-41234"}
+    assert {horovodrun.start_id(env, []) for env in THREE} == {"horovodrun-10.0.0.1-41234"}
     lonely = {**THREE[0], "HOROVOD_SIZE": "2"}
-    assert str(horovodrun.start(lonely, [])).count("-") > str(horovodrun.start(THREE[0], [])).count("-")
-    assert horovodrun.start({"HOROVOD_RANK": "0"}, []) is None
+    assert str(horovodrun.start_id(lonely, [])).count("-") > str(horovodrun.start_id(THREE[0], [])).count("-")
+    assert horovodrun.start_id({"HOROVOD_RANK": "0"}, []) is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rankwise.errors import ConfigError
-from rankwise.schedulers import BY_NAME, job
+from rankwise.schedulers import job
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,3 @@ def test_a_scheduler_whose_command_is_not_there_says_what_to_type(monkeypatch: p
 @pytest.mark.parametrize(("out", "err", "line"), [("a\n", "b\n\n", "b"), ("a\n", "", "a"), ("", "", "exit status 3")])
 def test_the_last_line_is_of_either_stream(out: str, err: str, line: str) -> None:
     assert job.last_line(subprocess.CompletedProcess([], 3, out, err)) == line
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-def test_a_scheduler_to_which_a_run_can_be_handed_has_all_that_is_asked_of_one(name: str) -> None:
-    missing = [word for word in ("render", "submit", "state", "cancel") if not callable(getattr(BY_NAME[name], word, None))]
-    assert not missing
-    named = [hasattr(BY_NAME[name], word) for word in ("parse_hosts", "read_hostfile")]
-    assert all(named) == ("hosts" in getattr(BY_NAME[name], "OPTIONS", ()))
-    both = [hasattr(BY_NAME[name], word) for word in ("hosts", "reach", "refusal")]
-    assert all(both) or not any(both)

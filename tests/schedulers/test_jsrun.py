@@ -7,7 +7,9 @@ from environments import Env
 
 from rankwise.dist.world import discover
 from rankwise.errors import WorldError
-from rankwise.schedulers import jsrun
+from rankwise.schedulers.jsrun import Jsrun
+
+jsrun = Jsrun()
 
 
 def task(rank: int) -> Env:
@@ -43,6 +45,6 @@ def test_a_part_of_its_variables_is_an_error() -> None:
 
 
 def test_the_ranks_of_a_step_have_its_name_in_common_and_no_other_step_has() -> None:
-    assert {jsrun.start(task(rank), []) for rank in range(4)} == {"jsrun-4711.0-7"}
-    assert jsrun.start({**task(0), "PMIX_NAMESPACE": "8"}, []) != jsrun.start(task(0), [])
-    assert jsrun.start({"JSM_NAMESPACE_RANK": "0"}, []) is None
+    assert {jsrun.start_id(task(rank), []) for rank in range(4)} == {"jsrun-4711.0-7"}
+    assert jsrun.start_id({**task(0), "PMIX_NAMESPACE": "8"}, []) != jsrun.start_id(task(0), [])
+    assert jsrun.start_id({"JSM_NAMESPACE_RANK": "0"}, []) is None

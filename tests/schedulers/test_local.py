@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 from rankwise.run.plan import Host, Plan
-from rankwise.schedulers import local
+from rankwise.schedulers.local import ThisMachine
+
+local = ThisMachine()
 
 GOLDEN = Path(__file__).with_name("golden") / "local.sh"
 HOSTILE = 'a b/$(touch x);it\'s "here"'
@@ -84,7 +86,7 @@ def test_it_takes_what_nobody_else_claims_as_a_single_process() -> None:
 
 def ended(job: str) -> bool:
     deadline = time.monotonic() + DEADLINE_S
-    while local.state(job).phase != "ended":
+    while local.state({"id": job}).phase != "ended":
         assert time.monotonic() < deadline
         time.sleep(0.002)
     return True
@@ -93,25 +95,25 @@ def ended(job: str) -> bool:
 def test_a_job_runs_in_a_session_of_its_own_until_it_is_cancelled(tmp_path: Path) -> None:
     job_sh = tmp_path / "job.sh"
     job_sh.write_text(f"touch {shlex.quote(str(tmp_path / 'started'))}\nexec sleep 600\n")
-    job = local.submit(str(job_sh))
+    job = local.submit(str(job_sh), {})
     try:
         deadline = time.monotonic() + DEADLINE_S
         while not (tmp_path / "started").exists():
             assert time.monotonic() < deadline
             time.sleep(0.002)
-        assert local.state(job).phase == "running"
+        assert local.state({"id": job}).phase == "running"
         assert os.getsid(int(job)) == int(job) != os.getsid(0)
-        local.cancel(job)
+        local.cancel({"id": job})
         assert ended(job)  # a zombie has ended
     finally:
         os.kill(int(job), signal.SIGKILL)
         status = os.waitpid(int(job), 0)[1]
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
-    assert local.state(job).phase == "ended"  # and so has one that was reaped
+    assert local.state({"id": job}).phase == "ended"  # and so has one that was reaped
 
 
 def test_a_job_that_is_submitted_is_not_forgotten_with_a_warning(tmp_path: Path) -> None:
-    source = "import os; from rankwise.schedulers import local; pid = int(local.submit('/dev/null')); os.waitpid(pid, 0)"
+    source = "import os; from rankwise.schedulers import foreground as f; pid = int(f.start('/dev/null')); os.waitpid(pid, 0)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", source], capture_output=True, text=True)
     assert done.stderr == ""
 
@@ -120,18 +122,18 @@ def test_the_text_is_read_by_the_shell_that_its_first_line_names(tmp_path: Path)
     job_sh = tmp_path / "job.sh"
     for line, shell in (("#!/bin/bash", "bash"), ("#!/bin/bash -e", "bash -e"), ("", "sh")):
         job_sh.write_text(f'{line}\ntr "\\0" " " < /proc/$$/cmdline > {shlex.quote(str(tmp_path / "said"))}\n')
-        assert os.waitpid(int(local.submit(str(job_sh))), 0)[1] == 0
+        assert os.waitpid(int(local.submit(str(job_sh), {})), 0)[1] == 0
         assert (tmp_path / "said").read_text() == f"/bin/{shell} {job_sh} "
 
 
 def test_what_is_bound_to_its_launcher_ends_with_it(tmp_path: Path) -> None:
     job_sh = tmp_path / "job.sh"
     job_sh.write_text("#!/bin/bash\nexec sleep 600\n")
-    source = f"from rankwise.schedulers import local\nprint(local.submit_bound({str(job_sh)!r}), flush=True)\ninput()"
+    source = f"from rankwise.schedulers import foreground\nprint(foreground.start_bound({str(job_sh)!r}), flush=True)\ninput()"
     with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         job = launcher.stdout.readline().strip()
-        assert local.state(job).phase == "running"
+        assert local.state({"id": job}).phase == "running"
         assert os.getsid(int(job)) == int(job)
         launcher.kill()
     assert ended(job)

@@ -11,7 +11,9 @@ from plans import TWO_HOSTS, golden, hostile, mpirun, plan
 from rankwise.dist.world import discover
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.schedulers import Ranks
-from rankwise.schedulers import mpich as scheduler
+from rankwise.schedulers.mpich import Mpich
+
+scheduler = Mpich()
 
 __all__ = ["mpirun"]  # a fixture
 
@@ -88,8 +90,8 @@ def test_a_rank_that_is_not_below_its_size_is_an_error_that_shows_both() -> None
 
 def test_the_name_of_a_start_is_where_mpirun_listens_for_the_proxy_above_the_ranks() -> None:
     proxy = ["/usr/bin/hydra_pmi_proxy", "--control-port", "vm:40995", "--rmk", "user", "--proxy-id", "1"]
-    assert scheduler.start(MPICH[0], [["sh", "-c", "python train.py"], proxy, ["mpirun", "-np", "2"]]) == "mpich-vm:40995"
-    assert scheduler.start(MPICH[0], [["bash"], ["x", "--control-port"]]) is None
+    assert scheduler.start_id(MPICH[0], [["sh", "-c", "python train.py"], proxy, ["mpirun", "-np", "2"]]) == "mpich-vm:40995"
+    assert scheduler.start_id(MPICH[0], [["bash"], ["x", "--control-port"]]) is None
 
 
 def test_the_text_that_starts_an_agent_on_each_node_is_the_golden_one() -> None:
@@ -107,5 +109,5 @@ def test_mpirun_gets_each_word_as_it_is_and_an_empty_stdin(mpirun: Callable[...,
 def test_ranks_of_an_agent_do_not_take_themselves_for_its_mpi_process() -> None:
     """MPI_Init in several of them with the same identity hangs."""
     set_by_a_user = {"MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "node1"}
-    found = scheduler.of_rank({**MPICH[2], **set_by_a_user}, Ranks(3, 4, 1, 2, 1), "2(x2)")
+    found = scheduler.rank_env({**MPICH[2], **set_by_a_user}, Ranks(3, 4, 1, 2, 1), "2(x2)")
     assert found == set_by_a_user

@@ -7,7 +7,9 @@ from environments import MPICH, Env
 
 from rankwise.dist.world import discover
 from rankwise.errors import WorldError
-from rankwise.schedulers import mvapich
+from rankwise.schedulers.mvapich import Mvapich
+
+mvapich = Mvapich()
 
 
 def process(rank: int) -> Env:
@@ -38,5 +40,5 @@ def test_a_part_of_its_variables_is_an_error() -> None:
 
 
 def test_a_start_is_named_by_the_process_of_mpirun_rsh() -> None:
-    assert {mvapich.start(process(rank), []) for rank in range(4)} == {"mvapich-host1-812"}
-    assert mvapich.start({"MPISPAWN_MPIRUN_ID": "812"}, []) is None
+    assert {mvapich.start_id(process(rank), []) for rank in range(4)} == {"mvapich-host1-812"}
+    assert mvapich.start_id({"MPISPAWN_MPIRUN_ID": "812"}, []) is None

@@ -11,7 +11,9 @@ from plans import TWO_HOSTS, golden, hostile, mpirun, plan
 from rankwise.dist.world import discover
 from rankwise.errors import ConfigError, WorldError
 from rankwise.schedulers import Ranks
-from rankwise.schedulers import openmpi as scheduler
+from rankwise.schedulers.openmpi import OpenMpi, refuse_root
+
+scheduler = OpenMpi()
 
 __all__ = ["mpirun"]  # a fixture
 
@@ -92,12 +94,14 @@ def test_pmix_alone_is_not_open_mpi() -> None:
 
 def test_the_name_of_a_start_is_the_same_for_its_ranks_and_another_with_another_random_key() -> None:
     keyed = [{**env, "OMPI_MCA_orte_precondition_transports": "e323a13b5b26f06d-aa34531e83ca2f71"} for env in OPENMPI]
-    names = {scheduler.start(env, []) for env in keyed}
+    names = {scheduler.start_id(env, []) for env in keyed}
     assert len(names) == 1
     assert str(names.pop()).startswith("openmpi-162267137-")
-    assert scheduler.start({**keyed[0], "OMPI_MCA_orte_precondition_transports": "0-0"}, []) != scheduler.start(keyed[0], [])
-    assert scheduler.start({"PMIX_NAMESPACE": "prterun-node1-77@1"}, []) == "openmpi-prterun-node1-77@1"
-    assert scheduler.start({}, []) is None
+    assert scheduler.start_id({**keyed[0], "OMPI_MCA_orte_precondition_transports": "0-0"}, []) != scheduler.start_id(
+        keyed[0], []
+    )
+    assert scheduler.start_id({"PMIX_NAMESPACE": "prterun-node1-77@1"}, []) == "openmpi-prterun-node1-77@1"
+    assert scheduler.start_id({}, []) is None
 
 
 def test_the_text_that_starts_an_agent_on_each_node_is_the_golden_one() -> None:
@@ -116,13 +120,13 @@ def test_mpirun_is_told_the_names_that_are_set_and_no_others(mpirun: Callable[..
 
 def test_root_is_told_what_to_type_for_open_mpi_refuses_it() -> None:
     with pytest.raises(ConfigError, match=r"OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1$"):
-        scheduler.refuse_root({"OMPI_ALLOW_RUN_AS_ROOT": "1"}, 0)
-    scheduler.refuse_root({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}, 0)
-    scheduler.refuse_root({}, 1000)
+        refuse_root({"OMPI_ALLOW_RUN_AS_ROOT": "1"}, 0)
+    refuse_root({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}, 0)
+    refuse_root({}, 1000)
 
 
 def test_ranks_of_an_agent_do_not_take_themselves_for_its_mpi_process() -> None:
     """MPI_Init in several of them with the same identity hangs."""
     set_by_a_user = {"OMPI_MCA_btl": "^openib", "PMIX_MCA_gds": "hash", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
-    found = scheduler.of_rank({**OPENMPI[2], **set_by_a_user}, Ranks(3, 4, 1, 2, 1), "2(x2)")
+    found = scheduler.rank_env({**OPENMPI[2], **set_by_a_user}, Ranks(3, 4, 1, 2, 1), "2(x2)")
     assert found == set_by_a_user

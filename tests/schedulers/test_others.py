@@ -11,7 +11,10 @@ from environments import SLURM_STEP, Env, openmpi
 
 from rankwise.dist.world import discover
 from rankwise.errors import NotJoinedError
-from rankwise.schedulers import ORDER, named_by_task, others
+from rankwise.schedulers import launchers, named_by_task
+from rankwise.schedulers.others import OtherLaunchers
+
+others = OtherLaunchers()
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -84,6 +87,6 @@ def test_in_a_task_of_a_job_array_a_run_has_its_number_in_its_name(env: Env, nam
 
 
 def test_each_way_to_start_processes_has_variables_and_says_what_it_needs() -> None:
-    for module in ORDER.values():
-        assert isinstance(module.VARIABLES, tuple)
-        assert module.NEEDS
+    for launcher in launchers({}).values():
+        assert isinstance(launcher.variables, tuple)
+        assert launcher.needs

@@ -7,7 +7,9 @@ from environments import Env
 
 from rankwise.dist.world import discover
 from rankwise.errors import NotJoinedError, WorldError
-from rankwise.schedulers import pals
+from rankwise.schedulers.pals import Pals
+
+pals = Pals()
 
 
 def process(rank: int) -> Env:
@@ -45,5 +47,5 @@ def test_a_part_of_its_variables_is_an_error() -> None:
 
 
 def test_a_start_is_named_by_the_identity_that_pals_gives_it() -> None:
-    assert {pals.start(process(rank), []) for rank in range(4)} == {"pals-3c6f6a1e-6d0b"}
-    assert pals.start({"PALS_RANKID": "0"}, []) is None
+    assert {pals.start_id(process(rank), []) for rank in range(4)} == {"pals-3c6f6a1e-6d0b"}
+    assert pals.start_id({"PALS_RANKID": "0"}, []) is None

@@ -16,8 +16,10 @@ from plans import HOSTILE, golden, hostile, plan
 from rankwise.dist.world import discover
 from rankwise.errors import ConfigError, NotJoinedError, WorldError
 from rankwise.run.plan import Host
-from rankwise.schedulers import sge
 from rankwise.schedulers.job import State
+from rankwise.schedulers.sge import GridEngine, _error_reason, refused
+
+sge = GridEngine()
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,7 @@ def test_one_slot_needs_no_parallel_environment() -> None:
     ],
 )
 def test_a_refusal_is_one_line_with_what_to_type(words: str, line: str) -> None:
-    said = sge.refused(words)
+    said = refused(words)
     assert line in said
     assert "\n" not in said
 
@@ -332,13 +334,13 @@ def grid_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 def test_a_job_in_the_queue_waits_or_runs(grid_engine: Callable[..., None], states: list[str], phase: str, reason: str) -> None:
     entries = "".join(ENTRY.format(7, letters) for letters in states)
     grid_engine("qstat", LISTED.format(running=ENTRY.format(77, "Eqw"), pending=entries))
-    assert sge.state("7") == State(phase, reason)
+    assert sge.state({"id": "7"}) == State(phase, reason)
 
 
 def test_a_job_that_will_never_start_says_why_and_what_to_type(grid_engine: Callable[..., None]) -> None:
     grid_engine("qstat", LISTED.format(running="", pending=ENTRY.format(7, "Eqw")))
-    assert sge.state("7").reason.startswith("Eqw: it will never start: qstat -j does not say why")
-    assert sge._error_reason(REASON) == 'can\'t open output file "/x/nologs/x": No such file or directory'
+    assert sge.state({"id": "7"}).reason.startswith("Eqw: it will never start: qstat -j does not say why")
+    assert _error_reason(REASON) == 'can\'t open output file "/x/nologs/x": No such file or directory'
 
 
 @pytest.mark.parametrize(
@@ -360,18 +362,18 @@ def test_a_job_that_is_over_has_the_status_of_its_last_record(
 ) -> None:
     grid_engine("qstat", LISTED.format(running="", pending=""))
     grid_engine("qacct", "".join(RECORD.format(*record) for record in records))
-    assert sge.state("7") == state
+    assert sge.state({"id": "7"}) == state
 
 
 def test_a_job_that_nobody_knows_any_more_is_unknown_and_that_raises_nothing(
     grid_engine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert sge.state("7").phase == "unknown"  # a qstat that prints nothing: its server is down
+    assert sge.state({"id": "7"}).phase == "unknown"  # a qstat that prints nothing: its server is down
     grid_engine("qstat", LISTED.format(running="", pending=""))
     grid_engine("qacct", "", 1)
-    assert sge.state("7") == State("unknown", "it is in no queue, and qacct has no record of it")
+    assert sge.state({"id": "7"}) == State("unknown", "it is in no queue, and qacct has no record of it")
     monkeypatch.setenv("PATH", "/nosuch")
-    assert "source $SGE_ROOT/default/common/settings.sh" in sge.state("7").reason
+    assert "source $SGE_ROOT/default/common/settings.sh" in sge.state({"id": "7"}).reason
 
 
 def test_a_job_is_submitted_from_its_own_folder_where_a_folder_for_its_output_is(
@@ -380,7 +382,7 @@ def test_a_job_is_submitted_from_its_own_folder_where_a_folder_for_its_output_is
     grid_engine("qsub", "26.2-6:2\n")
     run = tmp_path / HOSTILE.replace("/", "")
     run.mkdir()
-    assert sge.submit(str(run / "job.sh")) == "26"
+    assert sge.submit(str(run / "job.sh"), {}) == "26"
     assert (run / "logs").is_dir()
     assert (tmp_path / "bin" / "qsub.asked").read_text() == f"{run} -terse job.sh\n"
 
@@ -388,12 +390,12 @@ def test_a_job_is_submitted_from_its_own_folder_where_a_folder_for_its_output_is
 def test_a_submission_that_is_refused_is_an_error(grid_engine: Callable[..., None], tmp_path: Path) -> None:
     grid_engine("qsub", 'Unable to run job: unknown resource "nope"\nExiting.\n', 1)
     with pytest.raises(ConfigError, match=r'^qsub refuses the job: unknown resource "nope"; those there are: qconf -sc$'):
-        sge.submit(str(tmp_path / "job.sh"))
+        sge.submit(str(tmp_path / "job.sh"), {})
 
 
 def test_to_cancel_a_job_that_is_over_is_no_error_and_one_of_somebody_else_is(grid_engine: Callable[..., None]) -> None:
     grid_engine("qdel", 'denied: job "7" does not exist\n', 1)
-    sge.cancel("7")
+    sge.cancel({"id": "7"})
     grid_engine("qdel", "you - you do not have the necessary privileges to delete the job 7\n", 1)
     with pytest.raises(ConfigError, match=r"^qdel 7: you - you do not have the necessary privileges"):
-        sge.cancel("7")
+        sge.cancel({"id": "7"})

@@ -22,7 +22,11 @@ from environments import (
 
 from rankwise.dist.world import discover
 from rankwise.errors import NotJoinedError, WorldError
-from rankwise.schedulers import Ranks, slurm, torchrun
+from rankwise.schedulers import Ranks
+from rankwise.schedulers.ranks import variables_of
+from rankwise.schedulers.slurm import Slurm, tasks_per_node
+
+slurm = Slurm()
 
 ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 
@@ -101,13 +105,13 @@ def test_a_task_of_a_job_array_is_a_world_of_its_own_and_says_so() -> None:
 
 @pytest.mark.parametrize(("text", "counts"), [("2", [2]), ("2(x2)", [2, 2]), ("3,1(x2)", [3, 1, 1]), ("1,3", [1, 3])])
 def test_tasks_per_node_as_slurm_writes_them(text: str, counts: list[int]) -> None:
-    assert slurm.tasks_per_node(text) == counts
+    assert tasks_per_node(text) == counts
 
 
 @pytest.mark.parametrize("text", ["", "2(x2", "2(3)", "two", "2,,1", "-1", "2(x2)1"])
 def test_tasks_per_node_as_slurm_never_writes_them_are_an_error(text: str) -> None:
     with pytest.raises(WorldError, match="Slurm writes it like"):
-        slurm.tasks_per_node(text)
+        tasks_per_node(text)
 
 
 @pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS"])
@@ -262,12 +266,12 @@ def test_a_step_that_cannot_be_read_does_not_disturb_a_complete_triple() -> None
 
 
 def test_the_name_of_a_start_is_one_for_its_tasks_and_another_after_a_requeue_or_in_another_step() -> None:
-    assert {slurm.start(env, []) for env in SLURM_STEP} == {"slurm-cluster-3.0-0"}
+    assert {slurm.start_id(env, []) for env in SLURM_STEP} == {"slurm-cluster-3.0-0"}
     task = {**SLURM_STEP[0], "SLURM_CLUSTER_NAME": "tc"}
-    assert slurm.start({**task, "SLURM_RESTART_COUNT": "1"}, []) == "slurm-tc-3.0-1"
-    assert slurm.start({**task, "SLURM_STEP_ID": "2"}, []) == "slurm-tc-3.2-0"
-    assert slurm.start({**task, "SLURM_JOB_ID": "4", "SLURM_HET_JOB_ID": "3"}, []) == "slurm-tc-3.0-0"
-    assert slurm.start({}, []) is None
+    assert slurm.start_id({**task, "SLURM_RESTART_COUNT": "1"}, []) == "slurm-tc-3.0-1"
+    assert slurm.start_id({**task, "SLURM_STEP_ID": "2"}, []) == "slurm-tc-3.2-0"
+    assert slurm.start_id({**task, "SLURM_JOB_ID": "4", "SLURM_HET_JOB_ID": "3"}, []) == "slurm-tc-3.0-0"
+    assert slurm.start_id({}, []) is None
 
 
 # --- a rank of our agent
@@ -279,7 +283,7 @@ def rank_of_an_agent(rank: int, local_rank: int, local_world_size: int, node: in
 
 def told(rank: Ranks, per_node: str, env: Env) -> Env:
     """What a rank finds that the agent with this environment has started."""
-    return {**slurm.of_rank(env, rank, per_node), **torchrun.variables(rank, 0, 0, "id")}
+    return {**slurm.rank_env(env, rank, per_node), **variables_of(rank, 0, 0, "id")}
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -17,8 +17,11 @@ from environments import SLURM_BATCH, SLURM_BATCH_ONE, SLURM_SALLOC, SLURM_STEP,
 
 from rankwise.errors import ConfigError
 from rankwise.run.plan import Plan
-from rankwise.schedulers import slurm
+from rankwise.schedulers import slurm_text
 from rankwise.schedulers.job import State
+from rankwise.schedulers.slurm import Slurm
+
+slurm = Slurm()
 
 GOLDEN = Path(__file__).with_name("golden")
 
@@ -132,7 +135,7 @@ def test_a_value_that_is_no_line_of_a_job_is_an_error(job: dict[str, Any]) -> No
      ("366-0", 31622400), ("UNLIMITED", None)],
 )  # fmt: skip
 def test_a_limit_of_time_is_read_as_slurm_reads_it(time: str, seconds: int | None) -> None:
-    assert slurm.seconds(time) == seconds
+    assert slurm_text.seconds(time) == seconds
 
 
 @pytest.mark.parametrize(
@@ -140,7 +143,7 @@ def test_a_limit_of_time_is_read_as_slurm_reads_it(time: str, seconds: int | Non
 )
 def test_a_limit_of_nonsense_is_refused_before_slurm_takes_it_for_eight_thousand_years(time: str) -> None:
     with pytest.raises(ConfigError, match=rf"^--time {re.escape(time)}: give minutes, h:m:s, or d-h:m:s"):
-        slurm.seconds(time)
+        slurm_text.seconds(time)
 
 
 @pytest.mark.parametrize(
@@ -157,13 +160,13 @@ def test_the_warning_before_the_limit_leaves_the_grace_but_at_most_a_quarter_of_
     ("array", "tasks"), [("0-3", "0 1 2 3"), ("1,3,5", "1 3 5"), ("3-9:3%2", "3 6 9"), ("7", "7"), ("2,1-3", "1 2 3")]
 )
 def test_the_tasks_of_an_array(array: str, tasks: str) -> None:
-    assert slurm.array_tasks(array) == tuple(tasks.split())
+    assert slurm_text.array_tasks(array) == tuple(tasks.split())
 
 
 @pytest.mark.parametrize("array", ["", "5-1", "a", "0-3%", "0-3%0", "1,,2", "0-1000", "0-999999999", "1-9:0", "-1"])
 def test_an_array_of_nonsense_or_of_too_many_is_refused(array: str) -> None:
     with pytest.raises(ConfigError, match=rf"^--array {re.escape(array)}: "):
-        slurm.array_tasks(array)
+        slurm_text.array_tasks(array)
 
 
 # --- where
@@ -198,7 +201,7 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 @pytest.mark.parametrize("out", ["12", "12;cluster"])
 def test_a_job_is_known_by_its_number(answers: Callable[..., None], out: str) -> None:
     answers("sbatch", out)
-    assert slurm.submit("job.sh") == "12"
+    assert slurm.submit("job.sh", {}) == "12"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +226,7 @@ def test_a_refusal_is_one_line_with_what_was_asked_and_what_to_type(answers: Cal
     Path("job.sh").write_text("#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gres=gpu:9\n#SBATCH --partition=x\n#SBATCH --mem=x\n")
     answers("sbatch", error=said, status=1)
     with pytest.raises(ConfigError) as caught:
-        slurm.submit("job.sh")
+        slurm.submit("job.sh", {})
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -231,10 +234,10 @@ def test_a_refusal_is_one_line_with_what_was_asked_and_what_to_type(answers: Cal
 def test_without_slurm_there_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match=r"^sbatch: No such file or directory; type the command where Slurm is; --dry-run"):
-        slurm.submit("job.sh")
-    assert slurm.state("12").phase == "unknown"
+        slurm.submit("job.sh", {})
+    assert slurm.state({"id": "12"}).phase == "unknown"
     with pytest.raises(ConfigError, match=r"^scancel: "):
-        slurm.cancel("12")
+        slurm.cancel({"id": "12"})
 
 
 def shown(word: str, reason: str = "None", code: str = "0:0", nodes: str = "(null)") -> str:
@@ -262,21 +265,21 @@ def shown(word: str, reason: str = "None", code: str = "0:0", nodes: str = "(nul
 )
 def test_what_became_of_a_job(answers: Callable[..., None], answer: str, phase: str, status: int | None, reason: str) -> None:
     answers("scontrol", answer)
-    state = slurm.state("12")
+    state = slurm.state({"id": "12"})
     assert (state.phase, state.status) == (phase, status)
     assert state.reason.startswith(reason)
 
 
 def test_a_job_that_slurm_has_forgotten_is_unknown(answers: Callable[..., None]) -> None:
     answers("scontrol", error="slurm_load_jobs error: Invalid job id specified", status=1)
-    assert slurm.state("12") == State("unknown", "Slurm has forgotten it")
+    assert slurm.state({"id": "12"}) == State("unknown", "Slurm has forgotten it")
 
 
 def test_a_job_that_cannot_be_cancelled_is_an_error(answers: Callable[..., None]) -> None:
     answers("scancel")
-    slurm.cancel("12")
+    slurm.cancel({"id": "12"})
     answers("scancel", error="scancel: error: Kill job error on job id 12: Access/permission denied", status=1)
     with pytest.raises(
         ConfigError, match=r"^Slurm does not cancel job 12: Kill job error on job id 12: Access/permission denied$"
     ):
-        slurm.cancel("12")
+        slurm.cancel({"id": "12"})

@@ -10,7 +10,12 @@ from plans import HOSTILE, TWO_HOSTS, plan
 
 from rankwise.errors import ConfigError
 from rankwise.run.plan import Host
-from rankwise.schedulers import local, ssh
+from rankwise.schedulers import host_names
+from rankwise.schedulers.local import ThisMachine
+from rankwise.schedulers.ssh import Ssh
+
+local = ThisMachine()
+ssh = Ssh()
 
 
 @pytest.mark.parametrize(
@@ -24,7 +29,7 @@ from rankwise.schedulers import local, ssh
     ],
 )
 def test_hosts_are_read_as_they_are_written(text: str, hosts: tuple[Host, ...]) -> None:
-    assert ssh.parse_hosts(text) == hosts
+    assert host_names.parse_hosts(text) == hosts
 
 
 @pytest.mark.parametrize(
@@ -50,14 +55,14 @@ def test_hosts_are_read_as_they_are_written(text: str, hosts: tuple[Host, ...]) 
 )
 def test_hosts_that_cannot_be_meant_are_an_error_that_says_how_to_write_them(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"^-H .*{said}"):
-        ssh.parse_hosts(text)
+        host_names.parse_hosts(text)
 
 
 def test_a_hostfile_has_open_mpis_lines_ours_and_comments(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# ours\n\nhost1 slots=2   # big\nhost2:3\n\thost3\r\nhost4 slots=2 max_slots=4\n[fd88::1] slots=1\n")
     expected = (Host("host1", 2), Host("host2", 3), Host("host3", 0), Host("host4", 2), Host("fd88::1", 1))
-    assert ssh.read_hostfile(str(path)) == expected
+    assert host_names.read_hostfile(str(path)) == expected
 
 
 @pytest.mark.parametrize(
@@ -77,16 +82,16 @@ def test_a_hostfile_that_cannot_be_meant_is_an_error_with_its_line(tmp_path: Pat
     path = tmp_path / "hosts"
     path.write_text(text)
     with pytest.raises(ConfigError) as raised:
-        ssh.read_hostfile(str(path))
+        host_names.read_hostfile(str(path))
     assert f"--hostfile {path}{said}" in str(raised.value)
 
 
 def test_a_hostfile_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--hostfile nosuch: it cannot be read: No such file or directory$"):
-        ssh.read_hostfile("nosuch")
+        host_names.read_hostfile("nosuch")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="it is no text"):
-        ssh.read_hostfile(str(tmp_path / "binary"))
+        host_names.read_hostfile(str(tmp_path / "binary"))
 
 
 def test_the_heads_agent_runs_here_and_the_hosts_keep_the_users_order() -> None:

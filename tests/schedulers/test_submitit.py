@@ -9,7 +9,11 @@ from environments import SLURM_STEP
 
 from rankwise.dist.world import discover
 from rankwise.errors import WorldError
-from rankwise.schedulers import slurm, submitit
+from rankwise.schedulers.slurm import Slurm
+from rankwise.schedulers.submitit import Submitit
+
+slurm = Slurm()
+submitit = Submitit()
 
 TASKS = [
     {
@@ -32,7 +36,7 @@ def test_a_task_is_a_rank_on_one_node(rank: int) -> None:
 
 
 def test_all_tasks_of_a_start_have_its_name_in_common() -> None:
-    names = {submitit.start(env, []) for env in TASKS}
+    names = {submitit.start_id(env, []) for env in TASKS}
     assert len(names) == 1
     assert "4711" in str(names)
 

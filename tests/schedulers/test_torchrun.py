@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rankwise.errors import WorldError
-from rankwise.schedulers import torchrun
-from rankwise.schedulers.ranks import Ranks
+from rankwise.schedulers import launcher
+from rankwise.schedulers.ranks import Ranks, variables_of
+
+torchrun = launcher("torchrun")
 
 QUAD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 
@@ -81,7 +83,7 @@ def test_a_rank_that_is_not_below_its_size_is_an_error_that_shows_both(change: d
 
 def test_a_rank_finds_the_whole_of_torchruns_list() -> None:
     ranks = Ranks(rank=5, world_size=8, local_rank=1, local_world_size=4, node_rank=1, master_addr="h", master_port=7)
-    assert torchrun.variables(ranks, restart=2, max_restarts=3, run_id="abc") == {
+    assert variables_of(ranks, restart=2, max_restarts=3, run_id="abc") == {
         "RANK": "5",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "8",

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from rankwise import schedulers
@@ -35,6 +34,7 @@ from rankwise.ipc.address_file import ways
 from rankwise.ipc.channel import Door, Link, Message, NobodyThere, knock, read_door
 from rankwise.run.directory import RunDir
 from rankwise.run.plan import Host, Plan
+from rankwise.schedulers import Foreground, Hosts, Jobs, Launcher
 
 _SAY_EVERY_S = 10.0
 _FIND_S = 300.0  # until the head has said where it is; how long it waits itself is in the plan
@@ -65,7 +65,9 @@ def _begin(words: list[str]) -> int:
         return _calling(None, run, int(words[2]), _start_of_this_job(os.environ), EventLoop(os.getppid()))
     plan = Plan.load(run.plan)
     _enter(plan)
-    scheduler = schedulers.BY_NAME[plan.on]
+    scheduler = schedulers.queue(plan.on)
+    if scheduler is None:
+        raise ConfigError(f"{platform.node()} has no scheduler {plan.on}: install here too the package that has it")
     index = _index(plan, scheduler)
 
     def body(guard: int | None) -> int:
@@ -91,11 +93,11 @@ def _enter(plan: Plan) -> None:
         raise ConfigError(f"{platform.node()} has no script {plan.argv[0]} in {plan.cwd}: {cure}")
 
 
-def _index(plan: Plan, scheduler: ModuleType) -> int:
+def _index(plan: Plan, scheduler: Jobs) -> int:
     """Which node this is; the first has the head."""
     if plan.node_rank >= 0:
         return plan.node_rank
-    tasks = scheduler.tasks(os.environ) if plan.nodes > 1 and hasattr(scheduler, "tasks") else None
+    tasks = scheduler.tasks(os.environ) if plan.nodes > 1 and isinstance(scheduler, Launcher) else None
     return tasks.index if tasks is not None else 0
 
 
@@ -129,14 +131,14 @@ def _pass_on(writer: int, signum: int) -> None:
 # --- the head
 
 
-def _head(plan: Plan, run: RunDir, scheduler: ModuleType, events: EventLoop) -> int:
+def _head(plan: Plan, run: RunDir, scheduler: Jobs, events: EventLoop) -> int:
     processes.become_subreaper()
     lease = run.take() if not plan.launcher_holds else None
     screen = Screen(Terminal(sys.stdout, plain=not plan.terminal))
     secret = _secret_of_all(plan)
     door, node, nodes, status = None, None, None, 1
     try:
-        hosts = dict(enumerate(scheduler.hosts(plan, os.environ))) if hasattr(scheduler, "reach") else {}
+        hosts = dict(enumerate(scheduler.hosts(plan, os.environ))) if isinstance(scheduler, Hosts) else {}
         if hosts and not plan.hosts:  # the scheduler has chosen them
             plan = replace(plan, nodes=len(hosts), min_nodes=len(hosts) if plan.min_nodes == plan.nodes else plan.min_nodes)
         here = next((index for index, host in hosts.items() if network.is_here(host.name)), None)
@@ -160,7 +162,7 @@ def _head(plan: Plan, run: RunDir, scheduler: ModuleType, events: EventLoop) -> 
             node,
             door,
             elsewhere,
-            scheduler if elsewhere else None,
+            scheduler if elsewhere and isinstance(scheduler, Hosts) else None,
             partial(_greeting_of, plan, secret),
             command,
         )
@@ -183,14 +185,14 @@ def _greeting_of(plan: Plan, secret: str, there: int, host: Host) -> Message:
     return {"plan": record, "node": there, "ranks": host.slots, "secret": secret, "environment": _to_pass_on(os.environ)}
 
 
-def _told_to_the_starter(status: int, plan: Plan, run: RunDir, scheduler: ModuleType) -> int:
+def _told_to_the_starter(status: int, plan: Plan, run: RunDir, scheduler: Jobs) -> int:
     """The agent's exit status. A queue that is to start the job once more has its own; in one that is not, a stop that has
     saved is no failure of the job: what the run came to is in its own record.
     """
-    if status != EXIT_PREEMPTED or plan.launcher_holds or "within" in plan.job or not hasattr(scheduler, "allocated"):
+    if status != EXIT_PREEMPTED or plan.launcher_holds or "within" in plan.job or isinstance(scheduler, Foreground):
         return status
     if plan.job.get("requeue"):
-        return getattr(scheduler, "AGAIN", status)
+        return status if scheduler.requeue_status is None else scheduler.requeue_status
     return 0 if run.lives()[-1].outcome.startswith("stopped") else status
 
 
@@ -220,15 +222,15 @@ def _secret_of_all(plan: Plan) -> str:
     return ""
 
 
-def _start(scheduler: ModuleType, env: Mapping[str, str]) -> str:
+def _start(scheduler: Jobs | Launcher, env: Mapping[str, str]) -> str:
     """What all agents of this start have in common."""
-    return (scheduler.start(env, processes.ancestors(os.getpid())) if hasattr(scheduler, "start") else None) or ""
+    return (scheduler.start_id(env, processes.ancestors(os.getpid())) if isinstance(scheduler, Launcher) else None) or ""
 
 
 def _start_of_this_job(env: Mapping[str, str]) -> str:
-    for scheduler in schedulers.ORDER.values():
-        if hasattr(scheduler, "tasks") and scheduler.tasks(env) is not None:
-            return _start(scheduler, env)
+    for launcher in schedulers.launchers(env).values():
+        if launcher.tasks(env) is not None:
+            return _start(launcher, env)
     return ""
 
 

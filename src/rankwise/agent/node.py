@@ -37,7 +37,7 @@ from rankwise.ipc.channel import NobodyThere, knock
 from rankwise.ipc.shared_page import FINISHED, Page
 from rankwise.run.directory import ENV_RUN_DIR, Life, RunDir
 from rankwise.run.plan import Plan
-from rankwise.schedulers import Ranks, torchrun
+from rankwise.schedulers.ranks import Ranks, variables_of
 
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -305,7 +305,7 @@ class Node:
             **(dict.fromkeys(_INTERFACE_VARIABLES, self.interface) if self.interface and orders.nodes > 1 else {}),
             **_inherited(ranks, orders.per_node, self.ranks == 1),
             **self._plan.environment,
-            **torchrun.variables(ranks, orders.restart, self._plan.max_restarts, self._plan.run_id, orders.nodes),
+            **variables_of(ranks, orders.restart, self._plan.max_restarts, self._plan.run_id, orders.nodes),
             ENV_RUN_DIR: str(self.run.path),
         }
         return {
@@ -448,11 +448,11 @@ def _inherited(ranks: Ranks, per_node: str, is_only: bool) -> Mapping[str, str]:
     no other rank.
     """
     environment: Mapping[str, str] = os.environ
-    for scheduler in schedulers.ORDER.values():
-        if hasattr(scheduler, "of_rank") and scheduler.detect(os.environ):
-            tasks = scheduler.tasks(os.environ) if is_only else None
+    for launcher in schedulers.launchers(os.environ).values():
+        if launcher.detect(os.environ):
+            tasks = launcher.tasks(os.environ) if is_only else None
             if tasks is None or (tasks.index, tasks.count) != (ranks.rank, ranks.world_size):
-                environment = scheduler.of_rank(environment, ranks, per_node)
+                environment = launcher.rank_env(environment, ranks, per_node)
     return environment
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rankwise.agent.event_loop import EventLoop
 from rankwise.agent.node import Introduction, Node, NodeView, Orders, Sink
@@ -26,6 +26,7 @@ from rankwise.host.text import listed, numbered
 from rankwise.ipc.channel import Door, Link, Message
 from rankwise.run.directory import RunDir
 from rankwise.run.plan import Host, Plan
+from rankwise.schedulers import Hosts
 from rankwise.schedulers.ranks import short_list
 
 _SAY_EVERY_S = 10.0
@@ -41,13 +42,6 @@ _LAST_WORDS_S = 0.3
 
 class NodeError(RankwiseError):
     """A node did not come, or cannot be reached."""
-
-
-class Reaching(Protocol):
-    """What starts an agent elsewhere: a scheduler's file."""
-
-    def reach(self, host: str, command: list[str]) -> list[str]: ...
-    def refusal(self, host: str, words: str) -> str | None: ...
 
 
 @dataclass
@@ -79,7 +73,7 @@ class Nodes:
         own: Node | None,
         door: Door | None,
         hosts: Mapping[int, Host],
-        by: Reaching | None,
+        by: Hosts | None,
         greeting: Callable[[int, Host], Message],
         command: list[str],
     ) -> None:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankwise import errors
+from rankwise import errors, schedulers
 from rankwise.dist import accelerator, rendezvous
 from rankwise.dist import store as stores
 from rankwise.dist import world as world_
@@ -82,8 +82,8 @@ def init(
         local_rank, local_world_size = rank, world_size  # the children of one process: all on this host
     given = Given(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size)
     world = world_.discover(os.environ, **given)
-    if world.rank == 0 and world.source == "openmpi":
-        _say_if_bound_to_one_core()
+    if world.rank == 0:
+        _say_if_bound_to_one_core(world.source)
     if world.world_size > 1:
         world = _join(_asked(world, rdzv), backend, timeout_s, join_timeout_s)
         if world.run_dir is None:
@@ -129,7 +129,7 @@ def _join(world: World, backend: str | None, timeout_s: float, join_timeout_s: f
         interface = network.interface_towards(world.master_addr or "")
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if world.origin.get("master_addr") == "MASTER_ADDR" and world.source == "torchrun":
+    if world.origin.get("master_addr") == "MASTER_ADDR" and schedulers.launcher(world.source).has_store:
         ours = world.run_dir is not None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
         # Who set these may have made the store itself, as torchrun's agent does: torch knows.
         if backend is not None and (not ours or backend == "mpi"):  # it may need no store
@@ -170,14 +170,12 @@ def _agreed_backend(world: World, store: Any) -> str:
     return f"cpu:gloo,{kind}:{theirs}" if theirs != "gloo" else "gloo"
 
 
-def _say_if_bound_to_one_core() -> None:
-    """Open MPI binds each rank to a core when there are at most two; the choice stays the user's."""
+def _say_if_bound_to_one_core(source: str) -> None:
+    """By a launcher that does so by itself; the choice stays the user's."""
+    said = schedulers.launcher(source).when_bound if source != world_.ARGUMENTS else ""
     with contextlib.suppress(OSError):
-        if len(os.sched_getaffinity(0)) == 1 < (cores := len(os.sched_getaffinity(os.getppid()))):
-            rendezvous.say(
-                "Open MPI has bound each rank to one core, and the loader workers that it starts with it "
-                f"(it does so with -np 1 and 2); with mpirun --bind-to none they use all {cores}"
-            )
+        if said and len(os.sched_getaffinity(0)) == 1 < (cores := len(os.sched_getaffinity(os.getppid()))):
+            rendezvous.say(said.format(cores=cores))
 
 
 def world() -> World:

@@ -12,7 +12,6 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -69,8 +68,7 @@ def _start(world: World) -> str | None:
     if world.source == world_.ARGUMENTS:
         parent = multiprocessing.parent_process()
         return f"spawn-{platform.node()}-{parent.pid}-{processes.start_time(parent.pid or 0)}" if parent is not None else None
-    start: Callable[..., str | None] = getattr(schedulers.ORDER[world.source], "start", lambda *_: None)
-    return start(os.environ, processes.ancestors(os.getpid()))
+    return schedulers.launcher(world.source).start_id(os.environ, processes.ancestors(os.getpid()))
 
 
 def at_address(world: World, timeout: timedelta, join_timeout_s: float) -> Any:

@@ -14,6 +14,7 @@ from rankwise import schedulers
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.ipc.shared_page import Page, Row
 from rankwise.run.directory import ENV_RUN_DIR, Life, NodeRecord, RunDir
+from rankwise.schedulers import Launcher
 from rankwise.schedulers.ranks import Ranks, shown, single
 
 ARGUMENTS = "arguments"
@@ -115,29 +116,26 @@ def discover(env: Mapping[str, str], *, allow_independent: bool = False, **given
 
 
 def explain(env: Mapping[str, str], *, allow_independent: bool = False, **given: Unpack[Given]) -> Explanation:
-    """What `discover` returns or raises for the same arguments, and why. Pure; raises nothing."""
+    """What `discover` returns or raises for the same arguments, and why. Pure; raises nothing but ConfigError, for a package
+    whose scheduler cannot be loaded."""
     by_hand = any(value is not None for value in given.values())
-    claims = [name for name, module in schedulers.ORDER.items() if module.detect(env)]
+    launchers = schedulers.launchers(env)
+    claims = [name for name, launcher in launchers.items() if launcher.detect(env)]
     source = ARGUMENTS if by_hand else claims[0]
 
     def asked() -> Ranks:
-        return _from_arguments(given) if by_hand else _ask(source, env)
+        return _from_arguments(given) if by_hand else launchers[source].ranks(env)
 
     return Explanation(
         source=source,
-        found={} if by_hand else _found(source, env),
+        found={} if by_hand else _found(launchers[source], env),
         outcome=_outcome(asked, source, env, allow_independent),
         not_taken=tuple(
-            NotTaken(name, _found(name, env), _why_not(name, env, source if name in claims else None))
-            for name in schedulers.ORDER
+            NotTaken(name, _found(launcher, env), _why_not(launcher, env, source if name in claims else None))
+            for name, launcher in launchers.items()
             if name != source
         ),
     )
-
-
-def _ask(scheduler: str, env: Mapping[str, str]) -> Ranks:
-    ranks: Ranks = schedulers.ORDER[scheduler].ranks(env)
-    return ranks
 
 
 def _outcome(asked: Callable[[], Ranks], source: str, env: Mapping[str, str], allow_independent: bool) -> World | WorldError:
@@ -184,17 +182,17 @@ def _from_arguments(given: Given) -> Ranks:
     return Ranks(rank, world_size, local_rank, local_world_size, node_rank, master_addr, master_port, origin=origin)
 
 
-def _found(scheduler: str, env: Mapping[str, str]) -> dict[str, str]:
-    return {name: env[name] for name in schedulers.ORDER[scheduler].VARIABLES if name in env}
+def _found(launcher: Launcher, env: Mapping[str, str]) -> dict[str, str]:
+    return {name: env[name] for name in launcher.variables if name in env}
 
 
-def _why_not(scheduler: str, env: Mapping[str, str], believed: str | None) -> str:
+def _why_not(launcher: Launcher, env: Mapping[str, str], believed: str | None) -> str:
     """`believed`: the source that outranks this scheduler; None if it makes no claim itself."""
     if believed is None:
-        needs = f"needs {schedulers.ORDER[scheduler].NEEDS}"
-        return f"{needs}: not enough of them set" if _found(scheduler, env) else f"{needs}: not set"
+        needs = f"needs {launcher.needs}"
+        return f"{needs}: not enough of them set" if _found(launcher, env) else f"{needs}: not set"
     try:
-        ranks = _ask(scheduler, env)
+        ranks = launcher.ranks(env)
     except WorldError:
         return f"{believed} is believed first; by itself this would be an error"
     return f"{believed} is believed first; by itself this would be rank {ranks.rank} of {ranks.world_size}"

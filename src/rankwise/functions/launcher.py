@@ -13,6 +13,7 @@ import signal
 import sys
 from typing import Any
 
+from rankwise import schedulers
 from rankwise.errors import RankwiseError, WorldError
 from rankwise.host import terminal
 from rankwise.launch import join
@@ -45,7 +46,8 @@ def main() -> int:
 
 
 def _config(record: dict[str, Any]) -> RunConfig:
-    return RunConfig.of({name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
+    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items() if name != "job"}
+    return RunConfig.of(schedulers.options(), settings, record["job"])
 
 
 def _stop_with_the_caller(pipe: int) -> None:

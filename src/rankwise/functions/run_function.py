@@ -21,21 +21,21 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import IO, Any
 
-from rankwise import errors
+from rankwise import errors, schedulers
 from rankwise.dist import private_names
 from rankwise.errors import ConfigError, FunctionError, RankwiseError, Stopped
 from rankwise.functions import calls
 from rankwise.host.arguments import FLAG, FROM_ONE, FUNCTION, MAPPING, SECONDS, SEQUENCE, TEXT, Argument, takes
 from rankwise.launch import status
 from rankwise.launch.follow import JobEnd
-from rankwise.run.config import WORKER, RunConfig, is_given, site_settings
+from rankwise.run.config import WORKER, RunConfig, site_settings
 from rankwise.run.directory import Job, RunDir
-from rankwise.schedulers import named_by_task
+from rankwise.run.options import is_given
 from rankwise.schedulers.job import slug
 
 _TICK_S = 0.02
 _LAST_OUTPUT_S = 5.0  # a process that the function has left behind may hold the pipe
-_OF_SCRIPTS = ("argv", "module", "command", "site")
+_OF_SCRIPTS = ("argv", "module", "command", "job", "site", "wait")
 _STARTED_ONCE = "a function is started once, for all its nodes; reach them by hosts=... or by a scheduler, or start a script"
 _RANKS = FROM_ONE.or_(Argument(TEXT.accepts, '"auto"'))
 _NODES = FROM_ONE.or_(Argument(TEXT.accepts, 'the least and the most: "1:4"'))
@@ -95,26 +95,27 @@ def run_function(
 
 def _config(name: str, given: Mapping[str, Any], wait: bool) -> RunConfig:
     """Raises ConfigError."""
-    known = [field.name for field in fields(RunConfig) if field.name not in (*_OF_SCRIPTS, "wait", *_OF_NO_FUNCTION)]
+    options = schedulers.options()
+    known = [
+        key for key in (*(field.name for field in fields(RunConfig)), *options) if key not in (*_OF_SCRIPTS, *_OF_NO_FUNCTION)
+    ]
     found = {key: value for key, value in given.items() if is_given(value)}
     for key in found:
         if key in _OF_NO_FUNCTION:
             raise ConfigError(f"{key}={found[key]!r}: {_OF_NO_FUNCTION[key]}")
         if key not in known:
             raise ConfigError(f"{key}={found[key]!r}: that is no setting of a run; the settings: {', '.join(known)}")
-    for key in ("nproc", "nodes", "gpus_per_node", "mem", "time", "gpus"):  # a number is as good as its text
-        if type(found.get(key)) is int:
-            found[key] = str(found[key])
-    found |= {key: tuple(value) for key, value in found.items() if isinstance(value, list)}
+    if type(found.get("nproc")) is int:  # a number is as good as its text
+        found["nproc"] = str(found["nproc"])
     if "run_dir" in found:
         found["run_dir"] = os.fspath(found["run_dir"])
     own = {
         "argv": (WORKER, name),
         "module": True,
-        "name": named_by_task(slug(name.rpartition(".")[2]), os.environ),
+        "name": schedulers.named_by_task(slug(name.rpartition(".")[2]), os.environ),
         "wait": wait,
     }
-    return RunConfig.of(*site_settings(os.environ), own, found)
+    return RunConfig.of(options, *site_settings(os.environ, options), own, found)
 
 
 class FunctionRun:

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 
 from rankwise.errors import ConfigError
 from rankwise.host.terminal import typed
-from rankwise.schedulers.spellings import SPELLINGS
+from rankwise.schedulers.spellings import COMMANDS, MODULES, SPELLINGS
 
-_MODULES = ("torch.distributed.launch", "torch.distributed.run")
-_COMMANDS = ("torchrun", "horovodrun", "mpirun", "mpiexec", "srun")
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _COUNT_ALL = ("-np", "--np", "-n", "--num-proc")
 """The ranks of all hosts together, which a list of hosts says already."""
@@ -45,7 +43,7 @@ def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | N
     typed: list[str] = []
     position = 0
     while position < len(words) and words[position].startswith("-") and words[position] != "--":
-        if words[position] == "-m" and words[position + 1 : position + 2] and words[position + 1] in _MODULES:
+        if words[position] == "-m" and words[position + 1 : position + 2] and words[position + 1] in MODULES:
             break
         name, glued, value = words[position].partition("=")
         plain = name[:2] + name[2:].replace("_", "-")
@@ -73,9 +71,9 @@ def _peeled(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """(what begins another launcher's line, the rest). An interpreter with options of its own stays, after a `--`."""
     line = list(words[1:] if words[:1] == ["--"] else words)
     python = 1 if line and _PYTHON.fullmatch(line[0]) else 0
-    if line[python : python + 1] == ["-m"] and line[python + 1 : python + 2] and line[python + 1] in _MODULES:
+    if line[python : python + 1] == ["-m"] and line[python + 1 : python + 2] and line[python + 1] in MODULES:
         return line[: python + 2], line[python + 2 :]
-    if line and line[0] in _COMMANDS:
+    if line and line[0] in COMMANDS:
         return line[:1], line[1:]
     if line[:2] == ["accelerate", "launch"]:
         return line[:2], line[2:]

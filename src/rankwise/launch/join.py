@@ -11,13 +11,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rankwise import schedulers
 from rankwise.dist.world import explain
 from rankwise.errors import WorldError
 from rankwise.host import processes
 from rankwise.launch.scheduler_choice import Choice
 from rankwise.run.config import RunConfig
 from rankwise.run.directory import RunDir
-from rankwise.schedulers import BY_NAME, ORDER
+from rankwise.schedulers import Jobs
 from rankwise.schedulers.ranks import Tasks
 
 
@@ -25,9 +26,9 @@ from rankwise.schedulers.ranks import Tasks
 class Started:
     """What has started this process beside others, and which of them it is."""
 
-    scheduler: str
+    queue: Jobs
     tasks: Tasks
-    one_a_node: bool
+    one_per_node: bool
     """Each is for all devices of its node; otherwise each is one rank."""
 
 
@@ -35,27 +36,26 @@ def together(env: Mapping[str, str]) -> Started | None:
     """None where this process is alone. Raises WorldError under a launcher whose processes are ranks already (torchrun), or
     which does not say which of them this is."""
     found = explain(env)
-    if found.error is not None and getattr(ORDER.get(found.source), "one_of_several", lambda _: False)(env):
+    launcher = schedulers.launchers(env)[found.source]
+    if found.error is not None and launcher.one_of_several(env):
         raise found.error
     if found.world is None or found.world.world_size == 1:
         return None
-    module = ORDER[found.source]
-    tasks = module.tasks(env) if hasattr(module, "one_a_node") else None
-    if tasks is None:
+    tasks, one_per_node = launcher.tasks(env), launcher.one_per_node(env)
+    if tasks is None or one_per_node is None or not isinstance(launcher, Jobs):
         raise WorldError(
             f"this is one of {found.world.world_size} processes that were started together (by what {found.source} looks like: "
             f"{', '.join(f'{k}={v}' for k, v in found.found.items())}), and each would start a run of its own; start rankwise "
             "once, or let that launcher start the script itself: python script.py (if separate runs are meant: "
             "--allow-independent)"
         )
-    return Started(found.source, tasks, module.one_a_node(env))
+    return Started(launcher, tasks, one_per_node)
 
 
 def choice(started: Started, config: RunConfig) -> Choice:
     """The first of them has the head's agent: the others find it in the run directory."""
-    assert started.scheduler in BY_NAME
     return Choice(
-        name=started.scheduler,
+        queue=started.queue,
         why=f"one of {started.tasks.count} that it has started",
         attached=True,
         nodes=started.tasks.count,
@@ -63,9 +63,10 @@ def choice(started: Started, config: RunConfig) -> Choice:
         hosts=(),
         node_rank=-1,
         master_addr="",
+        gpus=config.job.get("gpus"),
         job={},
         joined=True,
-        word="node" if started.one_a_node else "task",
+        word="node" if started.one_per_node else "task",
     )
 
 

@@ -24,7 +24,7 @@ from rankwise.launch.scheduler_choice import Choice, choose
 from rankwise.run.config import RunConfig
 from rankwise.run.directory import RunDir, write_text
 from rankwise.run.plan import Plan
-from rankwise.schedulers import local
+from rankwise.schedulers import Foreground, foreground
 
 _FEW_FILES = 1024  # what a login shell has
 _MANY_FILES = 4096
@@ -52,17 +52,17 @@ def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None)
             raise ConfigError(program.no_torch)
         say(f"warning: {program.no_torch}")  # what the job sets up first may give it one
     if choice.is_here:
-        environment = machine.visible(config.gpus, env)
+        environment = machine.visible(choice.gpus, env)
         nproc, why = machine.ranks_for(config.nproc, {**env, **environment})
         _refuse_what_this_machine_cannot_hold(nproc)
         _refuse_nccl_without_gpu(program, {**env, **environment})
     else:  # each node counts its own devices, and the cores for them
-        environment = {} if config.gpus is None else {"CUDA_VISIBLE_DEVICES": config.gpus}
+        environment = {} if choice.gpus is None else {"CUDA_VISIBLE_DEVICES": choice.gpus}
         nproc, why = (0, "auto") if config.nproc == "auto" else (int(config.nproc), "as asked")
-        if started is not None and config.nproc == "auto" and not started.one_a_node:
+        if started is not None and config.nproc == "auto" and not started.one_per_node:
             nproc, why = 1, "one a task"
     plan = _plan(config, choice, program, run, environment, nproc, _threads(env, nproc if choice.is_here else 0))
-    text = local.render(plan) if choice.joined else choice.module.render(plan)
+    text = (schedulers.LOCAL if choice.joined else choice.queue).render(plan)
     for pitfall in program.pitfalls if nproc != 1 or choice.nodes > 1 else ():
         say(f"warning: {program.name}, {pitfall}")
     if config.dry_run or not choice.attached:
@@ -101,7 +101,7 @@ def _run_here(
         run.write_job(None)
         lives = len(run.lives())
         announce(lives)
-        forward = _Forward(choice.module.PASSED if choice.starts_agents else {})
+        forward = _Forward(choice.queue.stop_signals if choice.starts_agents else {})
         agent = forward.to(_start(run, choice))
         with contextlib.suppress(OSError, RunDirError):
             write_text(run.code, code.describe(Path(program.name).absolute().parent))
@@ -174,7 +174,7 @@ def _plan(
 def _stop_after_s(config: RunConfig, choice: Choice) -> float:
     """What the user says and what the job's limit leaves, whichever is earlier; 0 for never."""
     asked = seconds_of(config.stop_after) if config.stop_after else None
-    limit = choice.module.stop_after_s(choice.job, config.grace_s) if hasattr(choice.module, "stop_after_s") else None
+    limit = choice.queue.stop_after_s(choice.job, config.grace_s)
     return float(min(filter(None, (asked, limit)), default=0.0))
 
 
@@ -188,7 +188,9 @@ def _threads(env: Mapping[str, str], nproc: int) -> int:
 
 def _start(run: RunDir, choice: Choice) -> int:
     try:
-        return int(local.submit_bound(str(run.job)) if choice.starts_agents else local.submit(str(run.job)))
+        if isinstance(choice.queue, Foreground) and not choice.joined:
+            return int(choice.queue.submit(str(run.job), choice.job))
+        return int(foreground.start_bound(str(run.job)) if choice.starts_agents else foreground.start(str(run.job)))
     except OSError as error:
         shortage = processes.shortage(error) or f"{run.job} could not be run"
         raise ConfigError(f"cannot start the agent: {error.strerror}: {shortage}") from None

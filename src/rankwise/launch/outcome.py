@@ -11,6 +11,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from rankwise import schedulers
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from rankwise.host.terminal import typed
 from rankwise.host.text import short
@@ -68,7 +69,7 @@ def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
 
 def _misplaced(run: RunDir, failure: Failure, config: RunConfig) -> str | None:
     """Where the script has complained of options that are ours, and follow its name: the command that was meant."""
-    ours, rest = misplaced(config.argv[1:])
+    ours, rest = misplaced(config.argv[1:], schedulers.options())
     names = [word.partition("=")[0] for word in ours if word.startswith("--")]
     said = (failure.traceback or "") + run.log_tail(failure.rank, _LOG_TAIL_BYTES).decode(errors="replace")
     if config.command or not caller_of(config.words).reads or not any(name in said for name in names):
@@ -97,11 +98,10 @@ def _resume_command(config: RunConfig) -> str:
 def _options(config: RunConfig) -> list[str]:
     """Those of the command that say what is set here, up to the script."""
     words: list[str] = []
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if value == field.default or field.name in ("argv", "module", "command", "fresh", "site"):
-            continue
-        name = option(field.name)
+    own = {field.name: field.default for field in fields(config) if field.name not in ("argv", "job", "site")}
+    own = {name: getattr(config, name) for name, default in own.items() if getattr(config, name) != default}
+    given = {option(name): value for name, value in own.items() if name not in ("module", "command", "fresh")}
+    for name, value in {**given, **{schedulers.options()[name].typed: value for name, value in config.job.items()}}.items():
         for each in value if isinstance(value, tuple) else (value,):
             if each is True:
                 words.append(name)

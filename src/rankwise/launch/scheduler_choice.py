@@ -5,18 +5,20 @@ choice = choose(config, os.environ);  print(choice.name, choice.why)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
+from rankwise import schedulers
 from rankwise.errors import ConfigError
 from rankwise.launch.outcome import say
-from rankwise.run.config import SCHEDULERS, RunConfig, is_given, option
+from rankwise.run.config import RunConfig
+from rankwise.run.options import is_given
 from rankwise.run.plan import Host
-from rankwise.schedulers import BY_NAME, local, mpi
+from rankwise.schedulers import Jobs
+from rankwise.schedulers.options import counts
 
-_IN_PLAN = ("on", "hosts", "hostfile", "nodes", "node_rank", "master_addr")
+_IN_PLAN = ("gpus", "hosts", "hostfile", "nodes", "node_rank", "master_addr")
 """They have places of their own in the Plan; what is left is the scheduler's `job`."""
 
 
@@ -24,7 +26,7 @@ _IN_PLAN = ("on", "hosts", "hostfile", "nodes", "node_rank", "master_addr")
 class Choice:
     """A scheduler, and what it was asked for."""
 
-    name: str
+    queue: Jobs
     why: str
     """In a few words, for a person."""
 
@@ -36,6 +38,9 @@ class Choice:
     hosts: tuple[Host, ...]
     node_rank: int
     master_addr: str
+    gpus: str | None
+    """Those to use, by number; None for all."""
+
     job: dict[str, Any]
     joined: bool = False
     """The scheduler has started this process and its like already: each has an agent below it, nothing is left to start."""
@@ -46,123 +51,106 @@ class Choice:
     @property
     def starts_agents(self) -> bool:
         """Whether another starter (srun, mpirun) stands between this process and the agents."""
-        return hasattr(self.module, "PASSED") and not self.joined
+        return bool(self.queue.stop_signals) and not self.joined
 
     @property
-    def module(self) -> ModuleType:
-        return BY_NAME[self.name]
+    def name(self) -> str:
+        return self.queue.name
 
     @property
     def is_here(self) -> bool:
         """This machine alone: what it has can be looked at now."""
-        return self.module is local
+        return self.queue.this_machine
 
 
 def choose(config: RunConfig, env: Mapping[str, str]) -> Choice:
     """Raises ConfigError for a scheduler that is none, and for a setting that it does not know."""
-    name, why = _scheduler(config, env)
-    module = BY_NAME[name]
-    settings = _settings(config, name, why)
-    if name == "manual" and not (config.master_addr and config.master_port):
-        raise ConfigError(
-            f"--node-rank {config.node_rank}: where do the nodes meet? Type the same on each of them: --master-addr HOST "
-            "--master-port PORT, the host of node 0 and a port that is free there"
-        )
-    attached: bool = module.attached(env)
-    if attached and hasattr(module, "WITHIN"):
-        settings = _within(module, settings, config)
-    hosts = _hosts(settings, module)
-    least, most = _nodes(settings, hosts, getattr(module, "allocated", _nothing)(env) if attached else None)
+    queue, why = _queue(config, env)
+    job = _job(config, queue, why)
+    queue.check(job)
+    attached = queue.attached(env)
+    allocated = queue.allocated(env) if attached else None
+    if allocated is not None:
+        job = _within(queue, job, config)
+    hosts = queue.named_hosts(job)
+    least, most = _nodes(job, hosts, allocated)
     return Choice(
-        name=name,
+        queue=queue,
         why=why,
         attached=attached,
         nodes=most,
         min_nodes=least,
         hosts=hosts,
-        node_rank=settings.get("node_rank", -1),
-        master_addr=settings.get("master_addr", ""),
-        job={key: value for key, value in settings.items() if key not in (*_IN_PLAN, "gpus")},
+        node_rank=job.get("node_rank", -1),
+        master_addr=job.get("master_addr", ""),
+        gpus=job.get("gpus"),
+        job={key: value for key, value in job.items() if key not in _IN_PLAN},
     )
 
 
-def _scheduler(config: RunConfig, env: Mapping[str, str]) -> tuple[str, str]:
-    """(its name, why): what was said, then what follows from what was said, then where this is, then the site's habit."""
-    several = config.nodes is not None and config.node_counts() != (1, 1)
+def _queue(config: RunConfig, env: Mapping[str, str]) -> tuple[Jobs, str]:
+    """(it, why): what was said, then what follows from what was said, then where this is, then the site's habit."""
     if config.on is not None:
-        return _known(config.on, f"--on {config.on}"), "as asked"
-    if config.hosts is not None or config.hostfile is not None:
-        given = "-H" if config.hosts is not None else "--hostfile"
-        return _known("ssh", given), f"{given} names hosts"
-    if several and config.node_rank is not None:
-        return _known("manual", "--node-rank"), "--node-rank: each node is started by hand"
-    for name, module in BY_NAME.items():
-        if hasattr(module, "allocated") and module.allocated(env) is not None:
-            return name, "this shell is in a job of it"
+        return _named(config.on, f"--on {config.on}"), "as asked"
+    queues = schedulers.queues().values()
+    for queue in queues:
+        if (why := queue.claims(config.job)) is not None:
+            return queue, why
+    for queue in queues:
+        if queue.allocated(env) is not None:
+            return queue, "this shell is in a job of it"
     if (on := config.site.get("on")) is not None:
-        return _known(on, f"on = {on!r} in the site file"), "the site file says so"
-    return "local", "nothing else was asked for"
+        return _named(on, f"on = {on!r} in the site file"), "the site file says so"
+    return schedulers.LOCAL, "nothing else was asked for"
 
 
-def _known(on: str, typed: str) -> str:
-    name = mpi.installed() if on == "mpi" else on
-    if name not in BY_NAME:
-        raise ConfigError(f"{typed}: there is no scheduler {name}; choose {', '.join((*BY_NAME, 'mpi'))}")
-    return name
+def _named(on: str, typed: str) -> Jobs:
+    name = schedulers.ALIASES[on]() if on in schedulers.ALIASES else on
+    queue = schedulers.queue(name)
+    if queue is None:
+        names = (*schedulers.queues(), *schedulers.ALIASES)
+        raise ConfigError(f"{typed}: there is no scheduler {name}; choose {', '.join(names)}")
+    return queue
 
 
-def _settings(config: RunConfig, name: str, why: str) -> dict[str, Any]:
-    """Those that this scheduler knows: what was given, then the site's. Raises ConfigError for one that was given in vain."""
-    known = BY_NAME[name].OPTIONS
-    given = {key: getattr(config, key) for key in (*SCHEDULERS, "gpus") if key != "on"}
-    given = {key: value for key, value in given.items() if is_given(value)}
-    if config.node_counts() == (1, 1):  # as torchrun is told where there is but one
+def _job(config: RunConfig, queue: Jobs, why: str) -> dict[str, Any]:
+    """What it is asked for: what was given, then the site's. Raises ConfigError for an option that it does not know."""
+    known = {option.name for option in queue.options}
+    options = schedulers.options()
+    given = dict(config.job)
+    if counts(given.get("nodes", "")) == (1, 1):  # as torchrun is told where there is but one
         given = {key: value for key, value in given.items() if key in known or key not in ("nodes", "node_rank", "master_addr")}
-    if name == "local" and "nodes" in given:
-        raise ConfigError(
-            f"--nodes {given['nodes']}: nothing says where the other nodes are; type -H HOST1,HOST2 to reach them by ssh, "
-            "--on slurm for its queue, or on each of them --node-rank (0, 1, ...) and --master-addr HOST1"
-        )
     for key, value in given.items():
         if key not in known:
-            others = [other for other, module in BY_NAME.items() if key in module.OPTIONS]
-            typed = option(key) if value is True else f"{option(key)} {', '.join(value) if isinstance(value, tuple) else value}"
+            option = options[key]
+            if key in queue.cures:
+                raise ConfigError(f"{option.shown(value)}: {queue.cures[key]}")
+            others = options.known_to(key)
             do = "does" if len(others) == 1 else "do"
-            cure = f"{' and '.join(others)} {do}: type --on {others[0]}, or " if others else ""
-            raise ConfigError(f"{typed}: {name} ({why}) knows no {option(key)}; {cure}leave it out")
-    return {**{key: value for key, value in config.site.items() if key in known}, **given}
+            raise ConfigError(
+                f"{option.shown(value)}: {queue.name} ({why}) knows no {option.typed}; {' and '.join(others)} {do}: "
+                f"type --on {others[0]}, or leave it out"
+            )
+    return {**{key: value for key, value in config.site.items() if key in known and is_given(value)}, **given}
 
 
-def _within(module: ModuleType, settings: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+def _within(queue: Jobs, job: dict[str, Any], config: RunConfig) -> dict[str, Any]:
     """Without what is asked of a queue: the nodes are there already."""
-    vain = [option(key) for key in settings if key not in module.WITHIN and is_given(getattr(config, key))]
+    keeps = [option.name for option in queue.options if option.within]
+    vain = [option.typed for option in queue.options if option.name in config.job and option.name not in keeps]
     if vain:
         verb = "is" if len(vain) == 1 else "are"
         say(f"warning: this shell is in a job already: nothing is queued, and {', '.join(vain)} {verb} without effect")
-    return {"within": True, **{key: value for key, value in settings.items() if key in module.WITHIN}}
+    return {"within": True, **{key: value for key, value in job.items() if key in keeps}}
 
 
-def _hosts(settings: Mapping[str, Any], module: ModuleType) -> tuple[Host, ...]:
-    readers: dict[str, Callable[[str], tuple[Host, ...]]] = {}
-    if "hosts" in settings:
-        readers = {"hosts": module.parse_hosts}
-    elif "hostfile" in settings:
-        readers = {"hostfile": module.read_hostfile}
-    return next((read(settings[key]) for key, read in readers.items()), ())
-
-
-def _nodes(settings: Mapping[str, Any], hosts: tuple[Host, ...], allocated: int | None) -> tuple[int, int]:
+def _nodes(job: Mapping[str, Any], hosts: tuple[Host, ...], allocated: int | None) -> tuple[int, int]:
     """(fewest, most): as asked for, or as many as there are."""
     there = len(hosts) or allocated
-    counts = RunConfig(argv=("counted",), nodes=settings["nodes"]).node_counts() if "nodes" in settings else None
-    if counts is None:
+    if "nodes" not in job:
         return there or 1, there or 1
-    least, most = counts
+    least, most = counts(job["nodes"])
     if there is not None and most > there:
         what = "hosts named" if hosts else "nodes in this job"
-        raise ConfigError(f"--nodes {settings['nodes']}, and there are {there} {what}; leave --nodes out for all of them")
+        raise ConfigError(f"--nodes {job['nodes']}, and there are {there} {what}; leave --nodes out for all of them")
     return least, most
-
-
-def _nothing(env: Mapping[str, str]) -> None:
-    return None

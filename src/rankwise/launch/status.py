@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from rankwise import schedulers
 from rankwise.errors import RunDirError
 from rankwise.host import processes
 from rankwise.host.terminal import typed
@@ -18,7 +19,6 @@ from rankwise.host.text import clock, count, short, stamp
 from rankwise.run import lease
 from rankwise.run.directory import Job, Life, RunDir
 from rankwise.run.lease import Holder
-from rankwise.schedulers import BY_NAME
 from rankwise.schedulers.job import State
 
 _ALIVE = ("waiting", "stuck", "running")
@@ -26,10 +26,12 @@ _ALIVE = ("waiting", "stuck", "running")
 
 def state_of(job: Job) -> State:
     """What its scheduler knows of it now."""
-    if job.scheduler not in BY_NAME:
-        return State("unknown", f"this version of rankwise knows no scheduler {job.scheduler}")
-    state: State = BY_NAME[job.scheduler].state(job.id)
-    return state
+    queue = schedulers.queue(job.scheduler)
+    if queue is None:
+        return State(
+            "unknown", f"there is no scheduler {job.scheduler} here: neither rankwise nor an installed package has one"
+        )
+    return queue.state(job.told())
 
 
 def is_alive(run: RunDir, job: Job | None) -> bool:
@@ -114,8 +116,9 @@ def _course(life: dict[str, Any], found: dict[str, Any]) -> str:
 def cancel(run: RunDir) -> str:
     """Ask what is alive of this run to end; returns what was done. Raises RankwiseError where that is not possible."""
     job = run.read_job()
-    if job is not None and (state := state_of(job)).phase in _ALIVE:
-        BY_NAME[job.scheduler].cancel(job.id)
+    queue = schedulers.queue(job.scheduler) if job is not None else None
+    if job is not None and queue is not None and (state := state_of(job)).phase in _ALIVE:
+        queue.cancel(job.told())
         rest = "; its ranks are asked to stop and to save" if state.phase == "running" else ""
         return f"job {job.id} of {job.scheduler} ({state.reason}) is cancelled{rest}"
     writer = _writer(run)

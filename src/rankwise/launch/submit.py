@@ -39,13 +39,11 @@ ArrayMember = tuple[RunDir, Plan]
 
 def members(choice: Choice, run: RunDir, plan: Plan) -> list[ArrayMember]:
     """The runs of the job; each task of a job array is one of its own, RUN-<number>. Raises ConfigError."""
-    if "array" not in choice.job:
-        return [(run, plan)]
     found = []
-    for number in choice.module.array_tasks(choice.job["array"]):
+    for number in choice.queue.array_tasks(choice.job):
         path = run.path.with_name(f"{run.path.name}-{number}")
         found.append((RunDir(path), replace(plan, run_dir=str(path), name=path.name)))
-    return found
+    return found or [(run, plan)]
 
 
 def refuse_if_queued(run: RunDir) -> None:
@@ -114,7 +112,6 @@ def queue(
 
     The right to write in the run directories is given up before the job is there: its agents take it, maybe at once.
     """
-    module = choice.module
     if len(found) > 1 and config.wait:
         raise ConfigError(
             "--wait and --array: a job of several runs cannot be shown as one; follow one: rankwise logs -f RUN-0"
@@ -132,10 +129,9 @@ def queue(
             with contextlib.suppress(RunDirError):
                 write_text(run.code, described)
     lives = len(found[0][0].lives())  # counted before the job can add one
-    job_id: str = module.submit(str(found[0][0].job))
-    jobs = [Job(choice.name, job_id, time.time(), socket.gethostname()) for _ in found]
-    if "array" in choice.job:
-        numbers = module.array_tasks(choice.job["array"])
+    job_id = choice.queue.submit(str(found[0][0].job), choice.job)
+    jobs = [Job(choice.name, job_id, time.time(), socket.gethostname(), choice.job) for _ in found]
+    if numbers := choice.queue.array_tasks(choice.job):
         jobs = [replace(job, id=f"{job_id}_{number}") for job, number in zip(jobs, numbers, strict=True)]
     for (run, _), job in zip(found, jobs, strict=True):
         run.write_job(job)
@@ -156,7 +152,7 @@ def _tell(choice: Choice, job_id: str, job: Job, found: Sequence[ArrayMember], n
     """What became of the job at first, and how to go on from here. Raises ConfigError where it would never start."""
     state = _first_look(job)
     if state.phase == "stuck":
-        choice.module.cancel(job_id)
+        choice.queue.cancel(replace(job, id=job_id).told())
         raise ConfigError(f"job {job_id} of {choice.name} would never start, and is cancelled: {state.reason}")
     say(f"job {job_id} of {choice.name}{_and_runs(found)}: {state.reason or state.phase}")
     say(f"to follow it: {typed('status', name)}, {typed('logs', '-f', name)}; to end it: {typed('cancel', name)}")

@@ -24,7 +24,7 @@ import shlex
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -33,7 +33,7 @@ from rankwise.errors import RunDirError
 from rankwise.host.terminal import typed
 from rankwise.host.text import listed
 from rankwise.run import lease
-from rankwise.run.kinds import NUMBER, SEVERAL, TEXT, WHOLE, fits
+from rankwise.run.kinds import NUMBER, SEVERAL, TABLE, TEXT, WHOLE, fits
 from rankwise.run.lease import Holder, Lease
 
 ENV_RUN_DIR = "RANKWISE_RUN_DIR"
@@ -179,6 +179,13 @@ class Job(_Record):
 
     host: str = field(metadata=TEXT)
     """Where that was typed."""
+
+    options: Mapping[str, Any] = field(default_factory=dict, metadata=TABLE)
+    """What its scheduler was asked for."""
+
+    def told(self) -> dict[str, Any]:
+        """As its scheduler is told of it: the options, and its `id`."""
+        return {**self.options, "id": self.id}
 
 
 class RunDir:

@@ -44,6 +44,11 @@ def kind_of(field: dataclasses.Field[Any]) -> Kind:
     return metadata[_METADATA] if _METADATA in metadata else _KINDS[type(field.default)]
 
 
+def kind_of_type(kind: type) -> Kind:
+    """Of the values of one type. Raises KeyError for a type that no file has."""
+    return _KINDS[kind]
+
+
 def fits(value: object, field: dataclasses.Field[Any]) -> bool:
     """Whether it may hold this value; None where its default is None."""
     return isinstance(value, kind_of(field).types) or (value is None and field.default is None)

@@ -1,136 +1,119 @@
-"""All that is known of each way to start jobs, one file each; the order of the dict is the order of belief.
+"""All that is known of each way to start processes, one file each: protocols.py says what such a file has.
 
-A scheduler is a module with
+schedulers.queue("slurm")               # what a run can be handed to, by its name
+schedulers.launchers(os.environ)        # what may have started this process, in the order of belief
+schedulers.options()                    # what those may be asked for
 
-    detect(env) -> bool          does this environment speak of it? pure
-    ranks(env) -> Ranks          which rank is this process, each number with the variable that it came from; pure;
-                                 raises NotJoinedError for one of several processes that nothing has joined
-    VARIABLES                    the names in which it speaks, in the order in which a person reads them
-    NEEDS                        in words, what must be set for `detect`
-
-and, where it starts the processes but gives no address of rank 0,
-
-    tasks(env) -> Tasks | None   how many it started, and which of them this is; pure, never raises
-    start(env, ancestors) -> str | None
-                                 a name that all processes of this very start have in common, and no other start that may be
-                                 alive; `ancestors` are the command lines above this process, the nearest first; pure
-    one_of_several(env) -> bool  this process is one of several that `ranks` cannot join: a launcher must not start in each of
-                                 them either; pure. Only where it does not say how many there are
-    one_a_node(env) -> bool      each node has one of them, which is then for all its devices; pure
-    of_rank(env, ranks, per_node) -> Mapping[str, str]
-                                 `env`, in which it speaks of our agent, as a rank of that agent is to find it: what it says
-                                 of the agent's own place says the rank's, or is taken out. Then whoever believes it, and not
-                                 RANK, believes no other thing. What it says of the job stays. `per_node`: the ranks of each
-                                 node, as `short_list` writes them; pure. Not asked where the task is the rank
-
-and, where a user's own job array makes tasks that are worlds of their own,
-
-    array_task(env) -> str | None  the number of the task that this process is in; None outside of an array; pure
-
-and, where a job has a folder for itself, over all its starts,
-
-    job_folder(env) -> Path | None   which; None in no such job; pure
-
-and, where a run can be handed to it (those of BY_NAME),
-
-    OPTIONS                      the settings of a run that it knows beside those that all know, by RunConfig's names
-    render(plan) -> str          the whole text that starts the agents; pure, compared with a golden file; raises ConfigError.
-                                 What a queued job prints goes to logs/job-<its id>.log in the run directory
-    attached(env) -> bool        the agents run below whoever runs that text, nothing is queued: a shell, ssh, mpirun, or inside
-                                 an allocation; pure
-    submit(path) -> str          hand over that text; returns the job's id (where attached: the process id of a shell)
-    state(job_id) -> State       what became of the job; asks the scheduler, which may have forgotten it; never raises
-    cancel(job_id) -> None       ask it to stop
-
-and, of these, where it applies,
-
-    allocated(env) -> int | None the nodes that the job of this shell has; None in no such shell; pure
-    PASSED                       where what runs the text is another starter (srun, mpirun) and not the agent itself: which
-                                 signal makes it ask the agents to stop, by the one that the launcher got
-    WITHIN                       of OPTIONS, those that mean something within an allocation; `plan.job` has "within" there
-    AGAIN                        where `requeue` is one of OPTIONS and the text leaves it to the head's agent: the exit status
-                                 by which that puts the job back into the queue
-    stop_after_s(job, grace_s) -> float    where its own notice before a limit ends some of the agents: after how long the head
-                                 stops the run by itself, `job` as in the plan; 0 for never; pure
-    array_tasks(text) -> tuple[str, ...]   where `array` is one of OPTIONS: the numbers of a job array's tasks. Each is a run of
-                                 its own in the run directory <run_dir>-<number>, as the job <job_id>_<number>
-
-and, where the user may name the hosts (`hosts` and `hostfile` are among its OPTIONS),
-
-    parse_hosts(text) -> tuple[Host, ...]      of -H; pure; raises ConfigError, as this does:
-    read_hostfile(path) -> tuple[Host, ...]
-
-and, where the head's agent starts those of the other nodes itself,
-
-    hosts(plan, env) -> tuple[Host, ...]   the nodes in the order of their ranks; pure but for the file that `env` names
-    reach(host, command) -> list[str]      the command that runs `command` there, its stdin and stdout passed through
-    refusal(host, words) -> str | None     why that did not get there, by its words on stderr; None: they are the command's own
+Those of other packages are found by their entry points (installed.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from types import ModuleType
 
-from rankwise.schedulers import (
-    flux,
-    horovodrun,
-    jsrun,
-    local,
-    manual,
-    mpich,
-    mvapich,
-    openmpi,
-    others,
-    pals,
-    sge,
-    slurm,
-    ssh,
-    submitit,
-    torchrun,
-)
+from rankwise.errors import ConfigError
+from rankwise.run.options import Knows, Options
+from rankwise.schedulers import installed, mpi
+from rankwise.schedulers.flux import Flux
+from rankwise.schedulers.foreground import Foreground
+from rankwise.schedulers.horovodrun import Horovodrun
+from rankwise.schedulers.jsrun import Jsrun
+from rankwise.schedulers.local import ThisMachine
+from rankwise.schedulers.manual import ByHand
+from rankwise.schedulers.mpich import Mpich
+from rankwise.schedulers.mvapich import Mvapich
+from rankwise.schedulers.openmpi import OpenMpi
+from rankwise.schedulers.options import SHARED
+from rankwise.schedulers.others import OtherLaunchers
+from rankwise.schedulers.pals import Pals
+from rankwise.schedulers.protocols import Hosts, Jobs, Launcher, Scheduler
 from rankwise.schedulers.ranks import Ranks
+from rankwise.schedulers.sge import GridEngine
+from rankwise.schedulers.slurm import Slurm
+from rankwise.schedulers.ssh import Ssh
+from rankwise.schedulers.submitit import Submitit
+from rankwise.schedulers.torchrun import Torchrun
 
-ORDER: dict[str, ModuleType] = {
-    "torchrun": torchrun,
-    "jsrun": jsrun,
-    "openmpi": openmpi,
-    "horovodrun": horovodrun,
-    "mvapich": mvapich,
-    "pals": pals,
-    "flux": flux,
-    "mpich": mpich,
-    "submitit": submitit,
-    "slurm": slurm,
-    "sge": sge,
-    "others": others,
-    "local": local,
-}
+LOCAL = ThisMachine()
+_OPENMPI, _MPICH, _SLURM, _SGE = OpenMpi(), Mpich(), Slurm(), GridEngine()
 
-BY_NAME: dict[str, ModuleType] = {
-    "local": local,
-    "slurm": slurm,
-    "sge": sge,
-    "ssh": ssh,
-    "openmpi": openmpi,
-    "mpich": mpich,
-    "manual": manual,
-}
-"""Those to which a run can be handed."""
+
+def _of_others() -> list[Scheduler]:
+    """Raises ConfigError as `installed.schedulers` does, and for one that has a name of ours."""
+    for each in installed.schedulers():
+        if each.name in _NAMES:
+            package = installed.packages()[each.name]
+            raise ConfigError(f"the package {package} has a scheduler {each.name}, as rankwise has one; uninstall that package")
+    return list(installed.schedulers())
+
+
+def _starters() -> Iterator[Launcher]:
+    yield from _LAUNCHERS[1:]
+    yield from (each for each in _of_others() if isinstance(each, Launcher))
+
+
+_LAUNCHERS: tuple[Launcher, ...] = (
+    Torchrun(_starters), Jsrun(), _OPENMPI, Horovodrun(), Mvapich(), Pals(), Flux(), _MPICH, Submitit(), _SLURM, _SGE,
+    OtherLaunchers(),
+)  # fmt: skip
+"""Ours, in the order of belief. Those of other packages come after them, and LOCAL at last."""
+
+_QUEUES: tuple[Jobs, ...] = (LOCAL, _SLURM, _SGE, Ssh(), _OPENMPI, _MPICH, ByHand())
+"""Ours to which a run can be handed, in the order in which they are told."""
+
+_NAMES = {each.name for each in (*_LAUNCHERS, *_QUEUES)}
+
+ALIASES: Mapping[str, Callable[[], str]] = {"mpi": mpi.installed}
+"""What else `--on` takes, each with what finds out whose name it is."""
+
+
+def queues() -> dict[str, Jobs]:
+    """Those to which a run can be handed, by their names. Raises ConfigError as `installed.schedulers` does."""
+    return {each.name: each for each in (*_QUEUES, *_of_others()) if isinstance(each, Jobs)}
+
+
+def queue(name: str) -> Jobs | None:
+    """None where there is none of that name."""
+    ours = next((each for each in _QUEUES if each.name == name), None)
+    return ours if ours is not None else queues().get(name)
+
+
+def launchers(env: Mapping[str, str]) -> dict[str, Launcher]:
+    """What may have started a process with this environment, by their names, in the order of belief. Those of other packages
+    are looked for where none of ours speaks."""
+    others = [] if any(each.detect(env) for each in _LAUNCHERS) else _of_others()
+    return {each.name: each for each in (*_LAUNCHERS, *others, LOCAL) if isinstance(each, Launcher)}
+
+
+def launcher(name: str) -> Launcher:
+    """Raises KeyError where there is none of that name."""
+    ours = next((each for each in (*_LAUNCHERS, LOCAL) if each.name == name), None)
+    return ours if ours is not None else {each.name: each for each in _of_others() if isinstance(each, Launcher)}[name]
+
+
+@cache
+def options() -> Options:
+    """What all queues may be asked for. Raises ConfigError where two packages call different things by one word."""
+    package = installed.packages()
+    return Options(
+        [Knows(each.name, each.title, package.get(each.name, "rankwise"), each.options) for each in queues().values()], SHARED
+    )
 
 
 def job_folder(env: Mapping[str, str]) -> Path | None:
     """The folder that the job of this process has for itself, over all its starts; None if it has none."""
-    found = (module.job_folder(env) for module in ORDER.values() if hasattr(module, "job_folder"))
-    return next(filter(None, found), None)
+    return next(filter(None, (each.job_folder(env) for each in launchers(env).values())), None)
 
 
 def named_by_task(name: str, env: Mapping[str, str]) -> str:
     """The default name of a run: in a task of the user's own job array with its number, for each task is a run of its own."""
-    found = (module.array_task(env) for module in ORDER.values() if hasattr(module, "array_task"))
-    task = next(filter(None, found), None)
+    task = next(filter(None, (each.array_task(env) for each in launchers(env).values())), None)
     return name if task is None else f"{name}-{task}"
 
 
-__all__ = ["BY_NAME", "ORDER", "Ranks", "job_folder", "named_by_task"]
+__all__ = [
+    "ALIASES", "LOCAL", "Foreground", "Hosts", "Jobs", "Launcher", "Ranks", "Scheduler", "job_folder", "launcher", "launchers",
+    "named_by_task", "options", "queue", "queues",
+]  # fmt: skip

@@ -2,78 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import signal
-import sys
 from collections.abc import Mapping
+from typing import ClassVar
 
-from rankwise.host import processes
-from rankwise.run.plan import Plan
-from rankwise.schedulers.job import State
+from rankwise.schedulers.foreground import Foreground
+from rankwise.schedulers.options import GPUS
+from rankwise.schedulers.protocols import Launcher
 from rankwise.schedulers.ranks import Ranks, single
 
-VARIABLES = ()
-NEEDS = "nothing"
-OPTIONS = ("gpus",)
 
+class ThisMachine(Launcher, Foreground):
+    name = "local"
+    options = (GPUS,)
+    this_machine = True
+    cures: ClassVar = {
+        "nodes": "nothing says where the other nodes are; type -H HOST1,HOST2 to reach them by ssh, --on slurm for its queue, "
+        "or on each of them --node-rank (0, 1, ...) and --master-addr HOST1"
+    }
 
-def detect(env: Mapping[str, str]) -> bool:
-    """Always: what nobody else claims is a single process."""
-    return True
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """Always: what nobody else claims is a single process."""
+        return True
 
-
-def ranks(env: Mapping[str, str]) -> Ranks:
-    return single("a single process")
-
-
-def render(plan: Plan) -> str:
-    """A shell script that becomes the agent of this node."""
-    command = [sys.executable, "-m", "rankwise.agent", plan.run_dir]
-    return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\nexec {shlex.join(command)}\n"
-
-
-def attached(env: Mapping[str, str]) -> bool:
-    """Always: the agent runs below the launcher."""
-    return True
-
-
-def submit(path: str) -> str:
-    """Run the text by the shell that its first line names, in a session of its own: what the terminal sends to its foreground
-    reaches the launcher alone. Requests to stop wait until the agent unblocks their signals (agent/event_loop.py).
-    """
-    command = _command(path)
-    # Not by subprocess: what it forgets it reaps behind our back, and the agent's status would be lost.
-    return str(os.posix_spawn(command[0], command, os.environ, setsid=True, setsigmask=processes.STOP_SIGNALS))
-
-
-def submit_bound(path: str) -> str:
-    """The same, killed when this process ends: for what is no agent, which would see that itself."""
-    command, parent = _command(path), os.getpid()
-    reader, writer = os.pipe()  # the exec closes it
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setsid()
-            processes.die_with_parent(parent)
-            os.execv(command[0], command)
-        finally:
-            os._exit(127)
-    os.close(writer)
-    os.read(reader, 1)  # until then a signal would meet this program's own handlers
-    os.close(reader)
-    return str(pid)
-
-
-def _command(path: str) -> list[str]:
-    with open(path, "rb") as file:
-        first = file.readline()
-    return [*(first[2:].decode().split() if first.startswith(b"#!") else ["/bin/sh"]), path]
-
-
-def state(job_id: str) -> State:
-    return State("ended" if processes.start_time(int(job_id)) is None else "running")
-
-
-def cancel(job_id: str) -> None:
-    os.kill(int(job_id), signal.SIGTERM)
+    def ranks(self, env: Mapping[str, str]) -> Ranks:
+        return single("a single process")

@@ -9,17 +9,39 @@ The agents meet at that address; the ranks' own rendezvous gets a free port besi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from rankwise.schedulers import local
-
-OPTIONS = ("gpus", "nodes", "node_rank", "master_addr")
-
-render = local.render
-submit = local.submit
-state = local.state
-cancel = local.cancel
+from rankwise.errors import ConfigError
+from rankwise.run.plan import Plan
+from rankwise.schedulers.foreground import Foreground
+from rankwise.schedulers.options import GPUS, MASTER_ADDR, NODE_RANK, NODES, counts
 
 
-def attached(env: Mapping[str, str]) -> bool:
-    """Always: each agent runs below its own launcher."""
-    return True
+class ByHand(Foreground):
+    name = "manual"
+    options = (GPUS, NODES, NODE_RANK, MASTER_ADDR)
+
+    def claims(self, asked: Mapping[str, Any]) -> str | None:
+        """With a node rank, unless there is one node: torchrun is told that of a single machine too."""
+        if "node_rank" not in asked or ("nodes" in asked and counts(asked["nodes"]) == (1, 1)):
+            return None
+        return f"{NODE_RANK.typed}: each node is started by hand"
+
+    def check(self, job: Mapping[str, Any]) -> None:
+        if "node_rank" not in job:
+            return
+        rank = f"{NODE_RANK.typed} {job['node_rank']}"
+        if "nodes" not in job:
+            raise ConfigError(f"{rank}: of how many? Type {NODES.typed} N too, on each node")
+        _, most = counts(job["nodes"])
+        if not 0 <= job["node_rank"] < most:
+            raise ConfigError(f"{rank}: of {most} nodes ({NODES.typed} {job['nodes']}) it lies between 0 and {most - 1}")
+
+    def render(self, plan: Plan) -> str:
+        """Raises ConfigError where the nodes could not meet."""
+        if not (plan.master_addr and plan.master_port):
+            raise ConfigError(
+                f"{NODE_RANK.typed} {plan.node_rank}: where do the nodes meet? Type the same on each of them: "
+                f"{MASTER_ADDR.typed} HOST --master-port PORT, the host of node 0 and a port that is free there"
+            )
+        return super().render(plan)

@@ -6,10 +6,14 @@ import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import ClassVar
 
 from rankwise.run.plan import Plan
-from rankwise.schedulers import local, ssh
+from rankwise.schedulers.foreground import Foreground
+from rankwise.schedulers.host_names import NamesHosts
 from rankwise.schedulers.job import agent
+from rankwise.schedulers.options import NODES
+from rankwise.schedulers.protocols import Launcher
 from rankwise.schedulers.ranks import (
     Ranks,
     Tasks,
@@ -23,87 +27,69 @@ from rankwise.schedulers.ranks import (
     without,
 )
 
-VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-NEEDS = "PMI_RANK and MPI_LOCALRANKID"
-OPTIONS = ("nodes", "hosts", "hostfile")
-
 _IDENTITY = ("PMI_", "PMI2_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "HYDI_CONTROL_FD")
 
-# These two would end mpirun itself, and the agents with it; SIGINT, SIGTERM and SIGUSR1 it passes on. After any of these its
-# exit status is 0, whatever the agents' is: what became of the run is in the run directory alone.
-PASSED = {signal.SIGHUP: signal.SIGTERM, signal.SIGUSR2: signal.SIGUSR1}
 
-submit = local.submit_bound
-state = local.state
-parse_hosts = ssh.parse_hosts
-read_hostfile = ssh.read_hostfile
-cancel = local.cancel
+class Mpich(Launcher, NamesHosts, Foreground):
+    name = "mpich"
+    variables = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    needs = "PMI_RANK and MPI_LOCALRANKID"
+    options = (NODES, *NamesHosts.options)
+    # These two would end mpirun itself, and the agents with it; SIGINT, SIGTERM and SIGUSR1 it passes on. After any of these
+    # its exit status is 0, whatever the agents' is: what became of the run is in the run directory alone.
+    stop_signals: ClassVar = {signal.SIGHUP: signal.SIGTERM, signal.SIGUSR2: signal.SIGUSR1}
 
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """True for what Hydra sets. `srun --mpi=pmi2` sets PMI_RANK too: within a Slurm step it takes a local rank as well."""
+        if "MPI_LOCALRANKID" in env:
+            return True
+        return ("PMI_RANK" in env or "PMI_SIZE" in env) and "SLURM_STEP_ID" not in env
 
-def detect(env: Mapping[str, str]) -> bool:
-    """True for what Hydra sets. `srun --mpi=pmi2` sets PMI_RANK too: within a Slurm step it takes a local rank as well."""
-    if "MPI_LOCALRANKID" in env:
-        return True
-    return ("PMI_RANK" in env or "PMI_SIZE" in env) and "SLURM_STEP_ID" not in env
+    def tasks(self, env: Mapping[str, str]) -> Tasks | None:
+        return tasks_of(env, "PMI_RANK", "PMI_SIZE") if self.detect(env) else None
 
+    def ranks(self, env: Mapping[str, str]) -> Ranks:
+        """Raises WorldError for a part of the variables, a value that is no number, a rank that is not below its size."""
+        require(env, ("PMI_RANK", "PMI_SIZE"), "MPICH")
+        if "MPI_LOCALRANKID" not in env and "MPI_LOCALNRANKS" not in env:
+            return self._another_launcher(env)
+        return counted(env, self.variables, "MPICH")
 
-def tasks(env: Mapping[str, str]) -> Tasks | None:
-    return tasks_of(env, "PMI_RANK", "PMI_SIZE") if detect(env) else None
+    def one_of_several(self, env: Mapping[str, str]) -> bool:
+        """Under another launcher that speaks PMI."""
+        return "MPI_LOCALRANKID" not in env and env.get("PMI_SIZE") != "1"
 
+    def one_per_node(self, env: Mapping[str, str]) -> bool:
+        """As far as this node shows: Hydra does not tell how many there are."""
+        return env.get("MPI_LOCALNRANKS") == "1"
 
-def ranks(env: Mapping[str, str]) -> Ranks:
-    """Raises WorldError for a part of the variables, a value that is no number, a rank that is not below its size."""
-    require(env, ("PMI_RANK", "PMI_SIZE"), "MPICH")
-    if "MPI_LOCALRANKID" not in env and "MPI_LOCALNRANKS" not in env:
-        return _another_launcher(env)
-    return counted(env, VARIABLES, "MPICH")
+    def rank_env(self, env: Mapping[str, str], ranks: Ranks, per_node: str) -> Mapping[str, str]:
+        """Without its identity, which belongs to one process."""
+        return without(env, _IDENTITY)
 
+    def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
+        """Where mpirun listens for its proxies: Hydra puts no name of the job into the environment, but each proxy, the process
+        above a node's ranks, is given mpirun's HOST:PORT as an argument.
+        """
+        for command in ancestors:
+            for word, value in pairwise(command):
+                if word == "--control-port":
+                    return f"mpich-{value}"
+        return None
 
-def one_of_several(env: Mapping[str, str]) -> bool:
-    """Under another launcher that speaks PMI."""
-    return "MPI_LOCALRANKID" not in env and env.get("PMI_SIZE") != "1"
+    def render(self, plan: Plan) -> str:
+        """A shell script that becomes mpirun, which starts one agent a node with the whole environment."""
+        where = ["-hosts", ",".join(host.name for host in plan.hosts)] if plan.hosts else []
+        mpirun = ["mpirun", "-np", str(plan.nodes), "-ppn", "1", *where]
+        # Not that it ends for all: agents above the first wait for ever for the end of their stdin.
+        return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\nexec {shlex.join(mpirun)} {agent(plan.run_dir)} </dev/null\n"
 
-
-def one_a_node(env: Mapping[str, str]) -> bool:
-    """As far as this node shows: Hydra does not tell how many there are."""
-    return env.get("MPI_LOCALNRANKS") == "1"
-
-
-def of_rank(env: Mapping[str, str], ranks: Ranks, per_node: str) -> Mapping[str, str]:
-    """Without its identity, which belongs to one process."""
-    return without(env, _IDENTITY)
-
-
-def start(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
-    """Where mpirun listens for its proxies: Hydra puts no name of the job into the environment, but each proxy, the process
-    above a node's ranks, is given mpirun's HOST:PORT as an argument.
-    """
-    for command in ancestors:
-        for word, value in pairwise(command):
-            if word == "--control-port":
-                return f"mpich-{value}"
-    return None
-
-
-def attached(env: Mapping[str, str]) -> bool:
-    """Always: mpirun runs below the launcher."""
-    return True
-
-
-def render(plan: Plan) -> str:
-    """A shell script that becomes mpirun, which starts one agent a node with the whole environment."""
-    where = ["-hosts", ",".join(host.name for host in plan.hosts)] if plan.hosts else []
-    mpirun = ["mpirun", "-np", str(plan.nodes), "-ppn", "1", *where]
-    # Not that it ends for all: agents above the first wait for ever for the end of their stdin.
-    return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\nexec {shlex.join(mpirun)} {agent(plan.run_dir)} </dev/null\n"
-
-
-def _another_launcher(env: Mapping[str, str]) -> Ranks:
-    """PMI's rank and size without a local rank: another launcher that speaks PMI, and nobody knows which device is ours."""
-    if whole_number(env, "PMI_SIZE") == 1:
-        return single("PMI_SIZE")
-    raise not_joined(
-        f"{shown(env, VARIABLES)} but no MPI_LOCALRANKID",
-        "a launcher that is neither MPICH's nor Intel's, which does not tell the local rank",
-        "start it with mpirun, or set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
-    )
+    def _another_launcher(self, env: Mapping[str, str]) -> Ranks:
+        """PMI's rank and size without a local rank: another launcher that speaks PMI, and nobody knows which device is ours."""
+        if whole_number(env, "PMI_SIZE") == 1:
+            return single("PMI_SIZE")
+        raise not_joined(
+            f"{shown(env, self.variables)} but no MPI_LOCALRANKID",
+            "a launcher that is neither MPICH's nor Intel's, which does not tell the local rank",
+            "start it with mpirun, or set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
+        )

@@ -7,29 +7,16 @@ import os
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from rankwise.errors import ConfigError
 from rankwise.run.plan import Plan
-from rankwise.schedulers import local, ssh
+from rankwise.schedulers.foreground import Foreground
+from rankwise.schedulers.host_names import NamesHosts
 from rankwise.schedulers.job import agent
+from rankwise.schedulers.options import NODES
+from rankwise.schedulers.protocols import Launcher
 from rankwise.schedulers.ranks import Ranks, Tasks, counted, tasks_of, without
-
-# _NODE_RANK is not among them: it is the local rank under another name, not the index of the node.
-VARIABLES = (
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-)
-NEEDS = "OMPI_COMM_WORLD_RANK"
-OPTIONS = ("nodes", "hosts", "hostfile")
-
-# mpirun kills the agents within two seconds of a SIGTERM, SIGINT or SIGHUP to it, and passes SIGUSR1 on to them.
-PASSED = {signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
-
-state = local.state
-parse_hosts = ssh.parse_hosts
-read_hostfile = ssh.read_hostfile
 
 # What MPI_Init would take for this process. OMPI_MCA_* in general is what a user sets.
 _IDENTITY = (
@@ -41,57 +28,65 @@ _IDENTITY = (
 _ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
-def detect(env: Mapping[str, str]) -> bool:
-    """True if it names a rank or a size; a part of its variables is an error that `ranks` explains."""
-    return "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env
+class OpenMpi(Launcher, NamesHosts, Foreground):
+    name = "openmpi"
+    # _NODE_RANK is not among them: it is the local rank under another name, not the index of the node.
+    variables = (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    )
+    needs = "OMPI_COMM_WORLD_RANK"
+    when_bound = (
+        "Open MPI has bound each rank to one core, and the loader workers that it starts with it "
+        "(it does so with -np 1 and 2); with mpirun --bind-to none they use all {cores}"
+    )
+    options = (NODES, *NamesHosts.options)
+    # mpirun kills the agents within two seconds of a SIGTERM, SIGINT or SIGHUP to it, and passes SIGUSR1 on to them.
+    stop_signals: ClassVar = {signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
 
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """True if it names a rank or a size; a part of its variables is an error that `ranks` explains."""
+        return "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env
 
-def tasks(env: Mapping[str, str]) -> Tasks | None:
-    return tasks_of(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    def tasks(self, env: Mapping[str, str]) -> Tasks | None:
+        return tasks_of(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 
+    def ranks(self, env: Mapping[str, str]) -> Ranks:
+        """Raises WorldError for a part of the variables, a value that is no number, a rank that is not below its size."""
+        return counted(env, self.variables, "Open MPI")
 
-def ranks(env: Mapping[str, str]) -> Ranks:
-    """Raises WorldError for a part of the variables, a value that is no number, a rank that is not below its size."""
-    return counted(env, VARIABLES, "Open MPI")
+    def one_per_node(self, env: Mapping[str, str]) -> bool:
+        return env.get("OMPI_MCA_orte_num_nodes") == env.get("OMPI_COMM_WORLD_SIZE")
 
+    def rank_env(self, env: Mapping[str, str], ranks: Ranks, per_node: str) -> Mapping[str, str]:
+        """Without its identity, which belongs to one process: several ranks that call MPI_Init with the same one hang."""
+        return without(env, _IDENTITY)
 
-def one_a_node(env: Mapping[str, str]) -> bool:
-    return env.get("OMPI_MCA_orte_num_nodes") == env.get("OMPI_COMM_WORLD_SIZE")
+    def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
+        """The job's name and a part of its random key. The name alone is 16 bits of a hash of mpirun's host and process."""
+        job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
+        if job is None:
+            return None
+        # Open MPI 5 has none: its name holds host and process in full.
+        key = env.get("OMPI_MCA_orte_precondition_transports", "")
+        return "-".join(["openmpi", job, *([hashlib.sha256(key.encode()).hexdigest()[:12]] if key else [])])
 
+    def render(self, plan: Plan) -> str:
+        """A shell script that becomes mpirun, which starts one agent a node; those share the node's cores out themselves."""
+        where = ["-H", ",".join(host.name for host in plan.hosts)] if plan.hosts else []
+        mpirun = ["mpirun", "-np", str(plan.nodes), "--map-by", "ppr:1:node", "--bind-to", "none", *where]
+        # PATH goes along by itself. What a Python needs to start and to find rankwise goes where it is set; elsewhere mpirun
+        # warns.
+        export = " ".join(f"${{{name}:+-x {name}}}" for name in ("PYTHONPATH", "LD_LIBRARY_PATH"))
+        start = f"exec {shlex.join(mpirun)} \\\n  {export} \\\n  {agent(plan.run_dir)} </dev/null"
+        return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\n{start}\n"
 
-def of_rank(env: Mapping[str, str], ranks: Ranks, per_node: str) -> Mapping[str, str]:
-    """Without its identity, which belongs to one process: several ranks that call MPI_Init with the same one hang."""
-    return without(env, _IDENTITY)
-
-
-def start(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
-    """The job's name and a part of its random key. The name alone is 16 bits of a hash of mpirun's host and process."""
-    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
-    if job is None:
-        return None
-    key = env.get("OMPI_MCA_orte_precondition_transports", "")  # Open MPI 5 has none: its name holds host and process in full
-    return "-".join(["openmpi", job, *([hashlib.sha256(key.encode()).hexdigest()[:12]] if key else [])])
-
-
-def attached(env: Mapping[str, str]) -> bool:
-    """Always: mpirun runs below the launcher."""
-    return True
-
-
-def render(plan: Plan) -> str:
-    """A shell script that becomes mpirun, which starts one agent a node; the agents share the node's cores out themselves."""
-    where = ["-H", ",".join(host.name for host in plan.hosts)] if plan.hosts else []
-    mpirun = ["mpirun", "-np", str(plan.nodes), "--map-by", "ppr:1:node", "--bind-to", "none", *where]
-    # PATH goes along by itself. What a Python needs to start and to find rankwise goes where it is set; mpirun warns elsewhere.
-    export = " ".join(f"${{{name}:+-x {name}}}" for name in ("PYTHONPATH", "LD_LIBRARY_PATH"))
-    start = f"exec {shlex.join(mpirun)} \\\n  {export} \\\n  {agent(plan.run_dir)} </dev/null"
-    return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\n{start}\n"
-
-
-def submit(path: str) -> str:
-    """As a process of this machine. Raises ConfigError for root, whom Open MPI refuses unless two variables are set."""
-    refuse_root(os.environ, os.geteuid())
-    return local.submit_bound(path)
+    def submit(self, script: str, job: Mapping[str, Any]) -> str:
+        """Raises ConfigError for root, whom Open MPI refuses unless two variables are set."""
+        refuse_root(os.environ, os.geteuid())
+        return super().submit(script, job)
 
 
 def refuse_root(env: Mapping[str, str], uid: int) -> None:
@@ -101,8 +96,3 @@ def refuse_root(env: Mapping[str, str], uid: int) -> None:
             "Open MPI does not run as root unless it is told twice; be another user, or type before the command: "
             + " ".join(f"{name}=1" for name in _ROOT)
         )
-
-
-def cancel(job_id: str) -> None:
-    """Ask the agents to stop."""
-    os.kill(int(job_id), PASSED[signal.SIGTERM])

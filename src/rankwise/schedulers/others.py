@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from rankwise.schedulers.protocols import Launcher
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single
 
 _STARTERS = {
@@ -28,46 +29,46 @@ _HOSTS = {
 }
 """The variable that names or counts the hosts of a job."""
 
-VARIABLES = (*_STARTERS, *_HOSTS)
-NEEDS = "PMIX_RANK, LSF_PM_TASKID, ... (one of several processes) or LSB_MCPU_HOSTS, ... (several hosts)"
 
 _VARIABLES_OF_RANKS = "RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 
 
-def detect(env: Mapping[str, str]) -> bool:
-    """True in one of several processes of such a launcher, and in a job of several hosts."""
-    return one_of_several(env) or _job_of_several(env) is not None
+class OtherLaunchers(Launcher):
+    name = "others"
+    variables = (*_STARTERS, *_HOSTS)
+    needs = "PMIX_RANK, LSF_PM_TASKID, ... (one of several processes) or LSB_MCPU_HOSTS, ... (several hosts)"
 
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """True in one of several processes of such a launcher, and in a job of several hosts."""
+        return self.one_of_several(env) or _job_of_several(env) is not None
 
-def one_of_several(env: Mapping[str, str]) -> bool:
-    return any(name in env for name in _STARTERS if name != "PBS_TASKNUM") or env.get("PBS_TASKNUM", "1") != "1"
+    def one_of_several(self, env: Mapping[str, str]) -> bool:
+        return any(name in env for name in _STARTERS if name != "PBS_TASKNUM") or env.get("PBS_TASKNUM", "1") != "1"
 
+    def array_task(self, env: Mapping[str, str]) -> str | None:
+        """Of LSF, whose jobs without an array have the index 0, and of PBS."""
+        if env.get("LSB_JOBINDEX", "0") != "0":
+            return env["LSB_JOBINDEX"]
+        return env.get("PBS_ARRAY_INDEX") or env.get("PBS_ARRAYID")
 
-def array_task(env: Mapping[str, str]) -> str | None:
-    """Of LSF, whose jobs without an array have the index 0, and of PBS."""
-    if env.get("LSB_JOBINDEX", "0") != "0":
-        return env["LSB_JOBINDEX"]
-    return env.get("PBS_ARRAY_INDEX") or env.get("PBS_ARRAYID")
-
-
-def ranks(env: Mapping[str, str]) -> Ranks:
-    """Raises NotJoinedError: nothing says which rank this is."""
-    if one_of_several(env):
-        variable = next(name for name in _STARTERS if name in env)
-        raise not_joined(
-            shown(env, [variable]),
-            f"{_STARTERS[variable]} has started this process, and does not tell it how many there are",
-            f"start the script with mpirun, or with rankwise run -H HOST1,HOST2, or set {_VARIABLES_OF_RANKS} for each",
-        )
-    if (found := _job_of_several(env)) is not None:
-        variable, count = found
-        raise not_joined(
-            shown(env, [variable]),
-            f"this is one process of {_HOSTS[variable]} of {count} hosts",
-            "start the script on all of them with what the site has for it (jsrun, mpirun), or with rankwise run -H "
-            "HOST1,HOST2; for this host alone: rankwise run script.py",
-        )
-    return single("a job of one host")
+    def ranks(self, env: Mapping[str, str]) -> Ranks:
+        """Raises NotJoinedError: nothing says which rank this is."""
+        if self.one_of_several(env):
+            variable = next(name for name in _STARTERS if name in env)
+            raise not_joined(
+                shown(env, [variable]),
+                f"{_STARTERS[variable]} has started this process, and does not tell it how many there are",
+                f"start the script with mpirun, or with rankwise run -H HOST1,HOST2, or set {_VARIABLES_OF_RANKS} for each",
+            )
+        if (found := _job_of_several(env)) is not None:
+            variable, count = found
+            raise not_joined(
+                shown(env, [variable]),
+                f"this is one process of {_HOSTS[variable]} of {count} hosts",
+                "start the script on all of them with what the site has for it (jsrun, mpirun), or with rankwise run -H "
+                "HOST1,HOST2; for this host alone: rankwise run script.py",
+            )
+        return single("a job of one host")
 
 
 def _job_of_several(env: Mapping[str, str]) -> tuple[str, int] | None:

@@ -130,3 +130,26 @@ def whole_number(env: Mapping[str, str], name: str) -> int:
         return int(text)
     except ValueError:
         raise WorldError(f"{name}={text!r} is no whole number; unset it, or let the launcher set it") from None
+
+
+def variables_of(ranks: Ranks, restart: int, max_restarts: int, run_id: str, nodes: int | None = None) -> dict[str, str]:
+    """What a rank finds in its environment: all that torchrun sets. `ranks` as an agent makes them: nothing is None.
+
+    `nodes` None: all nodes have as many ranks.
+    """
+    nodes = nodes or max(1, ranks.world_size // ranks.local_world_size)
+    return {
+        "RANK": str(ranks.rank),
+        "LOCAL_RANK": str(ranks.local_rank),
+        "WORLD_SIZE": str(ranks.world_size),
+        "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
+        "GROUP_RANK": str(ranks.node_rank),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "ROLE_RANK": str(ranks.rank),
+        "ROLE_WORLD_SIZE": str(ranks.world_size),
+        "MASTER_ADDR": str(ranks.master_addr),
+        "MASTER_PORT": str(ranks.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+    }

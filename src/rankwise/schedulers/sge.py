@@ -15,15 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.errors import ConfigError, WorldError
+from rankwise.run.options import Option, from_one
 from rankwise.run.plan import Host, Plan
 from rankwise.schedulers.job import State, agent, call, enter, last_line, one_line, slug
+from rankwise.schedulers.options import ACCOUNT, REQUEUE, SETUP
+from rankwise.schedulers.protocols import Hosts, Jobs, Launcher
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single, whole_number
-
-VARIABLES = ("PE_HOSTFILE", "JOB_SCRIPT", "NHOSTS", "NSLOTS", "SGE_TASK_ID")
-NEEDS = "PE_HOSTFILE or JOB_SCRIPT=QRSH"
-OPTIONS = ("slots", "pe", "resources", "queue", "account", "requeue", "setup")
-WITHIN = ("setup",)
-AGAIN = 99
 
 _CURE = "start the ranks with what reads the job's host list: rankwise run script.py, or with MPI: mpirun python script.py"
 _RESERVED = ("none", "all", "template")
@@ -60,65 +57,175 @@ _LETTERS = (
 )
 
 
-def detect(env: Mapping[str, str]) -> bool:
-    """True in a job's script, on its first host, and in what `qrsh -inherit` started on the others."""
-    return "PE_HOSTFILE" in env or env.get("JOB_SCRIPT") == "QRSH" or "SGE_TASK_ID" in env
+class GridEngine(Launcher, Jobs, Hosts):
+    name = "sge"
+    variables = ("PE_HOSTFILE", "JOB_SCRIPT", "NHOSTS", "NSLOTS", "SGE_TASK_ID")
+    needs = "PE_HOSTFILE or JOB_SCRIPT=QRSH"
+    title = "Grid Engine"
+    options = (
+        Option("slots", "Slots of the parallel environment.", kind=int, metavar="N", check=from_one),
+        Option("pe", "The parallel environment.", metavar="NAME"),
+        Option(
+            "resources",
+            "A resource: h_rt=10:00:00. Repeatable.",
+            kind=list,
+            metavar="NAME=VALUE",
+            spellings=("-l", "--resource"),
+        ),
+        Option("queue", "Where the job waits for slots.", metavar="NAME", spellings=("--queue", "-q")),
+        ACCOUNT,
+        REQUEUE,
+        SETUP,
+    )  # fmt: skip
+    requeue_status = 99
 
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """True in a job's script, on its first host, and in what `qrsh -inherit` started on the others."""
+        return "PE_HOSTFILE" in env or env.get("JOB_SCRIPT") == "QRSH" or "SGE_TASK_ID" in env
 
-def ranks(env: Mapping[str, str]) -> Ranks:
-    """A single process. Raises NotJoinedError in a job of several hosts: Grid Engine tells no process its rank."""
-    if env.get("JOB_SCRIPT") == "QRSH":
-        # NSLOTS and NHOSTS are this host's here: they say 1 on the smallest part of the largest job.
-        raise not_joined(
-            shown(env, ("JOB_SCRIPT", "JOB_NAME", "JOB_ID")),
-            "a task that qrsh started, and its rank must come from its starter",
-            f"pass RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT with qrsh -v, or {_CURE}",
+    def ranks(self, env: Mapping[str, str]) -> Ranks:
+        """A single process. Raises NotJoinedError in a job of several hosts: Grid Engine tells no process its rank."""
+        if env.get("JOB_SCRIPT") == "QRSH":
+            # NSLOTS and NHOSTS are this host's here: they say 1 on the smallest part of the largest job.
+            raise not_joined(
+                shown(env, ("JOB_SCRIPT", "JOB_NAME", "JOB_ID")),
+                "a task that qrsh started, and its rank must come from its starter",
+                f"pass RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT with qrsh -v, or {_CURE}",
+            )
+        hosts, slots = (whole_number(env, name) if name in env else None for name in ("NHOSTS", "NSLOTS"))
+        if hosts is None and "PE_HOSTFILE" in env and slots != 1:
+            raise not_joined(
+                f"{shown(env, ('PE_HOSTFILE', 'NSLOTS'))} but no NHOSTS",
+                "a parallel job whose number of hosts is not told",
+                _CURE,
+            )
+        if hosts is not None and hosts > 1:
+            raise not_joined(
+                shown(env, ("NHOSTS", "NSLOTS", "PE_HOSTFILE")),
+                f"this is the job's script, on the first of its {hosts} hosts",
+                _CURE,
+            )
+        notes = []
+        if slots is not None and slots > 1:
+            notes.append(f"NSLOTS={slots} slots on this host and one process; to use them all: rankwise run script.py")
+        if (task := self.array_task(env)) is not None:
+            notes.append(f"task {task} of job array {env.get('JOB_ID', '?')}: each is a world of its own")
+        return single("a Grid Engine job on one host", "; ".join(notes) or None)
+
+    def array_task(self, env: Mapping[str, str]) -> str | None:
+        return None if (task := env.get("SGE_TASK_ID", "undefined")) == "undefined" else task
+
+    def attached(self, env: Mapping[str, str]) -> bool:
+        """True inside a job: in its script, in what that started, in a shell of qrsh or qlogin."""
+        return "PE_HOSTFILE" in env or all(name in env for name in ("JOB_ID", "QUEUE", "SGE_ROOT"))
+
+    def allocated(self, env: Mapping[str, str]) -> int | None:
+        """The hosts of the job whose script this is; None outside of one, and in a task on another host."""
+        if not self.attached(env) or env.get("JOB_SCRIPT") == "QRSH":
+            return None
+        return max(1, whole_number(env, "NHOSTS")) if "NHOSTS" in env else 1
+
+    def render(self, plan: Plan) -> str:
+        """The job's script: `cd RUN_DIR && qsub job.sh`. Raises ConfigError for what such a script cannot hold."""
+        lines = ["#!/bin/bash", *(f"#$ {option}" for option in _options(plan)), ""]
+        lines += [one_line(line, "--setup") for line in plan.job.get("setup", ())]
+        lines.append(enter(one_line(plan.cwd, "the folder")))
+        # No process stands between: Grid Engine asks this one to stop, and its exit status is the job's (99: once more).
+        lines.append(f"exec {agent(one_line(plan.run_dir, '--run-dir'))}")
+        return "\n".join(lines) + "\n"
+
+    def stop_after_s(self, job: Mapping[str, Any], grace_s: float) -> float:
+        """In a parallel environment Grid Engine kills the tasks on other hosts at s_rt, and only then asks the job's script to
+        stop (execd, sge_kill_petasks): the head looks at the clock itself, before either limit."""
+        if job.get("pe") is None:
+            return 0.0
+        asked = _asked([str(item) for item in job.get("resources", ())])
+        return min(filter(None, (_lead_s(asked.get(name), grace_s) for name in ("h_rt", "s_rt"))), default=0.0)
+
+    def submit(self, script: str, job: Mapping[str, Any]) -> str:
+        """Returns the job's id. Raises ConfigError, one line, for what qsub refuses."""
+        folder, name = Path(script).parent, Path(script).name
+        (folder / "logs").mkdir(parents=True, exist_ok=True)  # a job whose output has no folder fails without a word (Eqw)
+        done = call(["qsub", "-terse", name], _MISSING, cwd=str(folder))
+        numbers = re.findall(r"^\d+", done.stdout, re.MULTILINE)
+        if done.returncode == 0 and numbers:
+            return str(numbers[-1])
+        raise ConfigError(refused(f"{done.stdout}\n{done.stderr}"))
+
+    def state(self, job: Mapping[str, Any]) -> State:
+        """By qstat, then by qacct: `unknown` in the seconds between the two, and for ever where a site keeps no accounts. Never
+        raises.
+        """
+        job_id: str = job["id"]
+        try:
+            listed = _listed(call(["qstat", "-xml"], _MISSING).stdout, job_id)
+            if listed is None:
+                return _accounted(call(["qacct", "-j", job_id], _MISSING).stdout)
+            if "E" not in listed:
+                phase = "waiting" if "q" in listed else "running"
+                word = next((word for letter, word in _LETTERS if letter in listed), phase)
+                return State(phase, f"{word} ({listed})")
+            reason = _error_reason(call(["qstat", "-j", job_id], _MISSING).stdout)
+        except ConfigError as error:
+            return State("unknown", str(error))
+        shared = f"; {_SHARED}" if re.search(r"No such file|Permission denied|can't (open|chdir|stat)", reason) else ""
+        return State("stuck", f"{listed}: it will never start: {reason}{shared}; mend that, then type: qmod -cj {job_id}")
+
+    def cancel(self, job: Mapping[str, Any]) -> None:
+        """qdel: with -notify the ranks are asked first. Nothing happens where the job is over."""
+        done = call(["qdel", job["id"]], _MISSING)
+        if done.returncode != 0 and "does not exist" not in f"{done.stdout}{done.stderr}":
+            raise ConfigError(f"qdel {job['id']}: {last_line(done)}")
+
+    def hosts(self, plan: Plan, env: Mapping[str, str]) -> tuple[Host, ...]:
+        """Those of PE_HOSTFILE with their slots, this one first: the head is where the job's script runs.
+
+        A host that gives slots of several queues has several lines. Raises WorldError.
+        """
+        here = env.get("HOSTNAME") or socket.gethostname()
+        if "PE_HOSTFILE" not in env:
+            return (Host(here, 1),)
+        path = env["PE_HOSTFILE"]
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise WorldError(
+                f"PE_HOSTFILE={path}: {error.strerror}; it is on the job's first host alone: start rankwise in the job's script"
+            ) from None
+        slots: dict[str, int] = {}
+        for line in text.splitlines():
+            match line.split():
+                case [name, count, *_] if count.isdecimal():
+                    slots[name] = slots.get(name, 0) + int(count)
+                case [_, *_]:
+                    raise WorldError(f"PE_HOSTFILE={path}: {line!r} is not `host slots queue processors`")
+        own = [name for name in slots if name.lower() == here.lower()]
+        own = own or [name for name in slots if _short(name) == _short(here)]  # one of them with its domain
+        if len(own) != 1:
+            raise WorldError(
+                f"PE_HOSTFILE={path} names {', '.join(slots) or 'no host'}, and this is {here}; start rankwise in the job's "
+                "script"
+            )
+        names = sorted(slots, key=lambda name: name != own[0])  # stable: the others keep Grid Engine's order
+        return tuple(Host(name, slots[name]) for name in names)
+
+    def reach(self, host: str, command: list[str]) -> list[str]:
+        """A shell there reads the line again. Another one stands above the command: if a task that qrsh has started dies by a
+        signal, Grid Engine kills the whole job, and a shell ends with a status of 128 + n instead. What Grid Engine sends to
+        all of a job (-notify, s_rt) must not end that shell: the command is asked to stop, and says when it has.
+        """
+        words = ["/bin/sh", "-c", f"trap : USR1 USR2 XCPU; {shlex.join(command)}; exit $?"]
+        return ["qrsh", "-inherit", host, *(shlex.quote(word) for word in words)]
+
+    def refusal(self, host: str, words: str) -> str | None:
+        """Why qrsh did not get there, in one line with what to type; None where its last words are not its own."""
+        match = re.search(r"^error: executing task of job (?P<job>\S+) failed: (?P<why>.*\S)", words, re.MULTILINE)
+        if match is None:
+            return None
+        return (
+            f"qrsh cannot start a task on {host}: {match['why']}; a host of the job lets it only under a parallel environment "
+            f"with control_slaves TRUE (qconf -sp PE), while its execution daemon is up: qhost -h {host}"
         )
-    hosts, slots = (whole_number(env, name) if name in env else None for name in ("NHOSTS", "NSLOTS"))
-    if hosts is None and "PE_HOSTFILE" in env and slots != 1:
-        raise not_joined(
-            f"{shown(env, ('PE_HOSTFILE', 'NSLOTS'))} but no NHOSTS",
-            "a parallel job whose number of hosts is not told",
-            _CURE,
-        )
-    if hosts is not None and hosts > 1:
-        raise not_joined(
-            shown(env, ("NHOSTS", "NSLOTS", "PE_HOSTFILE")),
-            f"this is the job's script, on the first of its {hosts} hosts",
-            _CURE,
-        )
-    notes = []
-    if slots is not None and slots > 1:
-        notes.append(f"NSLOTS={slots} slots on this host and one process; to use them all: rankwise run script.py")
-    if (task := array_task(env)) is not None:
-        notes.append(f"task {task} of job array {env.get('JOB_ID', '?')}: each is a world of its own")
-    return single("a Grid Engine job on one host", "; ".join(notes) or None)
-
-
-def array_task(env: Mapping[str, str]) -> str | None:
-    return None if (task := env.get("SGE_TASK_ID", "undefined")) == "undefined" else task
-
-
-def attached(env: Mapping[str, str]) -> bool:
-    """True inside a job: in its script, in what that started, in a shell of qrsh or qlogin."""
-    return "PE_HOSTFILE" in env or all(name in env for name in ("JOB_ID", "QUEUE", "SGE_ROOT"))
-
-
-def allocated(env: Mapping[str, str]) -> int | None:
-    """The hosts of the job whose script this is; None outside of one, and in a task on another host."""
-    if not attached(env) or env.get("JOB_SCRIPT") == "QRSH":
-        return None
-    return max(1, whole_number(env, "NHOSTS")) if "NHOSTS" in env else 1
-
-
-def render(plan: Plan) -> str:
-    """The job's script: `cd RUN_DIR && qsub job.sh`. Raises ConfigError for what such a script cannot hold."""
-    lines = ["#!/bin/bash", *(f"#$ {option}" for option in _options(plan)), ""]
-    lines += [one_line(line, "--setup") for line in plan.job.get("setup", ())]
-    lines.append(enter(one_line(plan.cwd, "the folder")))
-    # No process stands between: Grid Engine asks this one to stop, and its exit status is the job's (99: once more).
-    lines.append(f"exec {agent(one_line(plan.run_dir, '--run-dir'))}")
-    return "\n".join(lines) + "\n"
 
 
 def _options(plan: Plan) -> list[str]:
@@ -171,15 +278,6 @@ def _quoted(value: str, what: str) -> str:
     raise ConfigError(f"{what} {value!r}: Grid Engine has no way to write that; leave out one kind of quotes")
 
 
-def stop_after_s(job: Mapping[str, Any], grace_s: float) -> float:
-    """In a parallel environment Grid Engine kills the tasks on other hosts at s_rt, and only then asks the job's script to stop
-    (execd, sge_kill_petasks): the head looks at the clock itself, before either limit."""
-    if job.get("pe") is None:
-        return 0.0
-    asked = _asked([str(item) for item in job.get("resources", ())])
-    return min(filter(None, (_lead_s(asked.get(name), grace_s) for name in ("h_rt", "s_rt"))), default=0.0)
-
-
 def _asked(resources: Sequence[str]) -> dict[str, str]:
     return dict(item.partition("=")[::2] for entry in resources for item in entry.split(","))
 
@@ -194,42 +292,12 @@ def _lead_s(limit: str | None, grace_s: float) -> int:
     return max(limit_s - int(grace_s), limit_s // 2)
 
 
-def submit(path: str) -> str:
-    """Returns the job's id. Raises ConfigError, one line, for what qsub refuses."""
-    folder, name = Path(path).parent, Path(path).name
-    (folder / "logs").mkdir(parents=True, exist_ok=True)  # a job whose output has no folder fails without a word (Eqw)
-    done = call(["qsub", "-terse", name], _MISSING, cwd=str(folder))
-    numbers = re.findall(r"^\d+", done.stdout, re.MULTILINE)
-    if done.returncode == 0 and numbers:
-        return str(numbers[-1])
-    raise ConfigError(refused(f"{done.stdout}\n{done.stderr}"))
-
-
 def refused(words: str) -> str:
     """What qsub said to a job that it does not take, in one line with what to type."""
     said = " ".join(words.split()).removesuffix("Exiting.").strip()
     said = said.partition("Unable to run job: ")[2] or said or "it said nothing"
     cure = next((f"; {cure}" for pattern, cure in _CURES if re.search(pattern, said)), "")
     return f"qsub refuses the job: {said.rstrip('. ')}{cure}"
-
-
-def state(job_id: str) -> State:
-    """By qstat, then by qacct: `unknown` in the seconds between the two, and for ever where a site keeps no accounts. Never
-    raises.
-    """
-    try:
-        listed = _listed(call(["qstat", "-xml"], _MISSING).stdout, job_id)
-        if listed is None:
-            return _accounted(call(["qacct", "-j", job_id], _MISSING).stdout)
-        if "E" not in listed:
-            phase = "waiting" if "q" in listed else "running"
-            word = next((word for letter, word in _LETTERS if letter in listed), phase)
-            return State(phase, f"{word} ({listed})")
-        reason = _error_reason(call(["qstat", "-j", job_id], _MISSING).stdout)
-    except ConfigError as error:
-        return State("unknown", str(error))
-    shared = f"; {_SHARED}" if re.search(r"No such file|Permission denied|can't (open|chdir|stat)", reason) else ""
-    return State("stuck", f"{listed}: it will never start: {reason}{shared}; mend that, then type: qmod -cj {job_id}")
 
 
 def _listed(xml: str, job_id: str) -> str | None:
@@ -259,64 +327,5 @@ def _accounted(text: str) -> State:
     return State("ended", "ended" if failed.strip() == "0" else why.strip(), int(record["exit_status"].split(" ")[0]))
 
 
-def cancel(job_id: str) -> None:
-    """qdel: with -notify the ranks are asked first. Nothing happens where the job is over."""
-    done = call(["qdel", job_id], _MISSING)
-    if done.returncode != 0 and "does not exist" not in f"{done.stdout}{done.stderr}":
-        raise ConfigError(f"qdel {job_id}: {last_line(done)}")
-
-
-def hosts(plan: Plan, env: Mapping[str, str]) -> tuple[Host, ...]:
-    """Those of PE_HOSTFILE with their slots, this one first: the head is where the job's script runs.
-
-    A host that gives slots of several queues has several lines. Raises WorldError.
-    """
-    here = env.get("HOSTNAME") or socket.gethostname()
-    if "PE_HOSTFILE" not in env:
-        return (Host(here, 1),)
-    path = env["PE_HOSTFILE"]
-    try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise WorldError(
-            f"PE_HOSTFILE={path}: {error.strerror}; it is on the job's first host alone: start rankwise in the job's script"
-        ) from None
-    slots: dict[str, int] = {}
-    for line in text.splitlines():
-        match line.split():
-            case [name, count, *_] if count.isdecimal():
-                slots[name] = slots.get(name, 0) + int(count)
-            case [_, *_]:
-                raise WorldError(f"PE_HOSTFILE={path}: {line!r} is not `host slots queue processors`")
-    own = [name for name in slots if name.lower() == here.lower()]
-    own = own or [name for name in slots if _short(name) == _short(here)]  # one of them with its domain
-    if len(own) != 1:
-        raise WorldError(
-            f"PE_HOSTFILE={path} names {', '.join(slots) or 'no host'}, and this is {here}; start rankwise in the job's script"
-        )
-    names = sorted(slots, key=lambda name: name != own[0])  # stable: the others keep Grid Engine's order
-    return tuple(Host(name, slots[name]) for name in names)
-
-
 def _short(name: str) -> str:
     return name.lower().partition(".")[0]
-
-
-def reach(host: str, command: list[str]) -> list[str]:
-    """A shell there reads the line again. Another one stands above the command: if a task that qrsh has started dies by a
-    signal, Grid Engine kills the whole job, and a shell ends with a status of 128 + n instead. What Grid Engine sends to all of
-    a job (-notify, s_rt) must not end that shell: the command is asked to stop, and says when it has.
-    """
-    words = ["/bin/sh", "-c", f"trap : USR1 USR2 XCPU; {shlex.join(command)}; exit $?"]
-    return ["qrsh", "-inherit", host, *(shlex.quote(word) for word in words)]
-
-
-def refusal(host: str, words: str) -> str | None:
-    """Why qrsh did not get there, in one line with what to type; None where its last words are not its own."""
-    match = re.search(r"^error: executing task of job (?P<job>\S+) failed: (?P<why>.*\S)", words, re.MULTILINE)
-    if match is None:
-        return None
-    return (
-        f"qrsh cannot start a task on {host}: {match['why']}; a host of the job lets it only under a parallel environment with "
-        f"control_slaves TRUE (qconf -sp PE), while its execution daemon is up: qhost -h {host}"
-    )

@@ -5,6 +5,10 @@ SPELLINGS["--ntasks"]      # (1, "--nproc {0}"): it takes one value, which --npr
 
 from __future__ import annotations
 
+COMMANDS = ("torchrun", "horovodrun", "mpirun", "mpiexec", "srun")
+MODULES = ("torch.distributed.launch", "torch.distributed.run")
+"""What begins a line of theirs: a command, or what `python -m` runs."""
+
 SPELLINGS: dict[str, tuple[int, str]] = {
     # torch.distributed.launch, torchrun
     "--use-env": (0, ""),  # each rank's numbers are in its environment

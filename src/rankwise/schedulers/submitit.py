@@ -9,49 +9,48 @@ import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rankwise.schedulers.protocols import Launcher
 from rankwise.schedulers.ranks import Ranks, Tasks, address, require, tasks_of, whole_number
 
-VARIABLES = (
-    "SUBMITIT_EXECUTOR",
-    "SUBMITIT_LOCAL_JOB_ID",
-    "SUBMITIT_LOCAL_GLOBALID",
-    "SUBMITIT_LOCAL_NTASKS",
-    "SUBMITIT_LOCAL_LOCALID",
-)
-NEEDS = "SUBMITIT_EXECUTOR=local and SUBMITIT_LOCAL_GLOBALID"
 
+class Submitit(Launcher):
+    name = "submitit"
+    variables = (
+        "SUBMITIT_EXECUTOR",
+        "SUBMITIT_LOCAL_JOB_ID",
+        "SUBMITIT_LOCAL_GLOBALID",
+        "SUBMITIT_LOCAL_NTASKS",
+        "SUBMITIT_LOCAL_LOCALID",
+    )
+    needs = "SUBMITIT_EXECUTOR=local and SUBMITIT_LOCAL_GLOBALID"
 
-def detect(env: Mapping[str, str]) -> bool:
-    """True in a task of the local executor. A Slurm job that such a task submits inherits its variables, and says `slurm`."""
-    return env.get("SUBMITIT_EXECUTOR") == "local" and "SUBMITIT_LOCAL_GLOBALID" in env
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """True in a task of the local executor. A Slurm job that such a task submits inherits them, and says `slurm`."""
+        return env.get("SUBMITIT_EXECUTOR") == "local" and "SUBMITIT_LOCAL_GLOBALID" in env
 
+    def tasks(self, env: Mapping[str, str]) -> Tasks | None:
+        return tasks_of(env, "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS") if self.detect(env) else None
 
-def tasks(env: Mapping[str, str]) -> Tasks | None:
-    return tasks_of(env, "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS") if detect(env) else None
+    def ranks(self, env: Mapping[str, str]) -> Ranks:
+        """Raises WorldError for a part of the variables, or a value that is no number. All tasks are on this host."""
+        require(env, self.variables, "Submitit's local executor")
+        names = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")
+        rank, world_size, local_rank, local_world_size = (whole_number(env, name) for name in names)
+        master_addr, master_port, where = address(env, "Submitit")
+        origin = dict(zip(("rank", "world_size", "local_rank", "local_world_size"), names, strict=True))
+        origin |= {"node_rank": "its local executor has one node", **where}
+        return Ranks(rank, world_size, local_rank, local_world_size, 0, master_addr, master_port, origin=origin)
 
+    def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
+        """Host and job, whose number is the process id of its controller. At a later start of it the earlier tasks are gone."""
+        return f"submitit-{platform.node()}-{env['SUBMITIT_LOCAL_JOB_ID']}"
 
-def ranks(env: Mapping[str, str]) -> Ranks:
-    """Raises WorldError for a part of the variables, or a value that is no number. All tasks are on this host."""
-    require(env, VARIABLES, "Submitit's local executor")
-    names = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")
-    rank, world_size, local_rank, local_world_size = (whole_number(env, name) for name in names)
-    master_addr, master_port, where = address(env, "Submitit")
-    origin = dict(zip(("rank", "world_size", "local_rank", "local_world_size"), names, strict=True))
-    origin |= {"node_rank": "its local executor has one node", **where}
-    return Ranks(rank, world_size, local_rank, local_world_size, 0, master_addr, master_port, origin=origin)
-
-
-def start(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
-    """Host and job, whose number is the process id of its controller. At a later start of it the earlier tasks are gone."""
-    return f"submitit-{platform.node()}-{env['SUBMITIT_LOCAL_JOB_ID']}"
-
-
-def job_folder(env: Mapping[str, str]) -> Path | None:
-    """A folder that a job of any of its executors has for itself, over all its starts; None in no such job."""
-    folder = env.get("SUBMITIT_FOLDER")
-    array = env.get("SLURM_ARRAY_JOB_ID")
-    job = {
-        "local": env.get("SUBMITIT_LOCAL_JOB_ID"),
-        "slurm": f"{array}_{env.get('SLURM_ARRAY_TASK_ID')}" if array else env.get("SLURM_JOB_ID"),
-    }.get(env.get("SUBMITIT_EXECUTOR", ""))
-    return Path(folder) / f"{job}_run" if folder and job else None
+    def job_folder(self, env: Mapping[str, str]) -> Path | None:
+        """A folder that a job of any of its executors has for itself, over all its starts; None in no such job."""
+        folder = env.get("SUBMITIT_FOLDER")
+        array = env.get("SLURM_ARRAY_JOB_ID")
+        job = {
+            "local": env.get("SUBMITIT_LOCAL_JOB_ID"),
+            "slurm": f"{array}_{env.get('SLURM_ARRAY_TASK_ID')}" if array else env.get("SLURM_JOB_ID"),
+        }.get(env.get("SUBMITIT_EXECUTOR", ""))
+        return Path(folder) / f"{job}_run" if folder and job else None

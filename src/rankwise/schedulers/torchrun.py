@@ -2,104 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from rankwise.errors import WorldError
-from rankwise.schedulers import flux, horovodrun, jsrun, mpich, mvapich, openmpi, pals, slurm, submitit
+from rankwise.schedulers.protocols import Launcher
 from rankwise.schedulers.ranks import Ranks, Tasks, whole_number
 
 _TRIPLE = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
-VARIABLES = (*_TRIPLE, "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
-NEEDS = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 
 
-def detect(env: Mapping[str, str]) -> bool:
-    """True if any of the triple is set: a part of it is an error that `ranks` explains.
+class Torchrun(Launcher):
+    name = "torchrun"
+    variables = (*_TRIPLE, "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+    needs = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+    has_store = True
 
-    An address alone is no claim where a launcher that knows no address has counted the ranks: it completes theirs.
-    """
-    return "RANK" in env or "WORLD_SIZE" in env or ("MASTER_ADDR" in env and _started(env) is None)
+    def __init__(self, starters: Callable[[], Iterable[Launcher]]) -> None:
+        """`starters`: the launchers that start one process a task and may give no address, the innermost first."""
+        self._starters = starters
 
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """True if any of the triple is set: a part of it is an error that `ranks` explains.
 
-def _started(env: Mapping[str, str]) -> Tasks | None:
-    """What the innermost launcher that starts one process a task says of this one."""
-    starters = (jsrun, openmpi, horovodrun, mvapich, pals, flux, mpich, submitit, slurm)
-    return next((tasks for module in starters if (tasks := module.tasks(env)) is not None), None)
+        An address alone is no claim where a launcher that knows no address has counted the ranks: it completes theirs.
+        """
+        return "RANK" in env or "WORLD_SIZE" in env or ("MASTER_ADDR" in env and self._started(env) is None)
 
+    def ranks(self, env: Mapping[str, str]) -> Ranks:
+        """Raises WorldError for a half-set triple, a value that is no number, a rank that is not below the world size, and for
+        a triple that a batch script exported, so that all tasks have the same.
+        """
+        missing = [name for name in (*_TRIPLE, "MASTER_PORT") if name not in env]
+        if missing:
+            found = ", ".join(f"{name}={env[name]}" for name in _TRIPLE if name in env)
+            raise WorldError(
+                f"{found} but not {', '.join(missing)}: with a part of them this process would train alone; "
+                "set all, or none (unset them), or let a launcher do it: rankwise run script.py"
+            )
+        world_size = whole_number(env, "WORLD_SIZE")
+        rank = whole_number(env, "RANK")
+        origin = {"rank": "RANK", "world_size": "WORLD_SIZE", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
 
-def ranks(env: Mapping[str, str]) -> Ranks:
-    """Raises WorldError for a half-set triple, a value that is no number, a rank that is not below the world size, and for
-    a triple that a batch script exported, so that all tasks have the same.
-    """
-    missing = [name for name in (*_TRIPLE, "MASTER_PORT") if name not in env]
-    if missing:
-        found = ", ".join(f"{name}={env[name]}" for name in _TRIPLE if name in env)
-        raise WorldError(
-            f"{found} but not {', '.join(missing)}: with a part of them this process would train alone; "
-            "set all, or none (unset them), or let a launcher do it: rankwise run script.py"
+        def optional(field: str, name: str, default: int, how: str) -> int:
+            origin[field] = name if name in env else how
+            return whole_number(env, name) if name in env else default
+
+        claimed = Ranks(
+            rank=rank,
+            world_size=world_size,
+            local_rank=optional("local_rank", "LOCAL_RANK", rank, "RANK, as LOCAL_RANK is not set"),
+            local_world_size=optional("local_world_size", "LOCAL_WORLD_SIZE", world_size, "WORLD_SIZE, as LOCAL_ is not set"),
+            node_rank=optional("node_rank", "GROUP_RANK", 0, "0, as GROUP_RANK is not set"),
+            master_addr=env["MASTER_ADDR"],
+            master_port=whole_number(env, "MASTER_PORT"),
+            origin=origin,
         )
-    world_size = whole_number(env, "WORLD_SIZE")
-    rank = whole_number(env, "RANK")
-    origin = {"rank": "RANK", "world_size": "WORLD_SIZE", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
+        self._check_not_exported(env, claimed)
+        return claimed
 
-    def optional(field: str, name: str, default: int, how: str) -> int:
-        origin[field] = name if name in env else how
-        return whole_number(env, name) if name in env else default
+    def _started(self, env: Mapping[str, str]) -> Tasks | None:
+        """What the innermost launcher that starts one process a task says of this one."""
+        return next((tasks for starter in self._starters() if (tasks := starter.tasks(env)) is not None), None)
 
-    claimed = Ranks(
-        rank=rank,
-        world_size=world_size,
-        local_rank=optional("local_rank", "LOCAL_RANK", rank, "RANK, as LOCAL_RANK is not set"),
-        local_world_size=optional("local_world_size", "LOCAL_WORLD_SIZE", world_size, "WORLD_SIZE, as LOCAL_ is not set"),
-        node_rank=optional("node_rank", "GROUP_RANK", 0, "0, as GROUP_RANK is not set"),
-        master_addr=env["MASTER_ADDR"],
-        master_port=whole_number(env, "MASTER_PORT"),
-        origin=origin,
-    )
-    _check_not_exported(env, claimed)
-    return claimed
+    def _check_not_exported(self, env: Mapping[str, str], ranks: Ranks) -> None:
+        """WorldError if the tasks of a launcher cannot have been given this triple one by one.
 
-
-def _check_not_exported(env: Mapping[str, str], ranks: Ranks) -> None:
-    """WorldError if the tasks of a launcher cannot have been given this triple one by one.
-
-    One rank a task: the world is the tasks, the rank the task's. An agent a task: the world is tasks x local world size.
-    """
-    tasks = _started(env)
-    if tasks is None or tasks.count == 1 or "TORCHELASTIC_RUN_ID" in env:  # that one an agent sets, anew for each rank
-        return
-    if ranks.world_size == tasks.count:
-        fits = ranks.rank == tasks.index
-    elif "LOCAL_WORLD_SIZE" in env:
-        fits = ranks.world_size == tasks.count * ranks.local_world_size
-    else:
-        fits = "LOCAL_RANK" in env and ranks.world_size % tasks.count == 0
-    if not fits:
-        raise WorldError(
-            f"RANK={ranks.rank} and WORLD_SIZE={ranks.world_size}, but {tasks.found}: exported by a batch script: "
-            "all tasks have the same rank; take RANK and WORLD_SIZE out of it (unset RANK WORLD_SIZE), "
-            "then each task takes its own from its launcher; MASTER_ADDR and MASTER_PORT may stay"
-        )
-
-
-def variables(ranks: Ranks, restart: int, max_restarts: int, run_id: str, nodes: int | None = None) -> dict[str, str]:
-    """What a rank finds in its environment: the whole of torchrun's list. `ranks` as an agent makes them: nothing is None.
-
-    `nodes` None: all nodes have as many ranks.
-    """
-    nodes = nodes or max(1, ranks.world_size // ranks.local_world_size)
-    return {
-        "RANK": str(ranks.rank),
-        "LOCAL_RANK": str(ranks.local_rank),
-        "WORLD_SIZE": str(ranks.world_size),
-        "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
-        "GROUP_RANK": str(ranks.node_rank),
-        "GROUP_WORLD_SIZE": str(nodes),
-        "ROLE_RANK": str(ranks.rank),
-        "ROLE_WORLD_SIZE": str(ranks.world_size),
-        "MASTER_ADDR": str(ranks.master_addr),
-        "MASTER_PORT": str(ranks.master_port),
-        "TORCHELASTIC_RESTART_COUNT": str(restart),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        "TORCHELASTIC_RUN_ID": run_id,
-    }
+        One rank a task: the world is the tasks, the rank the task's. An agent a task: the world is tasks x local world size.
+        """
+        tasks = self._started(env)
+        if tasks is None or tasks.count == 1 or "TORCHELASTIC_RUN_ID" in env:  # that one an agent sets, anew for each rank
+            return
+        if ranks.world_size == tasks.count:
+            fits = ranks.rank == tasks.index
+        elif "LOCAL_WORLD_SIZE" in env:
+            fits = ranks.world_size == tasks.count * ranks.local_world_size
+        else:
+            fits = "LOCAL_RANK" in env and ranks.world_size % tasks.count == 0
+        if not fits:
+            raise WorldError(
+                f"RANK={ranks.rank} and WORLD_SIZE={ranks.world_size}, but {tasks.found}: exported by a batch script: "
+                "all tasks have the same rank; take RANK and WORLD_SIZE out of it (unset RANK WORLD_SIZE), "
+                "then each task takes its own from its launcher; MASTER_ADDR and MASTER_PORT may stay"
+            )

@@ -1,0 +1,99 @@
+"""The hosts that a user names, on the command line or in a file: the names, and how many ranks on each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rankwise.errors import ConfigError
+from rankwise.run.options import Option
+from rankwise.run.plan import Host
+from rankwise.schedulers.options import HOSTFILE, HOSTS
+from rankwise.schedulers.protocols import Jobs
+
+_EXAMPLE = "for example -H host1:2,host2:2"
+_NAME = r"(?:[A-Za-z0-9_.][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?\])"
+
+
+class NamesHosts(Jobs):
+    """What the user may name the hosts to."""
+
+    options: ClassVar[tuple[Option, ...]] = (HOSTS, HOSTFILE)
+
+    def named_hosts(self, job: Mapping[str, Any]) -> tuple[Host, ...]:
+        if HOSTS.name in job:
+            return parse_hosts(job[HOSTS.name])
+        return read_hostfile(job[HOSTFILE.name]) if HOSTFILE.name in job else ()
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """`h1:2,h2` of -H. A host without a number has as many ranks as it has devices. Raises ConfigError."""
+    called = f"-H {text if text and text.isprintable() else repr(text)}"
+    entries = [entry.strip() for entry in text.split(",")]
+    if not any(entries):
+        raise ConfigError(f"{called}: no host is named; {_EXAMPLE}")
+    if not all(entries):
+        raise ConfigError(f"{called}: a host is missing beside a comma; {_EXAMPLE}")
+    return _distinct([(_host(entry, called), called) for entry in entries])
+
+
+def read_hostfile(path: str) -> tuple[Host, ...]:
+    """One host a line: `host slots=2`, `host:2` or `host`; what follows a # is a comment. Raises ConfigError."""
+    called = f"--hostfile {path}"
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{called}: it cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{called}: it is no text; write one host a line: host slots=2") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if words := line.partition("#")[0].split():
+            found.append((_line(words, f"{called}, line {number}"), f"{called}, line {number}"))
+    if not found:
+        raise ConfigError(f"{called}: no host is named there; write one a line: host slots=2")
+    return _distinct(found)
+
+
+def _line(words: list[str], called: str) -> Host:
+    """As in Open MPI's hostfile: `host slots=2 max_slots=4`. More ranks than slots there never are: max_slots says nothing."""
+    host = _host(words[0], called)
+    for word in words[1:]:
+        key, _, value = word.partition("=")
+        if key not in ("slots", "max_slots", "max-slots") or not value:
+            raise ConfigError(f"{called}: {word!r} is not understood; write `host slots=2`, `host:2` or `host`")
+        if key == "slots":
+            if host.slots:
+                raise ConfigError(f"{called}: {words[0]!r} and {word!r} both give a number of slots; leave one of them out")
+            host = Host(host.name, _slots(value, word, called))
+    return host
+
+
+def _host(entry: str, called: str) -> Host:
+    """`name`, `name:2`, `user@name:2`, `[fd88::1]:2`."""
+    match = re.fullmatch(rf"({_NAME})(?::([^:\]]*))?", entry)
+    if match is None:
+        if entry.count(":") > 1 and re.fullmatch(r"[0-9A-Fa-f:.]+", entry):
+            raise ConfigError(f"{called}: {entry!r}: an IPv6 address goes in brackets: [{entry}] or [{entry}]:2")
+        raise ConfigError(f"{called}: {entry!r} is no name of a host; {_EXAMPLE}")
+    name = match[1].replace("[", "").replace("]", "")
+    return Host(name, 0 if match[2] is None else _slots(match[2], entry, called))
+
+
+def _slots(text: str, entry: str, called: str) -> int:
+    if not (re.fullmatch(r"[0-9]{1,6}", text) and int(text) > 0):
+        raise ConfigError(f"{called}: {entry!r}: the slots of a host are a number from 1 up, one rank each")
+    return int(text)
+
+
+def _distinct(found: list[tuple[Host, str]]) -> tuple[Host, ...]:
+    """Two agents on one host would count its devices twice."""
+    seen = set()
+    for host, called in found:
+        name = host.name.rpartition("@")[2].lower()
+        if name in seen:
+            raise ConfigError(f"{called}: {host.name} is named twice; name it once, with all its slots: {host.name}:2")
+        seen.add(name)
+    return tuple(host for host, _ in found)

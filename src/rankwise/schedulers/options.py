@@ -1,0 +1,66 @@
+"""What several schedulers may be asked for, each one object; in the order in which `rankwise run --help` has them."""
+
+from __future__ import annotations
+
+import re
+
+from rankwise.run.options import Option, from_one, matching
+
+_NODES, _QUEUE = "Several nodes", "A job in a queue"
+
+
+def _numbers(gpus: str) -> str | None:
+    numbers = [number.strip() for number in gpus.split(",")]
+    fit = all(re.fullmatch("[0-9]{1,6}", number) for number in numbers) and len({int(n) for n in numbers}) == len(numbers)
+    return None if fit else f"the numbers of GPUs, each once, for example {GPUS.typed} 0,2"
+
+
+def counts(nodes: str) -> tuple[int, int]:
+    """(fewest, most) of `2` or `1:4`; (0, 0) for what says neither."""
+    match = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", nodes)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, 0)
+    return (least, most) if 0 < least <= most else (0, 0)
+
+
+GPUS = Option(
+    "gpus", "The GPUs to use, by number; all by default.", metavar="0,2", check=_numbers, heading="This run"
+)  # fmt: skip
+HOSTS = Option(
+    "hosts", "Hosts to reach by ssh, and how many ranks on each.", metavar="A:2,B:2", spellings=("-H", "--host", "--hosts"),
+    heading=_NODES,
+)  # fmt: skip
+HOSTFILE = Option("hostfile", "A file of them: `host slots=2` a line.", metavar="FILE", instead_of="hosts", heading=_NODES)
+NODES = Option(
+    "nodes", "How many nodes; MIN:MAX goes on while MIN of them are left.", metavar="N|MIN:MAX",
+    spellings=("--nodes", "--nnodes"), within=True, heading=_NODES,
+    check=lambda value: None if counts(value) != (0, 0) else "a number of nodes, or the fewest and the most: 1:4",
+)  # fmt: skip
+GPUS_PER_NODE = Option(
+    "gpus_per_node", "GPUs of each node.", metavar="[TYPE:]N", heading=_NODES,
+    check=matching(r"([A-Za-z0-9_.-]+:)?[0-9]+", "a number, or a type and a number: a100:4"),
+)  # fmt: skip
+NODE_RANK = Option(
+    "node_rank", "Started by hand on each node: which of them this is, from 0.", kind=int, metavar="N",
+    spellings=("--node-rank", "--node_rank"), site=False, heading=_NODES,
+)  # fmt: skip
+MASTER_ADDR = Option(
+    "master_addr", "Started by hand: the first of the nodes.", metavar="HOST", spellings=("--master-addr", "--master_addr"),
+    heading=_NODES,
+)  # fmt: skip
+SETUP = Option(
+    "setup", "A line of shell for the job before it starts: \"module load cuda\". Repeatable.", kind=list, metavar="LINE",
+    within=True, heading=_QUEUE,
+)  # fmt: skip
+REQUEUE = Option(
+    "requeue", "Back into the queue when the time is over or others need the nodes, until it is done.", kind=bool,
+    heading=_QUEUE,
+)  # fmt: skip
+ACCOUNT = Option(
+    "account", "Whose share of the cluster it is charged to; also Grid Engine's.", metavar="NAME", spellings=("--account", "-A")
+)  # fmt: skip
+CPUS_PER_TASK = Option(
+    "cpus_per_task", "Cores of each node, for all its ranks.", kind=int, metavar="N", spellings=("--cpus-per-task", "-c"),
+    check=from_one, within=True,
+)  # fmt: skip
+
+SHARED = (GPUS, HOSTS, HOSTFILE, NODES, GPUS_PER_NODE, NODE_RANK, MASTER_ADDR, SETUP, REQUEUE)

@@ -1,0 +1,194 @@
+"""The text of a job for Slurm's queue, and the values in it as Slurm reads them: times, arrays, further options."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rankwise.errors import ConfigError
+from rankwise.run.plan import Plan
+from rankwise.schedulers.job import agent, enter, one_line, slug
+
+
+def render(plan: Plan) -> str:
+    """A batch script; run in an allocation's shell it does the same there. Raises ConfigError for what cannot work."""
+    job = {name: value for name, value in plan.job.items() if value not in (None, False)}
+    array = "array" in job
+    one_line(plan.cwd, "the folder")
+    folder = Path(one_line(plan.run_dir, "--run-dir"))
+    run_dir = shlex.quote(plan.run_dir) + ('-"$SLURM_ARRAY_TASK_ID"' if array else "")
+    output, redirection = _output(folder, run_dir, array)
+    redirection = [] if "within" in job else redirection
+    lines = [
+        "#!/bin/bash",
+        _line("job-name", slug(plan.name)),
+        _line("nodes", str(plan.nodes) if plan.min_nodes == plan.nodes else f"{plan.min_nodes}-{plan.nodes}"),
+        # Of a range Slurm gives the fewest, unless there are as many tasks as nodes: then the most that are free now.
+        _line("ntasks-per-node", "1") if plan.min_nodes == plan.nodes else _line("ntasks", str(plan.nodes)),
+        *_asked(job, plan),
+        _line("chdir", str(folder.parent if array else folder)),
+        _line("output", output),
+        _line("open-mode", "append"),
+        *([] if _ends_with_the_first(plan) else ["#SBATCH --no-kill"]),
+        *map(_argument, job.get("sbatch_args", ())),
+        "",
+        *redirection,
+        *(one_line(text, "--setup") for text in job.get("setup", ())),
+        enter(plan.cwd),
+        *_start(plan, job, run_dir),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _output(folder: Path, run_dir: str, array: bool) -> tuple[str, list[str]]:
+    """(--output, lines): where the job prints, and what the script does for it itself.
+
+    Slurm takes the working folder and the name together for one pattern: a `%` of a folder's is one of Slurm's then, and after
+    a backslash there are none. For such a folder the shell opens the file.
+    """
+    if not set("%\\") & set(str(folder)):
+        return (f"{folder.name}-%a/logs/job-%A_%a.log" if array else "logs/job-%j.log"), []
+    job_id = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if array else '"$SLURM_JOB_ID"'
+    return "/dev/null", [f"exec >>{run_dir}/logs/job-{job_id}.log 2>&1"]
+
+
+def _asked(job: Mapping[str, Any], plan: Plan) -> list[str]:
+    """What the user asks of Slurm, a line each."""
+    lines = []
+    if (cpus := _cpus(job, plan)) is not None:
+        lines.append(_line("cpus-per-task", str(cpus)))
+    if "gpus_per_node" in job:
+        lines.append(_line("gres", f"gpu:{job['gpus_per_node']}"))  # every version knows it, whatever selects resources
+    if "time" in job:
+        seconds(job["time"])
+    for name in ("partition", "time", "nodelist", "mem", "account", "qos", "constraint", "array", "dependency"):
+        if name in job:
+            lines.append(_line(name, job[name]))
+    if job.get("requeue"):
+        lines += ["#SBATCH --requeue", _line("signal", f"USR1@{_lead_s(job.get('time'), plan.grace_s)}")]
+    return lines
+
+
+def _cpus(job: Mapping[str, Any], plan: Plan) -> int | None:
+    """Cores of each node: unless told, one a rank as far as their number is known. Slurm by itself gives the agent one.
+
+    Within an allocation, unless told, all that it has there.
+    """
+    if "within" in job:
+        return job.get("cpus_per_task")
+    gpus = str(job.get("gpus_per_node", "0")).rpartition(":")[2]
+    return job.get("cpus_per_task") or plan.nproc or int(gpus) or None
+
+
+def _start(plan: Plan, job: Mapping[str, Any], run_dir: str) -> list[str]:
+    """srun, an agent a node. Its own cores are said again: a step does not inherit them. --export: sbatch --export=NONE would
+    be inherited, and the agents have no PATH.
+    """
+    several = plan.min_nodes < plan.nodes
+    counts = '"$nodes"' if several else str(plan.nodes)
+    words = ["srun --export=ALL", f"--nodes={counts} --ntasks={counts} --ntasks-per-node=1"]
+    if (cpus := _cpus(job, plan)) is not None:
+        words.append(f"--cpus-per-task={cpus}")
+    elif "within" in job:
+        words.append("$bind")
+    words.append("--kill-on-bad-exit=1" if _ends_with_the_first(plan) else "--kill-on-bad-exit=0 --no-kill")
+    command = f"{' '.join(words)} \\\n  {agent()} {run_dir}"
+    # Slurm gave the job from MIN to MAX; the user's own allocation may have more.
+    there = ["nodes=${SLURM_JOB_NUM_NODES:-$SLURM_NNODES}", f"nodes=$((nodes < {plan.nodes} ? nodes : {plan.nodes}))"]
+    there = there if several else []
+    if "$bind" in words:
+        # srun would give the agent one core. Where nothing binds it needs no word of this, and has one against it.
+        there.append("bind=$(scontrol show config | grep -q '^TaskPlugin .*affinity' && echo --cpu-bind=none)")
+    if not job.get("requeue"):
+        return [*there, f"exec {command}"]
+    return [
+        *there,
+        command,
+        "status=$?",
+        "# 75: stopped and saved, to go on. Slurm ends this script as soon as it is asked.",
+        '[ "$status" = 75 ] && scontrol requeue "$SLURM_JOB_ID"',
+        'exit "$status"',
+    ]
+
+
+def _ends_with_the_first(plan: Plan) -> bool:
+    """Whether the first agent to fail ends the job: nothing is started again, and no node may be lost."""
+    return plan.max_restarts == 0 and plan.min_nodes == plan.nodes
+
+
+def _line(name: str, value: str) -> str:
+    """Quoted as sbatch reads it. A plain value stays plain."""
+    one_line(value, f"--{name}")
+    if re.fullmatch(r"[A-Za-z0-9._:@/%,=+\[\]-]+", value):
+        return f"#SBATCH --{name}={value}"
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'#SBATCH --{name}="{escaped}"'
+
+
+def _argument(text: str) -> str:
+    """`--exclusive`, `--comment=a b`, `-p main`."""
+    match = re.fullmatch(r"(?:--([A-Za-z][A-Za-z-]*)(?:[= ](.*))?|-([A-Za-z])(?: ?(.+))?)", text)
+    if match is None:
+        raise ConfigError(f"--sbatch-arg {text!r}: give one option of sbatch, such as --sbatch-arg=--exclusive")
+    long, value, short, short_value = match.groups()
+    if long is not None:
+        return _line(long, value) if value else f"#SBATCH --{long}"
+    return f"#SBATCH -{short}" + (_line("x", short_value).removeprefix("#SBATCH --x=") if short_value else "")
+
+
+_LONGEST_S = 366 * 86400
+_TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
+
+
+def seconds(time: str) -> int | None:
+    """A limit of time as Slurm reads it: minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s. None for UNLIMITED. Raises ConfigError.
+
+    Slurm itself takes -5 for 2982611 days, and 0 for no limit.
+    """
+    if time == "UNLIMITED":
+        return None
+    match = _TIME.fullmatch(time)
+    numbers = [int(n) for n in match.groups() if n is not None] if match is not None else []
+    if not numbers:
+        total = 0
+    elif match is not None and match[1] is not None:
+        days, hours, minutes, rest = (*numbers, 0, 0)[:4]
+        total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    elif len(numbers) == 3:
+        total = (numbers[0] * 60 + numbers[1]) * 60 + numbers[2]
+    else:
+        total = numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
+    if not 0 < total <= _LONGEST_S:
+        raise ConfigError(
+            f"--time {time}: give minutes, h:m:s, or d-h:m:s, up to 366 days: --time 20:00:00 is twenty hours "
+            "(without any limit: --time UNLIMITED)"
+        )
+    return total
+
+
+def _lead_s(time: str | None, grace_s: float) -> int:
+    """How long before its limit the job is asked to stop: the grace and a reserve, at most a quarter of a short limit."""
+    lead = math.ceil(min(grace_s, 60000)) + 30
+    limit = seconds(time) if time is not None else None
+    return lead if limit is None else max(1, min(lead, limit // 4))
+
+
+MOST_TASKS = 1000
+
+
+def array_tasks(array: str) -> tuple[str, ...]:
+    """The numbers of `0-3,7` or `3-9:3%2` (at most two at once). Raises ConfigError."""
+    numbers: set[int] = set()
+    for part in array.partition("%")[0].split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?", part)
+        first, last, step = (int(match[1]), int(match[2] or match[1]), int(match[3] or 1)) if match else (0, -1, 1)
+        if last < first or step < 1 or not re.fullmatch(r"[^%]*(%[1-9][0-9]*)?", array):
+            raise ConfigError(f"--array {array}: give numbers, such as 0-7, or 1,3,5, or 0-99%4 for four at once")
+        numbers.update(range(first, min(last, first + step * MOST_TASKS) + 1, step))
+    if len(numbers) > MOST_TASKS:
+        raise ConfigError(f"--array {array}: each task is a run with a folder of its own, and there are at most {MOST_TASKS}")
+    return tuple(map(str, sorted(numbers)))
