@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ def test_zero_is_a_setting_like_any_other() -> None:
         (Option("a", ""), None, None),
         (Option("a", "", metavar="A,B"), ["x", 1], "x,1"),
         (Option("a", "", kind=int), 0, 0),
+        (Option("a", "", kind=Path), "/x/../y", "/x/../y"),
         (Option("a", "", kind=bool), True, True),
         (Option("a", "", kind=list), ["x", "y"], ("x", "y")),
         (Option("a", "", kind=list), "x", ("x",)),

@@ -67,11 +67,11 @@ def choose(config: RunConfig, env: Mapping[str, str]) -> Choice:
     """Raises ConfigError for a scheduler that is none, and for a setting that it does not know."""
     queue, why = _queue(config, env)
     job = _job(config, queue, why)
-    queue.check(job)
     attached = queue.attached(env)
     allocated = queue.allocated(env) if attached else None
     if allocated is not None:
         job = _within(queue, job, config)
+    queue.check(job)
     hosts = queue.named_hosts(job)
     least, most = _nodes(job, hosts, allocated)
     return Choice(

@@ -120,7 +120,7 @@ def cancel(run: RunDir) -> str:
     if job is not None and queue is not None and (state := state_of(job)).phase in _ALIVE:
         queue.cancel(job.told())
         rest = "; its ranks are asked to stop and to save" if state.phase == "running" else ""
-        return f"job {job.id} of {job.scheduler} ({state.reason}) is cancelled{rest}"
+        return f"job {job.id} of {job.scheduler} ({state.reason or state.phase}) is cancelled{rest}"
     writer = _writer(run)
     if writer is None:
         lives = run.lives()

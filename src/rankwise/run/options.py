@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rankwise.errors import ConfigError
@@ -30,7 +31,8 @@ class Option:
     """A sentence for `rankwise run --help`."""
 
     kind: type = str
-    """str, int, bool (a switch), or list: words, repeatable on the command line; a tuple of them in a run's `job`."""
+    """str, int, bool (a switch), Path (absolute in a run's `job`, from where it was typed), or list: words, repeatable on the
+    command line, a tuple of them in a run's `job`."""
 
     metavar: str = ""
     """A word for the value: NAME. A list in a file is as good as the text `a,b` where this has a comma: A,B."""
@@ -74,7 +76,7 @@ class Option:
         value = self._read(value)
         if value is None:
             return None
-        expected = kind_of_type(tuple if self.kind is list else self.kind)
+        expected = kind_of_type(tuple if self.kind is list else str if self.kind is Path else self.kind)
         if not isinstance(value, expected.types) or (isinstance(value, bool) and self.kind is not bool):
             raise ConfigError(f"{self.typed} {value!r}: it must be {expected.words}")
         for text in value if isinstance(value, tuple) else (value,) if isinstance(value, str) else ():
@@ -84,7 +86,7 @@ class Option:
                 raise ConfigError(f"{self.typed} {text!r}: give words in one line")
         if self.check is not None and (instead := self.check(value)) is not None:
             raise ConfigError(f"{self.shown(value)}: give {instead}")
-        return value
+        return str(Path(str(value)).absolute()) if self.kind is Path else value
 
     def _read(self, value: Any) -> Any:
         """What a file may hold in its place: a number for its text, a list, or one word of a list."""
