@@ -81,14 +81,14 @@ def test_help_mentions_every_option_that_there_is() -> None:
         "--nproc", "--nproc-per-node", "--nproc_per_node",
         "-m", "--name", "--run-dir", "--fresh", "--config", "--max-restarts", "--grace", "--start-method",
         "--tee", "--stall-warn", "--master-port", "--master_port", "--allow-independent", "--check-collectives", "argv", "run",
-        "--join-timeout", "--node-wait", "--stop-after", "--checkpoint-scope", "--on", "--dry-run", "--wait",
+        "--join-timeout", "--node-wait", "--stop-after", "--checkpoint-scope", "--dry-run", "--wait",
     }  # fmt: skip
 
 
 def test_every_setting_that_only_some_schedulers_know_is_an_option_under_a_heading_of_the_help(rankwise: Run) -> None:
     told = rankwise("run", "--help", env={**os.environ, "COLUMNS": "80"}).stdout
-    parts = re.split(r"^(This run|Several nodes|A job in a queue|Slurm|Grid Engine):$", told, flags=re.MULTILINE)
-    assert parts[1::2] == ["This run", "Several nodes", "A job in a queue", "Slurm", "Grid Engine"]
+    parts = re.split(r"^(This run|Several nodes|A job in a queue|Slurm|Grid Engine|PBS|LSF):$", told, flags=re.MULTILINE)
+    assert parts[1::2] == ["This run", "Several nodes", "A job in a queue", "Slurm", "Grid Engine", "PBS", "LSF"]
     assert all(len(line) <= 80 for line in told.splitlines())
     for option in options().values():
         for spelling in option.words if option.heading != "This run" else ():

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from ranks import scripts_on_ranks
 
@@ -160,12 +161,14 @@ def words_of(line: str) -> list[str]:
 
 @pytest.mark.parametrize("line", NEW_LINES)
 def test_a_line_to_type_now_is_taken_as_it_stands(line: str) -> None:
-    from rankwise import cli
+    from rankwise import cli, schedulers
     from rankwise.launch.scheduler_choice import choose
-    from rankwise.run.config import RunConfig, is_given
+    from rankwise.run.config import RunConfig
+    from rankwise.run.options import is_given
 
     given = cli.run.make_context("run", words_of(line)).params
-    config = RunConfig.of({name: value for name, value in given.items() if is_given(value) or name == "argv"})
+    settings = {name: value for name, value in given.items() if is_given(value) or name == "argv"}
+    config = RunConfig.of(schedulers.options(), settings)
     assert config.argv[0].endswith(".py")
     choice = choose(config, {})
     if config.on is not None:  # the job's text can be had without a scheduler
@@ -180,7 +183,8 @@ def test_what_was_typed_so_far_is_answered_with_the_line_to_type_now() -> None:
     from rankwise import cli
     from rankwise.launch.foreign_options import translated
 
-    ours = {name: not getattr(p, "is_flag", False) for p in cli.run.params for name in p.opts if name.startswith("-")}
+    parameters = cli.run.get_params(click.Context(cli.run))
+    ours = {name: not getattr(p, "is_flag", False) for p in parameters for name in p.opts if name.startswith("-")}
     known = re.compile(r"(python -m torch\.distributed\.launch|torchrun|horovodrun|mpirun|accelerate launch) ")
     pairs = [(row[0][0], row[1][0]) for row in ROWS if len(row) > 1 and row[0] and row[1] and known.match(row[0][0])]
     answered = [(old, new) for old, new in pairs if new.startswith("rankwise run")]

@@ -138,6 +138,8 @@ BAD: dict[str, list[str]] = {
     "run time": [*LINE, "x", "-5", "0", "1:2:3:4"],
     "run array": [*LINE, "x", "1-", "0-99999999"],
     "run sbatch_args": [*LINE, "x y", "--=1"],
+    "run qsub_args": LINE,
+    "run bsub_args": LINE,
     **{f"run {name}": LINE for name in (
         "partition", "nodelist", "mem", "account", "qos", "constraint", "dependency", "setup", "pe", "resources", "queue")},
     "selftest ranks": ["x", "", "0", "1,,2", "-1", "1.5"],

@@ -112,9 +112,7 @@ class _Run(click.Command):
         known = of_schedulers()
         rows: dict[str, list[click.Option]] = {heading: [] for heading in (_THIS_RUN, *_HEADINGS.values())}
         own = [p for p in super().get_params(ctx) if isinstance(p, click.Option)]
-        for heading, first in ((heading, next(p for p in own if _heading(p) == heading)) for heading in dict.fromkeys(rows)):
-            if first.name in _BEFORE:
-                rows[heading].append(first)
+        rows[_THIS_RUN] = [p for p in own if p.name in _BEFORE]
         for p in [*_of_schedulers(), *(p for p in own if p.name not in _BEFORE)]:
             rows.setdefault(known.heading(str(p.name)) if p.name in known else _heading(p), []).append(p)
         for heading, options in rows.items():
@@ -129,8 +127,8 @@ _HEADINGS = {
 }  # fmt: skip
 """Of our own options, but for those of this run."""
 
-_BEFORE = ("nproc", "on")
-"""Those that come before the options of schedulers."""
+_BEFORE = ("nproc",)
+"""Those of this run that come before what schedulers know of it."""
 
 
 def _heading(option: click.Parameter) -> str:
@@ -138,10 +136,13 @@ def _heading(option: click.Parameter) -> str:
 
 
 def _of_schedulers() -> list[click.Option]:
-    """What they have declared, for the command line."""
+    """`--on`, and what they have declared, for the command line."""
     from rankwise import schedulers
 
-    found = []
+    names = ", ".join((*schedulers.queues(), *schedulers.ALIASES))
+    default = "ssh with -H, manual with --node-rank, the job that this shell is in, what the site file says, else local"
+    on = f"What starts them: {names}.  [default: {default}]"
+    found = [click.Option(["--on"], metavar="SCHEDULER", help=on)]
     for name, option in schedulers.options().items():
         more: dict[str, Any] = {"is_flag": True} if option.kind is bool else {"metavar": option.metavar}
         if option.kind is int:
@@ -213,12 +214,6 @@ def _begins(word: str, option: str) -> bool:
     help="Fork the ranks from one process that has imported torch, or start each by itself.  [default: fork]",
 )
 @click.option("--tee", metavar="main|all", help="Show the output of rank 0, or of all ranks, line by line.  [default: main]")
-@click.option(
-    "--on",
-    metavar="SCHEDULER",
-    help="What starts them: local, ssh, slurm, sge, mpi, manual.  [default: ssh with -H, manual with --node-rank, the "
-    "allocation that this shell is in, what the site file says, else local]",
-)
 @click.option(
     "--join-timeout",
     "join_timeout_s",

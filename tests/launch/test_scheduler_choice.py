@@ -53,10 +53,10 @@ def test_what_was_said_comes_before_where_this_is_and_that_before_the_sites_habi
 
 
 def test_a_scheduler_that_is_none_is_an_error_with_those_that_are() -> None:
-    with pytest.raises(ConfigError, match=r"^--on pbs: there is no scheduler pbs; choose local, .*slurm.*, mpi$"):
-        chosen(on="pbs")
-    with pytest.raises(ConfigError, match=r"^on = 'pbs' in the site file: there is no scheduler pbs"):
-        chosen(site={"on": "pbs"})
+    with pytest.raises(ConfigError, match=r"^--on cobalt: there is no scheduler cobalt; choose local, .*slurm.*, mpi$"):
+        chosen(on="cobalt")
+    with pytest.raises(ConfigError, match=r"^on = 'cobalt' in the site file: there is no scheduler cobalt"):
+        chosen(site={"on": "cobalt"})
 
 
 @pytest.mark.parametrize(

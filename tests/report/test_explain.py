@@ -209,7 +209,9 @@ not taken
   mpich       needs PMI_RANK and MPI_LOCALRANKID: not set
   submitit    needs SUBMITIT_EXECUTOR=local and SUBMITIT_LOCAL_GLOBALID: not set
   sge         needs PE_HOSTFILE or JOB_SCRIPT=QRSH: not set
-  others      needs PMIX_RANK, LSF_PM_TASKID, ... (one of several processes) or LSB_MCPU_HOSTS, ... (several hosts): not set
+  pbs         needs PBS_JOBID: not set
+  lsf         needs LSB_JOBID: not set
+  others      needs PMIX_RANK, PMI_ID, ... (one of several processes) or SM_HOSTS, ... (several hosts): not set
   local       slurm is believed first; by itself this would be rank 0 of 1
 """
 

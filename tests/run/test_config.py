@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import click
 import pytest
 
 from rankwise import schedulers
@@ -192,7 +193,7 @@ def test_settings_are_called_as_they_are_typed() -> None:
 def test_each_setting_is_typed_as_the_command_takes_it() -> None:
     from rankwise.cli import run
 
-    taken = {spelling for parameter in run.params for spelling in parameter.opts}
+    taken = {spelling for parameter in run.get_params(click.Context(run)) for spelling in parameter.opts}
     untyped = ("argv", "module", "command", "job", "site")
     names = [field.name for field in dataclasses.fields(RunConfig) if field.name not in untyped]
     assert [option(name) for name in names if option(name) not in taken] == []

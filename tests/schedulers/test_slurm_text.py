@@ -18,7 +18,7 @@ from environments import SLURM_BATCH, SLURM_BATCH_ONE, SLURM_SALLOC, SLURM_STEP,
 from rankwise.errors import ConfigError
 from rankwise.run.plan import Plan
 from rankwise.schedulers import slurm_text
-from rankwise.schedulers.job import State
+from rankwise.schedulers.job import State, limit_s
 from rankwise.schedulers.slurm import Slurm
 
 slurm = Slurm()
@@ -135,7 +135,7 @@ def test_a_value_that_is_no_line_of_a_job_is_an_error(job: dict[str, Any]) -> No
      ("366-0", 31622400), ("UNLIMITED", None)],
 )  # fmt: skip
 def test_a_limit_of_time_is_read_as_slurm_reads_it(time: str, seconds: int | None) -> None:
-    assert slurm_text.seconds(time) == seconds
+    assert limit_s(time) == seconds
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_limit_of_time_is_read_as_slurm_reads_it(time: str, seconds: int | Non
 )
 def test_a_limit_of_nonsense_is_refused_before_slurm_takes_it_for_eight_thousand_years(time: str) -> None:
     with pytest.raises(ConfigError, match=rf"^--time {re.escape(time)}: give minutes, h:m:s, or d-h:m:s"):
-        slurm_text.seconds(time)
+        limit_s(time)
 
 
 @pytest.mark.parametrize(

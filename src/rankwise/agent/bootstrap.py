@@ -229,8 +229,8 @@ def _start(scheduler: Jobs | Launcher, env: Mapping[str, str]) -> str:
 
 def _start_of_this_job(env: Mapping[str, str]) -> str:
     for launcher in schedulers.launchers(env).values():
-        if launcher.tasks(env) is not None:
-            return _start(launcher, env)
+        if launcher.detect(env) and (start := _start(launcher, env)):
+            return start
     return ""
 
 

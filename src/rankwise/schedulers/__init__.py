@@ -21,6 +21,7 @@ from rankwise.schedulers.foreground import Foreground
 from rankwise.schedulers.horovodrun import Horovodrun
 from rankwise.schedulers.jsrun import Jsrun
 from rankwise.schedulers.local import ThisMachine
+from rankwise.schedulers.lsf import Lsf
 from rankwise.schedulers.manual import ByHand
 from rankwise.schedulers.mpich import Mpich
 from rankwise.schedulers.mvapich import Mvapich
@@ -28,6 +29,7 @@ from rankwise.schedulers.openmpi import OpenMpi
 from rankwise.schedulers.options import SHARED
 from rankwise.schedulers.others import OtherLaunchers
 from rankwise.schedulers.pals import Pals
+from rankwise.schedulers.pbs import Pbs
 from rankwise.schedulers.protocols import Hosts, Jobs, Launcher, Scheduler
 from rankwise.schedulers.ranks import Ranks
 from rankwise.schedulers.sge import GridEngine
@@ -37,7 +39,7 @@ from rankwise.schedulers.submitit import Submitit
 from rankwise.schedulers.torchrun import Torchrun
 
 LOCAL = ThisMachine()
-_OPENMPI, _MPICH, _SLURM, _SGE = OpenMpi(), Mpich(), Slurm(), GridEngine()
+_OPENMPI, _MPICH, _SLURM, _SGE, _PBS, _LSF = OpenMpi(), Mpich(), Slurm(), GridEngine(), Pbs(), Lsf()
 
 
 def _of_others() -> list[Scheduler]:
@@ -56,11 +58,11 @@ def _starters() -> Iterator[Launcher]:
 
 _LAUNCHERS: tuple[Launcher, ...] = (
     Torchrun(_starters), Jsrun(), _OPENMPI, Horovodrun(), Mvapich(), Pals(), Flux(), _MPICH, Submitit(), _SLURM, _SGE,
-    OtherLaunchers(),
+    _PBS, _LSF, OtherLaunchers(),
 )  # fmt: skip
 """Ours, in the order of belief. Those of other packages come after them, and LOCAL at last."""
 
-_QUEUES: tuple[Jobs, ...] = (LOCAL, _SLURM, _SGE, Ssh(), _OPENMPI, _MPICH, ByHand())
+_QUEUES: tuple[Jobs, ...] = (LOCAL, _SLURM, _SGE, _PBS, _LSF, Ssh(), _OPENMPI, _MPICH, ByHand())
 """Ours to which a run can be handed, in the order in which they are told."""
 
 _NAMES = {each.name for each in (*_LAUNCHERS, *_QUEUES)}

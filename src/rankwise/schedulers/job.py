@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankwise.errors import ConfigError
+from rankwise.run.plan import Plan
 
 _PATIENCE_S = 60.0
 
@@ -61,6 +62,77 @@ def enter(folder: str) -> str:
     """The line of a job's text that enters the folder of the script. The shell's own words name it where it is not there."""
     why = "does not see the script's folder; use one on a file system that all nodes share"
     return f'cd {shlex.quote(folder)} || {{ echo "rankwise: $(uname -n) {why}" >&2; exit 2; }}'
+
+
+def setup_lines(plan: Plan) -> list[str]:
+    """What the user asked for by --setup. Raises ConfigError for what would begin a line of its own."""
+    return [one_line(line, "--setup") for line in plan.job.get("setup", ())]
+
+
+def batch_script(plan: Plan, asked: Sequence[str], job_id: str, others: str, start: str) -> str:
+    """The text of a job whose script becomes the head's agent, on the first of its nodes. Raises ConfigError.
+
+    On the others this script is started once more, with the number of the node: by the words `start`, for each of `others`.
+    `job_id`, `others` and `start` are for a shell to read, the last with "$node", the number, and "$host", which of `others`.
+    """
+    run_dir = shlex.quote(one_line(plan.run_dir, "--run-dir"))
+    lines = ["#!/bin/bash", *asked, ""]
+    if "within" not in plan.job:
+        lines.append(f"exec >>{run_dir}/logs/job-{job_id}.log 2>&1")
+    lines += [*setup_lines(plan), enter(one_line(plan.cwd, "the folder"))]
+    if plan.nodes > 1:
+        lines += [
+            f'[ -z "$1" ] || exec {agent(plan.run_dir)} --node "$1"',
+            "node=0",
+            f"for host in {others}; do",
+            "  node=$((node + 1))",
+            f'  {start} /bin/bash {run_dir}/job.sh "$node" &',
+            "done",
+        ]
+    return "\n".join([*lines, f"exec {agent(plan.run_dir)}"]) + "\n"
+
+
+def cores(plan: Plan) -> int:
+    """Of each node: unless told, one a rank as far as their number is known."""
+    gpus = str(plan.job.get("gpus_per_node", "")).rpartition(":")[2]
+    return int(plan.job.get("cpus_per_task") or plan.nproc or gpus or 1)
+
+
+_LONGEST_S = 366 * 86400
+_TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
+
+
+def limit_s(time: str) -> int | None:
+    """A limit of time as --time takes it: minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s, as Slurm. None for UNLIMITED. Raises
+    ConfigError.
+
+    Slurm itself takes -5 for 2982611 days, and 0 for no limit.
+    """
+    if time == "UNLIMITED":
+        return None
+    match = _TIME.fullmatch(time)
+    numbers = [int(n) for n in match.groups() if n is not None] if match is not None else []
+    if not numbers:
+        total = 0
+    elif match is not None and match[1] is not None:
+        days, hours, minutes, rest = (*numbers, 0, 0)[:4]
+        total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    elif len(numbers) == 3:
+        total = (numbers[0] * 60 + numbers[1]) * 60 + numbers[2]
+    else:
+        total = numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
+    if not 0 < total <= _LONGEST_S:
+        raise ConfigError(
+            f"--time {time}: give minutes, h:m:s, or d-h:m:s, up to 366 days: --time 20:00:00 is twenty hours "
+            "(without any limit: --time UNLIMITED)"
+        )
+    return total
+
+
+def stop_before(time: str | None, grace_s: float) -> float:
+    """After how long the head stops the ranks of a job with this limit, so that they have `grace_s`; 0 without a limit."""
+    limit = limit_s(time) if time is not None else None
+    return float(max(limit - int(grace_s), limit // 2)) if limit is not None else 0.0
 
 
 def call(command: Sequence[str], missing: str, cwd: str | None = None) -> subprocess.CompletedProcess[str]:

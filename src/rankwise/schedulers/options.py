@@ -55,12 +55,20 @@ REQUEUE = Option(
     "requeue", "Back into the queue when the time is over or others need the nodes, until it is done.", kind=bool,
     heading=_QUEUE,
 )  # fmt: skip
+TIME = Option(
+    "time", "The longest it may take: minutes, h:m:s, d-h:m:s.", metavar="TIME", spellings=("--time", "-t"), heading=_QUEUE
+)  # fmt: skip
+QUEUE = Option("queue", "Where the job waits.", metavar="NAME", spellings=("--queue", "-q"), heading=_QUEUE)
 ACCOUNT = Option(
-    "account", "Whose share of the cluster it is charged to; also Grid Engine's.", metavar="NAME", spellings=("--account", "-A")
+    "account", "Whose share of the cluster it is charged to.", metavar="NAME", spellings=("--account", "-A"), heading=_QUEUE
 )  # fmt: skip
 CPUS_PER_TASK = Option(
     "cpus_per_task", "Cores of each node, for all its ranks.", kind=int, metavar="N", spellings=("--cpus-per-task", "-c"),
-    check=from_one, within=True,
+    check=from_one, within=True, heading=_QUEUE,
 )  # fmt: skip
+MEM = Option("mem", "Memory of each node: 64G.", metavar="SIZE", heading=_QUEUE)
 
-SHARED = (GPUS, HOSTS, HOSTFILE, NODES, GPUS_PER_NODE, NODE_RANK, MASTER_ADDR, SETUP, REQUEUE)
+SHARED = (
+    GPUS, HOSTS, HOSTFILE, NODES, GPUS_PER_NODE, NODE_RANK, MASTER_ADDR, TIME, QUEUE, ACCOUNT, CPUS_PER_TASK, MEM, SETUP,
+    REQUEUE,
+)  # fmt: skip

@@ -16,14 +16,10 @@ _STARTERS = {
     "ALPS_APP_PE": "aprun",
     "MPT_LRANK": "mpiexec of HPE MPT",
     "PMI_ID": "mpirun_rsh",
-    "LSF_PM_TASKID": "blaunch",
-    "PBS_TASKNUM": "pbsdsh",
 }
-"""The variable that each sets for every process that it starts; PBS gives the job's own script the number 1."""
+"""The variable that each sets for every process that it starts."""
 
 _HOSTS = {
-    "LSB_MCPU_HOSTS": "an LSF job",
-    "PBS_NUM_NODES": "a PBS job",
     "SM_HOSTS": "a SageMaker job",
     "AWS_BATCH_JOB_NUM_NODES": "an AWS Batch job",
 }
@@ -36,20 +32,14 @@ _VARIABLES_OF_RANKS = "RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_AD
 class OtherLaunchers(Launcher):
     name = "others"
     variables = (*_STARTERS, *_HOSTS)
-    needs = "PMIX_RANK, LSF_PM_TASKID, ... (one of several processes) or LSB_MCPU_HOSTS, ... (several hosts)"
+    needs = "PMIX_RANK, PMI_ID, ... (one of several processes) or SM_HOSTS, ... (several hosts)"
 
     def detect(self, env: Mapping[str, str]) -> bool:
         """True in one of several processes of such a launcher, and in a job of several hosts."""
         return self.one_of_several(env) or _job_of_several(env) is not None
 
     def one_of_several(self, env: Mapping[str, str]) -> bool:
-        return any(name in env for name in _STARTERS if name != "PBS_TASKNUM") or env.get("PBS_TASKNUM", "1") != "1"
-
-    def array_task(self, env: Mapping[str, str]) -> str | None:
-        """Of LSF, whose jobs without an array have the index 0, and of PBS."""
-        if env.get("LSB_JOBINDEX", "0") != "0":
-            return env["LSB_JOBINDEX"]
-        return env.get("PBS_ARRAY_INDEX") or env.get("PBS_ARRAYID")
+        return any(name in env for name in _STARTERS)
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
         """Raises NotJoinedError: nothing says which rank this is."""
@@ -74,8 +64,6 @@ class OtherLaunchers(Launcher):
 def _job_of_several(env: Mapping[str, str]) -> tuple[str, int] | None:
     """(the variable that says so, how many hosts); None for one host, and where nothing says so."""
     counts = {
-        "LSB_MCPU_HOSTS": len(env.get("LSB_MCPU_HOSTS", "").split()) // 2,  # host1 16 host2 16
-        "PBS_NUM_NODES": _number(env.get("PBS_NUM_NODES")),
         "SM_HOSTS": _length(env.get("SM_HOSTS")),
         "AWS_BATCH_JOB_NUM_NODES": _number(env.get("AWS_BATCH_JOB_NUM_NODES")),
     }

@@ -17,8 +17,8 @@ from typing import Any
 from rankwise.errors import ConfigError, WorldError
 from rankwise.run.options import Option, from_one
 from rankwise.run.plan import Host, Plan
-from rankwise.schedulers.job import State, agent, call, enter, last_line, one_line, slug
-from rankwise.schedulers.options import ACCOUNT, REQUEUE, SETUP
+from rankwise.schedulers.job import State, agent, call, enter, last_line, one_line, setup_lines, slug
+from rankwise.schedulers.options import ACCOUNT, QUEUE, REQUEUE, SETUP
 from rankwise.schedulers.protocols import Hosts, Jobs, Launcher
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single, whole_number
 
@@ -72,7 +72,7 @@ class GridEngine(Launcher, Jobs, Hosts):
             metavar="NAME=VALUE",
             spellings=("-l", "--resource"),
         ),
-        Option("queue", "Where the job waits for slots.", metavar="NAME", spellings=("--queue", "-q")),
+        QUEUE,
         ACCOUNT,
         REQUEUE,
         SETUP,
@@ -128,7 +128,7 @@ class GridEngine(Launcher, Jobs, Hosts):
     def render(self, plan: Plan) -> str:
         """The job's script: `cd RUN_DIR && qsub job.sh`. Raises ConfigError for what such a script cannot hold."""
         lines = ["#!/bin/bash", *(f"#$ {option}" for option in _options(plan)), ""]
-        lines += [one_line(line, "--setup") for line in plan.job.get("setup", ())]
+        lines += setup_lines(plan)
         lines.append(enter(one_line(plan.cwd, "the folder")))
         # No process stands between: Grid Engine asks this one to stop, and its exit status is the job's (99: once more).
         lines.append(f"exec {agent(one_line(plan.run_dir, '--run-dir'))}")

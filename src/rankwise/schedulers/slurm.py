@@ -13,7 +13,7 @@ from rankwise.run.options import Option
 from rankwise.run.plan import Plan
 from rankwise.schedulers import slurm_text
 from rankwise.schedulers.job import State, call, last_line
-from rankwise.schedulers.options import ACCOUNT, CPUS_PER_TASK, GPUS_PER_NODE, NODES, REQUEUE, SETUP
+from rankwise.schedulers.options import ACCOUNT, CPUS_PER_TASK, GPUS_PER_NODE, MEM, NODES, REQUEUE, SETUP, TIME
 from rankwise.schedulers.protocols import Jobs, Launcher
 from rankwise.schedulers.ranks import (
     Ranks,
@@ -63,12 +63,10 @@ class Slurm(Launcher, Jobs):
         NODES,
         GPUS_PER_NODE,
         Option("partition", "Where the job waits for nodes.", metavar="NAME", spellings=("--partition", "-p")),
-        Option(
-            "time", "The longest it may take: minutes, h:m:s, d-h:m:s.", metavar="TIME", spellings=("--time", "-t")
-        ),
+        TIME,
         Option("nodelist", "Nodes that it must have.", metavar="A,B", spellings=("--nodelist", "-w")),
         CPUS_PER_TASK,
-        Option("mem", "Memory of each node: 64G.", metavar="SIZE"),
+        MEM,
         ACCOUNT,
         Option("qos", "Quality of service.", metavar="NAME"),
         Option("constraint", "What its nodes must be.", metavar="FEATURES", spellings=("--constraint", "-C")),

@@ -11,7 +11,7 @@ from typing import Any
 
 from rankwise.errors import ConfigError
 from rankwise.run.plan import Plan
-from rankwise.schedulers.job import agent, enter, one_line, slug
+from rankwise.schedulers.job import agent, enter, limit_s, one_line, setup_lines, slug
 
 
 def render(plan: Plan) -> str:
@@ -37,7 +37,7 @@ def render(plan: Plan) -> str:
         *map(_argument, job.get("sbatch_args", ())),
         "",
         *redirection,
-        *(one_line(text, "--setup") for text in job.get("setup", ())),
+        *setup_lines(plan),
         enter(plan.cwd),
         *_start(plan, job, run_dir),
     ]
@@ -64,7 +64,7 @@ def _asked(job: Mapping[str, Any], plan: Plan) -> list[str]:
     if "gpus_per_node" in job:
         lines.append(_line("gres", f"gpu:{job['gpus_per_node']}"))  # every version knows it, whatever selects resources
     if "time" in job:
-        seconds(job["time"])
+        limit_s(job["time"])
     for name in ("partition", "time", "nodelist", "mem", "account", "qos", "constraint", "array", "dependency"):
         if name in job:
             lines.append(_line(name, job[name]))
@@ -140,40 +140,10 @@ def _argument(text: str) -> str:
     return f"#SBATCH -{short}" + (_line("x", short_value).removeprefix("#SBATCH --x=") if short_value else "")
 
 
-_LONGEST_S = 366 * 86400
-_TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
-
-
-def seconds(time: str) -> int | None:
-    """A limit of time as Slurm reads it: minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s. None for UNLIMITED. Raises ConfigError.
-
-    Slurm itself takes -5 for 2982611 days, and 0 for no limit.
-    """
-    if time == "UNLIMITED":
-        return None
-    match = _TIME.fullmatch(time)
-    numbers = [int(n) for n in match.groups() if n is not None] if match is not None else []
-    if not numbers:
-        total = 0
-    elif match is not None and match[1] is not None:
-        days, hours, minutes, rest = (*numbers, 0, 0)[:4]
-        total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
-    elif len(numbers) == 3:
-        total = (numbers[0] * 60 + numbers[1]) * 60 + numbers[2]
-    else:
-        total = numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
-    if not 0 < total <= _LONGEST_S:
-        raise ConfigError(
-            f"--time {time}: give minutes, h:m:s, or d-h:m:s, up to 366 days: --time 20:00:00 is twenty hours "
-            "(without any limit: --time UNLIMITED)"
-        )
-    return total
-
-
 def _lead_s(time: str | None, grace_s: float) -> int:
     """How long before its limit the job is asked to stop: the grace and a reserve, at most a quarter of a short limit."""
     lead = math.ceil(min(grace_s, 60000)) + 30
-    limit = seconds(time) if time is not None else None
+    limit = limit_s(time) if time is not None else None
     return lead if limit is None else max(1, min(lead, limit // 4))
 
 

@@ -1,0 +1,152 @@
+"""LSF: jobs for its queue, and what its processes are told. From its manuals (10.1): untried on a real one.
+
+    rankwise run --on lsf --nodes 2 --gpus-per-node 4 --time 10:00:00 -q gpu train.py
+
+The job's script becomes the head's agent on the first host; blaunch starts the others, which find it by the run directory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rankwise.errors import ConfigError
+from rankwise.run.options import Option
+from rankwise.run.plan import Plan
+from rankwise.schedulers.job import State, batch_script, call, cores, last_line, limit_s, one_line, slug, stop_before
+from rankwise.schedulers.options import ACCOUNT, CPUS_PER_TASK, GPUS_PER_NODE, MEM, NODES, QUEUE, REQUEUE, SETUP, TIME
+from rankwise.schedulers.protocols import Jobs, Launcher
+from rankwise.schedulers.ranks import Ranks, not_joined, shown, single
+
+_MISSING = "type the command where LSF is; --dry-run prints the job's text anywhere"
+_PREEMPTED = 75
+_PHASES = {
+    "PEND": "waiting", "WAIT": "waiting", "PSUSP": "waiting", "RUN": "running", "USUSP": "running", "SSUSP": "running",
+    "PROV": "running", "UNKWN": "running", "ZOMBI": "running", "DONE": "ended", "EXIT": "ended",
+}  # fmt: skip
+
+
+class Lsf(Launcher, Jobs):
+    name = "lsf"
+    title = "LSF"
+    variables = ("LSB_JOBID", "LSB_MCPU_HOSTS", "LSF_PM_TASKID", "LSB_JOBINDEX")
+    needs = "LSB_JOBID"
+    options = (
+        NODES, GPUS_PER_NODE, CPUS_PER_TASK, MEM, TIME, QUEUE, ACCOUNT, SETUP, REQUEUE,
+        Option(
+            "bsub_args", "Another option of bsub, such as -x. Repeatable.", kind=list, metavar="ARG", spellings=("--bsub-arg",)
+        ),
+    )  # fmt: skip
+
+    # --- who am I
+
+    def detect(self, env: Mapping[str, str]) -> bool:
+        return "LSB_JOBID" in env
+
+    def ranks(self, env: Mapping[str, str]) -> Ranks:
+        """Raises NotJoinedError: LSF tells no process its rank."""
+        if self.one_of_several(env):
+            raise not_joined(
+                shown(env, ("LSF_PM_TASKID",)),
+                "blaunch has started this process, and does not tell it how many there are",
+                "start the script with rankwise run script.py in the job's own script, or with rankwise run -H HOST1,HOST2",
+            )
+        if (count := self.allocated(env) or 1) > 1:
+            raise not_joined(
+                shown(env, ("LSB_MCPU_HOSTS",)),
+                f"this is one process of an LSF job of {count} hosts",
+                "on all of them: jsrun python script.py where there is jsrun, rankwise run script.py, or rankwise run -H "
+                "HOST1,HOST2",
+            )
+        task = self.array_task(env)
+        note = f"task {task} of a job array: each is a world of its own" if task is not None else None
+        return single("an LSF job on one host", note)
+
+    def one_of_several(self, env: Mapping[str, str]) -> bool:
+        return "LSF_PM_TASKID" in env
+
+    def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
+        return f"lsf-{env['LSB_JOBID']}.{env.get('LSB_JOBINDEX', '0')}" if "LSB_JOBID" in env else None
+
+    def array_task(self, env: Mapping[str, str]) -> str | None:
+        """A job without an array has the index 0."""
+        return env["LSB_JOBINDEX"] if env.get("LSB_JOBINDEX", "0") != "0" else None
+
+    # --- a queue of jobs
+
+    def allocated(self, env: Mapping[str, str]) -> int | None:
+        """LSB_MCPU_HOSTS is `host1 16 host2 16`."""
+        if not self.detect(env) or self.one_of_several(env):
+            return None
+        return max(1, len(env.get("LSB_MCPU_HOSTS", "").split()) // 2)
+
+    def attached(self, env: Mapping[str, str]) -> bool:
+        return self.allocated(env) is not None
+
+    def render(self, plan: Plan) -> str:
+        """Raises ConfigError for what LSF cannot be asked for."""
+        job, each = plan.job, cores(plan)
+        kind, _, gpus = str(job.get("gpus_per_node", "")).rpartition(":")
+        model = f":gmodel={kind}" if kind else ""
+        slots = [str(count * each) for count in sorted({plan.min_nodes, plan.nodes})]
+        needs = [f"span[ptile={each}]", *([f"rusage[mem={_word(job['mem'], '--mem')}]"] if "mem" in job else [])]
+        asked = [
+            f"-J {slug(plan.name)}",
+            f"-n {','.join(slots)}",
+            f'-R "{" ".join(needs)}"',
+            *([f'-gpu "num={gpus}{model}"'] if gpus else []),
+            *([f"-W {_minutes(limit_s(job['time']))}"] if "time" in job else []),
+            *([f"-q {_word(job['queue'], '-q')}"] if "queue" in job else []),
+            *([f"-P {_word(job['account'], '-A')}"] if "account" in job else []),
+            *([f'-Q "{_PREEMPTED}"'] if job.get("requeue") else []),  # the status by which the head says: saved, to go on
+            *(one_line(argument, "--bsub-arg") for argument in job.get("bsub_args", ())),
+            "-o /dev/null",  # LSF brings it at the end; this script writes it as it comes
+        ]
+        others = "$(echo $LSB_MCPU_HOSTS | awk '{ for (i = 3; i <= NF; i += 2) print $i }')"
+        return batch_script(plan, [f"#BSUB {option}" for option in asked], '"$LSB_JOBID"', others, 'blaunch "$host"')
+
+    def stop_after_s(self, job: Mapping[str, Any], grace_s: float) -> float:
+        """LSF ends a job at its limit with a few seconds' notice: the head looks at the clock itself."""
+        return stop_before(job.get("time"), grace_s)
+
+    def submit(self, script: str, job: Mapping[str, Any]) -> str:
+        done = call(["/bin/sh", "-c", 'exec bsub < "$1"', "sh", script], _MISSING)
+        if done.returncode == 0 and (match := re.search(r"^Job <(\d+)>", done.stdout, re.MULTILINE)):
+            return match[1]
+        raise ConfigError(f"LSF refuses the job: {last_line(done)}" + (f"; {_MISSING}" if done.returncode == 127 else ""))
+
+    def state(self, job: Mapping[str, Any]) -> State:
+        """By bjobs, which knows a job that has ended for an hour (CLEAN_PERIOD)."""
+        try:
+            done = call(["bjobs", "-noheader", "-o", "stat exit_code pend_reason delimiter='|'", job["id"]], _MISSING)
+        except ConfigError as error:
+            return State("unknown", str(error))
+        match = re.search(r"^(\w+)\|(-|\d+)\|(.*)$", done.stdout, re.MULTILINE)
+        if match is None:
+            return State("unknown", last_line(done))
+        word, code, why = match.groups()
+        phase = _PHASES.get(word, "unknown")
+        reason = f"{word}: {why}" if why not in ("", "-") else word
+        status = None if phase != "ended" else int(code) if code != "-" else 0 if word == "DONE" else 1
+        return State(phase, reason, status)
+
+    def cancel(self, job: Mapping[str, Any]) -> None:
+        """The head is asked to stop; plain bkill would kill it after some seconds."""
+        done = call(["bkill", "-s", "TERM", job["id"]], _MISSING)
+        if done.returncode != 0:
+            raise ConfigError(f"LSF does not cancel job {job['id']}: {last_line(done)}")
+
+
+def _word(value: str, what: str) -> str:
+    """A value in a `#BSUB` line, where a blank or a quote ends it."""
+    if not re.fullmatch(r"[A-Za-z0-9_.,:=@/+-]+", one_line(value, what)):
+        raise ConfigError(f"{what} {value!r}: LSF takes letters, digits and `_.,:=@/+-` there")
+    return value
+
+
+def _minutes(seconds: int | None) -> str:
+    if seconds is None:
+        raise ConfigError("--time UNLIMITED: LSF has no word for it; leave --time out, and its queue's limit holds")
+    minutes = -(-seconds // 60)
+    return f"{minutes // 60}:{minutes % 60:02d}"
