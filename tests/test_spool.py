@@ -7,11 +7,14 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launched import wait_for
+from plans import plan
 
 from rankwise.run.directory import RunDir
 
@@ -205,6 +208,26 @@ def test_its_options_may_be_in_the_site_file_and_are_in_the_help(
     assert [entry.name[:2] for entry in (folder / "waiting").iterdir()] == ["90"]
     shown = rankwise("run", "--help").stdout
     assert "Spool folder:\n  --spool DIR" in shown
+
+
+def test_the_page_that_says_how_to_write_one_has_a_class_that_works(folder: Path) -> None:
+    page = PACKAGE.parents[1].joinpath("docs", "schedulers.md").read_text()
+    module: dict[str, Any] = {"__name__": "page"}
+    first, *methods = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    exec(first + textwrap.indent("\n".join(methods), "    "), module)
+    queue = module["Spool"]()
+    assert queue.render(plan(job={"setup": ("module load x",)})).startswith("#!/bin/bash\nmodule load x\ncd /home/me")
+    job = {"spool": str(folder), "priority": 3}
+    job["id"] = queue.submit("/home/me/job.sh", job)
+    assert queue.state(job).phase == "waiting"
+    (folder / "waiting" / job["id"]).rename(folder / "done" / job["id"])
+    (folder / "done" / job["id"]).write_text("3")
+    assert (queue.state(job).phase, queue.state(job).status) == ("ended", 3)
+    queue.cancel(job)
+    assert [entry.name for entry in (folder / "stop").iterdir()] == [job["id"]]
+    env = {"SPOOL_JOB_ID": "7"}
+    assert (queue.detect(env), queue.ranks(env).world_size, queue.allocated(env), queue.attached(env)) == (True, 1, 1, True)
+    assert (queue.allocated({}), queue.attached({})) == (None, False)
 
 
 # --- packages that cannot be used

@@ -57,13 +57,17 @@ def facts(run: RunDir) -> dict[str, Any]:
         "run": run.path.absolute().name,
         "path": str(run.path.absolute()),
         "alive": writer is not None or waiting_or_running,
-        "job": {**asdict(job), **asdict(state)} if job is not None and state is not None else None,
+        "job": {**_without_options(job), **asdict(state)} if job is not None and state is not None else None,
         "writer": _described(run, writer) if writer is not None else None,
         "lives": [asdict(life) for life in run.lives()],
         "last": _last(figures),
         "written": run.metrics.stat().st_mtime if figures else None,
         "failure": asdict(failure) if failure is not None else None,
     }
+
+
+def _without_options(job: Job) -> dict[str, Any]:
+    return {name: value for name, value in asdict(job).items() if name != "options"}
 
 
 def _last(figures: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -12,9 +12,10 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
+from rankwise import schedulers
 from rankwise.errors import EXIT_INTERRUPTED, ConfigError, RunDirError
 from rankwise.host.terminal import typed
 from rankwise.host.text import short, stamp
@@ -64,7 +65,7 @@ def leave_records(run: RunDir, plan: Plan, text: str, config: RunConfig, call: b
     if call is not None:
         run.function.mkdir(mode=0o700)
         pickles.write(run.call, call)
-    write_json(run.config, asdict(config))
+    write_json(run.config, config.record(schedulers.options()))
     write_json(run.plan, plan.record())
     write_text(run.job, text, mode=0o755)
 

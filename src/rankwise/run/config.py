@@ -150,6 +150,11 @@ class RunConfig:
         job = options.checked({name: value for name, value in given.items() if name in options})
         return cls(**{name: value for name, value in given.items() if name not in options}, job=_given(job))
 
+    def record(self, options: Options) -> dict[str, Any]:
+        """As it goes into config.json: each setting by its name, also those that say nothing."""
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "job"}
+        return own | {name: self.job.get(name, option.unset) for name, option in options.items()}
+
     @property
     def words(self) -> tuple[str, ...]:
         """What is run, and its arguments: `argv`, with `-m` before a module."""

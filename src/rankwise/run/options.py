@@ -61,6 +61,11 @@ class Option:
         return self.words[0]
 
     @property
+    def unset(self) -> Any:
+        """Its value where nothing is said."""
+        return () if self.kind is list else False if self.kind is bool else None
+
+    @property
     def words(self) -> tuple[str, ...]:
         """All that it may be typed as."""
         return self.spellings or (f"--{self.name.replace('_', '-')}",)
