@@ -97,6 +97,7 @@ def chain(folder: Path, *, kills: bool) -> tuple[Ledger, list[float]]:
     return ledger, parameters
 
 
+@pytest.mark.stress
 def test_a_chain_of_killed_lives_on_other_numbers_of_ranks_is_the_chain_of_clean_ones(tmp_path: Path) -> None:
     on_ranks(1, life, tmp_path / "unbroken", tmp_path / "samples", STEPS, (), 0)
     unbroken = read(tmp_path / "samples", 1)

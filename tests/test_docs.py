@@ -42,7 +42,9 @@ def test_the_documents_python_runs_on_two_ranks_and_on_one(number: int) -> None:
         shutil.rmtree("runs", ignore_errors=True)  # a Trainer's, which would go on there
 
 
-@pytest.mark.parametrize(("number", "module", "last"), [(0, "cloudpickle", "[(0, "), (1, "submitit", "[0, 1]")])
+@pytest.mark.parametrize(
+    ("number", "module", "last"), [(0, "cloudpickle", "[(0, "), pytest.param(1, "submitit", "[0, 1]", marks=pytest.mark.stress)]
+)
 def test_the_readmes_functions_run_from_a_plain_script(
     number: int, module: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

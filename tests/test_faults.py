@@ -89,7 +89,10 @@ IN_INIT, IN_STEP = "(script.py:14)", "(script.py:16)"
             "4", "1 + (rank == 1)", "1", f"its model is not that of rank 0: 6 parameters instead of 4 {IN_INIT}, on ",
             marks=pytest.mark.stress,
         ),
-        ("4", "1", "rank != 1", f"did not use extra.0.weight (Linear), extra.0.bias (Linear) {IN_STEP}; DDP waits"),
+        pytest.param(
+            "4", "1", "rank != 1", f"did not use extra.0.weight (Linear), extra.0.bias (Linear) {IN_STEP}; DDP waits",
+            marks=pytest.mark.stress,
+        ),
     ],
     ids=["another shape", "another number of parameters", "an unused parameter"],
 )  # fmt: skip
@@ -280,7 +283,7 @@ trainer.fit()
     ("step_s", "options"),
     [
         (1.0, ("--nproc", "2")),
-        (1.0, FORKED),
+        pytest.param(1.0, FORKED, marks=pytest.mark.stress),
         pytest.param(5.0, ("--nproc", "2"), marks=pytest.mark.stress),
     ],
     ids=["1 s", "1 s, the warm process killed", "5 s"],

@@ -193,6 +193,7 @@ def test_a_rank_that_no_signal_ends_is_named_and_nobody_waits_for_it(launch, fro
     assert run.output().count("Traceback") == 1
 
 
+@pytest.mark.stress
 def test_a_rank_that_does_not_come_out_of_the_kernel_is_told_while_the_run_goes_on(launch, frozen_disk) -> None:
     run, _ = _hung(launch, frozen_disk, "raise ValueError('loss is nan')")
     said = wait_for(lambda: [line for line in run.output().splitlines() if "the kernel" in line], "a word")[0]

@@ -114,7 +114,7 @@ def test_a_restart_begins_to_count_anew(launch) -> None:
 @pytest.mark.parametrize(
     "then",
     [
-        "dist.barrier() if rank == 1 else dist.all_reduce(torch.ones(4))",
+        pytest.param("dist.barrier() if rank == 1 else dist.all_reduce(torch.ones(4))", marks=pytest.mark.stress),
         pytest.param("dist.broadcast(torch.ones(4), src=int(rank == 2))", marks=pytest.mark.stress(dose="whole")),
     ],
     ids=["another collective", "root"],

@@ -32,7 +32,7 @@ dist.all_reduce(torch.ones(1))
             "rank 1 is at script.py:7 (idle",
             marks=pytest.mark.stress,
         ),
-        ("subprocess.run(['sleep', '600'])", "running sleep"),
+        pytest.param("subprocess.run(['sleep', '600'])", "running sleep", marks=pytest.mark.stress),
     ],
     ids=["an endless loop", "a sleep", "a C call that holds the GIL", "a lock", "a subprocess"],
 )

@@ -69,7 +69,7 @@ def unfrozen_plain() -> Flat:
     return flat(model)
 
 
-@pytest.mark.parametrize(("n", "reduction"), [(1, "auto"), (3, "flat"), (3, "ddp")])
+@pytest.mark.parametrize(("n", "reduction"), [(1, "auto"), pytest.param(3, "flat", marks=pytest.mark.stress), (3, "ddp")])
 def test_layers_that_are_unfrozen_on_the_way_train_as_in_a_plain_loop_and_are_resumed(
     n: int, reduction: str, tmp_path: Path
 ) -> None:

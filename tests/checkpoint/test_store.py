@@ -424,6 +424,7 @@ def test_a_writer_killed_at_any_of_its_file_operations_leaves_a_whole_checkpoint
     assert newest == 3
 
 
+@pytest.mark.stress
 def test_a_writer_killed_while_it_replaces_a_step_leaves_a_whole_checkpoint(folder: Path, background: bool) -> None:
     for at_event in moments_of_death(folder, (1,), background):
         assert loaded(folder) == 1, at_event

@@ -96,7 +96,7 @@ def test_ctrl_c_stops_all_ranks_of_all_hosts_after_one_step(hosts: Start, launch
     assert f"rankwise: stopped by {signal.Signals(signum).name} after step {last.pop()}; to go on, type: " in out
 
 
-@pytest.mark.parametrize("step_s", ["1", "5"])
+@pytest.mark.parametrize("step_s", ["1", pytest.param("5", marks=pytest.mark.stress(dose="whole"))])
 def test_a_failed_run_starts_again_though_others_are_in_a_long_step(hosts: Start, launch: New, step_s: str) -> None:
     has_started_again(launch(*RUN, *TWO, "--max-restarts", "1", write(LONG_STEPS), step_s))
 

@@ -217,6 +217,7 @@ def in_background() -> Iterator[Callable[..., FunctionRun]]:
         wait_for(run.done, "its end")
 
 
+@pytest.mark.stress
 def test_a_run_that_is_not_waited_for_can_be_asked_stopped_and_gone_on_with(
     in_background: Callable[..., FunctionRun], tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def test_tasks_of_the_local_executor_are_the_ranks(executor: Any) -> None:
     assert job.results() == [(0, 21, "submitit"), (1, 21, "submitit")]
 
 
+@pytest.mark.stress
 def test_what_a_task_raises_is_told_as_submitit_does(executor: Any) -> None:
     job = executor.submit(on_submitit(fails_on_rank_1))
     assert "ValueError: no data" in str(job.exception())

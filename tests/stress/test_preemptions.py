@@ -28,6 +28,7 @@ def test_a_preemption_under_mpirun_leaves_every_step_every_sample_and_every_bit_
     preempted("mpirun", *{"small": (1, *BUSY), "whole": (50,)}[dose])
 
 
+@pytest.mark.stress(dose="whole")  # most of its two minutes Slurm waits to start it again; tests/cluster has each part of it
 @pytest.mark.cluster
 def test_a_preemption_in_a_queue_leaves_every_step_every_sample_and_every_bit_as_they_were(
     slurm_elsewhere: None, dose: str
