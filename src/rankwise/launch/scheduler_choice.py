@@ -15,7 +15,7 @@ from rankwise.launch.outcome import say
 from rankwise.run.config import RunConfig
 from rankwise.run.options import is_given
 from rankwise.run.plan import Host
-from rankwise.schedulers import Jobs
+from rankwise.schedulers import Foreground, Jobs
 from rankwise.schedulers.options import counts
 
 _IN_PLAN = ("gpus", "hosts", "hostfile", "nodes", "node_rank", "master_addr")
@@ -68,12 +68,11 @@ def choose(config: RunConfig, env: Mapping[str, str]) -> Choice:
     queue, why = _queue(config, env)
     job = _job(config, queue, why)
     attached = queue.attached(env)
-    allocated = queue.allocated(env) if attached else None
-    if allocated is not None:
+    if attached and not isinstance(queue, Foreground):
         job = _within(queue, job, config)
     queue.check(job)
     hosts = queue.named_hosts(job)
-    least, most = _nodes(job, hosts, allocated)
+    least, most = _nodes(job, hosts, queue.allocated(env) if attached else None)
     return Choice(
         queue=queue,
         why=why,
