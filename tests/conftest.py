@@ -49,8 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One per core that we may use; each worker imports torch, so more than a few gain nothing."""
-    return min(len(os.sched_getaffinity(0)), 8)
+    """One more than the cores that we may use: a test waits a fifth of its time. Each imports torch, so many gain nothing."""
+    return min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:

@@ -87,7 +87,7 @@ def called(start: Start, settings: dict[str, Any], **environ: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("on", ["slurm", "sge", "ssh", "openmpi"])
+@pytest.mark.parametrize("on", ["slurm", pytest.param("sge", marks=pytest.mark.stress(dose="whole")), "ssh", "openmpi"])
 def test_a_function_answers_from_each_host_or_raises_what_was_raised_there(on: str, request: pytest.FixtureRequest) -> None:
     start: Start = request.getfixturevalue("hosts" if on in ("ssh", "openmpi") else on)
     settings: dict[str, Any] = {

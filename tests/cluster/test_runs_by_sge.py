@@ -125,6 +125,7 @@ def test_a_run_that_must_go_before_its_end_goes_on_in_its_second_life(sge: Start
     assert [life.status for life in run.run.lives()] == [75, 0]
 
 
+@pytest.mark.stress(dose="whole")  # tests/agent/test_nodes.py stops nodes by the clock
 def test_a_training_over_two_hosts_that_comes_to_its_limit_saves_before_and_goes_on_in_its_next_life(
     sge: Start, launch: New
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_training_over_two_hosts_that_comes_to_its_limit_saves_before_and_goes
     assert samples() == list(range(3600))
 
 
+@pytest.mark.stress(dose="whole")  # as by Slurm, and a deleted run is above
 def test_a_training_that_is_deleted_is_saved_after_its_last_step_and_goes_on_when_it_is_typed_again(
     sge: Start, launch: New
 ) -> None:

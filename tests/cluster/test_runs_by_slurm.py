@@ -92,6 +92,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.stress(dose="whole")  # tests/test_run.py has it without a queue
 def test_a_grace_that_ends_while_the_script_loads_puts_the_job_back_into_the_queue(slurm: Start, launch: New) -> None:
     """Slurm's USR1 comes before the limit; in its second life the job is cancelled."""
     run = launch(*QUEUED, "--nodes", "2", "--nproc", "1", "--requeue", "--grace", "1", "--time", "10", "--wait", write(LOADS))

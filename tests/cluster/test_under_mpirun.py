@@ -36,6 +36,7 @@ def test_jobs_at_once_in_one_folder_do_not_meet_each_other(mpirun: Start, script
     assert nothing_is_left()
 
 
+@pytest.mark.stress(dose="whole")  # under srun it is in the small dose
 def test_the_trainer_example_trains_on_four_ranks(openmpi: Start) -> None:
     done = openmpi("-np", "4", PYTHON, str(ROOT / "examples" / "03_trainer_digits.py"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -83,7 +83,7 @@ def test_what_a_task_raises_is_told_as_submitit_does(executor: Any) -> None:
     assert "ValueError: no data" in str(job.exception())
 
 
-@pytest.mark.stress  # two starts of two tasks, each of which imports torch; the default tier has what a stop becomes, below
+@pytest.mark.stress(dose="whole")  # under Slurm it is in tests/cluster, and the default tier has what a stop becomes, below
 def test_a_preempted_job_saves_after_one_step_and_goes_on_in_its_next_start(executor: Any, tmp_path: Path) -> None:
     job = executor.submit(on_submitit(trains), str(tmp_path))
     wait_for((tmp_path / "begun").exists, "a step")

@@ -14,7 +14,7 @@ DOSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("saves", ["behind", "blocking"])
+@pytest.mark.parametrize("saves", ["behind", pytest.param("blocking", marks=pytest.mark.stress(dose="whole"))])
 def test_a_training_that_is_killed_again_and_again_is_the_one_that_was_never_killed(saves: str, dose: str) -> None:
     text = right("stress/kill_anywhere/run.py", "--folder", MEMORY, *DOSES[dose][saves])
     assert "bit for bit" in text

@@ -18,11 +18,12 @@ def preempted(launcher: str, stops: int, *words: str) -> None:
     assert f"{launcher}: {stops} preemptions, 0 wrong" in text
 
 
-@pytest.mark.parametrize(("launcher", "small"), [("rankwise", 2), ("torchrun", 1)])
+@pytest.mark.parametrize(("launcher", "small"), [("rankwise", 1), ("torchrun", 1)])
 def test_preemptions_leave_every_step_every_sample_and_every_bit_as_they_were(launcher: str, small: int, dose: str) -> None:
     preempted(launcher, *{"small": (small, *BUSY), "whole": (50,)}[dose])
 
 
+@pytest.mark.stress(dose="whole")  # as under torchrun, and tests/cluster stops mpirun
 @pytest.mark.cluster
 def test_a_preemption_under_mpirun_leaves_every_step_every_sample_and_every_bit_as_they_were(openmpi: Start, dose: str) -> None:
     preempted("mpirun", *{"small": (1, *BUSY), "whole": (50,)}[dose])
@@ -45,6 +46,7 @@ def test_all_ranks_stop_after_the_same_step_when_no_collective_keeps_them_togeth
     assert "torchrun, 2 nodes, none: " in text
 
 
+@pytest.mark.stress(dose="whole")  # tests/test_chain.py has a shorter chain
 def test_a_training_killed_on_changing_numbers_of_ranks_is_the_one_that_stopped_cleanly(dose: str) -> None:
     words = {"small": ["--lives", "3", "--steps", "90"], "whole": []}[dose]
     text = right("stress/preemptions/chain.py", *words)
