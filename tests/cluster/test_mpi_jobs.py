@@ -82,7 +82,8 @@ def test_to_cancel_is_to_ask_the_agent_which_ends_its_ranks_and_says_so(mpirun: 
         status = os.waitstatus_to_exitcode(os.waitpid(int(pid), 0)[1])
     asked = queues()[mpirun].stop_signals.get(signal.SIGTERM, signal.SIGTERM)
     assert (run.lives()[-1].outcome, run.lives()[-1].status) == (f"ended by {asked.name}", 128 + asked)
-    assert status == (128 + asked if mpirun == "openmpi" else 0)  # once it has passed on a signal, MPICH's says nothing
+    # Once it has passed on a signal, MPICH's says nothing: 0, or, one time in six, what its agents have left with.
+    assert status in ((128 + asked,) if mpirun == "openmpi" else (0, 128 + asked))
 
 
 def test_each_host_gets_one_agent_whatever_its_slots_with_the_folder_and_what_python_needs(
