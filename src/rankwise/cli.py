@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import signal
@@ -135,8 +136,9 @@ def _heading(option: click.Parameter) -> str:
     return _HEADINGS.get(str(option.name), _THIS_RUN)
 
 
+@functools.cache
 def _of_schedulers() -> list[click.Option]:
-    """`--on`, and what they have declared, for the command line."""
+    """`--on`, and what they have declared, for the command line: the same objects at every call, as click compares them."""
     from rankwise import schedulers
 
     names = ", ".join((*schedulers.queues(), *schedulers.ALIASES))

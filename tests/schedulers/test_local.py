@@ -113,7 +113,7 @@ def test_a_job_runs_in_a_session_of_its_own_until_it_is_cancelled(tmp_path: Path
 
 
 def test_a_job_that_is_submitted_is_not_forgotten_with_a_warning(tmp_path: Path) -> None:
-    source = "import os; from rankwise.schedulers import foreground as f; pid = int(f.start('/dev/null')); os.waitpid(pid, 0)"
+    source = "import os; from rankwise.schedulers import LOCAL; os.waitpid(int(LOCAL.submit('/dev/null', {})), 0)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", source], capture_output=True, text=True)
     assert done.stderr == ""
 
@@ -129,7 +129,10 @@ def test_the_text_is_read_by_the_shell_that_its_first_line_names(tmp_path: Path)
 def test_what_is_bound_to_its_launcher_ends_with_it(tmp_path: Path) -> None:
     job_sh = tmp_path / "job.sh"
     job_sh.write_text("#!/bin/bash\nexec sleep 600\n")
-    source = f"from rankwise.schedulers import foreground\nprint(foreground.start_bound({str(job_sh)!r}), flush=True)\ninput()"
+    source = (
+        "from rankwise import schedulers\nfrom rankwise.schedulers import foreground\n"
+        f"print(foreground.start(schedulers.queue('openmpi'), {str(job_sh)!r}), flush=True)\ninput()"
+    )
     with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         job = launcher.stdout.readline().strip()

@@ -62,7 +62,7 @@ def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None)
         if started is not None and config.nproc == "auto" and not started.one_per_node:
             nproc, why = 1, "one a task"
     plan = _plan(config, choice, program, run, environment, nproc, _threads(env, nproc if choice.is_here else 0))
-    text = (schedulers.LOCAL if choice.joined else choice.queue).render(plan)
+    text = choice.starter.render(plan)
     for pitfall in program.pitfalls if nproc != 1 or choice.nodes > 1 else ():
         say(f"warning: {program.name}, {pitfall}")
     if config.dry_run or not choice.attached:
@@ -101,7 +101,7 @@ def _run_here(
         run.write_job(None)
         lives = len(run.lives())
         announce(lives)
-        forward = _Forward(choice.queue.stop_signals if choice.starts_agents else {})
+        forward = _Forward(choice.starter.stop_signals)
         agent = forward.to(_start(run, choice))
         with contextlib.suppress(OSError, RunDirError):
             write_text(run.code, code.describe(Path(program.name).absolute().parent))
@@ -188,9 +188,9 @@ def _threads(env: Mapping[str, str], nproc: int) -> int:
 
 def _start(run: RunDir, choice: Choice) -> int:
     try:
-        if isinstance(choice.queue, Foreground) and not choice.joined:
-            return int(choice.queue.submit(str(run.job), choice.job))
-        return int(foreground.start_bound(str(run.job)) if choice.starts_agents else foreground.start(str(run.job)))
+        if isinstance(choice.starter, Foreground):
+            return int(choice.starter.submit(str(run.job), choice.job))
+        return int(foreground.start(choice.starter, str(run.job)))
     except OSError as error:
         shortage = processes.shortage(error) or f"{run.job} could not be run"
         raise ConfigError(f"cannot start the agent: {error.strerror}: {shortage}") from None

@@ -15,7 +15,7 @@ from rankwise.launch.outcome import say
 from rankwise.run.config import RunConfig
 from rankwise.run.options import is_given
 from rankwise.run.plan import Host
-from rankwise.schedulers import Foreground, Jobs
+from rankwise.schedulers import LOCAL, Foreground, Jobs
 from rankwise.schedulers.options import counts
 
 _IN_PLAN = ("gpus", "hosts", "hostfile", "nodes", "node_rank", "master_addr")
@@ -49,9 +49,14 @@ class Choice:
     """What it has one agent for."""
 
     @property
+    def starter(self) -> Jobs:
+        """Whose text is run: this machine's own where nothing but the agent here is left to start."""
+        return LOCAL if self.joined else self.queue
+
+    @property
     def starts_agents(self) -> bool:
         """Whether another starter (srun, mpirun) stands between this process and the agents."""
-        return bool(self.queue.stop_signals) and not self.joined
+        return bool(self.starter.stop_signals)
 
     @property
     def name(self) -> str:

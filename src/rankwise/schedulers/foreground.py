@@ -27,7 +27,7 @@ class Foreground(Jobs):
         return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\nexec {shlex.join(command)}\n"
 
     def submit(self, script: str, job: Mapping[str, Any]) -> str:
-        return start_bound(script) if self.stop_signals else start(script)
+        return start(self, script)
 
     def state(self, job: Mapping[str, Any]) -> State:
         return State("ended" if processes.start_time(int(job["id"])) is None else "running")
@@ -37,17 +37,21 @@ class Foreground(Jobs):
         os.kill(int(job["id"]), self.stop_signals.get(signal.SIGTERM, signal.SIGTERM))
 
 
-def start(path: str) -> str:
-    """Run the text by the shell that its first line names, in a session of its own: what the terminal sends to its foreground
-    reaches the launcher alone. Requests to stop wait until the agent unblocks their signals (agent/event_loop.py).
-    """
+def start(queue: Jobs, script: str) -> str:
+    """Run the text that `queue` has rendered, by the shell that its first line names; returns the id of that process. It has a
+    session of its own: what the terminal sends to its foreground reaches the launcher alone."""
+    return _start_bound(script) if queue.stop_signals else _start(script)
+
+
+def _start(path: str) -> str:
+    """For an agent. Requests to stop wait until it unblocks their signals (agent/event_loop.py)."""
     command = _command(path)
     # Not by subprocess: what it forgets it reaps behind our back, and the agent's status would be lost.
     return str(os.posix_spawn(command[0], command, os.environ, setsid=True, setsigmask=processes.STOP_SIGNALS))
 
 
-def start_bound(path: str) -> str:
-    """The same, killed when this process ends: for what is no agent, which would see that itself."""
+def _start_bound(path: str) -> str:
+    """For another starter: killed when this process ends, which an agent would see itself."""
     command, parent = _command(path), os.getpid()
     reader, writer = os.pipe()  # the exec closes it
     pid = os.fork()

@@ -92,10 +92,10 @@ def batch_script(plan: Plan, asked: Sequence[str], job_id: str, others: str, sta
     return "\n".join([*lines, f"exec {agent(plan.run_dir)}"]) + "\n"
 
 
-def cores(plan: Plan) -> int:
-    """Of each node: unless told, one a rank as far as their number is known."""
-    gpus = str(plan.job.get("gpus_per_node", "")).rpartition(":")[2]
-    return int(plan.job.get("cpus_per_task") or plan.nproc or gpus or 1)
+def cores(plan: Plan) -> int | None:
+    """The cores of each node to ask for: --cpus-per-task, else one per rank; None where the number of ranks is unknown."""
+    gpus = str(plan.job.get("gpus_per_node") or "").rpartition(":")[2]
+    return int(plan.job.get("cpus_per_task") or plan.nproc or gpus or 0) or None
 
 
 _LONGEST_S = 366 * 86400
@@ -129,10 +129,25 @@ def limit_s(time: str) -> int | None:
     return total
 
 
-def stop_before(time: str | None, grace_s: float) -> float:
-    """After how long the head stops the ranks of a job with this limit, so that they have `grace_s`; 0 without a limit."""
-    limit = limit_s(time) if time is not None else None
-    return float(max(limit - int(grace_s), limit // 2)) if limit is not None else 0.0
+def stop_at_s(limit_s: int | None, grace_s: float) -> int:
+    """How many seconds after the start of a job with this limit its ranks are asked to stop: `grace_s` before the limit, but
+    not before half of it. 0 without a limit."""
+    return max(limit_s - int(grace_s), limit_s // 2) if limit_s is not None else 0
+
+
+def plain(option: str, value: str, queue: str) -> str:
+    """The value itself. Raises ConfigError for one that a blank or a quote would end in the job's script."""
+    if not re.fullmatch(r"[A-Za-z0-9_.,:=@/+-]+", one_line(value, option)):
+        raise ConfigError(f"{option} {value!r}: {queue} takes letters, digits and `_.,:=@/+-` there")
+    return value
+
+
+def limited_s(time: str, queue: str) -> int:
+    """A limit of time in seconds, for a queue in which "unlimited" cannot be written. Raises ConfigError."""
+    limit = limit_s(time)
+    if limit is None:
+        raise ConfigError(f"--time {time}: {queue} has no word for it; leave --time out, and its queue's limit holds")
+    return limit
 
 
 def call(command: Sequence[str], missing: str, cwd: str | None = None) -> subprocess.CompletedProcess[str]:

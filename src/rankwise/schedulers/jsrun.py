@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rankwise.schedulers.protocols import Launcher
-from rankwise.schedulers.ranks import Ranks, Tasks, counted, tasks_of
+from rankwise.schedulers.counting import Counting
 
 
-class Jsrun(Launcher):
+class Jsrun(Counting):
     name = "jsrun"
+    called = "jsrun"
     variables = ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
     needs = "JSM_NAMESPACE_RANK"
-
-    def detect(self, env: Mapping[str, str]) -> bool:
-        """True if it names a rank or a size; a part of its variables is an error that `ranks` explains."""
-        return "JSM_NAMESPACE_RANK" in env or "JSM_NAMESPACE_SIZE" in env
-
-    def tasks(self, env: Mapping[str, str]) -> Tasks | None:
-        return tasks_of(env, "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE")
-
-    def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """Raises WorldError for a part of the variables, a value that is no number, a rank that is not below its size."""
-        return counted(env, self.variables, "jsrun")
 
     def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
         """The job of LSF, and which of its steps: PMIx names each step of a job."""

@@ -14,7 +14,19 @@ from typing import Any
 from rankwise.errors import ConfigError
 from rankwise.run.options import Option
 from rankwise.run.plan import Plan
-from rankwise.schedulers.job import State, batch_script, call, cores, last_line, limit_s, one_line, slug, stop_before
+from rankwise.schedulers.job import (
+    State,
+    batch_script,
+    call,
+    cores,
+    last_line,
+    limit_s,
+    limited_s,
+    one_line,
+    plain,
+    slug,
+    stop_at_s,
+)  # fmt: skip
 from rankwise.schedulers.options import ACCOUNT, CPUS_PER_TASK, GPUS_PER_NODE, MEM, NODES, QUEUE, REQUEUE, SETUP, TIME
 from rankwise.schedulers.protocols import Jobs, Launcher
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single
@@ -86,19 +98,19 @@ class Lsf(Launcher, Jobs):
 
     def render(self, plan: Plan) -> str:
         """Raises ConfigError for what LSF cannot be asked for."""
-        job, each = plan.job, cores(plan)
+        job, each = plan.job, cores(plan) or 1
         kind, _, gpus = str(job.get("gpus_per_node", "")).rpartition(":")
         model = f":gmodel={kind}" if kind else ""
         slots = [str(count * each) for count in sorted({plan.min_nodes, plan.nodes})]
-        needs = [f"span[ptile={each}]", *([f"rusage[mem={_word(job['mem'], '--mem')}]"] if "mem" in job else [])]
+        needs = [f"span[ptile={each}]", *([f"rusage[mem={plain('--mem', job['mem'], 'LSF')}]"] if "mem" in job else [])]
         asked = [
             f"-J {slug(plan.name)}",
             f"-n {','.join(slots)}",
             f'-R "{" ".join(needs)}"',
             *([f'-gpu "num={gpus}{model}"'] if gpus else []),
-            *([f"-W {_minutes(limit_s(job['time']))}"] if "time" in job else []),
-            *([f"-q {_word(job['queue'], '-q')}"] if "queue" in job else []),
-            *([f"-P {_word(job['account'], '-A')}"] if "account" in job else []),
+            *([f"-W {_minutes(limited_s(job['time'], 'LSF'))}"] if "time" in job else []),
+            *([f"-q {plain('-q', job['queue'], 'LSF')}"] if "queue" in job else []),
+            *([f"-P {plain('-A', job['account'], 'LSF')}"] if "account" in job else []),
             *([f'-Q "{_PREEMPTED}"'] if job.get("requeue") else []),  # the status by which the head says: saved, to go on
             *(one_line(argument, "--bsub-arg") for argument in job.get("bsub_args", ())),
             "-o /dev/null",  # LSF brings it at the end; this script writes it as it comes
@@ -108,7 +120,7 @@ class Lsf(Launcher, Jobs):
 
     def stop_after_s(self, job: Mapping[str, Any], grace_s: float) -> float:
         """LSF ends a job at its limit with a few seconds' notice: the head looks at the clock itself."""
-        return stop_before(job.get("time"), grace_s)
+        return stop_at_s(limit_s(job["time"]), grace_s) if "time" in job else 0
 
     def submit(self, script: str, job: Mapping[str, Any]) -> str:
         done = call(["/bin/sh", "-c", 'exec bsub < "$1"', "sh", script], _MISSING)
@@ -138,15 +150,6 @@ class Lsf(Launcher, Jobs):
             raise ConfigError(f"LSF does not cancel job {job['id']}: {last_line(done)}")
 
 
-def _word(value: str, what: str) -> str:
-    """A value in a `#BSUB` line, where a blank or a quote ends it."""
-    if not re.fullmatch(r"[A-Za-z0-9_.,:=@/+-]+", one_line(value, what)):
-        raise ConfigError(f"{what} {value!r}: LSF takes letters, digits and `_.,:=@/+-` there")
-    return value
-
-
-def _minutes(seconds: int | None) -> str:
-    if seconds is None:
-        raise ConfigError("--time UNLIMITED: LSF has no word for it; leave --time out, and its queue's limit holds")
+def _minutes(seconds: int) -> str:
     minutes = -(-seconds // 60)
     return f"{minutes // 60}:{minutes % 60:02d}"

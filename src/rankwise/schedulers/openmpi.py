@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 from rankwise.errors import ConfigError
 from rankwise.run.plan import Plan
+from rankwise.schedulers.counting import Counting
 from rankwise.schedulers.foreground import Foreground
 from rankwise.schedulers.host_names import NamesHosts
 from rankwise.schedulers.job import agent
 from rankwise.schedulers.options import NODES
-from rankwise.schedulers.protocols import Launcher
-from rankwise.schedulers.ranks import Ranks, Tasks, counted, tasks_of, without
+from rankwise.schedulers.ranks import Ranks, without
 
 # What MPI_Init would take for this process. OMPI_MCA_* in general is what a user sets.
 _IDENTITY = (
@@ -28,8 +28,9 @@ _IDENTITY = (
 _ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
-class OpenMpi(Launcher, NamesHosts, Foreground):
+class OpenMpi(Counting, NamesHosts, Foreground):
     name = "openmpi"
+    called = "Open MPI"
     # _NODE_RANK is not among them: it is the local rank under another name, not the index of the node.
     variables = (
         "OMPI_COMM_WORLD_RANK",
@@ -45,17 +46,6 @@ class OpenMpi(Launcher, NamesHosts, Foreground):
     options = (NODES, *NamesHosts.options)
     # mpirun kills the agents within two seconds of a SIGTERM, SIGINT or SIGHUP to it, and passes SIGUSR1 on to them.
     stop_signals: ClassVar = {signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
-
-    def detect(self, env: Mapping[str, str]) -> bool:
-        """True if it names a rank or a size; a part of its variables is an error that `ranks` explains."""
-        return "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env
-
-    def tasks(self, env: Mapping[str, str]) -> Tasks | None:
-        return tasks_of(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-
-    def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """Raises WorldError for a part of the variables, a value that is no number, a rank that is not below its size."""
-        return counted(env, self.variables, "Open MPI")
 
     def one_per_node(self, env: Mapping[str, str]) -> bool:
         return env.get("OMPI_MCA_orte_num_nodes") == env.get("OMPI_COMM_WORLD_SIZE")

@@ -17,7 +17,19 @@ from typing import Any
 from rankwise.errors import ConfigError
 from rankwise.run.options import Option
 from rankwise.run.plan import Plan
-from rankwise.schedulers.job import State, batch_script, call, cores, last_line, limit_s, one_line, slug, stop_before
+from rankwise.schedulers.job import (
+    State,
+    batch_script,
+    call,
+    cores,
+    last_line,
+    limit_s,
+    limited_s,
+    one_line,
+    plain,
+    slug,
+    stop_at_s,
+)  # fmt: skip
 from rankwise.schedulers.options import ACCOUNT, CPUS_PER_TASK, GPUS_PER_NODE, MEM, NODES, QUEUE, SETUP, TIME
 from rankwise.schedulers.protocols import Jobs, Launcher
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single
@@ -109,15 +121,15 @@ class Pbs(Launcher, Jobs):
                 f"--gpus-per-node {kind}:{gpus}: PBS has no word for a type of GPU that all sites share; give the number, and "
                 "the site's own word for the type with --qsub-arg"
             )
-        chunk = [f"select={plan.nodes}", f"ncpus={cores(plan)}", *([f"ngpus={gpus}"] if gpus else [])]
-        chunk += [f"mem={_word(job['mem'], '--mem')}"] if "mem" in job else []
+        chunk = [f"select={plan.nodes}", f"ncpus={cores(plan) or 1}", *([f"ngpus={gpus}"] if gpus else [])]
+        chunk += [f"mem={plain('--mem', job['mem'], 'PBS')}"] if "mem" in job else []
         asked = [
             f"-N {slug(plan.name)}",
             f"-l {':'.join(chunk)}:mpiprocs=1",
             *(["-l place=scatter"] if plan.nodes > 1 else []),
-            *([f"-l walltime={_clock(limit_s(job['time']))}"] if "time" in job else []),
-            *([f"-q {_word(job['queue'], '-q')}"] if "queue" in job else []),
-            *([f"-A {_word(job['account'], '-A')}"] if "account" in job else []),
+            *([f"-l walltime={_clock(limited_s(job['time'], 'PBS'))}"] if "time" in job else []),
+            *([f"-q {plain('-q', job['queue'], 'PBS')}"] if "queue" in job else []),
+            *([f"-A {plain('-A', job['account'], 'PBS')}"] if "account" in job else []),
             *(one_line(argument, "--qsub-arg") for argument in job.get("qsub_args", ())),
             "-j oe",
             "-o /dev/null",  # PBS brings it at the end; this script writes it as it comes
@@ -128,7 +140,7 @@ class Pbs(Launcher, Jobs):
 
     def stop_after_s(self, job: Mapping[str, Any], grace_s: float) -> float:
         """PBS ends a job at its limit with a few seconds' notice: the head looks at the clock itself."""
-        return stop_before(job.get("time"), grace_s)
+        return stop_at_s(limit_s(job["time"]), grace_s) if "time" in job else 0
 
     def submit(self, script: str, job: Mapping[str, Any]) -> str:
         done = call(["qsub", script], _MISSING)
@@ -161,16 +173,7 @@ class Pbs(Launcher, Jobs):
             raise ConfigError(f"PBS does not cancel job {job['id']}: {last_line(done)}")
 
 
-def _word(value: str, what: str) -> str:
-    """A value in a `#PBS` line, where a blank ends it."""
-    if not re.fullmatch(r"[A-Za-z0-9_.,:=@+-]+", one_line(value, what)):
-        raise ConfigError(f"{what} {value!r}: PBS takes letters, digits and `_.,:=@+-` there")
-    return value
-
-
-def _clock(seconds: int | None) -> str:
-    if seconds is None:
-        raise ConfigError("--time UNLIMITED: PBS has no word for it; leave --time out, and its queue's limit holds")
+def _clock(seconds: int) -> str:
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 

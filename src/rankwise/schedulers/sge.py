@@ -17,7 +17,7 @@ from typing import Any
 from rankwise.errors import ConfigError, WorldError
 from rankwise.run.options import Option, from_one
 from rankwise.run.plan import Host, Plan
-from rankwise.schedulers.job import State, agent, call, enter, last_line, one_line, setup_lines, slug
+from rankwise.schedulers.job import State, agent, call, enter, last_line, one_line, setup_lines, slug, stop_at_s
 from rankwise.schedulers.options import ACCOUNT, QUEUE, REQUEUE, SETUP
 from rankwise.schedulers.protocols import Hosts, Jobs, Launcher
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single, whole_number
@@ -288,8 +288,7 @@ def _lead_s(limit: str | None, grace_s: float) -> int:
     if match is None:
         return 0
     hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    limit_s = 3600 * hours + 60 * minutes + seconds
-    return max(limit_s - int(grace_s), limit_s // 2)
+    return stop_at_s(3600 * hours + 60 * minutes + seconds, grace_s)
 
 
 def refused(words: str) -> str:

@@ -184,11 +184,10 @@ class Slurm(Launcher, Jobs):
             return State("running", f"{shown} on {nodes[1]}" if nodes is not None and nodes[1] != "(null)" else shown)
         if reason == "JobLaunchFailure":
             host = re.search(r"\bBatchHost=(\S+)", done.stdout)
+            where = host[1] if host is not None else "its first node"
             shown += (
-                f": {host[1] if host is not None else 'its first node'} could not begin it: it does not see the run directory "
-            )
-            shown += (
-                "under that path, or may not write there; type --run-dir PATH, a folder on a file system that all nodes share"
+                f": {where} could not begin it: it does not see the run directory under that path, or may not write there; "
+                "type --run-dir PATH, a folder on a file system that all nodes share"
             )
         return State("ended", shown, _exit_status(word, re.search(r"\bExitCode=([0-9]+):([0-9]+)", done.stdout)))
 

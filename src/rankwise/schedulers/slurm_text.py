@@ -11,7 +11,7 @@ from typing import Any
 
 from rankwise.errors import ConfigError
 from rankwise.run.plan import Plan
-from rankwise.schedulers.job import agent, enter, limit_s, one_line, setup_lines, slug
+from rankwise.schedulers.job import agent, cores, enter, limit_s, one_line, setup_lines, slug
 
 
 def render(plan: Plan) -> str:
@@ -59,7 +59,7 @@ def _output(folder: Path, run_dir: str, array: bool) -> tuple[str, list[str]]:
 def _asked(job: Mapping[str, Any], plan: Plan) -> list[str]:
     """What the user asks of Slurm, a line each."""
     lines = []
-    if (cpus := _cpus(job, plan)) is not None:
+    if (cpus := _cpus(plan)) is not None:
         lines.append(_line("cpus-per-task", str(cpus)))
     if "gpus_per_node" in job:
         lines.append(_line("gres", f"gpu:{job['gpus_per_node']}"))  # every version knows it, whatever selects resources
@@ -73,15 +73,10 @@ def _asked(job: Mapping[str, Any], plan: Plan) -> list[str]:
     return lines
 
 
-def _cpus(job: Mapping[str, Any], plan: Plan) -> int | None:
-    """Cores of each node: unless told, one a rank as far as their number is known. Slurm by itself gives the agent one.
-
-    Within an allocation, unless told, all that it has there.
-    """
-    if "within" in job:
-        return job.get("cpus_per_task")
-    gpus = str(job.get("gpus_per_node", "0")).rpartition(":")[2]
-    return job.get("cpus_per_task") or plan.nproc or int(gpus) or None
+def _cpus(plan: Plan) -> int | None:
+    """The cores of each node to ask for; Slurm by itself gives the agent one. Within an allocation without --cpus-per-task the
+    agent has all that the allocation has there."""
+    return plan.job.get("cpus_per_task") if "within" in plan.job else cores(plan)
 
 
 def _start(plan: Plan, job: Mapping[str, Any], run_dir: str) -> list[str]:
@@ -91,7 +86,7 @@ def _start(plan: Plan, job: Mapping[str, Any], run_dir: str) -> list[str]:
     several = plan.min_nodes < plan.nodes
     counts = '"$nodes"' if several else str(plan.nodes)
     words = ["srun --export=ALL", f"--nodes={counts} --ntasks={counts} --ntasks-per-node=1"]
-    if (cpus := _cpus(job, plan)) is not None:
+    if (cpus := _cpus(plan)) is not None:
         words.append(f"--cpus-per-task={cpus}")
     elif "within" in job:
         words.append("$bind")

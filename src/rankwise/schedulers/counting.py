@@ -1,0 +1,28 @@
+"""Launchers that give each rank four numbers and nothing else: its rank, how many there are, and the same within its node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from rankwise.schedulers.protocols import Launcher
+from rankwise.schedulers.ranks import Ranks, Tasks, counted, tasks_of
+
+
+class Counting(Launcher):
+    """`variables` are the four, in this order: rank, size, local rank, local size."""
+
+    called: ClassVar[str]
+    """What a person calls it in an error: "Open MPI"."""
+
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """True if it names a rank or a size; a part of its variables is an error that `ranks` explains."""
+        return any(name in env for name in self.variables[:2])
+
+    def tasks(self, env: Mapping[str, str]) -> Tasks | None:
+        rank, size, *_ = self.variables
+        return tasks_of(env, rank, size) if self.detect(env) else None
+
+    def ranks(self, env: Mapping[str, str]) -> Ranks:
+        """Raises WorldError for a part of the variables, a value that is no number, a rank that is not below its size."""
+        return counted(env, self.variables, self.called)
