@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from ranks import on_ranks
 from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 from rankwise.data.fetch import Fetch
+from rankwise.dist import seed as seeds
 
 
 class Noise(Dataset[Any]):
@@ -60,27 +61,112 @@ def samples_of(dataset: Any, world_size: int, **settings: Any) -> dict[tuple[int
     return drawn
 
 
-@pytest.mark.parametrize("kind", [AsksForEach, AsksForEachInOne, lambda n: Subset(AsksForEach(n), range(n))])
-def test_a_dataset_that_asks_has_the_same_augmented_samples_on_any_number_of_workers_and_ranks(kind: Any) -> None:
+class Sometimes(Noise):
+    """Draws in a few samples alone."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": index, "noise": noise() if index % 5 == 3 else torch.full((3,), float(index), dtype=torch.float64)}
+
+
+class Never(Noise):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": index, "noise": torch.full((3,), float(index), dtype=torch.float64)}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Noise, Sometimes, lambda n: Subset(Noise(n), range(n)), AsksForEachInOne, lambda n: Subset(AsksForEach(n), range(n))],
+)
+def test_augmented_samples_are_the_same_on_any_number_of_workers_and_ranks(kind: Any) -> None:
     expected = samples_of(kind(13), 1)
-    assert len({tuple(values) for values in expected.values()}) == len(expected) == 26
+    assert len(expected) == 26
+    assert len({tuple(values) for values in expected.values()}) == (13 + 2 if kind is Sometimes else 26)
     for world_size, accumulate, workers in ((2, 1, 0), (3, 2, 0), (1, 1, 1), (1, 1, 2), (3, 2, 2)):
         assert samples_of(kind(13), world_size, accumulate=accumulate, workers=workers) == expected
     assert samples_of(kind(13), 1, seed=1) != expected
 
 
-def test_in_workers_samples_are_keyed_by_themselves_without_asking() -> None:
-    expected = samples_of(AsksForEach(13), 1)
-    assert samples_of(Noise(13), 2, workers=2) == expected
-    assert samples_of(Subset(Noise(13), range(13)), 1, workers=1) == expected
+def test_a_sample_has_the_numbers_of_its_key_whether_or_not_others_draw() -> None:
+    expected = samples_of(Noise(13), 1)
+    for order in (False, True):
+        for workers in (0, 1):
+            drawn = samples_of(Sometimes(13), 1, shuffle=order, workers=workers)
+            assert {key: values for key, values in drawn.items() if key[1] % 5 == 3} == {
+                key: values for key, values in expected.items() if key[1] % 5 == 3
+            }
+
+
+def test_samples_are_taken_twice_once_in_a_run_where_the_first_of_them_draws_late() -> None:
+    class Counts(Sometimes):
+        taken: ClassVar[list[int]] = []
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            self.taken.append(index)
+            return super().__getitem__(index)
+
+    (loader,) = loaders(Counts(13), 1, shuffle=False, max_epochs=2, global_batch_size=2)
+    steps_of(loader)
+    assert Counts.taken == [0, 1, 2, 3, 2, 3, *range(4, 13), *range(13)]
+
+
+class LateMasks:
+    """A collate function that takes its samples apart, and begins to draw in the fourth batch."""
+
+    def __call__(self, samples: list[dict[str, Any]]) -> Any:
+        x = torch.tensor([sample.pop("x") for sample in samples])
+        mask = noise() if x.max() >= 8 else torch.zeros(3)
+        return {"x": x, "noise": torch.stack([sample.pop("noise") + mask for sample in samples])}
+
+
+@pytest.mark.parametrize("kind", [Never, Sometimes, Noise])
+def test_what_a_collate_function_draws_does_not_depend_on_the_workers(kind: Any) -> None:
+    def drawn(workers: int) -> Any:
+        return samples_of(kind(13), 1, workers=workers, collate_fn=LateMasks(), shuffle=False, global_batch_size=3)
+
+    expected = drawn(0)
+    assert drawn(1) == drawn(2) == expected
+    masked, plain = expected[0, 9], samples_of(kind(13), 1)[0, 9]
+    assert not np.isclose(masked, plain).any()
+
+
+def test_what_a_sample_raises_after_it_drew_is_what_its_own_numbers_raise() -> None:
+    class Unlucky(Noise):
+        def __getitem__(self, index: int) -> Any:
+            if index == 7:
+                raise ValueError(f"{random.random()}")
+            return index
+
+    def told(**settings: Any) -> str:
+        (loader,) = loaders(Unlucky(13), 1, shuffle=False, **settings)
+        with pytest.raises(ValueError, match="0") as error:
+            steps_of(loader)
+        return str(error.value)
+
+    assert told(global_batch_size=2) == told(global_batch_size=8) == told(global_batch_size=1)
+
+
+_BATCH, _SAMPLE = 0.9593473387337654, -5.250219510861126
+EARLIER = {
+    ("Noise", 0): _BATCH, ("Noise", 1): _SAMPLE, ("InOne", 0): _BATCH, ("InOne", 1): _BATCH, ("AsksForEach", 0): _SAMPLE,
+    ("AsksForEach", 1): _SAMPLE,
+}  # fmt: skip
+"""By the dataset and the workers: the sum of what the second batch of such a run drew (commit 45edb4f)."""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [Noise, InOne, AsksForEach])
+def test_a_run_that_began_when_batches_had_the_key_goes_on_with_it(kind: Any, workers: int) -> None:
+    (loader,) = loaders(kind(13), 1, workers=workers)
+    state = loader.state_dict()
+    assert state.pop("keyed by sample")
+    loader.load_state_dict({**state, "position": 5})
+    assert [batch["noise"].sum().item() for batch in next(iter(loader))] == [EARLIER[kind.__name__, workers]]
+    assert loader.state_dict()["keyed by sample"] is False
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", [Noise, InOne, AsksForEach])
 def test_a_resume_draws_what_would_have_been_drawn(kind: Any, workers: int) -> None:
-    if kind is Noise and workers == 0:
-        assert samples_of(kind(13), 1) != samples_of(kind(13), 3)  # by the batch's first sample: it depends on the batch
-
     def batches(loader: Any) -> list[Any]:
         return [[(b["x"].tolist(), b["noise"].tolist()) for b in step] for step in loader]
 
@@ -115,32 +201,31 @@ def test_fetching_in_this_process_neither_moves_nor_sees_the_streams_of_training
     assert drawn(True, 2)[1] == fetched
 
 
-def count_keying(dataset: Any) -> int:
-    fetch = Fetch(dataset, None, 0)
-    before = torch.get_rng_state()
-    calls = 0
-
-    def key(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
-    fetch._key = key  # type: ignore[method-assign]
-    next(fetch.here(iter([(0, [1, 2])])))
+def keys(dataset: Any, monkeypatch: pytest.MonkeyPatch, collate_fn: Any = None) -> list[int]:
+    """How many keys each of three batches of two samples takes."""
+    found = []
+    with monkeypatch.context() as patch:
+        patch.setattr(seeds, "seed_streams", lambda *a, given=seeds.seed_streams: (found.append(a[0]), given(*a)))
+        fetch, before = Fetch(dataset, collate_fn, 0), torch.get_rng_state()
+        counts = []
+        for _ in fetch.here(iter([(0, [1, 2]), (0, [3, 4]), (1, [0, 1])])):
+            counts.append(len(found))
+            found.clear()
     assert torch.equal(torch.get_rng_state(), before)
-    return calls
+    return counts
 
 
-def test_a_dataset_that_draws_nothing_pays_nothing() -> None:
-    class Quiet(Noise):
+def test_who_draws_nothing_has_no_key_after_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Quiet(Never):
         draws_nothing = True
 
-        def __getitem__(self, index: int) -> Any:
-            return index
-
-    assert count_keying(TensorDataset(torch.arange(5))) == 0
-    assert count_keying(Quiet(5)) == 0
-    assert count_keying(Noise(5)) == 1
-    assert count_keying(AsksForEach(5)) == 3  # for the batch, as its collate function may draw, and each sample
+    for dataset in (TensorDataset(torch.arange(5)), [1, 2, 3, 4, 5], Subset([1, 2, 3, 4, 5], range(5)), Quiet(5)):
+        assert keys(dataset, monkeypatch) == [0, 0, 0]
+    assert keys(Never(5), monkeypatch) == [2, 0, 0]
+    assert keys(Noise(5), monkeypatch) == keys(AsksForEachInOne(5), monkeypatch) == [2, 2, 2]
+    assert keys(InOne(5), monkeypatch) == [1, 1, 1]
+    assert keys(Quiet(5), monkeypatch, lambda samples: samples) == [1, 0, 0]
+    assert keys(Quiet(5), monkeypatch, lambda samples: noise()) == [1, 1, 1]
 
 
 # --- errors

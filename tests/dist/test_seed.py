@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import random
+import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -118,11 +119,50 @@ def test_what_is_drawn_beside_streams_put_aside_does_not_move_them(gaussians: in
     assert numbers(True) == numbers(False)
 
 
+def test_pythons_numbers_lie_where_they_are_copied_from() -> None:
+    assert seed._python_words() is not None
+    random.seed(9)
+    random.random()
+    position, *words = struct.unpack("=i624I", seed._python_words() or b"")
+    assert [*words, position] == list(random.getstate()[1])
+
+
+def test_without_a_known_layout_pythons_own_functions_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seed, "_python_words", lambda: None)
+    test_what_is_drawn_beside_streams_put_aside_does_not_move_them(1, 2)
+
+
+@pytest.mark.parametrize("gaussians", [0, 1])
+@pytest.mark.parametrize(
+    "draw_one",
+    [
+        random.random, lambda: random.gauss(0, 1), lambda: random.seed(4), np.random.rand, np.random.randn,
+        lambda: np.random.seed(4), lambda: np.random.randint(3), lambda: torch.rand(1), lambda: torch.randn(()),
+        lambda: torch.manual_seed(5), lambda: torch.randperm(3), lambda: [random.random() for _ in range(312)],
+        lambda: np.random.randint(0, 2**32, 624, dtype=np.uint32),
+    ],
+)  # fmt: skip
+def test_whatever_draws_moves_the_streams(draw_one: Callable[[], object], gaussians: int) -> None:
+    seed.seed_everything(3)
+    for _ in range(gaussians):  # a second one is cached: what takes it moves no word of the generator
+        np.random.randn(), random.gauss(0, 1), torch.randn(())
+    aside = seed.Aside()
+    aside.put()
+    assert not aside.moved()
+    expected = seed.rng_state()
+    draw_one()
+    assert aside.moved()
+    aside.back()
+    assert not aside.moved()
+    assert str(seed.rng_state()) == str(expected)
+    assert torch.equal(seed.rng_state()["torch"], expected["torch"])
+
+
 def test_numpys_numbers_lie_where_they_are_copied_from() -> None:
     """The layout that Aside relies on: 624 words, then the position."""
     np.random.seed(9)
     np.random.rand(5)
-    words = np.frombuffer(ctypes.string_at(seed._numpy_words(), seed._MT19937_BYTES), np.uint32)
+    words = np.frombuffer(seed._numpy_words(), np.uint32)
     _, keys, position, *_ = np.random.get_state(legacy=True)
     assert words[:624].tolist() == keys.tolist()
     assert words[624] == position

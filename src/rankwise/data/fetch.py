@@ -4,16 +4,17 @@
     for batch in fetched(iter([(epoch, [3, 1, 4])]), fetch, workers=2): ...
 
 Random numbers that a dataset draws are keyed by (seed, epoch, sample): they depend neither on the rank nor on the worker that
-draws them, are the same after a resume, and leave the streams of the training where they were.
+draws them, are the same after a resume, and leave the streams of the training where they were. A whole batch that a dataset or
+a collate function makes at once is keyed by its first sample.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
@@ -26,6 +27,9 @@ from rankwise.ipc.pickles import Packed, pack_error, unpack_error
 
 _SHOWN = 8  # indices in an error's note
 _GATHERED_BYTES = 1 << 22
+
+Made = TypeVar("Made")
+Key = Callable[..., None]
 
 
 class Fetcher(Protocol):
@@ -124,73 +128,164 @@ class _Told:
             return _FetchFailure(pack_error(error))
 
 
+class Keyed:
+    """Makes things that may draw random numbers: their streams are keyed, and those of the training stay where they were.
+
+    To key all streams takes 10 us. So in the first thing that is made we look which of them it draws from, and key these alone
+    from then on. If another has moved after all, it is put back, and the thing is made once more with that keyed too. What is
+    drawn is the same either way.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._drawn: frozenset[str] | None = None
+        self._training = seeds.Aside()
+        self._keyed = seeds.Aside()  # as they are right after a key, in the first thing
+
+    def made(self, make: Callable[[Key | None], Made]) -> Made:
+        """What `make` returns. Before it makes what has a key it calls its argument with the words of that, unless it is
+        None."""
+        self._training.put()
+        if self._drawn is None:
+            return self._first(make)
+        while True:
+            failure = None
+            try:
+                made = make(partial(self._key, self._drawn) if self._drawn else None)
+            except Exception as error:
+                failure = error
+            if moved := self._training.moved():
+                self._training.back()
+            if moved <= self._drawn:
+                if failure is not None:
+                    raise failure
+                return made
+            self._drawn |= moved
+
+    def _first(self, make: Callable[[Key | None], Made]) -> Made:
+        drawn: set[str] = set()
+
+        def key(*words: int | str) -> None:
+            drawn.update(self._keyed.moved())
+            self._key(seeds.CPU_STREAMS, *words)
+            self._keyed.put()
+
+        self._keyed.put()
+        try:
+            made = make(key)
+            self._drawn = self._keyed.moved() | drawn
+            return made
+        finally:
+            self._training.back()
+
+    def _key(self, streams: Set[str], *words: int | str) -> None:
+        seeds.seed_streams(seeds.derive(self._seed, *words), streams)
+
+
 class Fetch:
     """(epoch, indices) -> a batch of a map-style dataset.
 
-    Random streams are keyed by each sample in a worker; in this process, and under `__getitems__`, by a batch's first sample,
-    unless the dataset asks for each: a true attribute `seed_each_sample`. Then samples are taken one by one, and are the same
-    with any number of workers and ranks. Keying costs 28 us a batch in this process, which a dataset that draws no random
-    numbers saves by a true attribute `draws_nothing`; torch's TensorDataset is known to.
+    Random streams are keyed by (seed, epoch, sample) for each sample; under `__getitems__`, and for `collate_fn`, by the
+    batch's first sample. A true attribute `seed_each_sample` of the dataset has samples taken one by one in spite of
+    `__getitems__`.
     """
+
+    keyed_by_sample = True
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> None:
         self._dataset = dataset
         self._collate = collate_fn or default_collate
         self._seed = seed
-        self._each = promises(dataset, "seed_each_sample")
         self._whole = type(dataset) is TensorDataset and collate_fn is None
-        self._in_one = not self._each and _has_getitems(dataset)
-        self._draws = not (self._whole or promises(dataset, "draws_nothing"))
-        self._aside = seeds.Aside()
+        self._in_one = not promises(dataset, "seed_each_sample") and _has_getitems(dataset)
+        self._samples_keyed = None if _draws_nothing(dataset) else Keyed(seed)
+        self._collate_keyed = None if collate_fn is None else Keyed(seed)
 
-    def one_by_one(self) -> Fetch:
-        """The same for which each sample's random numbers are its own, unless the dataset makes whole batches."""
-        other = copy.copy(self)
-        other._each = self._each or not self._in_one
-        other._aside = seeds.Aside()
-        return other
+    def by(self, sample: bool) -> Fetch:
+        """The same, keyed by sample or, as runs were that began before that, by batch."""
+        kind = Fetch if sample else FetchByBatch
+        return kind(self._dataset, self._collate if self._collate is not default_collate else None, self._seed)
 
     def __call__(self, request: tuple[int, list[int]]) -> Any:
-        return self._batch(*request, each=self._draws)
+        if self._whole:
+            return self._dataset[request[1]]
+        samples = self._sampled(request)
+        if not isinstance(samples, list):
+            return samples
+        if self._collate_keyed is None:
+            return self._batch(None, *request, samples)
+        fresh = [samples]  # a collate function may change them: a second call gets others
+        return self._collate_keyed.made(
+            lambda key: self._batch(key, *request, fresh.pop() if fresh else self._sampled(request))
+        )
 
     def here(self, requests: Iterator[tuple[int, list[int]]]) -> Iterator[Any]:
         if self._whole:
             yield from _gathered(self._dataset.tensors, requests)
-        for request in requests:
-            yield self._here(request)
+        yield from map(self, requests)
 
-    def _here(self, request: tuple[int, list[int]]) -> Any:
-        if not self._draws:
-            return self._batch(*request, each=False)
-        self._aside.put()
-        try:
-            return self._batch(*request, each=self._each)
-        finally:
-            self._aside.back()
+    def _sampled(self, request: tuple[int, list[int]]) -> Any:
+        keyed = self._samples_keyed
+        return self._samples(None, *request) if keyed is None else keyed.made(lambda key: self._samples(key, *request))
 
-    def _batch(self, epoch: int, indices: Sequence[int], each: bool) -> Any:
-        if self._whole:
-            return self._dataset[indices]
-        if self._draws:
-            self._key(epoch, indices[0])
+    def _samples(self, key: Key | None, epoch: int, indices: Sequence[int]) -> Any:
+        dataset = self._dataset
         if self._in_one:
-            with Noted("in", indices, self._dataset):
-                samples = self._dataset.__getitems__(indices)
-            if not isinstance(samples, list):
-                return samples
-        else:
-            samples = []
-            with Noted("in", indices, self._dataset) as place:
-                for index in indices:
-                    place.indices = (index,)
-                    if each:
-                        self._key(epoch, index)
-                    samples.append(self._dataset[index])
+            if key is not None:
+                key(epoch, indices[0])
+            with Noted("in", indices, dataset):
+                return dataset.__getitems__(indices)
+        samples: list[Any] = []
+        with Noted("in", indices, dataset, samples):
+            for index in indices:
+                if key is not None:
+                    key(epoch, index)
+                samples.append(dataset[index])
+        return samples
+
+    def _batch(self, key: Key | None, epoch: int, indices: Sequence[int], samples: list[Any]) -> Any:
+        if key is not None:
+            key(epoch, indices[0], "collate")
         with Noted("in the collate function, of", indices, self._dataset):
             return self._collate(samples)
 
-    def _key(self, epoch: int, sample: int) -> None:
-        seeds.seed_streams(seeds.derive(self._seed, epoch, sample))
+
+class FetchByBatch(Fetch):
+    """Keyed as in runs that began before samples were: in workers each sample has a key, elsewhere the first of a batch has
+    one, and what comes after goes on in its streams, the collate function at last."""
+
+    keyed_by_sample = False
+
+    def __call__(self, request: tuple[int, list[int]]) -> Any:
+        return self._made(*request, each=True)
+
+    def here(self, requests: Iterator[tuple[int, list[int]]]) -> Iterator[Any]:
+        each, aside = promises(self._dataset, "seed_each_sample"), seeds.Aside()
+        for request in requests:
+            aside.put()
+            try:
+                batch = self._made(*request, each)
+            finally:
+                aside.back()
+            yield batch
+
+    def _made(self, epoch: int, indices: list[int], each: bool) -> Any:
+        if self._whole:
+            return self._dataset[indices]
+
+        def key(epoch: int, sample: int) -> None:
+            if each or sample == indices[0]:
+                seeds.seed_streams(seeds.derive(self._seed, epoch, sample))
+
+        samples = self._samples(None if promises(self._dataset, "draws_nothing") else key, epoch, indices)
+        return samples if not isinstance(samples, list) else self._batch(None, epoch, indices, samples)
+
+
+def _draws_nothing(dataset: Any) -> bool:
+    """What it says of itself, or is known of its type."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) in (list, tuple, range, TensorDataset) or promises(dataset, "draws_nothing")
 
 
 def _gathered(tensors: Sequence[torch.Tensor], requests: Iterator[tuple[int, list[int]]]) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -225,10 +320,12 @@ def _has_getitems(dataset: Any) -> bool:
 class Noted:
     """What is raised inside has a note that names the samples and the dataset."""
 
-    def __init__(self, where: str, indices: Sequence[int], dataset: Any) -> None:
+    def __init__(self, where: str, indices: Sequence[int], dataset: Any, made: Sequence[Any] | None = None) -> None:
+        """`made`: what has been made of these samples, one after the other: the next one is named alone."""
         self._where = where
         self.indices = indices
         self._dataset = dataset
+        self._made = made
 
     def __enter__(self) -> Noted:
         return self
@@ -236,7 +333,8 @@ class Noted:
     def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         if error is None:
             return
-        text = f"{self._where} {numbered('sample', self.indices, _SHOWN)} of {type(self._dataset).__name__}"
+        at = self.indices if self._made is None else self.indices[len(self._made) :][:1]
+        text = f"{self._where} {numbered('sample', at, _SHOWN)} of {type(self._dataset).__name__}"
         if isinstance(error, StopIteration):  # it would end a loop in silence
             raise RuntimeError(f"StopIteration was raised {text}") from error
         with contextlib.suppress(Exception):  # a frozen exception takes no note

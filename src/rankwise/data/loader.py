@@ -79,9 +79,10 @@ class Loader:
     of lists of indices, each a global batch (shared out by length if the dataset has an attribute `lengths`).
     `data.batching` says more. Ranks get parts of about the same cost.
 
-    Random numbers that a dataset draws are keyed by (seed, epoch, sample) in workers, by the first sample of a batch without
-    workers and under `__getitems__`, where `seed_each_sample = True` in the dataset asks for each sample's own; those of a
-    stream by (seed, epoch). None moves the streams of the training. `draws_nothing = True` in a dataset saves the keying.
+    Random numbers that a dataset draws are keyed by (seed, epoch, sample), with any number of workers; under `__getitems__`,
+    and in `collate_fn`, by the batch's first sample (`seed_each_sample = True` in the dataset has its samples taken one by
+    one); those of a stream by (seed, epoch). None moves the streams of the training. A batch whose samples are the first to
+    draw, after others that drew nothing, is taken from the dataset twice, once in a process.
 
     Raises ConfigError for arguments that do not fit, DataError for a dataset that cannot be read.
     """
@@ -349,10 +350,7 @@ class Loader:
         return batch if self._device.type == "cpu" else to_device(batch, self._device)
 
     def anew(self, world: World, accumulate: int, global_batch_size: int | None = None) -> Loader:
-        """The same data and order from the beginning, in this process, for any rank of any number of them.
-
-        Samples are taken one by one where that can be, so that what they draw at random does not depend on how they are shared.
-        """
+        """The same data and order from the beginning, in this process, for any rank of any number of them."""
         other = self.once()
         other.max_epochs = self.max_epochs
         other._world, other.accumulate, other._workers = world, accumulate, Workers(0)
@@ -363,7 +361,7 @@ class Loader:
         if self._order is None:
             other._stream = self._stream.anew(world.rank, world.world_size)
         else:
-            other._fetch = self._fetch.one_by_one()
+            other._fetch = self._fetch.by(sample=True)
         return other
 
     def describe(self) -> str:
@@ -398,7 +396,7 @@ class Loader:
             "seed": self.seed,
             "shuffle": self._order is not None and self._order.shuffle,
             "global_batch_size": self.global_batch_size,
-            **(self._batching.state() if self._batching is not None else {}),
+            **(self._batching.state() | {"keyed by sample": self._fetch.keyed_by_sample} if self._batching is not None else {}),
             "ranks": self._world.world_size,
             "accumulate": self.accumulate,
             "epoch": self.epoch,
@@ -423,6 +421,7 @@ class Loader:
         self.global_batch_size = state["global_batch_size"]
         if self._batching is not None:
             self._batching.load(state)
+            self._fetch = self._fetch.by(sample=state.get("keyed by sample", False))
         if state["ranks"] != self._world.world_size and self._uneven is not None and state["position"]:
             raise ConfigError(
                 f"the checkpoint was made on {state['ranks']} ranks in the middle of an epoch of streams of which each had its "

@@ -11,6 +11,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
+import struct
+import sys
+from collections.abc import Set
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -33,13 +37,19 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def seed_streams(seed: int) -> None:
-    """As `seed_everything`, for the generators of the CPU alone, in 7 us: torch.manual_seed takes 100 and more, as it asks
-    after every kind of device. Right in a forked loader worker too, where a GPU must not be touched.
+CPU_STREAMS = frozenset({"python", "numpy", "torch"})
+
+
+def seed_streams(seed: int, streams: Set[str] = CPU_STREAMS) -> None:
+    """As `seed_everything`, for the generators of the CPU alone, or for some of them, in 8 us: torch.manual_seed takes 100 and
+    more, as it asks after every kind of device. Right in a forked loader worker too, where a GPU must not be touched.
     """
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
+    if "python" in streams:
+        random.seed(seed)
+    if "numpy" in streams:
+        np.random.seed(seed % 2**32)
+    if "torch" in streams:
+        torch.default_generator.manual_seed(seed)
 
 
 @takes(seed=FROM_ZERO, rank=FROM_ZERO)
@@ -82,43 +92,116 @@ def set_rng_state(state: dict[str, Any]) -> None:
             device.set_rng_state(state[name].cpu())
 
 
-_MT19937_BYTES = 625 * 4  # numpy's mt19937_state: 624 words and the position in them
-
-
 class Aside:
-    """The streams of this process's CPU generators, put aside while something else draws from them.
+    """The streams of this process's CPU generators, put aside while something else may draw from them.
 
-    25 us with a `seed_streams` between, as against 100: numpy's own get_state and set_state take 75, as they handle 624 numbers
-    one by one. Here the numbers are copied as they lie in memory; a cached second gaussian alone needs numpy's way.
+    5 us where nothing draws, 20 with a `seed_streams` between, as against 100 by the generators' own functions: those handle
+    624 numbers one by one. Here they are copied and compared as they lie in memory.
     """
 
     def __init__(self) -> None:
-        self._python: Any = None
-        self._words = b""
-        self._numpy: Any = None
-        self._gaussian = True
-        self._torch = torch.empty(0)
+        self._streams: dict[str, _Python | _Numpy | _Torch] = {"python": _Python(), "numpy": _Numpy(), "torch": _Torch()}
 
     def put(self) -> None:
-        self._python = random.getstate()
-        words = ctypes.string_at(_numpy_words(), _MT19937_BYTES)
-        if self._gaussian or words != self._words:  # else nothing was drawn since the last time
-            self._words = words
-            self._numpy = np.random.get_state(legacy=True)
-            self._gaussian = bool(self._numpy[3])
-        self._torch = torch.default_generator.get_state()
+        for stream in self._streams.values():
+            stream.take()
+
+    def moved(self) -> frozenset[str]:
+        """The streams of which something was drawn, or which were seeded, since `put`."""
+        return frozenset([name for name, stream in self._streams.items() if stream.moved()])
 
     def back(self) -> None:
-        random.setstate(self._python)
+        """The streams are where they were at `put`."""
+        for stream in self._streams.values():
+            if stream.moved():
+                stream.back()
+
+
+class _Python:
+    def __init__(self) -> None:
+        self._state: Any = None
+        self._taken = b""
+        self._gaussian: float | None = None  # a second one, cached
+
+    def take(self) -> None:
+        if (words := _python_words()) is None:
+            self._state = random.getstate()
+        else:
+            self._taken, self._gaussian = bytes(words), _PYTHON.gauss_next
+
+    def moved(self) -> bool:
+        if (words := _python_words()) is None:
+            return bool(random.getstate() != self._state)
+        return _PYTHON.gauss_next != self._gaussian or bytes(words) != self._taken
+
+    def back(self) -> None:
+        if (words := _python_words()) is None:
+            random.setstate(self._state)
+        else:
+            words[:], _PYTHON.gauss_next = self._taken, self._gaussian
+
+
+class _Numpy:
+    def __init__(self) -> None:
+        self._taken = b""
+        self._state: Any = None
+        self._gaussian = True  # whether a second one is cached, or that is not known
+
+    def take(self) -> None:
+        words = bytes(_numpy_words())
+        if self._gaussian or words != self._taken:  # else nothing was drawn since the last time
+            self._taken = words
+            self._state = np.random.get_state(legacy=True)
+            self._gaussian = bool(self._state[3])
+
+    def moved(self) -> bool:
+        if bytes(_numpy_words()) != self._taken:
+            return True
+        return self._gaussian and not cast(tuple[Any, ...], np.random.get_state(legacy=True))[3]
+
+    def back(self) -> None:
         if self._gaussian:
-            np.random.set_state(self._numpy)
+            np.random.set_state(self._state)
         else:
             np.random.seed(0)  # forgets a gaussian that was cached meanwhile
-            ctypes.memmove(_numpy_words(), self._words, _MT19937_BYTES)
-        torch.default_generator.set_state(self._torch)
+            _numpy_words()[:] = self._taken
 
 
-def _numpy_words() -> int:
-    """Where the global generator keeps its state."""
-    address: int = np.random.get_bit_generator().ctypes.state_address  # type: ignore[attr-defined]
-    return address
+class _Torch:
+    def __init__(self) -> None:
+        self._state = torch.empty(0)
+        self._taken = b""
+
+    def take(self) -> None:
+        self._state = torch.default_generator.get_state()
+        self._taken = self._state.numpy().tobytes()
+
+    def moved(self) -> bool:
+        return torch.default_generator.get_state().numpy().tobytes() != self._taken  # torch.equal takes five times as long
+
+    def back(self) -> None:
+        torch.default_generator.set_state(self._state)
+
+
+_PYTHON: Any = getattr(random.getstate, "__self__")  # noqa: B009 - whose methods the functions of `random` are
+_MT19937_BYTES = 625 * 4  # 624 words and the position in them
+
+
+def _memory(address: int) -> memoryview:
+    return memoryview((ctypes.c_char * _MT19937_BYTES).from_address(address)).cast("B")
+
+
+@cache
+def _python_words() -> memoryview | None:
+    """Where Python's global generator keeps its position and words; None where it does not lie as in CPython."""
+    if sys.implementation.name != "cpython" or type(_PYTHON).__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
+        return None
+    words = _memory(id(_PYTHON) + object.__basicsize__)
+    _, (*state, position), _ = _PYTHON.getstate()
+    return words if bytes(words) == struct.pack("=i624I", position, *state) else None
+
+
+@cache
+def _numpy_words() -> memoryview:
+    """Where numpy's global generator keeps its words and position."""
+    return _memory(np.random.get_bit_generator().ctypes.state_address)  # type: ignore[attr-defined]
