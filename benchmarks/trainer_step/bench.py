@@ -1,8 +1,10 @@
 """What does a step of the Trainer (log, progress line, checkpoints and the gate on) cost over a hand-written loop?
 
-    python benchmarks/trainer_step/bench.py                          one rank, against a plain loop
+    python benchmarks/trainer_step/bench.py                          one rank, against a plain loop; a class with __getitems__
     rankwise run --nproc 2 benchmarks/trainer_step/bench.py          two ranks, against DDP
-    python benchmarks/trainer_step/bench.py tensors                  on a TensorDataset, as people write it
+    python benchmarks/trainer_step/bench.py quiet                    the same class, which says draws_nothing
+    python benchmarks/trainer_step/bench.py samples                  a class with __getitem__ alone
+    python benchmarks/trainer_step/bench.py tensors                  a TensorDataset
 
 Both loops live in this process and take turns of 40 steps; the same tiny model (MLP 16-32-4), data set, batch size of a rank
 (16) and optimizer (SGD): nothing hides a loop's own cost. The hand-written loop uses torch's DataLoader.
@@ -31,9 +33,7 @@ TURNS = 120
 BATCH = 16
 
 
-class Rows:
-    draws_nothing = True
-
+class Samples:
     def __init__(self, n: int) -> None:
         generator = torch.Generator().manual_seed(0)
         self.x = torch.randn(n, 16, generator=generator)
@@ -45,8 +45,14 @@ class Rows:
     def __getitem__(self, index: int):
         return self.x[index], self.y[index]
 
+
+class Rows(Samples):
     def __getitems__(self, indices: list[int]):
         return self.x[indices], self.y[indices]
+
+
+class QuietRows(Rows):
+    draws_nothing = True
 
 
 def parts():
@@ -123,9 +129,8 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = str(world.run_dir) if world.run_dir else rankwise.broadcast_object(tempfile.mkdtemp())
     turns = Turns(["raw", "Trainer"])
-    data = Rows(16384)
-    if sys.argv[1:] == ["tensors"]:
-        data = TensorDataset(data.x, data.y)
+    kinds = {"": Rows, "quiet": QuietRows, "samples": Samples, "tensors": lambda n: TensorDataset(Rows(n).x, Rows(n).y)}
+    data = kinds["".join(sys.argv[1:])](16384)
     # The Trainer in the main thread, where signals can be had; the hand-written loop beside it.
     raw = threading.Thread(target=raw_loop, args=(turns, world, data))
     raw.start()

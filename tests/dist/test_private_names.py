@@ -114,7 +114,7 @@ def result_without(names: list[str], folder: Path) -> list[tuple[list[Any], str]
 
 
 OF_THE_SELF_TEST = ("_Loss", "_reset", "_next_index")
-NOT_HERE = (*OF_THE_SELF_TEST, "_args_from_interpreter_flags")
+NOT_HERE = (*OF_THE_SELF_TEST, "_args_from_interpreter_flags", "_cdata")
 NOT_ALONE = (*NOT_HERE, "_push_all_rebuilt_params", "_rebuild_buckets", "_BatchNorm")
 """What a rank that is alone does not look for either: it sums no gradients, and its batch norms see whole batches."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import random
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankwise.dist import seed
+from rankwise.dist import generator_memory, seed
 
 
 def draw(n: int = 3) -> list[float]:
@@ -119,17 +118,16 @@ def test_what_is_drawn_beside_streams_put_aside_does_not_move_them(gaussians: in
     assert numbers(True) == numbers(False)
 
 
-def test_pythons_numbers_lie_where_they_are_copied_from() -> None:
-    assert seed._python_words() is not None
-    random.seed(9)
-    random.random()
-    position, *words = struct.unpack("=i624I", seed._python_words() or b"")
-    assert [*words, position] == list(random.getstate()[1])
-
-
-def test_without_a_known_layout_pythons_own_functions_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seed, "_python_words", lambda: None)
-    test_what_is_drawn_beside_streams_put_aside_does_not_move_them(1, 2)
+@pytest.mark.parametrize("name", ["of_python", "of_numpy", "of_torch"])
+def test_a_generator_whose_memory_is_not_known_is_put_aside_by_its_own_functions(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator_memory, name, lambda: None)
+    for gaussians, drawn_between in ((0, 1), (1, 2), (2, 0)):
+        test_what_is_drawn_beside_streams_put_aside_does_not_move_them(gaussians, drawn_between)
+    for draw_one in (random.random, np.random.randn, lambda: torch.randn(())):
+        for gaussians in (0, 1):
+            test_whatever_draws_moves_the_streams(draw_one, gaussians)
 
 
 @pytest.mark.parametrize("gaussians", [0, 1])
@@ -156,16 +154,6 @@ def test_whatever_draws_moves_the_streams(draw_one: Callable[[], object], gaussi
     assert not aside.moved()
     assert str(seed.rng_state()) == str(expected)
     assert torch.equal(seed.rng_state()["torch"], expected["torch"])
-
-
-def test_numpys_numbers_lie_where_they_are_copied_from() -> None:
-    """The layout that Aside relies on: 624 words, then the position."""
-    np.random.seed(9)
-    np.random.rand(5)
-    words = np.frombuffer(seed._numpy_words(), np.uint32)
-    _, keys, position, *_ = np.random.get_state(legacy=True)
-    assert words[:624].tolist() == keys.tolist()
-    assert words[624] == position
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])

@@ -8,18 +8,15 @@ aside.put();  seed_streams(derive(7, epoch, sample));  ...;  aside.back()     # 
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import random
-import struct
-import sys
 from collections.abc import Set
-from functools import cache
 from typing import Any, cast
 
 import numpy as np
 import torch
 
+from rankwise.dist import generator_memory
 from rankwise.host.arguments import FROM_ZERO, takes
 
 
@@ -95,8 +92,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
 class Aside:
     """The streams of this process's CPU generators, put aside while something else may draw from them.
 
-    5 us where nothing draws, 20 with a `seed_streams` between, as against 100 by the generators' own functions: those handle
-    624 numbers one by one. Here they are copied and compared as they lie in memory.
+    2 us where nothing draws, 20 with a `seed_streams` between, as against 100 by the generators' own functions: those handle
+    624 numbers one by one. Here they are looked at and copied where they lie (generator_memory.py).
     """
 
     def __init__(self) -> None:
@@ -119,89 +116,80 @@ class Aside:
 
 class _Python:
     def __init__(self) -> None:
+        self._place: list[bytes] = []
+        self._words = b""
+        self._gaussian: float | None = None
         self._state: Any = None
-        self._taken = b""
-        self._gaussian: float | None = None  # a second one, cached
 
     def take(self) -> None:
-        if (words := _python_words()) is None:
+        if (memory := generator_memory.of_python()) is None:
             self._state = random.getstate()
-        else:
-            self._taken, self._gaussian = bytes(words), _PYTHON.gauss_next
+            return
+        self._gaussian = generator_memory.python_generator().gauss_next
+        if (place := memory.place()) != self._place:
+            self._place, self._words = place, bytes(memory.whole)
 
     def moved(self) -> bool:
-        if (words := _python_words()) is None:
+        if (memory := generator_memory.of_python()) is None:
             return bool(random.getstate() != self._state)
-        return _PYTHON.gauss_next != self._gaussian or bytes(words) != self._taken
+        return memory.place() != self._place or generator_memory.python_generator().gauss_next != self._gaussian
 
     def back(self) -> None:
-        if (words := _python_words()) is None:
+        if (memory := generator_memory.of_python()) is None:
             random.setstate(self._state)
         else:
-            words[:], _PYTHON.gauss_next = self._taken, self._gaussian
+            memory.whole[:], generator_memory.python_generator().gauss_next = self._words, self._gaussian
 
 
 class _Numpy:
     def __init__(self) -> None:
-        self._taken = b""
+        self._place: list[bytes] = []
+        self._words = b""
         self._state: Any = None
         self._gaussian = True  # whether a second one is cached, or that is not known
 
     def take(self) -> None:
-        words = bytes(_numpy_words())
-        if self._gaussian or words != self._taken:  # else nothing was drawn since the last time
-            self._taken = words
+        memory = generator_memory.of_numpy()
+        if self._gaussian or memory is None or memory.place() != self._place:  # else nothing was drawn since the last time
             self._state = np.random.get_state(legacy=True)
             self._gaussian = bool(self._state[3])
+            if memory is not None:
+                self._place, self._words = memory.place(), bytes(memory.whole)
 
     def moved(self) -> bool:
-        if bytes(_numpy_words()) != self._taken:
+        memory = generator_memory.of_numpy()
+        if memory is not None and memory.place() != self._place:
             return True
-        return self._gaussian and not cast(tuple[Any, ...], np.random.get_state(legacy=True))[3]
+        if memory is not None and not self._gaussian:
+            return False
+        _, words, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+        return rest != list(self._state[2:]) or not np.array_equal(words, self._state[1])
 
     def back(self) -> None:
-        if self._gaussian:
+        if self._gaussian or (memory := generator_memory.of_numpy()) is None:
             np.random.set_state(self._state)
         else:
             np.random.seed(0)  # forgets a gaussian that was cached meanwhile
-            _numpy_words()[:] = self._taken
+            memory.whole[:] = self._words
 
 
 class _Torch:
     def __init__(self) -> None:
+        self._place: list[bytes] = []
         self._state = torch.empty(0)
-        self._taken = b""
 
     def take(self) -> None:
-        self._state = torch.default_generator.get_state()
-        self._taken = self._state.numpy().tobytes()
+        memory = generator_memory.of_torch()
+        if memory is None or memory.place() != self._place:
+            self._state = torch.default_generator.get_state()
+            self._place = memory.place() if memory is not None else []
 
     def moved(self) -> bool:
-        return torch.default_generator.get_state().numpy().tobytes() != self._taken  # torch.equal takes five times as long
+        if (memory := generator_memory.of_torch()) is not None:
+            return memory.place() != self._place
+        return not torch.equal(torch.default_generator.get_state(), self._state)
 
     def back(self) -> None:
         torch.default_generator.set_state(self._state)
-
-
-_PYTHON: Any = getattr(random.getstate, "__self__")  # noqa: B009 - whose methods the functions of `random` are
-_MT19937_BYTES = 625 * 4  # 624 words and the position in them
-
-
-def _memory(address: int) -> memoryview:
-    return memoryview((ctypes.c_char * _MT19937_BYTES).from_address(address)).cast("B")
-
-
-@cache
-def _python_words() -> memoryview | None:
-    """Where Python's global generator keeps its position and words; None where it does not lie as in CPython."""
-    if sys.implementation.name != "cpython" or type(_PYTHON).__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
-        return None
-    words = _memory(id(_PYTHON) + object.__basicsize__)
-    _, (*state, position), _ = _PYTHON.getstate()
-    return words if bytes(words) == struct.pack("=i624I", position, *state) else None
-
-
-@cache
-def _numpy_words() -> memoryview:
-    """Where numpy's global generator keeps its words and position."""
-    return _memory(np.random.get_bit_generator().ctypes.state_address)  # type: ignore[attr-defined]
+        if (memory := generator_memory.of_torch()) is not None:
+            self._place = memory.place()  # of a second gaussian that is over some bytes may be left

@@ -1,0 +1,96 @@
+"""Where Python's, numpy's and torch's default generators of the CPU keep their state: to see in 1 us whether one has moved.
+
+    state = of_numpy()
+    before = state.place();  ...;  state.place() != before       # something was drawn, or it was seeded
+
+Each is looked for once and checked against what the generator itself says; None where it lies otherwise. Mersenne twisters all,
+of 624 words: what draws moves the position, and after the last word all are other ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+import sys
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from rankwise.dist import private_names
+
+_WORDS = 624 * 4  # bytes
+_SEED = 0x5EED_0F_7E57_5EED  # of a torch.Generator for trial
+_SEARCHED = 256  # bytes of its object in which the seed is searched
+_HEAD, _NORMALS = 20, 28  # bytes in front of its words, and behind them
+
+
+class GeneratorMemory(NamedTuple):
+    whole: memoryview
+    """Words and position."""
+
+    parts: tuple[memoryview, ...]
+    """A few bytes, which any draw changes."""
+
+    def place(self) -> list[bytes]:
+        return [bytes(part) for part in self.parts]
+
+
+@cache
+def of_python() -> GeneratorMemory | None:
+    generator = python_generator()
+    head = object.__basicsize__
+    if sys.implementation.name != "cpython" or type(generator).__basicsize__ < head + 4 + _WORDS:
+        return None
+    whole = _memory(id(generator) + head, 4 + _WORDS)  # the position first
+    _, (*words, position), _ = generator.getstate()
+    return GeneratorMemory(whole, (whole[:16],)) if bytes(whole) == struct.pack("=i624I", position, *words) else None
+
+
+def python_generator() -> Any:
+    """That whose methods the functions of `random` are. It has a `gauss_next`: the second gaussian, or None."""
+    return getattr(random.getstate, "__self__")  # noqa: B009
+
+
+@cache
+def of_numpy() -> GeneratorMemory | None:
+    """Without its cached gaussian, which lies elsewhere."""
+    _, words, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+    whole = _memory(np.random.get_bit_generator().ctypes.state_address, _WORDS + 4)  # type: ignore[attr-defined]
+    return GeneratorMemory(whole, (whole[-16:],)) if bytes(whole) == words.tobytes() + struct.pack("=i", position) else None
+
+
+@cache
+def of_torch() -> GeneratorMemory | None:
+    """To be read alone. In front of the words are the seed and the position, behind them the second gaussians."""
+    trial = torch.Generator().manual_seed(_SEED)
+    if (address := private_names.address(trial)) is None:
+        return None
+    start = ctypes.string_at(address, _SEARCHED).find(struct.pack("=Q", _SEED))
+    if start < 0:
+        return None
+    found, places = _torch_memory(address + start), []
+    for _ in range(4):  # the second one takes what the first one has left
+        places.append(found.place())
+        torch.randn((), generator=trial)
+    if any(place in places[:turn] for turn, place in enumerate(places)) or not _has_words(found, trial):
+        return None
+    found = _torch_memory((private_names.address(torch.default_generator) or 0) + start)
+    return found if _has_words(found, torch.default_generator) else None
+
+
+def _torch_memory(address: int) -> GeneratorMemory:
+    whole = _memory(address, _HEAD + _WORDS + _NORMALS)
+    return GeneratorMemory(whole, (whole[: _HEAD + 16], whole[-_NORMALS - 16 :]))
+
+
+def _has_words(memory: GeneratorMemory, generator: torch.Generator) -> bool:
+    """Its state has each word in 8 bytes, behind 24 others."""
+    words = np.frombuffer(generator.get_state().numpy().tobytes(), np.uint64, 624, 24)
+    return bytes(memory.whole[_HEAD:-_NORMALS]) == words.astype(np.uint32).tobytes()
+
+
+def _memory(address: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
