@@ -1,4 +1,4 @@
-"""How fast does a Loader hand out batches, beside torch's DataLoader on the same data, and beside `x[permutation]` by hand?
+"""How fast does a Loader hand out batches, beside torch's DataLoader on the same data, and beside a bare loop?
 
     python benchmarks/loader/bench.py                 every kind of dataset, batches of 32, 256 and 1024, 0 and 2 workers
     python benchmarks/loader/bench.py list 32 0       one row
@@ -18,7 +18,7 @@ from rankwise import Loader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from measure import p10, ratios, rounds, spread
+from measure import median, p10, ratios, rounds, spread
 
 SAMPLES, WIDTH = 65536, 16
 TURNS = 30
@@ -88,9 +88,20 @@ def flat(loader: Loader):
     return (batch for micro_batches in loader for batch in micro_batches)
 
 
-def by_hand(dataset, size: int):
+def by_hand(dataset, collate, size: int):
+    """The floor: nothing but the calls that make the batches."""
     order = torch.randperm(len(dataset))
-    return (tuple(t[order[i : i + size]] for t in dataset.tensors) for i in range(0, len(order), size))
+    if isinstance(dataset, TensorDataset):
+        yield from (tuple(t[part] for t in dataset.tensors) for part in order.split(size))
+        return
+    indices = order.tolist()
+    for start in range(0, len(indices), size):
+        part = indices[start : start + size]
+        if collate is as_it_is:
+            yield dataset.__getitems__(part)
+        else:
+            samples = [dataset[index] for index in part]
+            yield collate(samples) if collate is not None else [torch.stack(field) for field in zip(*samples, strict=True)]
 
 
 def row(name: str, dataset, collate, size: int, workers: int) -> None:
@@ -104,13 +115,13 @@ def row(name: str, dataset, collate, size: int, workers: int) -> None:
             DataLoader(dataset, size, shuffle=True, collate_fn=collate, num_workers=workers), count
         ),
     }
-    if isinstance(dataset, TensorDataset) and workers == 0:
-        ways["by hand"] = lambda _: seconds(by_hand(dataset, size), count)
+    if workers == 0:
+        ways["by hand"] = lambda _: seconds(by_hand(dataset, collate, size), count)
     times = rounds(ways, TURNS if workers == 0 else TURNS // 3, warm=1, rotate=True)
     theirs = times["DataLoader"]
     text = f"{spread(ratios(theirs, times['Loader']))}, p10 {p10(theirs) / p10(times['Loader']):.2f}"
     if "by hand" in times:
-        text += f"; by hand / Loader {spread(ratios(times['by hand'], times['Loader']))}"
+        text += f"; by hand / Loader {median(ratios(times['by hand'], times['Loader'])):.2f}"
     print(f"{name:25s} batch {size:4d}, {workers} workers: DataLoader / Loader {text}", flush=True)
 
 

@@ -33,6 +33,12 @@ class QuietRows(Rows):
     draws_nothing = True
 
 
+class TorchRows(Rows):
+    def __getitem__(self, index):
+        torch.default_generator.manual_seed(index)  # a draw, as far as the streams go, in the least time
+        return index
+
+
 def all_the_same(key):
     state = seed.rng_state()
     seed.seed_everything(key)
@@ -56,7 +62,7 @@ def put_aside(key):
     aside.back()
 
 
-keyed, quiet = Fetch(Rows(), list, 0), Fetch(QuietRows(), list, 0)
+keyed, quiet, drawing = (Fetch(rows, None, 0) for rows in (Rows(), QuietRows(), TorchRows()))
 indices = list(range(BATCH))
 CASES = {
     "rng_state, seed_everything, set_rng_state": all_the_same,
@@ -64,8 +70,10 @@ CASES = {
     "Aside.put, seed_streams, Aside.back": put_aside,
     "torch.manual_seed": torch.manual_seed,
     "seed_streams (a sample in a worker)": seed.seed_streams,
-    f"a batch of {BATCH} indices, keyed": lambda key: keyed.here((0, indices)),
-    f"a batch of {BATCH} indices, draws_nothing": lambda key: quiet.here((0, indices)),
+    "Aside.put, Aside.back: nothing was drawn": lambda _: (aside.put(), aside.back()),
+    f"a batch of {BATCH}, a dataset that draws nothing": lambda _: keyed((0, indices)),
+    f"a batch of {BATCH}, one that says so": lambda _: quiet((0, indices)),
+    f"a batch of {BATCH}, one that draws from torch": lambda _: drawing((0, indices)),
 }
 
 

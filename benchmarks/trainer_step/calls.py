@@ -1,6 +1,7 @@
 """How many Python calls does a step of the Trainer make beyond those of a hand-written loop? An exact count, not a timing.
 
-python benchmarks/trainer_step/calls.py
+python benchmarks/trainer_step/calls.py              a class with __getitems__
+python benchmarks/trainer_step/calls.py quiet        one that says draws_nothing
 """
 
 import collections
@@ -9,13 +10,14 @@ import io
 import sys
 import tempfile
 
-from bench import BATCH, Rows, parts, step_fn
+from bench import BATCH, QuietRows, Rows, parts, step_fn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import rankwise
 
 FIRST, LAST = 110, 140  # between two log intervals, warm
+DATA = (QuietRows if sys.argv[1:] == ["quiet"] else Rows)(16384)
 
 
 class Counter:
@@ -41,8 +43,7 @@ class Counter:
 def raw() -> Counter:
     counter = Counter()
     model, optimizer = parts()
-    data = Rows(16384)
-    for step, (x, y) in enumerate(DataLoader(data, BATCH, shuffle=True, collate_fn=lambda batch: batch), 1):
+    for step, (x, y) in enumerate(DataLoader(DATA, BATCH, shuffle=True, collate_fn=lambda batch: batch), 1):
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
@@ -58,7 +59,7 @@ def trainer() -> Counter:
     action = lambda state: counter.at(state.step)  # noqa: E731
     with contextlib.redirect_stdout(io.StringIO()):
         rankwise.Trainer(
-            *parts(), step_fn, Rows(16384), batch_size=BATCH, max_steps=LAST, actions=[action], run_dir=tempfile.mkdtemp()
+            *parts(), step_fn, DATA, batch_size=BATCH, max_steps=LAST, actions=[action], run_dir=tempfile.mkdtemp()
         ).fit()
     return counter
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import random
 import threading
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from batches import all_of, flat, loaders, steps_of
 from ranks import on_ranks
-from torch.utils.data import Dataset, Subset, TensorDataset, random_split
+from torch import nn
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, random_split
 
-from rankwise.data.fetch import Fetch
+from rankwise.data.fetch import Fetch, collate
+from rankwise.dist import generator_memory
 from rankwise.dist import seed as seeds
 
 
@@ -129,6 +131,31 @@ def test_what_a_collate_function_draws_does_not_depend_on_the_workers(kind: Any)
     assert not np.isclose(masked, plain).any()
 
 
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("kind", [Never, Sometimes, Noise])
+def test_torchs_initial_seed_is_that_of_the_training_in_every_batch(
+    kind: Any, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dataset that makes its numbers of it has the same ones in the first batch after a resume."""
+
+    class Reads(kind):  # type: ignore[misc]
+        def __getitem__(self, index: int) -> Any:
+            return {**super().__getitem__(index), "seed": torch.initial_seed()}
+
+    def drawn(position: int) -> list[Any]:
+        torch.manual_seed(9)
+        (loader,) = loaders(Reads(13), 1, global_batch_size=2)
+        loader.load_state_dict({**loader.state_dict(), "position": position})
+        return [(b["seed"].tolist(), b["noise"].tolist()) for step in loader for b in step]
+
+    if not known:
+        monkeypatch.setattr(generator_memory, "of_torch", lambda: None)
+    whole = drawn(0)
+    assert {seed for seeds, _ in whole for seed in seeds} == {9}
+    assert drawn(6) == whole[3:]
+    assert torch.initial_seed() == 9
+
+
 def test_what_a_sample_raises_after_it_drew_is_what_its_own_numbers_raise() -> None:
     class Unlucky(Noise):
         def __getitem__(self, index: int) -> Any:
@@ -205,7 +232,7 @@ def keys(dataset: Any, monkeypatch: pytest.MonkeyPatch, collate_fn: Any = None) 
     """How many keys each of three batches of two samples takes."""
     found = []
     with monkeypatch.context() as patch:
-        patch.setattr(seeds, "seed_streams", lambda *a, given=seeds.seed_streams: (found.append(a[0]), given(*a)))
+        patch.setattr(seeds, "key_streams", lambda *a, given=seeds.key_streams: (found.append(a[0]), given(*a)))
         fetch, before = Fetch(dataset, collate_fn, 0), torch.get_rng_state()
         counts = []
         for _ in fetch.here(iter([(0, [1, 2]), (0, [3, 4]), (1, [0, 1])])):
@@ -226,6 +253,65 @@ def test_who_draws_nothing_has_no_key_after_the_first_batch(monkeypatch: pytest.
     assert keys(InOne(5), monkeypatch) == [1, 1, 1]
     assert keys(Quiet(5), monkeypatch, lambda samples: samples) == [1, 0, 0]
     assert keys(Quiet(5), monkeypatch, lambda samples: noise()) == [1, 1, 1]
+
+
+# --- collating
+
+
+class Named(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def alike(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return type(one) is type(other) and one.dtype == other.dtype and one.layout == other.layout and torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(alike, one, other))
+    return bool(type(one) is type(other) and one == other)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [(torch.ones(3), torch.tensor(1)), (torch.zeros(3), torch.tensor(2))],
+        [(torch.ones(3, 2).T, torch.tensor(True))] * 3,
+        [(torch.ones(2), 1)] * 2,
+        [[torch.ones(2), torch.ones(1)]] * 2,
+        [(torch.ones(2), "name")] * 2,
+        [(nn.Parameter(torch.ones(2)), torch.ones(2))] * 2,
+        [(torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.complex64))] * 2,
+        [(torch.ones(2), torch.ones(2)), [torch.ones(2), torch.ones(2)]],
+        [Named(torch.ones(2), torch.ones(1))] * 2,
+        [((torch.ones(2), torch.ones(1)), torch.ones(1))] * 2,
+        [(torch.ones(0),)] * 2,
+        [()] * 2,
+        [torch.ones(2)] * 3,
+        [(torch.ones(1, requires_grad=True),)] * 2,
+    ],
+)
+def test_a_batch_is_what_torchs_default_collate_makes_of_it(samples: list[Any]) -> None:
+    assert alike(collate(samples), default_collate(samples))
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [(torch.ones(2),), (torch.ones(3),)],
+        [(torch.ones(2), torch.ones(2)), (torch.ones(2),)],
+        [(torch.ones(2),), (None,)],
+        [(torch.ones(2).to_sparse(),)] * 2,
+        [(torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged),)] * 2,
+        [(torch.ones(2),), 7],
+    ],
+)
+def test_samples_that_do_not_fit_together_fail_as_in_torch(samples: list[Any]) -> None:
+    told = []
+    for way in (collate, default_collate):
+        with pytest.raises((RuntimeError, TypeError)) as error:
+            way(samples)
+        told.append((error.type, str(error.value)))
+    assert told[0] == told[1]
 
 
 # --- errors

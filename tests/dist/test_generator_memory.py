@@ -30,7 +30,7 @@ def test_each_of_two_thousand_draws_moves_it_to_a_place_of_its_own(name: str, dr
     memory = getattr(generator_memory, name)()
     places = set()
     for _ in range(2000):
-        places.add(tuple(memory.place()))
+        places.add(memory.place())
         assert memory.place() == memory.place()
         draw()
     assert len(places) == 2000

@@ -13,6 +13,7 @@ import ctypes
 import random
 import struct
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -27,31 +28,26 @@ _SEARCHED = 256  # bytes of its object in which the seed is searched
 _HEAD, _NORMALS = 20, 28  # bytes in front of its words, and behind them
 
 
+PYTHON: Any = getattr(random.getstate, "__self__")  # noqa: B009
+"""The generator whose methods the functions of `random` are. It has a `gauss_next`: the second gaussian, or None."""
+
+
 class GeneratorMemory(NamedTuple):
     whole: memoryview
     """Words and position."""
 
-    parts: tuple[memoryview, ...]
-    """A few bytes, which any draw changes."""
-
-    def place(self) -> list[bytes]:
-        return [bytes(part) for part in self.parts]
+    place: Callable[[], bytes]
+    """Returns some of them, of which any draw changes one. Of C alone: it is called in every step."""
 
 
 @cache
 def of_python() -> GeneratorMemory | None:
-    generator = python_generator()
     head = object.__basicsize__
-    if sys.implementation.name != "cpython" or type(generator).__basicsize__ < head + 4 + _WORDS:
+    if sys.implementation.name != "cpython" or type(PYTHON).__basicsize__ < head + 4 + _WORDS:
         return None
-    whole = _memory(id(generator) + head, 4 + _WORDS)  # the position first
-    _, (*words, position), _ = generator.getstate()
-    return GeneratorMemory(whole, (whole[:16],)) if bytes(whole) == struct.pack("=i624I", position, *words) else None
-
-
-def python_generator() -> Any:
-    """That whose methods the functions of `random` are. It has a `gauss_next`: the second gaussian, or None."""
-    return getattr(random.getstate, "__self__")  # noqa: B009
+    whole = _memory(id(PYTHON) + head, 4 + _WORDS)  # the position first
+    _, (*words, position), _ = PYTHON.getstate()
+    return GeneratorMemory(whole, whole[:16].tobytes) if bytes(whole) == struct.pack("=i624I", position, *words) else None
 
 
 @cache
@@ -59,12 +55,14 @@ def of_numpy() -> GeneratorMemory | None:
     """Without its cached gaussian, which lies elsewhere."""
     _, words, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     whole = _memory(np.random.get_bit_generator().ctypes.state_address, _WORDS + 4)  # type: ignore[attr-defined]
-    return GeneratorMemory(whole, (whole[-16:],)) if bytes(whole) == words.tobytes() + struct.pack("=i", position) else None
+    return (
+        GeneratorMemory(whole, whole[-16:].tobytes) if bytes(whole) == words.tobytes() + struct.pack("=i", position) else None
+    )
 
 
 @cache
 def of_torch() -> GeneratorMemory | None:
-    """To be read alone. In front of the words are the seed and the position, behind them the second gaussians."""
+    """In front of the words are the seed, in 8 bytes, and the position; behind them the second gaussians."""
     trial = torch.Generator().manual_seed(_SEED)
     if (address := private_names.address(trial)) is None:
         return None
@@ -83,7 +81,7 @@ def of_torch() -> GeneratorMemory | None:
 
 def _torch_memory(address: int) -> GeneratorMemory:
     whole = _memory(address, _HEAD + _WORDS + _NORMALS)
-    return GeneratorMemory(whole, (whole[: _HEAD + 16], whole[-_NORMALS - 16 :]))
+    return GeneratorMemory(whole, whole.tobytes)
 
 
 def _has_words(memory: GeneratorMemory, generator: torch.Generator) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import struct
 from collections.abc import Set
 from typing import Any, cast
 
@@ -47,6 +48,21 @@ def seed_streams(seed: int, streams: Set[str] = CPU_STREAMS) -> None:
         np.random.seed(seed % 2**32)
     if "torch" in streams:
         torch.default_generator.manual_seed(seed)
+
+
+def key_streams(seed: int, streams: Set[str] = CPU_STREAMS) -> None:
+    """As `seed_streams`, but torch.initial_seed() stays what it was: it is the same whether or not torch's stream is keyed."""
+    before = torch.default_generator.initial_seed()
+    seed_streams(seed, streams)
+    if "torch" not in streams:
+        return
+    named = struct.pack("=Q", before)
+    if (memory := generator_memory.of_torch()) is not None:
+        memory.whole[:8] = named
+    else:
+        state = torch.default_generator.get_state()
+        state[:8] = torch.frombuffer(bytearray(named), dtype=torch.uint8)
+        torch.default_generator.set_state(state)
 
 
 @takes(seed=FROM_ZERO, rank=FROM_ZERO)
@@ -105,7 +121,11 @@ class Aside:
 
     def moved(self) -> frozenset[str]:
         """The streams of which something was drawn, or which were seeded, since `put`."""
-        return frozenset([name for name, stream in self._streams.items() if stream.moved()])
+        moved = []
+        for name, stream in self._streams.items():
+            if stream.moved():
+                moved.append(name)
+        return frozenset(moved)
 
     def back(self) -> None:
         """The streams are where they were at `put`."""
@@ -116,7 +136,7 @@ class Aside:
 
 class _Python:
     def __init__(self) -> None:
-        self._place: list[bytes] = []
+        self._place = b""
         self._words = b""
         self._gaussian: float | None = None
         self._state: Any = None
@@ -125,25 +145,25 @@ class _Python:
         if (memory := generator_memory.of_python()) is None:
             self._state = random.getstate()
             return
-        self._gaussian = generator_memory.python_generator().gauss_next
+        self._gaussian = generator_memory.PYTHON.gauss_next
         if (place := memory.place()) != self._place:
             self._place, self._words = place, bytes(memory.whole)
 
     def moved(self) -> bool:
         if (memory := generator_memory.of_python()) is None:
             return bool(random.getstate() != self._state)
-        return memory.place() != self._place or generator_memory.python_generator().gauss_next != self._gaussian
+        return memory.place() != self._place or generator_memory.PYTHON.gauss_next != self._gaussian
 
     def back(self) -> None:
         if (memory := generator_memory.of_python()) is None:
             random.setstate(self._state)
         else:
-            memory.whole[:], generator_memory.python_generator().gauss_next = self._words, self._gaussian
+            memory.whole[:], generator_memory.PYTHON.gauss_next = self._words, self._gaussian
 
 
 class _Numpy:
     def __init__(self) -> None:
-        self._place: list[bytes] = []
+        self._place = b""
         self._words = b""
         self._state: Any = None
         self._gaussian = True  # whether a second one is cached, or that is not known
@@ -175,14 +195,14 @@ class _Numpy:
 
 class _Torch:
     def __init__(self) -> None:
-        self._place: list[bytes] = []
+        self._place = b""
         self._state = torch.empty(0)
 
     def take(self) -> None:
         memory = generator_memory.of_torch()
         if memory is None or memory.place() != self._place:
             self._state = torch.default_generator.get_state()
-            self._place = memory.place() if memory is not None else []
+            self._place = memory.place() if memory is not None else b""
 
     def moved(self) -> bool:
         if (memory := generator_memory.of_torch()) is not None:
