@@ -57,7 +57,7 @@ def test_a_launcher_is_not_started_in_each_of_them_but_in_a_jobs_own_shell(rankw
     Path("train.py").write_text("print('trained')\n")
     done = rankwise("run", "--nproc", "1", "train.py", env={"PATH": "/usr/bin", **STARTED[3]})
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("rankwise: PMI_ID=3: mpirun_rsh has started this process, and does not tell it how many")
+    assert done.stderr.startswith("rankwise: PMI_ID=3: mpirun_rsh has started this process, and does not say how many")
     assert all(others.one_of_several(env) for env in STARTED)
     assert not any(others.one_of_several(env) for env in SEVERAL_HOSTS)
 

@@ -31,7 +31,7 @@ def state_of(job: Job) -> State:
         return State(
             "unknown", f"there is no scheduler {job.scheduler} here: neither rankwise nor an installed package has one"
         )
-    return queue.state(job.told())
+    return queue.state(job.for_scheduler())
 
 
 def is_alive(run: RunDir, job: Job | None) -> bool:
@@ -122,7 +122,7 @@ def cancel(run: RunDir) -> str:
     job = run.read_job()
     queue = schedulers.queue(job.scheduler) if job is not None else None
     if job is not None and queue is not None and (state := state_of(job)).phase in _ALIVE:
-        queue.cancel(job.told())
+        queue.cancel(job.for_scheduler())
         rest = "; its ranks are asked to stop and to save" if state.phase == "running" else ""
         return f"job {job.id} of {job.scheduler} ({state.reason or state.phase}) is cancelled{rest}"
     writer = _writer(run)

@@ -183,8 +183,8 @@ class Job(_Record):
     options: Mapping[str, Any] = field(default_factory=dict, metadata=TABLE)
     """What its scheduler was asked for."""
 
-    def told(self) -> dict[str, Any]:
-        """As its scheduler is told of it: the options, and its `id`."""
+    def for_scheduler(self) -> dict[str, Any]:
+        """What a scheduler's `state` and `cancel` take: the options, and its `id`."""
         return {**self.options, "id": self.id}
 
 

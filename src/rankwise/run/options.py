@@ -62,12 +62,12 @@ class Option:
 
     @property
     def unset(self) -> Any:
-        """Its value where nothing is said."""
+        """Its value when it is not given."""
         return () if self.kind is list else False if self.kind is bool else None
 
     @property
     def words(self) -> tuple[str, ...]:
-        """All that it may be typed as."""
+        """Every spelling of it."""
         return self.spellings or (f"--{self.name.replace('_', '-')}",)
 
     def shown(self, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""All that is known of each way to start processes, one file each: protocols.py says what such a file has.
+"""Each way to start processes, one file each; protocols.py describes what such a file contains.
 
 schedulers.queue("slurm")               # what a run can be handed to, by its name
 schedulers.launchers(os.environ)        # what may have started this process, in the order of belief
@@ -63,16 +63,16 @@ _LAUNCHERS: tuple[Launcher, ...] = (
 """Ours, in the order of belief. Those of other packages come after them, and LOCAL at last."""
 
 _QUEUES: tuple[Jobs, ...] = (LOCAL, _SLURM, _SGE, _PBS, _LSF, Ssh(), _OPENMPI, _MPICH, ByHand())
-"""Ours to which a run can be handed, in the order in which they are told."""
+"""Ours that take a run, in the order in which messages list them."""
 
 _NAMES = {each.name for each in (*_LAUNCHERS, *_QUEUES)}
 
 ALIASES: Mapping[str, Callable[[], str]] = {"mpi": mpi.installed}
-"""What else `--on` takes, each with what finds out whose name it is."""
+"""Other names that `--on` takes, each with a function that returns the scheduler that it stands for here."""
 
 
 def queues() -> dict[str, Jobs]:
-    """Those to which a run can be handed, by their names. Raises ConfigError as `installed.schedulers` does."""
+    """The schedulers that take a run, by name. Raises ConfigError as `installed.schedulers` does."""
     return {each.name: each for each in (*_QUEUES, *_of_others()) if isinstance(each, Jobs)}
 
 

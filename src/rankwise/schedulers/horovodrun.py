@@ -1,4 +1,4 @@
-"""horovodrun with its own starter (gloo): what it sets for each rank. With MPI it starts mpirun, which openmpi.py reads."""
+"""horovodrun with its own starter (gloo): the variables of each rank. With MPI it starts mpirun: see openmpi.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the schedulers that take jobs have in common: what became of a job, and words that are safe in its text."""
+"""Shared by the schedulers that take jobs: the state of a job, the parts of its script, and values that are safe in it."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def limited_s(time: str, queue: str) -> int:
     """A limit of time in seconds, for a queue in which "unlimited" cannot be written. Raises ConfigError."""
     limit = limit_s(time)
     if limit is None:
-        raise ConfigError(f"--time {time}: {queue} has no word for it; leave --time out, and its queue's limit holds")
+        raise ConfigError(f"--time {time}: {queue} cannot be asked for it; leave --time out, and its queue's limit holds")
     return limit
 
 
@@ -167,6 +167,6 @@ def call(command: Sequence[str], missing: str, cwd: str | None = None) -> subpro
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """The last thing that a command said, on either stream."""
+    """The last line that a command printed, on either stream."""
     lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
     return lines[-1] if lines else f"exit status {done.returncode}"

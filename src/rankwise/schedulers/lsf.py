@@ -1,4 +1,4 @@
-"""LSF: jobs for its queue, and what its processes are told. From its manuals (10.1): untried on a real one.
+"""LSF: jobs for its queue, and the variables of its processes. Written from its manuals (10.1); never run on a real one.
 
     rankwise run --on lsf --nodes 2 --gpus-per-node 4 --time 10:00:00 -q gpu train.py
 
@@ -57,11 +57,11 @@ class Lsf(Launcher, Jobs):
         return "LSB_JOBID" in env
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """Raises NotJoinedError: LSF tells no process its rank."""
+        """Raises NotJoinedError: LSF gives no process a rank."""
         if self.one_of_several(env):
             raise not_joined(
                 shown(env, ("LSF_PM_TASKID",)),
-                "blaunch has started this process, and does not tell it how many there are",
+                "blaunch has started this process, and LSF does not say how many there are",
                 "start the script with rankwise run script.py in the job's own script, or with rankwise run -H HOST1,HOST2",
             )
         if (count := self.allocated(env) or 1) > 1:
@@ -111,7 +111,9 @@ class Lsf(Launcher, Jobs):
             *([f"-W {_minutes(limited_s(job['time'], 'LSF'))}"] if "time" in job else []),
             *([f"-q {plain('-q', job['queue'], 'LSF')}"] if "queue" in job else []),
             *([f"-P {plain('-A', job['account'], 'LSF')}"] if "account" in job else []),
-            *([f'-Q "{_PREEMPTED}"'] if job.get("requeue") else []),  # the status by which the head says: saved, to go on
+            *(
+                [f'-Q "{_PREEMPTED}"'] if job.get("requeue") else []
+            ),  # the head's exit status when the run is saved and is to be resumed
             *(one_line(argument, "--bsub-arg") for argument in job.get("bsub_args", ())),
             "-o /dev/null",  # LSF brings it at the end; this script writes it as it comes
         ]

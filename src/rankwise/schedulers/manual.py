@@ -22,7 +22,7 @@ class ByHand(Foreground):
     options = (GPUS, NODES, NODE_RANK, MASTER_ADDR)
 
     def claims(self, asked: Mapping[str, Any]) -> str | None:
-        """With a node rank, unless there is one node: torchrun is told that of a single machine too."""
+        """With a node rank, unless there is one node: torchrun takes --node_rank 0 for a single machine too."""
         if "node_rank" not in asked or ("nodes" in asked and counts(asked["nodes"]) == (1, 1)):
             return None
         return f"{NODE_RANK.typed}: each node is started by hand"

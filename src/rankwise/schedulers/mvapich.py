@@ -18,6 +18,6 @@ class Mvapich(Counting):
         return super().detect(env) and "MPI_LOCALRANKID" not in env
 
     def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
-        """The host and the process of mpirun_rsh, as it tells its daemons, above the ranks of each node."""
+        """The host and process id of mpirun_rsh, which its daemons pass on to their ranks."""
         host, process = env.get("MPISPAWN_MPIRUN_HOST"), env.get("MPISPAWN_MPIRUN_ID")
         return f"mvapich-{host}-{process}" if host and process else None

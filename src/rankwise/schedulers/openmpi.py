@@ -1,4 +1,4 @@
-"""Open MPI's mpirun: what it tells each rank that it starts, and how it starts one agent a node."""
+"""Open MPI's mpirun: the variables of each rank that it starts, and how it starts one agent per node."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class OpenMpi(Counting, NamesHosts, Foreground):
         return "-".join(["openmpi", job, *([hashlib.sha256(key.encode()).hexdigest()[:12]] if key else [])])
 
     def render(self, plan: Plan) -> str:
-        """A shell script that becomes mpirun, which starts one agent a node; those share the node's cores out themselves."""
+        """A shell script that becomes mpirun, which starts one agent per node; those share the node's cores out themselves."""
         where = ["-H", ",".join(host.name for host in plan.hosts)] if plan.hosts else []
         mpirun = ["mpirun", "-np", str(plan.nodes), "--map-by", "ppr:1:node", "--bind-to", "none", *where]
         # PATH goes along by itself. What a Python needs to start and to find rankwise goes where it is set; elsewhere mpirun
@@ -83,6 +83,6 @@ def refuse_root(env: Mapping[str, str], uid: int) -> None:
     """Raises ConfigError where mpirun will refuse to run."""
     if uid == 0 and any(env.get(name) != "1" for name in _ROOT):
         raise ConfigError(
-            "Open MPI does not run as root unless it is told twice; be another user, or type before the command: "
+            "Open MPI does not run as root unless two variables are set; be another user, or type before the command: "
             + " ".join(f"{name}=1" for name in _ROOT)
         )

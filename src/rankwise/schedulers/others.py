@@ -47,7 +47,7 @@ class OtherLaunchers(Launcher):
             variable = next(name for name in _STARTERS if name in env)
             raise not_joined(
                 shown(env, [variable]),
-                f"{_STARTERS[variable]} has started this process, and does not tell it how many there are",
+                f"{_STARTERS[variable]} has started this process, and does not say how many there are",
                 f"start the script with mpirun, or with rankwise run -H HOST1,HOST2, or set {_VARIABLES_OF_RANKS} for each",
             )
         if (found := _job_of_several(env)) is not None:

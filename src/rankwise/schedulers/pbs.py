@@ -1,5 +1,5 @@
-"""PBS Professional and OpenPBS: jobs for their queue, and what their processes are told. From their manuals and sources
-(2022.1, 23.06): untried on a real one.
+"""PBS Professional and OpenPBS: jobs for their queue, and the variables of their processes. Written from their manuals and
+sources (2022.1, 23.06); never run on a real one.
 
     rankwise run --on pbs --nodes 2 --gpus-per-node 4 --time 10:00:00 -q gpu train.py
 
@@ -65,11 +65,11 @@ class Pbs(Launcher, Jobs):
         return "PBS_JOBID" in env
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """Raises NotJoinedError: PBS tells no process its rank. It reads the file of the job's hosts."""
+        """Raises NotJoinedError: PBS gives no process a rank. Reads the file that lists the job's hosts."""
         if self.one_of_several(env):
             raise not_joined(
                 shown(env, ("PBS_TASKNUM", "PBS_NODENUM")),
-                "pbsdsh has started this process, and does not tell it how many there are",
+                "pbsdsh has started this process, and PBS does not say how many there are",
                 "start the script with rankwise run script.py in the job's own script, or with rankwise run -H HOST1,HOST2",
             )
         if (count := self.allocated(env) or 1) > 1:
@@ -118,8 +118,8 @@ class Pbs(Launcher, Jobs):
         kind, _, gpus = str(job.get("gpus_per_node", "")).rpartition(":")
         if kind:
             raise ConfigError(
-                f"--gpus-per-node {kind}:{gpus}: PBS has no word for a type of GPU that all sites share; give the number, and "
-                "the site's own word for the type with --qsub-arg"
+                f"--gpus-per-node {kind}:{gpus}: PBS has no name for a type of GPU that all sites share; give the number, and "
+                "the site's own name for the type with --qsub-arg"
             )
         chunk = [f"select={plan.nodes}", f"ncpus={cores(plan) or 1}", *([f"ngpus={gpus}"] if gpus else [])]
         chunk += [f"mem={plain('--mem', job['mem'], 'PBS')}"] if "mem" in job else []

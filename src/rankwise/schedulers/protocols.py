@@ -30,21 +30,20 @@ class Launcher(Scheduler):
     """Who am I: what an environment says of one process."""
 
     variables: ClassVar[tuple[str, ...]] = ()
-    """The names in which it speaks, in the order in which a person reads them."""
+    """The variables that it sets, in the order in which `rankwise explain` lists them."""
 
     needs: ClassVar[str] = "nothing"
-    """In words, what must be set for `detect`."""
+    """What must be set for `detect`, for `rankwise explain`."""
 
     has_store: ClassVar[bool] = False
     """The address that it gives may be that of a torch store which listens there already."""
 
     when_bound: ClassVar[str] = ""
-    """Where it binds each process to a single core unless it is told not to: a sentence that says so, with {cores} that there
-    are."""
+    """A sentence for people, with {cores} for the number of cores, if it binds each process to a single core by default."""
 
     @abstractmethod
     def detect(self, env: Mapping[str, str]) -> bool:
-        """Whether this environment speaks of it."""
+        """Whether its variables are in this environment."""
 
     @abstractmethod
     def ranks(self, env: Mapping[str, str]) -> Ranks:
