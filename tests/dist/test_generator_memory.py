@@ -17,6 +17,11 @@ def test_it_is_found_here(name: str) -> None:
     assert getattr(generator_memory, name)() is not None
 
 
+def test_that_of_torch_is_found_whatever_device_is_the_default() -> None:
+    with torch.device("meta"):
+        assert generator_memory.of_torch.__wrapped__() is not None
+
+
 @pytest.mark.parametrize(
     ("name", "draw"),
     [
@@ -53,5 +58,20 @@ def test_a_torch_without_an_address_and_one_that_keeps_something_else_there_have
 def test_a_generator_of_another_kind_in_the_place_of_numpys_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     other = np.zeros(4096, np.uint8)
     monkeypatch.setattr(generator_memory, "_memory", lambda address, size: memoryview(other[:size]))
-    assert generator_memory.of_numpy.__wrapped__() is None
+    assert generator_memory._numpy_memory.__wrapped__(np.random.get_bit_generator()) is None
     assert generator_memory.of_python.__wrapped__() is None
+
+
+def test_a_generator_that_a_user_sets_is_looked_at_from_then_on() -> None:
+    given = np.random.get_bit_generator()
+    before = generator_memory.of_numpy()
+    try:
+        np.random.set_bit_generator(np.random.MT19937(3))
+        memory = generator_memory.of_numpy()
+        assert memory is not None
+        place = memory.place()
+        np.random.rand()
+        assert memory.place() != place
+    finally:
+        np.random.set_bit_generator(given)
+    assert generator_memory.of_numpy() is before

@@ -226,9 +226,9 @@ class Fetch:
 
     def _sampled(self, request: tuple[int, list[int]]) -> Any:
         keyed = self._samples_keyed
-        return self._samples(None, *request) if keyed is None else keyed.made(lambda key: self._samples(key, *request))
+        return self._samples(*request) if keyed is None else keyed.made(partial(self._samples, *request))
 
-    def _samples(self, key: Key | None, epoch: int, indices: Sequence[int]) -> Any:
+    def _samples(self, epoch: int, indices: Sequence[int], key: Key | None = None) -> Any:
         dataset = self._dataset
         if self._in_one:
             if key is not None:
@@ -281,7 +281,7 @@ class FetchByBatch(Fetch):
             if each or sample == indices[0]:
                 seeds.seed_streams(seeds.derive(self._seed, epoch, sample))
 
-        samples = self._samples(None if promises(self._dataset, "draws_nothing") else key, epoch, indices)
+        samples = self._samples(epoch, indices, None if promises(self._dataset, "draws_nothing") else key)
         return samples if not isinstance(samples, list) else self._batch(None, epoch, indices, samples)
 
 

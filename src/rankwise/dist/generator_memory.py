@@ -14,7 +14,7 @@ import random
 import struct
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -26,7 +26,6 @@ _WORDS = 624 * 4  # bytes
 _SEED = 0x5EED_0F_7E57_5EED  # of a torch.Generator for trial
 _SEARCHED = 256  # bytes of its object in which the seed is searched
 _HEAD, _NORMALS = 20, 28  # bytes in front of its words, and behind them
-
 
 PYTHON: Any = getattr(random.getstate, "__self__")  # noqa: B009
 """The generator whose methods the functions of `random` are. It has a `gauss_next`: the second gaussian, or None."""
@@ -50,20 +49,23 @@ def of_python() -> GeneratorMemory | None:
     return GeneratorMemory(whole, whole[:16].tobytes) if bytes(whole) == struct.pack("=i624I", position, *words) else None
 
 
-@cache
 def of_numpy() -> GeneratorMemory | None:
-    """Without its cached gaussian, which lies elsewhere."""
+    """Without its cached gaussian, which lies elsewhere. Of the generator that is there now: a user may set another."""
+    return _numpy_memory(np.random.get_bit_generator())  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=2)  # it holds the generator, and so the memory
+def _numpy_memory(generator: Any) -> GeneratorMemory | None:
     _, words, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
-    whole = _memory(np.random.get_bit_generator().ctypes.state_address, _WORDS + 4)  # type: ignore[attr-defined]
-    return (
-        GeneratorMemory(whole, whole[-16:].tobytes) if bytes(whole) == words.tobytes() + struct.pack("=i", position) else None
-    )
+    whole = _memory(generator.ctypes.state_address, _WORDS + 4)
+    is_here = bytes(whole) == words.tobytes() + struct.pack("=i", position)
+    return GeneratorMemory(whole, whole[-16:].tobytes) if is_here else None
 
 
 @cache
 def of_torch() -> GeneratorMemory | None:
     """In front of the words are the seed, in 8 bytes, and the position; behind them the second gaussians."""
-    trial = torch.Generator().manual_seed(_SEED)
+    trial = torch.Generator("cpu").manual_seed(_SEED)
     if (address := private_names.address(trial)) is None:
         return None
     start = ctypes.string_at(address, _SEARCHED).find(struct.pack("=Q", _SEED))
@@ -72,7 +74,7 @@ def of_torch() -> GeneratorMemory | None:
     found, places = _torch_memory(address + start), []
     for _ in range(4):  # the second one takes what the first one has left
         places.append(found.place())
-        torch.randn((), generator=trial)
+        torch.randn((), generator=trial, device="cpu")
     if any(place in places[:turn] for turn, place in enumerate(places)) or not _has_words(found, trial):
         return None
     found = _torch_memory((private_names.address(torch.default_generator) or 0) + start)

@@ -61,7 +61,7 @@ def key_streams(seed: int, streams: Set[str] = CPU_STREAMS) -> None:
         memory.whole[:8] = named
     else:
         state = torch.default_generator.get_state()
-        state[:8] = torch.frombuffer(bytearray(named), dtype=torch.uint8)
+        state.numpy()[:8] = np.frombuffer(named, np.uint8)
         torch.default_generator.set_state(state)
 
 
