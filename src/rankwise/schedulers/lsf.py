@@ -26,13 +26,13 @@ from rankwise.schedulers.job import (
     plain,
     slug,
     stop_at_s,
-)  # fmt: skip
+)
 from rankwise.schedulers.options import ACCOUNT, CPUS_PER_TASK, GPUS_PER_NODE, MEM, NODES, QUEUE, REQUEUE, SETUP, TIME
 from rankwise.schedulers.protocols import Jobs, Launcher
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single
 
 _MISSING = "type the command where LSF is; --dry-run prints the job's text anywhere"
-_PREEMPTED = 75
+_PREEMPTED = 75  # the head's exit status when the run is saved and is to be resumed
 _PHASES = {
     "PEND": "waiting", "WAIT": "waiting", "PSUSP": "waiting", "RUN": "running", "USUSP": "running", "SSUSP": "running",
     "PROV": "running", "UNKWN": "running", "ZOMBI": "running", "DONE": "ended", "EXIT": "ended",
@@ -111,9 +111,7 @@ class Lsf(Launcher, Jobs):
             *([f"-W {_minutes(limited_s(job['time'], 'LSF'))}"] if "time" in job else []),
             *([f"-q {plain('-q', job['queue'], 'LSF')}"] if "queue" in job else []),
             *([f"-P {plain('-A', job['account'], 'LSF')}"] if "account" in job else []),
-            *(
-                [f'-Q "{_PREEMPTED}"'] if job.get("requeue") else []
-            ),  # the head's exit status when the run is saved and is to be resumed
+            *([f'-Q "{_PREEMPTED}"'] if job.get("requeue") else []),
             *(one_line(argument, "--bsub-arg") for argument in job.get("bsub_args", ())),
             "-o /dev/null",  # LSF brings it at the end; this script writes it as it comes
         ]

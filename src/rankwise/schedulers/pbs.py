@@ -29,7 +29,7 @@ from rankwise.schedulers.job import (
     plain,
     slug,
     stop_at_s,
-)  # fmt: skip
+)
 from rankwise.schedulers.options import ACCOUNT, CPUS_PER_TASK, GPUS_PER_NODE, MEM, NODES, QUEUE, SETUP, TIME
 from rankwise.schedulers.protocols import Jobs, Launcher
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single
