@@ -138,7 +138,7 @@ def test_torchs_initial_seed_is_that_of_the_training_in_every_batch(
 ) -> None:
     """A dataset that makes its numbers of it has the same ones in the first batch after a resume."""
 
-    class Reads(kind):  # type: ignore[misc]
+    class Reads(kind):  # type: ignore[misc]  # mypy takes no variable for a base class
         def __getitem__(self, index: int) -> Any:
             return {**super().__getitem__(index), "seed": torch.initial_seed()}
 
@@ -189,6 +189,15 @@ def test_a_run_that_began_when_batches_had_the_key_goes_on_with_it(kind: Any, wo
     loader.load_state_dict({**state, "position": 5})
     assert [batch["noise"].sum().item() for batch in next(iter(loader))] == [EARLIER[kind.__name__, workers]]
     assert loader.state_dict()["keyed by sample"] is False
+
+
+def test_in_such_a_run_a_sample_that_is_twice_in_a_batch_draws_on() -> None:
+    (loader,) = loaders(Noise(13), 1, global_batch_size=None, batches=[[3, 3, 1]])
+    state = loader.state_dict()
+    assert state.pop("keyed by sample")
+    loader.load_state_dict(state)
+    [[batch]] = loader
+    assert not torch.equal(batch["noise"][0], batch["noise"][1])
 
 
 @pytest.mark.parametrize("workers", [0, 1])

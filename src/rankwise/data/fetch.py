@@ -278,10 +278,12 @@ class FetchByBatch(Fetch):
             return _rows(self._dataset.tensors, indices)
 
         def key(epoch: int, sample: int) -> None:
-            if each or sample == indices[0]:
-                seeds.seed_streams(seeds.derive(self._seed, epoch, sample))
+            seeds.seed_streams(seeds.derive(self._seed, epoch, sample))
 
-        samples = self._samples(epoch, indices, None if promises(self._dataset, "draws_nothing") else key)
+        draws = not promises(self._dataset, "draws_nothing")
+        if draws:
+            key(epoch, indices[0])
+        samples = self._samples(epoch, indices, key if draws and each else None)
         return samples if not isinstance(samples, list) else self._batch(None, epoch, indices, samples)
 
 
