@@ -69,7 +69,7 @@ CASES = {
     "each generator's own get, seed and set": their_own_way,
     "Aside.put, seed_streams, Aside.back": put_aside,
     "torch.manual_seed": torch.manual_seed,
-    "seed_streams (a sample in a worker)": seed.seed_streams,
+    "seed_streams": seed.seed_streams,
     "Aside.put, Aside.back: nothing was drawn": lambda _: (aside.put(), aside.back()),
     f"a batch of {BATCH}, a dataset that draws nothing": lambda _: keyed((0, indices)),
     f"a batch of {BATCH}, one that says so": lambda _: quiet((0, indices)),

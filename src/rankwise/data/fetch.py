@@ -130,22 +130,22 @@ class _Told:
 
 
 class Keyed:
-    """Makes things that may draw random numbers: their streams are keyed, and those of the training stay where they were.
+    """Calls functions that may draw random numbers: from keyed streams, and the streams of the training do not move.
 
-    To key all streams takes 10 us. So in the first thing that is made we look which of them it draws from, and key these alone
-    from then on. If another has moved after all, it is put back, and the thing is made once more with that keyed too. What is
-    drawn is the same either way.
+    To key all streams takes 10 us. So the first call shows which of them are drawn from, and later calls key these alone. If a
+    later call draws from another one, the streams are restored, and the function is called again with that one keyed too: what
+    is drawn is the same either way.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._drawn: frozenset[str] | None = None
         self._training = seeds.Aside()
-        self._keyed = seeds.Aside()  # as they are right after a key, in the first thing
+        self._keyed = seeds.Aside()  # as they are right after a key, in the first call
 
     def made(self, make: Callable[[Key | None], Made]) -> Made:
-        """What `make` returns. Before it makes what has a key it calls its argument with the words of that, unless it is
-        None."""
+        """What `make` returns. Its argument, unless it is None, is a function: it is called with the words of a key before
+        each draw that has this key."""
         self._training.put()
         if self._drawn is None:
             return self._first(make)
@@ -156,8 +156,7 @@ class Keyed:
             except Exception as error:
                 failure = error
             finally:
-                if moved := self._training.moved():
-                    self._training.back()
+                moved = self._training.back()
             if moved <= self._drawn:
                 if failure is not None:
                     raise failure
@@ -204,8 +203,8 @@ class Fetch:
         self._collate_keyed = None if collate_fn is None else Keyed(seed)
 
     def by(self, sample: bool) -> Fetch:
-        """The same, keyed by sample or, as runs were that began before that, by batch."""
-        kind = Fetch if sample else FetchByBatch
+        """The same, keyed by sample, or by batch as in earlier versions; what never draws is the same either way."""
+        kind = Fetch if sample or self._whole else FetchByBatch
         return kind(self._dataset, self._collate_fn, self._seed)
 
     def __call__(self, request: tuple[int, list[int]]) -> Any:
@@ -215,10 +214,10 @@ class Fetch:
         if not isinstance(samples, list):
             return samples
         if self._collate_keyed is None:
-            return self._batch(None, *request, samples)
+            return self._batch(*request, samples)
         fresh = [samples]  # a collate function may change them: a second call gets others
         return self._collate_keyed.made(
-            lambda key: self._batch(key, *request, fresh.pop() if fresh else self._sampled(request))
+            lambda key: self._batch(*request, fresh.pop() if fresh else self._sampled(request), key)
         )
 
     def here(self, requests: Iterator[tuple[int, list[int]]]) -> Iterator[Any]:
@@ -247,7 +246,7 @@ class Fetch:
                 raise StopIteration
         return samples
 
-    def _batch(self, key: Key | None, epoch: int, indices: Sequence[int], samples: list[Any]) -> Any:
+    def _batch(self, epoch: int, indices: Sequence[int], samples: list[Any], key: Key | None = None) -> Any:
         if key is not None:
             key(epoch, indices[0], "collate")
         with Noted("in the collate function, of", indices, self._dataset):
@@ -255,8 +254,8 @@ class Fetch:
 
 
 class FetchByBatch(Fetch):
-    """Keyed as in runs that began before samples were: in workers each sample has a key, elsewhere the first of a batch has
-    one, and what comes after goes on in its streams, the collate function at last."""
+    """Keyed as in earlier versions, for runs that they began: in workers each sample has a key; in this process the first
+    sample of a batch has one, and the other samples and the collate function continue its streams."""
 
     keyed_by_sample = False
 
@@ -274,9 +273,6 @@ class FetchByBatch(Fetch):
             yield batch
 
     def _made(self, epoch: int, indices: list[int], each: bool) -> Any:
-        if self._whole:
-            return _rows(self._dataset.tensors, indices)
-
         def key(epoch: int, sample: int) -> None:
             seeds.seed_streams(seeds.derive(self._seed, epoch, sample))
 
@@ -284,7 +280,7 @@ class FetchByBatch(Fetch):
         if draws:
             key(epoch, indices[0])
         samples = self._samples(epoch, indices, key if draws and each else None)
-        return samples if not isinstance(samples, list) else self._batch(None, epoch, indices, samples)
+        return samples if not isinstance(samples, list) else self._batch(epoch, indices, samples)
 
 
 def collate(samples: list[Any]) -> Any:
@@ -299,9 +295,7 @@ def collate(samples: list[Any]) -> Any:
 
 def _draws_nothing(dataset: Any) -> bool:
     """What it says of itself, or is known of its type."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return type(dataset) in (list, tuple, range, TensorDataset) or promises(dataset, "draws_nothing")
+    return type(_inside(dataset)) in (list, tuple, range, TensorDataset) or promises(dataset, "draws_nothing")
 
 
 def _rows(tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> tuple[torch.Tensor, ...]:
@@ -319,9 +313,14 @@ def promises(dataset: Any, attribute: str) -> bool:
 
 def _has_getitems(dataset: Any) -> bool:
     """torch's Subset has `__getitems__` whether or not what it is a part of has."""
+    return hasattr(_inside(dataset), "__getitems__")
+
+
+def _inside(dataset: Any) -> Any:
+    """What torch's Subset is a part of."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    return hasattr(dataset, "__getitems__")
+    return dataset
 
 
 class Noted:

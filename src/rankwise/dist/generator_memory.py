@@ -4,7 +4,7 @@
     before = state.place();  ...;  state.place() != before       # something was drawn, or it was seeded
 
 Each is looked for once and checked against what the generator itself says; None where it lies otherwise. Mersenne twisters all,
-of 624 words: what draws moves the position, and after the last word all are other ones.
+of 624 words: a draw moves the position, and after the last word all words are new.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SEED = 0x5EED_0F_7E57_5EED  # of a torch.Generator for trial
 _SEARCHED = 256  # bytes of its object in which the seed is searched
 _HEAD, _NORMALS = 20, 28  # bytes in front of its words, and behind them
 
-PYTHON: Any = getattr(random.getstate, "__self__")  # noqa: B009
+PYTHON: Any = getattr(random.getstate, "__self__")  # noqa: B009 - typeshed knows no such attribute of a function
 """The generator whose methods the functions of `random` are. It has a `gauss_next`: the second gaussian, or None."""
 
 
@@ -51,7 +51,7 @@ def of_python() -> GeneratorMemory | None:
 
 def of_numpy() -> GeneratorMemory | None:
     """Without its cached gaussian, which lies elsewhere. Of the generator that is there now: a user may set another."""
-    return _numpy_memory(np.random.get_bit_generator())  # type: ignore[attr-defined]
+    return _numpy_memory(np.random.get_bit_generator())  # type: ignore[attr-defined]  # numpy's stubs do not export it
 
 
 @lru_cache(maxsize=2)  # it holds the generator, and so the memory

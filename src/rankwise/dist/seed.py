@@ -106,7 +106,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 class Aside:
-    """The streams of this process's CPU generators, put aside while something else may draw from them.
+    """The streams of this process's CPU generators, saved while something else may draw from them, and restored.
 
     2 us where nothing draws, 20 with a `seed_streams` between, as against 100 by the generators' own functions: those handle
     624 numbers one by one. Here they are looked at and copied where they lie (generator_memory.py).
@@ -121,17 +121,16 @@ class Aside:
 
     def moved(self) -> frozenset[str]:
         """The streams of which something was drawn, or which were seeded, since `put`."""
+        return frozenset([name for name, stream in self._streams.items() if stream.moved()])
+
+    def back(self) -> frozenset[str]:
+        """Restore the streams that have moved since `put`, and return them."""
         moved = []
         for name, stream in self._streams.items():
             if stream.moved():
+                stream.back()
                 moved.append(name)
         return frozenset(moved)
-
-    def back(self) -> None:
-        """The streams are where they were at `put`."""
-        for stream in self._streams.values():
-            if stream.moved():
-                stream.back()
 
 
 class _Python:
