@@ -135,6 +135,11 @@ def stop_at_s(limit_s: int | None, grace_s: float) -> int:
     return max(limit_s - int(grace_s), limit_s // 2) if limit_s is not None else 0
 
 
+def stop_before(time: str | None, grace_s: float) -> int:
+    """The same for a limit as --time takes it; 0 for None."""
+    return stop_at_s(limit_s(time) if time is not None else None, grace_s)
+
+
 def plain(option: str, value: str, queue: str) -> str:
     """The value itself. Raises ConfigError for one that a blank or a quote would end in the job's script."""
     if not re.fullmatch(r"[A-Za-z0-9_.,:=@/+-]+", one_line(value, option)):

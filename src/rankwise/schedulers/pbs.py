@@ -23,12 +23,11 @@ from rankwise.schedulers.job import (
     call,
     cores,
     last_line,
-    limit_s,
     limited_s,
     one_line,
     plain,
     slug,
-    stop_at_s,
+    stop_before,
 )
 from rankwise.schedulers.options import ACCOUNT, CPUS_PER_TASK, GPUS_PER_NODE, MEM, NODES, QUEUE, SETUP, TIME
 from rankwise.schedulers.protocols import Jobs, Launcher
@@ -140,7 +139,7 @@ class Pbs(Launcher, Jobs):
 
     def stop_after_s(self, job: Mapping[str, Any], grace_s: float) -> float:
         """PBS ends a job at its limit with a few seconds' notice: the head looks at the clock itself."""
-        return stop_at_s(limit_s(job["time"]), grace_s) if "time" in job else 0
+        return stop_before(job.get("time"), grace_s)
 
     def submit(self, script: str, job: Mapping[str, Any]) -> str:
         done = call(["qsub", script], _MISSING)
