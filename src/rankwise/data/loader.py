@@ -81,8 +81,8 @@ class Loader:
 
     Random numbers that a dataset draws are keyed by (seed, epoch, sample), with any number of workers; under `__getitems__`,
     and in `collate_fn`, by the batch's first sample (`seed_each_sample = True` in the dataset has its samples taken one by
-    one); those of a stream by (seed, epoch). None moves the streams of the training. A batch whose samples are the first to
-    draw, after others that drew nothing, is taken from the dataset twice, once in a process.
+    one); those of a stream by (seed, epoch). None moves the streams of the training. A batch that is the first to draw from one
+    of the three generators, after others that did not, is made twice.
 
     Raises ConfigError for arguments that do not fit, DataError for a dataset that cannot be read.
     """
