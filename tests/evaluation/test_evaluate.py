@@ -39,6 +39,35 @@ def figures(samples: int, eval_fn: Callable[..., Any], metrics: Any, size: int =
     return first
 
 
+# --- sums and counts
+
+
+class Reused:
+    """What a function of the user's returns: the same tensors for each batch, written over, or new ones and numbers."""
+
+    def __init__(self, dtype: torch.dtype, in_place: bool) -> None:
+        self.dtype, self.in_place = dtype, in_place
+        self.total: torch.Tensor | None = None  # made in the rank: one that is sent to several would be shared by them
+
+    def __call__(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        _, y, _ = batch
+        if not self.in_place:
+            return {"y": (float(y.sum()), len(y)), "mixed": (y.sum(), torch.tensor(len(y)) if len(y) % 2 else len(y))}
+        self.total = torch.zeros((), dtype=self.dtype) if self.total is None else self.total
+        self.total.copy_(y.sum())
+        return {"y": (self.total, len(y)), "mixed": (self.total, torch.tensor(float(len(y))))}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_sums_may_be_numbers_or_tensors_that_the_next_batch_overwrites(n: int) -> None:
+    for samples in SIZES:
+        mean = float(data(samples).tensors[1].double().mean())
+        for dtype in (torch.float32, torch.float64, torch.int64):
+            for in_place in (True, False):
+                for found in on_ranks(n, figures, samples, Reused(dtype, in_place), None):
+                    assert found == pytest.approx({"eval_y": mean, "eval_mixed": mean}, abs=1e-12)
+
+
 # --- objects of torchmetrics
 
 

@@ -133,13 +133,13 @@ class Evaluate:
         averaged = strategy.averaged(None if own is None else looked_at) if strategy is not None else contextlib.nullcontext()
         with averaged, evaluating(looked_at), self._metrics.of_this_rank():
             number = 0
-            totals: dict[str, list[torch.Tensor]] = {}
+            totals: dict[str, list[Pair]] = {}
             with torch.no_grad(), self._precision.autocast():
                 for micro_batches in batches if batches is not None else self.loader:
                     for batch in micro_batches:
                         number += 1
                         for name, (total, count) in self._figures_of(looked_at, batch).items():
-                            totals.setdefault(name, []).append(_pair(total, count))
+                            totals.setdefault(name, []).append((_kept(total), _kept(count)))
             means = {name: total.mean for name, total in _over_ranks(totals).items()}
             computed = self._metrics.compute(has_batches=number > 0) if self._metrics else {}
         if twice := means.keys() & computed.keys():
@@ -160,13 +160,13 @@ class Evaluate:
         return figures
 
 
-def _over_ranks(totals: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, Total]:
+def _over_ranks(totals: Mapping[str, Sequence[Pair]]) -> dict[str, Total]:
     """Collective. The total of each name over all ranks; a rank without a batch knows no names."""
     names = sorted({name for names in comm.all_gather_object(list(totals)) for name in names})
     if not names:
         return {}
     nothing = torch.zeros(2, dtype=torch.float64)
-    rows = [torch.stack(list(totals[n])).sum(0).cpu() if n in totals else nothing for n in names]
+    rows = [_summed(totals[n]) if n in totals else nothing for n in names]
     reduced = comm.all_reduce(torch.stack(rows)).tolist()
     return {name: Total(*pair) for name, pair in zip(names, reduced, strict=True)}
 
@@ -178,7 +178,17 @@ def _no_figures(what: str) -> StepError:
     )
 
 
-def _pair(total: float | torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
-    """Both in float64 on the device where one of them is; nothing waits for it here."""
-    device = next((v.device for v in (total, count) if isinstance(v, torch.Tensor)), None)
-    return torch.stack([torch.as_tensor(v, device=device).detach().double() for v in (total, count)])
+def _kept(value: float | torch.Tensor) -> float | torch.Tensor:
+    """A copy in float64 of what the function may write to in the next batch; nothing waits for a device here."""
+    return value.detach().to(torch.float64, copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _summed(pairs: Sequence[Pair]) -> torch.Tensor:
+    """The sums and the counts of many batches, added up in float64; a device is waited for once."""
+    return torch.stack([_column(values) for values in zip(*pairs, strict=True)], 1).sum(0)
+
+
+def _column(values: Sequence[float | torch.Tensor]) -> torch.Tensor:
+    if all(isinstance(value, torch.Tensor) for value in values):
+        return torch.stack(list(values)).cpu()  # type: ignore[arg-type]
+    return torch.tensor([float(value) for value in values], dtype=torch.float64)
