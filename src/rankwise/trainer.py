@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import math
 import os
 import sys
@@ -317,10 +318,11 @@ class Trainer:
 
     def _looked_at(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
         """Collective at the first of all: step_fn is tried on it."""
-        for micro_batches in batches:
-            if self.state.step == 0:
+        if self.state.step == 0:
+            for micro_batches in itertools.islice(batches, 1):
                 warn_of_means(self.forward, self.state.model, micro_batches)
-            yield micro_batches
+                yield micro_batches
+        yield from batches
 
     def _advance(self, state: TrainState, result: StepResult, micro_batches: int) -> None:
         state.step += 1

@@ -115,8 +115,9 @@ def result_without(names: list[str], folder: Path) -> list[tuple[list[Any], str]
 
 OF_THE_SELF_TEST = ("_Loss", "_reset", "_next_index")
 NOT_HERE = (*OF_THE_SELF_TEST, "_args_from_interpreter_flags", "_cdata")
-NOT_ALONE = (*NOT_HERE, "_push_all_rebuilt_params", "_rebuild_buckets", "_BatchNorm")
-"""What a rank that is alone does not look for either: it sums no gradients, and its batch norms see whole batches."""
+NOT_ALONE = (*NOT_HERE, "_push_all_rebuilt_params", "_rebuild_buckets", "_BatchNorm", "_foreach_norm")
+"""What a rank that is alone does not look for either: it sums no gradients, its batch norms see whole batches, and gradients of
+one dtype lie in one tensor."""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

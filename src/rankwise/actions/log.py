@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rankwise.dist import comm
 from rankwise.host.arguments import FROM_ONE, NOT_NEGATIVE, takes
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
 from rankwise.telemetry.meters import Total
@@ -40,6 +39,7 @@ class Log:
 
     def attach(self, trainer: Any) -> None:
         """Its meters, its breakdown of the time, its progress line, and its loader's count of samples."""
+        self._is_main: bool = trainer.world.is_main
         self._meters: Meters = trainer.meters
         self._breakdown: TimeBreakdown = trainer.breakdown
         self._epoch_time = TimeBreakdown(self._breakdown.sources)
@@ -57,7 +57,7 @@ class Log:
         self._epoch_steps += 1
         if state.step % self.every_steps == 0 or state.epoch_ended or state.last:
             self.reduce(state)
-        if comm.rank() == 0:
+        if self._is_main:
             self._progress.show(state.step, f"epoch {state.epoch + 1}", self._text)
         if state.epoch_ended:
             self._end_epoch(state)

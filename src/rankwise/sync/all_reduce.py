@@ -343,6 +343,10 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _norm(gradients: list[torch.Tensor], at_least: torch.dtype) -> torch.Tensor:
     """Of all together; nothing waits for it here."""
+    if len(gradients) == 1:
+        [whole] = gradients
+        norm: torch.Tensor = torch.linalg.vector_norm(whole, dtype=torch.promote_types(whole.dtype, at_least))
+        return norm
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else at_least
-    norms = private_names.norms(gradients, dtype)
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    together: torch.Tensor = torch.linalg.vector_norm(torch.stack(private_names.norms(gradients, dtype)))
+    return together
