@@ -63,7 +63,7 @@ def put_aside(key):
 
 
 keyed, quiet, drawing = (Fetch(rows, None, 0) for rows in (Rows(), QuietRows(), TorchRows()))
-indices = list(range(BATCH))
+indices = np.arange(BATCH)
 CASES = {
     "rng_state, seed_everything, set_rng_state": all_the_same,
     "each generator's own get, seed and set": their_own_way,

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSa
 
 from rankwise.data import Loader, Order
 from rankwise.data.batching import ByCount, ByTokens, LengthBatches, LengthOf, balanced_runs
+from rankwise.data.order import Indices
 from rankwise.errors import ConfigError, DataError
 
 SAMPLES = 211
@@ -56,7 +57,7 @@ BY_TOKENS = by_tokens()
 def test_the_steps_of_an_epoch_are_as_many_as_its_global_batches(drop_last: bool) -> None:
     for samples, size in itertools.product((1, 8, 9, 211), (1, 4, 9)):
         batching = ByCount(Order(samples), size, drop_last)
-        sizes = [len(batch) for _, batch in batching.steps(epoch=0, start=0)]
+        sizes = [len(batch) for _, [batch] in batching.plan(epoch=0, start=0, rank=0, world_size=1, accumulate=1)]
         assert batching.steps_per_epoch() == len(sizes), (samples, size)
         assert min(sizes, default=size) == batching.fewest(), (samples, size)
 
@@ -196,14 +197,14 @@ def test_a_resume_of_a_million_samples_plans_one_pool() -> None:
     planned: list[int] = []
 
     class Counts(ByTokens):
-        def _of_pool(self, epoch: int, number: int) -> list[list[int]]:
+        def _of_pool(self, epoch: int, number: int) -> list[Indices]:
             planned.append(number)
             return super()._of_pool(epoch, number)
 
     lengths = np.random.default_rng(0).integers(50, 1500, 1_000_000)
     batching = Counts(Order(1_000_000, 1), LengthOf(lengths, 1_000_000), 30_000.0)
     start = 700 * batching.pool
-    stop, samples = next(batching.steps(epoch=2, start=start))
+    stop, [samples] = next(batching.plan(epoch=2, start=start, rank=0, world_size=1, accumulate=1))
     assert planned == [700]
     assert stop == start + len(samples)
     assert batching.pool == 32 * batching.size

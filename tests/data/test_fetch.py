@@ -244,7 +244,7 @@ def keys(dataset: Any, monkeypatch: pytest.MonkeyPatch, collate_fn: Any = None) 
         patch.setattr(seeds, "key_streams", lambda *a, given=seeds.key_streams: (found.append(a[0]), given(*a)))
         fetch, before = Fetch(dataset, collate_fn, 0), torch.get_rng_state()
         counts = []
-        for _ in fetch.here(iter([(0, [1, 2]), (0, [3, 4]), (1, [0, 1])])):
+        for _ in map(fetch.here, [(0, np.array([1, 2])), (0, np.array([3, 4])), (1, np.array([0, 1]))]):
             counts.append(len(found))
             found.clear()
     assert torch.equal(torch.get_rng_state(), before)

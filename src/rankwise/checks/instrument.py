@@ -276,7 +276,7 @@ class Instrument:
 
     def _of(self, request: Any, answer: Any) -> list[Any]:
         if not isinstance(request, Request):
-            return list(request[1])
+            return list(map(int, request[1]))
         stop = answer.stop if answer is not None else request.start
         return list(range(*share(request.start, stop, self._rank, self._settings.ranks)))
 

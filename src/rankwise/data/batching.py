@@ -1,9 +1,10 @@
 """Which samples make a global batch: so many, as many as fit into so many tokens, or those a batch sampler names.
 
     batching = ByTokens(Order(10_000, seed=0), lengths, tokens=50_000)
-    for stop, samples in batching.steps(epoch=0, start=0): ...     # the same global batches on any number of ranks
+    for stop, micro_batches in batching.plan(epoch=0, start=0, rank=1, world_size=4, accumulate=2): ...
 
-A position is a number of samples taken; all of them go on anywhere where a global batch ends.
+The global batches are the same on any number of ranks. A position is a number of samples taken; all of them go on anywhere
+where a global batch ends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rankwise.data.order import Order, share, split
+from rankwise.data.order import Indices, Order, share, split
 from rankwise.dist import seed as seeds
 from rankwise.errors import ConfigError, DataError
 from rankwise.host.arguments import ABOVE_ZERO, FROM_ONE, Argument, takes
@@ -41,8 +42,9 @@ class Batching(Protocol):
     size: int
     """Samples of a global batch; about so many where they differ."""
 
-    def steps(self, epoch: int, start: int) -> Iterator[tuple[int, list[int]]]:
-        """(the position after it, its samples) of each global batch from position `start` on."""
+    def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
+        """(the position after it, the samples of each micro-batch of rank `rank`) for each global batch from position `start`
+        on. All ranks' cost is about the same. Micro-batches without a sample are left out."""
 
     def leaves_nothing(self, epoch: int, stop: int) -> bool:
         """Whether the epoch ends at that position."""
@@ -52,9 +54,6 @@ class Batching(Protocol):
 
     def fewest(self) -> int:
         """Samples of the smallest global batch that may come."""
-
-    def share(self, samples: list[int], rank: int, world_size: int, accumulate: int) -> list[list[int]]:
-        """The micro-batches of rank `rank`, of one global batch: all ranks' cost about the same. Empty ones are left out."""
 
     def describe(self) -> str:
         """A global batch, in a few words, for people."""
@@ -76,16 +75,17 @@ class ByCount:
         self.size = size
         self._drop_last = drop_last
 
-    def steps(self, epoch: int, start: int) -> Iterator[tuple[int, list[int]]]:
-        order = self._order
-        first, indices = start, list[int]()  # the global order from position `first` on: many steps of it cost what one does
-        while not self.leaves_nothing(epoch, start):
-            stop = min(start + self.size, order.samples)
-            if stop > first + len(indices):
-                first = start
-                indices = order.indices(epoch, start, min(start + max(self.size, _PLANNED), order.samples)).tolist()
-            yield stop, indices[start - first : stop - first]
-            start = stop
+    def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
+        size, end = self.size, self._order.samples
+        if self._drop_last:
+            end -= (end - start) % size
+        planned = max(_PLANNED // size, 1) * size  # many steps at once cost what one does
+        for first in range(start, end, planned):
+            # A copy: torch makes no tensor of an array that must not be written to.
+            indices = self._order.indices(epoch, first, min(first + planned, end)).copy()
+            for begin in range(0, len(indices), size):
+                some = indices[begin : begin + size]
+                yield first + begin + len(some), even_share(some, rank, world_size, accumulate)
 
     def leaves_nothing(self, epoch: int, stop: int) -> bool:
         return stop >= self._order.samples or (self._drop_last and stop + self.size > self._order.samples)
@@ -95,9 +95,6 @@ class ByCount:
 
     def fewest(self) -> int:
         return self.size if self._drop_last else self._order.samples % self.size or self.size
-
-    def share(self, samples: list[int], rank: int, world_size: int, accumulate: int) -> list[list[int]]:
-        return even_share(samples, rank, world_size, accumulate)
 
     def describe(self) -> str:
         return str(self.size)
@@ -131,17 +128,21 @@ class ByTokens:
         self.size = max(min(int(tokens / max(float(some.mean()), 1e-9)), most or order.samples, order.samples), 1)
         self.pool = pool if pool is not None else min(self.size * _POOL_STEPS, order.samples)
 
-    def steps(self, epoch: int, start: int) -> Iterator[tuple[int, list[int]]]:
+    def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
+        for stop, samples in self._steps(epoch, start):
+            yield stop, balanced_share(samples, self._lengths.of(samples), rank, world_size, accumulate)
+
+    def _steps(self, epoch: int, start: int) -> Iterator[tuple[int, Indices]]:
         others = ": the lengths of the samples, or the tokens of a batch, are others than when the checkpoint was made"
         for number in range(start // self.pool, -(-self._order.samples // self.pool)):
             yield from _going_on(self._of_pool(epoch, number), number * self.pool, epoch, start, others)
 
-    def _of_pool(self, epoch: int, number: int) -> list[list[int]]:
+    def _of_pool(self, epoch: int, number: int) -> list[Indices]:
         order = self._order
         indices = order.indices(epoch, number * self.pool, min((number + 1) * self.pool, order.samples))
         lengths = self._lengths.of(indices)
         by_length = np.argsort(lengths, kind="stable")  # of equal ones, as the epoch has them
-        sorted_lengths, sorted_indices = lengths[by_length].tolist(), indices[by_length].tolist()
+        sorted_lengths, sorted_indices = lengths[by_length].tolist(), indices[by_length]
         batches, start = [], 0
         while start < len(sorted_indices):
             stop = start + min(max(_fitting(sorted_lengths, start, self.tokens), 1), self.most or order.samples)
@@ -160,9 +161,6 @@ class ByTokens:
 
     def fewest(self) -> int:
         return 1
-
-    def share(self, samples: list[int], rank: int, world_size: int, accumulate: int) -> list[list[int]]:
-        return balanced_share(samples, self._lengths.of(np.array(samples)), rank, world_size, accumulate)
 
     def describe(self) -> str:
         most = f", {self.most} at most" if self.most is not None else ""
@@ -193,14 +191,18 @@ class BySampler:
         self._seed = seed
         self._lengths = lengths
         self._epoch = -1
-        self._batches: list[list[int]] = []
+        self._batches: list[Indices] = []
         self.size = max(map(len, self._of(0)))
 
-    def steps(self, epoch: int, start: int) -> Iterator[tuple[int, list[int]]]:
+    def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
         others = f" of {type(self._sampler).__name__}: it gives other batches than when the checkpoint was made"
-        yield from _going_on(self._of(epoch), 0, epoch, start, others)
+        for stop, samples in _going_on(self._of(epoch), 0, epoch, start, others):
+            if self._lengths is None:
+                yield stop, even_share(samples, rank, world_size, accumulate)
+            else:
+                yield stop, balanced_share(samples, self._lengths.of(samples), rank, world_size, accumulate)
 
-    def _of(self, epoch: int) -> list[list[int]]:
+    def _of(self, epoch: int) -> list[Indices]:
         if self._epoch == epoch:
             return self._batches
         if hasattr(self._sampler, "set_epoch"):
@@ -212,7 +214,7 @@ class BySampler:
             self._batches = [_indices(batch, self._sampler, self._samples) for batch in self._sampler]
         finally:
             aside.back()
-        self._batches = [batch for batch in self._batches if batch]
+        self._batches = [batch for batch in self._batches if len(batch)]
         if not self._batches:
             raise DataError(f"the batch sampler ({type(self._sampler).__name__}) yields no batch in epoch {epoch}")
         self._epoch = epoch
@@ -226,11 +228,6 @@ class BySampler:
 
     def fewest(self) -> int:
         return 1
-
-    def share(self, samples: list[int], rank: int, world_size: int, accumulate: int) -> list[list[int]]:
-        if self._lengths is None:
-            return even_share(samples, rank, world_size, accumulate)
-        return balanced_share(samples, self._lengths.of(np.array(samples)), rank, world_size, accumulate)
 
     def describe(self) -> str:
         return f"by a batch sampler ({type(self._sampler).__name__}), up to {self.size} samples"
@@ -292,9 +289,7 @@ def steps_of(samples: int, size: int, drop_last: bool) -> int:
     return samples // size if drop_last else -(-samples // size)
 
 
-def _going_on(
-    batches: Iterable[list[int]], position: int, epoch: int, start: int, others: str
-) -> Iterator[tuple[int, list[int]]]:
+def _going_on(batches: Iterable[Indices], position: int, epoch: int, start: int, others: str) -> Iterator[tuple[int, Indices]]:
     """(the position after it, its samples) of each batch from `start` on; the first of `batches` begins at `position`."""
     for samples in batches:
         before, position = position, position + len(samples)
@@ -336,18 +331,20 @@ class LengthOf:
             raise DataError(f"the length of sample {wrong[0]} is {self._known[wrong[0]]:g}: it is a number from 0 up")
 
 
-def even_share(samples: list[int], rank: int, world_size: int, accumulate: int) -> list[list[int]]:
+def even_share(samples: Indices, rank: int, world_size: int, accumulate: int) -> list[Indices]:
     """By count: the sizes of two ranks' shares, and of a rank's micro-batches, differ by one at most."""
-    low, high = share(0, len(samples), rank, world_size)
-    return split(samples[low:high], accumulate)
+    if world_size > 1:
+        low, high = share(0, len(samples), rank, world_size)
+        samples = samples[low:high]
+    return split(samples, accumulate)
 
 
-def balanced_share(samples: list[int], lengths: Lengths, rank: int, world_size: int, accumulate: int) -> list[list[int]]:
+def balanced_share(samples: Indices, lengths: Lengths, rank: int, world_size: int, accumulate: int) -> list[Indices]:
     """By length: samples of like length together, and all micro-batches of all ranks of about the same cost."""
     by_length = np.argsort(lengths, kind="stable")
     runs = balanced_runs(lengths[by_length].tolist(), world_size * accumulate)
     mine = runs[rank * accumulate : (rank + 1) * accumulate]
-    return [[samples[k] for k in by_length[a:b].tolist()] for a, b in mine if b > a]
+    return [samples[by_length[a:b]] for a, b in mine if b > a]
 
 
 def balanced_runs(lengths: Sequence[float], n: int) -> list[tuple[int, int]]:
@@ -407,7 +404,7 @@ def _check_sampler(sampler: Any) -> None:
             )
 
 
-def _indices(batch: Any, sampler: Any, samples: int) -> list[int]:
+def _indices(batch: Any, sampler: Any, samples: int) -> Indices:
     if isinstance(batch, int) or not isinstance(batch, Iterable):
         raise ConfigError(
             f"batches: {type(sampler).__name__} yields {type(batch).__name__}, not lists of indices; "
@@ -419,4 +416,4 @@ def _indices(batch: Any, sampler: Any, samples: int) -> list[int]:
             f"batches: {type(sampler).__name__} yields the index {outside[0]}, and the dataset has {samples} samples, "
             f"0 to {samples - 1}: make the sampler of this dataset"
         )
-    return indices
+    return np.array(indices, np.int64)

@@ -1,7 +1,7 @@
 """Requests -> batches, in this process or in workers that fetch ahead.
 
     fetch = Fetch(dataset, collate_fn=None, seed=0)
-    for batch in fetched(iter([(epoch, [3, 1, 4])]), fetch, workers=2): ...
+    for batch in fetched(iter([(epoch, np.array([3, 1, 4]))]), fetch, Workers(2)): ...
 
 Random numbers that a dataset draws are keyed by (seed, epoch, sample): they depend neither on the rank nor on the worker that
 draws them, are the same after a resume, and leave the streams of the training where they were. A whole batch that a dataset or
@@ -17,10 +17,10 @@ from itertools import repeat
 from operator import getitem
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
+from rankwise.data.order import Indices
 from rankwise.dist import seed as seeds
 from rankwise.dist.device import each_tensor
 from rankwise.errors import ConfigError, DataError
@@ -34,11 +34,11 @@ Key = Callable[..., None]
 
 
 class Fetcher(Protocol):
-    """Called in a worker; `here` does the same in this process, request by request, and leaves its random streams alone."""
+    """Called in a worker; `here` does the same in this process, and leaves its random streams alone."""
 
     def __call__(self, request: Any) -> Any: ...
 
-    def here(self, requests: Iterator[Any]) -> Iterator[Any]: ...
+    def here(self, request: Any) -> Any: ...
 
 
 class Workers(NamedTuple):
@@ -64,11 +64,15 @@ def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bo
     An exception in a worker is raised here, of the same type where it survives a pickle, a DataError with its traceback
     otherwise; a DataError too if no batch comes for `timeout` seconds.
     """
-    if workers.num_workers == 0:
-        batches = fetcher.here(requests)
-        pinned = workers.pin_memory and torch.accelerator.is_available()
-        yield from (each_tensor(batch, torch.Tensor.pin_memory) for batch in batches) if pinned else batches
-        return
+    if workers.num_workers:
+        return _by_workers(requests, fetcher, workers, pin)
+    batches = map(fetcher.here, requests)
+    if workers.pin_memory and torch.accelerator.is_available():
+        return (each_tensor(batch, torch.Tensor.pin_memory) for batch in batches)
+    return batches
+
+
+def _by_workers(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool) -> Iterator[Any]:
     sampler: Any = requests
     loader: DataLoader[Any] = DataLoader(
         _Identity(),
@@ -184,7 +188,7 @@ class Keyed:
 
 
 class Fetch:
-    """(epoch, indices) -> a batch of a map-style dataset.
+    """(epoch, int64 array of indices) -> a batch of a map-style dataset.
 
     Random streams are keyed by (seed, epoch, sample) for each sample; under `__getitems__`, and for `collate_fn`, by the
     batch's first sample. A true attribute `seed_each_sample` of the dataset has samples taken one by one in spite of
@@ -207,25 +211,33 @@ class Fetch:
         kind = Fetch if sample or self._whole else FetchByBatch
         return kind(self._dataset, self._collate_fn, self._seed)
 
-    def __call__(self, request: tuple[int, list[int]]) -> Any:
+    def __call__(self, request: tuple[int, Indices]) -> Any:
         if self._whole:
-            return _rows(self._dataset.tensors, request[1])
-        samples = self._sampled(request)
+            return self._rows(request[1])
+        epoch, indices = request[0], request[1].tolist()
+        samples = self._sampled(epoch, indices)
         if not isinstance(samples, list):
             return samples
         if self._collate_keyed is None:
-            return self._batch(*request, samples)
+            return self._batch(epoch, indices, samples)
         fresh = [samples]  # a collate function may change them: a second call gets others
         return self._collate_keyed.made(
-            lambda key: self._batch(*request, fresh.pop() if fresh else self._sampled(request), key)
+            lambda key: self._batch(epoch, indices, fresh.pop() if fresh else self._sampled(epoch, indices), key)
         )
 
-    def here(self, requests: Iterator[tuple[int, list[int]]]) -> Iterator[Any]:
-        return map(self, requests)
+    def here(self, request: tuple[int, Indices]) -> Any:
+        return self(request)
 
-    def _sampled(self, request: tuple[int, list[int]]) -> Any:
-        keyed = self._samples_keyed
-        return self._samples(*request) if keyed is None else keyed.made(partial(self._samples, *request))
+    def _rows(self, indices: Indices) -> tuple[torch.Tensor, ...]:
+        """What `TensorDataset.__getitem__` returns."""
+        index = torch.from_numpy(indices)
+        tensors = self._dataset.tensors
+        return tuple([t.index_select(0, index if t.is_cpu else index.to(t.device)) for t in tensors])
+
+    def _sampled(self, epoch: int, indices: list[int]) -> Any:
+        if self._samples_keyed is None:
+            return self._samples(epoch, indices)
+        return self._samples_keyed.made(partial(self._samples, epoch, indices))
 
     def _samples(self, epoch: int, indices: Sequence[int], key: Key | None = None) -> Any:
         dataset = self._dataset
@@ -259,18 +271,16 @@ class FetchByBatch(Fetch):
 
     keyed_by_sample = False
 
-    def __call__(self, request: tuple[int, list[int]]) -> Any:
-        return self._made(*request, each=True)
+    def __call__(self, request: tuple[int, Indices]) -> Any:
+        return self._made(request[0], request[1].tolist(), each=True)
 
-    def here(self, requests: Iterator[tuple[int, list[int]]]) -> Iterator[Any]:
-        each, aside = promises(self._dataset, "seed_each_sample"), seeds.Aside()
-        for request in requests:
-            aside.put()
-            try:
-                batch = self._made(*request, each)
-            finally:
-                aside.back()
-            yield batch
+    def here(self, request: tuple[int, Indices]) -> Any:
+        aside = seeds.Aside()
+        aside.put()
+        try:
+            return self._made(request[0], request[1].tolist(), each=promises(self._dataset, "seed_each_sample"))
+        finally:
+            aside.back()
 
     def _made(self, epoch: int, indices: list[int], each: bool) -> Any:
         def key(epoch: int, sample: int) -> None:
@@ -296,12 +306,6 @@ def collate(samples: list[Any]) -> Any:
 def _draws_nothing(dataset: Any) -> bool:
     """What it says of itself, or is known of its type."""
     return type(_inside(dataset)) in (list, tuple, range, TensorDataset) or promises(dataset, "draws_nothing")
-
-
-def _rows(tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """What `TensorDataset.__getitem__` returns. torch.tensor takes five times as long as numpy to read a list."""
-    index = torch.from_numpy(np.array(indices, np.int64))
-    return tuple(tensor.index_select(0, index.to(tensor.device)) for tensor in tensors)
 
 
 def promises(dataset: Any, attribute: str) -> bool:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -144,8 +145,7 @@ class Loader:
         """Samples that all ranks have taken since this loader was made."""
         self.wait_s = 0.0
         """Seconds that the loop has waited for data so far."""
-        self.indices: list[Sequence[int]] = []
-        """Which samples the micro-batches handed out last are made of: indices of the dataset, positions in a stream."""
+        self._indices: Sequence[Any] = []
         self._uneven: str | None = None
         if self._order is None:
             split = promises(dataset, "split_by_rank")
@@ -284,19 +284,27 @@ class Loader:
         return self.global_batch_size if self.drop_last else 1
 
     @property
+    def indices(self) -> list[list[int]]:
+        """Which samples the micro-batches handed out last are made of: indices of the dataset, positions in a stream."""
+        return [some.tolist() if isinstance(some, np.ndarray) else list(some) for some in self._indices]
+
+    @property
     def finished(self) -> bool:
         return self.max_epochs is not None and self.epoch >= self.max_epochs
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Go on where `epoch` and `position` stand. Both are those after a step as soon as its batches are handed out."""
+        is_elsewhere = self._device.type != "cpu"
         while not self.finished:
             began = time.perf_counter()
             for step in self._left_of_epoch():
-                micro_batches = [self._placed(batch) for batch in step.micro_batches]
+                micro_batches = step.micro_batches
+                if is_elsewhere:
+                    micro_batches = [to_device(batch, self._device) for batch in micro_batches]
                 self.taken += step.stop - self.position
                 self.position = step.stop
                 self._steps += 1
-                self.indices = step.indices
+                self._indices = step.indices
                 if step.last:
                     self._end_epoch()
                 self.wait_s += time.perf_counter() - began
@@ -319,14 +327,10 @@ class Loader:
     def _ordered(self, batching: Batching) -> Iterator[Step]:
         """The steps that are left of this epoch of a map-style dataset."""
         epoch, world = self.epoch, self._world
-        shares = (
-            (stop, batching.share(samples, world.rank, world.world_size, self.accumulate))
-            for stop, samples in batching.steps(epoch, self.position)
-        )
-        plan, ahead = itertools.tee(shares)
+        plan, ahead = itertools.tee(batching.plan(epoch, self.position, world.rank, world.world_size, self.accumulate))
         batches = self._fetched(((epoch, indices) for _, lists in ahead for indices in lists), self._fetch)
         for stop, lists in plan:
-            yield Step(stop, batching.leaves_nothing(epoch, stop), [next(batches) for _ in lists], list(lists))
+            yield Step(stop, batching.leaves_nothing(epoch, stop), [next(batches) for _ in lists], lists)
 
     def _streamed(self) -> Iterator[Step]:
         """The steps that are left of this epoch of a stream: a request to a worker is a step."""
@@ -345,9 +349,6 @@ class Loader:
 
     def _fetched(self, requests: Iterator[Any], fetcher: Fetcher) -> Iterator[Any]:
         return fetched(requests, fetcher, self._workers, pin=self._device.type == "cuda")
-
-    def _placed(self, batch: Any) -> Any:
-        return batch if self._device.type == "cpu" else to_device(batch, self._device)
 
     def anew(self, world: World, accumulate: int, global_batch_size: int | None = None) -> Loader:
         """The same data and order from the beginning, in this process, for any rank of any number of them."""

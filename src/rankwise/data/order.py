@@ -19,7 +19,7 @@ import numpy.typing as npt
 from rankwise.errors import DataError
 
 Indices = npt.NDArray[np.int64]
-Positions = TypeVar("Positions", range, list[int])
+Positions = TypeVar("Positions", range, Indices)
 
 _SMALL = 1024  # below it a permutation table is cheaper, and reaches every order
 _ROUNDS = 6  # 4 showed a chi-square at -3.8 sigma
@@ -62,11 +62,11 @@ def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
 
 def split(indices: Positions, parts: int) -> list[Positions]:
     """Into `parts` runs of nearly equal length; those without a sample are left out."""
-    if parts == 1:
-        return [indices] if indices else []
     n = len(indices)
+    if parts == 1:
+        return [indices] if n else []
     runs = (indices[n * k // parts : n * (k + 1) // parts] for k in range(parts))
-    return [run for run in runs if run]
+    return [run for run in runs if len(run)]
 
 
 @lru_cache(maxsize=8)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import default_collate
 
 from rankwise.data.fetch import Noted
-from rankwise.data.order import share, split
+from rankwise.data.order import Indices, share, split
 from rankwise.dist import private_names
 from rankwise.dist import seed as seeds
 from rankwise.errors import DataError
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
     micro_batches: list[Any]
 
-    indices: list[Sequence[int]]
+    indices: Sequence[Sequence[int] | Indices]
     """Of each micro-batch, which samples it is made of."""
 
     fresh: bool = True
@@ -106,11 +106,7 @@ class Stream:
     def name(self) -> str:
         return type(self._dataset).__name__
 
-    def here(self, requests: Iterator[Request]) -> Iterator[Step | None]:
-        for request in requests:
-            yield self._here(request)
-
-    def _here(self, request: Request) -> Step | None:
+    def here(self, request: Request) -> Step | None:
         self._training.put()
         try:
             if self._continues(request):

@@ -75,7 +75,7 @@ def predict(
     with evaluating(model), torch.no_grad(), precision.autocast():
         for number, micro_batches in enumerate(loader, start=1):
             for batch, indices in zip(micro_batches, loader.indices, strict=True):
-                mine.append((list(indices), _rows(predict_fn(model, batch), len(indices))))
+                mine.append((indices, _rows(predict_fn(model, batch), len(indices))))
             if number % _ROUND == 0:
                 pass_on()
     pass_on()
