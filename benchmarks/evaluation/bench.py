@@ -26,22 +26,6 @@ WIDTH, CLASSES = 16, 4
 TURNS, WARM = 40, 4
 
 
-class InOne:
-    """As many datasets in memory are: it makes a batch at once."""
-
-    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int):
-        return self.x[index], self.y[index]
-
-    def __getitems__(self, indices: list[int]):
-        return self.x[indices], self.y[indices]
-
-
 class PerSample:
     """One sample at a time."""
 
@@ -53,6 +37,13 @@ class PerSample:
 
     def __getitem__(self, index: int):
         return self.x[index], self.y[index]
+
+
+class InOne(PerSample):
+    """As many datasets in memory are: it makes a batch at once."""
+
+    def __getitems__(self, indices: list[int]):
+        return self.x[indices], self.y[indices]
 
 
 def as_it_is(batch):

@@ -88,6 +88,20 @@ class OwnIterator(Numbers):
         return self.number
 
 
+class NoFile(Numbers):
+    """Its files are at an end before it has begun."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(next(iter(()))))
+
+
+def test_a_stream_that_cannot_begin_is_an_error_and_no_end() -> None:
+    for workers in (0, 1):
+        (loader,) = loaders(NoFile(4), 1, workers=workers)
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            list(loader)
+
+
 def cut(numbers: list[int], size: int, drop_last: bool = False) -> list[list[int]]:
     batches = [numbers[i : i + size] for i in range(0, len(numbers), size)]
     return [batch for batch in batches if len(batch) == size or not drop_last]

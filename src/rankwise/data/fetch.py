@@ -66,7 +66,8 @@ def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bo
     """
     if workers.num_workers:
         return _by_workers(requests, fetcher, workers, pin)
-    batches = map(fetcher.here, requests)
+    # Not a map: it would end in silence where a dataset raises StopIteration.
+    batches = (fetcher.here(request) for request in requests)
     if workers.pin_memory and torch.accelerator.is_available():
         return (each_tensor(batch, torch.Tensor.pin_memory) for batch in batches)
     return batches
