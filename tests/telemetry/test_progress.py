@@ -75,7 +75,8 @@ def test_without_a_total_and_at_the_end_no_time_is_left(clock: Clock) -> None:
 
 def attached(log: Log, meters: Meters, shown: Progress) -> Log:
     """To a Trainer of these parts, whose loader counts no samples."""
-    parts = SimpleNamespace(meters=meters, breakdown=TimeBreakdown({}), progress=shown, loader=SimpleNamespace(taken=0))
+    main, loader = SimpleNamespace(is_main=True), SimpleNamespace(taken=0)
+    parts = SimpleNamespace(world=main, meters=meters, breakdown=TimeBreakdown({}), progress=shown, loader=loader)
     log.attach(parts)
     return log
 
