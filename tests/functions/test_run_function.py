@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,12 @@ def scaled_rank(factor: int, offset: int = 0) -> tuple[int, int]:
 def times_rank(factor: int) -> int:
     """Without torch: its import takes the time of ten of these runs."""
     return factor * int(os.environ["RANK"])
+
+
+def loads(mark: str) -> None:
+    Path(mark).touch()
+    time.sleep(100)
+    rankwise.Trainer  # noqa: B018
 
 
 def fails_on(rank: int) -> None:
@@ -239,6 +246,16 @@ def test_a_run_that_is_not_waited_for_can_be_asked_stopped_and_gone_on_with(
     with pytest.raises(Stopped):
         again.result()
     assert "going on from step" in RunDir(run.run_dir).log(0).read_text()
+
+
+def test_a_request_while_a_function_loads_has_lost_nothing(tmp_path: Path) -> None:
+    run = rankwise.run_function(loads, (str(tmp_path / "mark"),), nproc=2, wait=False, grace_s=0.5)
+    wait_for((tmp_path / "mark").exists, "a rank that loads")
+    run.cancel()
+    with pytest.raises(Stopped) as caught:
+        run.result()
+    assert caught.value.code == 75
+    assert "before the first step: nothing is lost" in run.status()
 
 
 def test_a_call_that_takes_too_long_is_stopped(tmp_path: Path) -> None:

@@ -36,6 +36,14 @@ def test_a_rank_remembers_the_first_request_from_its_import_until_somebody_takes
     assert ended(ANSWERS, **{of_a_rank: "0"}) == (-signal.SIGTERM, f"remembered {int(signal.SIGUSR1)}\n")
 
 
+def test_a_trainer_in_a_module_that_the_script_imports_later_answers_too() -> None:
+    Path("recipe").mkdir()
+    Path("recipe/__init__.py").touch()
+    Path("recipe/train.py").write_text("import rankwise\n\ndef fit():\n    rankwise.Trainer()\n")
+    later = KILLS_ITSELF + "from recipe import train\n"
+    assert ended(later, LOCAL_RANK="0") == (-signal.SIGTERM, f"remembered {int(signal.SIGUSR1)}\n")
+
+
 @pytest.mark.parametrize(
     ("source", "environ"),
     [

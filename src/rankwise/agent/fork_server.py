@@ -228,9 +228,9 @@ def _become_rank(spec, agent):
 
 
 def _note_answers(mark, package):
-    """Whether a request to stop is remembered from now on (rankwise/stop/early.py): a version without it remembers none."""
-    if getattr(getattr(package, "early", None), "listening", False):
-        _set_mark(*mark)
+    """As soon as a request to stop is remembered (rankwise/stop/early.py). A version without it remembers none."""
+    if tell := getattr(getattr(package, "early", None), "tell", None):
+        tell(functools.partial(_set_mark, *mark))
 
 
 def _set_mark(page, offset):

@@ -20,6 +20,7 @@ from typing import Any
 
 from rankwise.errors import ConfigError, FunctionError
 from rankwise.ipc import pickles
+from rankwise.stop import early
 
 _VALUE, _ERROR = "value", "error"
 
@@ -88,7 +89,10 @@ def _file_of(fn: Callable[..., Any]) -> str | None:
 
 
 def load(path: Path) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """In a rank: the call, with Python's path as the caller has it; the function's file is now the script that runs."""
+    """In a rank: the call, with Python's path as the caller has it; the function's file is now the script that runs.
+
+    From here on a request to stop is remembered, if that file names what answers it (stop/early.py).
+    """
     try:
         data = pickles.read(path)
     except FileNotFoundError:
@@ -104,6 +108,8 @@ def load(path: Path) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any
     if header["lines"]:
         text = "".join(header["lines"])
         linecache.cache[header["file"]] = (len(text), None, header["lines"], header["file"])
+    if header["file"] is not None:
+        early.listen(header["file"])
     fn, args, kwargs = pickle.loads(pickled)
     return fn, args, kwargs
 

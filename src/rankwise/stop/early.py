@@ -3,14 +3,16 @@
     import rankwise                      # calls `listen`
     early.take(signum)                   # StopSignal, at its first step
 
-Only in a rank that a launcher has started, and only where the code that imports rankwise names what answers (a Trainer or a
-StopSignal): to all other scripts a signal does what it always did. The standard library alone, for it is part of the import.
+Only in a rank that a launcher has started, and only where the script, or a module of the user's that it imports, names what
+answers (a Trainer or a StopSignal; sources.py): to all other scripts a signal does what it always did. The standard library
+alone, for it is part of the import.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -21,12 +23,20 @@ listening = False
 
 _heard = 0
 _pid = 0
+_told: Callable[[], None] | None = None
 
 
-def listen() -> None:
-    """Remember the first SIGTERM, SIGUSR1 or SIGUSR2 from now on, where that can be answered later and nobody else does."""
+def listen(file: str = "") -> None:
+    """Remember the first SIGTERM, SIGUSR1 or SIGUSR2 from now on, where that can be answered later and nobody else does.
+
+    `file`: what runs in this process, where it is not on the way to this call (a function's, functions/calls.py).
+    """
     global listening, _pid
-    if not any(name in os.environ for name in _OF_A_RANK) or _is_a_child() or not _can_answer():
+    if listening or not any(name in os.environ for name in _OF_A_RANK) or _is_a_child():
+        return
+    from rankwise.stop import sources  # the launcher's own start is not to pay for it
+
+    if not sources.names_what_answers([file] if file else _importers()):
         return
     import signal
 
@@ -38,11 +48,21 @@ def listen() -> None:
     except ValueError:  # not the main thread
         return
     _pid = os.getpid()
+    if listening and _told is not None:
+        _told()
+
+
+def tell(told: Callable[[], None]) -> None:
+    """Call `told` as soon as requests are remembered in this process: at once, if they are."""
+    global _told
+    _told = told
+    if listening:
+        told()
 
 
 def requests() -> tuple[int, ...]:
     """The signals that are remembered. A StopSignal answers Ctrl-C too."""
-    import signal  # the launcher's own start is not to pay for it
+    import signal
 
     return signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
@@ -83,26 +103,13 @@ def _is_a_child() -> bool:
     return process is not None and process.parent_process() is not None
 
 
-def _can_answer() -> bool:
-    """Whether the script, or a module on the way to this import, names a Trainer or a StopSignal that is not its own."""
+def _importers() -> list[str]:
+    """The files on the way to this import: the script, and the modules that imported each other up to rankwise."""
     import inspect
-    import re
 
-    names = re.compile(rb"\b(Trainer|StopSignal)\b")
-    own = re.compile(rb"^[ \t]*class[ \t]+(Trainer|StopSignal)\b", re.MULTILINE)
-    files = set()
+    files = []
     frame = inspect.currentframe()
     while frame is not None:
-        files.add(frame.f_code.co_filename)
+        files.append(frame.f_code.co_filename)
         frame = frame.f_back
-    for file in files:
-        if file.startswith((_OURS, "<")):
-            continue
-        try:
-            with open(file, "rb") as source:
-                text = source.read()
-        except OSError:
-            continue
-        if names.search(text) and not own.search(text):
-            return True
-    return False
+    return [file for file in files if not file.startswith((_OURS, "<"))]

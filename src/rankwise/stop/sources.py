@@ -1,0 +1,89 @@
+"""What the source of a program says before it runs: whether it names what answers a request to stop.
+
+names_what_answers(["train.py"])        # its own text, or that of a module of the user's that it imports
+
+early.py asks it during `import rankwise`, in a rank: the standard library alone.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+
+_ANSWERS = re.compile(r"\b(Trainer|StopSignal)\b")
+_OWN = re.compile(r"^[ \t]*class[ \t]+(Trainer|StopSignal)\b", re.MULTILINE)
+_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+)?import[ \t]+(?:\(([^)]*)\)|([^\n#;]*))", re.MULTILINE)
+_MOST_FILES = 200
+_MOST_BYTES = 1_000_000
+
+
+def names_what_answers(files: Iterable[str]) -> bool:
+    """Whether one of them, or a module of the user's that they import at any depth, names a Trainer or a StopSignal that is not
+    its own. What stands in the user's folders is read, up to 200 files; installed packages are not."""
+    found = _Modules()
+    given = list(dict.fromkeys(files))
+    todo, seen = list(given), set(given)
+    for count, file in enumerate(todo):  # grows below
+        text = _text(file)
+        if _ANSWERS.search(text) and not _OWN.search(text) and (count < len(given) or "rankwise" in text):
+            return True
+        new = [other for other in found.imported_by(file, text) if other not in seen]
+        seen.update(new)
+        todo += new[: _MOST_FILES - len(todo)]
+    return False
+
+
+def _text(file: str) -> str:
+    """Empty if it cannot be read. A notebook's cell is in the cache of lines alone."""
+    try:
+        with open(file, encoding="utf-8", errors="replace") as source:
+            return source.read(_MOST_BYTES)
+    except OSError:
+        return "".join(linecache.getlines(file))
+
+
+class _Modules:
+    """The files of modules in the folders of sys.path that are neither Python's own nor those of installed packages."""
+
+    def __init__(self) -> None:
+        python = os.path.dirname(os.__file__)
+        folders = [os.path.abspath(entry) for entry in sys.path]
+        self._names = {
+            folder: _listed(folder)
+            for folder in dict.fromkeys(folders)
+            if not folder.startswith(python) and os.path.basename(folder) not in ("site-packages", "dist-packages")
+        }
+
+    def imported_by(self, file: str, text: str) -> Iterator[str]:
+        for found in _IMPORT.finditer(text):
+            of, in_brackets, plain = found.groups()
+            names = [part.split()[0] for part in (in_brackets or plain or "").split(",") if part.split()]
+            modules = names if of is None else [of, *(f"{of}{'' if of.endswith('.') else '.'}{name}" for name in names)]
+            for module in modules:
+                yield from self._files(module, os.path.dirname(file))
+
+    def _files(self, module: str, folder: str) -> Iterator[str]:
+        """Of the module and of the packages around it."""
+        name = module.lstrip(".")
+        dots = len(module) - len(name)
+        parts = name.split(".") if name else []
+        if parts and parts[0] == "rankwise":
+            return
+        if dots:
+            roots = [os.path.normpath(os.path.join(folder, *[os.pardir] * (dots - 1)))]
+        else:
+            roots = [root for root, names in self._names.items() if parts[0] in names or f"{parts[0]}.py" in names]
+        for root in roots:
+            for depth in range(1, len(parts) + 1):
+                place = os.path.join(root, *parts[:depth])
+                yield from filter(os.path.isfile, (f"{place}.py", os.path.join(place, "__init__.py")))
+
+
+def _listed(folder: str) -> frozenset[str]:
+    try:
+        return frozenset(os.listdir(folder))
+    except OSError:
+        return frozenset()
