@@ -48,7 +48,7 @@ line, so an import points down. An entry that is no longer needed is an error to
 TORCH_FREE = {
     "errors", "host", "run", "ipc", "schedulers", "agent", "launch", "report", "functions", "cli", "__init__", "__main__",
     "dist/__init__", "dist/private_names", "dist/world", "dist/rendezvous", "dist/start_file", "stop/__init__", "stop/early",
-    "stop/sources", "data/order", "telemetry/breakdown", "checkpoint/__init__", "checkpoint/commands", "checkpoint/folders",
+    "data/order", "telemetry/breakdown", "checkpoint/__init__", "checkpoint/commands", "checkpoint/folders",
     "checkpoint/manifest", "checkpoint/retention", "actions/__init__", "training/__init__",
     "checks/__init__", "checks/compare", "checks/difference", "checks/finding", "checks/script", "checks/settings",
 }  # fmt: skip

@@ -50,10 +50,12 @@ def test_a_trainer_in_a_module_that_the_script_imports_later_answers_too() -> No
         (ANSWERS, {}),
         (KILLS_ITSELF, {"LOCAL_RANK": "0"}),
         (ANSWERS + "class Trainer: ...\n", {"LOCAL_RANK": "0"}),
+        (KILLS_ITSELF + "import other_house\n", {"LOCAL_RANK": "0"}),
     ],
-    ids=["no rank", "nothing that answers", "a trainer of its own"],
+    ids=["no rank", "nothing that answers", "a trainer of its own", "another's in a module"],
 )
 def test_elsewhere_a_signal_does_what_it_always_did(source: str, environ: dict[str, str]) -> None:
+    Path("other_house.py").write_text("from lightning import Trainer\n")
     assert ended(source, **environ) == (-signal.SIGUSR1, "")
 
 

@@ -4,7 +4,7 @@
     early.take(signum)                   # StopSignal, at its first step
 
 Only in a rank that a launcher has started, and only where the script, or a module of the user's that it imports, names what
-answers (a Trainer or a StopSignal; sources.py): to all other scripts a signal does what it always did. The standard library
+answers (a Trainer or a StopSignal): to all other scripts a signal does what it always did. The standard library
 alone, for it is part of the import.
 """
 
@@ -34,9 +34,7 @@ def listen(file: str = "") -> None:
     global listening, _pid
     if listening or not any(name in os.environ for name in _OF_A_RANK) or _is_a_child():
         return
-    from rankwise.stop import sources  # the launcher's own start is not to pay for it
-
-    if not sources.names_what_answers([file] if file else _importers()):
+    if not _can_answer([file] if file else _importers()):
         return
     import signal
 
@@ -103,6 +101,21 @@ def _is_a_child() -> bool:
     return process is not None and process.parent_process() is not None
 
 
+def _can_answer(files: list[str]) -> bool:
+    """Whether one of these, or a module of the user's that they import, names a Trainer or a StopSignal that is not its own. A
+    module must name rankwise too: a Trainer of another house answers nothing."""
+    import re
+
+    from rankwise.host import sources  # the launcher's own start is not to pay for it
+
+    names = re.compile(r"\b(Trainer|StopSignal)\b")
+    own = re.compile(r"^[ \t]*class[ \t]+(Trainer|StopSignal)\b", re.MULTILINE)
+    return any(
+        names.search(text) and not own.search(text) and (place < len(files) or "rankwise" in text)
+        for place, text in enumerate(sources.texts(files, sys.path))
+    )
+
+
 def _importers() -> list[str]:
     """The files on the way to this import: the script, and the modules that imported each other up to rankwise."""
     import inspect
@@ -112,4 +125,4 @@ def _importers() -> list[str]:
     while frame is not None:
         files.append(frame.f_code.co_filename)
         frame = frame.f_back
-    return [file for file in files if not file.startswith((_OURS, "<"))]
+    return [file for file in dict.fromkeys(files) if not file.startswith((_OURS, "<"))]

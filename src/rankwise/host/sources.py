@@ -1,8 +1,8 @@
-"""What the source of a program says before it runs: whether it names what answers a request to stop.
+"""The source of a program, as far as it is the user's own: its script, and the modules that it imports from their folders.
 
-names_what_answers(["train.py"])        # its own text, or that of a module of the user's that it imports
+any("Trainer" in text for text in texts(["train.py"], sys.path))
 
-early.py asks it during `import rankwise`, in a rank: the standard library alone.
+stop/early.py reads it during `import rankwise`, in a rank: the standard library alone.
 """
 
 from __future__ import annotations
@@ -10,30 +10,25 @@ from __future__ import annotations
 import linecache
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator
 
-_ANSWERS = re.compile(r"\b(Trainer|StopSignal)\b")
-_OWN = re.compile(r"^[ \t]*class[ \t]+(Trainer|StopSignal)\b", re.MULTILINE)
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+)?import[ \t]+(?:\(([^)]*)\)|([^\n#;]*))", re.MULTILINE)
 _MOST_FILES = 200
 _MOST_BYTES = 1_000_000
 
 
-def names_what_answers(files: Iterable[str]) -> bool:
-    """Whether one of them, or a module of the user's that they import at any depth, names a Trainer or a StopSignal that is not
-    its own. What stands in the user's folders is read, up to 200 files; installed packages are not."""
-    found = _Modules()
-    given = list(dict.fromkeys(files))
-    todo, seen = list(given), set(given)
-    for count, file in enumerate(todo):  # grows below
+def texts(files: Iterable[str], folders: Iterable[str]) -> Iterator[str]:
+    """Of these files, and then of each module that they import, at any depth, from one of these folders (as in sys.path) that
+    is neither Python's own nor one of installed packages: up to 200 files."""
+    found = _Modules(folders)
+    todo = list(dict.fromkeys(files))
+    seen = set(todo)
+    for file in todo:  # grows below
         text = _text(file)
-        if _ANSWERS.search(text) and not _OWN.search(text) and (count < len(given) or "rankwise" in text):
-            return True
+        yield text
         new = [other for other in found.imported_by(file, text) if other not in seen]
         seen.update(new)
         todo += new[: _MOST_FILES - len(todo)]
-    return False
 
 
 def _text(file: str) -> str:
@@ -46,14 +41,13 @@ def _text(file: str) -> str:
 
 
 class _Modules:
-    """The files of modules in the folders of sys.path that are neither Python's own nor those of installed packages."""
+    """Which files are behind the names of modules."""
 
-    def __init__(self) -> None:
+    def __init__(self, folders: Iterable[str]) -> None:
         python = os.path.dirname(os.__file__)
-        folders = [os.path.abspath(entry) for entry in sys.path]
         self._names = {
             folder: _listed(folder)
-            for folder in dict.fromkeys(folders)
+            for folder in dict.fromkeys(map(os.path.abspath, folders))
             if not folder.startswith(python) and os.path.basename(folder) not in ("site-packages", "dist-packages")
         }
 
