@@ -81,7 +81,7 @@ def test_help_mentions_every_option_that_there_is() -> None:
         "--nproc", "--nproc-per-node", "--nproc_per_node",
         "-m", "--name", "--run-dir", "--fresh", "--config", "--max-restarts", "--grace", "--start-method",
         "--tee", "--stall-warn", "--master-port", "--master_port", "--allow-independent", "--check-collectives", "argv", "run",
-        "--join-timeout", "--node-wait", "--stop-after", "--checkpoint-scope", "--dry-run", "--wait",
+        "--join-timeout", "--node-wait", "--stop-after", "--checkpoint-scope", "--sync", "--dry-run", "--wait",
     }  # fmt: skip
 
 

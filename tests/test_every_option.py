@@ -120,6 +120,7 @@ BAD: dict[str, list[str]] = {
     "run max_restarts": ["x", "", "1.5", "-1"],
     "run stop_after": ["x", "", "3", "0s", "-1h", "1y"],
     "run checkpoint_scope": ["x", "", "MAIN"],
+    "run sync": ["x", "", "local-sgd:0", "diloco:1.5", "all-reduce:int4"],
     "run grace_s": [*SECONDS, "0"],
     "run stall_warn_s": SECONDS,
     "run join_timeout_s": SECONDS,

@@ -187,6 +187,12 @@ def _begins(word: str, option: str) -> bool:
     help="Who writes a Trainer's checkpoints: rank 0, or one rank a node, where nodes share no disk.  [default: main]",
 )
 @click.option(
+    "--sync",
+    metavar="STRATEGY",
+    help="How the ranks are synchronised where the script does not say it: all-reduce:bf16, local-sgd:16, diloco:32.  "
+    "[default: the exact gradient]",
+)
+@click.option(
     "--grace",
     "grace_s",
     type=float,

@@ -60,7 +60,6 @@ from rankwise.run.lease import Fence
 from rankwise.stop.signal import StopSignal
 from rankwise.sync import StepResult, SyncStrategy
 from rankwise.sync import names as strategies
-from rankwise.sync.all_reduce import AllReduce
 from rankwise.sync.skipped import SkippedSteps
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
 from rankwise.training import messages
@@ -127,13 +126,13 @@ class Trainer:
 
     `model`: what holds all that is trained. `step_fn(model, batch)` -> (loss sum, the count it is over). `train_data`: a
     `Loader`, or a dataset with `batch_size` (samples of one rank and micro-batch) or `global_batch_size` (of a step, over all
-    ranks), and `accumulate` micro-batches. Give `max_epochs` or `max_steps` or both. `scheduler` steps once an optimizer
-    step, and not for a skipped one; torch's ReduceLROnPlateau on eval_loss. `clip_norm`: the largest norm of the mean
-    gradient. `precision`: fp32, bf16, fp16. `sync`: a strategy or its name, "local-sgd:16"; by default AllReduce(), the exact
-    gradient. `evaluate`: an Evaluate, or a dataset, whose loss is measured after each epoch. `checkpoints`: when the state is
-    saved, and which checkpoints stay; by default every 300 seconds, and the last two. `actions`: callables of the TrainState,
-    run after each step, after the evaluation (rankwise.actions). `seed`: the order of the samples and the ranks' random
-    streams (0). `run_dir`: where to write if our launcher has not started the script.
+    ranks), and `accumulate` micro-batches. Give `max_epochs` or `max_steps` or both. `scheduler` steps once an optimizer step,
+    and not for a skipped one; torch's ReduceLROnPlateau on eval_loss. `clip_norm`: the largest norm of the mean gradient.
+    `precision`: fp32, bf16, fp16. `sync`: a strategy or its name, "local-sgd:16"; by default what was typed after --sync, or
+    AllReduce(), the exact gradient. `evaluate`: an Evaluate, or a dataset, whose loss is measured after each epoch.
+    `checkpoints`: when the state is saved, and which checkpoints stay; by default every 300 seconds, and the last two.
+    `actions`: callables of the TrainState, run after each step, after the evaluation (rankwise.actions). `seed`: the order of
+    the samples and the ranks' random streams (0). `run_dir`: where to write if our launcher has not started the script.
 
     A run directory that holds checkpoints is resumed; `fit(fresh=True)` starts over. Raises ConfigError for what does not fit.
     """
@@ -180,7 +179,7 @@ class Trainer:
         )
         check_length(self.loader.max_epochs, max_steps)
         self.seed = self.loader.seed
-        self.sync = AllReduce() if sync is None else strategies.named(sync) if isinstance(sync, str) else sync
+        self.sync = strategies.chosen(sync)
         self._unattached = copy.deepcopy(self.sync)
         self.run = RunDir(run_path(self.world, run_dir))
         self.checkpoints = checkpoints if checkpoints is not None else Checkpoints()

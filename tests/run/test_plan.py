@@ -43,6 +43,7 @@ PLAN = Plan(
     launcher_pid=17,
     fresh=True,
     checkpoint_scope="node",
+    sync="local-sgd:16",
 )
 
 
@@ -56,6 +57,12 @@ def test_a_plan_is_plain_json_with_its_version(tmp_path: Path) -> None:
     record = json.loads(json.dumps(PLAN.record()))
     assert record["version"] == 2
     assert record.keys() == {field.name for field in dataclasses.fields(Plan)}
+
+
+def test_a_plan_without_a_strategy_is_one_of_the_versions_before(tmp_path: Path) -> None:
+    plan = dataclasses.replace(PLAN, sync="")
+    assert PLAN.record().keys() - plan.record().keys() == {"sync"}
+    assert Plan.of(json.loads(json.dumps(plan.record())), "") == plan
 
 
 def test_a_plan_cannot_be_changed() -> None:

@@ -159,7 +159,8 @@ class Head:
                 if self._is_here(part):
                     part.start(order, None)
             plan = self._plan  # written while they are forked: disks are slow
-            life = self._run.begin_life(world_size, plan.argv, records, plan.checkpoint_scope, plan.fresh)
+            settings = {"checkpoint_scope": plan.checkpoint_scope, "sync": plan.sync}
+            life = self._run.begin_life(world_size, plan.argv, records, plan.fresh, **settings)
             self._run.write_failure(None)
             for (part, order), record in zip(todo, records, strict=True):
                 if not self._is_here(part):

@@ -105,7 +105,7 @@ class Remote:
         self.facts, self.claim, self.end, self.alarm = Facts(alive=tuple(ranks)), None, None, (0, 0)
         if self.lost is not None:
             self._end_as_lost()
-        self.link.send({"start": asdict(orders), "life": asdict(life)})
+        self.link.send({"start": asdict(orders), "life": life.record()})
 
     def signal(self, signum: int, ranks: Sequence[int]) -> None:
         self.link.send({"signal": signum, "ranks": list(ranks)})
@@ -278,7 +278,7 @@ class RemoteNode:
     def _start(self, orders: Orders, life: Life) -> None:
         self._told, self._told_end, self._told_alarm = Facts(), None, (0, 0)
         if not self._shared:  # ranks find their page in it
-            write_json(self._node.run.world, {"lives": [asdict(life)]})
+            write_json(self._node.run.world, {"lives": [life.record()]})
         self._node.start(orders, life)
 
     def _find(self, addresses: Sequence[str], port: int) -> None:

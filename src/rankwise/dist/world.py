@@ -225,6 +225,12 @@ def checkpoint_scope(world: World) -> str:
     return life.checkpoint_scope if life is not None else "main"
 
 
+def strategy_name(world: World) -> str:
+    """What `rankwise run --sync` said; empty for nothing."""
+    life = _life(world)
+    return life.sync if life is not None else ""
+
+
 def _part(world: World) -> NodeRecord | None:
     """What this rank's agent has of the run's newest life."""
     life = _life(world)

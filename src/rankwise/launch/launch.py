@@ -16,7 +16,7 @@ from types import FrameType
 
 from rankwise import schedulers
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RunDirError
-from rankwise.host import machine, processes
+from rankwise.host import machine, processes, sources
 from rankwise.host.text import count, listed, seconds_of, short
 from rankwise.launch import code, join, script, submit
 from rankwise.launch.outcome import conclude, say
@@ -25,6 +25,7 @@ from rankwise.run.config import RunConfig
 from rankwise.run.directory import RunDir, write_text
 from rankwise.run.plan import Plan
 from rankwise.schedulers import Foreground, foreground
+from rankwise.sync import names as strategies
 
 _FEW_FILES = 1024  # what a login shell has
 _MANY_FILES = 4096
@@ -41,6 +42,8 @@ def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None)
     """
     started = None if config.allow_independent else join.together(env)
     program = script.find(config)
+    if config.sync is not None:
+        _check_strategy(config.sync, program)
     run = RunDir(config.path(schedulers.named_by_task(program.run_name, env)))
     if started is not None and started.tasks.index > 0:
         return join.follow(started, run)
@@ -75,6 +78,19 @@ def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None)
     return _run_here(
         config, choice, program, run, plan, text, lambda lives: _announce(program, plan, choice, why, lives, gpus), call
     )  # fmt: skip
+
+
+def _check_strategy(name: str, program: script.Program) -> None:
+    """Before it waits in a queue. Raises ConfigError for a name that is none; warns where nobody asks for it."""
+    strategies.check(name, "--sync ")
+    if not program.interpreter or program.argv[0] == "-m":
+        return
+    folder = str(Path(program.argv[0]).absolute().parent)
+    if not any("rankwise" in text for text in sources.texts([program.argv[0]], [folder])):
+        say(
+            f"warning: --sync {name} is for a Trainer, or for rankwise.sync.named() in a loop of your own; {program.name} does "
+            "not import rankwise, so nothing changes"
+        )
 
 
 def _run_here(
@@ -165,6 +181,7 @@ def _plan(
         launcher_pid=os.getpid() if choice.attached and not config.dry_run and not choice.starts_agents else 0,
         fresh=config.fresh,
         checkpoint_scope=config.checkpoint_scope,
+        sync=config.sync or "",
         terminal=choice.attached and sys.stdout.isatty(),
         attended=choice.attached and sys.stderr.isatty(),
         launcher_holds=choice.attached and not config.dry_run,

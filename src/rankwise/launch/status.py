@@ -59,7 +59,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "alive": writer is not None or waiting_or_running,
         "job": {**_without_options(job), **asdict(state)} if job is not None and state is not None else None,
         "writer": _described(run, writer) if writer is not None else None,
-        "lives": [asdict(life) for life in run.lives()],
+        "lives": [life.record() for life in run.lives()],
         "last": _last(figures),
         "written": run.metrics.stat().st_mtime if figures else None,
         "failure": asdict(failure) if failure is not None else None,

@@ -73,6 +73,9 @@ class RunConfig:
     checkpoint_scope: str = "main"
     """Who writes a Trainer's checkpoints: `main`, rank 0, or `node`, one rank a node, where disks are not shared."""
 
+    sync: str | None = None
+    """How a script that does not say it itself synchronises its ranks: `local-sgd:16`; None for the exact gradient."""
+
     grace_s: float = 120.0
     """How long ranks may take to stop when asked, before they are killed."""
 

@@ -129,6 +129,9 @@ class Life(_Record):
     checkpoint_scope: str = "main"
     """See RunConfig."""
 
+    sync: str = ""
+    """See RunConfig."""
+
     fresh: bool = False
     """It was to begin anew. Only the first life does."""
 
@@ -143,6 +146,11 @@ class Life(_Record):
     def of(cls, record: Any) -> Self:
         life = super().of(record)
         return replace(life, parts=tuple(NodeRecord.of(part) for part in life.parts))
+
+    def record(self) -> dict[str, Any]:
+        """As it goes into world.json: without `sync` if there is none, as it was before there was any."""
+        record = asdict(self)
+        return record if self.sync else {name: value for name, value in record.items() if name != "sync"}
 
     def part_of(self, rank: int) -> NodeRecord | None:
         """The node that has this rank."""
@@ -336,13 +344,14 @@ class RunDir:
         ranks: int,
         argv: tuple[str, ...],
         parts: tuple[NodeRecord, ...] = (),
-        checkpoint_scope: str = "main",
         fresh: bool = False,
+        **settings: Any,
     ) -> Life:
+        """`settings`: those of RunConfig that the ranks ask for."""
         lives = self.lives()
         now, host = time.time(), socket.gethostname()
         number = len(lives) + 1
-        life = Life(number, now, host, ranks, argv, parts=parts, checkpoint_scope=checkpoint_scope, fresh=fresh and number == 1)
+        life = replace(Life(number, now, host, ranks, argv, parts=parts, fresh=fresh and number == 1), **settings)
         self._write_lives([*lives, life])
         return life
 
@@ -353,7 +362,7 @@ class RunDir:
         return changed
 
     def _write_lives(self, lives: list[Life]) -> None:
-        write_json(self.world, {"lives": [asdict(life) for life in lives]})
+        write_json(self.world, {"lives": [life.record() for life in lives]})
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that are a step's; others, such as half a line of a killed life, are passed over."""

@@ -118,6 +118,9 @@ class Plan:
     checkpoint_scope: str = "main"
     """Whose first rank writes a Trainer's checkpoints: `main`, that of the run, or `node`, that of each node."""
 
+    sync: str = ""
+    """The strategy of a script that names none; empty for the usual one."""
+
     terminal: bool = True
     """Whether the launcher prints to a terminal: an agent may find one that mpirun made, and that leads to a file."""
 
@@ -128,8 +131,9 @@ class Plan:
     """The launcher has the right to write in the run directory as long as the run lives; otherwise the head takes it."""
 
     def record(self) -> dict[str, Any]:
-        """As it goes into plan.json."""
-        return asdict(self)
+        """As it goes into plan.json: without `sync` if there is none, as it was before there was any."""
+        record = asdict(self)
+        return record if self.sync else {name: value for name, value in record.items() if name != "sync"}
 
     @classmethod
     def load(cls, path: Path) -> Plan:
@@ -146,7 +150,8 @@ class Plan:
     @classmethod
     def of(cls, record: Any, path: str) -> Plan:
         """From what `record()` gave; `path` is where it was found. Raises RunDirError."""
-        if not isinstance(record, dict) or record.get("version") != 2 or record.keys() != {f.name for f in fields(cls)}:
+        known = {f.name for f in fields(cls)}
+        if not isinstance(record, dict) or record.get("version") != 2 or record.keys() | {"sync"} != known:
             raise RunDirError(f"{path} was not written by this version of rankwise; start the run again")
         record["argv"] = tuple(record["argv"])
         record["interpreter"] = tuple(record["interpreter"])

@@ -1,47 +1,133 @@
-"""Strategies by short names, for a script's own command line: Trainer(..., sync=args.sync).
+"""Strategies by short names: for `rankwise run --sync NAME`, and for a script's own command line.
 
+check("local-sgd:16", "--sync ")             # ConfigError for what names none; without torch
 strategy = named("local-sgd:16")
+strategy = named()                           # what was typed after --sync, or all-reduce
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+from rankwise.dist import world as worlds
 from rankwise.errors import ConfigError
 from rankwise.host.arguments import Argument
-from rankwise.sync.all_reduce import AllReduce
-from rankwise.sync.diloco import DiLoCo
-from rankwise.sync.local_sgd import LocalSGD
-from rankwise.sync.strategy import SyncStrategy
+from rankwise.host.text import seconds_of
+
+if TYPE_CHECKING:
+    from rankwise.sync.strategy import SyncStrategy
+
+_CODEC = re.compile("bf16|fp16|int8")
+_CODEC_OF_MATRICES = re.compile("bf16|fp16|int8|powersgd:[1-9][0-9]*")
 
 
-def _steps(text: str) -> int | None:
-    """What stands after the colon; None for nothing. Raises ValueError."""
-    return int(text) if text else None
+@dataclass(frozen=True)
+class _Form:
+    """A strategy, and how what follows its name is read; `settings` raises ValueError for what cannot be."""
+
+    home: str
+    settings: Callable[[list[str]], dict[str, Any]]
+    examples: tuple[str, ...]
 
 
-_KINDS: dict[str, Callable[[str], SyncStrategy]] = {
-    "all-reduce": lambda rest: AllReduce(compress=rest or None),
-    "local-sgd": lambda rest: LocalSGD(_steps(rest)),
-    "diloco": lambda rest: DiLoCo(_steps(rest)),
+def _of_all_reduce(words: list[str]) -> dict[str, Any]:
+    return {"compress": _codec(":".join(words), _CODEC_OF_MATRICES)} if words else {}
+
+
+def _of_local_sgd(words: list[str]) -> dict[str, Any]:
+    if not words:
+        return {}
+    [when] = words
+    seconds = seconds_of(when)
+    return {"every": _from_one(when)} if seconds is None else {"seconds": seconds}
+
+
+def _of_post_local_sgd(words: list[str]) -> dict[str, Any]:
+    start, *rest = words
+    return {"start": _from_one(start), **_of_local_sgd(rest)}
+
+
+def _of_diloco(words: list[str]) -> dict[str, Any]:
+    every = {"every": _from_one(words.pop(0))} if words and words[0].isdecimal() else {}
+    if not words:
+        return every
+    [codec] = words
+    return {**every, "compress": _codec(codec, _CODEC)}
+
+
+def _from_one(word: str) -> int:
+    number = int(word) if word.isdecimal() else 0
+    if number < 1:
+        raise ValueError(word)
+    return number
+
+
+def _codec(word: str, known: re.Pattern[str]) -> str:
+    if not known.fullmatch(word):
+        raise ValueError(word)
+    return word
+
+
+_KINDS = {
+    "all-reduce": _Form(
+        "rankwise.sync.all_reduce.AllReduce",
+        _of_all_reduce,
+        ("all-reduce", *(f"all-reduce:{codec}" for codec in ("bf16", "fp16", "int8", "powersgd:2"))),
+    ),
+    "local-sgd": _Form("rankwise.sync.local_sgd.LocalSGD", _of_local_sgd, ("local-sgd:16", "local-sgd:30s")),
+    "post-local-sgd": _Form(
+        "rankwise.sync.local_sgd.LocalSGD", _of_post_local_sgd, ("post-local-sgd:1000", "post-local-sgd:1000:16")
+    ),
+    "diloco": _Form("rankwise.sync.diloco.DiLoCo", _of_diloco, ("diloco:32", "diloco:32:int8")),
 }
+_ALSO = {"allreduce": "all-reduce"}
+
+EXAMPLES = tuple(example for kind in _KINDS.values() for example in kind.examples)
+"""One name of each form."""
+
+NAME = Argument(lambda value: isinstance(value, str), f"its name: {', '.join(EXAMPLES)}")
 
 
-def named(name: str) -> SyncStrategy:
-    """`all-reduce`, or with how it is compressed: `all-reduce:bf16`; `local-sgd:16` and `diloco:32` with the steps between two
-    averages. Raises ConfigError for another."""
-    kind, _, rest = name.partition(":")
+def check(name: str, given_as: str = "sync=") -> tuple[str, dict[str, Any]]:
+    """(the strategy's module and class, its arguments). Raises ConfigError for what names none; `given_as` begins it."""
+    word, *rest = name.split(":")
+    word = _ALSO.get(word, word)
+    if word not in _KINDS:
+        near = get_close_matches(word.lower().replace("_", "-"), _KINDS, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"{given_as}{name}: there is no such strategy; {meant}Examples of all: {', '.join(EXAMPLES)}")
+    kind = _KINDS[word]
     try:
-        return _KINDS[kind](rest)
-    except (KeyError, ValueError, ConfigError):
-        raise ConfigError(f"sync={name!r}: give {NAME.words}") from None
+        return kind.home, kind.settings(rest)
+    except ValueError:
+        raise ConfigError(f"{given_as}{name}: give it as in {' or '.join(kind.examples)}") from None
 
 
-def _is_name(value: object) -> bool:
-    try:
-        return isinstance(value, str) and bool(named(value))
-    except ConfigError:
-        return False
+def named(name: str | None = None) -> SyncStrategy:
+    """The strategy of this name: `all-reduce:bf16`, `local-sgd:16` (steps between two averages), `local-sgd:30s`,
+    `post-local-sgd:1000:16` (after 1000 exact steps), `diloco:32:int8`. None: what was typed as `rankwise run --sync NAME`, or
+    all-reduce. Raises ConfigError for another."""
+    home, settings = check(name if name is not None else typed() or "all-reduce")
+    module, _, kind = home.rpartition(".")
+    strategy: SyncStrategy = getattr(import_module(module), kind)(**settings)
+    return strategy
 
 
-NAME = Argument(_is_name, "the name of a strategy: all-reduce, all-reduce:bf16, local-sgd:16, diloco:32")
+def chosen(given: SyncStrategy | str | None) -> SyncStrategy:
+    """What a script gives, itself or its name, or else what was typed."""
+    if given is not None and (name := typed()):
+        from rankwise.dist import log
+
+        log.warn(f"--sync {name} changes nothing: the script has a strategy of its own (sync=...)")
+    return named(given) if given is None or isinstance(given, str) else given
+
+
+def typed() -> str:
+    """What was typed as `rankwise run --sync NAME`; empty for nothing."""
+    return worlds.strategy_name(worlds.discover(os.environ, allow_independent=True))
