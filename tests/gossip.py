@@ -71,6 +71,12 @@ class Gossip:
     def finish(self) -> None:
         self._average(self.model.state_dict())
 
+    def check_length(self, steps: int) -> None:
+        pass
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
     def describe(self) -> str:
         return f"gossip with one neighbour every {self.every} steps"
 

@@ -213,10 +213,10 @@ class Trainer:
 
     def _compare_ranks(self) -> None:
         """Collective. Raises ConfigError on all ranks where one was given another training."""
-        loader, kind = self.loader, type(self.sync).__name__
+        loader = self.loader
         given: dict[str, Any] = {"max_epochs": loader.max_epochs, "max_steps": self.max_steps}
         given |= {"accumulate": loader.accumulate, "seed": self.seed, **self._settings.fixed}
-        given |= {"precision": self.precision.name, "the strategy": kind, "overlap": getattr(self.sync, "overlap", None)}
+        given |= {"precision": self.precision.name, "the strategy": type(self.sync).__name__}
         given |= {
             "the log's every_steps": self._actions.log.every_steps,
             "the evaluations": self._actions.schedule_of_evaluations,
@@ -375,6 +375,9 @@ class Trainer:
         if begin_training(state.model):
             log.say("the model was in evaluation mode (as from_pretrained leaves it), and is now in training mode")
         check_rates(state)
+        steps = self._total_steps()
+        if steps is not None:
+            self.sync.check_length(steps)
         manifest = self.checkpoints.load_latest(state.parts, may_begin_anew=self._actions.named.keys())
         self._saving.begin(state.step, saved=manifest is not None)
         self._skipped.begin(state.step)
@@ -395,7 +398,7 @@ class Trainer:
             for line in messages.resumed(state, manifest.info, self._numerics(), same_ranks):
                 log.say(line)
         self._moments.begin()
-        self.progress.begin(self._total_steps(), state.step)
+        self.progress.begin(steps, state.step)
         for action in self._actions.all():
             begin = getattr(action, "begin", None)
             if begin is not None:

@@ -169,12 +169,13 @@ def keys(record: Any, path: str = "") -> list[str]:
 
 
 def keys_of_files(run: Path) -> dict[str, list[str]]:
-    """Of each JSON file of a run, its names; of metrics.jsonl those of all its lines; of config.json those that say something,
-    for a later version may know more settings."""
+    """Of each JSON file of a run, its names; of metrics.jsonl those of all its lines, but for what a later version measures
+    (sync/...); of config.json those that say something, for a later version may know more settings."""
     found = {path.name: keys(json.loads(path.read_text())) for path in sorted(run.glob("*.json"))}
     if (config := run / "config.json").exists():
         found[config.name] = [name for name, value in json.loads(config.read_text()).items() if value not in (None, False, [])]
         found[config.name].sort()
     if (metrics := run / "metrics.jsonl").exists():
-        found[metrics.name] = keys([json.loads(line) for line in metrics.read_text().splitlines()])
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        found[metrics.name] = keys([{k: v for k, v in line.items() if not k.startswith("sync/")} for line in lines])
     return found

@@ -456,7 +456,8 @@ def measured() -> tuple[float, float, int]:
             p -= 0.1 * p.grad
     one_step(sync, model, 3, False)
     mine = torch.tensor(float(np.square(flat(own) - flat(model)).sum()) / comm.world_size(), dtype=torch.float64)
-    return sync.drift, math.sqrt(comm.all_reduce(mine).item()), sync.sent_bytes
+    figures = sync.figures()
+    return figures["drift"], math.sqrt(comm.all_reduce(mine).item()), int(figures["sent_bytes"])
 
 
 def test_drift_and_bytes_are_those_of_a_direct_computation() -> None:

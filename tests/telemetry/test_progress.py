@@ -75,8 +75,8 @@ def test_without_a_total_and_at_the_end_no_time_is_left(clock: Clock) -> None:
 
 def attached(log: Log, meters: Meters, shown: Progress) -> Log:
     """To a Trainer of these parts, whose loader counts no samples."""
-    main, loader = SimpleNamespace(is_main=True), SimpleNamespace(taken=0)
-    parts = SimpleNamespace(world=main, meters=meters, breakdown=TimeBreakdown({}), progress=shown, loader=loader)
+    main, loader, sync = SimpleNamespace(is_main=True), SimpleNamespace(taken=0), SimpleNamespace(figures=dict)
+    parts = SimpleNamespace(world=main, meters=meters, breakdown=TimeBreakdown({}), progress=shown, loader=loader, sync=sync)
     log.attach(parts)
     return log
 

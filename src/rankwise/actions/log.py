@@ -34,17 +34,19 @@ class Log:
         self._began = self._last_line = time.monotonic()
         self._epoch: dict[str, Total] = {}
         self._epoch_steps = 0
-        self._last_step = -1
+        self._last_step = 0
+        self._sent_before = 0.0
         self._text = ""
 
     def attach(self, trainer: Any) -> None:
-        """Its meters, its breakdown of the time, its progress line, and its loader's count of samples."""
+        """Its meters, its breakdown of the time, its progress line, its loader's count of samples, its strategy's figures."""
         self._is_main: bool = trainer.world.is_main
         self._meters: Meters = trainer.meters
         self._breakdown: TimeBreakdown = trainer.breakdown
         self._epoch_time = TimeBreakdown(self._breakdown.sources)
         self._progress: Progress = trainer.progress
         self._samples = lambda: trainer.loader.taken
+        self._of_sync: Callable[[], dict[str, float]] = trainer.sync.figures
 
     def begin(self, state: TrainState) -> None:
         """The loop starts now: what was before is not its time."""
@@ -52,6 +54,8 @@ class Log:
         self._epoch_time.restart()
         self._began = self._last_line = time.monotonic()
         self._samples_before = self._samples()
+        self._last_step = state.step
+        self._sent_before = self._of_sync().get("sent_bytes", 0.0)
 
     def __call__(self, state: TrainState) -> None:
         self._epoch_steps += 1
@@ -68,6 +72,7 @@ class Log:
         """Collective. Bring the figures up to this step; nothing is pending afterwards."""
         if state.step == self._last_step:
             return
+        steps = state.step - self._last_step
         self._last_step = state.step
         totals, state.clock_s = self._meters.reduce_with_clock(time.monotonic() - self._began)
         for name, total in totals.items():
@@ -82,9 +87,24 @@ class Log:
             figures["samples_per_s"] = (taken - self._samples_before) / span.elapsed_s
             self._samples_before = taken
             self._text += f", {figures['samples_per_s']:.4g} samples/s"
-        state.note(figures | {f"share/{name}": s / span.elapsed_s for name, s in span.parts_s.items() if span.elapsed_s})
+        state.note(
+            figures
+            | self._figures_of_sync(steps)
+            | {f"share/{name}": s / span.elapsed_s for name, s in span.parts_s.items() if span.elapsed_s}
+        )
         if time.monotonic() - self._last_line >= self._line_every_s and not state.epoch_ended:
             self._say_line(state, f"{self._text}, ")
+
+    def _figures_of_sync(self, steps: int) -> dict[str, float]:
+        """Of the main rank: bytes a step since the last time, and what else the strategy measures."""
+        figures = self._of_sync()
+        if "sent_bytes" in figures:
+            sent = figures.pop("sent_bytes")
+            figures["bytes_per_step"] = (sent - self._sent_before) / steps
+            self._sent_before = sent
+        if "drift" in figures:
+            self._text += f", drift {figures['drift']:.3g}"
+        return {f"sync/{name}": value for name, value in figures.items()}
 
     def _say_line(self, state: TrainState, metrics: str) -> None:
         self._last_line = time.monotonic()

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rankwise.sync.local import Local as Local
     from rankwise.sync.local_sgd import LocalSGD as LocalSGD
     from rankwise.sync.names import named as named
+    from rankwise.sync.returnn import FromReturnn as FromReturnn
+    from rankwise.sync.returnn import from_returnn as from_returnn
     from rankwise.sync.strategy import Held as Held
     from rankwise.sync.strategy import Mine as Mine
     from rankwise.sync.strategy import Shared as Shared
@@ -25,11 +27,13 @@ _HOME = {
     "rankwise.sync.local": ("Local",),
     "rankwise.sync.local_sgd": ("LocalSGD",),
     "rankwise.sync.names": ("named",),
+    "rankwise.sync.returnn": ("FromReturnn", "from_returnn"),
     "rankwise.sync.strategy": ("Held", "Mine", "Shared", "StepResult", "SyncStrategy"),
 }
 
 __all__ = [
-    "AllReduce", "DiLoCo", "Held", "Local", "LocalSGD", "Mine", "Shared", "StepResult", "SyncStrategy", "named",
+    "AllReduce", "DiLoCo", "FromReturnn", "Held", "Local", "LocalSGD", "Mine", "Shared", "StepResult", "SyncStrategy",
+    "from_returnn", "named",
 ]  # fmt: skip
 
 __getattr__ = lazy(__name__, {name: module for module, names in _HOME.items() for name in names})

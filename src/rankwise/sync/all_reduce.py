@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 
 from rankwise.dist import accelerator, comm, log, private_names
 from rankwise.errors import ConfigError, RankwiseError, StepError
-from rankwise.host.arguments import Argument, takes
+from rankwise.host.arguments import Argument, one_of, takes
 from rankwise.sync.codecs import CODEC_OF_MATRICES
 from rankwise.sync.compressed import CompressedReduction, Memory
 from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction, is_possible
 from rankwise.sync.flat import FlatReduction
 from rankwise.sync.reduction import Count, Reduction, Sums
-from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult
+from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult, check_alike
 from rankwise.sync.trained import Trained, first_apart, some
 from rankwise.training.model import check_unwrapped
 from rankwise.training.precision import LossScale
@@ -46,6 +46,9 @@ class AllReduce:
     `overlap`: True sends the gradients in DDP's buckets during the backward pass, False in one message after it; None overlaps
     on GPUs if the gradients are more than one bucket holds. On a single rank nothing is sent.
 
+    `reduce`: "mean" over all samples; "sum": that times the number of ranks, as settings of Horovod ask for (each rank's mean
+    gradient summed, where ranks have equal counts). What is clipped and logged is this gradient.
+
     `compress`: bf16, fp16, int8 or powersgd:RANK (codecs.py); one smaller message after the backward pass. What a message loses
     is added to the next step's, so that gradients are rounded, but no part of them is lost for good.
 
@@ -59,15 +62,15 @@ class AllReduce:
     promise: Promise = "exact"
     held = Held("same", "own", "same")
 
-    @takes(overlap=_OVERLAP, compress=CODEC_OF_MATRICES.or_none)
-    def __init__(self, overlap: bool | None = None, compress: str | None = None) -> None:
+    @takes(overlap=_OVERLAP, compress=CODEC_OF_MATRICES.or_none, reduce=one_of("mean", "sum"))
+    def __init__(self, overlap: bool | None = None, compress: str | None = None, reduce: str = "mean") -> None:
         if compress is not None:
             if overlap:
                 raise ConfigError(
                     f"AllReduce(overlap=True, compress={compress!r}): it is sent after the backward pass; leave one out"
                 )
             self.promise = "rounded"
-        self.overlap, self._compress = overlap, compress
+        self.overlap, self._compress, self._reduce = overlap, compress, reduce
         self._memory = Memory({}, {})
         self._seed: torch.Tensor | None = None
         self._told_unused = False
@@ -77,6 +80,7 @@ class AllReduce:
         self._called = False
         """Whether `backward` was, since the last step."""
         self._waited_s = 0.0
+        self._sent_before = 0
 
     @property
     def wait_s(self) -> float:
@@ -97,6 +101,7 @@ class AllReduce:
     ) -> Self:
         if hasattr(self, "_trained"):
             raise ConfigError("this strategy has a model already; make another one: AllReduce().attach(model, optimizer)")
+        check_alike(self)
         check_unwrapped(model)
         if clip_norm is not None and math.isnan(clip_norm):
             raise ConfigError("clip_norm=nan clips nothing and skips nothing; give a number, or None not to clip")
@@ -107,6 +112,7 @@ class AllReduce:
         if self._trained.parameters[0].device.type == "cpu" and accelerator.current(os.environ) is not None:
             log.warn("the model is on the CPU and will train there, beside a GPU: model.to(rankwise.local_device(world)) first")
         self._optimizer = optimizer
+        self._factor = comm.world_size() if self._reduce == "sum" else 1
         self._agree(ConfigError)
         comm.broadcast(self._trained.tensors())
         self._reduction = self._new_reduction()
@@ -137,8 +143,15 @@ class AllReduce:
         wanted = is_large if self.overlap is None else self.overlap
         return wanted and self._together and is_possible()
 
+    def check_length(self, steps: int) -> None:
+        """Any length will do."""
+
     def describe(self) -> str:
-        return f"gradients: {self._reduction.describe()}" if self._together else ""
+        summed = f", times {self._factor}, the number of ranks" if self._factor > 1 else ""
+        return f"gradients: {self._reduction.describe()}{summed}" if self._together else ""
+
+    def figures(self) -> dict[str, float]:
+        return {"sent_bytes": self._sent_before + self._reduction.sent_bytes} if self._together else {}
 
     # --- what is trained may change
 
@@ -166,6 +179,7 @@ class AllReduce:
         if not told and not comm.all_agree(alike):
             raise StepError(f"what is new ({some(list(new))}) has had other values on other ranks in this step; {_FOLLOW}")
         self._waited_s += old.wait_s
+        self._sent_before += old.sent_bytes
         self._reduction = self._new_reduction()
         found = [home.get(id(p), mine.get(id(p))) for p in self._reduction.parameters]
         self._reduction.put(found, count)
@@ -243,7 +257,7 @@ class AllReduce:
             norm = _norm(gradients, torch.float64).item()  # squares that a float32 does not hold
         finite = math.isfinite(norm) and math.isfinite(sums.total)
         loss_scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
-        factor = self._nominal / (loss_scale * sums.total) if sums.total > 0 else 0.0
+        factor = self._factor * self._nominal / (loss_scale * sums.total) if sums.total > 0 else 0.0
         if self._loss_scale is not None and not sums.changed:
             self._loss_scale.update(finite)
             self._memory.scale(self._loss_scale.scale / loss_scale)

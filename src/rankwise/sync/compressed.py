@@ -56,7 +56,8 @@ class CompressedReduction(FlatReduction):
             # An announcement holds no gradient; what was lost goes with the next that does.
             buffer.flat.copy_(codec.sum(buffer.flat, remember=not changed))
 
+    def _gradient_bytes(self) -> int:
+        return sum(codec.sent_bytes(buffer.flat) for buffer, codec in zip(self._buffers, self._codecs, strict=True))
+
     def describe(self) -> str:
-        sent = sum(codec.sent_bytes(buffer.flat) for buffer, codec in zip(self._buffers, self._codecs, strict=True))
-        whole = sum(buffer.flat.numel() * buffer.flat.element_size() for buffer in self._buffers)
-        return f"{size(sent)} a step ({self._compress}; {size(whole)} whole)"
+        return f"{size(self._gradient_bytes())} a step ({self._compress}; {size(super()._gradient_bytes())} whole)"

@@ -59,6 +59,8 @@ class DdpReduction:
         self._apart: torch.Tensor | None = None
         """The tail in a message of its own, when the last bucket is not exact enough to carry a count (bf16, fp16)."""
         self.wait_s = 0.0
+        self.sent_bytes = 0
+        self._gradient_bytes = sum(p.nbytes for p in self.parameters)
 
     @property
     def begun(self) -> bool:
@@ -104,6 +106,7 @@ class DdpReduction:
             self._apart.zero_()
             self._tail.write(self._count, self._touched, changed)
             dist.all_reduce(self._apart)
+        self.sent_bytes += self._gradient_bytes + self._tail.nbytes
         self.wait_s += time.perf_counter() - began
         self._before = self._touched = None
         self._reduced = False
@@ -144,8 +147,7 @@ class DdpReduction:
             parameter.grad = None
 
     def describe(self) -> str:
-        whole = sum(p.numel() * p.element_size() for p in self.parameters)
-        return f"DDP, {size(whole)} in buckets of {BUCKET_BYTES >> 20} MB during the backward pass"
+        return f"DDP, {size(self._gradient_bytes)} in buckets of {BUCKET_BYTES >> 20} MB during the backward pass"
 
 
 def _summed(message: torch.Tensor, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

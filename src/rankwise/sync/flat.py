@@ -7,6 +7,7 @@ without a sample needs no forward pass: its buffer is zero.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from operator import attrgetter, is_, ne
@@ -48,6 +49,7 @@ class FlatReduction:
             self._tail = RidingTail(first[-tail:] if self._apart is None else self._apart)
         self._count: Count = 0.0
         self.wait_s = 0.0
+        self.sent_bytes = 0
 
     def backward(self, loss_sum: torch.Tensor, seed: torch.Tensor, count: Count, last: bool) -> None:
         loss_sum.backward(seed)  # type: ignore[no-untyped-call]
@@ -83,8 +85,17 @@ class FlatReduction:
             self._exchange(changed)
             if self._apart is not None:
                 dist.all_reduce(self._apart, group=comm.group_for(self._apart.device))
+            self.sent_bytes += self._message_bytes
             self.wait_s += time.perf_counter() - began
         return self._tail
+
+    @functools.cached_property
+    def _message_bytes(self) -> int:
+        """Of the messages of one step."""
+        return self._gradient_bytes() + (self._apart.nbytes if self._apart is not None else 0)
+
+    def _gradient_bytes(self) -> int:
+        return sum(buffer.flat.nbytes for buffer in self._buffers)
 
     def _exchange(self, changed: bool) -> None:
         """Collective. Sum what the buffers hold."""
@@ -101,8 +112,7 @@ class FlatReduction:
             self._apart.zero_()
 
     def describe(self) -> str:
-        whole = sum(b.flat.numel() * b.flat.element_size() for b in self._buffers)
-        return f"one all-reduce of {size(whole)} a step"
+        return f"one all-reduce of {size(self._gradient_bytes())} a step"
 
 
 class _Buffer:

@@ -35,6 +35,7 @@ class Local(AllReduce):
         for parameter in self._reduction.parameters:
             parameter.grad = None
         self._waited_s += self._reduction.wait_s
+        self._sent_before += self._reduction.sent_bytes
         self._reduction = self._new_reduction()
 
     def _follow(self, told: bool) -> None:
@@ -44,6 +45,11 @@ class Local(AllReduce):
         self.came |= digests(self._trained.new())
         with comm.alone():
             super()._follow(told)
+
+    @property
+    def sent_bytes(self) -> int:
+        """In its exact steps."""
+        return self._sent_before + self._reduction.sent_bytes
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All of the model and the optimizer, frozen ones too."""

@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 from rankwise.dist import comm, log, private_names
 from rankwise.errors import ConfigError, StepError
 from rankwise.host.arguments import FROM_ONE, FROM_ZERO, SECONDS, STEPS, one_of, takes
-from rankwise.host.text import numbered, size
+from rankwise.host.text import count, numbered, size
 from rankwise.sync.average import average, payload_bytes, tell
 from rankwise.sync.local import Local
 from rankwise.sync.reduction import Count
-from rankwise.sync.strategy import Held, Promise, Shared, StepResult
+from rankwise.sync.strategy import Held, Promise, Shared, StepResult, check_alike
 from rankwise.training.optimizer import named_state
 from rankwise.training.precision import LossScale
 
@@ -81,8 +81,7 @@ class LocalSGD:
         self._own: dict[str, Any] | None = None
         self._told = 0
         self._waited_s = 0.0
-        self.sent_bytes = 0
-        """What this rank has handed to all-reduces of averages so far."""
+        self._sent_bytes = 0
         self.drift = math.nan
         """At the last average: the root of the weighted mean squared distance between replicas and their average."""
 
@@ -101,6 +100,7 @@ class LocalSGD:
         loss_scale: LossScale | None = None,
         typical_count: float = 1.0,
     ) -> Self:
+        check_alike(self)
         self._model, self._optimizer = model, optimizer
         self._local.attach(model, optimizer, clip_norm=clip_norm, loss_scale=loss_scale, typical_count=typical_count)
         self._moving = self._trained_now()
@@ -181,7 +181,7 @@ class LocalSGD:
     def _average(self, tensors: Sequence[torch.Tensor], share: float) -> None:
         """Collective. Each becomes the sum of the ranks' shares of it."""
         average(tensors, share)
-        self.sent_bytes += payload_bytes(tensors)
+        self._sent_bytes += payload_bytes(tensors)
 
     def _apply(self, tensors: Sequence[torch.Tensor]) -> None:
         """What is made of the average that these hold now; here nothing."""
@@ -289,10 +289,30 @@ class LocalSGD:
             self._average_now()
         self._local.finish()
 
+    def check_length(self, steps: int) -> None:
+        name, local = type(self).__name__, steps - self.start
+        if local <= 0 and self.start:
+            raise ConfigError(
+                f"{name}(start={self.start}): the training ends after step {steps}, so that no step is a local one; give a "
+                "smaller start, or sync='all-reduce'"
+            )
+        if late := [at for at in self._at_steps if at > steps]:
+            log.warn(f"{name}(at_steps=...): {numbered('step', late)} of {steps}: no average is made there")
+        if not self._at_steps and self.seconds is None and self.every > local:
+            log.warn(
+                f"{name}(every={self.every}): there are {count(local, 'local step')}, so replicas are averaged once, at the end"
+            )
+
     def describe(self) -> str:
         whole = size(payload_bytes(self._averaged_tensors()))
         first = f"{self.start} exact steps, then " if self.start else ""
-        return f"{first}local steps, {whole} averaged {self._when()}"
+        local = "local steps, each with the mean gradient of one rank's samples (the learning rate is for those)"
+        return f"{first}{local}, {whole} averaged {self._when()}"
+
+    def figures(self) -> dict[str, float]:
+        """`drift`: of the last average."""
+        drift = {"drift": self.drift} if math.isfinite(self.drift) else {}
+        return {"sent_bytes": self._sent_bytes + self._local.sent_bytes, **drift}
 
     def _when(self) -> str:
         if self._at_steps:

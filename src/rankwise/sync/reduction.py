@@ -74,6 +74,10 @@ class RidingTail:
         self._source = torch.zeros_like(self._ends)
         self._units = torch.tensor(_UNITS, dtype=torch.float64, device=view.device)
 
+    @property
+    def nbytes(self) -> int:
+        return self._view.nbytes
+
     def write(self, count: Count, touched: Sequence[bool] | None, changed: bool) -> None:
         """Into a view that is zero."""
         complete = touched is None
@@ -125,6 +129,9 @@ class Reduction(Protocol):
 
     wait_s: float
     """Seconds that `reduce` has taken so far."""
+
+    sent_bytes: int
+    """What this rank has handed over in messages so far."""
 
     @property
     def begun(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from rankwise.training.fingerprint import compare
 from rankwise.training.precision import LossScale
 
 Promise = Literal["exact", "rounded", "averaged"]
@@ -58,6 +59,15 @@ class StepResult(NamedTuple):
     """None: nothing was sent in this step, so that nothing can be decided by it."""
 
 
+def check_alike(strategy: SyncStrategy) -> None:
+    """Collective. Raises ConfigError on all ranks where one was given another strategy, or another setting of it."""
+    kind = type(strategy).__name__
+    settings = {
+        name.strip("_"): v for name, v in vars(strategy).items() if v is None or isinstance(v, int | float | str | list)
+    }
+    compare({"the strategy": kind, **{f"{kind}'s {name}": value for name, value in settings.items()}})
+
+
 class SyncStrategy(Protocol):
     """A loss sum and its count go in on each rank; the optimizer steps.
 
@@ -91,6 +101,10 @@ class SyncStrategy(Protocol):
         trained so.
         """
 
+    def check_length(self, steps: int) -> None:
+        """Local, before the first step of a training of so many. Warns of what makes little sense in so many, and raises
+        ConfigError for what makes none."""
+
     def follow(self) -> None:
         """Collective where the model or the optimizer has changed what is trained (unfrozen or new parameters, a new group):
         call it when all ranks have changed it. What is new holds rank 0's values afterwards.
@@ -114,6 +128,9 @@ class SyncStrategy(Protocol):
 
     def describe(self) -> str:
         """How, in a few words, for what is printed at the start; empty if there is nothing to say."""
+
+    def figures(self) -> dict[str, float]:
+        """Local. For the log: `sent_bytes`, what this rank has handed to reductions so far, and what else there is."""
 
     def state_dict(self) -> dict[str, Any]:
         """Local."""
