@@ -231,6 +231,29 @@ def test_a_step_is_one_all_reduce_and_no_other_message_with_batch_norm_too(overl
         assert [e for e in answer[3] if e.startswith("c10d::")] in ([], ["c10d::allreduce_"])
 
 
+def summed_and_mean(overlap: bool | None) -> tuple[float, float, str, int]:
+    """(norm of the summed gradient, of the mean, how it is told, bytes sent): equal counts on all ranks."""
+    norms, told = [], []
+    for reduce in ("sum", "mean"):
+        model = plain_model()
+        sync = AllReduce(overlap=overlap, reduce=reduce).attach(model, adamw(model))
+        sync.backward(*loss_of(model, [sequences()[0]]))
+        shared = sync.step().shared
+        assert shared is not None
+        norms.append(shared.grad_norm)
+        told.append(sync.describe())
+    return norms[0], norms[1], told[0], int(sync.figures()["sent_bytes"])
+
+
+@pytest.mark.parametrize("overlap", WAYS)
+def test_a_summed_gradient_is_the_mean_times_the_number_of_ranks(overlap: bool | None) -> None:
+    gradient = 8 * sum(p.numel() for p in plain_model().parameters())
+    for summed, mean, told, sent in on_ranks(3, summed_and_mean, overlap):
+        assert summed == pytest.approx(3 * mean, rel=1e-12)
+        assert told.endswith(", times 3, the number of ranks")
+        assert gradient < sent < gradient + 8 * 30  # the tail that rides in the message is known to be short
+
+
 # --- gradients that are not finite
 
 

@@ -442,6 +442,67 @@ def test_floating_buffers_are_averaged_and_counters_are_rank_0s() -> None:
     assert any(first["0.running_mean"])
 
 
+def attached_with_another_setting() -> list[str]:
+    found = []
+    for mine, others in (
+        (lambda: LocalSGD(4), lambda: LocalSGD(5)),
+        (lambda: LocalSGD(4), lambda: DiLoCo(4)),
+        (lambda: LocalSGD(4), lambda: AllReduce()),
+        (lambda: LocalSGD(at_steps=[3, 4]), lambda: LocalSGD(at_steps=[3])),
+        (lambda: AllReduce(compress="int8"), lambda: AllReduce(compress="bf16")),
+        (lambda: AllReduce(reduce="sum"), lambda: AllReduce()),
+    ):
+        model = make_model()
+        strategy: Any = others() if comm.rank() == 1 else mine()
+        try:
+            strategy.attach(model, sgd(model))
+        except ConfigError as error:
+            found.append(str(error).partition(";")[0])
+    return found
+
+
+def test_ranks_with_other_strategies_or_settings_are_an_error_on_all_before_anything_is_trained() -> None:
+    start = "the ranks are not set alike: "
+    for found in on_ranks(3, attached_with_another_setting):
+        assert found == [
+            f"{start}LocalSGD's every is 4 on rank 0 and 5 on rank 1",
+            f"{start}the strategy is 'LocalSGD' on rank 0 and 'DiLoCo' on rank 1",
+            f"{start}the strategy is 'LocalSGD' on rank 0 and 'AllReduce' on rank 1",
+            f"{start}LocalSGD's at_steps is [3, 4] on rank 0 and [3] on rank 1",
+            f"{start}AllReduce's compress is 'int8' on rank 0 and 'bf16' on rank 1",
+            f"{start}AllReduce's reduce is 'sum' on rank 0 and 'mean' on rank 1",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (AllReduce(), ""),
+        (LocalSGD(10), ""),
+        (LocalSGD(100), ""),
+        (LocalSGD(101), "LocalSGD(every=101): there are 100 local steps; replicas are averaged once, at the end"),
+        (LocalSGD(50, start=60), "LocalSGD(every=50): there are 40 local steps; replicas are averaged once, at the end"),
+        (LocalSGD(at_steps=[5, 101]), "LocalSGD(at_steps=...): step 101 of 100: no average is made there"),
+        (LocalSGD(seconds=3600.0), ""),
+        (DiLoCo(32), "DiLoCo(momentum=0.9): the outer optimizer makes 3 steps in all, too few for this momentum"),
+        (DiLoCo(32, momentum=0.5), ""),
+        (DiLoCo(3), ""),
+    ],
+)
+def test_a_training_too_short_for_its_strategy_is_warned_of(
+    strategy: SyncStrategy, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    strategy.check_length(100)
+    told = capfd.readouterr().out
+    assert told.startswith(f"warning: {said}") if said else told == ""
+
+
+@pytest.mark.parametrize("start", [100, 1000])
+def test_a_training_that_ends_before_its_first_local_step_is_refused(start: int) -> None:
+    with pytest.raises(ConfigError, match=rf"LocalSGD\(start={start}\): the training ends after step 100, so that no step is"):
+        LocalSGD(start=start).check_length(100)
+
+
 def measured() -> tuple[float, float, int]:
     model = make_model()
     sync = LocalSGD(4).attach(model, sgd(model))

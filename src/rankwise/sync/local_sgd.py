@@ -300,7 +300,7 @@ class LocalSGD:
             log.warn(f"{name}(at_steps=...): {numbered('step', late)} of {steps}: no average is made there")
         if not self._at_steps and self.seconds is None and self.every > local:
             log.warn(
-                f"{name}(every={self.every}): there are {count(local, 'local step')}, so replicas are averaged once, at the end"
+                f"{name}(every={self.every}): there are {count(local, 'local step')}; replicas are averaged once, at the end"
             )
 
     def describe(self) -> str:
