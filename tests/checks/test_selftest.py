@@ -26,7 +26,7 @@ from rankwise.checks import trainer as trainer_module
 from rankwise.checks.trainer import findings_of
 from rankwise.dist import comm
 from rankwise.dist.comm import rank
-from rankwise.sync import AllReduce, flat, trained
+from rankwise.sync import AllReduce, LocalSGD, codecs, flat, trained
 from rankwise.sync.flat import FlatReduction
 from rankwise.sync.reduction import Reduction
 from rankwise.trainer import Trainer
@@ -284,6 +284,11 @@ def _equalised(sync: AllReduce, module: nn.Module | None = None) -> Iterator[Non
 
 
 @contextlib.contextmanager
+def _left_alone(sync: LocalSGD, module: nn.Module | None = None) -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
 def _all_in_training(model: nn.Module) -> Iterator[None]:
     model.eval()
     yield
@@ -296,7 +301,7 @@ def _of_the_model_alone(sync: AllReduce) -> Reduction:
     return FlatReduction(list(sync._trained.model.parameters()), sync._together)
 
 
-def _asked_on_a_rank(bug: str) -> tuple[list[str], bool]:
+def _asked_on_a_rank(bug: str, strategy: str = "all-reduce") -> tuple[list[str], bool]:
     """(the checks that failed, whether the Trainer is as it was and says the same)."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
@@ -313,6 +318,12 @@ def _asked_on_a_rank(bug: str) -> tuple[list[str], bool]:
         model.insert(1, nn.BatchNorm1d(8).eval())
     if bug == "trained taken once":
         trained.Trained.changed = lambda self: False  # type: ignore[method-assign]
+    if bug == "rounding lost":
+        codecs.Codec.sum = lambda self, flat, remember=True: self._sum(flat)[0]  # type: ignore[method-assign]
+    if bug == "not averaged":
+        LocalSGD.averaged = _left_alone  # type: ignore[method-assign, assignment]
+    if bug == "own state not loaded":
+        LocalSGD.load_rank_state_dict = lambda self, state: None  # type: ignore[method-assign]
     if bug == "outside left alone":
         AllReduce._new_reduction = _of_the_model_alone  # type: ignore[method-assign]
     if bug in ("outside not saved", "frozen not saved"):
@@ -331,7 +342,8 @@ def _asked_on_a_rank(bug: str) -> tuple[list[str], bool]:
         return functional.cross_entropy(scores, batch[1], reduction="sum"), len(batch[1])
 
     optimizer = (_Sleepy if bug == "skips" else torch.optim.SGD)([*model.parameters(), *outside], lr=0.1)
-    trainer = Trainer(model, optimizer, step, data, global_batch_size=8, max_epochs=1)
+    sync = AllReduce(reduce="sum") if strategy == "sum" else strategy
+    trainer = Trainer(model, optimizer, step, data, global_batch_size=8, max_epochs=1, sync=sync)
     parameters = [*model.parameters(), *outside]
     before, streams = [p.clone() for p in parameters], torch.get_rng_state()
     failed = [finding.check for finding in findings_of(trainer) if finding.status == "FAILED"]
@@ -344,6 +356,35 @@ def _asked_on_a_rank(bug: str) -> tuple[list[str], bool]:
 @pytest.mark.parametrize(("ranks", "honest"), [(1, ""), (3, ""), (1, "outside"), (2, "outside")])
 def test_a_trainer_can_be_asked_on_the_ranks_that_there_are_and_is_not_changed(ranks: int, honest: str) -> None:
     assert on_ranks(ranks, _asked_on_a_rank, honest) == [([], True)] * ranks
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "sum",
+        "all-reduce:int8",
+        "local-sgd:4",
+        *(
+            pytest.param(name, marks=pytest.mark.stress)
+            for name in ("all-reduce:bf16", "all-reduce:fp16", "local-sgd:1", "post-local-sgd:1:3", "diloco:1", "diloco:4:int8")
+        ),
+    ],
+)
+def test_each_strategy_is_tested_by_what_it_promises(strategy: str) -> None:
+    assert on_ranks(2, _asked_on_a_rank, "", strategy) == [([], True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("bug", "strategy", "check"),
+    [
+        ("rounding lost", "all-reduce:powersgd:1", "gradients"),
+        ("not averaged", "local-sgd:4", "steps"),
+        ("own state not loaded", "local-sgd:4", "resume"),
+    ],
+)
+def test_a_strategy_that_breaks_its_promise_is_named(bug: str, strategy: str, check: str) -> None:
+    told = on_ranks(2, _asked_on_a_rank, bug, strategy)
+    assert all(check in failed and same for failed, same in told), told
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,16 @@ Step = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
 Found = dict[str, Any]  # gradients, by the names of their parameters
 
 _ROUNDED = 1e-6  # of an update: a kernel that takes another order rounds otherwise
+ROUNDINGS = 16
+"""Steps over which a strategy that rounds gradients is to have made up for it."""
+
 _ADDITIVE = 1e-3  # what is twice as much of twice as many, in whatever type
 
 
 class Gradients:
     """`step_fn` is tried in float64 on a copy of the model; if it cannot be, `forward` is, as the Trainer calls it.
 
-    `whole`: the global batch; `parts`: the same in micro-batches.
+    `whole`: the global batch; `parts`: the same in micro-batches. `times`: what the strategy multiplies the mean gradient by.
     """
 
     def __init__(
@@ -49,8 +52,9 @@ class Gradients:
         new_sync: Callable[..., SyncStrategy],
         whole: Any,
         parts: Sequence[Any],
+        times: int = 1,
     ) -> None:
-        self._new_sync = new_sync
+        self._new_sync, self._times = new_sync, times
         twin = Twin(model, optimizer)
         self._model, self._optimizer = twin.model, twin.optimizer
         self._step, self._dtype = forward, _name(next(model.parameters()).dtype)
@@ -114,6 +118,26 @@ class Gradients:
         finally:
             torch.set_default_dtype(before)
 
+    def rounding(self, new_sync: Callable[..., SyncStrategy], batches: Sequence[Any]) -> tuple[Difference, Difference]:
+        """Collective. How far the gradient of a strategy that rounds is from the exact one in its first step, and how far the
+        mean is of many such steps at one point: what a step has lost is to come later."""
+        with self._exact(), self._twin() as twin:
+            for group in twin.optimizer.param_groups:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+            sync = new_sync(twin.model, twin.optimizer, clip_norm=None)
+            found: list[Found] = []
+            twin.optimizer.register_step_pre_hook(lambda *_: found.append(_gradients_of(twin)))
+            for _ in range(ROUNDINGS):
+                for i, batch in enumerate(batches, start=1):
+                    sync.backward(*self._step(twin.model, self._given(batch)), last=i == len(batches))
+                sync.step()
+            sync.finish()
+            reference = self._alone([self._whole])
+        mean = {name: sum(each[name] for each in found) / len(found) for name in reference}
+        told = [comm.all_gather_object(difference(reference, each)) for each in (found[0], mean)]
+        first, over_all = (max(each, key=lambda a: a.size) for each in told)
+        return first, over_all
+
     # --- two ways to a gradient
 
     def _fresh(self) -> nn.Module:
@@ -137,7 +161,7 @@ class Gradients:
                 loss_sum, n = self._step(twin.model, self._given(batch))
                 loss_sum.backward()  # type: ignore[no-untyped-call]
                 count += float(n)
-            return {name: g / count if count else g * math.nan for name, g in _gradients_of(twin).items()}
+            return {n: self._times * g / count if count else g * math.nan for n, g in _gradients_of(twin).items()}
 
     def _together(self, batches: Sequence[Any]) -> Found:
         """Collective. By the strategy, over all ranks."""

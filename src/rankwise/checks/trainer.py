@@ -18,13 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rankwise.checkpoint import Checkpoints
 from rankwise.checks.compare import compare_draws, first_apart
 from rankwise.checks.determinism import Draws
+from rankwise.checks.difference import Difference
 from rankwise.checks.finding import FAILED, OK, OPEN, Finding, as_text, combined, passed
-from rankwise.checks.gradients import Gradients
+from rankwise.checks.gradients import ROUNDINGS, Gradients
 from rankwise.checks.twin import Twin
 from rankwise.data import Loader
 from rankwise.dist import comm, log, seed
@@ -33,6 +36,7 @@ from rankwise.dist.guards import run_on_main
 from rankwise.dist.world import World
 from rankwise.evaluation import Evaluate
 from rankwise.host.text import count
+from rankwise.sync import AllReduce, SyncStrategy
 from rankwise.trainer import Trainer
 from rankwise.training.digest import digest, digests
 from rankwise.training.model import evaluating
@@ -46,6 +50,8 @@ SAMPLES, FEW = 13, 9
 norms need, and never as many for all: means of equal parts would hide that they are means."""
 
 _STEPS = 2
+_MADE_UP_FOR = 3  # so many times smaller over many steps
+_OF_A_SUM = 0.01  # what ranks lose that add up in 16 bits: nobody knows it
 
 
 def selftest(trainer: Trainer) -> bool:
@@ -165,9 +171,37 @@ def _gradients(trainer: Trainer) -> Finding:
         return next(iter(trainer.loader.anew(world, accumulate, size)))
 
     (whole,), parts = batches(ONE, 1), batches(ONE, 4)
-    model, optimizer = trainer.state.model, trainer.state.optimizer
-    gradients = Gradients(model, optimizer, trainer.step_fn, trainer.forward, trainer.new_sync, whole, parts)
-    return gradients.finding({layout(ranks, k): batches(trainer.world, k) for k in splits})
+    model, optimizer, promise = trainer.state.model, trainer.state.optimizer, trainer.sync.promise
+    exact = promise in ("exact", "summed")
+    new_sync = trainer.new_sync if exact else _all_reduce
+    times = ranks if promise == "summed" else 1
+    gradients = Gradients(model, optimizer, trainer.step_fn, trainer.forward, new_sync, whole, parts, times)
+    finding = gradients.finding({layout(ranks, k): batches(trainer.world, k) for k in splits})
+    if promise == "summed":
+        return replace(finding, evidence=f"{finding.evidence} (times the number of ranks, as the strategy sums)")
+    if exact or finding.status != OK:
+        return finding
+    if promise == "rounded":
+        return _rounding(finding, *gradients.rounding(trainer.new_sync, batches(trainer.world, splits[0])))
+    return replace(finding, evidence=f"{finding.evidence} (by AllReduce(); the strategy lets ranks step apart)")
+
+
+def _all_reduce(model: nn.Module, optimizer: Optimizer, **given: Any) -> SyncStrategy:
+    """Collective. In the place of a strategy that is not exact: the step function and the data are looked at, not that."""
+    return AllReduce().attach(model, optimizer, **given)
+
+
+def _rounding(exact: Finding, first: Difference, over_all: Difference) -> Finding:
+    """`exact`: what was found without it. A rounding that is made up for is, over N steps, an N-th of one step's or a few."""
+    where = f"{exact.where}; rounded by {first}, over {ROUNDINGS} steps by {over_all}"
+    if over_all.size <= max(first.size / _MADE_UP_FOR, _OF_A_SUM):
+        evidence = f"{exact.evidence} (by AllReduce(); what the strategy rounds it makes up for)"
+        return replace(exact, evidence=evidence, where=where)
+    return Finding(
+        "gradients", FAILED, "what the strategy rounds is lost: {}",
+        "the gradients of many steps do not add up to the exact ones",
+        "let the strategy (sync=) add what a message has lost to the next one", where=where,
+    )  # fmt: skip
 
 
 # --- random numbers
@@ -236,6 +270,11 @@ class _Copy:
         with self._twin:
             return digests(self._twin.named())
 
+    def averaged(self) -> dict[str, str]:
+        """Collective. Of the parameters that an evaluation sees."""
+        with self.sync.averaged():
+            return self.parameters()
+
     def digests(self) -> dict[str, str]:
         """Of parameters and buffers, and of what the optimizer keeps."""
         kept = named_state(self.model, self._twin.optimizer)
@@ -256,6 +295,8 @@ def _resume_and_steps(trainer: Trainer) -> list[Finding]:
         unbroken.save(checkpoints)
         unbroken.step()
         moved = unbroken.parameters()
+        averaged = trainer.sync.promise == "averaged"
+        alike = unbroken.averaged() if averaged else moved
         seed.seed_rank(trainer.seed + 1, trainer.world.rank)  # as a new process: elsewhere
         resumed.load(checkpoints)
         resumed.step()
@@ -266,13 +307,14 @@ def _resume_and_steps(trainer: Trainer) -> list[Finding]:
         never.freeze(frozen)
         never.step()
         looked = first_apart([never.digests(), unbroken.digests()], ("a run that was not looked at", "one that was"))
-        told = comm.all_gather_object((moved, apart, looked, [name for name in before if before[name] == moved[name]]))
-    steps = _steps([of for of, *_ in told], [still for *_, still in told], len(before))
+        told = comm.all_gather_object((alike, apart, looked, [name for name in before if before[name] == moved[name]]))
+    steps = _steps([of for of, *_ in told], [still for *_, still in told], len(before), averaged)
     resumes, looks = [text for _, text, _, _ in told if text], [text for _, _, text, _ in told if text]
     return [steps, _resume(resumes[0] if resumes else None), _looking(looks[0] if looks else None)]
 
 
-def _steps(moved: Sequence[dict[str, str]], still: Sequence[Sequence[str]], parameters: int) -> Finding:
+def _steps(moved: Sequence[dict[str, str]], still: Sequence[Sequence[str]], parameters: int, averaged: bool) -> Finding:
+    """`moved`: what is to be the same on all ranks, by rank; `averaged`: that is the average of replicas."""
     lazy = [rank for rank, names in enumerate(still) if len(names) == parameters]
     if lazy and len(lazy) < len(moved):
         return Finding(
@@ -286,7 +328,8 @@ def _steps(moved: Sequence[dict[str, str]], still: Sequence[Sequence[str]], para
     if lazy:
         return Finding("steps", FAILED, f"{_STEPS} steps moved no parameter", "the learning rate is 0, or no gradient arrives",
                        "look at the learning rate of the first steps, and at what the loss depends on")  # fmt: skip
-    return Finding("steps", OK, f"after {_STEPS} the parameters have moved, and are the same on {{}}", where=str(len(moved)))
+    same = "the replicas have moved, and their average is" if averaged else "the parameters have moved, and are"
+    return Finding("steps", OK, f"after {_STEPS} {same} the same on {{}}", where=str(len(moved)))
 
 
 def _resume(apart: str | None) -> Finding:

@@ -69,7 +69,13 @@ class AllReduce:
                 raise ConfigError(
                     f"AllReduce(overlap=True, compress={compress!r}): it is sent after the backward pass; leave one out"
                 )
+            if reduce == "sum":
+                raise ConfigError(
+                    f"AllReduce(reduce='sum', compress={compress!r}): what is compressed is the mean; leave one out"
+                )
             self.promise = "rounded"
+        elif reduce == "sum":
+            self.promise = "summed"
         self.overlap, self._compress, self._reduce = overlap, compress, reduce
         self._memory = Memory({}, {})
         self._seed: torch.Tensor | None = None

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from rankwise.training.fingerprint import compare
 from rankwise.training.precision import LossScale
 
-Promise = Literal["exact", "rounded", "averaged"]
+Promise = Literal["exact", "summed", "rounded", "averaged"]
 Holding = Literal["same", "own", "shard"]
 
 
@@ -76,8 +76,8 @@ class SyncStrategy(Protocol):
     """
 
     promise: Promise
-    """exact: the gradient of the whole global batch, to the last digits; rounded: but for what compression loses, which is
-    made up for later; averaged: replicas that differ between two averages."""
+    """exact: the mean gradient of the whole global batch, to the last digits; summed: times the number of ranks; rounded: but
+    for what compression loses, which is made up for later; averaged: replicas that differ between two averages."""
 
     held: Held
 
