@@ -406,25 +406,33 @@ def test_what_no_period_can_be_made_of_is_refused(make: Callable[[], Any], said:
 # --- seconds, buffers, bytes, drift
 
 
-def timed(clock: list[float]) -> list[int]:
-    """The steps after which an average was made, where rank 1's steps take three times as long by its own clock."""
+def timed(clock: list[float]) -> tuple[list[int], list[list[float]]]:
+    """(the steps after which an average was made, where rank 1's steps take three times as long by its own clock; the weights
+    at the end, and those of a training that averages after these steps)."""
     from rankwise.sync import local_sgd
 
     now = [0.0]
     local_sgd.time.perf_counter = lambda: now[0]  # type: ignore[attr-defined, assignment]
-    model = make_model()
-    sync = LocalSGD(seconds=clock[0]).attach(model, sgd(model))
-    found = []
-    for step in range(60):
-        now[0] += clock[1] * (3 if comm.rank() == 1 else 1)
-        if one_step(sync, model, step, False).shared is not None:
-            found.append(step + 1)
-    return found
+    found, ends = [], []
+    for replayed in (False, True):
+        model = make_model()
+        strategy = LocalSGD(at_steps=found) if replayed else LocalSGD(seconds=clock[0])
+        sync = strategy.attach(model, momentum(model))
+        for step in range(60):
+            now[0] += clock[1] * (3 if comm.rank() == 1 else 1)
+            one_step(sync, model, step, False)
+        found = list(sync.averaged_at)
+        sync.finish()
+        ends.append(flat(model).tolist())
+    return found, ends
 
 
 def test_averages_by_time_come_at_the_same_steps_on_all_ranks_though_one_is_slow() -> None:
     first, second = on_ranks(2, timed, [3.1, 0.1])
-    assert first == second == [1, 2, 3, 13, 23, 33, 43, 53]  # ten steps of the slow rank are 3 s
+    assert first == second
+    steps, (clocked, replayed) = first
+    assert steps == [1, 2, 3, 13, 23, 33, 43, 53]  # ten steps of the slow rank are 3 s
+    assert clocked == replayed
 
 
 def with_buffers() -> dict[str, list[float]]:

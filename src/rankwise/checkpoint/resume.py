@@ -186,9 +186,11 @@ def load_own_states(folder: Path, manifest: Manifest, parts: Mapping[str, Statef
         found = _read(folder, manifest, RANKS, None, verify)
         if manifest.world_size != comm.world_size():
             names = sorted({name for state in found.values() for name in state})
+            averages = any(getattr(strategy, "promise", "") == "averaged" for strategy in _strategies(parts).values())
+            what, begin = ("replicas", "their average") if averages else ("running statistics, for example", "the main rank's")
             log.say(
-                f"what each of {count(manifest.world_size, 'rank')} held apart (in {', '.join(names)}; running statistics, "
-                "for example) is not resumed: all ranks begin with the main rank's"
+                f"what each of {count(manifest.world_size, 'rank')} held apart (in {', '.join(names)}; {what}) is not resumed: "
+                f"all ranks begin with {begin}"
             )
             found = {}
     own = found.get(str(comm.rank()), {})

@@ -59,24 +59,19 @@ class AllReduce:
     are each rank's own: what is evaluated and saved is a copy, the main rank's.
     """
 
-    promise: Promise = "exact"
+    promise: Promise
     held = Held("same", "own", "same")
 
     @takes(overlap=_OVERLAP, compress=CODEC_OF_MATRICES.or_none, reduce=one_of("mean", "sum"))
     def __init__(self, overlap: bool | None = None, compress: str | None = None, reduce: str = "mean") -> None:
-        if compress is not None:
-            if overlap:
-                raise ConfigError(
-                    f"AllReduce(overlap=True, compress={compress!r}): it is sent after the backward pass; leave one out"
-                )
-            if reduce == "sum":
-                raise ConfigError(
-                    f"AllReduce(reduce='sum', compress={compress!r}): what is compressed is the mean; leave one out"
-                )
-            self.promise = "rounded"
-        elif reduce == "sum":
-            self.promise = "summed"
+        if compress is not None and overlap:
+            raise ConfigError(
+                f"AllReduce(overlap=True, compress={compress!r}): it is sent after the backward pass; leave one out"
+            )
+        if compress is not None and reduce == "sum":
+            raise ConfigError(f"AllReduce(reduce='sum', compress={compress!r}): what is compressed is the mean; leave one out")
         self.overlap, self._compress, self._reduce = overlap, compress, reduce
+        self.promise = "rounded" if compress is not None else "summed" if reduce == "sum" else "exact"
         self._memory = Memory({}, {})
         self._seed: torch.Tensor | None = None
         self._told_unused = False

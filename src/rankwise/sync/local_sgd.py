@@ -82,6 +82,8 @@ class LocalSGD:
         self._told = 0
         self._waited_s = 0.0
         self._sent_bytes = 0
+        self.averaged_at: list[int] = []
+        """After which steps so far: `at_steps` of a training that is to average as this one did by the clock."""
         self.drift = math.nan
         """At the last average: the root of the weighted mean squared distance between replicas and their average."""
 
@@ -141,6 +143,7 @@ class LocalSGD:
         self._local.came.clear()
         self._moving = self._trained_now()
         self._averages += 1
+        self.averaged_at.append(self._done)
         self._waited_s += time.perf_counter() - began
         self._since = time.perf_counter()
         return shared
@@ -323,13 +326,14 @@ class LocalSGD:
 
     def state_dict(self) -> dict[str, Any]:
         shared = {"done": self._done, "next": self._next, "began": self._began_period, "averages": self._averages}
-        return {**shared, "local": self._local.state_dict()}
+        return {**shared, "averaged_at": list(self.averaged_at), "local": self._local.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "done" not in state:
             raise ConfigError("the checkpoint was made with another strategy: set sync back, or start anew with --fresh")
         self._done, self._next, self._averages = state["done"], state["next"], state["averages"]
         self._began_period = state["began"]
+        self.averaged_at = list(state.get("averaged_at", ()))
         if self._local.is_exact and self._done >= self.start:
             self._local.part()
         self._local.load_state_dict(state["local"])
