@@ -23,7 +23,7 @@ from measure import median, ratios, spread
 LAYERS, WIDTH, BATCH = 8, 784, 64
 FORWARD_S, BACKWARD_S = 0.002, 0.004
 PROBE = 2**20
-WAYS = {  # name: (steps that are timed, steps before); whole periods
+WAYS = {
     "DDP": (4, 1),
     "DDP, fp16 hook": (6, 1),
     "all-reduce": (4, 1),
@@ -159,7 +159,8 @@ def measured(rounds: list[int], out: Path) -> None:
     for rank in range(2):
         environ = {
             **os.environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1",
-            "GROUP_RANK": str(rank), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29555", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
+            "GROUP_RANK": str(rank), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29555",
+            "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         words = ["ip", "netns", "exec", f"rw{rank}", sys.executable, __file__, "--rank", ",".join(map(str, rounds))]
         ranks.append(subprocess.Popen(words, env=environ, stdout=subprocess.PIPE if rank == 0 else None, text=True))

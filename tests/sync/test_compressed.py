@@ -37,7 +37,7 @@ def balance(name: str) -> tuple[float, float]:
     """By how much (what was told) + (what is still kept) differs from what was to be told; what one message lost."""
     given = messages(comm.rank(), 6)
     codec = codec_of(name, given[0], SHAPES)
-    told = [codec.sum(one) for one in given]
+    told = [codec.sum_(one.clone()) for one in given]
     wanted = comm.all_reduce(torch.stack(given).sum(0))
     kept = comm.all_reduce(codec.error.clone())
     first = comm.all_reduce(given[0].clone())
@@ -58,7 +58,7 @@ def of_low_rank() -> float:
     flat = torch.cat([(a @ b).reshape(-1), *(torch.randn(s.numel(), generator=generator).double() for s in SHAPES[1:])])
     codec = codec_of("powersgd:2", flat, [SHAPES[0], *(torch.Size((s.numel(),)) for s in SHAPES[1:])])
     for _ in range(3):
-        total = codec.sum(flat)
+        total = codec.sum_(flat.clone())
     return float((total - 2 * flat).abs().max())
 
 
@@ -70,14 +70,14 @@ def test_powersgd_sends_a_matrix_of_as_few_columns_as_it_has_exactly() -> None:
 def not_finite(name: str) -> list[bool]:
     flat = messages(comm.rank(), 1)[0]
     codec = codec_of(name, flat, SHAPES)
-    codec.sum(flat)
+    codec.sum_(flat.clone())
     before = codec.error.clone(), {i: right.clone() for i, right in codec.rights.items()}
     seen = []
     for bad in (math.nan, math.inf, -math.inf):
         spoilt = flat.clone()
         if comm.rank() == 1:
             spoilt[7] = bad
-        seen.append(bool(torch.isfinite(codec.sum(spoilt)).all()))
+        seen.append(bool(torch.isfinite(codec.sum_(spoilt)).all()))
         if comm.rank() == 1 or name.startswith("powersgd"):
             seen.append(torch.equal(codec.error, before[0]))
         seen += [torch.equal(right, before[1][i]) for i, right in codec.rights.items()]

@@ -1,13 +1,13 @@
 """What makes a message smaller: 16 bits, 8 bits or few columns per matrix; what a message loses is added to the next one.
 
-codec = codec_of("int8", flat);   total = codec.sum(flat)        # collective: of all ranks' `flat`, as far as it is sent
+codec = codec_of("int8", flat);   codec.sum_(flat)        # collective: the sum of all ranks' `flat`, as far as it is sent
 
 Error feedback: Karimireddy et al. 2019, arXiv:1901.09847. PowerSGD: Vogels et al. 2019, arXiv:1905.13727.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from rankwise.errors import ConfigError
 from rankwise.host.arguments import Argument, one_of
 
 _BLOCK = 2048  # elements that share one scale
+_SCALE_BYTES = 4
+_PIECE = 128 * _BLOCK  # of a message, in elements
 _NEAR = 0.9 * 65504
 
 
@@ -46,23 +48,29 @@ class Codec:
     def __init__(self, flat: torch.Tensor) -> None:
         self.error = torch.zeros_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
         """What this rank's messages have lost so far; written in place."""
+        self._work = torch.empty_like(self.error)
         self.rights: dict[int, torch.Tensor] = {}
         """PowerSGD's, by the matrix's place among the shapes; written in place. Equal on all ranks."""
 
-    def sum(self, flat: torch.Tensor, remember: bool = True) -> torch.Tensor:
-        """Collective. The sum over ranks of `flat` plus `error`, as far as it was sent; the rest is the error from now on.
-        Without `remember`, and where what was sent is not finite, nothing of this is kept."""
-        wanted = flat + self.error
-        total, lost, rights = self._sum(wanted)
-        if remember and bool(torch.isfinite(lost.sum())):
-            self.error.copy_(lost)
+    def sum_(self, flat: torch.Tensor, remember: bool = True) -> torch.Tensor:
+        """Collective. `flat` becomes the sum over ranks of `flat` plus `error`, as far as it was sent; the rest is the error
+        from now on. Without `remember`, and where what was sent is not finite, nothing of this is kept. Returns `flat`."""
+        # A buffer that stays: the pages of a new one cost more than what is written there.
+        wanted = torch.add(flat, self.error, out=self._work)
+        total = flat if flat.dtype == wanted.dtype else torch.empty_like(wanted)
+        rights = self._sum(wanted, total)
+        if total is not flat:
+            flat.copy_(total)
+        if remember and bool(torch.isfinite(wanted.sum())):
+            self.error.copy_(wanted)
         if remember and all(bool(torch.isfinite(right).all()) for right in rights):  # the same on all ranks
             for mine, right in zip(self.rights.values(), rights, strict=True):
                 mine.copy_(right)
-        return total
+        return flat
 
-    def _sum(self, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Collective. (the sum of what was sent, what this rank's message has lost, the new `rights`)."""
+    def _sum(self, wanted: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
+        """Collective. `total` becomes the sum of what was sent of `wanted`, and `wanted` what this rank's message has lost.
+        Returns the new `rights`."""
         raise NotImplementedError
 
     def sent_bytes(self, flat: torch.Tensor) -> int:
@@ -75,18 +83,19 @@ class Half(Codec):
 
     def __init__(self, flat: torch.Tensor, dtype: torch.dtype) -> None:
         super().__init__(flat)
-        self._dtype = dtype
+        self._small = torch.empty_like(flat, dtype=dtype)
         self._told = False
 
-    def _sum(self, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        small = wanted.to(self._dtype)
-        lost = wanted - small
-        if self._dtype is torch.float16 and not self._told and float(wanted.abs().max()) > _NEAR:
+    def _sum(self, wanted: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
+        small = self._small.copy_(wanted)
+        if small.dtype is torch.float16 and not self._told and max(map(abs, map(float, torch.aminmax(wanted)))) > _NEAR:
             self._told = True
             log.warn("gradients come near 65504, the largest number of fp16, and steps may be skipped: bf16 has room")
+        wanted -= small
         if not comm.is_alone():
             dist.all_reduce(small, group=comm.group_for(small.device))
-        return small, lost, []
+        total.copy_(small)
+        return []
 
     def sent_bytes(self, flat: torch.Tensor) -> int:
         return 2 * flat.numel()
@@ -96,34 +105,46 @@ class Int8(Codec):
     """Each element in 8 bits, a multiple of its block's scale. Every rank gets every other's message, so that sums are exact:
     for few ranks."""
 
-    def _sum(self, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        n = len(wanted)
-        blocks = torch.nn.functional.pad(wanted.float(), (0, -n % _BLOCK)).view(-1, _BLOCK)
-        scales = blocks.abs().amax(1, keepdim=True).div_(127)
-        codes = blocks.div(scales.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
-        lost = wanted - _decoded(codes, scales, n)
-        message = torch.cat([codes.view(torch.uint8).reshape(-1), scales.view(torch.uint8).reshape(-1)])
-        total = torch.zeros_like(wanted)
-        for one in _gathered(message):
-            theirs, factors = one[: codes.numel()].view(torch.int8), one[codes.numel() :].view(torch.float32)
-            total += _decoded(theirs.view(-1, _BLOCK), factors.view(-1, 1), n)
-        return total, lost, []
+    def _sum(self, wanted: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
+        # One piece is on its way while the next is encoded; a large message of gloo's goes one way after the other.
+        gathering = [_gather(_encoded(piece)) for piece in torch.split(wanted, _PIECE)]
+        for gathered, piece_sum in zip(gathering, torch.split(total.zero_(), _PIECE), strict=True):
+            for message in gathered():
+                piece_sum += _decoded(message, len(piece_sum))
+        return []
 
     def sent_bytes(self, flat: torch.Tensor) -> int:
-        return -(-flat.numel() // _BLOCK) * (_BLOCK + 4)
+        return -(-flat.numel() // _BLOCK) * (_BLOCK + _SCALE_BYTES)
 
 
-def _decoded(codes: torch.Tensor, scales: torch.Tensor, length: int) -> torch.Tensor:
-    return (codes * scales).reshape(-1)[:length]
+def _encoded(piece: torch.Tensor) -> torch.Tensor:
+    """Codes of all elements, and then the scales of their blocks, as bytes. The piece becomes what is lost of it."""
+    blocks = torch.nn.functional.pad(piece.float(), (0, -len(piece) % _BLOCK)).view(-1, _BLOCK)
+    scales = blocks.abs().amax(1, keepdim=True).div_(127)
+    codes = blocks.div(scales.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
+    message = torch.cat([codes.view(torch.uint8).reshape(-1), scales.view(torch.uint8).reshape(-1)])
+    piece -= _decoded(message, len(piece))
+    return message
 
 
-def _gathered(message: torch.Tensor) -> list[torch.Tensor]:
-    """Collective. Each rank's."""
+def _decoded(message: torch.Tensor, length: int) -> torch.Tensor:
+    blocks = len(message) // (_BLOCK + _SCALE_BYTES)
+    codes, scales = torch.split(message, [blocks * _BLOCK, blocks * _SCALE_BYTES])
+    return (codes.view(torch.int8).view(-1, _BLOCK) * scales.view(torch.float32).view(-1, 1)).reshape(-1)[:length]
+
+
+def _gather(message: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+    """Collective. It begins to; what is returned waits for it, and gives each rank's."""
     if comm.is_alone():
-        return [message]
+        return lambda: [message]
     told = [torch.empty_like(message) for _ in range(comm.world_size())]
-    dist.all_gather(told, message, group=comm.group_for(message.device))
-    return told
+    work: Any = dist.all_gather(told, message, group=comm.group_for(message.device), async_op=True)
+
+    def gathered() -> list[torch.Tensor]:
+        work.wait()
+        return told
+
+    return gathered
 
 
 class PowerSGD(Codec):
@@ -146,20 +167,20 @@ class PowerSGD(Codec):
             generator = torch.Generator().manual_seed(i)
             self.rights[i] = torch.randn(k, columns, generator=generator).to(self.error)
 
-    def _sum(self, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        total, lost = torch.empty_like(wanted), torch.zeros_like(wanted)
-        pieces, sums, rests = (torch.split(t, self._sizes) for t in (wanted, total, lost))
+    def _sum(self, wanted: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
+        pieces, sums = torch.split(wanted, self._sizes), torch.split(total, self._sizes)
         matrices = [pieces[i].view(shape) for i, shape in self._matrices.items()]
         whole = [pieces[i] for i in self._whole]
         first = _summed([*(a @ right for a, right in zip(matrices, self.rights.values(), strict=True)), *whole])
         for i, piece in zip(self._whole, first[len(matrices) :], strict=True):
             sums[i].copy_(piece)
+            pieces[i].zero_()
         bases = [_orthogonal(left) for left in first[: len(matrices)]]
         rights = _summed([a.t() @ base for a, base in zip(matrices, bases, strict=True)])
         for (i, shape), base, right, matrix in zip(self._matrices.items(), bases, rights, matrices, strict=True):
             torch.mm(base, right.t(), out=sums[i].view(shape))
-            torch.sub(matrix, sums[i].view(shape), alpha=1 / comm.world_size(), out=rests[i].view(shape))
-        return total, lost, rights
+            matrix.sub_(sums[i].view(shape), alpha=1 / comm.world_size())
+        return rights
 
     def sent_bytes(self, flat: torch.Tensor) -> int:
         small = sum(self._columns * (m + k) for m, k in self._matrices.values())

@@ -54,7 +54,7 @@ class CompressedReduction(FlatReduction):
     def _exchange(self, changed: bool) -> None:
         for buffer, codec in zip(self._buffers, self._codecs, strict=True):
             # An announcement holds no gradient; what was lost goes with the next that does.
-            buffer.flat.copy_(codec.sum(buffer.flat, remember=not changed))
+            codec.sum_(buffer.flat, remember=not changed)
 
     def _gradient_bytes(self) -> int:
         return sum(codec.sent_bytes(buffer.flat) for buffer, codec in zip(self._buffers, self._codecs, strict=True))

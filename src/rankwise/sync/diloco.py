@@ -99,7 +99,7 @@ class DiLoCo(LocalSGD):
             if self._error is not None and self._error.shape == deltas.shape:
                 self._codec.error.copy_(self._error)
             self._error = None
-        total = self._codec.sum(deltas)
+        total = self._codec.sum_(deltas)
         for (p, anchor), piece in zip(moved, torch.split(total, [p.numel() for p, _ in moved]), strict=True):
             p.copy_(anchor + piece.view(p.shape))
         self._sent_bytes += self._codec.sent_bytes(deltas)
