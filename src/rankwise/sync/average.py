@@ -31,15 +31,28 @@ def payload_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 @torch.no_grad()
-def average(tensors: Sequence[torch.Tensor], share: float) -> None:
+def average(tensors: Sequence[torch.Tensor], share: float) -> float:
     """Collective. Each tensor becomes the sum over ranks of `share` times theirs; shares add up to 1. A share of 0 adds
-    nothing, whatever this rank's values are. Floating tensors of any shape and stride, alike on all ranks."""
+    nothing, whatever this rank's values are. Floating tensors of any shape and stride, alike on all ranks. Returns how far this
+    rank's were from the average: the square of the distance, over all tensors."""
+    if comm.is_alone() and share == 1.0:
+        return 0.0
+    apart = 0.0
     for kind in _kinds(tensors):
         flat = _pack(kind)
         flat = flat.mul_(share) if share else flat.zero_()
         if not comm.is_alone():
             comm.all_reduce(flat)
-        unpack(flat, kind)
+        for tensor, piece in zip(kind, torch.split(flat, [t.numel() for t in kind]), strict=True):
+            apart += assign(tensor, piece.view(tensor.shape))
+    return apart
+
+
+def assign(tensor: torch.Tensor, value: torch.Tensor) -> float:
+    """Write `value` into `tensor`; returns the square of the distance that it moves."""
+    norm = torch.linalg.vector_norm(tensor.detach() - value, dtype=torch.float64)
+    tensor.copy_(value)
+    return float(norm) ** 2
 
 
 def _kinds(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -54,8 +67,3 @@ def _pack(kind: Sequence[torch.Tensor]) -> torch.Tensor:
     """A copy of all, end to end."""
     carrier = _CARRIERS.get(kind[0].dtype, kind[0].dtype)
     return torch.cat([tensor.detach().reshape(-1).to(carrier) for tensor in kind])
-
-
-def unpack(flat: torch.Tensor, kind: Sequence[torch.Tensor]) -> None:
-    for tensor, piece in zip(kind, torch.split(flat, [t.numel() for t in kind]), strict=True):
-        tensor.copy_(piece.view(tensor.shape))

@@ -18,6 +18,7 @@ from rankwise.dist import comm, log
 from rankwise.errors import ConfigError
 from rankwise.host.arguments import FROM_ONE, FROM_ZERO, Argument, is_number, takes
 from rankwise.host.text import count
+from rankwise.sync.average import assign
 from rankwise.sync.codecs import CODEC, Codec, codec_of
 from rankwise.sync.local_sgd import LocalSGD
 from rankwise.training.precision import LossScale
@@ -85,13 +86,12 @@ class DiLoCo(LocalSGD):
         self._anchors = {name: p.detach().clone() for name, p in self._trained_now().items()}
 
     @torch.no_grad()
-    def _average(self, tensors: Sequence[torch.Tensor], share: float) -> None:
+    def _average(self, tensors: Sequence[torch.Tensor], share: float) -> float:
         moved = [(p, self._anchors[name]) for name, p in self._trained_now().items() if self._holds_anchor(name, p)]
         if self._compress is None or comm.is_alone() or not moved:
-            super()._average(tensors, share)
-            return
+            return super()._average(tensors, share)
         known = {id(p) for p, _ in moved}
-        super()._average([t for t in tensors if id(t) not in known], share)
+        apart = super()._average([t for t in tensors if id(t) not in known], share)
         deltas = torch.cat([(p - anchor).reshape(-1) for p, anchor in moved])
         deltas = deltas.mul_(share) if share else deltas.zero_()
         if self._codec is None or self._codec.error.shape != deltas.shape:
@@ -101,8 +101,9 @@ class DiLoCo(LocalSGD):
             self._error = None
         total = self._codec.sum_(deltas)
         for (p, anchor), piece in zip(moved, torch.split(total, [p.numel() for p, _ in moved]), strict=True):
-            p.copy_(anchor + piece.view(p.shape))
+            apart += assign(p, anchor + piece.view(p.shape))
         self._sent_bytes += self._codec.sent_bytes(deltas)
+        return apart
 
     def _holds_anchor(self, name: str, parameter: torch.Tensor) -> bool:
         return name in self._anchors and self._anchors[name].shape == parameter.shape

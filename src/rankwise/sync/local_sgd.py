@@ -172,19 +172,18 @@ class LocalSGD:
         tensors = self._averaged_tensors()
         if self._optimizer_state == "average":
             tensors += [value for _, value in self._optimizer_tensors()]
-        own = [tensor.detach().clone() for tensor in tensors]
-        self._average(tensors, share)
-        apart = _distance(own, tensors) ** 2 * share if share else 0.0
+        apart = self._average(tensors, share)
+        apart = apart * share if share else 0.0  # a replica that is not finite counts for nothing
         self.drift = math.sqrt(float(comm.all_reduce(torch.tensor(apart, dtype=torch.float64))))
         self._apply(tensors)
         comm.broadcast(_counted_buffers(self._model))
         if self._optimizer_state == "reset":
             self._forget_optimizer_state()
 
-    def _average(self, tensors: Sequence[torch.Tensor], share: float) -> None:
-        """Collective. Each becomes the sum of the ranks' shares of it."""
-        average(tensors, share)
-        self._sent_bytes += payload_bytes(tensors)
+    def _average(self, tensors: Sequence[torch.Tensor], share: float) -> float:
+        """Collective. Each becomes the sum of the ranks' shares of it. Returns the square of how far this rank's were off."""
+        self._sent_bytes += 0 if comm.is_alone() else payload_bytes(tensors)
+        return average(tensors, share)
 
     def _apply(self, tensors: Sequence[torch.Tensor]) -> None:
         """What is made of the average that these hold now; here nothing."""
@@ -369,8 +368,3 @@ class LocalSGD:
 def _counted_buffers(module: nn.Module) -> list[torch.Tensor]:
     """Those that no average is made of."""
     return [buffer for buffer in module.buffers() if not buffer.is_floating_point()]
-
-
-def _distance(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> float:
-    norms = [torch.linalg.vector_norm((a - b).detach(), dtype=torch.float64) for a, b in zip(before, after, strict=True)]
-    return math.sqrt(sum(float(norm) ** 2 for norm in norms))
