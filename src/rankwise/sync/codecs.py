@@ -52,6 +52,11 @@ class Codec:
         self.rights: dict[int, torch.Tensor] = {}
         """PowerSGD's, by the matrix's place among the shapes; written in place. Equal on all ranks."""
 
+    @property
+    def held_bytes(self) -> int:
+        """What it holds between two messages."""
+        return sum(tensor.nbytes for tensor in (self.error, self._work, *self.rights.values()))
+
     def sum_(self, flat: torch.Tensor, remember: bool = True) -> torch.Tensor:
         """Collective. `flat` becomes the sum over ranks of `flat` plus `error`, as far as it was sent; the rest is the error
         from now on. Without `remember`, and where what was sent is not finite, nothing of this is kept. Returns `flat`."""

@@ -34,7 +34,7 @@ class DiLoCo(LocalSGD):
     become what they began with, minus lr (d + momentum b). The inner optimizer's state is each rank's own and is kept.
 
     The outer step is SGD with Nesterov's momentum. lr=1 and momentum=0 is LocalSGD. A parameter that came in this period, and
-    buffers, are averaged. The outer state takes the memory of the trained parameters twice, and once more with `compress`:
+    buffers, are averaged. The outer state takes the memory of the trained parameters twice, and two more times with `compress`:
     bf16, fp16 or int8 (codecs.py) for what is sent of d; what that loses is added to the next one.
     """
 
@@ -131,8 +131,8 @@ class DiLoCo(LocalSGD):
             )
 
     def figures(self) -> dict[str, float]:
-        held = [*self._anchors.values(), *self._velocities.values(), *([self._codec.error] if self._codec is not None else [])]
-        return {**super().figures(), "outer_state_bytes": sum(tensor.nbytes for tensor in held)}
+        outer = sum(tensor.nbytes for tensor in (*self._anchors.values(), *self._velocities.values()))
+        return {**super().figures(), "outer_state_bytes": outer + (self._codec.held_bytes if self._codec is not None else 0)}
 
     def describe(self) -> str:
         sent = f" ({self._compress})" if self._compress is not None else ""

@@ -8,6 +8,7 @@ result = sync.step()
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
@@ -60,11 +61,10 @@ class StepResult(NamedTuple):
 
 
 def check_alike(strategy: SyncStrategy) -> None:
-    """Collective. Raises ConfigError on all ranks where one was given another strategy, or another setting of it."""
-    kind = type(strategy).__name__
-    settings = {
-        name.strip("_"): v for name, v in vars(strategy).items() if v is None or isinstance(v, int | float | str | list)
-    }
+    """Collective. Raises ConfigError on all ranks where one was given another strategy, or another setting: an argument of
+    its class that it keeps under that name, or under that name behind an underscore."""
+    kind, held = type(strategy).__name__, vars(strategy)
+    settings = {name: held.get(name, held.get(f"_{name}")) for name in inspect.signature(type(strategy)).parameters}
     compare({"the strategy": kind, **{f"{kind}'s {name}": value for name, value in settings.items()}})
 
 
