@@ -15,9 +15,11 @@ from rankwise.ipc.shared_page import Page
 __all__ = ["launch"]  # a fixture
 
 FULL = """
-import os, resource, sys, time
+import json, os, resource, sys, time
+def started(): return json.load(open("runs/script/world.json"))["lives"][-1]["pids"]
 def full(pid): resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
 if os.environ["RANK"] == "1":
+    while not started(): time.sleep(0.01)  # the last that the agent writes there while they run
     full(os.getppid())
     FAULT
 time.sleep(600)
@@ -28,7 +30,7 @@ time.sleep(600)
     ("fault", "status", "said"),
     [
         ("full(0); raise OSError(28, 'No space left on device')", 1,
-         r"rank 1 raised OSError: \[Errno 28\] No space left on device \(script.py:6\)"),
+         r"rank 1 raised OSError: \[Errno 28\] No space left on device \(script.py:8\)"),
         ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL: often the kernel's out-of-memory killer"),
         ("sys.exit(7)", 7, "rank 1 left with status 7"),
     ],
