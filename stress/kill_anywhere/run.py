@@ -1,7 +1,7 @@
 """Is a training that is killed at any moment, again and again, the training that was never killed?
 
     python stress/kill_anywhere/run.py [--kills 100] [--in-save 30] [--steps 1000] [--seed 0] [--folder /dev/shm]
-        [--blocking]
+        [--blocking] [--sync local-sgd:5]
 
 SIGKILL to a rank, the agent, the launcher or all of them: at a moment drawn from the whole life of a run, its start included,
 or inside a save. After each kill: nothing is left in ps, every checkpoint by its name is whole, none that was complete is gone,
@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -41,7 +41,7 @@ DEADLINE_S = 60.0
 class Training:
     """One training, over as many lives as it takes."""
 
-    def __init__(self, folder: Path, steps: int, words: Sequence[str]) -> None:
+    def __init__(self, folder: Path, steps: int, words: Sequence[str], options: Sequence[str] = ()) -> None:
         folder.mkdir()
         self.run = RunDir(folder / "run")
         self.final = folder / "final.pt"
@@ -49,12 +49,14 @@ class Training:
         self.out = folder / "out.txt"
         self.lives = 0
         self._words = [str(steps), str(self.final), str(self.saved), *words]
+        self._options = options
 
     def start(self) -> psutil.Popen:
         self.lives += 1
         with self.out.open("w") as out:
             words = [sys.executable, "-m", "rankwise", "run", "--nproc", "2", "--run-dir", str(self.run.path)]
-            return psutil.Popen([*words, SCRIPT, *self._words], stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+            words += [*self._options, str(SCRIPT), *self._words]
+            return psutil.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
     def saving(self) -> list[Path]:
         with contextlib.suppress(OSError):
@@ -151,9 +153,8 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def never_killed(folder: Path, steps: int, words: Sequence[str]) -> tuple[Training, dict[int, float], float, float]:
-    """(the training, its loss at each step, its seconds before the first step, and after it)"""
-    training = Training(folder, steps, words)
+def never_killed(training: Training) -> tuple[dict[int, float], float, float]:
+    """(its loss at each step, its seconds before the first step, and after it)"""
     began = time.monotonic()
     launcher = training.start()
     if launcher.wait(timeout=600) != 0:
@@ -161,15 +162,16 @@ def never_killed(folder: Path, steps: int, words: Sequence[str]) -> tuple[Traini
     took_s = time.monotonic() - began
     wait_until_gone(training, launcher)
     train_s = max(record.get("clock_s", 0.0) for record in training.run.read_metrics())
-    return training, dict(training.losses()[1]), took_s - train_s, train_s
+    return dict(training.losses()[1]), took_s - train_s, train_s
 
 
-def trial(folder: Path, kills: int, in_save: int, steps: int, words: Sequence[str]) -> str:
+def trial(make: Callable[[str], Training], kills: int, in_save: int, steps: int) -> str:
     """The summary. Raises WrongError."""
-    reference, losses, start_s, train_s = never_killed(folder / "reference", steps, words)
+    reference = make("reference")
+    losses, start_s, train_s = never_killed(reference)
     if sorted(losses) != list(range(1, steps + 1)):
         raise WrongError("the run that nobody kills has not logged each step")
-    trainings = [Training(folder / "1", steps, words)]
+    trainings = [make("1")]
     victims: collections.Counter[str] = collections.Counter()
     before_first_step = in_saves = done = ended = 0
     gone_s = []
@@ -196,7 +198,7 @@ def trial(folder: Path, kills: int, in_save: int, steps: int, words: Sequence[st
             if not same(training.parameters(), reference.parameters()):
                 raise WrongError("the parameters in the end are not those of the run that was never killed")
             ended += 1
-            trainings.append(Training(folder / str(len(trainings) + 1), steps, words))
+            trainings.append(make(str(len(trainings) + 1)))
         if sys.stderr.isatty():
             print(f"\r{done} kills, {in_saves} in a save, {ended} trainings ended", end="", file=sys.stderr)
     lives = [t.lives for t in trainings[:ended]]
@@ -218,10 +220,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where the runs live: in memory, or on a disk")
     parser.add_argument("--blocking", action="store_true", help="saves that the loop waits for, instead of those behind it")
+    parser.add_argument("--sync", metavar="NAME", help="a strategy: its replicas, moments and error memories come back too")
     options = parser.parse_args()
     random.seed(options.seed)
     words = ["blocking"] * options.blocking
-    return judged(lambda folder: print(trial(folder, options.kills, options.in_save, options.steps, words)), options.folder)
+    sync = ["--sync", options.sync] if options.sync else []
+
+    def judge(folder: Path) -> None:
+        def make(name: str) -> Training:
+            return Training(folder / name, options.steps, words, sync)
+
+        print(trial(make, options.kills, options.in_save, options.steps))
+
+    return judged(judge, options.folder)
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ def test_a_manifest_that_is_missing_damaged_or_of_another_version_says_so(folder
             Manifest.read(folder)
     for version in (0, 99):
         path.write_text(json.dumps({**whole, "version": version}))
-        with pytest.raises(CheckpointError, match=f"version {version}, this rankwise reads versions 1 and 2"):
+        with pytest.raises(CheckpointError, match=f"version {version}, this rankwise reads versions 1, 2 and 3"):
             Manifest.read(folder)
     path.unlink()
     with pytest.raises(CheckpointError, match=f"{path} is missing"):

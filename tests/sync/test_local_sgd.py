@@ -6,7 +6,9 @@ import contextlib
 import copy
 import io
 import math
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -433,6 +435,31 @@ def test_averages_by_time_come_at_the_same_steps_on_all_ranks_though_one_is_slow
     steps, (clocked, replayed) = first
     assert steps == [1, 2, 3, 13, 23, 33, 43, 53]  # ten steps of the slow rank are 3 s
     assert clocked == replayed
+
+
+def by_the_clock(period_s: float, seconds: float) -> tuple[list[int], list[float], list[float]]:
+    """(the steps with an average, the seconds at which each was made, the weights at the end); rank 1 takes three times as long
+    for a step."""
+    model = make_model()
+    sync = LocalSGD(seconds=period_s).attach(model, sgd(model), typical_count=8.0)
+    began, at, last = time.monotonic(), list[float](), False
+    while not last:
+        time.sleep(0.15 if comm.rank() == 1 else 0.05)
+        one_step(sync, model, len(at), False)
+        if len(sync.averaged_at) > len(at):
+            at.append(time.monotonic() - began)
+            last = comm.broadcast_object(at[-1] > seconds)
+    sync.finish()
+    return list(sync.averaged_at), at, flat(model).tolist()
+
+
+@pytest.mark.stress(dose="whole")  # its sibling with a clock of its own is above
+def test_by_a_real_clock_averages_are_as_far_apart_as_asked_though_one_rank_is_slow() -> None:
+    (steps, at, weights), (others_steps, _, others) = on_ranks(2, by_the_clock, 4.0, 100.0, timeout_s=200.0)
+    assert (steps, weights) == (others_steps, others)
+    apart = [later - sooner for sooner, later in pairwise(at) if sooner > 60]
+    assert len(apart) >= 8
+    assert all(abs(seconds - 4.0) <= 0.2 * 4.0 for seconds in apart), apart
 
 
 def with_buffers() -> dict[str, list[float]]:

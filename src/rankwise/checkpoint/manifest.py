@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     import torch
 
 VERSION = 1
-VERSION_WITH_RANKS = 2
+VERSION_WITH_RANKS = 3
 """Of a checkpoint that holds what ranks have apart: who does not know of it would resume another training."""
+
+_READ = (VERSION, 2, VERSION_WITH_RANKS)  # 2: with all ranks in one file
 
 NAME = "manifest.json"
 _FIRST = "{\n"  # as `text` writes it; one that a person has brought into one line is held to its sum alone
@@ -112,9 +114,9 @@ class Manifest:
         try:
             text = path.read_text()
             record = json.loads(text)
-            if record["version"] not in (VERSION, VERSION_WITH_RANKS):
+            if record["version"] not in _READ:
                 raise CheckpointError(
-                    f"{path}: version {record['version']}, this rankwise reads versions {VERSION} and {VERSION_WITH_RANKS}"
+                    f"{path}: version {record['version']}, this rankwise reads versions {listed(map(str, _READ), last=' and ')}"
                 )
             # Not a byte may differ, though it says the same (1e-05 and 1E-05): who damaged one byte may have damaged others.
             if text.startswith(_FIRST) and text != _as_text(record):

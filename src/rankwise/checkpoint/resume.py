@@ -6,15 +6,14 @@ load_part(chosen.folder, chosen.manifest, "model", model)   # on each rank by it
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint import sharding
+from rankwise.checkpoint import own_states, sharding
 from rankwise.checkpoint.catalog import Catalog
 from rankwise.checkpoint.folders import order
 from rankwise.checkpoint.manifest import Manifest
@@ -29,16 +28,14 @@ from rankwise.training.state import Stateful
 RNG = "rng"
 """The part that holds every rank's random state."""
 
-RANKS = "ranks"
-"""The part that holds what each rank has apart from the others, by rank and part; not there if no rank has anything."""
-
 
 def check_parts(parts: Mapping[str, Any]) -> None:
     """Raises ConfigError for a name of no file, or a part that cannot be saved and loaded: before any work is lost."""
     for name, part in parts.items():
-        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name) or name in (RNG, RANKS):
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name) or name == RNG or own_states.is_taken(name):
             raise ConfigError(
-                f"a part of a checkpoint is called {name!r}: give it a word, of which a file is named, but {RNG} and {RANKS}"
+                f"a part of a checkpoint is called {name!r}: give it a word, of which a file is named, but {RNG} and "
+                f"{own_states.PART}"
             )
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")) or isinstance(part, type):
             raise ConfigError(
@@ -100,40 +97,17 @@ def is_damaged_here(mine: bool) -> bool:
     return any(ranks[0] == comm.rank() and any(told[rank] for rank in ranks) for ranks in comm.nodes())
 
 
-# --- what ranks hold apart
-
-
-@contextlib.contextmanager
-def averaged(parts: Mapping[str, Stateful]) -> Iterator[None]:
-    """Collective. Inside, what ranks hold apart is the same on all, where a part (a strategy) can make it so."""
-    with contextlib.ExitStack() as stack:
-        for strategy in _strategies(parts).values():
-            stack.enter_context(strategy.averaged())
-        yield
-
-
-def _strategies(parts: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Those that hold something apart; a module of the user's may have an attribute of one of these names."""
-    methods = ("averaged", "rank_state_dict", "load_rank_state_dict")
-    return {name: part for name, part in parts.items() if all(callable(getattr(type(part), each, None)) for each in methods)}
-
-
-def collect_own_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
-    """By part, what this rank has apart from the others; within `averaged`."""
-    found = {name: strategy.rank_state_dict() for name, strategy in _strategies(parts).items()}
-    return {name: state for name, state in found.items() if state is not None}
-
-
 # --- loading it, on each rank by itself
 
 
 def load(folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify: bool = True) -> BaseException | None:
     """Load a checkpoint on this rank; returns what went wrong. The main rank verifies the files of other parts too."""
-    asked = {name for part in (*parts, RNG, RANKS) for name in sharding.files_of(manifest, part)}
+    own = own_states.names(manifest)
+    asked = {name for part in (*parts, RNG, *own) for name in sharding.files_of(manifest, part)}
     try:
         for name, part in parts.items():
             load_part(folder, manifest, name, part, verify)
-        load_own_states(folder, manifest, parts, verify)
+        own_states.load(manifest, parts, lambda name: _read(folder, manifest, name, None, verify))
         load_stream(folder, manifest, verify)
         if verify and comm.is_main():  # a checkpoint is whole or damaged, though nobody asks for all of it
             for name in manifest.files.keys() - asked:
@@ -177,25 +151,6 @@ def load_part(folder: Path, manifest: Manifest, name: str, part: Stateful, verif
             f"{name} does not fit its checkpoint {path}: {text[:400]}; undo the change, or start anew with --fresh, "
             "or beside it with --name NAME"
         ) from None
-
-
-def load_own_states(folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify: bool) -> None:
-    """After the parts. Of another number of ranks none has its own again: it begins with what all have."""
-    found: dict[str, Any] = {}
-    if f"{RANKS}.pt" in manifest.files:
-        found = _read(folder, manifest, RANKS, None, verify)
-        if manifest.world_size != comm.world_size():
-            names = sorted({name for state in found.values() for name in state})
-            averages = any(getattr(strategy, "promise", "") == "averaged" for strategy in _strategies(parts).values())
-            what, begin = ("replicas", "their average") if averages else ("running statistics, for example", "the main rank's")
-            log.say(
-                f"what each of {count(manifest.world_size, 'rank')} held apart (in {', '.join(names)}; {what}) is not resumed: "
-                f"all ranks begin with {begin}"
-            )
-            found = {}
-    own = found.get(str(comm.rank()), {})
-    for name, strategy in _strategies(parts).items():
-        strategy.load_rank_state_dict(own.get(name))
 
 
 def load_stream(folder: Path, manifest: Manifest, verify: bool) -> None:

@@ -34,7 +34,7 @@ import torch
 
 from rankwise import errors
 from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint import resume, sharding
+from rankwise.checkpoint import own_states, resume, sharding
 from rankwise.checkpoint.background import Background, Snapshot
 from rankwise.checkpoint.catalog import Catalog
 from rankwise.checkpoint.folders import order, remove
@@ -132,6 +132,7 @@ class Checkpoints:
         self._others: Others | None = None  # that the main rank's writer waits for
         self._ends_with: int | None = None  # the process that finishes what it writes at its end
         self._is_told = False
+        self._has_saved = False
         self.wait_s = 0.0
         """Seconds that the loop has spent in saving so far."""
 
@@ -188,23 +189,30 @@ class Checkpoints:
         resume.check_parts(parts)
         began = time.perf_counter()
         try:
-            with resume.averaged(parts):
-                return self._save(parts, step, info, metrics)
+            with own_states.averaged(parts):
+                folder, own_bytes = self._save(parts, step, info, metrics)
         finally:
             self.wait_s += time.perf_counter() - began
+        if not self._has_saved:
+            self._has_saved = True
+            own_states.say_size(own_bytes, time.perf_counter() - began)
+        return folder
 
     def _save(
         self, parts: Mapping[str, Stateful], step: int, info: Mapping[str, Any] | None, metrics: Mapping[str, float] | None
-    ) -> Path:
-        writes = any(ranks[0] == comm.rank() for ranks in self._writers())
-        own = resume.collect_own_states(parts)
-        told = comm.all_gather_object((seed.rng_state(), self._times_saved(step) if writes else 0, bool(own)))
-        every = {resume.RNG: {str(rank): stream for rank, (stream, _, _) in enumerate(told)}}
-        if any(has for _, _, has in told):
-            every[resume.RANKS] = {str(rank): state for rank, state in enumerate(comm.all_gather_object(own))}
-        times = max(times for _, times, _ in told)
-        version = manifests.VERSION_WITH_RANKS if resume.RANKS in every else manifests.VERSION
-        final = self.folder / (f"step-{step:08d}" + (f"-{times + 1}" if times else ""))
+    ) -> tuple[Path, int]:
+        """Collective. (the folder, the bytes that ranks have apart)"""
+        firsts = [ranks[0] for ranks in self._writers()]
+        own = own_states.collect(parts)
+        mine = (seed.rng_state(), self._times_saved(step) if comm.rank() in firsts else 0, own_states.bytes_of(own))
+        streams, times, sizes = zip(*comm.all_gather_object(mine), strict=True)
+        every = {resume.RNG: {str(rank): stream for rank, stream in enumerate(streams)}}
+        apart = [size for size in sizes if size is not None]
+        files_apart: dict[str, Any] = {}
+        if apart:
+            files_apart = own_states.of_rank(comm.rank(), own) if self._sharded else own_states.gather(own, firsts)
+        version = manifests.VERSION_WITH_RANKS if apart else manifests.VERSION
+        final = self.folder / (f"step-{step:08d}" + (f"-{max(times) + 1}" if max(times) else ""))
 
         def record() -> Manifest:
             return Manifest(
@@ -213,8 +221,8 @@ class Checkpoints:
             )  # fmt: skip
 
         if self._sharded:
-            return self._begin(parts, final, record, every)
-        return run_on_firsts(self._writers(), lambda: self._begin(parts, final, record, every))
+            return self._begin(parts, final, record, every, files_apart), sum(apart)
+        return run_on_firsts(self._writers(), lambda: self._begin(parts, final, record, every, files_apart)), sum(apart)
 
     def _times_saved(self, step: int) -> int:
         """Of this step, what is being written included."""
@@ -222,10 +230,15 @@ class Checkpoints:
         return max(self._catalog.times_saved(step), under_way[1] if under_way[0] == step else 0)
 
     def _begin(
-        self, parts: Mapping[str, Stateful], final: Path, record: Callable[[], Manifest], every: Mapping[str, Any]
+        self,
+        parts: Mapping[str, Stateful],
+        final: Path,
+        record: Callable[[], Manifest],
+        every: Mapping[str, Any],
+        apart: Mapping[str, Any],
     ) -> Path:
         """Collective among the ranks that write one checkpoint: each begins to write its share. A rank that writes for others
-        does so in a guard, alone, and its share is the whole."""
+        does so in a guard, alone, and its share is the whole. `apart`: what it writes besides, whoever writes the rest."""
         self._conclude()
         self._last = final
         rank, ranks = (0, 1) if comm.is_alone() else (comm.rank(), comm.world_size())
@@ -242,7 +255,7 @@ class Checkpoints:
             with agreed():
                 if temporary is not None:
                     await_folder(temporary, rank)
-                share = sharding.take_share(rank, shares, states)
+                share = sharding.take_share(rank, shares, states) | dict(apart)
                 copied = self._copy(share)
         except BaseException:
             if temporary is not None and rank == 0:  # nobody writes yet

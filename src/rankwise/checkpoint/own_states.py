@@ -1,0 +1,120 @@
+"""What each rank has apart from the others, as a strategy between two averages has: collected, written and loaded rank by rank.
+
+with averaged(parts):                                # what the parts hold is the same on all ranks
+    own = collect(parts)
+    files = gather(own, [0])                         # {"ranks-0": ..., "ranks-1": ...} on the rank that writes
+load(manifest, parts, read)                          # each rank its own file, after the parts
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from rankwise.checkpoint.manifest import Manifest, tensors
+from rankwise.checkpoint.writer import make_plain
+from rankwise.dist import comm, log
+from rankwise.host.text import count, size
+from rankwise.training.state import Stateful
+
+PART = "ranks"
+"""The part of a checkpoint: one file for each rank, and by part in it; none if no rank has anything. Checkpoints of version 2
+hold all ranks in one file of this name."""
+
+_LARGE = 1_000_000  # bytes that all ranks have apart: worth a line
+
+
+def is_taken(name: str) -> bool:
+    """Whether a part of the script's may not be called so."""
+    return re.fullmatch(rf"{PART}(-[0-9]+)?", name) is not None
+
+
+def names(manifest: Manifest) -> list[str]:
+    """Of a checkpoint, the parts of this kind."""
+    found = [file.removesuffix(".pt") for file in manifest.files]
+    return [name for name in found if is_taken(name)]
+
+
+# --- saving
+
+
+@contextlib.contextmanager
+def averaged(parts: Mapping[str, Stateful]) -> Iterator[None]:
+    """Collective. Inside, what ranks hold apart is the same on all, where a part (a strategy) can make it so."""
+    with contextlib.ExitStack() as stack:
+        for strategy in _strategies(parts).values():
+            stack.enter_context(strategy.averaged())
+        yield
+
+
+def _strategies(parts: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Those that hold something apart; a module of the user's may have an attribute of one of these names."""
+    methods = ("averaged", "rank_state_dict", "load_rank_state_dict")
+    return {name: part for name, part in parts.items() if all(callable(getattr(type(part), each, None)) for each in methods)}
+
+
+def collect(parts: Mapping[str, Stateful]) -> dict[str, Any]:
+    """By part, what this rank has apart from the others; within `averaged`."""
+    found = {name: strategy.rank_state_dict() for name, strategy in _strategies(parts).items()}
+    return {name: make_plain(state, f"{PART}/{name}") for name, state in found.items() if state is not None}
+
+
+def of_rank(rank: int, own: dict[str, Any]) -> dict[str, Any]:
+    """As a part of a checkpoint."""
+    return {f"{PART}-{rank}": own}
+
+
+def gather(own: dict[str, Any], writers: Collection[int]) -> dict[str, Any]:
+    """Collective. Every rank's own state as parts of a checkpoint, on the ranks that write one and in their host memory;
+    nothing on the others."""
+    buffer = io.BytesIO()
+    torch.save(own, buffer)  # what a device holds must not be unpickled into the device of the rank that writes
+    told = comm.gather_object(buffer.getvalue(), *writers) if len(writers) == 1 else comm.all_gather_object(buffer.getvalue())
+    if comm.rank() not in writers:
+        return {}
+    found: dict[str, Any] = {}
+    for rank, state in enumerate(told):
+        found |= of_rank(rank, torch.load(io.BytesIO(state), map_location="cpu", weights_only=True))
+    return found
+
+
+def bytes_of(own: dict[str, Any]) -> int | None:
+    """None where there is nothing."""
+    return sum(t.numel() * t.element_size() for _, t in tensors(own)) if own else None
+
+
+def say_size(total: int, waited_s: float) -> None:
+    """After a first save, on each rank: what this adds to it, for `total` bytes on all ranks; nothing where it is little."""
+    if total >= _LARGE:
+        log.say(
+            f"a checkpoint holds the average, and {size(total)} that {count(comm.world_size(), 'rank')} have apart; "
+            f"training waited {waited_s:.2f} s for this one"
+        )
+
+
+# --- loading
+
+
+def load(manifest: Manifest, parts: Mapping[str, Stateful], read: Callable[[str], Any]) -> None:
+    """On each rank by itself, after the parts. `read`: a part of the checkpoint. Of another number of ranks none has its own
+    again: it begins with what all have."""
+    own: dict[str, Any] = {}
+    written = names(manifest)
+    if written and manifest.world_size != comm.world_size():
+        averages = any(getattr(strategy, "promise", "") == "averaged" for strategy in _strategies(parts).values())
+        what, begin = ("replicas", "their average") if averages else ("running statistics, for example", "the main rank's")
+        log.say(
+            f"what each of {count(manifest.world_size, 'rank')} held apart (in {', '.join(_strategies(parts))}; {what}) is not "
+            f"resumed: all ranks begin with {begin}"
+        )
+    elif PART in written:
+        own = read(PART).get(str(comm.rank()), {})
+    elif f"{PART}-{comm.rank()}" in written:
+        own = read(f"{PART}-{comm.rank()}")
+    for name, strategy in _strategies(parts).items():
+        strategy.load_rank_state_dict(own.get(name))

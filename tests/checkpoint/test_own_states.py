@@ -1,0 +1,129 @@
+"""What each rank has apart, in checkpoints: a file for each rank, which that rank alone loads, whoever writes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from boxes import Box
+from ranks import on_ranks
+
+from rankwise.checkpoint import Checkpoints
+from rankwise.checkpoint import manifest as manifests
+from rankwise.checkpoint.manifest import Manifest
+from rankwise.dist import comm
+from rankwise.errors import ConfigError
+
+
+class Replica(Box):
+    """As a strategy between two averages: rank r holds r + 1 everywhere, and nothing that is the same on all."""
+
+    promise = "averaged"
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__(0)
+        self.own: dict[str, Any] | None = {
+            "tensors": torch.full((numbers,), comm.rank() + 1.0),
+            "weight": np.float64(comm.rank()),
+        }
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        yield
+
+    def rank_state_dict(self) -> dict[str, Any] | None:
+        return self.own
+
+    def load_rank_state_dict(self, state: dict[str, Any] | None) -> None:
+        self.own = state
+
+
+def saved(folder: Path, ways: dict[str, Any], numbers: int = 100) -> str:
+    """What was printed."""
+    checkpoints = Checkpoints(folder, **ways)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        for step in (1, 2):
+            checkpoints.save({"sync": Replica(numbers), "model": torch.nn.Linear(300, 300)}, step)
+            checkpoints.wait()
+    return out.getvalue()
+
+
+def loaded(folder: Path, ways: dict[str, Any]) -> tuple[Any, str]:
+    replica = Replica(1)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        assert Checkpoints(folder, **ways).load_latest({"sync": replica, "model": torch.nn.Linear(300, 300)}) is not None
+    own = replica.own
+    return own and (set(own["tensors"].tolist()), own["weight"]), out.getvalue()
+
+
+WAYS = {
+    "one writer": {"background": False},
+    "in the background": {},
+    "sharded": {"sharded": True},
+    "sharded, blocking": {"sharded": True, "background": False},
+}
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+def test_each_rank_has_a_file_and_gets_its_own_again(tmp_path: Path, ways: dict[str, Any]) -> None:
+    folder = tmp_path / "checkpoints"
+    on_ranks(3, saved, folder, ways)
+    manifest = manifests.verify(folder / "step-00000002")
+    assert {name for name in manifest.files if name.startswith("ranks")} == {"ranks-0.pt", "ranks-1.pt", "ranks-2.pt"}
+    assert [own for own, _ in on_ranks(3, loaded, folder, ways)] == [({1.0}, 0), ({2.0}, 1), ({3.0}, 2)]
+
+
+@pytest.mark.parametrize("ways", [WAYS["one writer"], WAYS["sharded"]], ids=["one writer", "sharded"])
+def test_on_another_number_of_ranks_nobody_gets_anothers(tmp_path: Path, ways: dict[str, Any]) -> None:
+    folder = tmp_path / "checkpoints"
+    on_ranks(2, saved, folder, ways)
+    answers = on_ranks(3, loaded, folder, {})
+    assert [own for own, _ in answers] == [None, None, None]
+    assert (
+        "what each of 2 ranks held apart (in sync; replicas) is not resumed: all ranks begin with their average"
+        in answers[0][1]
+    )
+
+
+def test_a_damaged_file_of_one_rank_means_the_checkpoint_before_on_all(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    on_ranks(2, saved, folder, {"keep_last": 3})
+    path = folder / "step-00000002" / "ranks-1.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    (_, said), (own, _) = on_ranks(2, loaded, folder, {})
+    assert "ranks-1" in said
+    assert "step-00000002" in said
+    assert own == ({2.0}, 1)
+
+
+def test_what_it_adds_is_said_once_where_it_is_much(tmp_path: Path) -> None:
+    said, other = on_ranks(2, saved, tmp_path / "much", {}, 500_000)
+    assert said.count("a checkpoint holds the average, and 4 MB that 2 ranks have apart; training waited 0.") == 1
+    assert not other
+    assert "apart" not in on_ranks(2, saved, tmp_path / "little", {})[0]
+
+
+def nothing_apart(folder: Path) -> None:
+    replica = Replica(1)
+    replica.own = None
+    Checkpoints(folder, background=False).save({"sync": replica}, 1)
+
+
+def test_a_checkpoint_without_it_is_one_that_earlier_versions_read(tmp_path: Path) -> None:
+    on_ranks(2, nothing_apart, tmp_path)
+    manifest = Manifest.read(tmp_path / "step-00000001")
+    assert (manifest.version, sorted(manifest.files)) == (1, ["rng.pt", "sync.pt"])
+
+
+def test_no_part_may_be_called_as_these_files_are() -> None:
+    for name in ("ranks", "ranks-0"):
+        with pytest.raises(ConfigError, match="give it a word"):
+            Checkpoints(Path("unused")).save({name: Box(1)}, 1)
