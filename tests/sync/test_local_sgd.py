@@ -519,7 +519,8 @@ def test_ranks_with_other_strategies_or_settings_are_an_error_on_all_before_anyt
         (LocalSGD(50, start=60), "LocalSGD(every=50): there are 40 local steps; replicas are averaged once, at the end"),
         (LocalSGD(at_steps=[5, 101]), "LocalSGD(at_steps=...): step 101 of 100: no average is made there"),
         (LocalSGD(seconds=3600.0), ""),
-        (DiLoCo(32), "DiLoCo(momentum=0.9): the outer optimizer makes 3 steps in all, too few for this momentum"),
+        (DiLoCo(32), ""),
+        (DiLoCo(32, momentum=0.9), "DiLoCo(momentum=0.9): the outer optimizer makes 3 steps in all, too few for this momentum"),
         (DiLoCo(32, momentum=0.5), ""),
         (DiLoCo(3), ""),
     ],
@@ -575,3 +576,15 @@ def test_an_average_takes_any_dtype_and_layout_and_nothing_of_a_rank_with_a_shar
     for values, told in on_ranks(2, packed):
         assert values == [[1.75] * 4, [2.0] * 3, [], [5.0, 5.0]]
         assert told == [0.5, 1.5]
+
+
+def test_the_outer_momentum_is_smaller_where_there_are_few_outer_steps() -> None:
+    for steps, expected in ((32 * 99, "0.5"), (32 * 100, "0.9")):
+        sync = DiLoCo(32)
+        with contextlib.redirect_stderr(io.StringIO()) as told:
+            sync.check_length(steps)
+        assert (sync._outer_momentum, told.getvalue()) == (float(expected), "")
+    assert DiLoCo(32)._outer_momentum == 0.9
+    given = DiLoCo(32, momentum=0.7)
+    given.check_length(32 * 50)
+    assert given._outer_momentum == 0.7

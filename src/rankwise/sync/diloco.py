@@ -25,34 +25,37 @@ from rankwise.training.precision import LossScale
 
 _RATE = Argument(lambda value: is_number(value) and value > 0, "the outer learning rate, a number above 0 (0.7 is usual)")
 _MOMENTUM = Argument(lambda value: is_number(value) and 0 <= value < 1, "a number from 0 up and below 1 (0.9 is usual)")
-_FEW_ROUNDS, _FEW_ROUNDS_MOMENTUM = 30, 0.5
-"""With fewer outer steps a larger momentum overshoots (seen: 12 of them at 0.9 came to 8 times the loss)."""
+_MOMENTUM_OF_MANY, _MOMENTUM_OF_FEW = 0.9, 0.5
+_MANY_ROUNDS, _FEW_ROUNDS = 100, 30
+"""With fewer outer steps a larger momentum overshoots: 12 of them at 0.9 came to 8 times the loss, 13 to 0.25 nats more."""
 
 
 class DiLoCo(LocalSGD):
     """Every `every` steps: d = (what all began with) - (the average of the replicas), b = momentum b + d, and all replicas
     become what they began with, minus lr (d + momentum b). The inner optimizer's state is each rank's own and is kept.
 
-    The outer step is SGD with Nesterov's momentum. lr=1 and momentum=0 is LocalSGD. A parameter that came in this period, and
+    The outer step is SGD with Nesterov's momentum: 0.9, or 0.5 where `check_length` has told of fewer than 100 outer steps,
+    unless `momentum` says another. lr=1 and momentum=0 is LocalSGD. A parameter that came in this period, and
     buffers, are averaged. The outer state takes the memory of the trained parameters twice, and two more times with `compress`:
     bf16, fp16 or int8 (codecs.py) for what is sent of d; what that loses is added to the next one.
     """
 
     _usual = 32
 
-    @takes(every=FROM_ONE.or_none, lr=_RATE, momentum=_MOMENTUM, compress=CODEC.or_none, start=FROM_ZERO)
+    @takes(every=FROM_ONE.or_none, lr=_RATE, momentum=_MOMENTUM.or_none, compress=CODEC.or_none, start=FROM_ZERO)
     def __init__(
         self,
         every: int | None = None,
         *,
         lr: float = 0.7,
-        momentum: float = 0.9,
+        momentum: float | None = None,
         compress: str | None = None,
         start: int = 0,
     ) -> None:
         super().__init__(every, start=start)
         self._compress = compress
-        self._lr, self._momentum = lr, momentum
+        self._lr, self._momentum = lr, momentum  # as given
+        self._outer_momentum = momentum if momentum is not None else _MOMENTUM_OF_MANY
         self._codec: Codec | None = None
         self._error: torch.Tensor | None = None  # loaded, until there is a codec
         self._anchors: dict[str, torch.Tensor] = {}
@@ -116,18 +119,20 @@ class DiLoCo(LocalSGD):
             anchor = self._anchors[name]
             delta = anchor - parameter
             velocity = self._velocities.get(name)
-            velocity = delta.clone() if velocity is None else velocity.mul_(self._momentum).add_(delta)
+            velocity = delta.clone() if velocity is None else velocity.mul_(self._outer_momentum).add_(delta)
             self._velocities[name] = velocity
-            parameter.copy_(anchor - self._lr * (delta + self._momentum * velocity))
+            parameter.copy_(anchor - self._lr * (delta + self._outer_momentum * velocity))
         self._begin_period()
 
     def check_length(self, steps: int) -> None:
         super().check_length(steps)
         rounds = (steps - self.start) // self.every
-        if 0 < rounds < _FEW_ROUNDS and self._momentum > _FEW_ROUNDS_MOMENTUM:
+        if self._momentum is None:
+            self._outer_momentum = _MOMENTUM_OF_FEW if rounds < _MANY_ROUNDS else _MOMENTUM_OF_MANY
+        elif 0 < rounds < _FEW_ROUNDS and self._momentum > _MOMENTUM_OF_FEW:
             log.warn(
                 f"DiLoCo(momentum={self._momentum:g}): the outer optimizer makes {count(rounds, 'step')} in all, too few for "
-                f"this momentum; take momentum={_FEW_ROUNDS_MOMENTUM:g}, a smaller every, or LocalSGD"
+                f"this momentum; leave it out ({_MOMENTUM_OF_FEW:g} is taken then), or take a smaller every, or LocalSGD"
             )
 
     def figures(self) -> dict[str, float]:
@@ -136,7 +141,7 @@ class DiLoCo(LocalSGD):
 
     def describe(self) -> str:
         sent = f" ({self._compress})" if self._compress is not None else ""
-        return f"{super().describe()}{sent}, outer step lr {self._lr:g}, momentum {self._momentum:g}"
+        return f"{super().describe()}{sent}, outer step lr {self._lr:g}, momentum {self._outer_momentum:g}"
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "anchors": self._anchors, "velocities": self._velocities}
