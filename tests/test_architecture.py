@@ -25,6 +25,7 @@ PACKAGES = {
     "schedulers": "errors host run",
     "dist": "errors host run ipc schedulers",
     "data": "errors host ipc dist",
+    "hdf5": "errors host",
     "stop": "errors host ipc dist",
     "telemetry": "errors host run ipc dist",
     "training": "errors host run schedulers dist data",
@@ -39,7 +40,7 @@ PACKAGES = {
     "checks": "errors host run dist data training launch sync checkpoint evaluation trainer",
     "functions": "errors host run ipc schedulers dist stop launch",
     "cli": "errors host run schedulers dist launch report checkpoint checks",
-    "__init__": "errors dist data stop telemetry training sync checkpoint actions evaluation trainer checks functions",
+    "__init__": "errors dist data stop telemetry training sync checkpoint actions evaluation trainer checks functions hdf5",
     "__main__": "cli",
 }
 """From the ground up: what each package or module at the top may import besides itself. A package names only those above its

@@ -2,10 +2,10 @@
 
     python benchmarks/loss_at_equal_samples/bench.py [--seeds 3] [--steps 416] [--out FILE.jsonl]
 
-The GPT on bytes of examples/04_gpt.py with 1.3 M parameters, 2 ranks, 8 windows of 128 bytes a rank and step, AdamW with 2e-3
-for every way. For each seed every way begins with the same parameters and reads the same windows in the same order. The loss is
-the mean over a validation text after the last step, of the model that all ranks hold then. A pair of a seed and a way that is
-in FILE.jsonl is not made again.
+A GPT on bytes with 1.334 M parameters (37 tensors), on the text of examples/04_gpt.py, 2 ranks, 8 windows of 128 bytes a rank
+and step, AdamW with 2e-3 for every way. For each seed every way begins with the same parameters and reads the same windows in
+the same order. The loss is the mean over a validation text after the last step, of the model that all ranks hold then. A pair
+of a seed and a way that is in FILE.jsonl is not made again.
 """
 
 import argparse
@@ -19,14 +19,13 @@ from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "04_gpt.py"
 BATCH, LR = 8, 2e-3
+WIDTH, LAYERS, HEADS = 160, 4, 4
 WAYS = {  # the most that the mean over seeds may be above DDP's
     "DDP": None,
-    "all-reduce": None,
     "all-reduce:bf16": 0.02,
     "all-reduce:int8": 0.02,
     "local-sgd:16": 0.12,
     "post-local-sgd:128:16": 0.13,
-    "diloco:32": None,
     "diloco:32:int8": 0.10,
 }
 
@@ -36,6 +35,7 @@ WAYS = {  # the most that the mean over seeds may be above DDP's
 
 def rank_main(way: str, seed: int, steps: int) -> None:
     import torch
+    from torch import nn
     from torch.nn import functional
     from torch.nn.parallel import DistributedDataParallel
 
@@ -48,8 +48,35 @@ def rank_main(way: str, seed: int, steps: int) -> None:
     gpt = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gpt)
     text, held_out = gpt.standard_library()
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+            self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.wide = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+            self.narrow = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+        def forward(self, x):
+            q, k, v = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+            seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(seen.transpose(1, 2).reshape(x.shape))
+            return x + self.narrow(functional.gelu(self.wide(self.norm2(x))))
+
+    class Toy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token, self.place = nn.Embedding(256, WIDTH), nn.Embedding(gpt.CONTEXT, WIDTH)
+            self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+            self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
+
+        def forward(self, tokens):
+            x = self.token(tokens) + self.place.weight[: tokens.shape[1]]
+            return self.head(self.norm(self.blocks(x)))
+
     torch.manual_seed(seed)
-    model = gpt.GPT(width=160, layers=4)
+    model = Toy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     windows = torch.randperm(len(text), generator=torch.Generator().manual_seed(seed))
 
@@ -67,6 +94,7 @@ def rank_main(way: str, seed: int, steps: int) -> None:
         finish = optimizer.zero_grad
     else:
         sync = named(way).attach(model, optimizer, typical_count=BATCH * gpt.CONTEXT)
+        sync.check_length(steps)
 
         def step(inputs, targets):
             sync.backward(loss_sum(model, inputs, targets), targets.numel(), last=True)

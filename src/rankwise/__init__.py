@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from rankwise.evaluation import Evaluate as Evaluate
     from rankwise.evaluation import predict as predict
     from rankwise.functions.run_function import run_function as run_function
+    from rankwise.hdf5 import HDF5Dataset as HDF5Dataset
+    from rankwise.hdf5 import HDF5Writer as HDF5Writer
     from rankwise.stop.signal import StopSignal as StopSignal
     from rankwise.sync import AllReduce as AllReduce
     from rankwise.sync import DiLoCo as DiLoCo
@@ -64,6 +66,7 @@ _HOME = {
     "rankwise.errors": ("RankwiseError", "Stopped"),
     "rankwise.evaluation": ("Evaluate", "predict"),
     "rankwise.functions.run_function": ("run_function",),
+    "rankwise.hdf5": ("HDF5Dataset", "HDF5Writer"),
     "rankwise.stop.signal": ("StopSignal",),
     "rankwise.sync": ("AllReduce", "DiLoCo", "LocalSGD"),
     "rankwise.telemetry": ("Meters",),

@@ -193,7 +193,8 @@ class Fetch:
 
     Random streams are keyed by (seed, epoch, sample) for each sample; under `__getitems__`, and for `collate_fn`, by the
     batch's first sample. A true attribute `seed_each_sample` of the dataset has samples taken one by one in spite of
-    `__getitems__`.
+    `__getitems__`. A dataset with `draws_nothing` and `read_batch(indices)` makes the batch itself of the array, unless there
+    is a `collate_fn`, which takes samples.
     """
 
     keyed_by_sample = True
@@ -202,19 +203,20 @@ class Fetch:
         self._dataset = dataset
         self._collate_fn, self._collate = collate_fn, collate_fn or collate
         self._seed = seed
-        self._whole = type(dataset) is TensorDataset and collate_fn is None
+        self._read = _reader(dataset) if collate_fn is None else None
         self._in_one = not promises(dataset, "seed_each_sample") and _has_getitems(dataset)
         self._samples_keyed = None if _draws_nothing(dataset) else Keyed(seed)
         self._collate_keyed = None if collate_fn is None else Keyed(seed)
 
     def by(self, sample: bool) -> Fetch:
         """The same, keyed by sample, or by batch as in earlier versions; what never draws is the same either way."""
-        kind = Fetch if sample or self._whole else FetchByBatch
+        kind = Fetch if sample or self._read is not None else FetchByBatch
         return kind(self._dataset, self._collate_fn, self._seed)
 
     def __call__(self, request: tuple[int, Indices]) -> Any:
-        if self._whole:
-            return self._rows(request[1])
+        if self._read is not None:
+            with Noted("in", request[1], self._dataset):
+                return self._read(request[1])
         epoch, indices = request[0], request[1].tolist()
         samples = self._sampled(epoch, indices)
         if not isinstance(samples, list):
@@ -228,12 +230,6 @@ class Fetch:
 
     def here(self, request: tuple[int, Indices]) -> Any:
         return self(request)
-
-    def _rows(self, indices: Indices) -> tuple[torch.Tensor, ...]:
-        """What `TensorDataset.__getitem__` returns."""
-        index = torch.from_numpy(indices)
-        tensors = self._dataset.tensors
-        return tuple([t.index_select(0, index if t.is_cpu else index.to(t.device)) for t in tensors])
 
     def _sampled(self, epoch: int, indices: list[int]) -> Any:
         if self._samples_keyed is None:
@@ -304,6 +300,20 @@ def collate(samples: list[Any]) -> Any:
     return default_collate(samples)
 
 
+def _reader(dataset: Any) -> Callable[[Indices], Any] | None:
+    """What makes a batch of int64 indices at once and draws nothing; None for a dataset that has no such thing."""
+    if type(dataset) is TensorDataset:
+        return partial(_rows, dataset.tensors)
+    read: Callable[[Indices], Any] | None = getattr(dataset, "read_batch", None)
+    return read if promises(dataset, "draws_nothing") else None
+
+
+def _rows(tensors: Sequence[torch.Tensor], indices: Indices) -> tuple[torch.Tensor, ...]:
+    """What `TensorDataset.__getitem__` returns."""
+    index = torch.from_numpy(indices)
+    return tuple([t.index_select(0, index if t.is_cpu else index.to(t.device)) for t in tensors])
+
+
 def _draws_nothing(dataset: Any) -> bool:
     """What it says of itself, or is known of its type."""
     return type(_inside(dataset)) in (list, tuple, range, TensorDataset) or promises(dataset, "draws_nothing")
@@ -331,7 +341,7 @@ def _inside(dataset: Any) -> Any:
 class Noted:
     """What is raised inside has a note that names the samples and the dataset."""
 
-    def __init__(self, where: str, indices: Sequence[int], dataset: Any, made: Sequence[Any] | None = None) -> None:
+    def __init__(self, where: str, indices: Sequence[int] | Indices, dataset: Any, made: Sequence[Any] | None = None) -> None:
         """`made`: what has been made of these samples, one after the other: the next one is named alone."""
         self._where = where
         self.indices = indices
@@ -344,7 +354,7 @@ class Noted:
     def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         if error is None:
             return
-        at = self.indices if self._made is None else self.indices[len(self._made) :][:1]
+        at = [int(index) for index in (self.indices if self._made is None else self.indices[len(self._made) :][:1])]
         text = f"{self._where} {numbered('sample', at, _SHOWN)} of {type(self._dataset).__name__}"
         if isinstance(error, StopIteration):  # it would end a loop in silence
             raise RuntimeError(f"StopIteration was raised {text}") from error

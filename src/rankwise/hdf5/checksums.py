@@ -1,0 +1,53 @@
+"""CRC-32 of each 8 MB of a dataset, kept in the file: /rankwise/crc32/<dataset>. Rows that lie end to end have no other check.
+
+sums = [crc32(piece) for piece in pieces(file, offset, length)]
+verify("train.h5")                     # DataError where a byte is not what was written
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from rankwise.errors import DataError
+from rankwise.hdf5.layout import OURS, opened, stored
+from rankwise.host.text import size
+
+PIECE = 8 << 20
+HOME = f"{OURS}/crc32"
+
+
+def pieces(file: BinaryIO, offset: int, length: int) -> Iterator[bytes]:
+    """Of a part of a file, one after the other; the last may be shorter, and shorter than it should be where the file ends."""
+    file.seek(offset)
+    while length > 0:
+        piece = file.read(min(PIECE, length))
+        if not piece:
+            return
+        yield piece
+        length -= len(piece)
+
+
+def verify(path: str) -> int:
+    """Read all that has checksums; the bytes read. Raises DataError for damage, by its dataset and place."""
+    with opened(path) as file:
+        known: dict[str, Any] = {}
+        if HOME in file:
+            file[HOME].visititems(lambda name, item: known.update({name: item[...].tolist()} if hasattr(item, "shape") else {}))
+        places = {name: stored(file, path, name) for name in known}
+    read = 0
+    with open(path, "rb") as raw:
+        for name, sums in known.items():
+            place = places[name]
+            if place.offset is None:
+                continue
+            for number, piece in enumerate(pieces(raw, place.offset, place.end - place.offset)):
+                read += len(piece)
+                if number >= len(sums) or zlib.crc32(piece) != sums[number]:
+                    at = place.offset + number * PIECE
+                    raise DataError(
+                        f"{path} is damaged: of {name} the bytes {at} to {at + len(piece) - 1} of the file are not those that "
+                        f"were written ({size(number * PIECE)} into it): copy or make it again"
+                    )
+    return read

@@ -1,0 +1,247 @@
+"""A field over all files of a dataset: its samples as tensors, one by one or as a batch, padded where lengths differ.
+
+    column = column("features", layouts, pad=0)
+    column.batch(indices, parts)                  # (samples x longest x ..., int64 lengths)
+
+`parts` says in which files the samples of a batch are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rankwise.errors import DataError
+from rankwise.hdf5.layout import Field, FileLayout, Lengths
+from rankwise.hdf5.rows import Array, Rows, open_rows
+
+Indices = npt.NDArray[np.int64]
+Parts = Sequence[tuple[int, Indices | None, Indices]]
+"""(the file, which of the batch's samples are in it: None for all, their numbers in that file)."""
+
+_SMALL_BYTES = 2048  # of a sample: one gather of all rows is cheaper below it, a copy for each sample above
+
+
+class Column(Protocol):
+    uneven: bool
+
+    @property
+    def lengths(self) -> Lengths:
+        """Rows of each sample, over all files; only where `uneven`."""
+
+    def sample(self, index: int, file: int, within: int) -> tuple[Any, Any]:
+        """(a sample, its length): its number over all files, and in its file."""
+
+    def batch(self, indices: Indices, parts: Parts) -> tuple[Any, Any]:
+        """(a batch, its lengths)."""
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """The batch of these samples."""
+
+    def describe(self) -> str:
+        """`image 3x64x64 uint8`."""
+
+
+def alike(layouts: Sequence[FileLayout]) -> list[FileLayout]:
+    """The same; a field with lengths in some file has them in all, though the samples of one happen to be of one length. Raises
+    DataError where a file has other fields than the first, or other types or shapes."""
+    uneven = {name: field for layout in layouts for name, field in layout.fields.items() if field.lengths is not None}
+    found = []
+    for layout in layouts:
+        fields = {name: _with_lengths(field) if name in uneven else field for name, field in layout.fields.items()}
+        found.append(replace(layout, fields=fields))
+    first = found[0]
+    for other in found[1:]:
+        for name in sorted({*first.fields, *other.fields}):
+            kinds = [_kind(each.fields.get(name)) for each in (first, other)]
+            if kinds[0] != kinds[1]:
+                files = f"{kinds[0]} in {first.file} and {kinds[1]} in {other.file}"
+                raise DataError(f"{name} is {files}: name files that are alike")
+    return found
+
+
+def _with_lengths(field: Field) -> Field:
+    stored = field.stored
+    if field.lengths is not None or len(stored.shape) < 2 or (stored.offset is None and all(stored.shape)):
+        return field
+    samples, length, *rest = stored.shape
+    return Field(replace(stored, shape=(samples * length, *rest)), np.full(samples, length, np.int64))
+
+
+def _kind(field: Field | None) -> str:
+    if field is None:
+        return "not there"
+    shape = "x".join(map(str, field.stored.shape[1:]))
+    kind = "text" if field.stored.is_text else str(field.stored.dtype.newbyteorder("="))
+    return f"{f'{shape} ' if shape else ''}{kind}{', with lengths' if field.lengths is not None else ''}"
+
+
+def column(name: str, layouts: Sequence[FileLayout], pad: float) -> Column:
+    fields = [layout.fields[name] for layout in layouts]
+    if fields[0].lengths is None:
+        return EvenColumn(name, fields)
+    return UnevenColumn(name, fields, pad) if fields[0].axes is None else AxesColumn(name, fields, pad)
+
+
+def _tensor(array: Array) -> Any:
+    """Strings stay what they are, in lists."""
+    return array.tolist() if array.dtype == object else torch.from_numpy(array)
+
+
+class EvenColumn:
+    """One row a sample."""
+
+    uneven = False
+
+    def __init__(self, name: str, fields: Sequence[Field]) -> None:
+        self._described = f"{name} {_kind(fields[0])}"
+        self._rows = [open_rows(field.stored) for field in fields]
+
+    @property
+    def lengths(self) -> Lengths:
+        raise AttributeError("lengths")
+
+    def sample(self, index: int, file: int, within: int) -> tuple[Any, Any]:
+        return _tensor(self._rows[file].take(np.array([within])))[0], None
+
+    def batch(self, indices: Indices, parts: Parts) -> tuple[Any, Any]:
+        [(file, _, within), *others] = parts
+        if not others:
+            return _tensor(self._rows[file].take(within)), None
+        out: Array | None = None
+        for file, at, within in parts:
+            some = self._rows[file].take(within)
+            out = np.empty((len(indices), *some.shape[1:]), some.dtype) if out is None else out
+            out[at] = some
+        assert out is not None
+        return _tensor(out), None
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        return torch.stack(list(samples)) if isinstance(samples[0], torch.Tensor) else list(samples)
+
+    def describe(self) -> str:
+        return self._described
+
+
+class UnevenColumn:
+    """Several rows a sample, or none."""
+
+    uneven = True
+
+    def __init__(self, name: str, fields: Sequence[Field], pad: float) -> None:
+        stored = fields[0].stored
+        self._described = f"{name} {_kind(fields[0])}"
+        self._shape, self._is_text = stored.shape[1:], stored.is_text
+        self._dtype: np.dtype[Any] = np.dtype(object) if stored.is_text else stored.dtype.newbyteorder("=")
+        self._row_bytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
+        self._pad = pad
+        self._rows: list[Rows] = [open_rows(field.stored) for field in fields]
+        of_files: list[Lengths] = [field.lengths for field in fields if field.lengths is not None]
+        self.lengths: Lengths = of_files[0] if len(of_files) == 1 else np.concatenate(of_files)
+        # Where each sample begins in its own file.
+        starts = [np.cumsum(lengths) - lengths for lengths in of_files]
+        self._starts: Lengths = starts[0] if len(starts) == 1 else np.concatenate(starts)
+
+    def sample(self, index: int, file: int, within: int) -> tuple[Any, Any]:
+        return _tensor(self._sample(index, file)), torch.tensor(int(self.lengths[index]))
+
+    def _sample(self, index: int, file: int) -> Array:
+        length = int(self.lengths[index])
+        out = np.empty((length, *self._shape), self._dtype)
+        self._rows[file].copy([int(self._starts[index])], [length], [out])
+        return out
+
+    def batch(self, indices: Indices, parts: Parts) -> tuple[Any, Any]:
+        lengths = self.lengths[indices]
+        if self._is_text:
+            files = {int(k): file for file, at, _ in parts for k in (range(len(indices)) if at is None else at)}
+            return [self._sample(int(i), files[k]).tolist() for k, i in enumerate(indices)], torch.from_numpy(lengths)
+        longest = int(lengths.max(initial=0))
+        out = np.empty((len(indices), longest, *self._shape), self._dtype)
+        for file, at, _ in parts:
+            mine = indices if at is None else indices[at]
+            self._fill(self._rows[file], mine, lengths if at is None else lengths[at], out, at)
+        return torch.from_numpy(out), torch.from_numpy(lengths)
+
+    def _fill(self, rows: Rows, indices: Indices, lengths: Lengths, out: Array, at: Indices | None) -> None:
+        """Write these samples and their padding into `out`, at all places or at these."""
+        starts = self._starts[indices]
+        if self._row_bytes * int(lengths.sum()) > _SMALL_BYTES * len(lengths):
+            targets = list(out) if at is None else [out[k] for k in at]
+            listed_lengths = lengths.tolist()
+            rows.copy(starts.tolist(), listed_lengths, targets)
+            for length, target in zip(listed_lengths, targets, strict=True):
+                target[length:] = self._pad
+            return
+        is_there = np.arange(out.shape[1]) < lengths[:, None]
+        before = np.cumsum(lengths) - lengths
+        block = np.full((len(indices), *out.shape[1:]), self._pad, out.dtype) if at is not None else out
+        if at is None:
+            block[~is_there] = self._pad
+        block[is_there] = rows.take(np.repeat(starts - before, lengths) + np.arange(int(lengths.sum())))
+        if at is not None:
+            out[at] = block
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        if self._is_text:
+            return list(samples)
+        longest = max(len(sample) for sample in samples)
+        out = torch.full(
+            (len(samples), longest, *self._shape), self._pad, dtype=torch.from_numpy(np.empty(0, self._dtype)).dtype
+        )
+        for to, sample in zip(out, samples, strict=True):
+            to[: len(sample)] = sample
+        return out
+
+    def describe(self) -> str:
+        return self._described
+
+
+class AxesColumn(UnevenColumn):
+    """Samples with several axes of different lengths, their rows one after the other; a sample has its axes again, and the
+    lengths of a batch are samples x axes."""
+
+    def __init__(self, name: str, fields: Sequence[Field], pad: float) -> None:
+        super().__init__(name, fields, pad)
+        self._name = name
+        self._sizes_at = [field.axes for field in fields if field.axes is not None]
+        self._files = [field.stored.file for field in fields]
+        self._sizes: Lengths | None = None
+
+    def _read_sizes(self) -> Lengths:
+        """Samples x axes."""
+        if self._sizes is None:
+            tables = []
+            for (stored, lengths), file in zip(self._sizes_at, self._files, strict=True):
+                if len(set(lengths.tolist())) > 1:
+                    raise DataError(f"{file}: samples of {self._name} have different numbers of axes ({stored.name})")
+                tables.append(open_rows(stored).take(np.arange(stored.shape[0])).astype(np.int64).reshape(len(lengths), -1))
+            sizes = np.concatenate(tables)
+            if (wrong := np.flatnonzero(sizes.prod(axis=1) != self.lengths)).size:
+                at = int(wrong[0])
+                shape = " x ".join(map(str, sizes[at]))
+                raise DataError(f"{self._files[0]}: sample {at} of {self._name} has {self.lengths[at]} rows, not {shape}")
+            self._sizes = sizes
+        return self._sizes
+
+    def sample(self, index: int, file: int, within: int) -> tuple[Any, Any]:
+        sizes = self._read_sizes()[index]
+        return torch.from_numpy(self._sample(index, file).reshape(*sizes, *self._shape)), torch.from_numpy(sizes.copy())
+
+    def batch(self, indices: Indices, parts: Parts) -> tuple[Any, Any]:
+        files = {int(k): file for file, at, _ in parts for k in (range(len(indices)) if at is None else at)}
+        samples = [self.sample(int(i), files[k], 0)[0] for k, i in enumerate(indices)]
+        return self.collate(samples), torch.from_numpy(self._read_sizes()[indices])
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        axes = samples[0].dim() - len(self._shape)
+        most = [max(sample.shape[axis] for sample in samples) for axis in range(axes)]
+        out = torch.full((len(samples), *most, *self._shape), self._pad, dtype=samples[0].dtype)
+        for to, sample in zip(out, samples, strict=True):
+            to[tuple(slice(n) for n in sample.shape[:axes])] = sample
+        return out

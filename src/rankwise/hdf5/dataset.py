@@ -1,0 +1,180 @@
+"""Samples of HDF5 files: a map-style dataset that makes a batch in one gather.
+
+dataset = HDF5Dataset("train.h5")
+dataset[3]                                # {"image": uint8 tensor of 3 x 64 x 64, "label": int64 scalar}
+dataset.read_batch(np.array([3, 1, 4]))   # {"image": 3 x 3 x 64 x 64, "label": 3}
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rankwise.errors import ConfigError, DataError
+from rankwise.hdf5.checksums import verify
+from rankwise.hdf5.columns import Column, Indices, Parts, alike, column
+from rankwise.hdf5.layout import LENGTHS_SUFFIX, Lengths, read
+from rankwise.host.arguments import MAPPING, TEXT, Argument, takes
+from rankwise.host.text import count, listed
+
+_FILES = Argument(
+    lambda v: isinstance(v, str | os.PathLike) or (isinstance(v, Sequence) and len(v) > 0),
+    "a path, a pattern ('data/train-*.h5'), or a list of paths",
+)
+_FIELDS = Argument(lambda v: isinstance(v, str | Sequence) and len(v) > 0, "a field's name, or a list of names")
+_PAD = Argument(lambda v: isinstance(v, Mapping | int | float), "a number, or numbers by the fields' names")
+
+
+class HDF5Dataset:
+    """Samples of one or more files, in their order: of ordinary HDF5, of `HDF5Writer`'s, or of RETURNN's HDFDataset.
+
+    `files`: a path, a pattern, or a list of paths. A sample and a batch are mappings of tensors by the names of the fields, and
+    lists of str where a field holds strings; with `fields`, a list of names, tuples in that order; with one name, the bare
+    tensor. A field of which samples have different lengths is padded in a batch (with `pad`, a number or numbers by field) to
+    samples x longest x ..., and `<name>_lengths`, int64, is a field beside it. Where these lengths are is known of our own
+    files and RETURNN's; elsewhere `lengths` says it: {"features": "feature_lengths"}. `length_of`: the field whose lengths
+    `lengths` has, for batches by length; by default the first that has any.
+
+    Rows that lie end to end in a file (as HDF5 stores what is neither chunked nor compressed) are gathered from a map of it;
+    others are read by whole chunks, of which the last 64 MB of each field are kept. In memory are 16 bytes for each sample and
+    field with lengths, and all strings of a field that was asked for. Any process and thread may read; nothing is open across
+    a fork.
+
+    Raises DataError for files that do not hold together, when it is made; ConfigError for arguments that do not fit.
+    """
+
+    draws_nothing = True
+
+    @takes(files=_FILES, fields=_FIELDS.or_none, lengths=MAPPING.or_none, pad=_PAD, length_of=TEXT.or_none)
+    def __init__(
+        self,
+        files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        fields: str | Sequence[str] | None = None,
+        *,
+        lengths: Mapping[str, str] | None = None,
+        pad: float | Mapping[str, float] = 0,
+        length_of: str | None = None,
+    ) -> None:
+        self._form = fields if fields is None or isinstance(fields, str) else tuple(fields)
+        asked = [fields] if isinstance(fields, str) else fields
+        self._files = _paths(files)
+        layouts = alike([read(path, asked, lengths or {}) for path in self._files])
+        self._starts = np.cumsum([0, *(layout.samples for layout in layouts)])
+        self._samples = int(self._starts[-1])
+        if self._samples == 0:
+            raise DataError(f"{listed((layout.file for layout in layouts), 3)}: there is no sample in it")
+        of = dict(pad) if isinstance(pad, Mapping) else dict.fromkeys(layouts[0].fields, pad)
+        self._columns = {name: column(name, layouts, of.get(name, 0)) for name in layouts[0].fields}
+        self._given = self._named(asked)
+        self._length_of = self._with_lengths(length_of)
+
+    def _named(self, asked: Sequence[str] | None) -> dict[str, tuple[str, bool]]:
+        """What a batch has, by its name: (the field, whether it is its lengths)."""
+        if asked is None:
+            pairs = [
+                (name, each) for name, one in self._columns.items() for each in ((False, True) if one.uneven else (False,))
+            ]
+            return {name + LENGTHS_SUFFIX * is_lengths: (name, is_lengths) for name, is_lengths in pairs}
+        found = {name: (name, False) if name in self._columns else (name.removesuffix(LENGTHS_SUFFIX), True) for name in asked}
+        for name, (field, is_lengths) in found.items():
+            if is_lengths and not self._columns[field].uneven:
+                raise ConfigError(f"fields has {name}, and all samples of {field} are of one length: leave {name} out")
+        return found
+
+    def _with_lengths(self, asked: str | None) -> Column | None:
+        uneven = {name: one for name, one in self._columns.items() if one.uneven}
+        if asked is not None and asked not in uneven:
+            raise ConfigError(f"length_of={asked!r}: the fields with lengths are {listed(uneven) or 'none'}")
+        return uneven[asked] if asked is not None else next(iter(uneven.values()), None)
+
+    def __len__(self) -> int:
+        return self._samples
+
+    @property
+    def lengths(self) -> Lengths:
+        """One number a sample, int64. There is no such attribute where all samples are of one length."""
+        if self._length_of is None:
+            raise AttributeError("lengths: all samples of this dataset are of one length")
+        return self._length_of.lengths
+
+    def __getitem__(self, index: Any) -> Any:
+        """A sample as it is stored; of a list, an array or a slice a batch. Raises IndexError."""
+        if isinstance(index, int | np.integer):
+            [at] = self._checked(np.array([index]))
+            file = int(np.searchsorted(self._starts, at, "right")) - 1
+            return self._formed(lambda name: self._columns[name].sample(int(at), file, int(at - self._starts[file])))
+        if isinstance(index, slice):
+            index = np.arange(*index.indices(self._samples))
+        return self.read_batch(self._checked(np.asarray(index, dtype=np.int64).reshape(-1)))
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """A list of samples, for a DataLoader of torch's; `collate` makes a batch of them."""
+        return [self[index] for index in indices]
+
+    def read_batch(self, indices: Indices) -> Any:
+        """The batch of these samples, each from 0 to len - 1: what the Loader asks for."""
+        if len(self._starts) == 2:
+            parts: Parts = [(0, None, indices)]
+        else:
+            files = np.searchsorted(self._starts, indices, "right") - 1
+            within = indices - self._starts[files]
+            parts = [(int(n), at, within[at]) for n in np.unique(files) for at in [np.flatnonzero(files == n)]]
+        return self._formed(lambda name: self._columns[name].batch(indices, parts))
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """A batch of samples of this dataset: for `collate_fn`."""
+        if isinstance(self._form, str):
+            samples = [(sample,) for sample in samples]
+        by_name = {
+            name: [sample[name] if isinstance(sample, dict) else sample[at] for sample in samples]
+            for at, name in enumerate(self._given)
+        }
+        plain = {field: by_name[name] for name, (field, is_lengths) in self._given.items() if not is_lengths}
+        made = {field: self._columns[field].collate(values) for field, values in plain.items()}
+        lengths = {name: torch.stack(values) for name, values in by_name.items() if self._given[name][1]}
+        return self._shaped(
+            {name: lengths[name] if name in lengths else made[field] for name, (field, _) in self._given.items()}
+        )
+
+    def verify(self) -> int:
+        """Read all that has checksums, which `HDF5Writer` leaves; the bytes read. Raises DataError for what is not as it was
+        written, by its file and place."""
+        return sum(verify(path) for path in self._files)
+
+    def _formed(self, read: Callable[[str], tuple[Any, Any]]) -> Any:
+        """`read`: a field and its lengths, by its name."""
+        found = {field: read(field) for field in dict.fromkeys(field for field, _ in self._given.values())}
+        return self._shaped({name: found[field][is_lengths] for name, (field, is_lengths) in self._given.items()})
+
+    def _shaped(self, found: dict[str, Any]) -> Any:
+        if self._form is None:
+            return found
+        return found[self._form] if isinstance(self._form, str) else tuple(found.values())
+
+    def _checked(self, indices: Indices) -> Indices:
+        """Negative ones from the end on."""
+        if len(indices) and not (-self._samples <= indices.min() and indices.max() < self._samples):
+            raise IndexError(f"samples {indices.min()} to {indices.max()} of a dataset of {self._samples}")
+        return np.where(indices < 0, indices + self._samples, indices)
+
+    def __repr__(self) -> str:
+        fields = listed((one.describe() for one in self._columns.values()), 8)
+        return f"HDF5Dataset({count(self._samples, 'sample')} in {count(len(self._starts) - 1, 'file')}: {fields})"
+
+
+def _paths(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
+    """In the order given; those of a pattern in that of their names."""
+    if not isinstance(files, str | os.PathLike):
+        return [os.fspath(path) for path in files]
+    path = os.fspath(files)
+    if not glob.has_magic(path) or Path(path).exists():
+        return [path]
+    if not (found := sorted(glob.glob(path, recursive=True))):  # noqa: PTH207 - the whole path is a pattern
+        raise DataError(f"no file is called like {path}")
+    return found

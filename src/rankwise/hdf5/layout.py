@@ -1,0 +1,208 @@
+"""What an HDF5 file holds for training: its fields, how many samples, and where their rows lie.
+
+    layout = read("train.h5", fields=None, lengths={})
+    layout.samples, layout.fields["image"].stored.shape
+
+Two kinds of files are known: ordinary ones, of which each dataset is a field, and RETURNN's (returnn.py). Of a field whose
+samples have different lengths all rows lie end to end, and another dataset says how many each sample has. In files that
+HDF5Writer has written these are in a group of our own, /rankwise/lengths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rankwise.errors import ConfigError, DataError
+from rankwise.host.text import count, listed
+
+OURS = "rankwise"
+"""The group of our own in a file."""
+
+LENGTHS_SUFFIX = "_lengths"
+"""`features_lengths` is what a batch calls the lengths of `features`."""
+
+Lengths = npt.NDArray[np.int64]
+
+_NUMBERS = {np.dtype(code) for code in "?bhilqBHILQefdFD"}
+_SHOWN = 12  # names in an error
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One dataset of a file, and what its rows can be read from. Rows are what the first axis counts."""
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    is_text: bool
+    offset: int | None
+    """In the file, where all rows lie end to end; None where they are in chunks or nowhere."""
+
+    chunk_rows: int
+    """Rows of a chunk; 0 for what is not in chunks."""
+
+    @property
+    def end(self) -> int:
+        """Bytes that the file must have, if `offset` is known."""
+        return (self.offset or 0) + int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Field:
+    """What a batch has under one name."""
+
+    stored: Stored
+    lengths: Lengths | None = None
+    """How many rows each sample has; None: one row a sample."""
+
+    axes: tuple[Stored, Lengths] | None = None
+    """Where a sample's rows are several axes in one, row by row: the lengths of these axes, and how many each sample has."""
+
+    @property
+    def samples(self) -> int:
+        return self.stored.shape[0] if self.lengths is None else len(self.lengths)
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    file: str
+    samples: int
+    fields: dict[str, Field]
+
+
+def need_h5py() -> ModuleType:
+    """Raises ConfigError where it is not installed."""
+    try:
+        import h5py
+    except ImportError:
+        raise ConfigError("HDF5 files are read and written by h5py, which is not installed: pip install h5py") from None
+    return h5py  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[Any]:
+    """An h5py.File to read. Raises DataError, which names the file, for what is none or has damage."""
+    h5py = need_h5py()
+    try:
+        # A file system without locks is no reason not to read.
+        with h5py.File(path, "r", locking="best-effort") as file:
+            yield file
+    except BlockingIOError:
+        raise DataError(f"{path} is being written: another program has it open; wait until that has closed it") from None
+    except IsADirectoryError:
+        raise DataError(f"{path} is a folder: name the files in it, for example '{path}/*.h5'") from None
+    except FileNotFoundError:
+        raise DataError(f"{path}: there is no such file") from None
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        raise DataError(f"{path} {_explained(error)}") from None
+
+
+def _explained(error: Exception) -> str:
+    text = " ".join(str(error).strip("'\"").split())
+    if "signature not found" in text:
+        return "is not an HDF5 file"
+    if "truncated file" in text:
+        return f"is truncated, its end is missing: copy or make it again ({text})"
+    if isinstance(error, OSError) and error.errno:
+        return f"cannot be read: {errno.errorcode.get(error.errno, '')} {text}"
+    return f"is damaged, or was not closed by what wrote it: copy or make it again ({text})"
+
+
+def read(path: str, fields: Sequence[str] | None, lengths: Mapping[str, str]) -> FileLayout:
+    """`fields`: the names of those to read (`features_lengths` stands for `features`), None for all.
+    `lengths`: by the name of a field, that of the dataset with its
+    lengths. Nothing but lengths is read. Raises DataError for a file that does not hold together."""
+    from rankwise.hdf5 import returnn
+
+    with opened(path) as file:
+        found = returnn.fields_of(file, path, fields) if returnn.is_one(file) else _plain(file, path, fields, lengths)
+        samples = {name: field.samples for name, field in found.items()}
+        for name, field in found.items():
+            _check_lengths(path, name, field)
+    if len(set(samples.values())) > 1:
+        raise DataError(
+            f"{path}: its datasets differ in their samples: {listed((f'{k} {n}' for k, n in samples.items()), _SHOWN)}; name "
+            "those that belong together, fields=[...], and for one with many rows a sample where their numbers are, "
+            "lengths={'features': 'feature_lengths'}"
+        )
+    return FileLayout(path, next(iter(samples.values())), found)
+
+
+def stored(file: Any, path: str, name: str) -> Stored:
+    """Raises DataError for what is no dataset of numbers or strings."""
+    h5py = need_h5py()
+    dataset = file.get(name)
+    if not isinstance(dataset, h5py.Dataset):
+        what = "a group" if isinstance(dataset, h5py.Group) else "not there"
+        raise DataError(f"{path}: the dataset {name} is {what}; there {_there(file)}")
+    is_text = dataset.dtype.kind == "S" or h5py.check_string_dtype(dataset.dtype) is not None
+    if not is_text and dataset.dtype.newbyteorder("=") not in _NUMBERS:
+        raise DataError(f"{path}: {name} is of type {dataset.dtype}: numbers, bool and strings are read, nothing else")
+    if dataset.ndim == 0:
+        raise DataError(f"{path}: {name} is a single value: a field has one row a sample, or more")
+    chunk_rows = dataset.chunks[0] if dataset.chunks else 0
+    # Of an external or empty dataset there is no offset, or one that means nothing.
+    offset = dataset.id.get_offset() if not dataset.external and dataset.dtype.kind != "O" else None
+    return Stored(path, name, dataset.shape, dataset.dtype, is_text, offset, chunk_rows)
+
+
+def lengths_in(file: Any, path: str, name: str) -> Lengths:
+    """One number a sample."""
+    dataset = stored(file, path, name)
+    if len(dataset.shape) != 1 or dataset.dtype.kind not in "iu":
+        kind = "x".join(map(str, dataset.shape))
+        raise DataError(f"{path}: {name} should have one integer a sample, and is {kind} of {dataset.dtype}")
+    return file[name][...].astype(np.int64)  # type: ignore[no-any-return]
+
+
+def _check_lengths(path: str, name: str, field: Field) -> None:
+    if field.lengths is None:
+        return
+    rows = field.stored.shape[0]
+    if len(field.lengths) and field.lengths.min() < 0:
+        at = int(field.lengths.argmin())
+        raise DataError(f"{path}: the length of sample {at} of {name} is {field.lengths[at]}")
+    if (total := int(field.lengths.sum())) != rows:
+        raise DataError(
+            f"{path}: {name} has {count(rows, 'row')} ({field.stored.name}), and the lengths of its samples add up to {total}"
+        )
+
+
+def bases(fields: Sequence[str], has: Callable[[str], bool]) -> list[str]:
+    """The fields that these names need: of `features_lengths` it is `features`, unless there is one of that very name."""
+    found = [name if has(name) or not name.endswith(LENGTHS_SUFFIX) else name.removesuffix(LENGTHS_SUFFIX) for name in fields]
+    return list(dict.fromkeys(found))
+
+
+def _plain(file: Any, path: str, fields: Sequence[str] | None, lengths: Mapping[str, str]) -> dict[str, Field]:
+    ours = file.get(OURS)
+    of = {**_our_lengths(ours), **lengths}
+    names = bases(fields, file.__contains__) if fields is not None else _names(file, ours, set(of.values()))
+    if not names:
+        raise DataError(f"{path} has no dataset at its top; there {_there(file)}: name them, fields=['group/name']")
+    return {name: Field(stored(file, path, name), lengths_in(file, path, of[name]) if name in of else None) for name in names}
+
+
+def _our_lengths(ours: Any) -> dict[str, str]:
+    return {name: f"{OURS}/lengths/{name}" for name in ours["lengths"]} if ours is not None and "lengths" in ours else {}
+
+
+def _names(file: Any, ours: Any, taken: set[str]) -> list[str]:
+    """As they were written, where we wrote them; else all datasets at the top with an axis."""
+    if ours is not None and "fields" in ours.attrs:
+        return [str(name) for name in ours.attrs["fields"]]
+    return [name for name, item in file.items() if getattr(item, "shape", ()) and name not in taken]
+
+
+def _there(file: Any) -> str:
+    names = [name for name in file if name != OURS]
+    return f"are {listed(names, _SHOWN)}" if len(names) > 1 else f"is {names[0]}" if names else "is nothing"

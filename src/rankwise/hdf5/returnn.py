@@ -1,0 +1,86 @@
+"""RETURNN's layout of an HDF5 file (its HDFDataset, SimpleHDFWriter and hdf_dump): which dataset is which field.
+
+    /inputs  /targets/data/KEY  /targets/size (attributes)  /seqLengths (samples x keys)  /seqTags
+
+Fields are `data` (the inputs), the targets by their keys, and `tag`. Every one but `tag` has as many rows a sample as its
+column of seqLengths says: the first is the inputs', then the targets' in the order of their sorted keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rankwise.errors import DataError
+from rankwise.hdf5.layout import Field, Lengths, Stored, bases, stored
+from rankwise.host.text import listed
+
+INPUTS, TAG, SIZES = "data", "tag", "sizes"
+
+
+def is_one(file: Any) -> bool:
+    """Raises DataError for RETURNN's other kind of files."""
+    if "seq_names" in file and "streams" in file:
+        raise DataError(
+            f"{file.filename} is a file of RETURNN's NextGenHDFDataset, a dataset for each sequence, which is not read; write "
+            "it again with rankwise.hdf5.HDF5Writer, or by RETURNN as an HDFDataset"
+        )
+    return "seqLengths" in file and ("inputs" in file or "targets/data" in file)
+
+
+def fields_of(file: Any, path: str, fields: Sequence[str] | None) -> dict[str, Field]:
+    keys = [INPUTS] if "inputs" in file else []
+    if "targets" in file:
+        sizes = file["targets/size"].attrs if "targets/size" in file else {}
+        keys += sorted({*file["targets/data"], *sizes})
+    homes = {key: "inputs" if key == INPUTS and "inputs" in file else f"targets/data/{key}" for key in keys}
+    tags = [TAG] if "seqTags" in file and TAG not in homes else []
+    known = [*homes, *tags]
+    asked = bases(fields, known.__contains__) if fields is not None else None
+    _check_known(path, asked, known)
+    columns = _columns(file, path, len(keys))
+    found = {key: Field(stored(file, path, home), columns[:, at]) for at, (key, home) in enumerate(homes.items())}
+    _check_columns(path, found)
+    if SIZES in found and INPUTS in found:
+        found[INPUTS] = replace(found[INPUTS], axes=_axes(found[SIZES]))
+    if tags:
+        found[TAG] = Field(stored(file, path, "seqTags"))
+    names = asked if asked is not None else [name for name in found if name != SIZES or found[INPUTS].axes is None]
+    return {name: found[name] for name in names}
+
+
+def _check_known(path: str, fields: Sequence[str] | None, known: Sequence[str]) -> None:
+    if unknown := [name for name in fields or () if name not in known]:
+        raise DataError(f"{path} has no field {unknown[0]}; it is a file of RETURNN's with {listed(known)}")
+
+
+def _columns(file: Any, path: str, keys: int) -> Lengths:
+    lengths: Lengths = file["seqLengths"][...].astype(np.int64)
+    if lengths.ndim == 1:  # legal once: the same for all
+        return np.repeat(lengths[:, None], keys, axis=1)
+    width = lengths.shape[1]
+    is_dummy = "targets" not in file and width == keys + 1  # a column for `classes`, though there are no targets
+    if width != keys and not is_dummy:
+        raise DataError(f"{path}: seqLengths has {width} columns for {keys} datasets: the file does not hold together")
+    return lengths
+
+
+def _check_columns(path: str, found: dict[str, Field]) -> None:
+    """hdf_dump may order its columns by other names than readers do: their sums show it."""
+    rows = {key: field.stored.shape[0] for key, field in found.items()}
+    sums = {key: int(field.lengths.sum()) for key, field in found.items() if field.lengths is not None}
+    wrong = [key for key in found if rows[key] != sums[key]]
+    if len(wrong) > 1 and sorted(rows[key] for key in wrong) == sorted(sums[key] for key in wrong):
+        raise DataError(
+            f"{path}: the columns of seqLengths stand in the wrong order: "
+            f"{listed(f'{key} has {rows[key]} rows and lengths for {sums[key]}' for key in wrong)}; readers take the targets "
+            "in the order of their sorted names: write the file again with targets named so"
+        )
+
+
+def _axes(sizes: Field) -> tuple[Stored, Lengths]:
+    assert sizes.lengths is not None
+    return sizes.stored, sizes.lengths

@@ -1,0 +1,189 @@
+"""Rows of one dataset in a file, by their numbers: gathered from a map of the file, or from blocks that h5py reads.
+
+    rows = open_rows(stored)
+    rows.take(np.array([7, 3, 7]))                # a new array of three rows
+    rows.copy([10, 40], [3, 5], out)              # rows 10 to 12 into out[0, :3], 40 to 44 into out[1, :5]
+
+Nothing is opened before the first row is asked for, in the process that asks: neither a handle of h5py's nor a map crosses a
+fork or a pickle.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rankwise.errors import DataError
+from rankwise.hdf5.layout import Stored, need_h5py, opened
+
+Array = npt.NDArray[Any]
+
+_BLOCK_BYTES = 1 << 20  # read at once from what is neither mapped nor in chunks
+_KEPT_BYTES = 64 << 20  # of blocks that were read, for each dataset and process
+
+
+class Rows(Protocol):
+    """Of one dataset. Arrays are new, of the machine's byte order."""
+
+    def take(self, indices: npt.NDArray[np.int64]) -> Array:
+        """Rows by their numbers, which are within the dataset."""
+
+    def copy(self, starts: Sequence[int], lengths: Sequence[int], out: Array | Sequence[Array]) -> None:
+        """So many rows from each start on, into the beginning of each of `out`."""
+
+
+def open_rows(stored: Stored) -> Rows:
+    if stored.is_text:
+        return TextRows(stored)
+    if stored.offset is not None:
+        return MappedRows(stored)
+    return BlockRows(stored)
+
+
+class _Lazy:
+    """Opened by the process that first reads: `_opened` is made once a process."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._stored = stored
+        self._native = stored.dtype.newbyteorder("=")
+        self._opened: Any = None
+        self._pid = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_opened": None}
+
+    def _now(self) -> Any:
+        if self._opened is None or self._pid != os.getpid():
+            self._opened, self._pid = self._open(), os.getpid()
+        return self._opened
+
+    def _open(self) -> Any:
+        raise NotImplementedError
+
+
+class MappedRows(_Lazy):
+    """Rows end to end in the file. Its length is looked at before each gather: to read a map behind the end of a file that was
+    cut meanwhile would end the process (SIGBUS)."""
+
+    def take(self, indices: npt.NDArray[np.int64]) -> Array:
+        rows = self._checked()
+        out = np.empty((len(indices), *self._stored.shape[1:]), self._stored.dtype)
+        np.take(rows, indices, axis=0, out=out, mode="clip")  # any other mode makes a copy of `out` first
+        return out if self._stored.dtype.isnative else out.astype(self._native)
+
+    def copy(self, starts: Sequence[int], lengths: Sequence[int], out: Array | Sequence[Array]) -> None:
+        rows = self._checked()
+        for start, length, to in zip(starts, lengths, out, strict=True):
+            to[:length] = rows[start : start + length]
+
+    def _checked(self) -> Array:
+        mapped, rows = self._now()
+        if (size := mapped.size() if mapped is not None else 0) < self._stored.end:
+            stored = self._stored
+            raise DataError(
+                f"{stored.file} was cut to {size} bytes since it was opened, and {stored.name} ends at byte {stored.end}: copy "
+                "or make it again, under another name and then renamed, so that nobody reads half of it"
+            )
+        return rows  # type: ignore[no-any-return]
+
+    def _open(self) -> tuple[mmap.mmap | None, Array]:
+        stored = self._stored
+        try:
+            with open(stored.file, "rb") as file:
+                if os.fstat(file.fileno()).st_size < stored.end:
+                    return None, np.empty(0)  # `_checked` says so
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise DataError(f"{stored.file} cannot be read: {error.strerror or error}") from None
+        return mapped, np.ndarray(stored.shape, stored.dtype, mapped, stored.offset or 0)
+
+
+class BlockRows(_Lazy):
+    """Rows of a dataset in chunks (compressed, for example), or that was never written: read a block at a time, whole chunks,
+    of which those used last are kept."""
+
+    def __init__(self, stored: Stored) -> None:
+        super().__init__(stored)
+        row_bytes = max(int(np.prod(stored.shape[1:], dtype=np.int64)) * stored.dtype.itemsize, 1)
+        self._block_rows = stored.chunk_rows or max(_BLOCK_BYTES // row_bytes, 1)
+        self._kept_blocks = max(_KEPT_BYTES // (row_bytes * self._block_rows), 1)
+        self._blocks: OrderedDict[int, Array] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_blocks": OrderedDict()}
+
+    def take(self, indices: npt.NDArray[np.int64]) -> Array:
+        out = np.empty((len(indices), *self._stored.shape[1:]), self._native)
+        blocks, within = np.divmod(indices, self._block_rows)
+        for number in np.unique(blocks):
+            here = np.flatnonzero(blocks == number)
+            out[here] = self._block(int(number))[within[here]]
+        return out
+
+    def copy(self, starts: Sequence[int], lengths: Sequence[int], out: Array | Sequence[Array]) -> None:
+        for start, length, to in zip(starts, lengths, out, strict=True):
+            done = 0
+            while done < length:
+                number, first = divmod(start + done, self._block_rows)
+                some = self._block(number)[first : first + length - done]
+                to[done : done + len(some)] = some
+                done += len(some)
+
+    def _block(self, number: int) -> Array:
+        if number in self._blocks:
+            self._blocks.move_to_end(number)
+            return self._blocks[number]
+        dataset = self._now()[1]
+        start = number * self._block_rows
+        stop = min(start + self._block_rows, self._stored.shape[0])
+        try:
+            block = dataset[start:stop]
+        except (OSError, RuntimeError) as error:
+            text = " ".join(str(error).split())
+            raise DataError(
+                f"{self._stored.file}: rows {start} to {stop - 1} of {self._stored.name} cannot be read: copy or make the file "
+                f"again ({text})"
+            ) from None
+        block = block.astype(self._native, copy=False)
+        if len(self._blocks) >= self._kept_blocks:
+            self._blocks.popitem(last=False)
+        self._blocks[number] = block
+        return block  # type: ignore[no-any-return]
+
+    def _open(self) -> tuple[Any, Any]:
+        self._blocks.clear()
+        file = need_h5py().File(self._stored.file, "r", locking="best-effort")
+        return file, file[self._stored.name]
+
+
+class TextRows(_Lazy):
+    """Strings, all read at the first use: one by one they would take 30 us each. Decoded as UTF-8, cut at the first NUL."""
+
+    def take(self, indices: npt.NDArray[np.int64]) -> Array:
+        return self._now()[indices]  # type: ignore[no-any-return]
+
+    def copy(self, starts: Sequence[int], lengths: Sequence[int], out: Array | Sequence[Array]) -> None:
+        values = self._now()
+        for start, length, to in zip(starts, lengths, out, strict=True):
+            to[:length] = values[start : start + length]
+
+    def _open(self) -> Array:
+        stored = self._stored
+        with opened(stored.file) as file:
+            values = file[stored.name][...].reshape(-1).tolist()
+        found = np.empty(len(values), object)
+        for at, value in enumerate(values):
+            found[at] = self._text(at, value)
+        return found.reshape(stored.shape)
+
+    def _text(self, at: int, value: str | bytes) -> str:
+        try:
+            return (value.decode() if isinstance(value, bytes) else value).split("\0")[0]
+        except UnicodeDecodeError:
+            raise DataError(f"{self._stored.file}: value {at} of {self._stored.name} is not UTF-8: {value!r}") from None

@@ -1,0 +1,358 @@
+"""HDF5 files of samples, written one sample at a time: whole under their name, or not there.
+
+    with HDF5Writer("train.h5") as writer:
+        for image, label in images:
+            writer.add(image=image, label=label)
+
+What was added lies in a folder beside the file until `close`, which puts the rows of each field end to end into one file, with
+checksums, and gives it its name. So a disk needs room for the data twice.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import uuid
+import zlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import torch
+
+from rankwise.errors import ConfigError, DataError
+from rankwise.hdf5 import checksums, returnn
+from rankwise.hdf5.layout import OURS, need_h5py, read
+from rankwise.host.arguments import FLAG, MAPPING, PATH, SEQUENCE, one_of, takes
+from rankwise.host.text import count, listed, size
+
+_ALIGNED = {"alignment_threshold": 65536, "alignment_interval": 4096}
+_VERSIONS = ("earliest", "v110")  # what the h5dump of a stable Debian reads; of "latest" it does not
+_CHUNK_BYTES = 1 << 19
+
+
+class HDF5Writer:
+    """Writes `path` when it is closed; a `with` that an exception ends writes nothing.
+
+    The first sample says which fields there are, and their types. Fields are arrays, tensors, numbers (int64, float32, bool) or
+    str. Where samples differ in the first axis of a field, its rows are stored end to end with the samples' lengths;
+    `variable` names fields that are stored so though they do not differ. `compress`: "gzip", read by whole chunks and slower by
+    far; None, and rows are read at the speed of memory. `layout`: "returnn" writes what RETURNN's HDFDataset reads: the field
+    `data` is its inputs, `tag` (a str) its sequence tag, others its targets; `dims`: the number of classes of sparse ones.
+
+    Raises ConfigError where the file exists already (`overwrite` replaces it) or arguments do not fit, DataError for a sample
+    that does not fit those before it, and where it cannot be written.
+    """
+
+    @takes(
+        path=PATH, variable=SEQUENCE, compress=one_of("gzip").or_none, layout=one_of("plain", "returnn"), dims=MAPPING.or_none,
+        overwrite=FLAG,
+    )  # fmt: skip
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        variable: Collection[str] = (),
+        compress: str | None = None,
+        layout: str = "plain",
+        dims: Mapping[str, int] | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        need_h5py()
+        self._path = Path(path)
+        if self._path.exists() and not overwrite:
+            raise ConfigError(f"{self._path} is there already: choose another name, or replace it with overwrite=True")
+        if layout == "returnn" and compress is not None:
+            raise ConfigError("layout='returnn' is written without compression: leave compress out")
+        self._variable, self._compress, self._dims = frozenset(variable), compress, dict(dims or {})
+        self._is_returnn = layout == "returnn"
+        self._fields: dict[str, _Spool] = {}
+        self._samples = 0
+        self._folder: Path | None = _make_folder(self._path)
+
+    def __enter__(self) -> HDF5Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    def add(self, **fields: Any) -> None:
+        """One sample."""
+        self._check_names(fields)
+        values = {name: _as_array(name, value) for name, value in fields.items()}
+        if not self._fields:
+            for name, value in values.items():
+                self._fields[name] = _Spool(name, value, self._open_folder() / f"{len(self._fields)}.rows", self._is_long(name))
+        for name, value in values.items():
+            self._fields[name].check(value, self._samples)
+        try:
+            for name, value in values.items():
+                self._fields[name].add(value)
+        except OSError as error:
+            self.discard()
+            raise DataError(f"{self._path} cannot be written: {error.strerror}") from None
+        self._samples += 1
+
+    def _is_long(self, name: str) -> bool:
+        return name in self._variable or (self._is_returnn and name != returnn.TAG)
+
+    def _open_folder(self) -> Path:
+        if self._folder is None:
+            raise ConfigError(f"the writer of {self._path} is closed")
+        return self._folder
+
+    def _check_names(self, fields: Mapping[str, Any]) -> None:
+        self._open_folder()
+        if self._fields and fields.keys() != self._fields.keys():
+            odd = listed(sorted(fields.keys() ^ self._fields.keys()))
+            raise DataError(f"sample {self._samples} has not the fields of those before it: {odd}")
+        if not fields:
+            raise DataError("a sample has at least one field: writer.add(image=..., label=...)")
+        if wrong := [name for name in fields if name == OURS or "/" in name or name.startswith(".")]:
+            raise DataError(f"a field cannot be called {wrong[0]!r}: it is the name of a dataset in the file")
+        if self._is_returnn and not isinstance(fields.get(returnn.TAG), str):
+            raise DataError("layout='returnn': give each sample tag=..., a str, its sequence tag")
+        if unknown := self._variable - fields.keys():
+            raise ConfigError(f"variable names {listed(sorted(unknown))}, which no sample has; fields are {listed(fields)}")
+
+    def discard(self) -> None:
+        """Nothing is written, and nothing is left."""
+        for spool in self._fields.values():
+            spool.file.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def close(self) -> None:
+        """Write the file. Raises DataError where there is no sample, or no room; then nothing is left."""
+        folder = self._open_folder()
+        try:
+            if not self._samples:
+                raise DataError(f"{self._path} is not written: no sample was added")
+            self._write(folder / "whole.h5")
+            read(str(folder / "whole.h5"), None, {})
+            with (folder / "whole.h5").open("rb") as file:
+                os.fsync(file.fileno())
+            (folder / "whole.h5").replace(self._path)
+            descriptor = os.open(self._path.parent, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        except (OSError, RuntimeError) as error:
+            raise DataError(f"{self._path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+        finally:
+            self.discard()
+
+    # --- the file
+
+    def _write(self, path: Path) -> None:
+        for spool in self._fields.values():
+            spool.file.flush()
+        needed = sum(spool.bytes for spool in self._fields.values())
+        if (free := shutil.disk_usage(path.parent).free) < needed:
+            raise DataError(f"{self._path} cannot be written: it needs {size(needed)}, and {size(free)} are free there")
+        with need_h5py().File(path, "w", libver=_VERSIONS, **_ALIGNED) as file:
+            places = self._create(file)
+        with path.open("r+b") as raw:
+            for spool, offset, sums_offset in places:
+                sums = spool.pour(raw, offset)
+                if sums_offset is not None:
+                    raw.seek(sums_offset)
+                    raw.write(sums.tobytes())
+
+    def _create(self, file: Any) -> list[tuple[_Spool, int, int | None]]:
+        """The file without the rows; (what goes into it, where, where its checksums go)."""
+        places: list[tuple[_Spool, int, int | None]] = []
+        homes = _returnn_homes(self._fields) if self._is_returnn else {name: name for name in self._fields}
+        for name, spool in self._fields.items():
+            if spool.is_text:
+                _put_text(file, homes[name], spool.texts)
+            elif self._compress is not None and spool.bytes:
+                spool.compress_into(file, homes[name], self._compress)
+            else:
+                offset = _reserve(file, homes[name], spool.shape, spool.dtype)
+                if offset is not None:
+                    sums = _reserve(
+                        file, f"{checksums.HOME}/{homes[name]}", (-(-spool.bytes // checksums.PIECE),), np.dtype("<u4")
+                    )
+                    places.append((spool, offset, sums))
+        if self._is_returnn:
+            _describe_for_returnn(file, self._fields, self._dims)
+        else:
+            ours = file.require_group(OURS)
+            ours.attrs["fields"] = list(self._fields)
+            for name, spool in self._fields.items():
+                if spool.is_uneven:
+                    ours.create_dataset(f"lengths/{name}", data=np.array(spool.lengths, "<i8"))
+        return places
+
+
+class _Spool:
+    """What was added to one field."""
+
+    def __init__(self, name: str, first: npt.NDArray[Any], path: Path, is_long: bool) -> None:
+        self.name = name
+        self.is_text = first.dtype == object
+        self._is_long = is_long
+        if is_long and first.ndim == 0:
+            first = first.reshape(1)
+        self.dtype = first.dtype.newbyteorder("<")
+        self.row_shape = first.shape[1:] if first.ndim else ()
+        self._is_scalar = first.ndim == 0
+        self.lengths: list[int] = []
+        self.texts: list[str] = []
+        self.bytes = 0
+        self.file: BinaryIO = path.open("w+b")
+
+    def check(self, value: npt.NDArray[Any], sample: int) -> None:
+        """Raises DataError for what does not fit the samples before it."""
+        shape = (1,) if self._is_long and value.ndim == 0 else value.shape
+        fits = (len(shape) == 0) == self._is_scalar and shape[1:] == self.row_shape
+        if value.dtype.newbyteorder("<") == self.dtype and fits:
+            return
+        ours = "a single value" if self._is_scalar else " x ".join(["any", *map(str, self.row_shape)])
+        theirs = " x ".join(map(str, shape)) or "a single value"
+        raise DataError(
+            f"sample {sample} does not fit those before it: {self.name} is {theirs} of {value.dtype}, and they have {ours} of "
+            f"{self.dtype}"
+        )
+
+    def add(self, value: npt.NDArray[Any]) -> None:
+        if self.is_text:
+            self.texts.append(value.item())
+            self.lengths.append(1)
+            return
+        content = np.ascontiguousarray(value, self.dtype).tobytes()
+        self.file.write(content)
+        self.bytes += len(content)
+        self.lengths.append(len(value) if value.ndim else 1)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether rows lie end to end, with lengths."""
+        return not self.is_text and not self._is_scalar and (self._is_long or len(set(self.lengths)) > 1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.is_uneven:
+            return (sum(self.lengths), *self.row_shape)
+        return (len(self.lengths),) if self._is_scalar else (len(self.lengths), self.lengths[0], *self.row_shape)
+
+    def pour(self, raw: BinaryIO, offset: int) -> npt.NDArray[np.uint32]:
+        """Copy all rows to that place of a file; returns their checksums."""
+        sums = []
+        raw.seek(offset)
+        for piece in checksums.pieces(self.file, 0, self.bytes):
+            sums.append(zlib.crc32(piece))
+            raw.write(piece)
+        return np.array(sums, "<u4")
+
+    def compress_into(self, file: Any, home: str, kind: str) -> None:
+        row_bytes = max(int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize, 1)
+        chunk_rows = min(max(_CHUNK_BYTES // row_bytes, 1), self.shape[0])
+        dataset = file.create_dataset(
+            home, self.shape, self.dtype, chunks=(chunk_rows, *self.shape[1:]), compression=kind, compression_opts=1,
+            shuffle=self.dtype.itemsize > 1, fletcher32=True,
+        )  # fmt: skip
+        self.file.seek(0)
+        for start in range(0, self.shape[0], chunk_rows):
+            rows = min(chunk_rows, self.shape[0] - start)
+            block = np.frombuffer(self.file.read(rows * row_bytes), self.dtype)
+            dataset[start : start + rows] = block.reshape(rows, *self.shape[1:])
+
+
+def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
+    """Strings as a single object. Raises DataError for what HDF5 holds no type for."""
+    if isinstance(value, str):
+        return np.array(value, dtype=object)
+    if isinstance(value, torch.Tensor):
+        if value.dtype == torch.bfloat16:
+            raise DataError(f"{name} is of bfloat16, which HDF5 has not: give it as .half() or .float()")
+        value = value.detach().cpu().numpy()
+    found = np.asarray(value)
+    if isinstance(value, float) or (isinstance(value, list) and found.dtype == np.float64):
+        found = found.astype(np.float32)  # as torch.tensor does
+    if found.dtype.kind not in "biufc" or found.dtype.itemsize > 16 or found.dtype in (np.longdouble,):
+        raise DataError(f"{name} is of {found.dtype}: give numbers, bool, or a str")
+    return found
+
+
+def _reserve(file: Any, home: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int | None:
+    """A dataset end to end, its room taken and nothing written; where it begins, None if it is empty."""
+    h5py = need_h5py()
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_layout(h5py.h5d.CONTIGUOUS)
+    properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    links.set_create_intermediate_group(True)
+    kind = h5py.h5t.py_create(dtype, logical=True)
+    dataset = h5py.h5d.create(file.id, home.encode(), kind, h5py.h5s.create_simple(shape), properties, links)
+    return dataset.get_offset() if all(shape) else None
+
+
+def _put_text(file: Any, home: str, texts: list[str]) -> None:
+    """As UTF-8 of one length: read a hundred times as fast as strings of their own length each."""
+    content = [text.encode() for text in texts]
+    longest = max(map(len, content), default=0)
+    kind = need_h5py().string_dtype("utf-8", max(longest, 1))
+    file.create_dataset(home, data=np.array(content, kind), dtype=kind)
+
+
+# --- RETURNN's layout
+
+
+def _returnn_homes(fields: Mapping[str, _Spool]) -> dict[str, str]:
+    known = {returnn.INPUTS: "inputs", returnn.TAG: "seqTags"}
+    return {name: known.get(name, f"targets/data/{name}") for name in fields}
+
+
+def _describe_for_returnn(file: Any, fields: Mapping[str, _Spool], dims: Mapping[str, int]) -> None:
+    inputs = fields.get(returnn.INPUTS)
+    targets = sorted(name for name in fields if name not in (returnn.INPUTS, returnn.TAG))
+    columns = [fields[name].lengths for name in ([returnn.INPUTS] if inputs is not None else []) + targets]
+    if inputs is not None and not targets:
+        columns.append([0] * len(inputs.lengths))  # of `classes`, which readers count though it is not there
+    lengths = np.array(columns, np.int64).T
+    if lengths.max(initial=0) > np.iinfo(np.int32).max:
+        raise DataError(
+            f"layout='returnn': a sequence has {count(int(lengths.max()), 'row')}, more than its lengths (int32) hold"
+        )
+    file.create_dataset("seqLengths", data=lengths.astype("<i4"))
+    steps = int(lengths[:, 0].sum()) if inputs is not None else 0
+    dim = _dim(inputs, dims) if inputs is not None else 1
+    file.attrs.update(numTimesteps=steps, inputPattSize=dim, numDims=1, numLabels=dim, numSeqs=len(lengths))
+    for group in ("targets/data", "targets/size", "targets/labels") if targets else ():
+        file.require_group(group)
+    for name in targets:
+        spool = fields[name]
+        file["targets/size"].attrs[name] = [1, 1] if spool.is_text else [_dim(spool, dims), len(spool.row_shape) + 1]
+
+
+def _dim(spool: _Spool, dims: Mapping[str, int]) -> int:
+    """Features of a dense field; classes of a sparse one, as given."""
+    return int(spool.row_shape[-1]) if spool.row_shape else int(dims.get(spool.name, 1))
+
+
+# --- the folder that it is written in
+
+
+def _make_folder(path: Path) -> Path:
+    """Beside the file; what killed writers have left there goes. Raises DataError."""
+    host = platform.node()
+    for left in path.parent.glob(f".{path.name}.writing-{host}-*") if path.parent.is_dir() else ():
+        if not psutil.pid_exists(int(left.name.split("-")[-2])):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = path.parent / f".{path.name}.writing-{host}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror} ({path.parent})") from None
+    return folder

@@ -1,0 +1,181 @@
+"""Files that cannot be trained on: one error, which names the file, what was found and what to do; and odd ones that can."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import rankwise
+from rankwise.errors import DataError
+from rankwise.hdf5 import HDF5Dataset, HDF5Writer
+
+
+def plain(path: Path, **datasets: Any) -> Path:
+    with h5py.File(path, "w") as file:
+        for name, content in (datasets or {"x": np.arange(4000.0)}).items():
+            file[name] = content
+    return path
+
+
+def truncated(path: Path) -> Path:
+    os.truncate(plain(path), 9000)
+    return path
+
+
+def text(path: Path) -> Path:
+    path.write_text("x, y\n1, 2\n")
+    return path
+
+
+def empty(path: Path) -> Path:
+    path.touch()
+    return path
+
+
+def compound(path: Path) -> Path:
+    return plain(path, x=np.zeros(3, [("a", "i4"), ("b", "f4")]))
+
+
+def next_gen(path: Path) -> Path:
+    with h5py.File(path, "w") as file:
+        file["seq_names"] = ["a"]
+        file["streams/data/data/a"] = np.zeros(3)
+    return path
+
+
+def opaque(path: Path) -> Path:
+    with h5py.File(path, "w") as file:
+        file["group/x"] = np.arange(3)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "ways", "said"),
+    [
+        (truncated, {}, "x.h5 is truncated, its end is missing: copy or make it again"),
+        (text, {}, "x.h5 is not an HDF5 file"),
+        (empty, {}, "x.h5 is not an HDF5 file"),
+        (lambda path: path, {}, "x.h5: there is no such file"),
+        (lambda path: path.mkdir(), {}, "x.h5 is a folder: name the files in it, for example '"),
+        (compound, {}, "x is of type [('a', '<i4'), ('b', '<f4')]: numbers, bool and strings are read, nothing else"),
+        (next_gen, {}, "is a file of RETURNN's NextGenHDFDataset"),
+        (plain, {"fields": ["y"]}, "the dataset y is not there; there is x"),
+        (opaque, {"fields": "group"}, "the dataset group is a group"),
+        (opaque, {}, "has no dataset at its top; there is group: name them, fields=['group/name']"),
+        (lambda path: plain(path, x=3), {"fields": "x"}, "x is a single value"),
+        (lambda path: plain(path, x=np.zeros((0, 3))), {}, "there is no sample in it"),
+        (lambda path: plain(path, x=np.arange(3), n=[1, -1, 3]), {"lengths": {"x": "n"}}, "the length of sample 1 of x is -1"),
+        (
+            lambda path: plain(path, x=np.arange(5), n=[1, 3]),
+            {"lengths": {"x": "n"}},
+            "x has 5 rows (x), and the lengths of its",
+        ),
+        (lambda path: plain(path, x=np.arange(5), n=[1.0, 4.0]), {"lengths": {"x": "n"}}, "n should have one integer a sample"),
+        (lambda path: plain(path, x=np.arange(5), y=np.arange(4)), {}, "differ in their samples: x 5, y 4; name those"),
+    ],
+)
+def test_a_file_that_does_not_hold_together_is_one_error(
+    tmp_path: Path, make: Callable[..., Any], ways: Any, said: str
+) -> None:
+    make(tmp_path / "x.h5")
+    with pytest.raises(DataError) as caught:
+        HDF5Dataset(tmp_path / "x.h5", **ways)
+    assert said in str(caught.value)
+    assert str(tmp_path / "x.h5") in str(caught.value)
+
+
+def test_a_pattern_that_no_file_has_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no file is called like .*train-\*\.h5"):
+        HDF5Dataset(tmp_path / "train-*.h5")
+
+
+def test_a_file_that_is_being_written_is_told(tmp_path: Path) -> None:
+    code = "import h5py, sys; f = h5py.File(sys.argv[1], 'w'); f['x'] = [1]; print(flush=True); sys.stdin.read()"
+    words = [sys.executable, "-c", code, str(tmp_path / "x.h5")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        with pytest.raises(DataError, match=r"x\.h5 is being written: another program has it open"):
+            HDF5Dataset(tmp_path / "x.h5")
+        writer.communicate()
+    assert HDF5Dataset(tmp_path / "x.h5", fields="x")[0] == 1
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_one_error_and_no_signal(tmp_path: Path) -> None:
+    for name, opened_before in (("x.h5", True), ("y.h5", False)):
+        dataset = HDF5Dataset(plain(tmp_path / name), fields="x")
+        if opened_before:
+            assert dataset[3999] == 3999
+        os.truncate(tmp_path / name, 20_000)
+        with pytest.raises(DataError, match=rf"{name} was cut to (20000|0) bytes since it was opened, and x ends at byte"):
+            dataset.read_batch(np.array([3999]))
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
+    dataset = HDF5Dataset(plain(tmp_path / "x.h5"), fields="x")
+    assert dataset[1] == 1
+    plain(tmp_path / "new.h5", x=np.zeros(2)).replace(tmp_path / "x.h5")
+    assert dataset[3999] == 3999
+
+
+@pytest.mark.parametrize("how", [{"compression": "gzip"}, {"fletcher32": True}])
+def test_a_damaged_chunk_is_named(tmp_path: Path, how: dict[str, Any]) -> None:
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        dataset = file.create_dataset("x", data=np.random.default_rng(0).random(1000), chunks=(100,), **how)
+        at = dataset.id.get_chunk_info(3)
+    with path.open("r+b") as raw:
+        raw.seek(at.byte_offset + at.size // 2)
+        byte = raw.read(1)
+        raw.seek(-1, os.SEEK_CUR)
+        raw.write(bytes([byte[0] ^ 255]))
+    read = HDF5Dataset(path, fields="x")
+    assert read[299] >= 0
+    with pytest.raises(DataError, match=r"x\.h5: rows 300 to 399 of x cannot be read: copy or make the file again"):
+        _ = read[300]
+
+
+def test_the_loader_says_which_samples_it_asked_for(tmp_path: Path) -> None:
+    dataset = HDF5Dataset(plain(tmp_path / "x.h5"), fields="x")
+    os.truncate(tmp_path / "x.h5", 20_000)
+    loader = rankwise.Loader(dataset, global_batch_size=4, max_epochs=1, shuffle=False)
+    with pytest.raises(DataError) as caught:
+        next(iter(loader))
+    assert caught.value.__notes__ == ["in samples 0, 1, 2, 3 of HDF5Dataset"]
+
+
+# --- what is odd and right
+
+
+def test_fewer_samples_than_ranks_and_one_longer_than_all_others(tmp_path: Path) -> None:
+    with HDF5Writer(tmp_path / "x.h5") as writer:
+        for length in (3, 5000, 0):
+            writer.add(x=np.full((length, 2), length, "f4"))
+    batch = HDF5Dataset(tmp_path / "x.h5")[[2, 1]]
+    assert batch["x"].shape == (2, 5000, 2)
+    assert batch["x"][0].sum() == 0
+
+
+def test_more_than_2_to_31_rows(tmp_path: Path) -> None:
+    rows = 2**31 + 10
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        kind = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        kind.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        kind.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_UINT8, h5py.h5s.create_simple((rows,)), kind)
+        offset = file["x"].id.get_offset()
+        file["n"] = [rows - 3, 3]
+    with (tmp_path / "x.h5").open("r+b") as raw:
+        raw.seek(offset + rows - 3)
+        raw.write(b"abc")
+    assert HDF5Dataset(tmp_path / "x.h5", fields="x")[rows - 1] == ord("c")
+    last = HDF5Dataset(tmp_path / "x.h5", fields="x", lengths={"x": "n"})
+    assert last[1].tolist() == last[[1]][0].tolist() == list(b"abc")

@@ -1,0 +1,339 @@
+"""HDF5Dataset: the same bytes as h5py reads, from any layout of a file, for one sample or a batch, over several files."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from ranks import on_ranks
+from torch.utils.data import DataLoader
+
+import rankwise
+from rankwise.errors import ConfigError, DataError
+from rankwise.hdf5 import HDF5Dataset, HDF5Writer
+from rankwise.hdf5.rows import BlockRows, MappedRows
+
+N = 103
+CHANCE = np.random.default_rng(0)
+SHUFFLED = CHANCE.permutation(N)
+
+STORED: dict[str, dict[str, Any]] = {
+    "contiguous": {},
+    "in chunks": {"chunks": (7, 4, 5)},
+    "chunks across the features": {"chunks": (16, 3, 2)},
+    "gzip": {"chunks": (10, 4, 5), "compression": "gzip"},
+    "lzf and shuffle": {"chunks": (10, 4, 5), "compression": "lzf", "shuffle": True},
+    "fletcher32": {"chunks": (10, 4, 5), "fletcher32": True},
+}
+TYPES = [
+    "uint8",
+    "int16",
+    "uint16",
+    "int32",
+    "int64",
+    "uint32",
+    "float16",
+    "float32",
+    "float64",
+    "bool",
+    ">f4",
+    ">i8",
+    "complex64",
+]
+
+
+def values(kind: str) -> Any:
+    return (CHANCE.random((N, 4, 5)) * 200).astype(kind) if kind != "bool" else CHANCE.random((N, 4, 5)) > 0.5
+
+
+def file_of(path: Path, **datasets: Any) -> Path:
+    with h5py.File(path, "w") as file:
+        for name, content in datasets.items():
+            file[name] = content
+    return path
+
+
+def uneven(path: Path, samples: int = N, wide: int = 3) -> tuple[HDF5Dataset, list[Any]]:
+    """With a sample and a batch of no row."""
+    sequences = [np.full((0 if k % 5 == 0 else k % 11, wide), k, np.float32) for k in range(samples)]
+    with HDF5Writer(path) as writer:
+        for k, sequence in enumerate(sequences):
+            writer.add(features=sequence, label=k)
+    return HDF5Dataset(path), sequences
+
+
+def padded(some: list[Any], pad: float = 0) -> Any:
+    out = np.full((len(some), max(map(len, some)), *some[0].shape[1:]), pad, some[0].dtype)
+    for to, sequence in zip(out, some, strict=True):
+        to[: len(sequence)] = sequence
+    return out
+
+
+# --- rows
+
+
+@pytest.mark.parametrize("how", STORED)
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_batch_has_the_bytes_that_h5py_reads(tmp_path: Path, how: str, kind: str) -> None:
+    x = values(kind)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", data=x, **STORED[how])
+    dataset = HDF5Dataset(tmp_path / "x.h5", fields="x")
+    batch = dataset.read_batch(SHUFFLED[:40])
+    assert batch.dtype == torch.from_numpy(x[:0].astype(x.dtype.newbyteorder("="))).dtype
+    assert np.array_equal(batch.numpy(), x[SHUFFLED[:40]])
+    assert np.array_equal(dataset[7].numpy(), x[7])
+    assert dataset.read_batch(SHUFFLED[:0]).shape == (0, 4, 5)
+
+
+def test_what_lies_end_to_end_is_mapped_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        file["end to end"] = np.arange(5)
+        file.create_dataset("in chunks", data=np.arange(5), chunks=(2,))
+        file.create_dataset("never written", (5,), "i8", fillvalue=7)
+    columns = HDF5Dataset(path)._columns
+    kinds = {name: type(column._rows[0]) for name, column in columns.items()}  # type: ignore[attr-defined]
+    assert kinds == {"end to end": MappedRows, "in chunks": BlockRows, "never written": BlockRows}
+    assert HDF5Dataset(path)[4] == {"end to end": 4, "in chunks": 4, "never written": 7}
+
+
+def test_a_batch_may_be_changed_and_the_file_stays(tmp_path: Path) -> None:
+    dataset = HDF5Dataset(file_of(tmp_path / "x.h5", x=np.arange(10.0)), fields="x")
+    dataset[[1, 2]].mul_(0)
+    dataset[1].mul_(0)
+    assert dataset[[1, 2]].tolist() == [1, 2]
+
+
+def test_blocks_of_chunks_are_kept_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankwise.hdf5.rows._KEPT_BYTES", 3 * 10 * 160)
+    x = values("float64")
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", data=x, chunks=(10, 4, 5), compression="gzip")
+    dataset = HDF5Dataset(tmp_path / "x.h5", fields="x")
+    for _ in range(2):
+        assert np.array_equal(dataset[SHUFFLED].numpy(), x[SHUFFLED])
+    assert len(dataset._columns["x"]._rows[0]._blocks) == 3  # type: ignore[attr-defined]
+
+
+# --- samples of uneven length
+
+
+@pytest.mark.parametrize("wide", [3, 900], ids=["small rows, one gather", "large rows, copies"])
+def test_sequences_are_padded_to_the_longest_of_the_batch(tmp_path: Path, wide: int) -> None:
+    dataset, sequences = uneven(tmp_path / "x.h5", wide=wide)
+    for some in (SHUFFLED[:20], SHUFFLED[20:21], np.array([0, 5, 10]), np.array([3, 3])):
+        batch = dataset.read_batch(some)
+        assert np.array_equal(batch["features"].numpy(), padded([sequences[k] for k in some]))
+        assert batch["features_lengths"].tolist() == [len(sequences[k]) for k in some]
+        assert batch["label"].tolist() == some.tolist()
+    assert dataset[9]["features"].shape == (9, wide)
+    assert dataset[0]["features"].shape == (0, wide)
+    assert dataset.lengths.tolist() == list(map(len, sequences))
+
+
+def test_padding_is_what_is_asked_for_by_field(tmp_path: Path) -> None:
+    uneven(tmp_path / "x.h5")
+    batch = HDF5Dataset(tmp_path / "x.h5", pad={"features": -1})[[4, 8]]
+    assert batch["features"][0, 4:].unique().tolist() == [-1]
+    assert HDF5Dataset(tmp_path / "x.h5", pad=2.5)[[4, 8]]["features"][0, 4:].unique().tolist() == [2.5]
+
+
+def test_lengths_may_be_any_dataset_of_the_file(tmp_path: Path) -> None:
+    path = file_of(tmp_path / "x.h5", rows=np.arange(6.0), how_many=np.array([1, 0, 5], "u1"), label=np.arange(3))
+    dataset = HDF5Dataset(path, lengths={"rows": "how_many"})
+    assert dataset[[0, 1, 2]]["rows"].tolist() == [[0, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 2, 3, 4, 5]]
+    assert list(dataset[0]) == ["label", "rows", "rows_lengths"]
+
+
+def test_without_lengths_there_is_no_such_attribute(tmp_path: Path) -> None:
+    dataset = HDF5Dataset(file_of(tmp_path / "x.h5", x=np.arange(3)))
+    assert not hasattr(dataset, "lengths")
+
+
+# --- which fields, in which form
+
+
+def test_fields_say_what_a_batch_is_made_of(tmp_path: Path) -> None:
+    uneven(tmp_path / "x.h5")
+    every = HDF5Dataset(tmp_path / "x.h5")[[1, 2]]
+    assert list(every) == ["features", "features_lengths", "label"]
+    label, lengths = HDF5Dataset(tmp_path / "x.h5", fields=["label", "features_lengths"])[[1, 2]]
+    assert (label.tolist(), lengths.tolist()) == ([1, 2], [1, 2])
+    assert HDF5Dataset(tmp_path / "x.h5", fields="label")[[1, 2]].tolist() == [1, 2]
+    assert HDF5Dataset(tmp_path / "x.h5", fields=("label",))[1] == (1,)
+
+
+def test_datasets_in_groups_and_others_beside_them(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        file["deep/er/x"] = np.arange(4)
+        file["y"] = np.arange(4)
+        file["of another length"] = np.arange(9)
+        file["alone"] = 3
+    assert HDF5Dataset(path, fields=["deep/er/x", "y"])[3] == (3, 3)
+    with pytest.raises(DataError, match="differ in their samples: of another length 9, y 4; name those that belong together"):
+        HDF5Dataset(path)
+
+
+def test_strings_are_lists(tmp_path: Path) -> None:
+    texts = ["a", "", "zwölf", "zwölf", "x/y"]
+    path = file_of(tmp_path / "x.h5", free=texts, fixed=np.array([t.encode() for t in texts]), x=np.arange(5))
+    batch = HDF5Dataset(path)[[2, 4]]
+    assert batch["free"] == batch["fixed"] == ["zwölf", "x/y"]
+    assert HDF5Dataset(path, fields="free")[1] == ""
+
+
+# --- indices
+
+
+def test_indices_are_those_of_a_sequence(tmp_path: Path) -> None:
+    dataset = HDF5Dataset(file_of(tmp_path / "x.h5", x=np.arange(5)), fields="x")
+    assert len(dataset) == 5
+    assert [dataset[-1].item(), dataset[np.int64(2)].item()] == [4, 2]
+    assert dataset[1:4].tolist() == [1, 2, 3]
+    assert dataset[torch.tensor([4, -5])].tolist() == [4, 0]
+    for wrong in (5, -6, [0, 5]):
+        with pytest.raises(IndexError, match="of a dataset of 5"):
+            dataset[wrong]
+
+
+def test_several_files_are_one_dataset_in_the_order_of_their_names(tmp_path: Path) -> None:
+    whole: list[Any] = []
+    for number, samples in enumerate((4, 1, 9)):
+        _, sequences = uneven(tmp_path / f"x{number}.h5", samples)
+        whole += sequences
+    dataset = HDF5Dataset(tmp_path / "x*.h5")
+    assert len(dataset) == 14
+    some = np.array([13, 0, 4, 5, 3, 12])
+    batch = dataset.read_batch(some)
+    assert np.array_equal(batch["features"].numpy(), padded([whole[k] for k in some]))
+    assert batch["label"].tolist() == [8, 0, 0, 0, 3, 7]
+    assert np.array_equal(dataset[13]["features"].numpy(), whole[13])
+    for wide in (3, 900):
+        paths = []
+        for number in range(2):
+            uneven(tmp_path / f"{wide}-{number}.h5", 12, wide)
+            paths.append(tmp_path / f"{wide}-{number}.h5")
+        both, one = HDF5Dataset(paths), HDF5Dataset(paths[0])
+        assert torch.equal(both[[11, 13, 2]]["features"][:, :1], one[[11, 1, 2]]["features"][:, :1])
+
+
+def test_files_of_different_kinds_are_not_one_dataset(tmp_path: Path) -> None:
+    paths = [file_of(tmp_path / "a.h5", x=np.arange(3)), file_of(tmp_path / "b.h5", x=np.arange(3.0))]
+    with pytest.raises(DataError, match=r"x is int64 in .*a\.h5 and float64 in .*b\.h5: name files that are alike"):
+        HDF5Dataset(paths)
+    with pytest.raises(DataError, match=r"y is not there in .*a\.h5 and int64 in"):
+        HDF5Dataset([paths[0], file_of(tmp_path / "c.h5", x=np.arange(3), y=np.arange(3))])
+
+
+# --- processes
+
+
+def open_files() -> int:
+    return sum(1 for fd in os.listdir("/proc/self/fd") if _target(fd).endswith(".h5"))
+
+
+def _target(fd: str) -> str:
+    try:
+        return str(Path(f"/proc/self/fd/{fd}").readlink())
+    except OSError:
+        return ""
+
+
+@pytest.mark.parametrize("how", ["contiguous", "gzip"])
+def test_nothing_is_open_before_a_sample_is_read_and_each_process_opens_its_own(tmp_path: Path, how: str) -> None:
+    x = values("float32")
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", data=x, **STORED[how])
+    dataset = HDF5Dataset(tmp_path / "x.h5", fields="x")
+    assert open_files() == 0
+    assert np.array_equal(pickle.loads(pickle.dumps(dataset))[3].numpy(), x[3])
+    before = dataset[5]
+    assert open_files() == 1
+    again = pickle.loads(pickle.dumps(dataset))
+    assert len(pickle.dumps(dataset)) < 3000
+    assert torch.equal(again[5], before)
+    answers = on_ranks(2, read_by_workers, tmp_path / "x.h5")
+    assert answers[0] == answers[1] == x.sum(axis=(1, 2)).tolist()
+
+
+def read_by_workers(path: Path) -> list[float]:
+    dataset = HDF5Dataset(path, fields="x")
+    _ = dataset[0]  # opened here, before the workers are forked
+    found = []
+    for batch in DataLoader(dataset, batch_size=10, num_workers=2, collate_fn=dataset.collate):
+        found += batch.numpy().sum(axis=(1, 2)).tolist()
+    return found
+
+
+# --- loaders
+
+
+def test_a_plain_dataloader_takes_it_too(tmp_path: Path) -> None:
+    dataset, sequences = uneven(tmp_path / "x.h5")
+    batches = list(DataLoader(dataset, batch_size=16, collate_fn=dataset.collate))
+    assert sum(len(batch["label"]) for batch in batches) == N
+    assert np.array_equal(batches[1]["features"].numpy(), padded(sequences[16:32]))
+    assert batches[1]["features_lengths"].tolist() == [len(s) for s in sequences[16:32]]
+    even = HDF5Dataset(file_of(tmp_path / "even.h5", x=np.arange(10), y=np.arange(10)), fields=["x", "y"])
+    assert [x.tolist() for x, y in DataLoader(even, batch_size=4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def seen(path: Path, workers: int, fields: Any) -> list[Any]:
+    dataset = HDF5Dataset(path, fields=fields)
+    loader = rankwise.Loader(dataset, global_batch_size=20, max_epochs=2, seed=3, num_workers=workers)
+    return [[[some["features"].sum().item(), some["label"].tolist()] for some in step] for step in loader]
+
+
+def test_ranks_and_workers_see_the_same_samples_in_the_same_order(tmp_path: Path) -> None:
+    uneven(tmp_path / "x.h5")
+    [alone] = on_ranks(1, seen, tmp_path / "x.h5", 0, None)
+    assert sorted(k for step in alone[: len(alone) // 2] for batch in step for k in batch[1]) == list(range(N))
+    for workers in (1, 4):
+        assert on_ranks(1, seen, tmp_path / "x.h5", workers, None) == [alone]
+    first, second = on_ranks(2, seen, tmp_path / "x.h5", 0, None)
+    joined = [[k for batch in (*mine, *others) for k in batch[1]] for mine, others in zip(first, second, strict=True)]
+    assert joined == [[k for batch in step for k in batch[1]] for step in alone]
+
+
+def test_batches_by_length_use_its_lengths(tmp_path: Path) -> None:
+    dataset, _ = uneven(tmp_path / "x.h5")
+    loader = rankwise.Loader(dataset, batches=rankwise.LengthBatches(global_tokens=40), max_epochs=1)
+    sizes = [batch["features"].shape[:2] for step in loader for batch in step]
+    assert sum(count for count, _ in sizes) == N
+    assert all(count * longest <= 40 for count, longest in sizes)
+
+
+def test_a_collate_function_gets_samples(tmp_path: Path) -> None:
+    dataset, _ = uneven(tmp_path / "x.h5")
+    loader = rankwise.Loader(
+        dataset, global_batch_size=10, max_epochs=1, shuffle=False, collate_fn=lambda some: [s["label"].item() for s in some]
+    )
+    assert [k for step in loader for batch in step for k in batch] == list(range(N))
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: HDF5Dataset(path, fields=["label", "label_lengths"]), "all samples of label are of one length"),
+        (lambda path: HDF5Dataset(path, length_of="label"), "length_of='label': the fields with lengths are features"),
+        (lambda path: HDF5Dataset([]), "give a path, a pattern"),
+        (lambda path: HDF5Dataset(path, pad="x"), "a number, or numbers by the fields' names"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(tmp_path: Path, make: Callable[[Path], Any], said: str) -> None:
+    uneven(tmp_path / "x.h5")
+    with pytest.raises(ConfigError) as caught:
+        make(tmp_path / "x.h5")
+    assert said in str(caught.value)

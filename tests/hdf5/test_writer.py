@@ -1,0 +1,214 @@
+"""HDF5Writer: what comes back, how it lies in the file, and that a file is whole or not there."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from rankwise.errors import ConfigError, DataError
+from rankwise.hdf5 import HDF5Dataset, HDF5Writer
+
+
+def written(path: Path, samples: list[dict[str, Any]], **ways: Any) -> HDF5Dataset:
+    with HDF5Writer(path, **ways) as writer:
+        for sample in samples:
+            writer.add(**sample)
+    return HDF5Dataset(path)
+
+
+# --- what comes back
+
+
+def test_numbers_tensors_arrays_and_strings_come_back(tmp_path: Path) -> None:
+    sample = {
+        "i": 3, "f": 0.5, "b": True, "t": torch.arange(6.0).view(2, 3), "u": np.array([1, 2], "u2"), "s": "zwölf",
+        "h": torch.ones(2).half(), "list": [0.5, 2.5], "big": np.array([1.5], ">f8"),
+    }  # fmt: skip
+    got = written(tmp_path / "x.h5", [sample, sample])[1]
+    assert {name: str(value.dtype) for name, value in got.items() if name != "s"} == {
+        "i": "torch.int64", "f": "torch.float32", "b": "torch.bool", "t": "torch.float32", "u": "torch.uint16",
+        "h": "torch.float16", "list": "torch.float32", "big": "torch.float64",
+    }  # fmt: skip
+    assert got["s"] == "zwölf"
+    assert torch.equal(got["t"], sample["t"])
+    assert [got["i"].item(), got["f"].item(), got["b"].item(), got["big"].item()] == [3, 0.5, True, 1.5]
+
+
+def test_samples_of_one_length_lie_as_they_are_and_others_end_to_end_with_lengths(tmp_path: Path) -> None:
+    one = [{"x": np.zeros((4, 2)), "y": np.zeros(k)} for k in range(3)]
+    written(tmp_path / "x.h5", one, variable=["x"]) and written(tmp_path / "z.h5", one)
+    with h5py.File(tmp_path / "z.h5") as file:
+        assert (file["x"].shape, file["y"].shape) == ((3, 4, 2), (3,))
+        assert file["rankwise/lengths/y"][...].tolist() == [0, 1, 2]
+        assert "x" not in file["rankwise/lengths"]
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert file["x"].shape == (12, 2)
+        assert file["rankwise/lengths/x"][...].tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize("compress", [None, "gzip"])
+def test_rows_lie_end_to_end_on_whole_pages_unless_they_are_compressed(tmp_path: Path, compress: str | None) -> None:
+    chance = np.random.default_rng(0)
+    images = [chance.integers(0, 9, (3, 64, 64), "u1") for _ in range(50)]
+    dataset = written(tmp_path / "x.h5", [{"image": image, "k": k} for k, image in enumerate(images)], compress=compress)
+    assert np.array_equal(dataset[[7, 3]]["image"].numpy(), np.stack([images[7], images[3]]))
+    with h5py.File(tmp_path / "x.h5") as file:
+        offset = file["image"].id.get_offset()
+        assert offset is None if compress else offset % 4096 == 0
+        assert file["image"].compression == compress
+    assert (tmp_path / "x.h5").stat().st_size < 50 * 3 * 64 * 64 * (0.6 if compress else 1.02)
+
+
+def test_all_samples_may_be_empty(tmp_path: Path) -> None:
+    dataset = written(tmp_path / "x.h5", [{"x": np.zeros((0, 3)), "k": 1}] * 2, variable=["x"])
+    assert dataset[[0, 1]]["x"].shape == (2, 0, 3)
+    assert written(tmp_path / "y.h5", [{"x": np.zeros((0, 3)), "k": 1}] * 2)[[0, 1]]["x"].shape == (2, 0, 3)
+
+
+# --- checksums
+
+
+def test_a_changed_byte_is_found_and_its_place_told(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    dataset = written(path, [{"x": np.full(1000, k, "i4"), "name": "n"} for k in range(5000)])
+    assert dataset.verify() == 20_000_000
+    with h5py.File(path) as file:
+        at = file["x"].id.get_offset() + 9_000_000
+    with path.open("r+b") as raw:
+        raw.seek(at)
+        raw.write(b"\xff")
+    with pytest.raises(
+        DataError, match=r"x\.h5 is damaged: of x the bytes \d+ to \d+ of the file are not those that were written"
+    ):
+        dataset.verify()
+
+
+def test_a_file_that_others_wrote_has_nothing_to_verify(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = np.arange(3)
+    assert HDF5Dataset(tmp_path / "x.h5").verify() == 0
+
+
+# --- whole, or not there
+
+
+def test_an_exception_a_discard_and_no_sample_leave_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        written(tmp_path / "x.h5", ({"x": 1 / (3 - k)} for k in range(9)))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="no sample was added"), HDF5Writer(tmp_path / "x.h5"):
+        pass
+    HDF5Writer(tmp_path / "x.h5").discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_there_is_kept_unless_it_may_be_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    written(path, [{"x": 1}])
+    with pytest.raises(ConfigError, match=r"x\.h5 is there already: choose another name, or replace it with overwrite=True"):
+        HDF5Writer(path)
+    with pytest.raises(ZeroDivisionError), HDF5Writer(path, overwrite=True) as writer:
+        writer.add(x=1 / 0)
+    assert HDF5Dataset(path)[0]["x"] == 1
+    assert written(path, [{"x": 2}], overwrite=True)[0]["x"] == 2
+
+
+KILLED = """
+import sys, os, numpy as np
+from rankwise.hdf5 import HDF5Writer
+writer = HDF5Writer(sys.argv[1], overwrite=True)
+for k in range(10**9):
+    writer.add(x=np.full(1000, k))
+    if k == 100:
+        print("writing", flush=True)
+"""
+
+
+def test_a_killed_writer_leaves_the_old_file_and_what_it_left_goes_with_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    written(path, [{"x": np.zeros(2)}])
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert HDF5Dataset(path)[0]["x"].tolist() == [0, 0]
+    written(path, [{"x": np.ones(2)}], overwrite=True)
+    assert list(tmp_path.iterdir()) == [path]
+    assert HDF5Dataset(path)[0]["x"].tolist() == [1, 1]
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("a small disk needs the right to mount")
+    try:
+        for size in (1_200_000, 3_000_000):  # no room for it twice; no room for it at all
+            with pytest.raises(DataError, match=r"cannot be written: (it needs 1\.2 MB, and .* are free|No space left)"):
+                written(disk / "x.h5", [{"x": np.zeros(size // 4, "i4")}] * 1)
+            assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+# --- samples that do not fit
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({"x": np.zeros((2, 3))}, {"x": np.zeros((2, 4))},
+         "sample 1 does not fit those before it: x is 2 x 4 of float64, and they have any x 3 of"),
+        ({"x": np.zeros(3)}, {"x": np.zeros(3, "f4")}, "x is 3 of float32"),
+        ({"x": 1}, {"x": np.zeros(3)}, "x is 3 of float64, and they have a single value of int64"),
+        ({"x": np.zeros(3)}, {"x": 2.0}, "x is a single value of float32"),
+        ({"x": 1}, {"y": 1}, "sample 1 has not the fields of those before it: x, y"),
+        ({"x": "a"}, {"x": 1}, "x is a single value of int64"),
+        ({}, {}, "a sample has at least one field"),
+        ({"a/b": 1}, {}, "a field cannot be called 'a/b'"),
+        ({"x": torch.zeros(2, dtype=torch.bfloat16)}, {}, "bfloat16, which HDF5 has not"),
+        ({"x": object()}, {}, "x is of object: give numbers, bool, or a str"),
+    ],
+)  # fmt: skip
+def test_samples_that_do_not_fit_are_refused(tmp_path: Path, first: Any, second: Any, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        written(tmp_path / "x.h5", [first, second])
+    assert said in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: HDF5Writer(path, layout="returnn", compress="gzip"), "written without compression"),
+        (lambda path: HDF5Writer(path, compress="lz4"), "compress='lz4'"),
+        (lambda path: written(path, [{"x": 1}], variable=["y"]), "variable names y, which no sample has"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(tmp_path: Path, make: Callable[[Path], Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(tmp_path / "x.h5")
+    assert said in str(caught.value)
+
+
+def test_a_folder_that_is_not_there_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"x\.h5 cannot be written: No such file or directory"):
+        HDF5Writer(tmp_path / "no" / "x.h5")
+
+
+def test_a_closed_writer_takes_nothing_more(tmp_path: Path) -> None:
+    with HDF5Writer(tmp_path / "x.h5") as writer:
+        writer.add(x=1)
+    with pytest.raises(ConfigError, match="is closed"):
+        writer.add(x=2)
