@@ -94,25 +94,38 @@ def _read_only(indices: Indices) -> Indices:
 def _permute(positions: Indices, samples: int, keys: npt.NDArray[np.uint64]) -> Indices:
     """An additive Feistel network on a grid of width x height cells, a bijection of [0, samples).
 
-    The grid has fewer than `height` cells too many; what lands on one of those is sent through again (cycle walking).
+    The grid has fewer than `height` cells too many; what lands on one of those is sent through again (cycle walking). In place,
+    and x - x // n * n for x % n: numpy divides four times as fast as it finds a remainder.
     """
     height = math.isqrt(samples - 1) + 1
     width = -(-samples // height)
-    x, y = np.divmod(positions.astype(np.uint64), np.uint64(height))
+    rest = positions.astype(np.uint64)
+    x = rest // np.uint64(height)
+    y = rest - x * np.uint64(height)
+    mixed = np.empty_like(x)
     for number, key in enumerate(keys):
-        if number % 2 == 0:
-            x = (x + _mix(y ^ key)) % np.uint64(width)
-        else:
-            y = (y + _mix(x ^ key)) % np.uint64(height)
-    image = (x * np.uint64(height) + y).astype(np.int64)
+        moved, other, side = (x, y, np.uint64(width)) if number % 2 == 0 else (y, x, np.uint64(height))
+        np.bitwise_xor(other, key, out=mixed)
+        _mix(mixed, rest)
+        moved += mixed
+        np.floor_divide(moved, side, out=rest)
+        rest *= side
+        moved -= rest
+    x *= np.uint64(height)
+    x += y
+    image: Indices = x.view(np.int64)
     outside = image >= samples
     if outside.any():
         image[outside] = _permute(image[outside], samples, keys)
     return image
 
 
-def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """splitmix64's finaliser (Steele et al. 2014), kept to 31 bits so that sums cannot overflow."""
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (value ^ (value >> np.uint64(31))) >> np.uint64(33)
+def _mix(value: npt.NDArray[np.uint64], spare: npt.NDArray[np.uint64]) -> None:
+    """splitmix64's finaliser (Steele et al. 2014) in place, kept to 31 bits so that sums cannot overflow."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        np.right_shift(value, np.uint64(shift), out=spare)
+        value ^= spare
+        value *= np.uint64(factor)
+    np.right_shift(value, np.uint64(31), out=spare)
+    value ^= spare
+    value >>= np.uint64(33)
