@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 
 from rankwise.errors import DataError
-from rankwise.hdf5.layout import Field, FileLayout, Lengths
+from rankwise.hdf5.buffers import Buffers
+from rankwise.hdf5.layout import Field, FileLayout, Lengths, Stored
 from rankwise.hdf5.rows import Array, Rows, open_rows
 
 Indices = npt.NDArray[np.int64]
@@ -88,6 +89,10 @@ def column(name: str, layouts: Sequence[FileLayout], pad: float) -> Column:
     return UnevenColumn(name, fields, pad) if fields[0].axes is None else AxesColumn(name, fields, pad)
 
 
+def _dtype_of(stored: Stored) -> np.dtype[Any]:
+    return np.dtype(object) if stored.is_text else stored.dtype.newbyteorder("=")
+
+
 def _tensor(array: Array) -> Any:
     """Strings stay what they are, in lists."""
     return array.tolist() if array.dtype == object else torch.from_numpy(array)
@@ -99,26 +104,26 @@ class EvenColumn:
     uneven = False
 
     def __init__(self, name: str, fields: Sequence[Field]) -> None:
+        stored = fields[0].stored
         self._described = f"{name} {_kind(fields[0])}"
+        self._row, self._dtype = stored.shape[1:], _dtype_of(stored)
         self._rows = [open_rows(field.stored) for field in fields]
+        self._buffers = Buffers()
 
     @property
     def lengths(self) -> Lengths:
         raise AttributeError("lengths")
 
     def sample(self, index: int, file: int, within: int) -> tuple[Any, Any]:
-        return _tensor(self._rows[file].take(np.array([within])))[0], None
+        return _tensor(self._rows[file].take(np.array([within]), np.empty((1, *self._row), self._dtype)))[0], None
 
     def batch(self, indices: Indices, parts: Parts) -> tuple[Any, Any]:
-        [(file, _, within), *others] = parts
-        if not others:
-            return _tensor(self._rows[file].take(within)), None
-        out: Array | None = None
+        out = self._buffers.empty((len(indices), *self._row), self._dtype)
         for file, at, within in parts:
-            some = self._rows[file].take(within)
-            out = np.empty((len(indices), *some.shape[1:]), some.dtype) if out is None else out
-            out[at] = some
-        assert out is not None
+            if at is None:
+                self._rows[file].take(within, out)
+            else:
+                out[at] = self._rows[file].take(within, np.empty((len(at), *self._row), self._dtype))
         return _tensor(out), None
 
     def collate(self, samples: Sequence[Any]) -> Any:
@@ -137,12 +142,13 @@ class UnevenColumn:
         stored = fields[0].stored
         self._described = f"{name} {_kind(fields[0])}"
         self._shape, self._is_text = stored.shape[1:], stored.is_text
-        self._dtype: np.dtype[Any] = np.dtype(object) if stored.is_text else stored.dtype.newbyteorder("=")
+        self._dtype = _dtype_of(stored)
         self._row_bytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
         self._pad = pad
         self._rows: list[Rows] = [open_rows(field.stored) for field in fields]
         of_files: list[Lengths] = [field.lengths for field in fields if field.lengths is not None]
         self.lengths: Lengths = of_files[0] if len(of_files) == 1 else np.concatenate(of_files)
+        self._buffers = Buffers()
         # Where each sample begins in its own file.
         starts = [np.cumsum(lengths) - lengths for lengths in of_files]
         self._starts: Lengths = starts[0] if len(starts) == 1 else np.concatenate(starts)
@@ -162,7 +168,7 @@ class UnevenColumn:
             files = {int(k): file for file, at, _ in parts for k in (range(len(indices)) if at is None else at)}
             return [self._sample(int(i), files[k]).tolist() for k, i in enumerate(indices)], torch.from_numpy(lengths)
         longest = int(lengths.max(initial=0))
-        out = np.empty((len(indices), longest, *self._shape), self._dtype)
+        out = self._buffers.empty((len(indices), longest, *self._shape), self._dtype)
         for file, at, _ in parts:
             mine = indices if at is None else indices[at]
             self._fill(self._rows[file], mine, lengths if at is None else lengths[at], out, at)
@@ -183,7 +189,9 @@ class UnevenColumn:
         block = np.full((len(indices), *out.shape[1:]), self._pad, out.dtype) if at is not None else out
         if at is None:
             block[~is_there] = self._pad
-        block[is_there] = rows.take(np.repeat(starts - before, lengths) + np.arange(int(lengths.sum())))
+        total = int(lengths.sum())
+        numbers = np.repeat(starts - before, lengths) + np.arange(total)
+        block[is_there] = rows.take(numbers, np.empty((total, *self._shape), self._dtype))
         if at is not None:
             out[at] = block
 
@@ -220,7 +228,8 @@ class AxesColumn(UnevenColumn):
             for (stored, lengths), file in zip(self._sizes_at, self._files, strict=True):
                 if len(set(lengths.tolist())) > 1:
                     raise DataError(f"{file}: samples of {self._name} have different numbers of axes ({stored.name})")
-                tables.append(open_rows(stored).take(np.arange(stored.shape[0])).astype(np.int64).reshape(len(lengths), -1))
+                table = open_rows(stored).take(np.arange(stored.shape[0]), np.empty(stored.shape, _dtype_of(stored)))
+                tables.append(table.astype(np.int64).reshape(len(lengths), -1))
             sizes = np.concatenate(tables)
             if (wrong := np.flatnonzero(sizes.prod(axis=1) != self.lengths)).size:
                 at = int(wrong[0])

@@ -1,7 +1,7 @@
 """Rows of one dataset in a file, by their numbers: gathered from a map of the file, or from blocks that h5py reads.
 
     rows = open_rows(stored)
-    rows.take(np.array([7, 3, 7]))                # a new array of three rows
+    rows.take(np.array([7, 3, 7]), out)           # three rows
     rows.copy([10, 40], [3, 5], out)              # rows 10 to 12 into out[0, :3], 40 to 44 into out[1, :5]
 
 Nothing is opened before the first row is asked for, in the process that asks: neither a handle of h5py's nor a map crosses a
@@ -29,10 +29,10 @@ _KEPT_BYTES = 64 << 20  # of blocks that were read, for each dataset and process
 
 
 class Rows(Protocol):
-    """Of one dataset. Arrays are new, of the machine's byte order."""
+    """Of one dataset, into arrays of the machine's byte order (of objects for strings)."""
 
-    def take(self, indices: npt.NDArray[np.int64]) -> Array:
-        """Rows by their numbers, which are within the dataset."""
+    def take(self, indices: npt.NDArray[np.int64], out: Array) -> Array:
+        """Rows by their numbers, which are within the dataset, into all of `out`, which is returned."""
 
     def copy(self, starts: Sequence[int], lengths: Sequence[int], out: Array | Sequence[Array]) -> None:
         """So many rows from each start on, into the beginning of each of `out`."""
@@ -71,11 +71,16 @@ class MappedRows(_Lazy):
     """Rows end to end in the file. Its length is looked at before each gather: to read a map behind the end of a file that was
     cut meanwhile would end the process (SIGBUS)."""
 
-    def take(self, indices: npt.NDArray[np.int64]) -> Array:
+    def __init__(self, stored: Stored) -> None:
+        super().__init__(stored)
+        self._end, self._is_native = stored.end, stored.dtype.isnative
+
+    def take(self, indices: npt.NDArray[np.int64], out: Array) -> Array:
         rows = self._checked()
-        out = np.empty((len(indices), *self._stored.shape[1:]), self._stored.dtype)
-        np.take(rows, indices, axis=0, out=out, mode="clip")  # any other mode makes a copy of `out` first
-        return out if self._stored.dtype.isnative else out.astype(self._native)
+        if self._is_native:
+            return rows.take(indices, 0, out, "clip")  # any other mode makes a copy of `out` first
+        out[...] = rows.take(indices, 0)
+        return out
 
     def copy(self, starts: Sequence[int], lengths: Sequence[int], out: Array | Sequence[Array]) -> None:
         rows = self._checked()
@@ -84,7 +89,7 @@ class MappedRows(_Lazy):
 
     def _checked(self) -> Array:
         mapped, rows = self._now()
-        if (size := mapped.size() if mapped is not None else 0) < self._stored.end:
+        if (size := mapped.size() if mapped is not None else 0) < self._end:
             stored = self._stored
             raise DataError(
                 f"{stored.file} was cut to {size} bytes since it was opened, and {stored.name} ends at byte {stored.end}: copy "
@@ -118,8 +123,7 @@ class BlockRows(_Lazy):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_blocks": OrderedDict()}
 
-    def take(self, indices: npt.NDArray[np.int64]) -> Array:
-        out = np.empty((len(indices), *self._stored.shape[1:]), self._native)
+    def take(self, indices: npt.NDArray[np.int64], out: Array) -> Array:
         blocks, within = np.divmod(indices, self._block_rows)
         for number in np.unique(blocks):
             here = np.flatnonzero(blocks == number)
@@ -165,8 +169,9 @@ class BlockRows(_Lazy):
 class TextRows(_Lazy):
     """Strings, all read at the first use: one by one they would take 30 us each. Decoded as UTF-8, cut at the first NUL."""
 
-    def take(self, indices: npt.NDArray[np.int64]) -> Array:
-        return self._now()[indices]  # type: ignore[no-any-return]
+    def take(self, indices: npt.NDArray[np.int64], out: Array) -> Array:
+        out[...] = self._now()[indices]
+        return out
 
     def copy(self, starts: Sequence[int], lengths: Sequence[int], out: Array | Sequence[Array]) -> None:
         values = self._now()

@@ -1,0 +1,196 @@
+"""Shuffled batches from an HDF5 file, beside a bare gather from a map of the same rows and beside what people write.
+
+    python benchmarks/hdf5/bench.py [--rounds 7] [--folder /tmp/hdf5_bench]
+
+A: 1 M rows of 64 uint8 and a label, batches of 1024. B: 4,000 sequences of 50 to 1500 x 40 float32 with integer targets,
+padded, batches of 32. C: 40,000 images of 3 x 64 x 64 uint8 and a label, batches of 128. The file is in the page cache. In
+each round every way takes its turn; figures are CPU seconds a batch of this process, so that the machine's other work counts
+little. RETURNN needs `pip install returnn dm-tree`; without it its row says so.
+"""
+
+import argparse
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import rankwise
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from measure import ratios, rounds, spread
+
+GOALS = {"A": 0.7, "B": 0.75, "C": 0.75}
+
+
+def write(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    chance = np.random.default_rng(0)
+    if not (folder / "A.h5").exists():
+        with h5py.File(folder / "A.h5", "w", alignment_threshold=65536, alignment_interval=4096) as file:
+            file["x"] = chance.integers(0, 256, (1_000_000, 64), "uint8")
+            file["y"] = chance.integers(0, 10, 1_000_000)
+    if not (folder / "C.h5").exists():
+        with h5py.File(folder / "C.h5", "w", alignment_threshold=65536, alignment_interval=4096) as file:
+            file["x"] = chance.integers(0, 256, (40_000, 3, 64, 64), "uint8")
+            file["y"] = chance.integers(0, 10, 40_000)
+    if not (folder / "B.h5").exists():
+        with rankwise.HDF5Writer(folder / "B.h5", layout="returnn", dims={"classes": 50}) as writer:
+            for number in range(4000):
+                frames = int(chance.integers(50, 1501))
+                classes = chance.integers(0, 50, frames // 4, "int32")
+                writer.add(data=chance.random((frames, 40), "float32"), classes=classes, tag=f"seq-{number}")
+
+
+def mapped(path: Path, name: str) -> np.ndarray:
+    with h5py.File(path) as file:
+        dataset = file[name]
+        return np.asarray(np.memmap(path, dataset.dtype, "r", dataset.id.get_offset(), dataset.shape))
+
+
+class Raw:
+    """`np.take` on a map, in a loop of its own, in an order that is ready."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._x, self._y = mapped(path, "x"), mapped(path, "y")
+        self._order, self._size, self._at = np.random.default_rng(1).permutation(len(self._x)), size, 0
+
+    def __call__(self) -> None:
+        some = self._order[self._at : self._at + self._size]
+        self._at = (self._at + self._size) % (len(self._order) - self._size)
+        for rows in (self._x, self._y):
+            out = np.empty((self._size, *rows.shape[1:]), rows.dtype)
+            torch.from_numpy(np.take(rows, some, axis=0, out=out, mode="clip"))
+
+
+class RawSequences:
+    """Slices of a map into a padded batch."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._rows = [mapped(path, "inputs"), mapped(path, "targets/data/classes")]
+        with h5py.File(path) as file:
+            self._lengths = file["seqLengths"][...].astype(np.int64)
+        self._starts = np.cumsum(self._lengths, axis=0) - self._lengths
+        self._order, self._size, self._at = np.random.default_rng(1).permutation(len(self._lengths)), size, 0
+
+    def __call__(self) -> None:
+        some = self._order[self._at : self._at + self._size]
+        self._at = (self._at + self._size) % (len(self._order) - self._size)
+        for key, rows in enumerate(self._rows):
+            lengths, starts = self._lengths[some, key], self._starts[some, key]
+            out = np.empty((len(some), lengths.max(), *rows.shape[1:]), rows.dtype)
+            for to, start, length in zip(out, starts.tolist(), lengths.tolist(), strict=True):
+                to[:length] = rows[start : start + length]
+                to[length:] = 0
+            torch.from_numpy(out)
+
+
+class Rows(Dataset):
+    def __init__(self, x, y) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return torch.as_tensor(self.x[index]), int(self.y[index])
+
+
+class Returnn:
+    """HDFDataset, its batching and its collate function, as RETURNN's engine puts them together."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        from returnn.datasets.hdf import HDFDataset
+        from returnn.log import log
+        from returnn.torch.data import pipeline
+        from returnn.torch.data.returnn_dataset_wrapper import ReturnnDatasetIterDataPipe
+
+        log.initialize(verbosity=[0])
+        warnings.simplefilter("ignore")
+        self._dataset = HDFDataset(files=[str(path)], seq_ordering="random", cache_byte_size=0)
+        self._epoch = 0
+        samples = ReturnnDatasetIterDataPipe(self._dataset, reset_callback=self._reset)
+        batches = pipeline.BatchingIterDataPipe(samples, batch_size=None, max_seqs=size)
+        self._loader = DataLoader(batches, batch_size=None, collate_fn=pipeline.collate_batch)
+        self._batches = iter(self._loader)
+
+    def _reset(self) -> None:
+        self._epoch += 1
+        self._dataset.init_seq_order(epoch=self._epoch)
+
+    def __call__(self) -> None:
+        if next(self._batches, None) is None:
+            self._batches = iter(self._loader)
+            next(self._batches)
+
+
+def loop(make):
+    """A way that takes the next batch of what `make` makes, again and again."""
+    batches = iter(())
+
+    def one() -> None:
+        nonlocal batches
+        if next(batches, None) is None:
+            batches = iter(make())
+            next(batches)
+
+    return one
+
+
+def timed(one, count: int) -> float:
+    began = time.process_time()
+    for _ in range(count):
+        one()
+    return (time.process_time() - began) / count
+
+
+def ways_of(kind: str, path: Path, size: int) -> dict:
+    data = rankwise.HDF5Dataset(path, fields=["data", "classes"] if kind == "B" else ["x", "y"])
+    ours = {"rankwise.Loader": (loop(lambda: rankwise.Loader(data, global_batch_size=size, max_epochs=99)), 1)}
+    if kind == "B":
+        found = {"bare slices of a map": (RawSequences(path, size), 1), **ours}
+        try:
+            return {**found, "RETURNN HDFDataset": (Returnn(path, size), 0.2)}
+        except ImportError as error:
+            print(f"RETURNN is not here: {error}", file=sys.stderr)
+            return found
+    x, y = torch.from_numpy(mapped(path, "x")[:].copy()), torch.from_numpy(mapped(path, "y")[:].copy())
+    file = h5py.File(path)
+    per_sample, by_h5py = Rows(x, y), Rows(file["x"], mapped(path, "y"))
+    return {
+        "bare np.take on a map": (Raw(path, size), 1),
+        **ours,
+        "DataLoader, tensors in memory": (loop(lambda: DataLoader(per_sample, size, shuffle=True)), 0.05),
+        "DataLoader, h5py a sample": (loop(lambda: DataLoader(by_h5py, size, shuffle=True)), 0.05),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/hdf5_bench"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+    write(args.folder)
+    print("| data | way | rate, / bare gather | ours / this |\n|---|---|---|---|")
+    for kind, size, count in (("A", 1024, 400), ("C", 128, 200), ("B", 32, 60)):
+        ways = ways_of(kind, args.folder / f"{kind}.h5", size)
+        called = {name: (lambda turn, one=one, n=count * share: timed(one, int(n))) for name, (one, share) in ways.items()}
+        found = rounds(called, args.rounds, warm=1, rotate=True)
+        bare, ours = list(found.values())[:2]
+        for name, seconds in found.items():
+            goal = f" (goal {GOALS[kind]})" if seconds is ours else ""
+            print(
+                f"| {kind} | {name} | {spread(ratios(bare, seconds), 4)}{goal} | {spread(ratios(seconds, ours), 1)} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Memory of batches that nobody holds any more, used again: the pages of a new array cost as much as the gather into it.
+
+buffers = Buffers()
+out = buffers.empty((32, 1500, 40), np.dtype("float32"))     # as np.empty; may be given to torch.from_numpy
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_SMALL = 1 << 16  # bytes: what malloc gives without new pages
+_KEPT = 4  # a batch in use, the one being made, and two that a device still copies
+_SPARE = 1.25  # batches of uneven length grow
+
+
+class Buffers:
+    """An array is free when its memory has no other holder: a tensor, a view or a slice of it is one. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._held: list[npt.NDArray[np.uint8]] = []
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
+        return Buffers, ()
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        size = dtype.itemsize
+        for side in shape:
+            size *= side
+        if size < _SMALL:
+            return np.empty(shape, dtype)
+        with self._lock:
+            return self._of(size)[:size].view(dtype).reshape(shape)
+
+    def _of(self, size: int) -> npt.NDArray[np.uint8]:
+        free = [at for at, holders in enumerate(_holders(self._held)) if holders <= _ALONE]
+        fitting = [at for at in free if len(self._held[at]) >= size]
+        if fitting:
+            return self._held[fitting[0]]
+        made = np.empty(int(size * _SPARE), np.uint8)
+        if free:
+            self._held[free[0]] = made
+        elif len(self._held) < _KEPT:
+            self._held.append(made)
+        return made
+
+
+def _holders(arrays: list[npt.NDArray[np.uint8]]) -> list[int]:
+    return [sys.getrefcount(array) for array in arrays]
+
+
+_ALONE = _holders([np.empty(0, np.uint8)])[0]
+"""What it is for an array that only the list holds: interpreters count their own references differently."""
