@@ -151,7 +151,11 @@ def timed(one, count: int) -> float:
 
 def ways_of(kind: str, path: Path, size: int) -> dict:
     data = rankwise.HDF5Dataset(path, fields=["data", "classes"] if kind == "B" else ["x", "y"])
-    ours = {"rankwise.Loader": (loop(lambda: rankwise.Loader(data, global_batch_size=size, max_epochs=99)), 1)}
+
+    def ours_with(**ways):
+        return loop(lambda: rankwise.Loader(data, global_batch_size=size, max_epochs=99, **ways)), 1
+
+    ours = {"rankwise.Loader": ours_with(), "rankwise.Loader, a thread 4 ahead": ours_with(prefetch_factor=4)}
     if kind == "B":
         found = {"bare slices of a map": (RawSequences(path, size), 1), **ours}
         try:

@@ -11,7 +11,9 @@ a collate function makes at once is keyed by its first sample.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import repeat
 from operator import getitem
@@ -36,13 +38,18 @@ Key = Callable[..., None]
 class Fetcher(Protocol):
     """Called in a worker; `here` does the same in this process, and leaves its random streams alone."""
 
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether `here` never touches a random stream, so that another thread may call it while the training draws."""
+
     def __call__(self, request: Any) -> Any: ...
 
     def here(self, request: Any) -> Any: ...
 
 
 class Workers(NamedTuple):
-    """How many processes fetch ahead, and what torch's DataLoader does with them, by its names."""
+    """How many processes fetch ahead, and what torch's DataLoader does with them, by its names. `prefetch_factor` without any:
+    a thread of this process fetches so many batches ahead."""
 
     num_workers: int
     prefetch_factor: int | None = None
@@ -50,11 +57,19 @@ class Workers(NamedTuple):
     worker_init_fn: Callable[[int], None] | None = None
     timeout: float = 0
 
-    def check(self) -> None:
-        """Raises ConfigError for what needs workers where there are none."""
-        for name in ("prefetch_factor", "timeout"):
-            if self.num_workers == 0 and getattr(self, name):
-                raise ConfigError(f"{name}={getattr(self, name)} is for workers: give num_workers too, or leave {name} out")
+    def check(self, draws_nothing: bool) -> None:
+        """Raises ConfigError for what needs workers where there are none. `draws_nothing`: whether a thread may fetch, whose
+        random streams are those of the training."""
+        if self.num_workers:
+            return
+        if self.timeout:
+            raise ConfigError(f"timeout={self.timeout} is for workers: give num_workers too, or leave timeout out")
+        if self.prefetch_factor and not draws_nothing:
+            raise ConfigError(
+                f"prefetch_factor={self.prefetch_factor} is for workers: give num_workers too, or leave it out. Without them "
+                "a thread fetches ahead, but only what is known to draw no random numbers: an HDF5Dataset, or a dataset with "
+                "draws_nothing = True, without collate_fn"
+            )
 
 
 def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool = False) -> Iterator[Any]:
@@ -66,11 +81,32 @@ def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bo
     """
     if workers.num_workers:
         return _by_workers(requests, fetcher, workers, pin)
+    pins = workers.pin_memory and torch.accelerator.is_available()
+
+    def made(request: Any) -> Any:
+        batch = fetcher.here(request)
+        return each_tensor(batch, torch.Tensor.pin_memory) if pins else batch
+
+    if workers.prefetch_factor and fetcher.draws_nothing:
+        return _by_thread(requests, made, workers.prefetch_factor)
     # Not a map: it would end in silence where a dataset raises StopIteration.
-    batches = (fetcher.here(request) for request in requests)
-    if workers.pin_memory and torch.accelerator.is_available():
-        return (each_tensor(batch, torch.Tensor.pin_memory) for batch in batches)
-    return batches
+    return (made(request) for request in requests)
+
+
+def _by_thread(requests: Iterator[Any], made: Callable[[Any], Any], ahead: int) -> Iterator[Any]:
+    """A thread makes `ahead` batches before they are asked for; requests are taken in the thread that asks."""
+    with ThreadPoolExecutor(1, "rankwise-prefetch") as thread:
+        under_way: deque[Future[Any]] = deque()
+        try:
+            for request in requests:
+                under_way.append(thread.submit(made, request))
+                if len(under_way) > ahead:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for batch in under_way:
+                batch.cancel()
 
 
 def _by_workers(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool) -> Iterator[Any]:
@@ -207,6 +243,7 @@ class Fetch:
         self._in_one = not promises(dataset, "seed_each_sample") and _has_getitems(dataset)
         self._samples_keyed = None if _draws_nothing(dataset) else Keyed(seed)
         self._collate_keyed = None if collate_fn is None else Keyed(seed)
+        self.draws_nothing = self._samples_keyed is None and self._collate_keyed is None
 
     def by(self, sample: bool) -> Fetch:
         """The same, keyed by sample, or by batch as in earlier versions; what never draws is the same either way."""
@@ -267,6 +304,10 @@ class FetchByBatch(Fetch):
     sample of a batch has one, and the other samples and the collate function continue its streams."""
 
     keyed_by_sample = False
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> None:
+        super().__init__(dataset, collate_fn, seed)
+        self.draws_nothing = False
 
     def __call__(self, request: tuple[int, Indices]) -> Any:
         return self._made(request[0], request[1].tolist(), each=True)

@@ -68,7 +68,8 @@ class Loader:
 
     `num_workers` processes fetch ahead, as torch's DataLoader has them, with its `prefetch_factor`, `pin_memory` (by default
     where the device is a GPU), `worker_init_fn` and `timeout` (seconds without a batch: DataError). Order and samples do not
-    depend on the workers.
+    depend on the workers. Without workers `prefetch_factor` batches are fetched ahead by a thread, where they draw no random
+    numbers (an HDF5Dataset, a dataset with `draws_nothing`): reads and copies leave the training its core.
 
     Or it is iterable (torch's IterableDataset): a stream of which an epoch is one pass. It must yield the same whole stream on
     every rank and worker; each keeps its share (`data.stream` says more). Its order is its own: nothing shuffles it.
@@ -133,7 +134,6 @@ class Loader:
         if workers is not None:  # its older name
             num_workers = max(num_workers, workers)
         self._workers = Workers(num_workers, prefetch_factor, pin_memory, worker_init_fn, timeout)
-        self._workers.check()
         self._collate_fn = collate_fn
         self._steps = 0  # of the current epoch
         self._asked_device = torch.device(device) if device is not None else None
@@ -148,6 +148,7 @@ class Loader:
         self._indices: Sequence[Any] = []
         self._uneven: str | None = None
         if self._order is None:
+            self._workers.check(draws_nothing=False)
             split = promises(dataset, "split_by_rank")
             self._uneven = check(uneven, split, type(dataset).__name__, drop_last)
             self._hint = None if split else _hinted_length(dataset)
@@ -157,6 +158,7 @@ class Loader:
             if uneven is not None:
                 raise ConfigError(f"uneven={uneven!r} is for streams; {type(dataset).__name__} tells its length: leave it out")
             self._fetch = Fetch(dataset, collate_fn, seed)
+            self._workers.check(self._fetch.draws_nothing)
             if batch_size is None and not (isinstance(batches, LengthBatches) and batches.tokens is not None):
                 _ = self.global_batch_size  # an error now where the number of ranks does not matter
 

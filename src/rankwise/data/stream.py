@@ -66,6 +66,8 @@ class Stream:
     again when it has ended, and never ends; `Step.last` is then true from the step on with which all of it was had.
     """
 
+    draws_nothing = False
+
     def __init__(
         self,
         dataset: Any,
