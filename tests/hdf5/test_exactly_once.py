@@ -1,0 +1,68 @@
+"""Each sample of an HDF5 file once an epoch, in the same global batches, on any number of ranks and after a stop anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from batches import loaders
+
+import rankwise
+from rankwise.hdf5 import HDF5Dataset, HDF5Writer
+
+N, SIZE = 103, 10
+RANKS = (1, 2, 3, 4, 8)
+CUTS: dict[str, Any] = {
+    "by count": {"global_batch_size": SIZE},
+    "by length": {"global_batch_size": None, "batches": rankwise.LengthBatches(global_tokens=60)},
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> HDF5Dataset:
+    """Three files, each sample with its number."""
+    folder = tmp_path_factory.mktemp("files")
+    for first, stop in ((0, 40), (40, 41), (41, N)):
+        with HDF5Writer(folder / f"x{first:03}.h5", variable=["x"]) as writer:
+            for number in range(first, stop):
+                writer.add(x=np.full(number % 13, number), number=number)
+    return HDF5Dataset(folder / "x*.h5")
+
+
+def steps_of(some: list[Any], most: int | None = None) -> list[list[int]]:
+    """Of all ranks, side by side: the samples of each step."""
+    found: list[list[int]] = []
+    iterators = [iter(loader) for loader in some]
+    while most is None or len(found) < most:
+        taken = [next(iterator, None) for iterator in iterators]
+        if any(step is None for step in taken):
+            assert all(step is None for step in taken), "ranks have different numbers of steps"
+            break
+        for step in taken:
+            for batch in step or ():
+                assert all(
+                    row[:n].tolist() == [k] * n
+                    for row, n, k in zip(batch["x"], batch["x_lengths"], batch["number"], strict=True)
+                )
+        found.append([int(k) for step in taken for batch in step or () for k in batch["number"]])
+    return found
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("before", RANKS)
+def test_none_is_lost_and_none_comes_twice_after_a_stop_on_other_ranks(dataset: HDF5Dataset, cut: str, before: int) -> None:
+    ways = {**CUTS[cut], "max_epochs": 2, "seed": 5}
+    whole = steps_of(loaders(dataset, 1, **ways))
+    each = [sorted(step) for step in whole]
+    epoch = sum(len(step) for step in whole) // 2
+    assert epoch == N
+    assert sorted(k for step in whole for k in step) == sorted([*range(N), *range(N)])
+    for after in RANKS:
+        for stop in (1, len(whole) // 2, len(whole) - 2):
+            first = loaders(dataset, before, **ways)
+            done = steps_of(first, stop)
+            rest = loaders(dataset, after, **ways)
+            for loader in rest:
+                loader.load_state_dict(first[0].state_dict())
+            assert [sorted(step) for step in done + steps_of(rest)] == each, (before, after, stop)
