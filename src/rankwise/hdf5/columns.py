@@ -71,7 +71,7 @@ def _with_lengths(field: Field) -> Field:
     if field.lengths is not None or len(stored.shape) < 2 or (stored.offset is None and all(stored.shape)):
         return field
     samples, length, *rest = stored.shape
-    return Field(replace(stored, shape=(samples * length, *rest)), np.full(samples, length, np.int64))
+    return Field.with_lengths(replace(stored, shape=(samples * length, *rest)), np.full(samples, length))
 
 
 def _kind(field: Field | None) -> str:
@@ -87,6 +87,11 @@ def column(name: str, layouts: Sequence[FileLayout], pad: float) -> Column:
     if fields[0].lengths is None:
         return EvenColumn(name, fields)
     return UnevenColumn(name, fields, pad) if fields[0].axes is None else AxesColumn(name, fields, pad)
+
+
+def _joined(of_files: Sequence[Lengths | None]) -> Lengths:
+    known = [each for each in of_files if each is not None]
+    return known[0] if len(known) == 1 else np.concatenate(known)
 
 
 def _dtype_of(stored: Stored) -> np.dtype[Any]:
@@ -146,12 +151,9 @@ class UnevenColumn:
         self._row_bytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
         self._pad = pad
         self._rows: list[Rows] = [open_rows(field.stored) for field in fields]
-        of_files: list[Lengths] = [field.lengths for field in fields if field.lengths is not None]
-        self.lengths: Lengths = of_files[0] if len(of_files) == 1 else np.concatenate(of_files)
+        self.lengths = _joined([field.lengths for field in fields])
+        self._ends = _joined([field.ends for field in fields])  # each in its own file
         self._buffers = Buffers()
-        # Where each sample begins in its own file.
-        starts = [np.cumsum(lengths) - lengths for lengths in of_files]
-        self._starts: Lengths = starts[0] if len(starts) == 1 else np.concatenate(starts)
 
     def sample(self, index: int, file: int, within: int) -> tuple[Any, Any]:
         return _tensor(self._sample(index, file)), torch.tensor(int(self.lengths[index]))
@@ -159,7 +161,7 @@ class UnevenColumn:
     def _sample(self, index: int, file: int) -> Array:
         length = int(self.lengths[index])
         out = np.empty((length, *self._shape), self._dtype)
-        self._rows[file].copy([int(self._starts[index])], [length], [out])
+        self._rows[file].copy([int(self._ends[index]) - length], [length], [out])
         return out
 
     def batch(self, indices: Indices, parts: Parts) -> tuple[Any, Any]:
@@ -176,7 +178,7 @@ class UnevenColumn:
 
     def _fill(self, rows: Rows, indices: Indices, lengths: Lengths, out: Array, at: Indices | None) -> None:
         """Write these samples and their padding into `out`, at all places or at these."""
-        starts = self._starts[indices]
+        starts = self._ends[indices] - lengths
         if self._row_bytes * int(lengths.sum()) > _SMALL_BYTES * len(lengths):
             targets = list(out) if at is None else [out[k] for k in at]
             listed_lengths = lengths.tolist()

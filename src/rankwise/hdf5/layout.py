@@ -64,8 +64,21 @@ class Field:
     lengths: Lengths | None = None
     """How many rows each sample has; None: one row a sample."""
 
+    ends: Lengths | None = None
+    """Behind which row each sample ends."""
+
     axes: tuple[Stored, Lengths] | None = None
     """Where a sample's rows are several axes in one, row by row: the lengths of these axes, and how many each sample has."""
+
+    @classmethod
+    def with_lengths(cls, stored: Stored, lengths: npt.NDArray[Any]) -> Field:
+        lengths = lengths.astype(np.int64)
+        return cls(stored, lengths, np.cumsum(lengths))
+
+    @property
+    def total(self) -> int:
+        """Rows that the lengths add up to."""
+        return int(self.ends[-1]) if self.ends is not None and len(self.ends) else 0
 
     @property
     def samples(self) -> int:
@@ -155,13 +168,13 @@ def stored(file: Any, path: str, name: str) -> Stored:
     return Stored(path, name, dataset.shape, dataset.dtype, is_text, offset, chunk_rows)
 
 
-def lengths_in(file: Any, path: str, name: str) -> Lengths:
+def lengths_in(file: Any, path: str, name: str) -> npt.NDArray[Any]:
     """One number a sample."""
     dataset = stored(file, path, name)
     if len(dataset.shape) != 1 or dataset.dtype.kind not in "iu":
         kind = "x".join(map(str, dataset.shape))
         raise DataError(f"{path}: {name} should have one integer a sample, and is {kind} of {dataset.dtype}")
-    return file[name][...].astype(np.int64)  # type: ignore[no-any-return]
+    return file[name][...]  # type: ignore[no-any-return]
 
 
 def _check_lengths(path: str, name: str, field: Field) -> None:
@@ -171,9 +184,10 @@ def _check_lengths(path: str, name: str, field: Field) -> None:
     if len(field.lengths) and field.lengths.min() < 0:
         at = int(field.lengths.argmin())
         raise DataError(f"{path}: the length of sample {at} of {name} is {field.lengths[at]}")
-    if (total := int(field.lengths.sum())) != rows:
+    if field.total != rows:
         raise DataError(
-            f"{path}: {name} has {count(rows, 'row')} ({field.stored.name}), and the lengths of its samples add up to {total}"
+            f"{path}: {name} has {count(rows, 'row')} ({field.stored.name}), and the lengths of its samples add up to "
+            f"{field.total}"
         )
 
 
@@ -189,7 +203,12 @@ def _plain(file: Any, path: str, fields: Sequence[str] | None, lengths: Mapping[
     names = bases(fields, file.__contains__) if fields is not None else _names(file, ours, set(of.values()))
     if not names:
         raise DataError(f"{path} has no dataset at its top; there {_there(file)}: name them, fields=['group/name']")
-    return {name: Field(stored(file, path, name), lengths_in(file, path, of[name]) if name in of else None) for name in names}
+    return {name: _field(file, path, name, of.get(name)) for name in names}
+
+
+def _field(file: Any, path: str, name: str, lengths: str | None) -> Field:
+    rows = stored(file, path, name)
+    return Field(rows) if lengths is None else Field.with_lengths(rows, lengths_in(file, path, lengths))
 
 
 def _our_lengths(ours: Any) -> dict[str, str]:

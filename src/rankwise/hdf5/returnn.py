@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rankwise.errors import DataError
 from rankwise.hdf5.layout import Field, Lengths, Stored, bases, stored
@@ -42,7 +43,7 @@ def fields_of(file: Any, path: str, fields: Sequence[str] | None) -> dict[str, F
     asked = bases(fields, known.__contains__) if fields is not None else None
     _check_known(path, asked, known)
     columns = _columns(file, path, len(keys))
-    found = {key: Field(stored(file, path, home), columns[:, at]) for at, (key, home) in enumerate(homes.items())}
+    found = {key: Field.with_lengths(stored(file, path, home), columns[:, at]) for at, (key, home) in enumerate(homes.items())}
     _check_columns(path, found)
     if SIZES in found and INPUTS in found:
         found[INPUTS] = replace(found[INPUTS], axes=_axes(found[SIZES]))
@@ -57,8 +58,8 @@ def _check_known(path: str, fields: Sequence[str] | None, known: Sequence[str]) 
         raise DataError(f"{path} has no field {unknown[0]}; it is a file of RETURNN's with {listed(known)}")
 
 
-def _columns(file: Any, path: str, keys: int) -> Lengths:
-    lengths: Lengths = file["seqLengths"][...].astype(np.int64)
+def _columns(file: Any, path: str, keys: int) -> npt.NDArray[Any]:
+    lengths: npt.NDArray[Any] = file["seqLengths"][...]
     if lengths.ndim == 1:  # legal once: the same for all
         return np.repeat(lengths[:, None], keys, axis=1)
     width = lengths.shape[1]
@@ -71,7 +72,7 @@ def _columns(file: Any, path: str, keys: int) -> Lengths:
 def _check_columns(path: str, found: dict[str, Field]) -> None:
     """hdf_dump may order its columns by other names than readers do: their sums show it."""
     rows = {key: field.stored.shape[0] for key, field in found.items()}
-    sums = {key: int(field.lengths.sum()) for key, field in found.items() if field.lengths is not None}
+    sums = {key: field.total for key, field in found.items()}
     wrong = [key for key in found if rows[key] != sums[key]]
     if len(wrong) > 1 and sorted(rows[key] for key in wrong) == sorted(sums[key] for key in wrong):
         raise DataError(
