@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from batches import loaders
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from rankwise.data import Loader
 from rankwise.errors import ConfigError
@@ -51,6 +51,13 @@ def test_a_dataset_that_draws_nothing_may_make_whole_batches_of_an_array() -> No
     (loader,) = loaders(dataset, 1, global_batch_size=4, max_epochs=1, shuffle=False)
     assert [batch.tolist() for step in loader for batch in step] == [[0, 10, 20, 30], [40, 50, 60, 70], [80, 90]]
     assert dataset.threads == {"MainThread"}
+
+
+def test_a_part_of_such_a_dataset_makes_whole_batches_too() -> None:
+    inner = Subset(Noted(20), [19, 3, 5, 7, 1])
+    for part, expected in ((inner, [190, 30, 50, 70, 10]), (Subset(inner, [4, 0, 1]), [10, 190, 30])):
+        (loader,) = loaders(part, 1, global_batch_size=9, max_epochs=1, shuffle=False)
+        assert [batch.tolist() for step in loader for batch in step] == [expected]
 
 
 @pytest.mark.parametrize("ahead", [1, 4, 100])

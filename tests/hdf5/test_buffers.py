@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -77,6 +78,17 @@ def test_threads_get_memory_of_their_own() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_forked_process_begins_with_none_though_a_thread_held_the_lock() -> None:
+    buffers = Buffers()
+    many = [buffers.empty(SHAPE, KIND) for _ in range(3)]
+    with buffers._lock:
+        pid = os.fork()
+        if pid == 0:
+            made = buffers.empty(SHAPE, KIND)
+            os._exit(len(buffers._held) if made.shape == many[0].shape else 9)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
 def test_batches_that_are_kept_stay_what_they_were(tmp_path: Path) -> None:

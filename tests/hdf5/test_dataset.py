@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, random_split
 
 import rankwise
 from rankwise.errors import ConfigError, DataError
@@ -310,6 +310,18 @@ def test_batches_by_length_use_its_lengths(tmp_path: Path) -> None:
     sizes = [batch["features"].shape[:2] for step in loader for batch in step]
     assert sum(count for count, _ in sizes) == N
     assert all(count * longest <= 40 for count, longest in sizes)
+
+
+def test_a_random_split_is_padded_as_the_whole_is(tmp_path: Path) -> None:
+    dataset, sequences = uneven(tmp_path / "x.h5")
+    train, held_out = random_split(dataset, [90, 13], generator=torch.Generator().manual_seed(0))
+    seen = []
+    for part in (train, held_out):
+        for step in rankwise.Loader(part, global_batch_size=16, max_epochs=1):
+            for batch in step:
+                seen += batch["label"].tolist()
+                assert np.array_equal(batch["features"].numpy(), padded([sequences[k] for k in batch["label"].tolist()]))
+    assert sorted(seen) == list(range(N))
 
 
 def test_a_collate_function_gets_samples(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from itertools import repeat
 from operator import getitem
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
@@ -345,8 +346,18 @@ def _reader(dataset: Any) -> Callable[[Indices], Any] | None:
     """What makes a batch of int64 indices at once and draws nothing; None for a dataset that has no such thing."""
     if type(dataset) is TensorDataset:
         return partial(_rows, dataset.tensors)
-    read: Callable[[Indices], Any] | None = getattr(dataset, "read_batch", None)
-    return read if promises(dataset, "draws_nothing") else None
+    return _batch_reader(dataset) if promises(dataset, "draws_nothing") else None
+
+
+def _batch_reader(dataset: Any) -> Callable[[Indices], Any] | None:
+    if type(dataset) is not Subset:
+        return getattr(dataset, "read_batch", None)
+    read = _batch_reader(dataset.dataset)
+    return partial(_part, read, np.asarray(dataset.indices, np.int64)) if read is not None else None
+
+
+def _part(read: Callable[[Indices], Any], table: Indices, indices: Indices) -> Any:
+    return read(table[indices])
 
 
 def _rows(tensors: Sequence[torch.Tensor], indices: Indices) -> tuple[torch.Tensor, ...]:

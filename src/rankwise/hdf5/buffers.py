@@ -6,6 +6,7 @@ out = buffers.empty((32, 1500, 40), np.dtype("float32"))     # as np.empty; may 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from typing import Any
@@ -19,11 +20,16 @@ _SPARE = 1.25  # batches of uneven length grow
 
 
 class Buffers:
-    """An array is free when its memory has no other holder: a tensor, a view or a slice of it is one. Threads may share it."""
+    """An array is free when its memory has no other holder: a tensor, a view or a slice of it is one. Threads may share it; a
+    forked process begins with none, as it would copy each page that it writes."""
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._held: list[npt.NDArray[np.uint8]] = []
         self._lock = threading.Lock()
+        self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
         return Buffers, ()
@@ -34,6 +40,8 @@ class Buffers:
             size *= side
         if size < _SMALL:
             return np.empty(shape, dtype)
+        if self._pid != os.getpid():
+            self._begin()
         with self._lock:
             return self._of(size)[:size].view(dtype).reshape(shape)
 

@@ -43,8 +43,8 @@ class HDF5Dataset:
 
     Rows that lie end to end in a file (as HDF5 stores what is neither chunked nor compressed) are gathered from a map of it;
     others are read by whole chunks, of which the last 64 MB of each field are kept. In memory are 16 bytes for each sample and
-    field with lengths, and all strings of a field that was asked for. Any process and thread may read; nothing is open across
-    a fork.
+    field with lengths, up to four batches, whose memory is used again when nobody holds it, and all strings of a field that was
+    asked for. Any process and thread may read.
 
     Raises DataError for files that do not hold together, when it is made; ConfigError for arguments that do not fit.
     """

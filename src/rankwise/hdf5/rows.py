@@ -4,8 +4,8 @@
     rows.take(np.array([7, 3, 7]), out)           # three rows
     rows.copy([10, 40], [3, 5], out)              # rows 10 to 12 into out[0, :3], 40 to 44 into out[1, :5]
 
-Nothing is opened before the first row is asked for, in the process that asks: neither a handle of h5py's nor a map crosses a
-fork or a pickle.
+Nothing is opened before the first row is asked for, in the process that asks. No handle of h5py's crosses a fork, and nothing
+that is open a pickle.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def open_rows(stored: Stored) -> Rows:
 
 
 class _Lazy:
-    """Opened by the process that first reads: `_opened` is made once a process."""
+    """Opened by the process that first reads."""
+
+    _crosses_forks = True
+    """Whether what is open may be used by a forked process."""
 
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
@@ -59,7 +62,7 @@ class _Lazy:
         return {**vars(self), "_opened": None}
 
     def _now(self) -> Any:
-        if self._opened is None or self._pid != os.getpid():
+        if self._opened is None or (self._pid != os.getpid() and not self._crosses_forks):
             self._opened, self._pid = self._open(), os.getpid()
         return self._opened
 
@@ -112,6 +115,8 @@ class MappedRows(_Lazy):
 class BlockRows(_Lazy):
     """Rows of a dataset in chunks (compressed, for example), or that was never written: read a block at a time, whole chunks,
     of which those used last are kept."""
+
+    _crosses_forks = False
 
     def __init__(self, stored: Stored) -> None:
         super().__init__(stored)
