@@ -34,6 +34,7 @@ NEEDED: dict[str, Any] = {
     "model": MODEL, "optimizer": OPTIMIZER, "step_fn": loss, "train_data": DATA, "dataset": DATA, "data": DATA, "fn": loss,
     "func": int, "action": print, "tensor": torch.zeros(1), "value": 1, "text": "text", "seed": 1, "rank": 0,
     "metric": "eval_loss", "scheduler": ReduceLROnPlateau(OPTIMIZER), "rule": "linear", "batches": [1],
+    "files": "none.h5", "path": "made.h5",
     "predict_fn": loss, "loader": rankwise.Loader(DATA, batch_size=2, shuffle=False, max_epochs=1),
 }  # fmt: skip
 """Something right for each argument that has no default."""
