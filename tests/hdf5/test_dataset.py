@@ -349,3 +349,42 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path, make: Callable[[P
     with pytest.raises(ConfigError) as caught:
         make(tmp_path / "x.h5")
     assert said in str(caught.value)
+
+
+# --- blocks
+
+
+def test_a_compressed_file_shuffled_in_blocks_is_decoded_once_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankwise.hdf5.rows._KEPT_BYTES", 5 * 20 * 40)
+    x = np.arange(1003 * 10.0).reshape(1003, 10).astype("f4")
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", data=x, chunks=(20, 10), compression="gzip")
+        file["n"] = np.arange(1003)
+    dataset = HDF5Dataset(tmp_path / "x.h5")
+    assert dataset.blocks == (20, 5)
+    decoded = []
+    read = BlockRows._block
+
+    def noted(self: BlockRows, number: int) -> Any:
+        if number not in self._blocks:
+            decoded.append(number)
+        return read(self, number)
+
+    monkeypatch.setattr(BlockRows, "_block", noted)
+    seen = []
+    for step in rankwise.Loader(dataset, global_batch_size=32, max_epochs=1, shuffle="blocks"):
+        for batch in step:
+            assert np.array_equal(batch["x"].numpy(), x[batch["n"].numpy()])
+            seen += batch["n"].tolist()
+    assert sorted(seen) == list(range(1003))
+    assert seen != sorted(seen)
+    assert len(decoded) == 51
+    decoded.clear()
+    list(rankwise.Loader(dataset, global_batch_size=32, max_epochs=1))
+    assert len(decoded) > 51 * 5
+
+
+def test_what_lies_end_to_end_is_read_in_blocks_of_64_kb(tmp_path: Path) -> None:
+    assert HDF5Dataset(file_of(tmp_path / "x.h5", x=np.zeros((5000, 64), "u1"), y=np.zeros(5000))).blocks == (1024, 1024)
+    dataset, _ = uneven(tmp_path / "y.h5")
+    assert HDF5Dataset(tmp_path / "y.h5", fields="features").blocks[0] == int(65536 / (12 * dataset.lengths.mean()))

@@ -2,6 +2,6 @@
 
 from rankwise.data.batching import LengthBatches
 from rankwise.data.loader import Loader
-from rankwise.data.order import Order
+from rankwise.data.order import Blocks, Order
 
-__all__ = ["LengthBatches", "Loader", "Order"]
+__all__ = ["Blocks", "LengthBatches", "Loader", "Order"]

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rankwise.data.batching import Batching, ByCount, BySampler, LengthBatches, LengthOf, as_given, steps_of
 from rankwise.data.fetch import Fetch, Fetcher, Workers, fetched, promises
-from rankwise.data.order import Order, share
+from rankwise.data.order import SHUFFLE, Blocks, order_of, share
 from rankwise.data.stream import Request, Step, Stream
 from rankwise.data.uneven import POLICIES, check, in_step
 from rankwise.dist import comm, log, private_names
@@ -62,7 +62,8 @@ class Loader:
     or a batch already (a tensor, or a tuple or mapping of tensors). Samples of a list go through `collate_fn`, torch's
     default_collate if None. `batch_size`: samples of one rank and micro-batch; `global_batch_size`: of a step, over all ranks
     and its `accumulate` micro-batches. The last global batch of an epoch is split like any other: neither padded nor dropped,
-    unless `drop_last`. Tensors are put on `device`, by default the rank's own.
+    unless `drop_last`. `shuffle`: True (the default), False, or "blocks", where samples that lie together are read together
+    (`data.order.BlockOrder` says more): for large compressed files. Tensors are put on `device`, by default the rank's own.
 
     Nothing is sent, and no world is needed, before the first use: an iteration, a size or the state.
 
@@ -91,7 +92,7 @@ class Loader:
 
     @takes(
         dataset=ANYTHING, batch_size=FROM_ONE.or_none, global_batch_size=FROM_ONE.or_none, batches=_BATCHES.or_none,
-        accumulate=FROM_ONE, shuffle=FLAG.or_none, drop_last=FLAG, uneven=one_of(*POLICIES).or_none, seed=FROM_ZERO,
+        accumulate=FROM_ONE, shuffle=SHUFFLE.or_none, drop_last=FLAG, uneven=one_of(*POLICIES).or_none, seed=FROM_ZERO,
         max_epochs=FROM_ONE.or_none, collate_fn=FUNCTION.or_none, num_workers=FROM_ZERO, prefetch_factor=FROM_ONE.or_none,
         pin_memory=FLAG.or_none, worker_init_fn=FUNCTION.or_none, timeout=NOT_NEGATIVE, device=_DEVICE.or_none,
         workers=FROM_ZERO.or_none, moved=_MOVED,
@@ -104,7 +105,7 @@ class Loader:
         global_batch_size: int | None = None,
         batches: Any = None,
         accumulate: int = 1,
-        shuffle: bool | None = None,
+        shuffle: bool | str | Blocks | None = None,
         drop_last: bool = False,
         uneven: str | None = None,
         seed: int = 0,
@@ -123,10 +124,10 @@ class Loader:
         _check_sizes(batch_size, global_batch_size, batches, drop_last, dataset if samples is None else None)
         if samples is None and shuffle:
             raise ConfigError(
-                f"shuffle=True, but {type(dataset).__name__} is a stream and comes in its own order: shuffle inside it "
+                f"shuffle={shuffle!r}, but {type(dataset).__name__} is a stream and comes in its own order: shuffle inside it "
                 "(a buffer, the order of its files), and leave shuffle out"
             )
-        self._order = None if samples is None else Order(samples, seed, shuffle is not False)
+        self._order = order_of(dataset, samples, seed, True if shuffle is None else shuffle) if samples is not None else None
         self._batch_size, self._asked_size, self._batches = batch_size, global_batch_size, batches
         self.accumulate = self._given_accumulate = accumulate
         """Micro-batches of a rank and step; on another number of ranks than a checkpoint's it follows from their size there."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from rankwise.errors import DataError
+from rankwise.errors import ConfigError, DataError
+from rankwise.host.arguments import Argument
 
 Indices = npt.NDArray[np.int64]
 Positions = TypeVar("Positions", range, Indices)
@@ -34,7 +35,8 @@ class Order:
     """How many there are."""
 
     seed: int = 0
-    shuffle: bool = True
+    shuffle: bool | str = True
+    """Or in words how, where not every order is possible."""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -46,12 +48,62 @@ class Order:
             raise DataError(f"positions {start} to {stop} are not within an epoch of {self.samples} samples")
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        runs = [_run(self.samples, self.seed, epoch, k) for k in range(start // _RUN, -(-stop // _RUN))]
+        runs = [self._run(epoch, k) for k in range(start // _RUN, -(-stop // _RUN))]
         if not runs:
             return np.empty(0, np.int64)
         offset = start // _RUN * _RUN
         joined = runs[0] if len(runs) == 1 else np.concatenate(runs)
         return joined[start - offset : stop - offset]
+
+    def _run(self, epoch: int, k: int) -> Indices:
+        """Positions from k * _RUN on."""
+        return _run(self.samples, self.seed, epoch, k)
+
+
+@dataclass(frozen=True)
+class BlockOrder(Order):
+    """Samples that lie together are read together: blocks of `rows` samples in random order, `window` of them at a time, and
+    the samples of these in random order. A reader that keeps a window reads each block once.
+
+    How good a shuffle it is depends on the number of blocks in a window, not on their size: of a file that is sorted by class,
+    batch means scatter 1.1 times as much as those of an exact shuffle with 2048 blocks, 1.2 with 512, 2.6 with 32.
+    """
+
+    rows: int = 1
+    window: int = 1
+
+    def _run(self, epoch: int, k: int) -> Indices:
+        return _block_run(self.samples, self.seed, epoch, k, self.rows, self.window)
+
+
+class Blocks(NamedTuple):
+    """Loader(shuffle=Blocks(rows, window)): samples that lie together in a file are read together. See BlockOrder."""
+
+    rows: int
+    """Samples of a block."""
+
+    window: int
+    """Blocks that are shuffled together: what a reader keeps in memory."""
+
+
+SHUFFLE = Argument(
+    lambda value: isinstance(value, bool) or value == "blocks" or (isinstance(value, Blocks) and min(value) > 0),
+    'True, False, "blocks" (where the dataset says how its samples lie), or rankwise.data.Blocks(rows, window)',
+)
+
+
+def order_of(dataset: object, samples: int, seed: int, shuffle: bool | str | Blocks) -> Order:
+    """Raises ConfigError for "blocks" of a dataset without an attribute `blocks`."""
+    if isinstance(shuffle, bool):
+        return Order(samples, seed, shuffle)
+    found = getattr(dataset, "blocks", None) if isinstance(shuffle, str) else shuffle
+    if found is None:
+        raise ConfigError(
+            f"shuffle='blocks', but {type(dataset).__name__} does not say how its samples lie (an attribute `blocks`: rows, "
+            "window); give shuffle=rankwise.data.Blocks(rows, window)"
+        )
+    rows, window = found
+    return BlockOrder(samples, seed, f"in blocks of {rows}, {window} at a time", rows, window)
 
 
 def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -72,17 +124,47 @@ def split(indices: Positions, parts: int) -> list[Positions]:
 @lru_cache(maxsize=8)
 def _run(samples: int, seed: int, epoch: int, k: int) -> Indices:
     positions = np.arange(k * _RUN, min((k + 1) * _RUN, samples), dtype=np.int64)
-    keys = _keys(seed, epoch)
+    return _read_only(_shuffled(positions, samples, _keys(seed, epoch)))
+
+
+@lru_cache(maxsize=8)
+def _block_run(samples: int, seed: int, epoch: int, k: int, rows: int, window: int) -> Indices:
+    """Of the windows that these positions are in, each in its own order."""
+    blocks, starts = _blocks(samples, seed, epoch, rows, window)
+    start, stop = k * _RUN, min((k + 1) * _RUN, samples)
+    found = []
+    for number in range(np.searchsorted(starts, start, "right") - 1, np.searchsorted(starts, stop, "left")):
+        first, last = int(starts[number]), int(starts[number + 1])
+        positions = np.arange(max(start, first), min(stop, last), dtype=np.int64) - first
+        within = _shuffled(positions, last - first, _keys(seed, epoch, number))
+        mine = blocks[number * window : (number + 1) * window]
+        ends = np.cumsum(np.minimum(rows, samples - mine * rows))
+        at = np.searchsorted(ends, within, "right")
+        found.append(mine[at] * rows + within - (ends - np.minimum(rows, samples - mine * rows))[at])
+    return _read_only(np.concatenate(found))
+
+
+@lru_cache(maxsize=2)
+def _blocks(samples: int, seed: int, epoch: int, rows: int, window: int) -> tuple[Indices, Indices]:
+    """(the blocks in the order of the epoch, at which position each window begins, and where the last one ends)"""
+    count = -(-samples // rows)
+    order = _shuffled(np.arange(count, dtype=np.int64), count, _keys(seed, epoch))
+    before = np.concatenate([[0], np.cumsum(np.minimum(rows, samples - order * rows))])
+    return order, before[[*range(0, count, window), count]]
+
+
+def _shuffled(positions: Indices, samples: int, keys: np.random.SeedSequence) -> Indices:
     if samples < _SMALL:
-        return _read_only(np.random.default_rng(keys).permutation(samples)[positions])
-    return _read_only(_permute(positions, samples, keys.generate_state(_ROUNDS, np.uint64).astype(np.uint64)))
+        found: Indices = np.random.default_rng(keys).permutation(samples)[positions]
+        return found
+    return _permute(positions, samples, keys.generate_state(_ROUNDS, np.uint64).astype(np.uint64))
 
 
-def _keys(seed: int, epoch: int) -> np.random.SeedSequence:
+def _keys(seed: int, epoch: int, *more: int) -> np.random.SeedSequence:
     """Of a large seed numpy makes two words, and the second would be taken for the epoch of a small one."""
     if seed < 2**32:
-        return np.random.SeedSequence([seed, epoch])
-    return np.random.SeedSequence([epoch, seed], spawn_key=(1,))
+        return np.random.SeedSequence([seed, epoch], spawn_key=(2, *more) if more else ())
+    return np.random.SeedSequence([epoch, seed], spawn_key=(1, *more))
 
 
 def _read_only(indices: Indices) -> Indices:

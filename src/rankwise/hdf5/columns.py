@@ -32,6 +32,14 @@ class Column(Protocol):
     uneven: bool
 
     @property
+    def blocks(self) -> tuple[int, int] | None:
+        """(samples that are read together, how many such blocks are kept); None where rows are read one by one."""
+
+    @property
+    def sample_bytes(self) -> float:
+        """Of a sample, on average."""
+
+    @property
     def lengths(self) -> Lengths:
         """Rows of each sample, over all files; only where `uneven`."""
 
@@ -116,6 +124,14 @@ class EvenColumn:
         self._buffers = Buffers()
 
     @property
+    def blocks(self) -> tuple[int, int] | None:
+        return self._rows[0].blocks
+
+    @property
+    def sample_bytes(self) -> float:
+        return float(np.prod(self._row)) * self._dtype.itemsize
+
+    @property
     def lengths(self) -> Lengths:
         raise AttributeError("lengths")
 
@@ -154,6 +170,15 @@ class UnevenColumn:
         self.lengths = _joined([field.lengths for field in fields])
         self._ends = _joined([field.ends for field in fields])  # each in its own file
         self._buffers = Buffers()
+
+    @property
+    def blocks(self) -> tuple[int, int] | None:
+        found = self._rows[0].blocks
+        return (max(round(found[0] / max(float(self.lengths.mean()), 1.0)), 1), found[1]) if found is not None else None
+
+    @property
+    def sample_bytes(self) -> float:
+        return self._row_bytes * float(self.lengths.mean())
 
     def sample(self, index: int, file: int, within: int) -> tuple[Any, Any]:
         return _tensor(self._sample(index, file)), torch.tensor(int(self.lengths[index]))

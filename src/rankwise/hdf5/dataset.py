@@ -23,6 +23,9 @@ from rankwise.hdf5.layout import LENGTHS_SUFFIX, Lengths, read
 from rankwise.host.arguments import MAPPING, TEXT, Argument, takes
 from rankwise.host.text import count, listed
 
+_TOGETHER_BYTES, _TOGETHER = 1 << 16, 1024
+"""Blocks of a file whose rows are read one by one: a disk reads so much at once as fast as it can."""
+
 _FILES = Argument(
     lambda v: isinstance(v, str | os.PathLike) or (isinstance(v, Sequence) and len(v) > 0),
     "a path, a pattern ('data/train-*.h5'), or a list of paths",
@@ -102,6 +105,15 @@ class HDF5Dataset:
         if self._length_of is None:
             raise AttributeError("lengths: all samples of this dataset are of one length")
         return self._length_of.lengths
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """For `Loader(shuffle="blocks")`: samples that are read together, and how many such blocks are kept."""
+        found = [one.blocks for one in self._columns.values() if one.blocks is not None]
+        if found:
+            rows = max(rows for rows, _ in found)
+            return rows, max(min(kept * each // rows for each, kept in found), 1)
+        return max(int(_TOGETHER_BYTES // max(one.sample_bytes for one in self._columns.values())), 1), _TOGETHER
 
     def __getitem__(self, index: Any) -> Any:
         """A sample as it is stored; of a list, an array or a slice a batch. Raises IndexError."""

@@ -34,6 +34,9 @@ class Rows(Protocol):
     def take(self, indices: npt.NDArray[np.int64], out: Array) -> Array:
         """Rows by their numbers, which are within the dataset, into all of `out`, which is returned."""
 
+    blocks: tuple[int, int] | None
+    """(rows that are read together, how many such blocks are kept); None where rows are read one by one."""
+
     def copy(self, starts: Sequence[int], lengths: Sequence[int], out: Array | Sequence[Array]) -> None:
         """So many rows from each start on, into the beginning of each of `out`."""
 
@@ -44,6 +47,10 @@ def open_rows(stored: Stored) -> Rows:
     if stored.offset is not None:
         return MappedRows(stored)
     return BlockRows(stored)
+
+
+def _row_bytes(stored: Stored) -> int:
+    return max(int(np.prod(stored.shape[1:], dtype=np.int64)) * stored.dtype.itemsize, 1)
 
 
 class _Lazy:
@@ -73,6 +80,8 @@ class _Lazy:
 class MappedRows(_Lazy):
     """Rows end to end in the file. Its length is looked at before each gather: to read a map behind the end of a file that was
     cut meanwhile would end the process (SIGBUS)."""
+
+    blocks: tuple[int, int] | None = None
 
     def __init__(self, stored: Stored) -> None:
         super().__init__(stored)
@@ -120,9 +129,9 @@ class BlockRows(_Lazy):
 
     def __init__(self, stored: Stored) -> None:
         super().__init__(stored)
-        row_bytes = max(int(np.prod(stored.shape[1:], dtype=np.int64)) * stored.dtype.itemsize, 1)
-        self._block_rows = stored.chunk_rows or max(_BLOCK_BYTES // row_bytes, 1)
-        self._kept_blocks = max(_KEPT_BYTES // (row_bytes * self._block_rows), 1)
+        self._block_rows = stored.chunk_rows or max(_BLOCK_BYTES // _row_bytes(stored), 1)
+        self._kept_blocks = max(_KEPT_BYTES // (_row_bytes(stored) * self._block_rows), 1)
+        self.blocks: tuple[int, int] | None = (self._block_rows, self._kept_blocks)
         self._blocks: OrderedDict[int, Array] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,9 +139,10 @@ class BlockRows(_Lazy):
 
     def take(self, indices: npt.NDArray[np.int64], out: Array) -> Array:
         blocks, within = np.divmod(indices, self._block_rows)
-        for number in np.unique(blocks):
+        # Those that are kept first: a new one may take the place of one that is needed still.
+        for number in sorted(np.unique(blocks).tolist(), key=lambda number: number not in self._blocks):
             here = np.flatnonzero(blocks == number)
-            out[here] = self._block(int(number))[within[here]]
+            out[here] = self._block(number)[within[here]]
         return out
 
     def copy(self, starts: Sequence[int], lengths: Sequence[int], out: Array | Sequence[Array]) -> None:
@@ -173,6 +183,8 @@ class BlockRows(_Lazy):
 
 class TextRows(_Lazy):
     """Strings, all read at the first use: one by one they would take 30 us each. Decoded as UTF-8, cut at the first NUL."""
+
+    blocks: tuple[int, int] | None = None
 
     def take(self, indices: npt.NDArray[np.int64], out: Array) -> Array:
         out[...] = self._now()[indices]

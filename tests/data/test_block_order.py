@@ -1,0 +1,123 @@
+"""A shuffle in blocks: each sample once, each block read once, as good as its blocks are many, and a training of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from batches import loaders
+
+from rankwise.data import Blocks, Loader
+from rankwise.data.order import BlockOrder, order_of
+from rankwise.errors import ConfigError
+
+
+def order(samples: int, rows: int, window: int, seed: int = 0) -> BlockOrder:
+    made = order_of(None, samples, seed, Blocks(rows, window))
+    assert isinstance(made, BlockOrder)
+    return made
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5, 999, 1024, 20_011, 100_003])
+@pytest.mark.parametrize(("rows", "window"), [(1, 1), (1, 1000), (7, 3), (64, 16), (1000, 1), (10**6, 10**6)])
+def test_an_epoch_is_every_index_once(samples: int, rows: int, window: int) -> None:
+    for seed, epoch in ((0, 0), (3, 5), (2**62, 100_000)):
+        whole = order(samples, rows, window, seed).indices(epoch, 0, samples)
+        assert np.array_equal(np.sort(whole), np.arange(samples))
+
+
+@pytest.mark.parametrize(("rows", "window"), [(7, 3), (64, 16), (5000, 4)])
+def test_any_part_of_an_epoch_is_that_part_of_the_whole(rows: int, window: int) -> None:
+    made = order(70_001, rows, window)
+    whole = made.indices(2, 0, 70_001)
+    for start, stop in ((0, 10), (16_380, 16_390), (33_000, 69_999), (70_000, 70_001), (5, 5)):
+        assert np.array_equal(made.indices(2, start, stop), whole[start:stop])
+
+
+def test_a_window_reads_its_blocks_and_no_other() -> None:
+    rows, window = 50, 8
+    indices = order(10_007, rows, window).indices(1, 0, 10_007)
+    blocks = indices // rows
+    seen: set[int] = set()
+    at = 0
+    while at < len(blocks):
+        in_window = blocks[at : at + rows * window]
+        short = 43 * (200 in in_window)  # the last block has 7 samples
+        in_window = blocks[at : at + rows * window - short]
+        assert len(set(in_window.tolist())) <= window
+        assert not seen & set(in_window.tolist())
+        seen |= set(in_window.tolist())
+        at += rows * window - short
+    assert len(seen) == 201
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    firsts = [tuple(order(5000, 20, 10, seed).indices(epoch, 0, 5000)) for seed in range(3) for epoch in range(3)]
+    assert len(set(firsts)) == 9
+    assert len({tuple(np.unique(np.array(first[:200]) // 20)) for first in firsts}) == 9
+
+
+def test_of_a_file_sorted_by_class_batches_scatter_as_is_known_of_the_number_of_blocks() -> None:
+    classes, each, size = 1000, 300, 256
+    values = np.repeat(np.random.default_rng(0).normal(size=classes), each)
+    expected = values.std() / np.sqrt(size)
+
+    def scatter(made: Any) -> float:
+        means = [
+            values[made.indices(epoch, k, k + size)].mean() for epoch in range(2) for k in range(0, len(values) - size, size)
+        ]
+        return float(np.std(means) / expected)
+
+    assert 0.9 < scatter(order_of(None, len(values), 0, True)) < 1.1
+    assert scatter(order(len(values), 64, 1024)) < 1.35
+    assert scatter(order(len(values), 256, 8)) > 3
+
+
+def test_a_loader_takes_blocks_and_records_them(tmp_path: Any) -> None:
+    (loader,) = loaders(list(range(100)), 1, global_batch_size=7, max_epochs=1, shuffle=Blocks(10, 2))
+    seen = [batch.tolist() for step in loader for batch in step]
+    assert sorted(k for batch in seen for k in batch) == list(range(100))
+    assert len({k // 10 for batch in seen[:2] for k in batch}) == 2
+    state = loader.state_dict()
+    assert state["shuffle"] == "in blocks of 10, 2 at a time"
+    for other in (True, Blocks(10, 3)):
+        (another,) = loaders(list(range(100)), 1, global_batch_size=7, max_epochs=1, shuffle=other)
+        with pytest.raises(
+            ConfigError, match="the checkpoint was made with shuffle=in blocks of 10, 2 at a time and this run has"
+        ):
+            another.load_state_dict(state)
+
+
+def test_a_resume_anywhere_on_other_ranks_has_the_same_batches() -> None:
+    ways: dict[str, Any] = {"global_batch_size": 9, "max_epochs": 2, "shuffle": Blocks(8, 3)}
+
+    def steps(some: list[Loader], most: int | None = None) -> list[list[int]]:
+        found: list[list[int]] = []
+        for taken in zip(*some, strict=True):
+            found.append(sorted(k for step in taken for batch in step for k in batch.tolist()))
+            if len(found) == most:
+                break
+        return found
+
+    whole = steps(loaders(list(range(101)), 1, **ways))
+    for before, after, stop in ((2, 3, 1), (3, 1, 7), (1, 4, 13)):
+        first, rest = loaders(list(range(101)), before, **ways), loaders(list(range(101)), after, **ways)
+        done = steps(first, stop)
+        for loader in rest:
+            loader.load_state_dict(first[0].state_dict())
+        assert done + steps(rest) == whole
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "said"),
+    [
+        ("blocks", "shuffle='blocks', but list does not say how its samples lie"),
+        ("block", "Loader(shuffle='block'): give True, False,"),
+        (Blocks(0, 3), "Loader(shuffle=Blocks(rows=0, window=3)): give True, False"),
+    ],
+)
+def test_what_is_no_shuffle_is_refused(shuffle: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Loader([1, 2], global_batch_size=1, shuffle=shuffle)
+    assert said in str(caught.value)
