@@ -139,9 +139,12 @@ class BlockRows(_Lazy):
 
     def take(self, indices: npt.NDArray[np.int64], out: Array) -> Array:
         blocks, within = np.divmod(indices, self._block_rows)
+        order = np.argsort(blocks, kind="stable")
+        numbers, begins = np.unique(blocks[order], return_index=True)
+        groups = zip(numbers.tolist(), begins.tolist(), np.append(begins, len(order))[1:].tolist(), strict=True)
         # Those that are kept first: a new one may take the place of one that is needed still.
-        for number in sorted(np.unique(blocks).tolist(), key=lambda number: number not in self._blocks):
-            here = np.flatnonzero(blocks == number)
+        for number, begin, end in sorted(groups, key=lambda group: group[0] not in self._blocks):
+            here = order[begin:end]
             out[here] = self._block(number)[within[here]]
         return out
 
