@@ -12,6 +12,8 @@ import pytest
 import torch
 from ranks import scripts_on_ranks
 
+from rankwise.hdf5 import HDF5Writer
+
 MINE = """
 import torch
 from torch import nn
@@ -82,17 +84,6 @@ class ArcFace(nn.Module):
     def forward(self, x, y):
         cosine = F.normalize(x) @ F.normalize(self.weight).T
         return F.cross_entropy(8 * (cosine - 0.1 * F.one_hot(y, len(self.weight))), y, reduction="none")
-
-
-class Sequences:
-    def __init__(self, path, fields):
-        self.lengths = [5 + 7 * k % 90 for k in range(120)]
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, k):
-        return torch.randn(self.lengths[k], 16, generator=torch.Generator().manual_seed(k)), k % 10
 
 
 def pad(samples):
@@ -196,8 +187,8 @@ rankwise.Trainer(model, optimizer, step, train_set, global_batch_size=64, max_ep
 
 BY_LENGTH = """
 import torch, rankwise
-from mine import Recogniser, Sequences, pad, step
-data = Sequences("train.hdf5", fields=("inputs", "targets"))            # has .lengths
+from mine import Recogniser, pad, step
+data = rankwise.HDF5Dataset("train.hdf5", fields=("inputs", "targets")) # opened in each process; has .lengths
 loader = rankwise.Loader(data, batches=rankwise.LengthBatches(global_tokens=1_000), collate_fn=pad, num_workers=2)
 torch.manual_seed(0)
 model = Recogniser()
@@ -219,12 +210,20 @@ torch.save(model.state_dict(), f"model-{rankwise.rank()}.pt")
 """
 
 
+def write_sequences() -> None:
+    with HDF5Writer("train.hdf5", overwrite=True) as writer:
+        for k in range(120):
+            inputs = torch.randn(5 + 7 * k % 90, 16, generator=torch.Generator().manual_seed(k))
+            writer.add(inputs=inputs, targets=k % 10)
+
+
 def trained(program: str, ranks: int) -> tuple[str, list[dict[str, torch.Tensor]]]:
     """What the main rank prints, and the model of each rank."""
     for before, after in FEWER:
         program = program.replace(before, after)
     Path("mine.py").write_text(MINE)
     Path("wandb.py").write_text(WANDB)
+    write_sequences()
     Path("program.py").write_text(program + AFTERWARDS)
     shutil.rmtree("runs", ignore_errors=True)
     all_done = scripts_on_ranks(ranks, "program.py")
