@@ -244,7 +244,8 @@ class Fetch:
         self._in_one = not promises(dataset, "seed_each_sample") and _has_getitems(dataset)
         self._samples_keyed = None if _draws_nothing(dataset) else Keyed(seed)
         self._collate_keyed = None if collate_fn is None else Keyed(seed)
-        self.draws_nothing = self._samples_keyed is None and self._collate_keyed is None
+        # Those of earlier versions key whatever is fetched.
+        self.draws_nothing = self.keyed_by_sample and self._samples_keyed is None and self._collate_keyed is None
 
     def by(self, sample: bool) -> Fetch:
         """The same, keyed by sample, or by batch as in earlier versions; what never draws is the same either way."""
@@ -305,10 +306,6 @@ class FetchByBatch(Fetch):
     sample of a batch has one, and the other samples and the collate function continue its streams."""
 
     keyed_by_sample = False
-
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> None:
-        super().__init__(dataset, collate_fn, seed)
-        self.draws_nothing = False
 
     def __call__(self, request: tuple[int, Indices]) -> Any:
         return self._made(request[0], request[1].tolist(), each=True)

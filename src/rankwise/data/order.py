@@ -138,9 +138,10 @@ def _block_run(samples: int, seed: int, epoch: int, k: int, rows: int, window: i
         positions = np.arange(max(start, first), min(stop, last), dtype=np.int64) - first
         within = _shuffled(positions, last - first, _keys(seed, epoch, number))
         mine = blocks[number * window : (number + 1) * window]
-        ends = np.cumsum(np.minimum(rows, samples - mine * rows))
+        sizes = np.minimum(rows, samples - mine * rows)  # the last block of the data may be shorter
+        ends = np.cumsum(sizes)
         at = np.searchsorted(ends, within, "right")
-        found.append(mine[at] * rows + within - (ends - np.minimum(rows, samples - mine * rows))[at])
+        found.append(mine[at] * rows + within - (ends - sizes)[at])
     return _read_only(np.concatenate(found))
 
 
