@@ -143,6 +143,17 @@ def test_a_damaged_chunk_is_named(tmp_path: Path, how: dict[str, Any]) -> None:
         _ = read[300]
 
 
+@pytest.mark.parametrize("how", [{}, {"compression": "gzip"}])
+def test_a_file_that_is_gone_before_its_first_sample_is_one_error(tmp_path: Path, how: dict[str, Any]) -> None:
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=np.arange(10.0), **how)
+    dataset = HDF5Dataset(path, fields="x")
+    path.unlink()
+    with pytest.raises(DataError, match=r"x\.h5(: there is no such file| cannot be read: No such file)"):
+        _ = dataset[3]
+
+
 def test_the_loader_says_which_samples_it_asked_for(tmp_path: Path) -> None:
     dataset = HDF5Dataset(plain(tmp_path / "x.h5"), fields="x")
     os.truncate(tmp_path / "x.h5", 20_000)

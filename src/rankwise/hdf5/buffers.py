@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rankwise.hdf5.layout import nbytes
+
 _SMALL = 1 << 16  # bytes: what malloc gives without new pages
 _KEPT = 4  # a batch in use, the one being made, and two that a device still copies
 _SPARE = 1.25  # batches of uneven length grow
@@ -35,9 +37,7 @@ class Buffers:
         return Buffers, ()
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        size = dtype.itemsize
-        for side in shape:
-            size *= side
+        size = nbytes(shape, dtype)
         if size < _SMALL:
             return np.empty(shape, dtype)
         if self._pid != os.getpid():

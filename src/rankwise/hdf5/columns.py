@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ import torch
 
 from rankwise.errors import DataError
 from rankwise.hdf5.buffers import Buffers
-from rankwise.hdf5.layout import Field, FileLayout, Lengths, Stored
+from rankwise.hdf5.layout import Field, FileLayout, Lengths, Stored, nbytes
 from rankwise.hdf5.rows import Array, Rows, open_rows
 
 Indices = npt.NDArray[np.int64]
@@ -59,7 +59,7 @@ class Column(Protocol):
 def alike(layouts: Sequence[FileLayout]) -> list[FileLayout]:
     """The same; a field with lengths in some file has them in all, though the samples of one happen to be of one length. Raises
     DataError where a file has other fields than the first, or other types or shapes."""
-    uneven = {name: field for layout in layouts for name, field in layout.fields.items() if field.lengths is not None}
+    uneven = {name for layout in layouts for name, field in layout.fields.items() if field.lengths is not None}
     found = []
     for layout in layouts:
         fields = {name: _with_lengths(field) if name in uneven else field for name, field in layout.fields.items()}
@@ -106,6 +106,14 @@ def _dtype_of(stored: Stored) -> np.dtype[Any]:
     return np.dtype(object) if stored.is_text else stored.dtype.newbyteorder("=")
 
 
+def _with_files(indices: Indices, parts: Parts) -> Iterator[tuple[int, int]]:
+    """(the sample, its file), in the order of the batch."""
+    files = np.empty(len(indices), np.int64)
+    for file, at, _ in parts:
+        files[slice(None) if at is None else at] = file
+    return zip(indices.tolist(), files.tolist(), strict=True)
+
+
 def _tensor(array: Array) -> Any:
     """Strings stay what they are, in lists."""
     return array.tolist() if array.dtype == object else torch.from_numpy(array)
@@ -129,7 +137,7 @@ class EvenColumn:
 
     @property
     def sample_bytes(self) -> float:
-        return float(np.prod(self._row)) * self._dtype.itemsize
+        return nbytes(self._row, self._dtype)
 
     @property
     def lengths(self) -> Lengths:
@@ -164,7 +172,7 @@ class UnevenColumn:
         self._described = f"{name} {_kind(fields[0])}"
         self._shape, self._is_text = stored.shape[1:], stored.is_text
         self._dtype = _dtype_of(stored)
-        self._row_bytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
+        self._row_bytes = nbytes(self._shape, self._dtype)
         self._pad = pad
         self._rows: list[Rows] = [open_rows(field.stored) for field in fields]
         self.lengths = _joined([field.lengths for field in fields])
@@ -192,8 +200,8 @@ class UnevenColumn:
     def batch(self, indices: Indices, parts: Parts) -> tuple[Any, Any]:
         lengths = self.lengths[indices]
         if self._is_text:
-            files = {int(k): file for file, at, _ in parts for k in (range(len(indices)) if at is None else at)}
-            return [self._sample(int(i), files[k]).tolist() for k, i in enumerate(indices)], torch.from_numpy(lengths)
+            texts = [self._sample(index, file).tolist() for index, file in _with_files(indices, parts)]
+            return texts, torch.from_numpy(lengths)
         longest = int(lengths.max(initial=0))
         out = self._buffers.empty((len(indices), longest, *self._shape), self._dtype)
         for file, at, _ in parts:
@@ -213,9 +221,8 @@ class UnevenColumn:
             return
         is_there = np.arange(out.shape[1]) < lengths[:, None]
         before = np.cumsum(lengths) - lengths
-        block = np.full((len(indices), *out.shape[1:]), self._pad, out.dtype) if at is not None else out
-        if at is None:
-            block[~is_there] = self._pad
+        block = out if at is None else np.empty((len(indices), *out.shape[1:]), out.dtype)
+        block[~is_there] = self._pad
         total = int(lengths.sum())
         numbers = np.repeat(starts - before, lengths) + np.arange(total)
         block[is_there] = rows.take(numbers, np.empty((total, *self._shape), self._dtype))
@@ -225,12 +232,11 @@ class UnevenColumn:
     def collate(self, samples: Sequence[Any]) -> Any:
         if self._is_text:
             return list(samples)
-        longest = max(len(sample) for sample in samples)
-        out = torch.full(
-            (len(samples), longest, *self._shape), self._pad, dtype=torch.from_numpy(np.empty(0, self._dtype)).dtype
-        )
+        axes = samples[0].dim() - len(self._shape)
+        most = [max(sample.shape[axis] for sample in samples) for axis in range(axes)]
+        out = torch.full((len(samples), *most, *self._shape), self._pad, dtype=samples[0].dtype)
         for to, sample in zip(out, samples, strict=True):
-            to[: len(sample)] = sample
+            to[tuple(slice(n) for n in sample.shape[:axes])] = sample
         return out
 
     def describe(self) -> str:
@@ -270,14 +276,5 @@ class AxesColumn(UnevenColumn):
         return torch.from_numpy(self._sample(index, file).reshape(*sizes, *self._shape)), torch.from_numpy(sizes.copy())
 
     def batch(self, indices: Indices, parts: Parts) -> tuple[Any, Any]:
-        files = {int(k): file for file, at, _ in parts for k in (range(len(indices)) if at is None else at)}
-        samples = [self.sample(int(i), files[k], 0)[0] for k, i in enumerate(indices)]
+        samples = [self.sample(index, file, 0)[0] for index, file in _with_files(indices, parts)]
         return self.collate(samples), torch.from_numpy(self._read_sizes()[indices])
-
-    def collate(self, samples: Sequence[Any]) -> Any:
-        axes = samples[0].dim() - len(self._shape)
-        most = [max(sample.shape[axis] for sample in samples) for axis in range(axes)]
-        out = torch.full((len(samples), *most, *self._shape), self._pad, dtype=samples[0].dtype)
-        for to, sample in zip(out, samples, strict=True):
-            to[tuple(slice(n) for n in sample.shape[:axes])] = sample
-        return out

@@ -80,10 +80,12 @@ class HDF5Dataset:
     def _named(self, asked: Sequence[str] | None) -> dict[str, tuple[str, bool]]:
         """What a batch has, by its name: (the field, whether it is its lengths)."""
         if asked is None:
-            pairs = [
-                (name, each) for name, one in self._columns.items() for each in ((False, True) if one.uneven else (False,))
-            ]
-            return {name + LENGTHS_SUFFIX * is_lengths: (name, is_lengths) for name, is_lengths in pairs}
+            every: dict[str, tuple[str, bool]] = {}
+            for name, one in self._columns.items():
+                every[name] = (name, False)
+                if one.uneven:
+                    every[name + LENGTHS_SUFFIX] = (name, True)
+            return every
         found = {name: (name, False) if name in self._columns else (name.removesuffix(LENGTHS_SUFFIX), True) for name in asked}
         for name, (field, is_lengths) in found.items():
             if is_lengths and not self._columns[field].uneven:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -53,7 +55,7 @@ class Stored:
     @property
     def end(self) -> int:
         """Bytes that the file must have, if `offset` is known."""
-        return (self.offset or 0) + int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return (self.offset or 0) + nbytes(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -95,20 +97,32 @@ class FileLayout:
 def need_h5py() -> ModuleType:
     """Raises ConfigError where it is not installed."""
     try:
-        import h5py
+        return import_module("h5py")
     except ImportError:
         raise ConfigError("HDF5 files are read and written by h5py, which is not installed: pip install h5py") from None
-    return h5py  # type: ignore[no-any-return]
+
+
+def nbytes(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[Any]:
     """An h5py.File to read. Raises DataError, which names the file, for what is none or has damage."""
-    h5py = need_h5py()
+    with explained(path), open_file(path) as file:
+        yield file
+
+
+def open_file(path: str) -> Any:
+    """A file system without locks is no reason not to read."""
+    return need_h5py().File(path, "r", locking="best-effort")
+
+
+@contextlib.contextmanager
+def explained(path: str) -> Iterator[None]:
+    """What h5py raises inside is a DataError that names the file."""
     try:
-        # A file system without locks is no reason not to read.
-        with h5py.File(path, "r", locking="best-effort") as file:
-            yield file
+        yield
     except BlockingIOError:
         raise DataError(f"{path} is being written: another program has it open; wait until that has closed it") from None
     except IsADirectoryError:
@@ -131,9 +145,9 @@ def _explained(error: Exception) -> str:
 
 
 def read(path: str, fields: Sequence[str] | None, lengths: Mapping[str, str]) -> FileLayout:
-    """`fields`: the names of those to read (`features_lengths` stands for `features`), None for all.
-    `lengths`: by the name of a field, that of the dataset with its
-    lengths. Nothing but lengths is read. Raises DataError for a file that does not hold together."""
+    """`fields`: the names of those to read (`features_lengths` stands for `features`), None for all. `lengths`: by the
+    name of a field, that of the dataset with its lengths. Nothing but lengths is read. Raises DataError for a file that does
+    not hold together."""
     from rankwise.hdf5 import returnn
 
     with opened(path) as file:
@@ -174,7 +188,8 @@ def lengths_in(file: Any, path: str, name: str) -> npt.NDArray[Any]:
     if len(dataset.shape) != 1 or dataset.dtype.kind not in "iu":
         kind = "x".join(map(str, dataset.shape))
         raise DataError(f"{path}: {name} should have one integer a sample, and is {kind} of {dataset.dtype}")
-    return file[name][...]  # type: ignore[no-any-return]
+    found: npt.NDArray[Any] = file[name][...]
+    return found
 
 
 def _check_lengths(path: str, name: str, field: Field) -> None:

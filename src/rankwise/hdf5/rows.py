@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankwise.errors import DataError
-from rankwise.hdf5.layout import Stored, need_h5py, opened
+from rankwise.hdf5.layout import Stored, explained, nbytes, open_file, opened
 
 Array = npt.NDArray[Any]
 
@@ -49,11 +50,7 @@ def open_rows(stored: Stored) -> Rows:
     return BlockRows(stored)
 
 
-def _row_bytes(stored: Stored) -> int:
-    return max(int(np.prod(stored.shape[1:], dtype=np.int64)) * stored.dtype.itemsize, 1)
-
-
-class _Lazy:
+class _Lazy(ABC):
     """Opened by the process that first reads."""
 
     _crosses_forks = True
@@ -61,7 +58,6 @@ class _Lazy:
 
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
-        self._native = stored.dtype.newbyteorder("=")
         self._opened: Any = None
         self._pid = 0
 
@@ -73,8 +69,8 @@ class _Lazy:
             self._opened, self._pid = self._open(), os.getpid()
         return self._opened
 
-    def _open(self) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _open(self) -> Any: ...
 
 
 class MappedRows(_Lazy):
@@ -100,6 +96,7 @@ class MappedRows(_Lazy):
             to[:length] = rows[start : start + length]
 
     def _checked(self) -> Array:
+        rows: Array
         mapped, rows = self._now()
         if (size := mapped.size() if mapped is not None else 0) < self._end:
             stored = self._stored
@@ -107,7 +104,7 @@ class MappedRows(_Lazy):
                 f"{stored.file} was cut to {size} bytes since it was opened, and {stored.name} ends at byte {stored.end}: copy "
                 "or make it again, under another name and then renamed, so that nobody reads half of it"
             )
-        return rows  # type: ignore[no-any-return]
+        return rows
 
     def _open(self) -> tuple[mmap.mmap | None, Array]:
         stored = self._stored
@@ -129,8 +126,10 @@ class BlockRows(_Lazy):
 
     def __init__(self, stored: Stored) -> None:
         super().__init__(stored)
-        self._block_rows = stored.chunk_rows or max(_BLOCK_BYTES // _row_bytes(stored), 1)
-        self._kept_blocks = max(_KEPT_BYTES // (_row_bytes(stored) * self._block_rows), 1)
+        row_bytes = max(nbytes(stored.shape[1:], stored.dtype), 1)
+        self._native = stored.dtype.newbyteorder("=")
+        self._block_rows = stored.chunk_rows or max(_BLOCK_BYTES // row_bytes, 1)
+        self._kept_blocks = max(_KEPT_BYTES // (row_bytes * self._block_rows), 1)
         self.blocks: tuple[int, int] | None = (self._block_rows, self._kept_blocks)
         self._blocks: OrderedDict[int, Array] = OrderedDict()
 
@@ -165,7 +164,7 @@ class BlockRows(_Lazy):
         start = number * self._block_rows
         stop = min(start + self._block_rows, self._stored.shape[0])
         try:
-            block = dataset[start:stop]
+            block: Array = dataset[start:stop]
         except (OSError, RuntimeError) as error:
             text = " ".join(str(error).split())
             raise DataError(
@@ -176,12 +175,13 @@ class BlockRows(_Lazy):
         if len(self._blocks) >= self._kept_blocks:
             self._blocks.popitem(last=False)
         self._blocks[number] = block
-        return block  # type: ignore[no-any-return]
+        return block
 
     def _open(self) -> tuple[Any, Any]:
         self._blocks.clear()
-        file = need_h5py().File(self._stored.file, "r", locking="best-effort")
-        return file, file[self._stored.name]
+        with explained(self._stored.file):
+            file = open_file(self._stored.file)
+            return file, file[self._stored.name]
 
 
 class TextRows(_Lazy):

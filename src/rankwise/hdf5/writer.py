@@ -27,7 +27,7 @@ import torch
 
 from rankwise.errors import ConfigError, DataError
 from rankwise.hdf5 import checksums, returnn
-from rankwise.hdf5.layout import OURS, need_h5py, read
+from rankwise.hdf5.layout import OURS, nbytes, need_h5py, read
 from rankwise.host.arguments import FLAG, MAPPING, PATH, SEQUENCE, one_of, takes
 from rankwise.host.text import count, listed, size
 
@@ -255,7 +255,7 @@ class _Spool:
         return np.array(sums, "<u4")
 
     def compress_into(self, file: Any, home: str, kind: str) -> None:
-        row_bytes = max(int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize, 1)
+        row_bytes = max(nbytes(self.shape[1:], self.dtype), 1)
         chunk_rows = min(max(_CHUNK_BYTES // row_bytes, 1), self.shape[0])
         dataset = file.create_dataset(
             home, self.shape, self.dtype, chunks=(chunk_rows, *self.shape[1:]), compression=kind, compression_opts=1,
