@@ -174,7 +174,7 @@ def test_a_store_that_cannot_be_read_is_an_error_that_names_it(mirror: Mirror, t
 
 @pytest.mark.parametrize("url", ["s4://bucket/x", "nosuch://x"])
 def test_a_protocol_that_nobody_speaks_is_an_error_with_the_url(url: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^mirror='{url}': .*(Protocol|protocol|Install).*; give a folder, or a URL"):
+    with pytest.raises(ConfigError, match=rf"^mirror='{url}': .*(Protocol|protocol|Install).*; give a path, or a URL"):
         Mirror(url)
 
 

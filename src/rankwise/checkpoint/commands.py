@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint.folders import checkpoints_in, fsync, order, pick, remove
+from rankwise.checkpoint.folders import checkpoints_in, order, pick, remove
 from rankwise.checkpoint.manifest import FileRecord, Manifest, saved_at
 from rankwise.checkpoint.retention import Best, find_best_figure
 from rankwise.errors import CheckpointError, ConfigError
+from rankwise.host.disk import fsync
 from rankwise.host.text import seconds_of, short, size, stamp
 from rankwise.report.terminal import table
 

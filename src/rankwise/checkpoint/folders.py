@@ -15,6 +15,7 @@ import uuid
 from pathlib import Path
 
 from rankwise.errors import RunDirError
+from rankwise.host.disk import fsync
 from rankwise.host.text import listed, short
 from rankwise.run.directory import RunDir
 
@@ -66,14 +67,6 @@ def put(temporary: Path, final: Path) -> None:
         remove(final)
     os.rename(temporary, final)
     fsync(final.parent)
-
-
-def fsync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def find(run: str | None) -> Path:

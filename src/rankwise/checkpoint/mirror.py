@@ -16,12 +16,12 @@ import threading
 import uuid
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from rankwise.checkpoint import manifest as manifests
 from rankwise.checkpoint.folders import is_name, order, put
 from rankwise.dist import log
-from rankwise.errors import CheckpointError, ConfigError
+from rankwise.errors import CheckpointError
+from rankwise.host.stores import file_system, told
 
 _PATIENCE_S = 2.0
 """From then on it is said what is waited for."""
@@ -32,7 +32,8 @@ class Mirror:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._fs, self._root = _file_system(self.url)
+        self._fs, root = file_system(self.url, f"mirror={self.url!r}")
+        self._root = root.rstrip("/")
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._offered: Path | None = None
@@ -70,7 +71,7 @@ class Mirror:
             if checkpoint.exists():  # else it was pruned meanwhile, and there is a newer one
                 self._failed = checkpoint
                 log.warn(
-                    f"{checkpoint.name} is not in {self.url}: {_told(error)}; it is only here; the next one is tried as well"
+                    f"{checkpoint.name} is not in {self.url}: {told(error)}; it is only here; the next one is tried as well"
                 )
             return
         self._failed = None
@@ -116,7 +117,7 @@ class Mirror:
             self._fs.invalidate_cache()
             found = [path.split("/")[-2] for path in self._fs.glob(f"{self._root}/step-*/{manifests.NAME}")]
         except Exception as error:
-            raise CheckpointError(f"{self.url} cannot be read: {_told(error)}") from None
+            raise CheckpointError(f"{self.url} cannot be read: {told(error)}") from None
         return sorted(filter(is_name, found), key=lambda name: order(Path(name)))
 
     def fetch(self, name: str, folder: Path) -> Path:
@@ -132,26 +133,7 @@ class Mirror:
         except CheckpointError as error:
             raise CheckpointError(f"{name} of {self.url}: {str(error).replace(str(temporary), name)}") from None
         except Exception as error:
-            raise CheckpointError(f"{name} cannot be had from {self.url}: {_told(error)}") from None
+            raise CheckpointError(f"{name} cannot be had from {self.url}: {told(error)}") from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return folder / name
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    try:
-        import fsspec
-    except ImportError:
-        raise ConfigError(f"mirror={url!r} needs fsspec: pip install 'rankwise[remote]'") from None
-    try:
-        fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
-    except (ImportError, ValueError) as error:  # the client of that store is not installed, or there is none
-        raise ConfigError(
-            f"mirror={url!r}: {_told(error)}; give a folder, or a URL such as s3://BUCKET/RUN or gs://BUCKET/RUN, "
-            "and install what fsspec needs for that store (pip install s3fs, gcsfs, ...)"
-        ) from None
-    return fs, str(root).rstrip("/")
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -29,10 +29,10 @@ import numpy as np
 import torch
 
 from rankwise.checkpoint import manifest as manifests
-from rankwise.checkpoint.folders import fsync
 from rankwise.checkpoint.manifest import FileRecord, Layout, Manifest, length_damage, tensors
 from rankwise.checkpoint.reader import storages
 from rankwise.errors import CheckpointError, ConfigError, RunDirError
+from rankwise.host.disk import fsync
 from rankwise.run.directory import write_bytes
 from rankwise.run.lease import Fence
 from rankwise.training.state import Stateful

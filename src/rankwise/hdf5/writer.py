@@ -29,6 +29,7 @@ from rankwise.errors import ConfigError, DataError
 from rankwise.hdf5 import checksums, returnn
 from rankwise.hdf5.layout import OURS, nbytes, need_h5py, read
 from rankwise.host.arguments import FLAG, MAPPING, PATH, SEQUENCE, one_of, takes
+from rankwise.host.disk import fsync
 from rankwise.host.text import count, listed, size
 
 _ALIGNED = {"alignment_threshold": 65536, "alignment_interval": 4096}
@@ -139,12 +140,9 @@ class HDF5Writer:
                 raise DataError(f"{self._path} is not written: no sample was added")
             self._write(folder / "whole.h5")
             read(str(folder / "whole.h5"), None, {})
-            with (folder / "whole.h5").open("rb") as file:
-                os.fsync(file.fileno())
+            fsync(folder / "whole.h5")
             (folder / "whole.h5").replace(self._path)
-            descriptor = os.open(self._path.parent, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            fsync(self._path.parent)
         except (OSError, RuntimeError) as error:
             raise DataError(f"{self._path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
         finally:

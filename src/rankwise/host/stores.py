@@ -1,0 +1,32 @@
+"""Stores that fsspec reaches (s3://, gs://, sftp://, https://, a path), and what their clients say.
+
+fs, root = file_system("s3://bucket/run-7", "mirror='s3://bucket/run-7'")
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rankwise.errors import ConfigError
+
+
+def file_system(url: str, what: str) -> tuple[Any, str]:
+    """(the fsspec file system, the path in it). Raises ConfigError, which begins with `what`, where nothing here speaks the
+    protocol."""
+    try:
+        import fsspec
+    except ImportError:
+        raise ConfigError(f"{what} needs fsspec: pip install 'rankwise[remote]'") from None
+    try:
+        fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
+    except (ImportError, ValueError) as error:  # the client of that store is not installed, or there is none
+        raise ConfigError(
+            f"{what}: {told(error)}; give a path, or a URL such as s3://BUCKET/NAME or gs://BUCKET/NAME, "
+            "and install what fsspec needs for that store (pip install s3fs, gcsfs, ...)"
+        ) from None
+    return fs, str(root)
+
+
+def told(error: Exception) -> str:
+    """An error of whatever type, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
