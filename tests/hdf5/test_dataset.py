@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,10 @@ def test_blocks_of_chunks_are_kept_up_to_a_limit(tmp_path: Path, monkeypatch: py
     dataset = HDF5Dataset(tmp_path / "x.h5", fields="x")
     for _ in range(2):
         assert np.array_equal(dataset[SHUFFLED].numpy(), x[SHUFFLED])
-    assert len(dataset._columns["x"]._rows[0]._blocks) == 3  # type: ignore[attr-defined]
+    assert len(dataset._columns["x"]._rows[0]._kept) == 3  # type: ignore[attr-defined]
+    several = HDF5Dataset([tmp_path / "x.h5"] + [shutil.copy(tmp_path / "x.h5", tmp_path / f"{n}.h5") for n in range(3)], "x")
+    assert np.array_equal(several[np.arange(4 * N)].numpy(), np.tile(x, (4, 1, 1)))
+    assert {len(rows._kept) for rows in several._columns["x"]._rows} == {3}, "for all files together"  # type: ignore[attr-defined]
 
 
 # --- samples of uneven length
@@ -366,7 +370,7 @@ def test_a_compressed_file_shuffled_in_blocks_is_decoded_once_an_epoch(tmp_path:
     read = BlockRows._block
 
     def noted(self: BlockRows, number: int) -> Any:
-        if number not in self._blocks:
+        if (self._stored.file, number) not in self._kept:
             decoded.append(number)
         return read(self, number)
 

@@ -33,6 +33,16 @@ def warn(text: str, force: bool = False) -> None:
     say(f"warning: {text}", force)
 
 
+def say_per_node(text: object) -> None:
+    """As `say`, on the first rank of each node."""
+    try:
+        first = comm.local_rank() == 0
+    except WorldError:
+        first = True
+    if first:
+        say(text, force=_here()[0] > 0)
+
+
 def warning_once(text: str, force: bool = False) -> None:
     """As `warn`, the first time that this process is given this text, and never again."""
     if text not in _warned:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 from rankwise.errors import DataError
-from rankwise.hdf5.layout import OURS, opened, stored
+from rankwise.hdf5.layout import OURS, open_bytes, opened, stored
 from rankwise.host.text import size
 
 PIECE = 8 << 20
 HOME = f"{OURS}/crc32"
 
 
-def pieces(file: BinaryIO, offset: int, length: int) -> Iterator[bytes]:
+def pieces(file: Any, offset: int, length: int) -> Iterator[bytes]:
     """Of a part of a file, one after the other; the last may be shorter, and shorter than it should be where the file ends."""
     file.seek(offset)
     while length > 0:
@@ -37,7 +37,7 @@ def verify(path: str) -> int:
             file[HOME].visititems(lambda name, item: known.update({name: item[...].tolist()} if hasattr(item, "shape") else {}))
         places = {name: stored(file, path, name) for name in known}
     read = 0
-    with open(path, "rb") as raw:
+    with open_bytes(path) as raw:
         for name, sums in known.items():
             place = places[name]
             if place.offset is None:

@@ -76,7 +76,7 @@ def alike(layouts: Sequence[FileLayout]) -> list[FileLayout]:
 
 def _with_lengths(field: Field) -> Field:
     stored = field.stored
-    if field.lengths is not None or len(stored.shape) < 2 or (stored.offset is None and all(stored.shape)):
+    if field.lengths is not None or len(stored.shape) < 2 or (not stored.is_mapped and all(stored.shape)):
         return field
     samples, length, *rest = stored.shape
     return Field.with_lengths(replace(stored, shape=(samples * length, *rest)), np.full(samples, length))
@@ -128,7 +128,7 @@ class EvenColumn:
         stored = fields[0].stored
         self._described = f"{name} {_kind(fields[0])}"
         self._row, self._dtype = stored.shape[1:], _dtype_of(stored)
-        self._rows = [open_rows(field.stored) for field in fields]
+        self._rows = open_rows([field.stored for field in fields])
         self._buffers = Buffers()
 
     @property
@@ -174,7 +174,7 @@ class UnevenColumn:
         self._dtype = _dtype_of(stored)
         self._row_bytes = nbytes(self._shape, self._dtype)
         self._pad = pad
-        self._rows: list[Rows] = [open_rows(field.stored) for field in fields]
+        self._rows = open_rows([field.stored for field in fields])
         self.lengths = _joined([field.lengths for field in fields])
         self._ends = _joined([field.ends for field in fields])  # each in its own file
         self._buffers = Buffers()
@@ -261,7 +261,7 @@ class AxesColumn(UnevenColumn):
             for (stored, lengths), file in zip(self._sizes_at, self._files, strict=True):
                 if len(set(lengths.tolist())) > 1:
                     raise DataError(f"{file}: samples of {self._name} have different numbers of axes ({stored.name})")
-                table = open_rows(stored).take(np.arange(stored.shape[0]), np.empty(stored.shape, _dtype_of(stored)))
+                table = open_rows([stored])[0].take(np.arange(stored.shape[0]), np.empty(stored.shape, _dtype_of(stored)))
                 tables.append(table.astype(np.int64).reshape(len(lengths), -1))
             sizes = np.concatenate(tables)
             if (wrong := np.flatnonzero(sizes.prod(axis=1) != self.lengths)).size:

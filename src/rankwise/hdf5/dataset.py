@@ -7,9 +7,10 @@ dataset.read_batch(np.array([3, 1, 4]))   # {"image": 3 x 3 x 64 x 64, "label": 
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ import numpy as np
 import torch
 
 from rankwise.errors import ConfigError, DataError
+from rankwise.files import FileCache
+from rankwise.files.remote import expanded, is_remote
 from rankwise.hdf5.checksums import verify
 from rankwise.hdf5.columns import Column, Indices, Parts, alike, column
 from rankwise.hdf5.layout import LENGTHS_SUFFIX, Lengths, read
-from rankwise.host.arguments import MAPPING, TEXT, Argument, takes
+from rankwise.host.arguments import MAPPING, PATH, TEXT, Argument, takes
 from rankwise.host.text import count, listed
 
 _TOGETHER_BYTES, _TOGETHER = 1 << 16, 1024
@@ -42,7 +45,9 @@ class HDF5Dataset:
     tensor. A field of which samples have different lengths is padded in a batch (with `pad`, a number or numbers by field) to
     samples x longest x ..., and `<name>_lengths`, int64, is a field beside it. Where these lengths are is known of our own
     files and RETURNN's; elsewhere `lengths` says it: {"features": "feature_lengths"}. `length_of`: the field whose lengths
-    `lengths` has, for batches by length; by default the first that has any.
+    `lengths` has, for batches by length; by default the first that has any. Paths may be URLs that fsspec reaches. `cache`: a
+    folder of this machine to which each file is copied first, once for all processes (rankwise.files.FileCache): for slow file
+    systems, and for URLs, which without it are read as compressed files are.
 
     Rows that lie end to end in a file (as HDF5 stores what is neither chunked nor compressed) are gathered from a map of it;
     others are read by whole chunks, of which the last 64 MB of each field are kept. In memory are 16 bytes for each sample and
@@ -54,7 +59,7 @@ class HDF5Dataset:
 
     draws_nothing = True
 
-    @takes(files=_FILES, fields=_FIELDS.or_none, lengths=MAPPING.or_none, pad=_PAD, length_of=TEXT.or_none)
+    @takes(files=_FILES, fields=_FIELDS.or_none, lengths=MAPPING.or_none, pad=_PAD, length_of=TEXT.or_none, cache=PATH.or_none)
     def __init__(
         self,
         files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -63,11 +68,15 @@ class HDF5Dataset:
         lengths: Mapping[str, str] | None = None,
         pad: float | Mapping[str, float] = 0,
         length_of: str | None = None,
+        cache: str | os.PathLike[str] | None = None,
     ) -> None:
         self._form = fields if fields is None or isinstance(fields, str) else tuple(fields)
         asked = [fields] if isinstance(fields, str) else fields
         self._files = _paths(files)
-        layouts = alike([read(path, asked, lengths or {}) for path in self._files])
+        self._cache = FileCache(cache) if cache is not None else None
+        with self._named_by_source():
+            self._files = self._cache.paths(self._files) if self._cache is not None else self._files
+            layouts = alike([read(path, asked, lengths or {}) for path in self._files])
         self._starts = np.cumsum([0, *(layout.samples for layout in layouts)])
         self._samples = int(self._starts[-1])
         if self._samples == 0:
@@ -76,6 +85,14 @@ class HDF5Dataset:
         self._columns = {name: column(name, layouts, of.get(name, 0)) for name in layouts[0].fields}
         self._given = self._named(asked)
         self._length_of = self._with_lengths(length_of)
+
+    @contextlib.contextmanager
+    def _named_by_source(self) -> Iterator[None]:
+        """An error that names a copy names the file that it is of."""
+        try:
+            yield
+        except DataError as error:
+            raise DataError(self._cache.sources_in(str(error)) if self._cache is not None else str(error)) from None
 
     def _named(self, asked: Sequence[str] | None) -> dict[str, tuple[str, bool]]:
         """What a batch has, by its name: (the field, whether it is its lengths)."""
@@ -159,7 +176,8 @@ class HDF5Dataset:
     def verify(self) -> int:
         """Read all that has checksums, which `HDF5Writer` leaves; the bytes read. Raises DataError for what is not as it was
         written, by its file and place."""
-        return sum(verify(path) for path in self._files)
+        with self._named_by_source():
+            return sum(verify(path) for path in self._files)
 
     def _formed(self, read: Callable[[str], tuple[Any, Any]]) -> Any:
         """`read`: a field and its lengths, by its name."""
@@ -187,8 +205,12 @@ def _paths(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> 
     if not isinstance(files, str | os.PathLike):
         return [os.fspath(path) for path in files]
     path = os.fspath(files)
-    if not glob.has_magic(path) or Path(path).exists():
+    if is_remote(path):
+        found = expanded(path)
+    elif not glob.has_magic(path) or Path(path).exists():
         return [path]
-    if not (found := sorted(glob.glob(path, recursive=True))):  # noqa: PTH207 - the whole path is a pattern
+    else:
+        found = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - the whole path is a pattern
+    if not found:
         raise DataError(f"no file is called like {path}")
     return found

@@ -10,9 +10,12 @@ HDF5Writer has written these are in a group of our own, /rankwise/lengths.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
+import io
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankwise.errors import ConfigError, DataError
+from rankwise.files.remote import RemoteFile, is_remote
 from rankwise.host.text import count, listed
 
 OURS = "rankwise"
@@ -51,6 +55,11 @@ class Stored:
 
     chunk_rows: int
     """Rows of a chunk; 0 for what is not in chunks."""
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether its rows are gathered from a map of the file."""
+        return self.offset is not None and not is_remote(self.file)
 
     @property
     def end(self) -> int:
@@ -115,7 +124,26 @@ def opened(path: str) -> Iterator[Any]:
 
 def open_file(path: str) -> Any:
     """A file system without locks is no reason not to read."""
-    return need_h5py().File(path, "r", locking="best-effort")
+    h5py = need_h5py()
+    if not is_remote(path):
+        return h5py.File(path, "r", locking="best-effort")
+    file = h5py.File(RemoteFile(path), "r")
+    _remote.add(file)
+    return file
+
+
+def open_bytes(path: str) -> io.RawIOBase:
+    return RemoteFile(path) if is_remote(path) else io.FileIO(path)
+
+
+_remote: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_remote() -> None:
+    """Those that are open when the interpreter has gone end the process by a signal (h5py 3.16)."""
+    for file in list(_remote):
+        file.close()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ that is open a pickle.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from abc import ABC, abstractmethod
@@ -42,12 +43,48 @@ class Rows(Protocol):
         """So many rows from each start on, into the beginning of each of `out`."""
 
 
-def open_rows(stored: Stored) -> Rows:
-    if stored.is_text:
-        return TextRows(stored)
-    if stored.offset is not None:
-        return MappedRows(stored)
-    return BlockRows(stored)
+def open_rows(fields: Sequence[Stored]) -> list[Rows]:
+    """The same dataset in each file."""
+    kept = KeptBlocks(max(_KEPT_BYTES // max(_block_rows(one) * _row_bytes(one) for one in fields), 1))
+    return [TextRows(one) if one.is_text else MappedRows(one) if one.is_mapped else BlockRows(one, kept) for one in fields]
+
+
+def _row_bytes(stored: Stored) -> int:
+    return max(nbytes(stored.shape[1:], stored.dtype), 1)
+
+
+def _block_rows(stored: Stored) -> int:
+    return stored.chunk_rows or max(_BLOCK_BYTES // _row_bytes(stored), 1)
+
+
+class KeptBlocks:
+    """The blocks of rows that were used last, `most` of all files together. Threads may share it; there is no lock, as a fork
+    could leave one locked for ever."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._blocks: OrderedDict[tuple[str, int], Array] = OrderedDict()
+
+    def __reduce__(self) -> tuple[type[KeptBlocks], tuple[int]]:
+        return KeptBlocks, (self.most,)
+
+    def __contains__(self, key: tuple[str, int]) -> bool:
+        return key in self._blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def get(self, key: tuple[str, int]) -> Array | None:
+        block = self._blocks.get(key)
+        with contextlib.suppress(KeyError):
+            self._blocks.move_to_end(key)
+        return block
+
+    def add(self, key: tuple[str, int], block: Array) -> None:
+        while len(self._blocks) >= self.most:
+            with contextlib.suppress(KeyError):
+                self._blocks.popitem(last=False)
+        self._blocks[key] = block
 
 
 class _Lazy(ABC):
@@ -124,17 +161,12 @@ class BlockRows(_Lazy):
 
     _crosses_forks = False
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: Stored, kept: KeptBlocks) -> None:
         super().__init__(stored)
-        row_bytes = max(nbytes(stored.shape[1:], stored.dtype), 1)
         self._native = stored.dtype.newbyteorder("=")
-        self._block_rows = stored.chunk_rows or max(_BLOCK_BYTES // row_bytes, 1)
-        self._kept_blocks = max(_KEPT_BYTES // (row_bytes * self._block_rows), 1)
-        self.blocks: tuple[int, int] | None = (self._block_rows, self._kept_blocks)
-        self._blocks: OrderedDict[int, Array] = OrderedDict()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_blocks": OrderedDict()}
+        self._block_rows = _block_rows(stored)
+        self.blocks: tuple[int, int] | None = (self._block_rows, kept.most)
+        self._kept = kept
 
     def take(self, indices: npt.NDArray[np.int64], out: Array) -> Array:
         blocks, within = np.divmod(indices, self._block_rows)
@@ -142,7 +174,7 @@ class BlockRows(_Lazy):
         numbers, begins = np.unique(blocks[order], return_index=True)
         groups = zip(numbers.tolist(), begins.tolist(), np.append(begins, len(order))[1:].tolist(), strict=True)
         # Those that are kept first: a new one may take the place of one that is needed still.
-        for number, begin, end in sorted(groups, key=lambda group: group[0] not in self._blocks):
+        for number, begin, end in sorted(groups, key=lambda group: (self._stored.file, group[0]) not in self._kept):
             here = order[begin:end]
             out[here] = self._block(number)[within[here]]
         return out
@@ -157,9 +189,8 @@ class BlockRows(_Lazy):
                 done += len(some)
 
     def _block(self, number: int) -> Array:
-        if number in self._blocks:
-            self._blocks.move_to_end(number)
-            return self._blocks[number]
+        if (kept := self._kept.get((self._stored.file, number))) is not None:
+            return kept
         dataset = self._now()[1]
         start = number * self._block_rows
         stop = min(start + self._block_rows, self._stored.shape[0])
@@ -172,13 +203,10 @@ class BlockRows(_Lazy):
                 f"again ({text})"
             ) from None
         block = block.astype(self._native, copy=False)
-        if len(self._blocks) >= self._kept_blocks:
-            self._blocks.popitem(last=False)
-        self._blocks[number] = block
+        self._kept.add((self._stored.file, number), block)
         return block
 
     def _open(self) -> tuple[Any, Any]:
-        self._blocks.clear()
         with explained(self._stored.file):
             file = open_file(self._stored.file)
             return file, file[self._stored.name]

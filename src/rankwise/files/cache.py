@@ -1,0 +1,267 @@
+"""Copies of remote or slow files on a disk of this machine: each made once, kept while it is used, removed when room is needed.
+
+    cache = FileCache("/scratch/me")
+    cache.paths(["s3://bucket/train-0.h5", "/nfs/train-1.h5"])    # ["/scratch/me/rankwise-1000/train-0-5f1c...h5", ...]
+
+Of all processes that want the same file one copies it, and the others wait: they agree by locks of the kernel (flock), which go
+with their process, however that ends. What is not whole has a name of its own, so a copy is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import math
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rankwise.dist import log
+from rankwise.errors import DataError
+from rankwise.files.remote import FileFacts, RemoteFile, facts
+from rankwise.host.arguments import PATH, SEQUENCE, takes
+from rankwise.host.disk import fsync
+from rankwise.host.patience import Patience
+from rankwise.host.text import count, size
+
+_PIECE = 8 << 20
+_POLL_S = 0.1
+_SAY_AFTER_S, _SAY_EVERY_S = 10.0, 60.0
+
+_UNUSED_S = 30 * 24 * 3600.0
+"""A copy that nobody has used for so long is removed when another is made."""
+
+_FREE, _FREE_BYTES = 0.05, 10 << 30
+"""Of the disk so much stays free, at most so many bytes."""
+
+_COPY = re.compile(r".*-[0-9a-f]{16}(\.[^/]*)?")  # what else lies there is somebody's own
+_PART = ".part"  # behind the name of what is not whole
+
+
+class FileCache:
+    """Copies of one user's in a folder of this machine. A file that is another in size or time gets another copy.
+
+    A copy that somebody has is never removed; of the others, when one is made, those that nobody has used for 30 days, and then
+    those used longest ago until there is room, with 5 % of the disk left free (10 GiB of a large one).
+    """
+
+    @takes(folder=PATH)
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._given = os.fspath(folder)
+        self._folder = Path(folder).absolute() / f"rankwise-{os.getuid()}"
+        self._used: dict[Path, _Use] = {}
+        self._sources: dict[Path, str] = {}
+
+    @takes(sources=SEQUENCE)
+    def paths(self, sources: Sequence[str]) -> list[str]:
+        """Of the copies, in this order. They stay as long as this object is, here and in the processes that are given it.
+
+        A source that has no copy stands for itself, and one warning says why: a folder that cannot be written or has no room is
+        no reason not to train. Raises DataError for a source that cannot be read.
+        """
+        known = {source: facts(source) for source in sources}
+        copies: dict[str, str] = {}
+        why = None
+        for wait in (False, True):  # first those that no other process is copying
+            for source in (source for source in known if source not in copies):
+                try:
+                    copy = self._copy_of(source, known[source], wait)
+                except OSError as error:
+                    why = error.strerror or str(error)
+                    if wait:
+                        continue
+                    break
+                if copy is not None:
+                    copies[source] = str(copy)
+        if left := [source for source in known if source not in copies]:
+            log.say_per_node(
+                f"warning: cache={self._given!r}: {why}; {count(len(left), 'file')} of {len(known)} read from where they are: "
+                f"{left[0]}{', ...' if len(left) > 1 else ''}"
+            )
+        return [copies.get(source, source) for source in sources]
+
+    def sources_in(self, text: str) -> str:
+        """The text with the source in the place of each copy's path."""
+        for path, source in self._sources.items():
+            text = text.replace(str(path), source)
+        return text
+
+    def _copy_of(self, source: str, known: FileFacts, wait: bool) -> Path | None:
+        """None: another process copies it, and nobody waits. Raises OSError where there can be no copy."""
+        self._check_folder()
+        path = self._folder / _name(source, known)
+        patience = Patience(math.inf, _SAY_AFTER_S, _SAY_EVERY_S)
+        while True:
+            if (use := _use(path, known.size)) is not None:
+                self._used[path], self._sources[path] = use, source
+                return path
+            with _alone(path.with_name(path.name + _PART), os.O_CREAT) as part:
+                if part is not None:
+                    with contextlib.suppress(FileExistsError):
+                        self._make(path, part, source, known)
+                    continue
+            if not wait:
+                return None
+            if patience.due():
+                log.say_per_node(f"waiting {patience.waited_s:.0f} s for another process, which copies {source} to {path}")
+            time.sleep(_POLL_S)
+
+    def _make(self, path: Path, part: int, source: str, known: FileFacts) -> None:
+        """Copy into the file that `part` has open, and give it its name. Raises FileExistsError where somebody has made it."""
+        unfinished = path.with_name(path.name + _PART)
+        try:
+            if path.exists():
+                raise FileExistsError
+            self._make_room(known.size or 0)
+            os.ftruncate(part, 0)
+            _reserve(part, known.size or 0)
+            _copy(source, known, part, path)
+            if facts(source) != known:
+                raise DataError(f"{source} was changed while it was copied: wait until it is whole, and start again")
+            os.rename(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
+        with contextlib.suppress(OSError):
+            fsync(self._folder)
+
+    # --- the folder
+
+    def _check_folder(self) -> None:
+        """Nobody else may put a file there for us to train on."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = self._folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise OSError(errno.EPERM, f"{self._folder} is not a folder of yours that nobody else may write")
+
+    def _make_room(self, needed: int) -> None:
+        copies = []
+        for path in self._folder.iterdir():
+            if _COPY.fullmatch(path.name.removesuffix(_PART)):
+                with contextlib.suppress(FileNotFoundError):
+                    copies.append((path.stat().st_mtime, path))
+        for used, path in sorted(copies):
+            if path.name.endswith(_PART) or used < time.time() - _UNUSED_S or self._missing(needed) > 0:
+                _remove(path)
+        if (missing := self._missing(needed)) > 0:
+            raise OSError(errno.ENOSPC, f"{size(needed)} are to be copied, and {size(missing)} too few are free")
+
+    def _missing(self, needed: int) -> int:
+        """Bytes that must go before so many may come."""
+        disk = os.statvfs(self._folder)
+        left_alone = min(int(disk.f_blocks * disk.f_frsize * _FREE), _FREE_BYTES)
+        return needed + left_alone - disk.f_bavail * disk.f_frsize
+
+    # --- another process has it too
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_used": list(self._used)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _used={})
+        for path in state["_used"]:
+            with contextlib.suppress(OSError):
+                if (use := _use(path, None)) is not None:
+                    self._used[path] = use
+
+
+class _Use:
+    """A file that is open under a shared lock, so that nobody removes it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+def _use(path: Path, expected: int | None) -> _Use | None:
+    """None where there is none of `expected` bytes, or it is being removed."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    use = _Use(fd)
+    if not _locked(fd, fcntl.LOCK_SH) or not _is_still(fd, path):
+        return None
+    if expected is not None and os.fstat(fd).st_size != expected:
+        del use
+        _remove(path)
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(fd)
+    return use
+
+
+@contextlib.contextmanager
+def _alone(path: Path, flags: int = 0) -> Iterator[int | None]:
+    """The file, open to be written, while no other process uses it or has it so; None if one does, or it is gone."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    try:
+        yield fd if _locked(fd, fcntl.LOCK_EX) and _is_still(fd, path) else None
+    finally:
+        os.close(fd)
+
+
+def _remove(path: Path) -> None:
+    """If nobody uses it."""
+    with contextlib.suppress(OSError), _alone(path) as fd:
+        if fd is not None:
+            path.unlink()
+
+
+def _locked(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise OSError(error.errno, f"that file system has no locks ({os.strerror(error.errno or 0)})") from None
+    return True
+
+
+def _is_still(fd: int, path: Path) -> bool:
+    """Whether the name is this file's: another process may have removed it before the lock was ours."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _name(source: str, known: FileFacts) -> str:
+    """`train-0-5f1c0a9b3d2e4f60.h5`."""
+    where = source if "://" in source else os.path.abspath(source)
+    key = hashlib.sha256(repr((where, known)).encode(errors="surrogateescape")).hexdigest()[:16]
+    found = PurePosixPath(re.sub(r"[^\w.-]", "_", source.split("?")[0].rsplit("/", 1)[-1]))
+    return f"{found.stem[:80]}-{key}{found.suffix[:20]}"
+
+
+def _reserve(fd: int, needed: int) -> None:
+    """So that others who look for room see what is taken."""
+    try:
+        os.posix_fallocate(fd, 0, needed) if needed else None
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+
+
+def _copy(source: str, known: FileFacts, fd: int, path: Path) -> None:
+    patience = Patience(math.inf, _SAY_AFTER_S, _SAY_EVERY_S)
+    done = 0
+    with RemoteFile(source) as file:
+        while piece := file.read(_PIECE):
+            view = memoryview(piece)
+            while view:
+                view = view[os.write(fd, view) :]
+            done += len(piece)
+            if patience.due():
+                of = f" of {size(known.size)}" if known.size is not None else ""
+                log.say_per_node(f"copied {size(done)}{of} of {source} to {path} ({size(int(done / patience.waited_s))}/s)")
+    os.fsync(fd)

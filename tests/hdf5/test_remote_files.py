@@ -1,0 +1,137 @@
+"""HDF5 files behind a URL, read in place or copied to this machine once: the same batches as of local files."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from file_server import FileServer, serving
+from ranks import on_ranks
+from torch.utils.data import DataLoader
+
+import rankwise
+from rankwise.errors import DataError
+from rankwise.files import remote
+from rankwise.hdf5 import HDF5Dataset, HDF5Writer
+
+N = 150
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FileServer]:
+    """Three files of uneven samples, and a compressed one."""
+    folder = tmp_path / "there"
+    folder.mkdir()
+    for first in range(0, N, 50):
+        with HDF5Writer(folder / f"train-{first:03}.h5", variable=["x"]) as writer:
+            for number in range(first, first + 50):
+                writer.add(x=np.full((number % 13, 40), number, "f4"), number=number, tag=f"sample {number}")
+    with h5py.File(folder / "gzip.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(200_000.0).reshape(1000, 200), chunks=(7, 200), compression="gzip")
+    with serving(folder) as found:
+        yield found
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(torch.equal(one[k], other[k]) if isinstance(one[k], torch.Tensor) else one[k] == other[k] for k in other)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_batches_are_those_of_the_local_files(tmp_path: Path, server: FileServer, cached: bool) -> None:
+    where: Any = {"cache": tmp_path / "here"} if cached else {}
+    local = HDF5Dataset(server.folder / "train-*.h5")
+    there = HDF5Dataset(server.url("train-*.h5"), **where)
+    chance = np.random.default_rng(0)
+    for _ in range(5):
+        some = chance.permutation(N)[:20]
+        assert same(there[some], local[some])
+    assert same(there[-1], local[-1])
+    assert there.verify() == local.verify() > 0
+    if not cached:
+        [mine, theirs] = [HDF5Dataset(path)[[999, 0]] for path in (server.url("gzip.h5"), server.folder / "gzip.h5")]
+        assert same(mine, theirs)
+
+
+def test_workers_read_it_too_forked_and_spawned(server: FileServer) -> None:
+    dataset = HDF5Dataset(server.url("train-*.h5"), fields=["number", "x"])
+    dataset[3]
+    for context in ("fork", "spawn"):
+        loader = DataLoader(dataset, 50, num_workers=2, collate_fn=dataset.collate, multiprocessing_context=context)
+        assert [number.tolist() for number, _ in loader] == [list(range(at, at + 50)) for at in range(0, N, 50)]
+
+
+def epoch(folder: str, port: int) -> list[int]:
+    dataset = HDF5Dataset(f"http://127.0.0.1:{port}/train-*.h5", cache=folder)
+    loader = rankwise.Loader(dataset, global_batch_size=20, max_epochs=1)
+    return [int(k) for step in loader for batch in step for k in batch["number"]]
+
+
+def test_four_ranks_copy_each_file_once_and_read_each_sample_once(tmp_path: Path, server: FileServer) -> None:
+    found = on_ranks(4, epoch, str(tmp_path / "here"), server.server_address[1])
+    assert sorted(k for each in found for k in each) == list(range(N))
+    for path in server.folder.glob("train-*.h5"):
+        assert path.stat().st_size <= server.sent[path.name] < 1.5 * path.stat().st_size + (1 << 18)
+
+
+def test_a_cache_that_cannot_be_used_is_a_warning_and_the_files_are_read_there(
+    tmp_path: Path, server: FileServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here").touch()
+    dataset = HDF5Dataset(server.url("train-*.h5"), cache=tmp_path / "here")
+    assert dataset[[7, 149]]["number"].tolist() == [7, 149]
+    [line] = capfd.readouterr().out.splitlines()
+    assert line.startswith(
+        f"warning: cache='{tmp_path / 'here'}': Not a directory; 3 files of 3 read from where they are: http://"
+    )
+
+
+def test_an_error_of_a_copy_names_the_file_it_is_of(tmp_path: Path, server: FileServer) -> None:
+    os.truncate(server.folder / "train-050.h5", 9000)
+    for where in ({}, {"cache": tmp_path / "here"}):
+        with pytest.raises(DataError, match=r"^http://127.0.0.1:\d+/train-050.h5 is truncated, its end is missing"):
+            HDF5Dataset(server.url("train-*.h5"), **where)  # type: ignore[arg-type]
+
+
+def test_a_read_that_stalls_is_an_error_that_names_the_file(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "STALLED_S", 0.5)
+    dataset = HDF5Dataset(server.url("gzip.h5"))
+    server.stalls_after = sum(server.sent.values())
+    with pytest.raises(DataError, match=r"^http://127.0.0.1:\d+/gzip.h5 has stalled"):
+        dataset[np.arange(1000)]
+
+
+def test_a_server_without_parts_of_files_needs_a_cache(tmp_path: Path, server: FileServer) -> None:
+    server.parts = False
+    with pytest.raises(DataError, match="and no part of it: give cache="):
+        HDF5Dataset(server.url("gzip.h5"))
+    assert len(HDF5Dataset(server.url("gzip.h5"), cache=tmp_path / "here")) == 1000
+
+
+def test_a_process_may_end_with_a_remote_file_open(server: FileServer) -> None:
+    script = "import sys, rankwise; dataset = rankwise.HDF5Dataset(sys.argv[1]); print(dataset[1]['number'])"
+    done = subprocess.run(
+        [sys.executable, "-c", script, server.url("train-000.h5")], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "tensor(1)\n", "")
+
+
+def test_no_descriptor_of_a_copy_is_left_when_the_dataset_is_gone(tmp_path: Path, server: FileServer) -> None:
+    def open_here() -> list[str]:
+        files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        return [path for path in files if path.startswith(str(tmp_path / "here"))]
+
+    dataset = HDF5Dataset(server.url("train-*.h5"), cache=tmp_path / "here", fields="number")
+    dataset[[1, 100]]
+    assert len(open_here()) >= 3
+    del dataset
+    gc.collect()
+    assert open_here() == []
