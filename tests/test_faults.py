@@ -37,6 +37,31 @@ def fault(statement: str) -> str:
     return TOGETHER.replace("FAULT", statement)
 
 
+CUT_IN_A_GATHER = """
+import os, time, numpy as np, rankwise
+if os.environ["RANK"] == "1":
+    with rankwise.HDF5Writer("data.h5") as writer:
+        for n in range(100):
+            writer.add(x=np.zeros(10_000))
+    dataset = rankwise.HDF5Dataset("data.h5")
+    dataset[[3, 4]]
+    time.sleep(4)  # the agent has looked by then
+    _, rows = dataset._columns["x"]._rows[0]._now()  # behind the look at its size, which comes before each gather
+    os.truncate("data.h5", 50_000)
+    print(rows.sum())
+time.sleep(600)
+"""
+
+
+def test_a_file_that_is_cut_within_a_gather_is_named_with_sigbus(launch) -> None:
+    run = launch(CUT_IN_A_GATHER)
+    assert run.wait() == 128 + signal.SIGBUS
+    said = (
+        f"rank 1 was killed by SIGBUS: {run.folder / 'data.h5'} was cut to 50 kB while it was mapped, on {socket.gethostname()}"
+    )
+    assert said in run.output()
+
+
 @pytest.mark.parametrize(
     ("statement", "status", "said"),
     [

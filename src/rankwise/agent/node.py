@@ -339,6 +339,7 @@ class Node:
         if self._rings is not None and (notes := self._rings.read()):
             self.sink.notes([(self._orders.first + row, line) for row, line in notes])
         self._processes.notice_stuck()
+        self._processes.notice_maps()
         self._processes.pass_on_below()
         self._ring()
         self.facts = Facts(

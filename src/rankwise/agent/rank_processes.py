@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.agent import exception_text, out_of_memory
+from rankwise.agent.mapped_files import MappedFiles
 from rankwise.agent.root_cause import Evidence
 from rankwise.host import processes
 from rankwise.ipc.shared_page import FINISHED, Page, Row
@@ -93,6 +94,7 @@ class RankProcesses:
         self._checked = checked
         self._dead_unknown: dict[int, tuple[int, int]] = {}  # reaped before their pid was announced
         self._oom_kills = out_of_memory.oom_kills()
+        self._maps = MappedFiles()
         for rank in self.ranks:
             run.exception(rank.rank).unlink(missing_ok=True)
 
@@ -153,6 +155,11 @@ class RankProcesses:
         rank.status = status
         rank.peak_bytes = peak_bytes
         rank.ended = time.time()
+
+    def notice_maps(self) -> None:
+        """Of the living, now and then."""
+        if self.started:
+            self._maps.look([rank.pid for rank in self.alive])
 
     def notice_stuck(self) -> None:
         """Find the ranks that SIGKILL should have ended by now: nobody waits for them."""
@@ -247,6 +254,8 @@ class RankProcesses:
     def _remark_on_signal(self, rank: Rank, code: int | None) -> str | None:
         if code == -signal.SIGKILL:
             return self._killed_for_memory(rank)
+        if code == -signal.SIGBUS:
+            return self._maps.cut(rank.pid)
         if code == -signal.SIGABRT:
             return exception_text.of_abort(
                 self._run.log_tail(rank.rank, _LOG_TAIL_BYTES).decode(errors="replace"), self._checked

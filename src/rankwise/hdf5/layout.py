@@ -126,8 +126,8 @@ def open_file(path: str) -> Any:
     """A file system without locks is no reason not to read."""
     h5py = need_h5py()
     if not is_remote(path):
-        return h5py.File(path, "r", locking="best-effort")
-    file = h5py.File(RemoteFile(path), "r")
+        return h5py.File(path, "r", locking="best-effort", rdcc_nbytes=0)  # whole chunks are read, once
+    file = h5py.File(RemoteFile(path), "r", rdcc_nbytes=0)
     _remote.add(file)
     return file
 

@@ -1,0 +1,66 @@
+"""The files that a rank has mapped, looked at while it lives: when SIGBUS ends it, its maps have gone with it.
+
+files = MappedFiles();  files.look([4711, 4712])      # now and then
+files.cut(4711)                                        # "/data/train.h5 was cut to 1 MB while it was mapped"
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from rankwise.host.text import size
+
+_FIRST_S, _LAST_S = 1.0, 30.0
+"""From one look to the next: it doubles, as most is mapped soon after the start. A look takes 1 to 5 ms of each process."""
+
+
+class MappedFiles:
+    """`clock`: seconds that never go back."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pause_s = _FIRST_S
+        self._next = -math.inf
+        self._ends: dict[int, dict[str, int]] = {}
+
+    def look(self, pids: Collection[int]) -> None:
+        """Cheap, if it is not time yet."""
+        now = self._clock()
+        if now < self._next:
+            return
+        self._next, self._pause_s = now + self._pause_s, min(2 * self._pause_s, _LAST_S)
+        for pid in pids:
+            if ends := _ends(pid):
+                self._ends[pid] = ends
+
+    def cut(self, pid: int) -> str | None:
+        """Which of them is shorter by now than what was mapped of it; None if none is."""
+        for path, end in self._ends.get(pid, {}).items():
+            try:
+                found = os.stat(path).st_size
+            except OSError:
+                continue  # its bytes are there as long as it is mapped
+            if found <= end - mmap.PAGESIZE:
+                return f"{path} was cut to {size(found)} while it was mapped"
+        return None
+
+
+def _ends(pid: int) -> dict[str, int]:
+    """Up to where each file is mapped, in whole pages, by its path."""
+    found: dict[str, int] = {}
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_bytes().splitlines()
+    except OSError:
+        return found
+    for line in lines:  # addresses, rights, offset, device, inode, path
+        fields = line.split(None, 5)
+        if len(fields) == 6 and fields[5].startswith(b"/") and not fields[5].endswith(b" (deleted)"):
+            start, stop = (int(part, 16) for part in fields[0].split(b"-"))
+            path = os.fsdecode(fields[5])
+            found[path] = max(found.get(path, 0), int(fields[2], 16) + stop - start)
+    return found
