@@ -1,0 +1,114 @@
+"""A training over HDF5 files of which a rank, or a worker of its loader, was killed in mid-epoch takes each sample once in an
+epoch, in the batches of one that was not killed, on whatever number of ranks it goes on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batches import loaders
+from ranks import RankError, on_ranks
+
+import rankwise
+from rankwise.dist import comm
+from rankwise.hdf5 import HDF5Dataset, HDF5Writer
+from rankwise.telemetry import writers
+from rankwise.training.state import TrainState
+
+N = 53
+SAVE_EVERY = 3
+EPOCHS = 2
+
+Settings = dict[str, Any]
+BY_COUNT: Settings = {"global_batch_size": 7}
+BY_LENGTH: Settings = {"global_batch_size": None, "batches": rankwise.LengthBatches(global_tokens=40)}
+WORKERS: Settings = {"num_workers": 2}
+AHEAD: Settings = {"prefetch_factor": 4}
+BLOCKS: Settings = {"shuffle": "blocks"}
+
+MORE = pytest.mark.stress
+
+
+def life(folder: Path, ledger: Path, ways: Settings, killed: str | None, kill_at: int) -> None:
+    """Train; `killed` is "rank" or "worker": the last rank, or a worker of its loader's, is ended after a step."""
+    multiprocessing.set_start_method("fork", force=True)
+    writers.find_spec = lambda name: None  # type: ignore[assignment, misc]  # TensorBoard takes longer than all this
+    torch.manual_seed(3)
+    model = torch.nn.Linear(1, 1)
+
+    def step_fn(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        numbers, x, lengths = batch["number"], batch["x"], batch["x_lengths"]
+        if torch.is_grad_enabled():  # not where the Trainer tries the first micro-batch
+            assert [row[:n].tolist() for row, n in zip(x, lengths, strict=True)] == [[k] * (k % 13) for k in numbers.tolist()]
+            with open(f"{ledger}-{comm.rank()}", "a") as file:
+                file.write(f"{trainer.state.step + 1} {' '.join(map(str, numbers.tolist()))}\n")
+        return model(numbers[:, None].float()).pow(2).sum() / 1e4, len(numbers)
+
+    def kill(state: TrainState) -> None:
+        if killed is not None and state.step == kill_at and comm.rank() == comm.world_size() - 1:
+            [worker, *_] = multiprocessing.active_children() or [None]
+            os.kill(worker.pid if killed == "worker" and worker is not None else os.getpid(), signal.SIGKILL)
+
+    trainer = rankwise.Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=1e-3), step_fn,
+        rankwise.Loader(HDF5Dataset(folder / "x*.h5"), seed=5, **ways),
+        max_epochs=EPOCHS, run_dir=folder / "run", actions=[kill],
+        checkpoints=rankwise.Checkpoints(every_steps=SAVE_EVERY, background=False),
+    )  # fmt: skip
+    trainer.fit()
+
+
+def taken(ledger: Path, ranks: int) -> dict[int, list[int]]:
+    """The samples of each step of one life."""
+    found: dict[int, list[int]] = {}
+    for rank in range(ranks):
+        path = ledger.with_name(f"{ledger.name}-{rank}")
+        for line in path.read_text().splitlines() if path.exists() else ():
+            step, *samples = map(int, line.split())
+            found.setdefault(step, []).extend(samples)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ways", "before", "after", "killed", "kill_at"),
+    [
+        ({**BY_COUNT, **WORKERS}, 2, 3, "worker", 5),
+        ({**BY_LENGTH, **AHEAD}, 3, 2, "rank", 10),
+        pytest.param({**BY_COUNT, **BLOCKS, **AHEAD}, 3, 4, "rank", 4, marks=MORE),
+        pytest.param({**BY_LENGTH, **WORKERS}, 1, 2, "worker", 7, marks=MORE),
+        pytest.param({**BY_COUNT, **BLOCKS, **WORKERS}, 4, 1, "worker", 11, marks=MORE),
+        pytest.param({**BY_LENGTH}, 2, 4, "rank", 13, marks=MORE),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else str(value),
+)
+def test_none_is_lost_and_none_comes_twice(
+    tmp_path: Path, ways: Settings, before: int, after: int, killed: str, kill_at: int
+) -> None:
+    for first, stop in ((0, 20), (20, 21), (21, N)):
+        with HDF5Writer(tmp_path / f"x{first:02}.h5", variable=["x"]) as writer:
+            for number in range(first, stop):
+                writer.add(x=np.full(number % 13, number), number=number)
+    expected = [
+        sorted(int(k) for batch in step for k in batch["number"])
+        for [loader] in [loaders(HDF5Dataset(tmp_path / "x*.h5"), 1, **{**ways, "num_workers": 0}, max_epochs=EPOCHS, seed=5)]
+        for step in loader
+    ]
+    assert sorted(k for step in expected for k in step) == sorted([*range(N)] * EPOCHS)
+
+    with pytest.raises(RankError, match=r"killed by signal: Killed" if killed == "worker" else r"."):
+        on_ranks(before, life, tmp_path, tmp_path / "first", ways, killed, kill_at)
+    on_ranks(after, life, tmp_path, tmp_path / "second", ways, None, 0)
+    first, second = taken(tmp_path / "first", before), taken(tmp_path / "second", after)
+    began = kill_at // SAVE_EVERY * SAVE_EVERY
+    assert min(second) == began + 1, "it goes on from the newest checkpoint"
+    assert max(first) >= kill_at
+    done = {step: first[step] for step in range(1, began + 1)} | second
+    assert [sorted(done[step]) for step in sorted(done)] == expected
+    for step in range(began + 1, kill_at + 1):
+        assert sorted(first[step]) == expected[step - 1], "what is done again is the same"
