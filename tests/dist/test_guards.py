@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -426,6 +427,49 @@ def test_the_first_rank_of_each_node_works_and_the_node_has_its_value(
         assert answer["main in it"] == first
         assert answer["calls"] == (["a", "b"] if rank == first else []) + (["c"] if rank == 0 else [])
         assert answer["post"] == (["q"] if rank == first else ["p", "q"])
+
+
+def prepared(folders: list[Path]) -> tuple[int, str]:
+    """(what the work returned, what this rank finds)."""
+    mine = folders[comm.rank()]
+
+    def prepare() -> int:
+        mine.mkdir(parents=True, exist_ok=True)
+        with (mine / "corpus").open("a") as file:
+            file.write(f"by rank {comm.rank()}\n")
+        return comm.rank()
+
+    by = run_once_per_node(prepare, if_not_shared=mine / "corpus")
+    comm.barrier()
+    return by, (mine / "corpus").read_text()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize(
+    ("names", "by"),
+    [
+        (("one", "one", "two", "two"), [0, 0, 2, 2]),
+        (("one", "one", "one", "one"), [0, 0, 0, 0]),
+    ],
+    ids=["each its own", "one for all"],
+)
+def test_nodes_that_share_a_place_prepare_it_once(
+    tmp_path: Path, names: tuple[str, ...], by: list[int], is_there: bool
+) -> None:
+    folders = [tmp_path / name / "data" for name in names]
+    for folder in folders:
+        (folder if is_there else folder.parent).mkdir(parents=True, exist_ok=True)
+    found = on_ranks(4, prepared, folders, environ=TWO_NODES)
+    assert [answer[0] for answer in found] == by
+    assert [answer[1] for answer in found] == [f"by rank {first}\n" for first in by]
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["corpus"] * len(set(by))
+
+
+def test_a_place_where_no_file_can_be_is_each_nodes_own() -> None:
+    place = "/proc/nothing"
+    answers = on_ranks(4, run_once_per_node, comm.rank, environ=TWO_NODES, if_not_shared=place)
+    assert answers == [0, 0, 2, 2]
+    assert run_once_per_node(lambda: 7, if_not_shared=place) == 7
 
 
 def node_errors() -> list[tuple[str, Any, str, float]]:

@@ -12,26 +12,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import pickle
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from rankwise.dist import comm
 from rankwise.errors import MainProcessError
-from rankwise.host.arguments import FLAG, FUNCTION, MAPPING, SEQUENCE, takes
+from rankwise.host.arguments import FLAG, FUNCTION, MAPPING, PATH, SEQUENCE, takes
 from rankwise.ipc.pickles import pack_error, unpack_error
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-_OF_A_GUARD = takes(
-    func=FUNCTION, args=SEQUENCE.or_none, kwargs=MAPPING.or_none, post_func=FUNCTION.or_none, post_args=SEQUENCE.or_none,
-    post_kwargs=MAPPING.or_none, run_post_on_main=FLAG,
-)  # fmt: skip
+_OF_A_GUARD: dict[str, Any] = {
+    "func": FUNCTION, "args": SEQUENCE.or_none, "kwargs": MAPPING.or_none, "post_func": FUNCTION.or_none,
+    "post_args": SEQUENCE.or_none, "post_kwargs": MAPPING.or_none, "run_post_on_main": FLAG,
+}  # fmt: skip
 
 
-@_OF_A_GUARD
+@takes(**_OF_A_GUARD)
 def run_on_main(
     func: Callable[..., R],
     args: Sequence[Any] | None = None,
@@ -53,7 +56,7 @@ def run_on_main(
     return _guarded(groups, work, post, run_post_on_main)
 
 
-@_OF_A_GUARD
+@takes(**_OF_A_GUARD, if_not_shared=PATH.or_none)
 def run_once_per_node(
     func: Callable[..., R],
     args: Sequence[Any] | None = None,
@@ -62,18 +65,49 @@ def run_once_per_node(
     post_args: Sequence[Any] | None = None,
     post_kwargs: Mapping[str, Any] | None = None,
     run_post_on_main: bool = False,
+    if_not_shared: str | os.PathLike[str] | None = None,
 ) -> R:
     """Collective. Call `func` on the first rank of each node; return its value on the ranks of that node.
 
-    For what every host needs for itself: unpacking onto a local disk, building an extension. The rest is as in `run_on_main`,
-    with a node's first rank in the place of the main rank; an exception on any node is raised on every rank of every node (of
-    several the lowest rank's). A node is what `comm.nodes` says: never more than one host, also where the launcher numbers no
-    nodes. The value travels to the other nodes too: return a path rather than the data.
+    For what every host needs for itself: unpacking onto a local disk, building an extension. `if_not_shared`: where `func`
+    writes; nodes that have this place in common call it once together. The rest is as in `run_on_main`, with a node's first
+    rank in the place of the main rank; an exception on any node is raised on every rank of every node (of several the lowest
+    rank's). A node is what `comm.nodes` says: never more than one host, also where the launcher numbers no nodes. The value
+    travels to the other nodes too: return a path rather than the data.
     """
     work = functools.partial(func, *(args or ()), **(kwargs or {}))
     post = functools.partial(post_func, *(post_args or ()), **(post_kwargs or {})) if post_func is not None else None
     groups = None if comm.is_alone() else comm.nodes()
+    if groups is not None and if_not_shared is not None:
+        groups = _with_one_place(groups, Path(if_not_shared).absolute())
     return _guarded(groups, work, post, run_post_on_main)
+
+
+def _with_one_place(nodes: Sequence[Sequence[int]], place: Path) -> list[list[int]]:
+    """Collective. The ranks of these nodes, those together that see the same file system at `place`, which need not be there.
+
+    The first rank of each node puts an empty file there, or in the nearest folder above, and looks for those of the others.
+    """
+    waiting = comm.patient()  # a network file system may be slow
+    is_first = any(node[0] == comm.rank() for node in nodes)
+    folder = next((path for path in (place, *place.parents) if path.is_dir()), place)
+    mark = (
+        f".rankwise-{uuid.uuid4().hex}"  # a name that nobody has looked for yet: a network file system may not know it as gone
+    )
+    try:
+        if is_first:
+            with contextlib.suppress(OSError):
+                (folder / mark).touch()
+        marks = comm.all_gather_object(mark, waiting)
+        seen = [number for number, node in enumerate(nodes) if is_first and (folder / marks[node[0]]).exists()]
+        told = comm.all_gather_object(seen, waiting)
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / mark).unlink()
+    together: dict[int, list[int]] = {}
+    for number, node in enumerate(nodes):
+        together.setdefault(min(told[node[0]], default=number), []).extend(node)
+    return list(together.values())
 
 
 def run_on_firsts(groups: Sequence[Sequence[int]], func: Callable[[], R]) -> R:
