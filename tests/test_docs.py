@@ -43,14 +43,15 @@ def test_the_documents_python_runs_on_two_ranks_and_on_one(number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "module", "last"), [(0, "cloudpickle", "[(0, "), pytest.param(1, "submitit", "[0, 1]", marks=pytest.mark.stress)]
+    ("page", "module", "last"),
+    [("functions", "cloudpickle", "[(0, "), pytest.param("submitit", "submitit", "[0, 1]", marks=pytest.mark.stress)],
 )
-def test_the_readmes_functions_run_from_a_plain_script(
-    number: int, module: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_documents_functions_run_from_a_plain_script(
+    page: str, module: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))  # ranks that need torch are forked
     pytest.importorskip(module, reason=f"{module} is not installed (pip install 'rankwise[functions,submitit]')")
-    Path("readme.py").write_text(blocks("py")[number])
+    Path("readme.py").write_text(blocks("py", (ROOT / "docs" / f"{page}.md").read_text())[0])
     done = subprocess.run([sys.executable, "readme.py"], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith(last)
@@ -119,6 +120,21 @@ def test_every_example_is_run_here_and_together_they_show_every_public_part() ->
 def test_the_readme_shows_every_example() -> None:
     for example in (ROOT / "examples").glob("*.py"):
         assert f"rankwise run examples/{example.name}" in README
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 200
+    assert len(re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE).split()) <= 1200
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached = {ROOT / "README.md"}
+    new = set(reached)
+    while new:
+        links = {(page.parent / link).resolve() for page in new for link in re.findall(r"\]\(([^)#:]+\.md)", page.read_text())}
+        new = links - reached
+        reached |= new
+    assert [path.name for path in (ROOT / "docs").glob("*.md") if path not in reached] == []
 
 
 def test_the_readmes_commands_use_the_one_constraints_file() -> None:
