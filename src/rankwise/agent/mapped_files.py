@@ -53,6 +53,7 @@ class MappedFiles:
 def _ends(pid: int) -> dict[str, int]:
     """Up to where each file is mapped, in whole pages, by its path."""
     found: dict[str, int] = {}
+    libraries = set()
     try:
         lines = Path(f"/proc/{pid}/maps").read_bytes().splitlines()
     except OSError:
@@ -63,4 +64,6 @@ def _ends(pid: int) -> dict[str, int]:
             start, stop = (int(part, 16) for part in fields[0].split(b"-"))
             path = os.fsdecode(fields[5])
             found[path] = max(found.get(path, 0), int(fields[2], 16) + stop - start)
-    return found
+            if b"x" in fields[1]:
+                libraries.add(path)
+    return {path: end for path, end in found.items() if path not in libraries}  # which are mapped beyond their ends
