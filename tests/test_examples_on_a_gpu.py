@@ -10,7 +10,7 @@ from fake_device import on_a_fake_gpu
 from ranks import on_ranks
 from test_docs import EXAMPLES, PYTHON, ROOT, blocks
 
-FUNCTION = blocks("py")[0]
+FUNCTION = blocks("py", (ROOT / "docs" / "functions.md").read_text())[0]
 
 
 def shortened(text: str) -> str:

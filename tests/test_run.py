@@ -78,7 +78,7 @@ def test_logs_of_a_second_life_follow_those_of_the_first(launch) -> None:
     assert run.wait() == 0
     assert run.run.log(0).read_text() == "hello\n" * 3
     assert [life.life for life in run.run.lives()] == [1, 2, 3]
-    assert "life 3" in run.output()
+    assert "attempt 3" in run.output()
     assert run.output().count("hello") == 1
 
 

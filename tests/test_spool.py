@@ -118,7 +118,7 @@ def test_a_job_that_waits_or_runs_is_told_followed_and_cancelled_from_anywhere(
     assert (again.returncode, f"is job {job_of('train')} of spool" in again.stderr) == (2, True)
     run = str(Path("runs/train").absolute())
     told = rankwise("status", run, cwd="elsewhere")
-    assert f"job     {job_of('train')} of spool" in told.stdout, told.stderr
+    assert f"job        {job_of('train')} of spool" in told.stdout, told.stderr
     assert state(rankwise, "train") == ("waiting", None)
     done = rankwise("cancel", run, cwd="elsewhere")
     assert done.stdout == f"job {job_of('train')} of spool (waiting) is cancelled\n"

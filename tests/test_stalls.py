@@ -72,7 +72,7 @@ def test_a_stopped_rank_is_named_long_before_anything_times_out_and_so_is_its_re
         lambda: f"rank 1 is stopped (SIGSTOP); the others wait for it. To wake it, type: kill -CONT {pid}" in run.output(), "it"
     )
     os.kill(pid, signal.SIGCONT)
-    wait_for(lambda: "rank 1 goes on after" in run.output(), "its return")
+    wait_for(lambda: "rank 1 runs again after" in run.output(), "its return")
     (run.folder / "go").touch()
     assert run.wait() == 0
 

@@ -424,11 +424,11 @@ def test_another_training_in_the_same_run_directory_is_an_error_on_every_rank(tm
     for change, text in (
         ("model", "size mismatch"), ("seed", "seed=0 and this run has seed=5"),
         ("data", "samples=29 and this run has samples=30"),
-        ("scheduler", "begun with scheduler None, and the script now says scheduler CosineAnnealingLR"),
-        ("learning rate", "begun with lr 0.02, weight_decay 0.1, and the script now says lr 0.01, weight_decay 0.2"),
-        ("optimizer", "begun with optimizer AdamW"),
-        ("batch", "begun with global_batch_size 8, and the script now says global_batch_size 16"),
-        ("clipping", "begun with clip_norm None, and the script now says clip_norm 1"),
+        ("scheduler", "started with scheduler None, and the script now has scheduler CosineAnnealingLR"),
+        ("learning rate", "started with lr 0.02, weight_decay 0.1, and the script now has lr 0.01, weight_decay 0.2"),
+        ("optimizer", "started with optimizer AdamW"),
+        ("batch", "started with global_batch_size 8, and the script now has global_batch_size 16"),
+        ("clipping", "started with clip_norm None, and the script now has clip_norm 1"),
     ):  # fmt: skip
         answers = on_ranks(2, another_training, tmp_path / "run", change)
         for kind, said in answers:
@@ -808,7 +808,7 @@ def failing_saves(folder: Path, always: bool) -> tuple[str, str]:
 def test_a_save_that_fails_is_a_warning_on_the_way_and_an_error_at_the_end(tmp_path: Path) -> None:
     for rank, (error, said) in enumerate(on_ranks(2, failing_saves, tmp_path / "a", False)):
         assert error == ""
-        assert said.count("warning: cannot write: the disk is full; training goes on") == (11 if rank == 0 else 0)
+        assert said.count("warning: cannot write: the disk is full; training continues") == (11 if rank == 0 else 0)
     for error, _ in on_ranks(2, failing_saves, tmp_path / "b", True):
         assert error == "cannot write: the disk is full"
 
@@ -859,15 +859,13 @@ def killed_and_begun_anew(folder: Path) -> str:
 
 
 def test_a_life_that_has_nothing_to_go_on_from_says_so(tmp_path: Path) -> None:
-    assert (
-        "no checkpoint of an earlier life to go on from: from the beginning" in on_ranks(1, killed_and_begun_anew, tmp_path)[0]
-    )
+    assert "found no checkpoint of an earlier attempt: starting from scratch" in on_ranks(1, killed_and_begun_anew, tmp_path)[0]
 
 
 def test_a_schedule_that_was_begun_holds_and_that_is_said(tmp_path: Path) -> None:
     ((_, second, third, lr),) = on_ranks(1, longer_schedule, tmp_path)
     for said, now in ((second, 4), (third, 6)):
-        assert f"T_max stays 2, as this run was begun (the script now says {now})" in said
+        assert f"T_max stays 2, as this run started (the script now has {now})" in said
     assert lr == "[0.01, 0.0, 0.01, 0.02, 0.01, 0.0]"
 
 
@@ -1033,8 +1031,8 @@ def with_nan_at(step: int, run_dir: Path) -> tuple[str, int]:
 def test_a_step_that_is_left_out_is_said_counted_and_told_at_the_end(tmp_path: Path) -> None:
     (said, left_out), (_, other) = on_ranks(2, with_nan_at, 3, tmp_path / "run")
     assert left_out == other == 1
-    assert "warning: step 3 is left out on all ranks: the gradient is not finite (1 so far)" in said
-    assert "1 steps left out" in said
+    assert "warning: step 3 is skipped on all ranks: the gradient is not finite (1 so far)" in said
+    assert "1 steps skipped" in said
 
 
 def rates_with_nan_at(step: int, run_dir: Path) -> list[float]:

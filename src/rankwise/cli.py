@@ -177,7 +177,7 @@ def _begins(word: str, option: str) -> bool:
 )
 @click.option("--name", metavar="RUN", help="Name of the run; the script's stem by default.")
 @click.option("--run-dir", metavar="DIR", help="Where the run writes; ./runs/RUN by default.")
-@click.option("--fresh", is_flag=True, help="Move an older run aside and start anew, instead of going on with it.")
+@click.option("--fresh", is_flag=True, help="Start from scratch; move an older run of this name aside.")
 @click.option("--config", metavar="FILE.toml", help="Settings of a run, by the names of these options; options win.")
 @click.option("--max-restarts", type=int, metavar="K", help="How often to start all ranks again after a failure.  [default: 0]")
 @click.option("--stop-after", metavar="TIME", help="Stop and save, to go on later, when the run has taken so long: 90m, 12h.")

@@ -366,7 +366,7 @@ class Trainer:
                 try:
                     self.run.update_life(life, ended=time.time(), status=status, outcome=outcome)
                 except RunDirError as error:  # a full disk: it must not hide what has ended the loop
-                    log.warn(f"how this life ended is not recorded: {error}")
+                    log.warn(f"how this attempt ended is not recorded: {error}")
                 lease.release()
 
     def _begin(self, state: TrainState) -> None:
@@ -390,7 +390,7 @@ class Trainer:
             log.say(line)
         if manifest is None:
             if len(self.run.lives()) > 1:
-                log.say("no checkpoint of an earlier life to go on from: from the beginning")
+                log.say("found no checkpoint of an earlier attempt: starting from scratch")
         elif self._done(state):
             log.say(already_done(self.run, self.world, state.step, state.stopped, state.stop_reason))
         else:

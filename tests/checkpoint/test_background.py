@@ -345,7 +345,7 @@ def test_the_second_copy_is_in_the_memory_of_the_first_also_when_the_state_has_g
 
 
 def fit_with_a_disk_in_the_way(folder: Path, n: int) -> tuple[str, list[str]]:
-    """The folder of checkpoints is a file until step 3: told at the step after the save, and training goes on."""
+    """The folder of checkpoints is a file until step 3: told at the step after the save, and training continues."""
     from test_trainer_checkpoints import fit
 
     from rankwise.training.state import TrainState
@@ -372,7 +372,7 @@ def test_a_save_of_a_trainer_that_fails_is_told_at_the_next_step(tmp_path: Path)
     answers = on_ranks(2, fit_with_a_disk_in_the_way, tmp_path / "run", 2)
     said, told = answers[0]
     assert said.count("step-00000002: ") == 1
-    assert "training goes on" in said
+    assert "training continues" in said
     assert told == ["1: 0", "2: 0", "3: 1", "4: 1", "5: 1", "6: 1"]
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000005", "step-00000006"]
 

@@ -312,7 +312,7 @@ def test_a_checkpoint_that_a_faster_clock_has_saved_is_not_pruned(tmp_path: Path
         (("ls", "nothing"), "there are no checkpoints in nothing or runs/nothing"),
         (
             ("show", "--checkpoint", "7"),
-            "--checkpoint 7: there is none of that name in runs/a/checkpoints; those there: step-00000100, step",
+            "--checkpoint 7: no such checkpoint in runs/a/checkpoints; it has: step-00000100, step",
         ),
         (("export", "--to", "model.bin"), "--to model.bin: the name's end says the kind of file; type --to model.bin.pt"),
         (("export", "--to", "there.pt"), "there.pt is there already; choose another name, or type --force"),
@@ -331,7 +331,7 @@ def test_a_checkpoint_that_a_faster_clock_has_saved_is_not_pruned(tmp_path: Path
         (("prune",), "what should stay? Type for example --keep-last 2"),
         (("prune", "--older-than", "7"), "--older-than '7' is no age; type a number and a unit"),
         (("prune", "--keep-last", "0"), "--keep-last 0: give a whole number from 1 up"),
-        (("prune", "--keep", "7"), "--keep 7: there is none of that name in"),
+        (("prune", "--keep", "7"), "--keep 7: no such checkpoint in"),
     ],
 )
 def test_what_cannot_be_is_one_clear_line(words: tuple[str, ...], said: str, tmp_path: Path, typed: Run) -> None:

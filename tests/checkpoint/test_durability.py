@@ -258,9 +258,9 @@ def test_a_folder_that_is_moved_away_meanwhile_holds_no_damaged_checkpoint(
 def test_damage_beside_a_writer_is_still_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Checkpoints(folder, keep_last=9, background=False).save(of_step(1), 1)
     (folder / "step-00000001" / "model.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact"):
         Checkpoints(folder, background=False).find_latest()
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact"):
         Checkpoints(folder, background=False).load_latest(of_step(0))
 
 

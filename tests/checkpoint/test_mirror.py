@@ -331,6 +331,6 @@ def test_one_that_is_to_begin_anew_does_not_go_on_from_what_lies_there(tmp_path:
     on_ranks(1, fit_mirrored, tmp_path, "here", 5)
     for text in [text for _, text in on_ranks(2, fit_mirrored, tmp_path, "here", 8, fresh=True)]:
         assert text == (
-            f"to begin anew, Checkpoints(mirror='file://{tmp_path}/there') must be empty, and step-00000005 is there; "
+            f"to start from scratch, Checkpoints(mirror='file://{tmp_path}/there') must be empty, and step-00000005 is there; "
             "give another URL, or remove what is there"
         )

@@ -216,7 +216,7 @@ def test_when_all_are_damaged_on_all_nodes_it_is_an_error_on_every_rank(tmp_path
     for path in tmp_path.glob("*/checkpoints/*/model.pt"):
         path.write_bytes(b"nothing of it")
     [text] = set(on_nodes(load_error, tmp_path, APART))
-    assert text.startswith(f"no checkpoint in {tmp_path}/a/checkpoints is whole (")
+    assert text.startswith(f"no checkpoint in {tmp_path}/a/checkpoints is intact (")
 
 
 def load_as_one_rank_misreads(tmp: Path, times: int) -> tuple[int | None, str]:

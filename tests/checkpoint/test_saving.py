@@ -90,7 +90,7 @@ def test_a_save_that_fails_is_a_warning_and_at_the_end_an_error(state: TrainStat
     loop = Loop()
     loop.checkpoints.save_errors = [CheckpointError("disk full")]
     loop.saving(state)
-    assert loop.said == ["warning: disk full; training goes on"]
+    assert loop.said == ["warning: disk full; training continues"]
     loop.saving(state)  # the step is not saved: tried again
     assert loop.checkpoints.steps == [1]
     state.step, state.last = 2, True
@@ -108,7 +108,7 @@ def test_a_save_behind_the_loop_that_failed_is_said_once_and_tried_again_at_the_
         loop.saving.hear(state)
     loop.checkpoints.wait_errors = [error]
     loop.saving.at_end(state)
-    assert loop.said == ["warning: disk full; training goes on"]
+    assert loop.said == ["warning: disk full; training continues"]
     assert loop.checkpoints.steps == [1, 1]
 
 

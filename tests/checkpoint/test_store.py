@@ -304,7 +304,7 @@ def test_when_all_are_damaged_the_error_says_what_to_type(folder: Path) -> None:
     saved(folder, 1, 2)
     for path in Checkpoints(folder, background=False).all():
         (path / "model.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole \(.*model.pt has 0 of .*--fresh.*--name"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact \(.*model.pt has 0 of .*--fresh.*--name"):
         loaded(folder)
 
 

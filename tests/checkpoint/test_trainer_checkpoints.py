@@ -139,7 +139,7 @@ def test_a_full_disk_is_a_warning_until_there_is_room_again(n: int, background: 
     for rank, (error, said) in enumerate(on_ranks(n, fit_on_a_full_disk, small_disk, 4, background)):
         assert error == ": "
         if rank == 0:
-            assert said.count("MB are free there; training goes on") == 2
+            assert said.count("MB are free there; training continues") == 2
             assert "step-00000003: it needs" in said
     assert sorted(p.name for p in (small_disk / "run" / "checkpoints").iterdir()) == names(4, 5)
 
@@ -174,7 +174,7 @@ def test_once_another_run_has_taken_over_none_of_its_checkpoints_is_made_final(
     for kind, text in on_ranks(n, fit_though_taken_over, tmp_path / "run", background):
         assert kind == "RunDirError"
         assert f"the run in {tmp_path / 'run'} was taken over by pid " in text
-        assert text.endswith("this one ends, that one goes on")
+        assert text.endswith("this process stops")
     found = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
     assert found in ([], names(1), names(1, 2))  # what was still being written at step 2 has no name either
     assert (tmp_path / "run" / "lease.json").exists()

@@ -50,7 +50,7 @@ def test_a_run_is_told_shown_and_ended_by_its_name(
     told = json.loads(asked("status", "--json", "train"))
     assert (told["alive"], told["lives"][-1]["ranks"], told["failure"]) == (True, 2, None)
     assert (told["job"] or {}).get("scheduler") == (on if on in ("sge", "slurm") else None)
-    assert "goes on for" in asked("status", "train")
+    assert "running for" in asked("status", "train")
     assert asked("logs", "train") == "there, rank 0\n"
     assert asked("logs", "--rank", "1", "train") == "there, rank 1\n"
     asked("cancel", "train")

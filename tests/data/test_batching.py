@@ -189,7 +189,7 @@ def test_batches_by_another_measure_are_another_training() -> None:
     (count,) = loaders(Items(), 1)
     (sampler,) = loaders(Items(), 1, global_batch_size=None, batches=Batches())
     for one, other in itertools.permutations((tokens, count, sampler), 2):
-        with pytest.raises(ConfigError, match=r"batches by=.*another training"):
+        with pytest.raises(ConfigError, match=r"batches by=.*start a new run"):
             one.load_state_dict(other.state_dict())
 
 

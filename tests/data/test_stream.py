@@ -277,7 +277,7 @@ def test_a_checkpoint_of_a_stream_and_one_of_a_map_are_not_each_others() -> None
     (stream,) = loaders(Numbers(13), 1)
     (ordered,) = loaders(list(range(13)), 1)
     for one, other in ((stream, ordered), (ordered, stream)):
-        with pytest.raises(ConfigError, match="another training"):
+        with pytest.raises(ConfigError, match="start a new run with --fresh"):
             one.load_state_dict(other.state_dict())
 
 

@@ -265,7 +265,7 @@ def test_a_file_of_another_user_or_a_link_is_not_believed(folder: Path, monkeypa
 def test_a_file_that_is_none_of_ours_is_said(folder: Path, text: str) -> None:
     folder.mkdir()
     (folder / START).write_text(text)
-    with pytest.raises(WorldError, match="is none of ours"):
+    with pytest.raises(WorldError, match="was not written by rankwise"):
         join(world_of(1, 2), START, [folder], 0.1)
 
 

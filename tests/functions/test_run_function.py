@@ -233,7 +233,7 @@ def test_a_run_that_is_not_waited_for_can_be_asked_stopped_and_gone_on_with(
     assert not run.done()
     with pytest.raises(TimeoutError, match=r"test_run_function.trains_until_stopped has not ended within 0.01 s"):
         run.result(timeout_s=0.01)
-    assert re.search("life 1 +2 ranks", run.status())
+    assert re.search("attempt 1 +2 ranks", run.status())
     run.cancel()
     with pytest.raises(Stopped) as caught:
         run.result()

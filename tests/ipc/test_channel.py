@@ -138,7 +138,7 @@ def test_the_file_of_a_later_head_is_left_to_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"port": 1}'])
 def test_half_a_file_is_nobody_there_yet(text: str, tmp_path: Path) -> None:
     (tmp_path / "door").write_text(text)
-    with pytest.raises(NobodyThere, match="none of ours"):
+    with pytest.raises(NobodyThere, match="not written by rankwise"):
         read_door(tmp_path / "door")
 
 

@@ -130,5 +130,5 @@ def test_other_arguments_are_said_and_checkpoints_are_spoken_of_only_where_there
     compare_with_earlier_lives(run, Program(("python",), ("x.py", "a b")))
     said = capsys.readouterr().err
     assert "was last started as `x.py`, now as `x.py 'a b'`; " in said
-    assert ("it goes on with what its checkpoints hold" in said) == saved
-    assert said.endswith("For a training of its own: --name NAME, or --fresh\n")
+    assert ("it resumes from its checkpoints" in said) == saved
+    assert said.endswith("To start a new run: --name NAME or --fresh\n")

@@ -35,7 +35,7 @@ def chosen(env: Env | None = None, **settings: Any) -> Choice:
         ({"on": "local"}, SLURM_SALLOC, "local", "as asked"),
         ({"hosts": "a,b"}, SLURM_SALLOC, "ssh", "-H names hosts"),
         ({"hostfile": "a"}, {}, "ssh", "--hostfile names hosts"),
-        ({"nodes": "2", "node_rank": 0, **AT}, SLURM_SALLOC, "manual", "--node-rank: each node is started by hand"),
+        ({"nodes": "2", "node_rank": 0, **AT}, SLURM_SALLOC, "manual", "--node-rank: each node is started manually"),
         ({"nodes": "1", "node_rank": 0}, {}, "local", "nothing else was asked for"),
         ({}, SLURM_SALLOC, "slurm", "this shell is in a job of it"),
         ({}, SLURM_BATCH_ONE, "slurm", "this shell is in a job of it"),

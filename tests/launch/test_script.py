@@ -18,4 +18,6 @@ def test_a_script_that_needs_torch_is_told_what_to_type_where_this_python_has_no
     assert found is not None
     assert found.startswith("train.py, line 1: it imports torch, and ")
     assert found.endswith("rankwise run -- /path/to/python train.py --lr 1")
-    assert script.find(RunConfig(argv=("python3", "train.py"), command=True)).no_torch is None
+    Path("python3").write_text("#!/bin/sh\n")  # not the one that an activated environment has on the PATH
+    Path("python3").chmod(0o755)
+    assert script.find(RunConfig(argv=("./python3", "train.py"), command=True)).no_torch is None

@@ -57,10 +57,10 @@ FAILED = "JobState=FAILED Reason=NonZeroExitCode Dependency=(null) ExitCode=3:0"
 def test_a_run_that_waits_in_a_queue_has_not_begun(rankwise: Run, run: RunDir, queued: Callable[[str], None]) -> None:
     queued(PENDING)
     lines = rankwise("status", "train").stdout.splitlines()
-    assert lines[0] == f"run     train, in {run.path}"
-    assert lines[1].startswith("job     12 of slurm, submitted ")
+    assert lines[0] == f"run        train, in {run.path}"
+    assert lines[1].startswith("job        12 of slurm, submitted ")
     assert lines[1].endswith(": PENDING (Resources)")
-    assert lines[2:] == ["life 1  has not begun"]
+    assert lines[2:] == ["attempt 1  has not begun"]
 
 
 def test_a_run_is_told_in_a_line_a_fact_and_as_a_record(rankwise: Run, run: RunDir, queued: Callable[[str], None]) -> None:
@@ -70,9 +70,9 @@ def test_a_run_is_told_in_a_line_a_fact_and_as_a_record(rankwise: Run, run: RunD
                            '{"life": 1, "step": 100, "eval_loss": 2.125}\n')  # fmt: skip
     told = rankwise("status").stdout.splitlines()  # the only run there is
     assert told[1].endswith(": RUNNING on node[1-2]")
-    assert told[2].startswith(f"life 1  4 ranks, first on {life.host}, began ")
-    assert ", goes on for " in told[2]
-    assert told[3].startswith("step    100, loss 2.25, lr 0.1, eval_loss 2.125, written ")
+    assert told[2].startswith(f"attempt 1  4 ranks, first on {life.host}, began ")
+    assert ", running for " in told[2]
+    assert told[3].startswith("step       100, loss 2.25, lr 0.1, eval_loss 2.125, written ")
     found = json.loads(rankwise("status", "--json", "train").stdout)
     assert (found["alive"], found["job"]["phase"], found["job"]["id"], found["last"]["step"]) == (True, "running", "12", 100)
     queued(FAILED)
@@ -81,7 +81,7 @@ def test_a_run_is_told_in_a_line_a_fact_and_as_a_record(rankwise: Run, run: RunD
     told = rankwise("status", "train").stdout.splitlines()
     assert told[1].endswith(": FAILED (NonZeroExitCode), exit status 3")
     assert told[2].endswith(", took 5.0 s, exit status 3: rank 1 left with status 3")
-    assert told[4] == "failed  rank 1 left with status 3, on node2; see logs/rank-1.log"
+    assert told[4] == "failed     rank 1 left with status 3, on node2; see logs/rank-1.log"
     assert not json.loads(rankwise("status", "--json", "train").stdout)["alive"]
 
 
@@ -111,14 +111,14 @@ def test_a_run_of_this_machine_is_told_and_ended(launch: Callable[..., Launched]
     wait_for(lambda: alive.run.log(1).exists() and "rank 1" in alive.run.log(1).read_text(), "the second rank")
     found = json.loads(rankwise("status", "--json", "script").stdout)
     assert (found["alive"], found["job"], found["writer"]["pid"]) == (True, None, alive.process.pid)
-    assert ", goes on for " in rankwise("status", "script").stdout
+    assert ", running for " in rankwise("status", "script").stdout
     done = rankwise("cancel", "script")
     assert done.stdout == (f"pid {alive.process.pid} is asked to stop: all ranks stop after the step they are in, and save\n")
     assert alive.wait() != 0
     assert alive.run.lives()[-1].outcome == "ended by SIGTERM"
     assert not json.loads(rankwise("status", "--json", "script").stdout)["alive"]
     again = rankwise("cancel", "script")
-    assert (again.returncode, again.stdout) == (0, "runs/script is not alive; its last life: ended by SIGTERM\n")
+    assert (again.returncode, again.stdout) == (0, "runs/script is not alive; its last attempt: ended by SIGTERM\n")
 
 
 # --- cancel
@@ -147,9 +147,9 @@ def test_a_run_of_another_machine_is_ended_there(rankwise: Run, run: RunDir) -> 
 
 def test_a_writer_elsewhere_that_was_not_heard_of_is_shown_with_since_when(rankwise: Run, run: RunDir) -> None:
     write_json(run.lease, asdict(Holder("node7", "boot", 1, 1, time.time(), "x")))
-    assert "without a sign of life" not in rankwise("status", "train").stdout
+    assert "no heartbeat" not in rankwise("status", "train").stdout
     os.utime(run.lease, (time.time(), time.time() - 3600))
-    assert ", without a sign of life for 1:00:0" in rankwise("status", "train").stdout
+    assert ", no heartbeat for 1:00:0" in rankwise("status", "train").stdout
 
 
 # --- logs

@@ -330,7 +330,7 @@ def test_ctrl_c_ends_the_waiting_and_not_the_job(fake: FakeSlurm) -> None:
         rest = waiting.stderr.read()
     assert waiting.returncode == 130
     assert rest.splitlines()[-1] == (
-        "rankwise: no longer followed; job 12 goes on: rankwise logs -f train; to end it: rankwise cancel train"
+        "rankwise: stopped following; job 12 continues. To follow it: rankwise logs -f train; to stop it: rankwise cancel train"
     )
     assert fake.cancelled == ""
     assert train().read_job() is not None

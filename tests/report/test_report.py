@@ -107,9 +107,9 @@ def test_each_life_is_a_line_with_its_time_and_how_it_ended(run: RunDir) -> None
     assert title == f"run train in {run.path}"
     assert command == "'a b' '$x'"  # as it can be typed again, of the newest life
     header, first, second = rows.splitlines()
-    assert header.split() == ["life", "started", "took", "ranks", "how", "it", "ended"]
-    assert re.match(r"   1  2001-09-\d\d \d\d:\d\d:\d\d  1:02:03      2  stopped by SIGTERM after step 40$", first)
-    assert re.match(r"   2  2001-09-\d\d \d\d:\d\d:\d\d  5.0 s       12  all ranks ended with status 0$", second)
+    assert header.split() == ["attempt", "started", "took", "ranks", "how", "it", "ended"]
+    assert re.match(r"      1  2001-09-\d\d \d\d:\d\d:\d\d  1:02:03      2  stopped by SIGTERM after step 40$", first)
+    assert re.match(r"      2  2001-09-\d\d \d\d:\d\d:\d\d  5.0 s       12  all ranks ended with status 0$", second)
 
 
 def test_a_long_end_is_shortened_so_that_its_line_fits_the_terminal(run: RunDir) -> None:
@@ -120,13 +120,13 @@ def test_a_long_end_is_shortened_so_that_its_line_fits_the_terminal(run: RunDir)
         assert len(lines) == 3
         assert len(lines[1]) <= columns
         assert lines[1].endswith("...")
-        assert "  all 2 ranks raised RuntimeError: its" in lines[1]
+        assert "  all 2 ranks raised RuntimeError:" in lines[1]
     assert report(run, 20).split("\n\n")[2].splitlines()[2].endswith("  all ranks ended with status 0")  # never to nothing
 
 
 def test_a_run_that_never_began_has_no_life(run: RunDir) -> None:
     live(run)
-    assert sections(run) == [f"run train in {run.path}", "no life yet"]
+    assert sections(run) == [f"run train in {run.path}", "no attempt yet"]
 
 
 def test_a_life_without_an_end_was_killed_unless_its_holder_lives(run: RunDir) -> None:

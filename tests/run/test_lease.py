@@ -279,9 +279,9 @@ def test_a_holder_on_another_host_that_gives_no_sign_of_life_is_replaced_and_tha
     assert holder.pid == os.getpid()
     [waiting, taken] = said
     assert waiting.startswith(
-        f"waiting 0 s for a sign of life of pid {other.pid} on another-host, which writes in {run.path} since "
+        f"waiting 0 s for a heartbeat of pid {other.pid} on another-host, which writes in {run.path} since "
     )
-    assert taken == f"taken over from pid {other.pid} on another-host, which gave no sign of life for 0 s"
+    assert taken == f"taken over from pid {other.pid} on another-host, which sent no heartbeat for 0 s"
     mine.release()
     assert run.holder() is None
 
@@ -426,6 +426,6 @@ def test_a_fence_stops_who_was_taken_for_dead_and_says_by_whom(run: RunDir) -> N
     held = run.take()
     fence = Fence(run.lease)
     left_by(run, host="another-host", pid=7, token="another's")
-    with pytest.raises(RunDirError, match=r"was taken over by pid 7 on another-host at 2.* this one ends, that one goes on$"):
+    with pytest.raises(RunDirError, match=r"was taken over by pid 7 on another-host at 2.* this process stops$"):
         fence.check()
     held.release()

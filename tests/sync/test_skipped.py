@@ -42,9 +42,9 @@ def test_the_first_three_are_printed_and_all_are_counted(skipped: SkippedSteps, 
     skip(skipped, state, 5)
     assert state.steps_left_out == skipped.in_a_row == 5
     assert said == [
-        "warning: step 1 is left out on all ranks: the gradient is not finite (1 so far)",
-        "warning: step 2 is left out on all ranks: the gradient is not finite (2 so far)",
-        "warning: step 3 is left out on all ranks: the gradient is not finite (3 so far); more are only counted, and 100 in a "
+        "warning: step 1 is skipped on all ranks: the gradient is not finite (1 so far)",
+        "warning: step 2 is skipped on all ranks: the gradient is not finite (2 so far)",
+        "warning: step 3 is skipped on all ranks: the gradient is not finite (3 so far); more are only counted, and 100 in a "
         "row end the run",
     ]
 

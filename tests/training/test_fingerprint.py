@@ -23,7 +23,7 @@ def test_the_kind_of_scheduler_must_stay_and_what_it_is_set_to_does(capsys: pyte
     later.load_state_dict(made.state_dict())
     assert "StepLR's step_size stays 3" in capsys.readouterr().out
     assert later.state_dict()["kept"]["StepLR's step_size"] == 3
-    with pytest.raises(ConfigError, match="begun with scheduler StepLR, and the script now says scheduler None"):
+    with pytest.raises(ConfigError, match="started with scheduler StepLR, and the script now has scheduler None"):
         Fingerprint.of({"clip_norm": 1.0}, None).load_state_dict(made.state_dict())
 
 

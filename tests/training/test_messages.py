@@ -52,7 +52,7 @@ def test_the_end_says_how_many_steps_and_what_they_reached(state: TrainState) ->
     )
     state.stopped, state.steps_left_out = True, 2
     assert messages.ended(state, 7, "0:00:05 elapsed", folder).startswith(
-        "stopped by the script: 12 steps (7 of them before), 0:00:05 elapsed, loss 0.5, 2 steps left out\n"
+        "stopped by the script: 12 steps (7 of them before), 0:00:05 elapsed, loss 0.5, 2 steps skipped\n"
     )
     state.stop_reason = "eval_loss is nan"
     assert messages.ended(state, 0, "", folder).startswith("stopped by the script (eval_loss is nan): 12 steps, ")

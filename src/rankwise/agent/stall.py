@@ -206,7 +206,7 @@ class StallWatch:
         """Whether it is to be told now: once, at the first look after `after_s`. That a told rank goes on is said here."""
         if not holds:
             if held.told and held.since is not None:
-                self._say(f"rank {rank.rank} goes on after {now - held.since:.0f} s")
+                self._say(f"rank {rank.rank} runs again after {now - held.since:.0f} s")
             held.since, held.told = None, False
         elif held.since is None:
             held.since = now

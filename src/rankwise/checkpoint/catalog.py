@@ -77,8 +77,8 @@ class Catalog:
                 # else its writer has something newer by now: look again
         if damaged:
             raise CheckpointError(
-                f"no checkpoint in {self.folder} is whole ({next(iter(damaged.values()))}); "
-                "start anew with --fresh, or beside it with --name"
+                f"no checkpoint in {self.folder} is intact ({next(iter(damaged.values()))}); "
+                "start a new run with --fresh or --name NAME"
             )
         return None
 

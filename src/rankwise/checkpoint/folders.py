@@ -95,6 +95,4 @@ def pick(folder: Path, name: str | None, option: str = "--checkpoint") -> Path:
         if path.name == wanted:
             return path
     there = ", ".join(path.name for path in paths)
-    raise RunDirError(
-        f"{option} {shlex.quote(name or '')}: there is none of that name in {short(folder)}; those there: {there}"
-    )
+    raise RunDirError(f"{option} {shlex.quote(name or '')}: no such checkpoint in {short(folder)}; it has: {there}")

@@ -140,7 +140,7 @@ def load_part(folder: Path, manifest: Manifest, name: str, part: Stateful, verif
     path = folder / f"{name}.pt"
     if path.name not in manifest.files:
         raise ConfigError(
-            f"the checkpoint {folder} has no {name}; it was made by another program: --fresh starts anew, --name beside it"
+            f"the checkpoint {folder} has no {name}: another program made it; start a new run with --fresh or --name NAME"
         )
     state = _read(folder, manifest, name, part, verify)
     try:
@@ -148,8 +148,8 @@ def load_part(folder: Path, manifest: Manifest, name: str, part: Stateful, verif
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(
-            f"{name} does not fit its checkpoint {path}: {text[:400]}; undo the change, or start anew with --fresh, "
-            "or beside it with --name NAME"
+            f"{name} does not fit its checkpoint {path}: {text[:400]}; undo the change, or start a "
+            "new run with --fresh or --name NAME"
         ) from None
 
 

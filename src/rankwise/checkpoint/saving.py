@@ -108,7 +108,7 @@ class Saving:
         if error is not None and error is not self._told:
             log.warn(str(error))
 
-    def _say_not_saved(self, error: BaseException, then: str = "training goes on") -> None:
+    def _say_not_saved(self, error: BaseException, then: str = "training continues") -> None:
         if error is not self._told:
             self._told = error
             self._say(f"warning: {error}; {then}")

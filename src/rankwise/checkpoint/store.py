@@ -430,7 +430,7 @@ class Checkpoints:
         names = run_on_main(self._mirror.names) if self._mirror is not None else []
         if names and self._mirror is not None:
             raise ConfigError(
-                f"to begin anew, Checkpoints(mirror={self._mirror.url!r}) must be empty, and {names[-1]} is there; "
+                f"to start from scratch, Checkpoints(mirror={self._mirror.url!r}) must be empty, and {names[-1]} is there; "
                 "give another URL, or remove what is there"
             )
         run_on_firsts(self._writers(), lambda: set_aside(self.folder) if self.all() else None)

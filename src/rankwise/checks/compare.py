@@ -104,7 +104,7 @@ def _order(ranks: int, records: Sequence[Record]) -> list[Finding]:
         if loader["spread"]:
             return [Finding("order", FAILED, evidence, f"{loader['sampler']} is not told which epoch it is",
                             "sampler.set_epoch(epoch) at the top of each epoch")]  # fmt: skip
-        return [Finding("order", FAILED, evidence, "the sampler's generator is seeded anew in each epoch", "seed it once")]
+        return [Finding("order", FAILED, evidence, "the sampler's generator is seeded again in each epoch", "seed it once")]
     return []
 
 

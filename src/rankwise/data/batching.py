@@ -394,7 +394,7 @@ def _check_sampler(sampler: Any) -> None:
     if isinstance(sampler, Iterator) or not hasattr(sampler, "__iter__"):
         raise ConfigError(
             f"batches: {type(sampler).__name__}; give what can be iterated over each epoch, like torch's BatchSampler: "
-            "each `iter()` begins anew and yields lists of indices"
+            "each `iter()` starts again and yields lists of indices"
         )
     for inner in (sampler, getattr(sampler, "sampler", None)):
         if getattr(inner, "num_replicas", 1) > 1:

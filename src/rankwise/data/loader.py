@@ -415,8 +415,8 @@ class Loader:
         for name in ("samples", "seed", "shuffle", "batches by", "uneven"):
             if state[name] != now[name]:
                 raise ConfigError(
-                    f"the checkpoint was made with {name}={state[name]} and this run has {name}={now[name]}: another training; "
-                    "set it back, or start anew with --fresh, or beside it with --name NAME"
+                    f"the checkpoint was made with {name}={state[name]} and this run has {name}={now[name]}; "
+                    "set it back, or start a new run with --fresh or --name NAME"
                 )
         name = "global_batch_tokens" if self._by == "tokens" else "global_batch_size"
         if state[name] != now[name]:

@@ -353,7 +353,7 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(f"the mean of {tensor.dtype} cannot be put back into it; reduce tensor.float()")
     if op == "sum" and tensor.dtype is torch.bool:
-        raise ConfigError("the sum of truth values is none; use op='max' (any), op='min' (all), or reduce tensor.int()")
+        raise ConfigError("truth values have no sum; use op='max' (any), op='min' (all), or reduce tensor.int()")
     if is_alone() or tensor.numel() == 0:
         return tensor
     values = tensor.detach()

@@ -362,7 +362,7 @@ def _knock(path: Path, world: World, start: str, deadline: float) -> Meeting:
     try:
         addresses, port, secret = ways(record), int(record["port"]), str(record["secret"])
     except (KeyError, TypeError, ValueError):
-        raise NotHereError(f"{path} is none of ours") from None
+        raise NotHereError(f"{path} was not written by rankwise") from None
     why = "no address"
     for address in dict.fromkeys(addresses):
         with contextlib.closing(_Connection(address)) as caller:

@@ -62,7 +62,7 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise NotHereError(f"{path}: {str(error.strerror).lower()}") from None
     except ValueError:
-        raise NotHereError(f"{path} is none of ours") from None
+        raise NotHereError(f"{path} was not written by rankwise") from None
 
 
 def _is_of_a_dead_process(path: Path) -> bool:

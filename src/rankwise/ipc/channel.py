@@ -227,7 +227,7 @@ def read_door(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise NobodyThere(f"{path}: {str(error.strerror).lower()}") from None
     except (ValueError, KeyError, TypeError):
-        raise NobodyThere(f"{path} is none of ours") from None
+        raise NobodyThere(f"{path} was not written by rankwise") from None
 
 
 def knock(

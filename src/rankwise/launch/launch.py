@@ -230,7 +230,7 @@ def _headline(program: script.Program, plan: Plan, choice: Choice, lives: int = 
     else:
         ranks = f"as many ranks {'each ' if plan.nodes > 1 else ''}as it has devices"
     ranks += f" ({each * plan.nodes} in all)" if each and plan.min_nodes == plan.nodes > 1 else ""
-    going_on = f", life {lives + 1}" if lives else ""
+    going_on = f", attempt {lives + 1}" if lives else ""
     return f"{program.name} by {plan.on} ({choice.why}) on {nodes}, {ranks}, in {short(Path(plan.run_dir))}{going_on}"
 
 
@@ -242,7 +242,7 @@ def _announce(program: script.Program, plan: Plan, choice: Choice, why: str, liv
         say(_headline(program, plan, choice, lives))
         return
     nproc = plan.nproc
-    going_on = f", life {lives + 1}" if lives else ""
+    going_on = f", attempt {lives + 1}" if lives else ""
     say(f"{program.name} on {count(nproc, 'rank')} ({why}), {count(plan.threads, 'thread')} each, "
          f"in {short(Path(plan.run_dir))}{going_on}")  # fmt: skip
     if 0 < gpus < nproc:

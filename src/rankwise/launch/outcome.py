@@ -60,7 +60,7 @@ def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
     say(f"{failure.summary}, on {failure.host}")
     if failure.step is not None:
         saved, again = run.saved(), caller.again
-        say(f"saved: {saved[-1]}; the same {again} goes on from there" if saved else
+        say(f"saved: {saved[-1]}; the same {again} resumes from there" if saved else
              f"nothing was saved yet: the same {again} starts from the beginning")  # fmt: skip
     log = Path(failure.log or "")
     where = short(log) if log.exists() else f"{log} on {failure.host}"  # a folder that only that host sees

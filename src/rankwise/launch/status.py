@@ -87,15 +87,15 @@ def as_text(found: dict[str, Any]) -> str:
         known = f": {job['reason'] or job['phase']}" + ("" if job["status"] is None else f", exit status {job['status']}")
         rows.append(("job", f"{job['id']} of {job['scheduler']}, submitted {stamp(job['submitted'])}{known}"))
     if (writer := found["writer"]) is not None:
-        quiet = f", without a sign of life for {clock(writer['silent_s'])}" if writer["silent_s"] > lease.GONE_S else ""
+        quiet = f", no heartbeat for {clock(writer['silent_s'])}" if writer["silent_s"] > lease.GONE_S else ""
         rows.append(("process", f"{writer['pid']} on {writer['host']}, since {stamp(writer['since'])}{quiet}"))
     lives = found["lives"]
     for life in lives[-1:]:
         rows.append(
-            (f"life {life['life']}", f"{count(life['ranks'], 'rank')}, first on {life['host']}, {_course(life, found)}")
+            (f"attempt {life['life']}", f"{count(life['ranks'], 'rank')}, first on {life['host']}, {_course(life, found)}")
         )
     if not lives:
-        rows.append(("life 1", "has not begun" if found["alive"] else "never began"))
+        rows.append(("attempt 1", "has not begun" if found["alive"] else "never began"))
     if (last := found["last"]) is not None:
         told = [name for name in last if name in ("loss", "lr") or name.startswith("eval_")]
         numbers = [f"{name} {last[name]:.4g}" for name in told if isinstance(last[name], int | float)]
@@ -113,7 +113,7 @@ def _course(life: dict[str, Any], found: dict[str, Any]) -> str:
         status = f", exit status {life['status']}" if life["status"] else ""
         return f"{began}, took {clock(life['ended'] - life['started'])}{status}: {life['outcome']}"
     if found["alive"]:
-        return f"{began}, goes on for {clock(time.time() - life['started'])}"
+        return f"{began}, running for {clock(time.time() - life['started'])}"
     return f"{began}; killed, or its machine went down"
 
 
@@ -139,7 +139,7 @@ def cancel(run: RunDir) -> str:
 
 
 def _end(life: Life) -> str:
-    return f"its last life: {life.outcome}" if life.outcome else "its last life was killed"
+    return f"its last attempt: {life.outcome}" if life.outcome else "its last attempt was killed"
 
 
 def called(run: RunDir) -> str:

@@ -85,7 +85,7 @@ def compare_with_earlier_lives(run: RunDir, program: Program) -> None:
     if before[1:] != now[1:]:
         say(
             f"warning: the run in {short(run.path)} was last started as `{shlex.join(before)}`, now as `{shlex.join(now)}`; "
-            f"{'it goes on with what its checkpoints hold. ' if run.saved() else ''}For a training of its own: --name NAME, or "
+            f"{'it resumes from its checkpoints. ' if run.saved() else ''}To start a new run: --name NAME or "
             "--fresh"
         )
 
@@ -142,7 +142,10 @@ def queue(
         if config.wait:
             return follow.wait(run, jobs[0], lives, config)
     except KeyboardInterrupt:
-        say(f"no longer followed; job {job_id} goes on: {typed('logs', '-f', name)}; to end it: {typed('cancel', name)}")
+        say(
+            f"stopped following; job {job_id} continues. To follow it: {typed('logs', '-f', name)}; "
+            f"to stop it: {typed('cancel', name)}"
+        )
         return EXIT_INTERRUPTED
     if program.caller.reads:
         print(job_id)

@@ -39,13 +39,13 @@ def report(run: RunDir, columns: int = _COLUMNS) -> str:
 
 
 def _lives(run: RunDir, lives: Sequence[Life], columns: int) -> str:
-    rows = [["life", "started", "took", "ranks", "how it ended"]]
+    rows = [["attempt", "started", "took", "ranks", "how it ended"]]
     for life in lives:
         began = stamp(life.started)
         took = clock(life.ended - life.started) if life.ended is not None else "-"
         rows.append([str(life.life), began, took, str(life.ranks), life.outcome or _open_end(run, life, lives[-1])])
     if not lives:
-        return "no life yet"
+        return "no attempt yet"
     room = columns - sum(max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in rows), strict=True))
     rows = [[*row[:-1], _shortened(row[-1], max(room, _LEAST_ROOM))] for row in rows]
     return f"{shlex.join(lives[-1].argv)}\n\n{table(rows)}"

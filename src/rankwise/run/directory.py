@@ -335,8 +335,8 @@ class RunDir:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunDirError(
-                f"{self.world}, the record of this run's lives, cannot be read ({error}); remove it to go on with what else is "
-                "there, or start from nothing with --fresh"
+                f"{self.world}, the record of this run's attempts, cannot be read ({error}); remove it to resume from what "
+                "else is there, or start from scratch with --fresh"
             ) from None
 
     def begin_life(

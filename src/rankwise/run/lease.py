@@ -115,7 +115,7 @@ def take(path: Path, say: Callable[[str], None]) -> Lease:
         if (now := read(path)) != mine:
             lease.release()
             raise in_use(path, now or silent)
-        say(f"taken over from pid {silent.pid} on {silent.host}, which gave no sign of life for {GONE_S:.0f} s")
+        say(f"taken over from pid {silent.pid} on {silent.host}, which sent no heartbeat for {GONE_S:.0f} s")
     return lease
 
 
@@ -132,7 +132,7 @@ def lasts(path: Path, holder: Holder, say: Callable[[str], None]) -> bool:
             return read(path) is None  # released meanwhile: as good as silent
         if patience.due():
             say(
-                f"waiting {GONE_S:.0f} s for a sign of life of pid {holder.pid} on {holder.host}, "
+                f"waiting {GONE_S:.0f} s for a heartbeat of pid {holder.pid} on {holder.host}, "
                 f"which writes in {path.parent} since {stamp(holder.since)}"
             )
         time.sleep(_LOOK_S)
@@ -255,6 +255,6 @@ class Fence:
         now = read(self._path)
         if self._holder is not None and now is not None and now.token != self._holder.token:
             raise RunDirError(
-                f"the run in {self._path.parent} was taken over by pid {now.pid} on {now.host} at {stamp(now.since)}, as "
-                f"this one ({self._holder.host}) gave no sign of life for {GONE_S:.0f} s; this one ends, that one goes on"
+                f"the run in {self._path.parent} was taken over by pid {now.pid} on {now.host} at {stamp(now.since)}, "
+                f"because this one ({self._holder.host}) sent no heartbeat for {GONE_S:.0f} s; this process stops"
             )

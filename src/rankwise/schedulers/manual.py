@@ -25,7 +25,7 @@ class ByHand(Foreground):
         """With a node rank, unless there is one node: torchrun takes --node_rank 0 for a single machine too."""
         if "node_rank" not in asked or ("nodes" in asked and counts(asked["nodes"]) == (1, 1)):
             return None
-        return f"{NODE_RANK.typed}: each node is started by hand"
+        return f"{NODE_RANK.typed}: each node is started manually"
 
     def check(self, job: Mapping[str, Any]) -> None:
         if "node_rank" not in job:

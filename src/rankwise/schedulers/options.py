@@ -26,12 +26,12 @@ GPUS = Option(
     "gpus", "The GPUs to use, by number; all by default.", metavar="0,2", check=_numbers, heading="This run"
 )  # fmt: skip
 HOSTS = Option(
-    "hosts", "Hosts to reach by ssh, and how many ranks on each.", metavar="A:2,B:2", spellings=("-H", "--host", "--hosts"),
+    "hosts", "Hosts to reach over ssh, and how many ranks on each.", metavar="A:2,B:2", spellings=("-H", "--host", "--hosts"),
     heading=_NODES,
 )  # fmt: skip
 HOSTFILE = Option("hostfile", "A file of them: `host slots=2` a line.", metavar="FILE", instead_of="hosts", heading=_NODES)
 NODES = Option(
-    "nodes", "How many nodes; MIN:MAX goes on while MIN of them are left.", metavar="N|MIN:MAX",
+    "nodes", "How many nodes; MIN:MAX continues while MIN of them are left.", metavar="N|MIN:MAX",
     spellings=("--nodes", "--nnodes"), within=True, heading=_NODES,
     check=lambda value: None if counts(value) != (0, 0) else "a number of nodes, or the fewest and the most: 1:4",
 )  # fmt: skip
@@ -40,11 +40,11 @@ GPUS_PER_NODE = Option(
     check=matching(r"([A-Za-z0-9_.-]+:)?[0-9]+", "a number, or a type and a number: a100:4"),
 )  # fmt: skip
 NODE_RANK = Option(
-    "node_rank", "Started by hand on each node: which of them this is, from 0.", kind=int, metavar="N",
+    "node_rank", "Started manually on each node: which of them this is, from 0.", kind=int, metavar="N",
     spellings=("--node-rank", "--node_rank"), site=False, heading=_NODES,
 )  # fmt: skip
 MASTER_ADDR = Option(
-    "master_addr", "Started by hand: the first of the nodes.", metavar="HOST", spellings=("--master-addr", "--master_addr"),
+    "master_addr", "Started manually: the first of the nodes.", metavar="HOST", spellings=("--master-addr", "--master_addr"),
     heading=_NODES,
 )  # fmt: skip
 SETUP = Option(

@@ -31,7 +31,7 @@ _CONNECT = r"^ssh: connect to host \S+ port (?P<port>\S+): "
 _LAST_WORDS = (
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "{host} shows another key than the one that is known for it: it was set up anew, or somebody stands between; "
+        "{host} shows another key than the one that is known for it: it was reinstalled, or somebody intercepts it; "
         "if you know why, type: ssh-keygen -R {name}; ssh {host} true",
     ),
     (

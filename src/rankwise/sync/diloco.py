@@ -149,7 +149,7 @@ class DiLoCo(LocalSGD):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if "anchors" not in state:
-            raise ConfigError("the checkpoint was made with another strategy: set sync back, or start anew with --fresh")
+            raise ConfigError("the checkpoint was made with another strategy: set sync back, or start a new run with --fresh")
         places = {name: p.device for name, p in self._local.named_parameters().items()}
         self._anchors = {name: t.to(places.get(name, t.device)).clone() for name, t in state["anchors"].items()}
         self._velocities = {name: t.to(places.get(name, t.device)).clone() for name, t in state["velocities"].items()}

@@ -329,7 +329,7 @@ class LocalSGD:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "done" not in state:
-            raise ConfigError("the checkpoint was made with another strategy: set sync back, or start anew with --fresh")
+            raise ConfigError("the checkpoint was made with another strategy: set sync back, or start a new run with --fresh")
         self._done, self._next, self._averages = state["done"], state["next"], state["averages"]
         self._began_period = state["began"]
         self.averaged_at = list(state.get("averaged_at", ()))

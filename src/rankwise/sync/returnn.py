@@ -38,7 +38,7 @@ _TORCH = {
     **dict.fromkeys(("backend", "timeout_sec", "class", "options"), _ANY),
 }
 _AVERAGES = (
-    "steps are counted over the whole training, and not anew in each epoch; replicas are weighted by their samples, "
+    "steps are counted over the whole training, not from 0 in each epoch; replicas are weighted by their samples, "
     "floating-point buffers (running statistics) are averaged too, and evaluation, checkpoints and the end of the training "
     "use the average"
 )

@@ -44,4 +44,4 @@ class SkippedSteps:
             raise StepError(f"{why}, in each of the {self.in_a_row} steps: nothing was trained")
         if self.in_a_row <= _PRINTED:
             more = f"; more are only counted, and {_MOST_IN_A_ROW} in a row end the run" if self.in_a_row == _PRINTED else ""
-            self._say(f"warning: step {state.step} is left out on all ranks: {why} ({state.steps_left_out} so far){more}")
+            self._say(f"warning: step {state.step} is skipped on all ranks: {why} ({state.steps_left_out} so far){more}")

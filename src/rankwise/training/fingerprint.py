@@ -43,13 +43,13 @@ class Fingerprint:
             before = ", ".join(f"{name} {_shown(old)}" for name, old, _ in changed)
             now = ", ".join(f"{name} {_shown(new)}" for name, _, new in changed)
             raise ConfigError(
-                f"this run was begun with {before}, and the script now says {now}: another training; set it back, or start "
-                "anew with --fresh, or beside it with --name NAME"
+                f"this run started with {before}, and the script now has {now}; set it back, or "
+                "start a new run with --fresh or --name NAME"
             )
         for name, old, new in differences(state["kept"], self._kept):
             log.warn(
-                f"{name} stays {_shown(old)}, as this run was begun (the script now says {_shown(new)}); a schedule that is "
-                "trained beyond its end may rise again. For another one start anew with --fresh, or beside it with --name NAME"
+                f"{name} stays {_shown(old)}, as this run started (the script now has {_shown(new)}); a schedule may rise "
+                "again after its end. To use the new one, start a new run with --fresh or --name NAME"
             )
         self._kept.update(state["kept"])
 

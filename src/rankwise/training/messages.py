@@ -41,7 +41,7 @@ def ended(state: TrainState, steps_before: int, elapsed: str, where: Path) -> st
     """`elapsed`: the time, and what it went into; `steps_before`: those of earlier starts of the run."""
     figures = ", ".join(f"{name} {value:.4g}" for name, value in state.metrics.items())
     if state.steps_left_out:
-        figures += f", {state.steps_left_out} steps left out"
+        figures += f", {state.steps_left_out} steps skipped"
     before = f" ({steps_before} of them before)" if steps_before else ""
     reason = f" ({state.stop_reason})" if state.stop_reason else ""
     how = f"stopped by the script{reason}" if state.stopped else "done"
