@@ -1,0 +1,61 @@
+"""Words that no message and no page uses: each has a plain one in its place, the same everywhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SOURCES = sorted((ROOT / "src" / "rankwise").rglob("*.py"))
+
+WRONG = {
+    r"life|lives": "attempt, attempts",
+    r"anew": "again, from scratch",
+    r"left out": "skipped",
+    r"(is|are|was) told": "rankwise reports, prints",
+    r"is said": "rankwise reports, prints",
+    r"by ssh": "over ssh",
+    r"(one|a task|a rank) a (GPU|node|device|rank|host)": "one per ...",
+    r"in (the )?place of": "instead of",
+    r"goes on where": "resumes",
+    r"by hand": "manually",
+    r"of one's own": "your own",
+    r"is none of": "is not",
+}
+_ANY = re.compile(rf"\b({'|'.join(WRONG)})\b", re.IGNORECASE)
+
+
+def wrong(text: str) -> list[str]:
+    return [found[0] for found in _ANY.finditer(" ".join(text.split()))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_a_page_uses_plain_words(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert wrong(re.sub(r"`[^`]*`", "", text)) == []
+
+
+def messages(tree: ast.AST) -> Iterator[str]:
+    """What a file may print: strings with a space in them that are no docstrings."""
+    bodies = [body for node in ast.walk(tree) if isinstance(body := getattr(node, "body", None), list)]
+    docstrings = {id(statement.value) for body in bodies for statement in body if isinstance(statement, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value and id(node) not in docstrings:
+            yield node.value
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src" / "rankwise")))
+def test_a_message_uses_plain_words(source: Path) -> None:
+    assert [text for text in messages(ast.parse(source.read_text())) if wrong(text)] == []
+
+
+def test_each_wrong_word_is_found() -> None:
+    assert wrong("its last life, begun anew") == ["life", "anew"]
+    assert wrong("one a GPU is told by\n  ssh") == ["one a GPU", "is told", "by ssh"]
+    assert wrong("it lived, alive, livestock, by sshd, one per GPU") == []
+    assert list(messages(ast.parse('"""A doc string."""\nx = f"a life {1}"\ny = "key"\n'))) == ["a life "]
