@@ -294,8 +294,8 @@ trainer.fit()
     run = launch(source, options=("--nproc", "2", "--max-restarts", "2"))
     assert run.wait() == 0
     assert "rank 1 was killed by SIGKILL at step 20" in run.output()
-    assert "starting all ranks again, 1 of 2" in run.output()
-    assert "going on from step" in run.output()
+    assert "restarting all ranks, 1 of 2" in run.output()
+    assert "resuming from step" in run.output()
     assert [life.status for life in run.run.lives()] == [137, 0]
     assert not run.run.failure.exists()
     assert {record["step"] for record in run.run.read_metrics()} == set(range(1, 41))
@@ -329,7 +329,7 @@ def test_a_request_to_stop_a_run_that_fails_too_is_not_answered_by_another_start
     [_, second] = run.pids()
     wait_for(lambda: "step 2" in run.run.log(0).read_text(), "the step")
     run.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: "all ranks stop after the step" in run.output(), "the request")
+    wait_for(lambda: "all ranks stop after the current step" in run.output(), "the request")
     os.kill(second, signal.SIGKILL)
     assert run.wait() == 137
     assert len(run.run.lives()) == 1
@@ -339,7 +339,7 @@ def test_restarts_end_when_they_are_used_up(launch) -> None:
     run = launch("raise SystemExit(5)", options=("--nproc", "2", "--max-restarts", "2"))
     assert run.wait() == 5
     assert [life.status for life in run.run.lives()] == [5, 5, 5]
-    assert run.output().count("starting all ranks again") == 2
+    assert run.output().count("restarting all ranks") == 2
 
 
 def test_the_warm_process_killed_before_the_ranks_are_there_does_no_harm(launch) -> None:

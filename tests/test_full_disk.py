@@ -45,7 +45,7 @@ def test_the_verdict_is_said_with_the_ranks_status_though_it_cannot_be_recorded(
     assert done.returncode == status, output
     assert re.search(rf"^rankwise: {said}, on \S+; its output is in \S+/logs/rank-1.log$", output, re.MULTILINE), output
     path = tmp_path / "runs" / "script" / "failure.json"
-    assert f"rankwise: this end is not recorded: cannot write {path}: File too large; exit status {status}" in output
+    assert f"rankwise: cannot record this end: cannot write {path}: File too large; exit status {status}" in output
     assert output.count("Traceback") == (fault.startswith("full"))
     assert "before any rank was started" not in output
 
@@ -54,8 +54,8 @@ def test_a_restart_that_the_disk_does_not_take_leaves_the_first_failures_verdict
     (tmp_path / "script.py").write_text(FULL.replace("FAULT", "sys.exit(7)"))
     done = rankwise("run", "--nproc", "2", "--max-restarts", "3", "script.py")
     assert done.returncode == 7, done.stderr
-    assert "rank 1 left with status 7; starting all ranks again, 1 of 3" in done.stderr
-    assert "the ranks are not started again: cannot write" in done.stderr
+    assert "rank 1 left with status 7; restarting all ranks, 1 of 3" in done.stderr
+    assert "the ranks are not restarted: cannot write" in done.stderr
 
 
 def test_the_status_is_the_ranks_own_though_the_full_disk_has_the_output_of_the_run_too(launch) -> None:

@@ -272,11 +272,11 @@ def test_ctrl_c_stops_all_ranks_after_the_same_step_and_the_resumed_run_ends_as_
     assert run.wait() == 130
     [saved] = run.run.checkpoints.iterdir()
     step = int(saved.name.removeprefix("step-"))
-    assert f"stopped by SIGINT after step {step}; to go on, type: rankwise run --nproc 2 " in run.output()
+    assert f"stopped by SIGINT after step {step}; to resume, type: rankwise run --nproc 2 " in run.output()
     assert "Traceback" not in run.output()
     again = launch(train(steps=100))
     assert again.wait() == 0
-    assert f"going on from step {step} " in again.output()
+    assert f"resuming from step {step} " in again.output()
     steps = [record["step"] for record in again.run.read_metrics()]
     assert steps == list(range(1, 101))
     assert {record["life"] for record in again.run.read_metrics() if record["step"] > step} == {2}
@@ -326,7 +326,7 @@ def test_a_request_while_the_script_loads_is_answered_at_its_first_step(launch, 
     (tmp_path / "go").touch()
     assert run.wait() == 75, run.output()
     [saved] = run.run.saved()
-    assert f"stopped by {name} after step {int(saved.removeprefix('step-'))}; to go on" in run.output()
+    assert f"stopped by {name} after step {int(saved.removeprefix('step-'))}; to resume" in run.output()
 
 
 def test_a_grace_that_ends_while_the_script_loads_has_lost_nothing(launch, tmp_path: Path) -> None:
@@ -491,7 +491,7 @@ def test_a_run_killed_with_everything_goes_on_from_its_last_checkpoint(launch) -
     run.process.wait()
     again = launch(train(steps=100))
     assert again.wait() == 0
-    assert "going on from step" in again.output()
+    assert "resuming from step" in again.output()
     assert {record["step"] for record in again.run.read_metrics()} == set(range(1, 101))
 
 
@@ -572,7 +572,7 @@ def test_a_second_ctrl_c_in_a_training_is_no_failure(launch) -> None:
     wait_for(lambda: run.steps() >= 1, "a step")
     run.process.send_signal(signal.SIGINT)
     wait_for(
-        lambda: "SIGINT: all ranks stop after the step they are in, and save, within 120 s\n" in run.output(),  # no terminal
+        lambda: "SIGINT: all ranks stop after the current step, and save, within 120 s\n" in run.output(),  # no terminal
         "an answer",
     )
     run.process.send_signal(signal.SIGINT)

@@ -80,5 +80,8 @@ def test_ranks_whose_output_cannot_be_shown_go_on_and_that_is_said_once() -> Non
     Path("train.py").write_text("for i in range(3): print(i, flush=True)")
     done = in_shell(f"{COMMAND} run --nproc 1 train.py > /dev/full")
     assert done.returncode == 0
-    assert done.stderr.count("what the ranks print is no longer shown here (No space left on device); it is in their logs") == 1
+    assert (
+        done.stderr.count("the output of the ranks is no longer shown here (No space left on device); read it in their logs")
+        == 1
+    )
     assert RunDir(Path("runs/train")).log(0).read_text() == "0\n1\n2\n"

@@ -330,7 +330,7 @@ def test_a_run_goes_on_with_the_same_global_batches_on_another_number_of_ranks(b
     assert max(abs(a - b) for (_, a), (_, b) in zip(got, plain, strict=True)) < 1e-9
     said = answers[0][1]
     assert f"the checkpoint was made on {before} rank" in said
-    assert "going on from step 6 (epoch 2)" in said
+    assert "resuming from step 6 (epoch 2)" in said
 
 
 def batch_size_of_a_rank(folder: Path, max_steps: int) -> tuple[Flat, str]:
@@ -451,8 +451,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(tmp_path:
     for rank, (parameters, said) in enumerate(on_ranks(2, damaged_newest, run)):
         assert np.array_equal(parameters, expected)
         if rank == 0:
-            assert f"passed over: {newest / 'optimizer.pt'} has 0 of" in said
-            assert f"going on from step {int(older.name[5:])} " in said
+            assert f"skipped a checkpoint: {newest / 'optimizer.pt'} has 0 of" in said
+            assert f"resuming from step {int(older.name[5:])} " in said
 
 
 # --- evaluation

@@ -289,7 +289,7 @@ def report(run: str | None) -> None:
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True, help="As JSON: run, path, alive, job, lives, last, failure, ...")
+@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON, for programs.")
 @click.argument("run", metavar="[RUN]", required=False)
 def status(run: str | None, as_json: bool) -> None:
     """Tell whether a run waits, runs or has ended.

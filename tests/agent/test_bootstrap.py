@@ -86,7 +86,7 @@ def test_who_sits_at_a_terminal_is_told_what_a_second_ctrl_c_does() -> None:
     said = os.read(master, 1 << 16)
     os.close(master)
     os.close(slave)
-    assert b"all ranks stop after the step they are in, and save, within 120 s; Ctrl-C again kills them" in said
+    assert b"all ranks stop after the current step, and save, within 120 s; Ctrl-C again kills them" in said
 
 
 def test_an_agent_that_the_head_starts_is_greeted_with_the_plan_and_its_own_number_and_ranks(monkeypatch: Any) -> None:

@@ -157,7 +157,7 @@ def test_all_nodes_stop_after_the_same_step(agents: New) -> None:
     steps = {run.log(rank).strip() for rank in range(4)}
     assert len(steps) == 1
     assert run.run.lives()[-1].outcome == f"stopped by SIGTERM after step {steps.pop()}"
-    assert out.count("SIGTERM: all ranks stop after the step they are in") == 1
+    assert out.count("SIGTERM: all ranks stop after the current step") == 1
 
 
 ALARMS = """
@@ -219,7 +219,7 @@ def test_a_time_that_is_over_stops_all_nodes_after_the_same_step(agents: New) ->
     status, out = run.wait()
     assert (status, len({run.log(rank) for rank in range(3)})) == (75, 1)
     assert out.startswith(
-        "rankwise: 3.0 s are over, the time that this run has\nrankwise: SIGTERM: all ranks stop after the step they are in"
+        "rankwise: the time limit of this run, 3.0 s, is over\nrankwise: SIGTERM: all ranks stop after the current step"
     )
 
 
@@ -285,7 +285,7 @@ def test_all_ranks_of_all_nodes_start_again_after_a_failure(agents: New) -> None
     run = agents().start(source, A, B, max_restarts=1)
     status, out = run.wait()
     assert (status, [life.status for life in run.run.lives()]) == (0, [3, 0])
-    assert out == "rankwise: rank 2 left with status 3; starting all ranks again, 1 of 1\n"
+    assert out == "rankwise: rank 2 left with status 3; restarting all ranks, 1 of 1\n"
     assert {told(run, rank)["TORCHELASTIC_RESTART_COUNT"] for rank in range(3)} == {"1"}
 
 

@@ -92,10 +92,10 @@ def test_ls_sees_what_is_cut_and_with_verify_what_is_changed(folder: Path, typed
     assert [s.split(":")[0] for s in states] == ["sizes fit", "sizes fit", "damaged", "damaged", "damaged"]
     assert "model.pt is not as long" in states[2]
     assert "rng.pt: No such file" in states[3]
-    assert "manifest.json is damaged" in states[4]
+    assert "manifest.json is corrupted" in states[4]
     lines = typed("ls", "a", "--verify").output.splitlines()[1:]
     assert lines[0].endswith("verified")
-    assert lines[1].endswith("model.pt is damaged in tensor 0.weight")
+    assert lines[1].endswith("model.pt is corrupted in tensor 0.weight")
 
 
 def test_show_tells_parts_tensors_types_shapes_and_sizes(typed: Run) -> None:
@@ -123,9 +123,9 @@ def test_verify_names_each_damaged_file_and_tensor_and_ends_with_1(folder: Path,
     short = Path("runs/a/checkpoints")
     assert done.output.splitlines() == [
         "step-00000100 is whole",
-        f"{short}/step-00000200/model.pt is damaged in tensor 0.weight",
+        f"{short}/step-00000200/model.pt is corrupted in tensor 0.weight",
         "step-00000300 is whole",
-        f"{short}/step-00000400/model.pt is damaged in tensor 0.weight",
+        f"{short}/step-00000400/model.pt is corrupted in tensor 0.weight",
         *[line for line in done.output.splitlines() if "rng.pt has 0 of" in line],
         "step-00000500 is whole",
     ]
@@ -230,7 +230,7 @@ def test_a_damaged_checkpoint_is_neither_exported_nor_averaged(folder: Path, tmp
     for words in (("export",), ("average", "--last", "2")):
         done = typed(*words, "--to", "m.pt")
         assert done.exit_code == 1
-        assert "step-00000500/model.pt is damaged in tensor 0.weight" in done.output
+        assert "step-00000500/model.pt is corrupted in tensor 0.weight" in done.output
     assert not (tmp_path / "m.pt").exists()
     (folder / "step-00000400" / "optimizer.pt").write_bytes(b"")  # not the model's file: the model is whole
     assert typed("export", "--checkpoint", "400", "--to", "m.pt").exit_code == 0
@@ -269,7 +269,7 @@ def test_the_last_verified_one_is_never_removed(folder: Path, typed: Run) -> Non
     (folder / "step-00000200" / "model.pt").write_bytes(b"")
     done = typed("prune", "--keep-last", "1", "--yes")
     assert done.exit_code == 1
-    assert "no checkpoint in runs/a/checkpoints is whole, so none is removed" in done.output
+    assert "no checkpoint in runs/a/checkpoints is intact, so none is removed" in done.output
     assert names(folder) == [200, 300, 400, 500]
 
 

@@ -75,7 +75,7 @@ def test_a_damaged_tensor_is_named(folder: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(CheckpointError) as caught:
         manifests.verify(folder)
-    assert str(caught.value) == f"{path} is damaged in tensor b/c"
+    assert str(caught.value) == f"{path} is corrupted in tensor b/c"
 
 
 def test_a_checkpoint_from_before_there_were_metrics_in_it_is_read(folder: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_manifest_of_which_a_byte_has_changed_is_damaged_though_it_says_the_sa
     before, found, after = manifest.text().rpartition(old)
     assert found
     path.write_text(before + new + after)
-    with pytest.raises(CheckpointError, match=f"{path} is damaged"):
+    with pytest.raises(CheckpointError, match=f"{path} is corrupted"):
         Manifest.read(folder)
 
 
@@ -124,7 +124,7 @@ def test_a_hole_over_many_tensors_names_the_first_and_counts_the_others(tmp_path
     assert at is not None
     data = file.read_bytes()
     file.write_bytes(data[:at] + bytes(600) + data[at + 600 :])
-    with pytest.raises(CheckpointError, match=r"model.pt is damaged in tensors 0.weight, 0.bias, 1.weight and \d more$"):
+    with pytest.raises(CheckpointError, match=r"model.pt is corrupted in tensors 0.weight, 0.bias, 1.weight and \d more$"):
         manifests.verify(path)
 
 
@@ -135,7 +135,7 @@ def test_a_damaged_tensor_that_does_not_lie_in_order_is_named_too(tmp_path: Path
     data = bytearray(file.read_bytes())
     data[data.index(torch.arange(400.0).numpy().tobytes()) + 801] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"model.pt is damaged in tensor 0$"):
+    with pytest.raises(CheckpointError, match=r"model.pt is corrupted in tensor 0$"):
         manifests.verify(path)
 
 
@@ -163,11 +163,11 @@ def test_a_manifest_that_is_missing_damaged_or_of_another_version_says_so(folder
     whole = json.loads(text)
     for damaged in (b"", b"{", b"null", b"[]", b"3", text[:-10].encode(), b"\xff" + text.encode(), b"{}"):
         path.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=f"{path} is damaged"):
+        with pytest.raises(CheckpointError, match=f"{path} is corrupted"):
             Manifest.read(folder)
     for change in ({"files": {"model.pt": {"bytes": 3}}}, {"unknown": 1}, {"files": {"m": 3}}):
         path.write_text(json.dumps({**whole, **change}))
-        with pytest.raises(CheckpointError, match=f"{path} is damaged"):
+        with pytest.raises(CheckpointError, match=f"{path} is corrupted"):
             Manifest.read(folder)
     for version in (0, 99):
         path.write_text(json.dumps({**whole, "version": version}))
@@ -182,5 +182,5 @@ def test_a_manifest_that_is_missing_damaged_or_of_another_version_says_so(folder
 def test_a_manifest_of_which_the_files_are_no_mapping_is_damaged(folder: Path, files: Any) -> None:
     path = folder / manifests.NAME
     path.write_text(json.dumps({**json.loads(path.read_text()), "files": files}))
-    with pytest.raises(CheckpointError, match=f"{path} is damaged"):
+    with pytest.raises(CheckpointError, match=f"{path} is corrupted"):
         Manifest.read(folder)

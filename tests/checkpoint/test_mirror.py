@@ -147,7 +147,7 @@ def test_a_damaged_one_there_is_named_and_changes_nothing_here(here: Path, there
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=rf"^{path.name} of file://.*: {path.name}/model.pt is damaged"):
+    with pytest.raises(CheckpointError, match=rf"^{path.name} of file://.*: {path.name}/model.pt is corrupted"):
         mirror.fetch(path.name, here)
     assert loaded(here) == 7
     assert [p.name for p in here.iterdir()] == [path.name]
@@ -301,7 +301,7 @@ def test_a_store_that_cannot_be_read_does_not_begin_anew_in_silence(
     parts = of_step(-1)
     assert checkpoints.load_latest(parts) is not None
     assert step_in(parts) == 8
-    assert "403 Forbidden; going on with what is here" in capsys.readouterr().out
+    assert "403 Forbidden; using the local checkpoints" in capsys.readouterr().out
 
 
 # --- as a Trainer does

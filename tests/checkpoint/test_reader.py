@@ -255,7 +255,7 @@ def test_a_byte_that_differs_when_it_is_read_is_found_and_the_tensor_named(
     for name, at in record.layout.items():
         with monkeypatch.context() as patch:
             flip(patch, at.offset or 0)
-            with pytest.raises(DamagedError, match=rf"part.pt is damaged in tensor {name}$"):
+            with pytest.raises(DamagedError, match=rf"part.pt is corrupted in tensor {name}$"):
                 reader.read(path, record, model)
     state = reader.read(path, record, model)
     model.load_state_dict(state)
@@ -288,7 +288,7 @@ def test_a_bit_outside_the_tensors_that_differs_when_it_is_read_is_damage(
         return bytes(data)
 
     monkeypatch.setattr(os, "pread", flipped)
-    with pytest.raises(DamagedError, match=r"part.pt is damaged outside its tensors$"):
+    with pytest.raises(DamagedError, match=r"part.pt is corrupted outside its tensors$"):
         reader.read(path, record)
 
 
@@ -321,7 +321,7 @@ def test_a_bit_that_flips_on_the_way_to_one_rank_has_all_ranks_load_the_one_befo
     for step in (1, 2):
         path = Checkpoints(tmp_path, background=False).save(of_step(step), step)
     where = ", as rank 1 reads it" if on else ""
-    said = [f"checkpoint passed over: {path / 'model.pt'} is damaged in tensor value{where}"]
+    said = [f"skipped a checkpoint: {path / 'model.pt'} is corrupted in tensor value{where}"]
     assert on_ranks(2, load_with_a_flip, tmp_path, on) == [(1, 1, said), (1, 1, [])]
 
 
@@ -384,5 +384,5 @@ def test_a_file_from_before_its_rest_had_a_sum_is_read(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[record.layout["value"].offset or 0] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="damaged in tensor value"):
+    with pytest.raises(CheckpointError, match="corrupted in tensor value"):
         reader.read(path, old)

@@ -192,7 +192,7 @@ def test_a_damaged_one_is_had_from_a_node_where_it_is_whole(disk: str, tmp_path:
     found = on_nodes(load, tmp_path, APART, "node")
     assert [step for step, _ in found] == [3] * 4
     said = "".join(text for _, text in found)
-    assert f"checkpoint passed over: {path} is damaged in tensor value" in said
+    assert f"skipped a checkpoint: {path} is corrupted in tensor value" in said
     assert steps(tmp_path, disk) == [2, 3]
 
 
@@ -228,7 +228,7 @@ def load_as_one_rank_misreads(tmp: Path, times: int) -> tuple[int | None, str]:
     def misread(path: Path, *args: Any) -> Any:
         if left[0] and path.name == "model.pt":
             left[0] -= 1
-            raise DamagedError(f"{path} is damaged in tensor value")
+            raise DamagedError(f"{path} is corrupted in tensor value")
         return read(path, *args)
 
     sharding.read = misread  # type: ignore[assignment]

@@ -157,7 +157,7 @@ def test_the_direction_is_known_of_a_loss_alone() -> None:
     assert Best.of(None, None) is None
     with pytest.raises(ConfigError, match=r"keep_best='eval_accuracy': is more of it better\? Say larger_is_better=True"):
         Best.of("eval_accuracy", None)
-    with pytest.raises(ConfigError, match="larger_is_better=False says nothing without keep_best"):
+    with pytest.raises(ConfigError, match="larger_is_better=False needs keep_best"):
         Best.of(None, False)
 
 
@@ -175,7 +175,7 @@ def test_what_is_not_finite_or_not_measured_is_never_the_best(larger: bool) -> N
 
 
 def test_a_figure_that_there_is_not_is_an_error_that_lists_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match="keep_best='x': nothing measures that; the figures that there are: a, b"):
+    with pytest.raises(ConfigError, match="keep_best='x': no such metric; the metrics are: a, b"):
         Best("x", larger_is_better=False).check({"b": 1.0, "a": NAN})
     Best("b", larger_is_better=False).check({"b": NAN})
 
@@ -263,7 +263,7 @@ def test_a_life_that_asks_for_another_figure_keeps_the_best_by_that(folder: Path
     checkpoints = store(folder, name="eval_accuracy", larger=True)
     assert best_step(checkpoints) is None
     assert save(checkpoints, {3: 0.5, 4: 0.4}, "eval_accuracy") == [3, 4]
-    with pytest.raises(ConfigError, match=r"best\(\) needs to know by which figure"):
+    with pytest.raises(ConfigError, match=r"best\(\) needs to know by which metric"):
         Checkpoints(folder, background=False).best()
     assert not Checkpoints(folder, background=False).is_best({})
 
@@ -310,4 +310,4 @@ def ask_on_ranks(folder: Path) -> tuple[bool, bool, str]:
 def test_all_ranks_agree_on_what_is_the_best(folder: Path) -> None:
     save(store(folder), {1: 1.0})
     answers = on_ranks(2, ask_on_ranks, folder)
-    assert answers == [(True, False, "keep_best='eval_loss': nothing measures that; the figures that there are: loss")] * 2
+    assert answers == [(True, False, "keep_best='eval_loss': no such metric; the metrics are: loss")] * 2

@@ -232,7 +232,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
         path.write_bytes(kinds[damage])
     assert loaded(folder) == 1
     said = capsys.readouterr().out
-    assert "warning: checkpoint passed over" in said
+    assert "warning: skipped a checkpoint" in said
     assert str(path) in said
 
 
@@ -297,7 +297,7 @@ def test_the_damaged_tensor_is_named_where_a_bit_lies_in_one(folder: Path, capsy
     path.write_bytes(data)
     assert loaded(folder) == 1
     said = capsys.readouterr().out
-    assert f"{path} is damaged in tensor value" in said
+    assert f"{path} is corrupted in tensor value" in said
 
 
 def test_when_all_are_damaged_the_error_says_what_to_type(folder: Path) -> None:
@@ -656,7 +656,7 @@ def test_a_part_that_may_begin_anew_need_not_be_in_a_checkpoint(folder: Path, ca
     Checkpoints(folder, background=False).save({"a": Box(1)}, 3)
     new = Box(5)
     assert Checkpoints(folder).resume({"a": Box(), "ema": new}, may_begin_anew=["ema"]) == 3
-    assert "the checkpoint has no ema: it begins now\n" in capsys.readouterr().out
+    assert "the checkpoint has no ema: it starts now\n" in capsys.readouterr().out
     assert new.state_dict() == Box(5).state_dict()
     with pytest.raises(ConfigError, match="has no ema"):
         Checkpoints(folder).resume({"a": Box(), "ema": Box()})

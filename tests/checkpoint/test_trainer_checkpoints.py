@@ -70,7 +70,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 def damaged_and_resumed(folder: Path, name: str) -> tuple[list[float], dict[str, tuple[list[float], str, str]]]:
-    """Stopped at 5 and at 7 of 10 steps; what comes out when the checkpoint of step 7 is damaged in this file."""
+    """Stopped at 5 and at 7 of 10 steps; what comes out when the checkpoint of step 7 is corrupted in this file."""
     unbroken, _ = fit(folder / "unbroken", 10)
     fit(folder / "run", 5)
     fit(folder / "run", 7)
@@ -88,8 +88,8 @@ def test_a_trainer_goes_on_from_the_checkpoint_before_one_with_a_damaged_file(na
     [(unbroken, ends)] = on_ranks(1, damaged_and_resumed, tmp_path, name)
     assert set(ends) == set(DAMAGES)
     for damage, (parameters, said, path) in ends.items():
-        assert f"warning: checkpoint passed over: {path}" in said, damage
-        assert "going on from step 5" in said, damage
+        assert f"warning: skipped a checkpoint: {path}" in said, damage
+        assert "resuming from step 5" in said, damage
         assert parameters == unbroken, damage
         left = [p.name for p in (Path(path).parents[1]).iterdir()]
         assert sorted(left) == ["step-00000005", "step-00000010"], damage  # the damaged one went
@@ -289,7 +289,7 @@ def error_of(function: Callable[..., Any], *args: Any, **settings: Any) -> tuple
             "without a function Evaluate measures eval_loss alone",
         ),
         ({"keep_best": "eval_accuracy", "eval_data": data(), "eval_fn": len}, "is more of it better"),
-        ({"larger_is_better": True}, "larger_is_better=True says nothing without keep_best"),
+        ({"larger_is_better": True}, "larger_is_better=True needs keep_best"),
     ],
 )
 def test_a_figure_that_cannot_be_is_an_error_at_once(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -303,5 +303,5 @@ def test_a_figure_that_there_is_not_is_an_error_after_the_first_evaluation(tmp_p
     answers = on_ranks(2, error_of, fit_scripted, tmp_path / "run", keep_best="eval_los", larger_is_better=False)
     for kind, said in answers:
         assert kind == "ConfigError"
-        assert "keep_best='eval_los': nothing measures that; the figures that there are: eval_loss" in said
+        assert "keep_best='eval_los': no such metric; the metrics are: eval_loss" in said
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("eval_loss") == 1

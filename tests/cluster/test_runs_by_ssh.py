@@ -93,7 +93,7 @@ def test_ctrl_c_stops_all_ranks_of_all_hosts_after_one_step(hosts: Start, launch
     assert status == (130 if signum == signal.SIGINT else 75), out
     last = {Path(f"stopped-{rank}").read_text() for rank in range(3)}
     assert len(last) == 1
-    assert f"rankwise: stopped by {signal.Signals(signum).name} after step {last.pop()}; to go on, type: " in out
+    assert f"rankwise: stopped by {signal.Signals(signum).name} after step {last.pop()}; to resume, type: " in out
 
 
 @pytest.mark.parametrize("step_s", ["1", pytest.param("5", marks=pytest.mark.stress(dose="whole"))])

@@ -172,7 +172,7 @@ def test_batches_by_tokens_go_on_anywhere_on_another_number_of_ranks(workers: in
         assert second[0].accumulate == 2  # a micro-batch is no larger than it was
         got += global_batches([steps_of(loader) for loader in second])
         assert got == expected, stop
-    assert "going on with the checkpoint's global batch of 240 tokens instead of 999" in capsys.readouterr().out
+    assert "resuming with the checkpoint's global batch of 240 tokens instead of 999" in capsys.readouterr().out
 
 
 def test_lengths_that_changed_since_the_checkpoint_are_an_error_in_the_middle_of_a_batch() -> None:

@@ -176,7 +176,7 @@ def test_another_number_of_ranks_goes_on_only_where_an_epoch_begins() -> None:
     middle = loader.state_dict()
     steps_of(loader, 1)
     (two, _) = loaders(OfRank((9, 9)), 2, max_epochs=2)
-    with pytest.raises(ConfigError, match=r"made on 1 ranks in the middle of an epoch .* go on with 1 ranks"):
+    with pytest.raises(ConfigError, match=r"made on 1 ranks in the middle of an epoch .* resume with 1 ranks"):
         two.load_state_dict(middle)
     assert loader.position == 0
     two.load_state_dict(loader.state_dict())

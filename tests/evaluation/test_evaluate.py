@@ -249,7 +249,7 @@ def test_an_object_of_ones_own_is_merged_or_communicates_itself(kind: type[Words
     [
         (Words, r"compute\(\) of 'words' gave .* on rank 0 and .*merge_state\(others\)"),
         (Raises, "KeyError: 'no such word'"),
-        (Vector, r"compute\(\) of 'words' returned Tensor of shape \(3,\); a figure is one number"),
+        (Vector, r"compute\(\) of 'words' returned Tensor of shape \(3,\); a metric is one number"),
     ],
 )
 def test_a_metric_that_cannot_be_told_is_an_error_on_every_rank(kind: type[Words], text: str) -> None:
@@ -267,7 +267,7 @@ def test_what_is_no_metric_object_is_named() -> None:
 
 
 def test_two_figures_of_one_name_are_an_error() -> None:
-    with pytest.raises(StepError, match="two figures are called 'x'"):
+    with pytest.raises(StepError, match="two metrics are called 'x'"):
         figures(3, lambda model, batch: {"x": (1.0, 1)}, {"x": Merged()})
     with pytest.raises(StepError, match="the function of Evaluate returned NoneType"):
         figures(3, lambda model, batch: None, None)

@@ -245,7 +245,7 @@ def test_a_run_that_is_not_waited_for_can_be_asked_stopped_and_gone_on_with(
     again.cancel()
     with pytest.raises(Stopped):
         again.result()
-    assert "going on from step" in RunDir(run.run_dir).log(0).read_text()
+    assert "resuming from step" in RunDir(run.run_dir).log(0).read_text()
 
 
 def test_a_request_while_a_function_loads_has_lost_nothing(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_ctrl_c_stops_all_ranks_saved_and_is_the_callers(caller: Callable[[], su
     assert run.lives()[-1].status == 130
     assert run.saved()
     assert "KeyboardInterrupt" in (tmp_path / "out.txt").read_text()
-    assert "to go on, call it again" in (tmp_path / "out.txt").read_text()
+    assert "to resume, call it again" in (tmp_path / "out.txt").read_text()
 
 
 def test_a_caller_that_is_killed_leaves_nothing_running_and_a_checkpoint(

@@ -97,7 +97,7 @@ def test_a_preempted_job_saves_after_one_step_and_goes_on_in_its_next_start(exec
     assert steps == list(range(1, STEPS + 1))  # no gap, no repeat
     told = job.stderr() + job.stdout()
     assert "Requeued job" in told
-    assert "going on from step" in told
+    assert "resuming from step" in told
 
 
 def test_a_stop_for_another_reason_is_no_requeue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_a_changed_byte_is_found_and_its_place_told(tmp_path: Path) -> None:
         raw.seek(at)
         raw.write(b"\xff")
     with pytest.raises(
-        DataError, match=r"x\.h5 is damaged: of x the bytes \d+ to \d+ of the file are not those that were written"
+        DataError, match=r"x\.h5 is corrupted: of x the bytes \d+ to \d+ of the file are not those that were written"
     ):
         dataset.verify()
 

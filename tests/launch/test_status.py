@@ -113,7 +113,7 @@ def test_a_run_of_this_machine_is_told_and_ended(launch: Callable[..., Launched]
     assert (found["alive"], found["job"], found["writer"]["pid"]) == (True, None, alive.process.pid)
     assert ", running for " in rankwise("status", "script").stdout
     done = rankwise("cancel", "script")
-    assert done.stdout == (f"pid {alive.process.pid} is asked to stop: all ranks stop after the step they are in, and save\n")
+    assert done.stdout == (f"pid {alive.process.pid} is asked to stop: all ranks stop after the current step, and save\n")
     assert alive.wait() != 0
     assert alive.run.lives()[-1].outcome == "ended by SIGTERM"
     assert not json.loads(rankwise("status", "--json", "script").stdout)["alive"]

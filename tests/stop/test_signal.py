@@ -421,7 +421,7 @@ def test_sigterm_to_torchrun_stops_a_training_after_one_step_saved_and_it_goes_o
         step = run_step(run)
         assert f"stopped after step {step}, saved in" in said, said
         assert step > last
-        assert (f"going on from step {last}" in said) == (life == 2)
+        assert (f"resuming from step {last}" in said) == (life == 2)
         last = step
 
 

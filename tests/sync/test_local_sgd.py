@@ -497,7 +497,7 @@ def attached_with_another_setting() -> list[str]:
 
 
 def test_ranks_with_other_strategies_or_settings_are_an_error_on_all_before_anything_is_trained() -> None:
-    start = "the ranks are not set alike: "
+    start = "the ranks have different settings: "
     for found in on_ranks(3, attached_with_another_setting):
         assert found == [
             f"{start}LocalSGD's every is 4 on rank 0 and 5 on rank 1",

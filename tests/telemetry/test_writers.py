@@ -90,7 +90,7 @@ def test_a_full_disk_costs_the_figures_and_is_said_once(capsys: pytest.CaptureFi
     for step in range(3):
         writer.write(step, {"loss": 1.0})
     writer.close()
-    assert capsys.readouterr().out == ("warning: figures are lost: /dev/full cannot be written: No space left on device\n")
+    assert capsys.readouterr().out == ("warning: metrics are lost: /dev/full cannot be written: No space left on device\n")
 
 
 class Noted(Writer):

@@ -34,7 +34,7 @@ def test_the_plan_says_how_large_the_model_is_and_the_rate_only_where_it_was_sca
 def test_a_resumed_run_says_what_changes_its_last_bits(state: TrainState) -> None:
     saved, now = {"torch": "2.6", "reduction": "flat"}, {"torch": "2.7", "reduction": "ddp", "new": 1}
     [first, second] = messages.resumed(state, saved, now, same_ranks=True)
-    assert first == "going on from step 12 (epoch 4)"
+    assert first == "resuming from step 12 (epoch 4)"
     assert second == "not bit for bit as if it had never stopped: torch 2.6 -> 2.7, reduction flat -> ddp"
     assert messages.resumed(state, saved, {"torch": "2.6", "reduction": "ddp"}, same_ranks=False) == [first]
 

@@ -63,7 +63,7 @@ class Screen:
         lost = self._terminal.lost
         self._terminal.write(data)
         if lost != self._terminal.lost:
-            self.say(f"what the ranks print is no longer shown here ({self._terminal.lost}); it is in their logs")
+            self.say(f"the output of the ranks is no longer shown here ({self._terminal.lost}); read it in their logs")
 
     def progress(self, text: str) -> None:
         self._terminal.progress(text)
@@ -113,13 +113,13 @@ class Head:
             except RunDirError as error:
                 if restart == 0:
                     raise
-                self._say(f"the ranks are not started again: {error}")
+                self._say(f"the ranks are not restarted: {error}")
                 return status
             stuck = any(part.end is not None and part.end.stuck for part in parts)
             if failure is None or restart == self._plan.max_restarts or stuck or self._asked or self._events.parent_ended:
                 return status
             restart += 1
-            self._say(f"{failure.summary}; starting all ranks again, {restart} of {self._plan.max_restarts}")
+            self._say(f"{failure.summary}; restarting all ranks, {restart} of {self._plan.max_restarts}")
 
     def _compare(self, parts: Sequence[NodeView]) -> None:
         """What all nodes should have alike."""
@@ -183,7 +183,7 @@ class Head:
             if failure is not None and failure.traceback is not None:
                 self._screen.show(failure.traceback)
             self._say(f"{outcome}, on {failure.host}; its output is in {failure.log}" if failure is not None else outcome)
-            self._say(f"this end is not recorded: {error}; exit status {status}")
+            self._say(f"cannot record this end: {error}; exit status {status}")
 
     def _is_here(self, part: NodeView) -> bool:
         return part is self._nodes.own
@@ -292,7 +292,7 @@ class Head:
     def _look_at_the_clock(self) -> None:
         after_s = self._plan.stop_after_s
         if after_s and not self._asked and time.monotonic() > self._began + after_s:
-            self._say(f"{clock(after_s)} are over, the time that this run has")
+            self._say(f"the time limit of this run, {clock(after_s)}, is over")
             self._events.asked.append(signal.SIGTERM)
 
     def _stop_if_asked(self, parts: Sequence[NodeView]) -> None:
@@ -347,7 +347,7 @@ class Head:
         if joined:
             for part in parts:
                 part.hold(self._stop_signal)
-            self._say(f"{name}: all ranks stop after the step they are in, and save, {within}")
+            self._say(f"{name}: all ranks stop after the current step, and save, {within}")
         found: list[int] = []
         for part in parts:
             outside = [rank for rank in part.facts.alive if rank not in joined and rank not in self._signalled]

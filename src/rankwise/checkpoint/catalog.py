@@ -105,7 +105,7 @@ class Catalog:
             return False
         self._damaged.add(folder)
         self._whole.discard(folder)
-        log.warn(f"checkpoint passed over: {why}", force=not comm.is_main())
+        log.warn(f"skipped a checkpoint: {why}", force=not comm.is_main())
         return True
 
     def give_up(self, folder: Path, why: str, damaged: dict[Path, str]) -> None:
@@ -152,7 +152,7 @@ class Catalog:
         except CheckpointError as error:
             if not here:
                 raise
-            log.warn(f"{error}; going on with what is here")
+            log.warn(f"{error}; using the local checkpoints")
             return
         for name in reversed(names):
             if (here and order(Path(name)) <= order(here[-1])) or self._replace(name):
@@ -164,7 +164,7 @@ class Catalog:
         try:
             self._damaged.discard(self._mirror.fetch(name, self.folder))
         except CheckpointError as error:
-            log.warn(f"checkpoint passed over: {error}")
+            log.warn(f"skipped a checkpoint: {error}")
             return False
         log.say(f"{name} comes from {self._mirror.url}")
         return True

@@ -336,7 +336,7 @@ def find_prunable(
     named = {pick(folder, name, "--keep") for name in keep}
     whole = _first_whole(reversed(paths), keep_last or 1)
     if not whole:
-        raise CheckpointError(f"no checkpoint in {folder} is whole, so none is removed")
+        raise CheckpointError(f"no checkpoint in {folder} is intact, so none is removed")
     older = [path for path in paths if order(path) < order(whole[0])]
     kept = {*whole, *named}
     if keep_best is not None:

@@ -120,15 +120,15 @@ class Manifest:
                 )
             # Not a byte may differ, though it says the same (1e-05 and 1E-05): who damaged one byte may have damaged others.
             if text.startswith(_FIRST) and text != _as_text(record):
-                raise CheckpointError(f"{path} is damaged")
+                raise CheckpointError(f"{path} is corrupted")
             if record.pop("xxh3_128") != _record_sum(record):
-                raise CheckpointError(f"{path} is damaged")
+                raise CheckpointError(f"{path} is corrupted")
             record["files"] = {name: FileRecord.of(file) for name, file in record["files"].items()}
             return cls(**record)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged ({error})") from None
+            raise CheckpointError(f"{path} is corrupted ({error})") from None
 
 
 def _as_text(record: dict[str, Any]) -> str:
@@ -236,7 +236,7 @@ def damage(path: Path, record: FileRecord) -> str:
     try:
         with ThreadPoolExecutor(cores(), "rankwise-verify") as pool:
             place = _damage(path, record, pool)
-        return f"{path} is damaged{place}" if place else ""
+        return f"{path} is corrupted{place}" if place else ""
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
 

@@ -54,14 +54,14 @@ def read(
             raise DamagedError(text)
         if record.rest:
             if verify and _rest_sum(file.fileno(), record) != record.rest:
-                raise DamagedError(manifests.damage(path, record) or f"{path} is damaged outside its tensors")
+                raise DamagedError(manifests.damage(path, record) or f"{path} is corrupted outside its tensors")
             try:
                 state, found = _skeleton(file, record, part, own_tensors(part) if own is None else own)
             except Exception:  # of many types; torch.load knows more kinds of tensors, and judges what it does not know
                 pass
             else:
                 if damaged := _fill(file.fileno(), found, record.tensors if verify else {}):
-                    raise DamagedError(f"{path} is damaged{manifests.where(damaged)}")
+                    raise DamagedError(f"{path} is corrupted{manifests.where(damaged)}")
                 return state
     if verify and (text := manifests.damage(path, record)):
         raise DamagedError(text)

@@ -61,7 +61,7 @@ class Best:
         """None without a name. The direction is known of a loss alone: to guess it wrong would keep the worst."""
         if name is None:
             if larger_is_better is not None:
-                raise ConfigError(f"larger_is_better={larger_is_better} says nothing without keep_best: name a figure there")
+                raise ConfigError(f"larger_is_better={larger_is_better} needs keep_best, the name of a metric")
             return None
         return cls(name, is_larger_better(f"keep_best={name!r}", name, larger_is_better))
 
@@ -81,7 +81,7 @@ class Best:
         """Raises ConfigError when the figure is not among those that there are."""
         if self.name not in metrics:
             there = ", ".join(sorted(metrics)) or "none"
-            raise ConfigError(f"keep_best={self.name!r}: nothing measures that; the figures that there are: {there}")
+            raise ConfigError(f"keep_best={self.name!r}: no such metric; the metrics are: {there}")
 
 
 def find_best_figure(manifests: Sequence[Manifest]) -> Best:
@@ -90,4 +90,4 @@ def find_best_figure(manifests: Sequence[Manifest]) -> Best:
         if manifest.best:
             return Best(**manifest.best)
     figures = ", ".join(dict.fromkeys(name for manifest in manifests for name in manifest.metrics)) or "none"
-    raise ConfigError(f"the best by which figure? Its run named none: type --by NAME; the figures that there are: {figures}")
+    raise ConfigError(f"the best by which metric? Its run named none: type --by NAME; the metrics are: {figures}")

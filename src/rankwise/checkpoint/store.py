@@ -404,7 +404,7 @@ class Checkpoints:
         they see.
         """
         if self._best is None:
-            raise ConfigError("best() needs to know by which figure: Checkpoints(keep_best='eval_loss')")
+            raise ConfigError("best() needs to know by which metric: Checkpoints(keep_best='eval_loss')")
         self._background.join()
         return self._catalog.find_best()
 
@@ -443,7 +443,7 @@ class Checkpoints:
         manifest = self.load_latest(parts, may_begin_anew)
         if manifest is None:
             return 0
-        log.say(f"going on from step {manifest.step}")
+        log.say(f"resuming from step {manifest.step}")
         return manifest.step
 
     def load_latest(self, parts: Mapping[str, Stateful], may_begin_anew: Collection[str] = ()) -> Manifest | None:
@@ -475,7 +475,7 @@ class Checkpoints:
             else:
                 self._catalog.mark_whole(folder)
                 for name in parts.keys() - there.keys():
-                    log.say(f"the checkpoint has no {name}: it begins now")
+                    log.say(f"the checkpoint has no {name}: it starts now")
                 if is_copy and self._scope == "main" and not comm.is_main():
                     remove(folder)
                 return manifest

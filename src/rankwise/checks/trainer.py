@@ -387,7 +387,7 @@ def _evaluation(trainer: Trainer, evaluate: Evaluate) -> Finding:
         return Finding("evaluation", OK, evidence, where=f"{_ranks(trainer)}: {apart:.1e}")
     return Finding(
         "evaluation", FAILED, f"{name} is {here.get(name, float('nan')):.6g} on {_ranks(trainer)} and {alone[name]:.6g} on one "
-        "rank, in other batches", "the function returns no sums: a figure of a batch was averaged, and batches differ in size",
+        "rank, in other batches", "the function returns no sums: a metric of a batch was averaged, and batches differ in size",
         "return the sum over the samples and their count: (loss_sum, len(y)), (correct, len(y))",
     )  # fmt: skip
 

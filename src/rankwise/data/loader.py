@@ -421,7 +421,7 @@ class Loader:
         name = "global_batch_tokens" if self._by == "tokens" else "global_batch_size"
         if state[name] != now[name]:
             unit = " tokens" * (self._by == "tokens")
-            log.say(f"going on with the checkpoint's global batch of {state[name]:g}{unit} instead of {now[name]:g}")
+            log.say(f"resuming with the checkpoint's global batch of {state[name]:g}{unit} instead of {now[name]:g}")
         self.global_batch_size = state["global_batch_size"]
         if self._batching is not None:
             self._batching.load(state)
@@ -429,7 +429,7 @@ class Loader:
         if state["ranks"] != self._world.world_size and self._uneven is not None and state["position"]:
             raise ConfigError(
                 f"the checkpoint was made on {state['ranks']} ranks in the middle of an epoch of streams of which each had its "
-                f"own, and {self._world.world_size} split them otherwise: go on with {state['ranks']} ranks"
+                f"own, and {self._world.world_size} split them otherwise: resume with {state['ranks']} ranks"
             )
         self._steps = state.get("steps", 0)
         if state["ranks"] != self._world.world_size:

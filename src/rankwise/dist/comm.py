@@ -235,7 +235,7 @@ def _here() -> World:
         raise WorldError(
             f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}, the environment rank {world.rank} of "
             f"{world.world_size}: which rank of its node this is cannot be told; set RANK, WORLD_SIZE, LOCAL_RANK, "
-            "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT and call rankwise.init() in place of init_process_group"
+            "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT and call rankwise.init() instead of init_process_group"
         )
     return world
 

@@ -143,7 +143,7 @@ class Evaluate:
             means = {name: total.mean for name, total in _over_ranks(totals).items()}
             computed = self._metrics.compute(has_batches=number > 0) if self._metrics else {}
         if twice := means.keys() & computed.keys():
-            raise StepError(f"two figures are called {min(twice)!r}: one that the function returns, and one of the metrics")
+            raise StepError(f"two metrics are called {min(twice)!r}: one that the function returns, and one of the metrics")
         return {f"{self.name}_{name}": value for name, value in (means | computed).items()}
 
     def _figures_of(self, model: nn.Module, batch: Any) -> Mapping[str, Pair]:

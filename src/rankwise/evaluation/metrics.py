@@ -210,7 +210,7 @@ def _figures(name: str, value: Any) -> dict[str, float]:
         return {name: float(value.item())}
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     raise StepError(
-        f"compute() of {name!r} returned {type(value).__name__}{shape}; a figure is one number, or a mapping of them by name"
+        f"compute() of {name!r} returned {type(value).__name__}{shape}; a metric is one number, or a mapping of them by name"
     )
 
 

@@ -43,7 +43,7 @@ class Submission:
             _hand_over(stopped.signum)
             raise FunctionError(  # an Exception: Submitit would pass over a SystemExit, and have no result
                 f"stopped by {signal.Signals(stopped.signum).name if stopped.signum else 'request'} after a step, saved; "
-                "to go on, submit it again with the same run_dir"
+                "to resume, submit it again with the same run_dir"
             ) from stopped
 
     def checkpoint(self, *args: Any, **kwargs: Any) -> Any:

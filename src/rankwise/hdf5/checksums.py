@@ -47,7 +47,7 @@ def verify(path: str) -> int:
                 if number >= len(sums) or zlib.crc32(piece) != sums[number]:
                     at = place.offset + number * PIECE
                     raise DataError(
-                        f"{path} is damaged: of {name} the bytes {at} to {at + len(piece) - 1} of the file are not those that "
-                        f"were written ({size(number * PIECE)} into it): copy or make it again"
+                        f"{path} is corrupted: of {name} the bytes {at} to {at + len(piece) - 1} of the file are not those "
+                        f"that were written ({size(number * PIECE)} into it): copy or make it again"
                     )
     return read

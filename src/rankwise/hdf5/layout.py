@@ -169,7 +169,7 @@ def _explained(error: Exception) -> str:
         return f"is truncated, its end is missing: copy or make it again ({text})"
     if isinstance(error, OSError) and error.errno:
         return f"cannot be read: {errno.errorcode.get(error.errno, '')} {text}"
-    return f"is damaged, or was not closed by what wrote it: copy or make it again ({text})"
+    return f"is corrupted, or was not closed by what wrote it: copy or make it again ({text})"
 
 
 def read(path: str, fields: Sequence[str] | None, lengths: Mapping[str, str]) -> FileLayout:

@@ -41,7 +41,7 @@ def conclude(run: RunDir, status: int, lives_before: int, config: RunConfig, by:
     if failure is not None:
         _say_failure(run, failure, config)
     elif status in (EXIT_PREEMPTED, EXIT_INTERRUPTED) and life.outcome.startswith("stopped"):
-        say(f"{life.outcome}; to go on, {caller.how_to_continue(_resume_command(config))}")
+        say(f"{life.outcome}; to resume, {caller.how_to_continue(_resume_command(config))}")
     elif status != 0 or (";" in life.outcome and caller.reads):
         say(life.outcome)
     return status

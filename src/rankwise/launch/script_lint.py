@@ -94,7 +94,7 @@ def pitfalls(tree: ast.Module) -> list[str]:
     if spawns:
         found.append(
             f"line {spawns[-1]} starts processes itself (torch.multiprocessing.spawn), and each rank does so again: type "
-            "python in place of rankwise run, or call there what it spawns, with the rank that is in RANK"
+            "python instead of rankwise run, or call there what it spawns, with the rank that is in RANK"
         )
     if _imports_rankwise(tree):
         return found

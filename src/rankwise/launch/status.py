@@ -135,7 +135,7 @@ def cancel(run: RunDir) -> str:
             f"type there: {typed('cancel', called(run))}"
         )
     processes.send(writer.pid, signal.SIGTERM)
-    return f"pid {writer.pid} is asked to stop: all ranks stop after the step they are in, and save"
+    return f"pid {writer.pid} is asked to stop: all ranks stop after the current step, and save"
 
 
 def _end(life: Life) -> str:

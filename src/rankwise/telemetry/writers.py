@@ -139,7 +139,7 @@ class JsonlWriter:
         except OSError as error:
             if not self._told:
                 self._told = True
-                log.warn(f"figures are lost: {self._path} cannot be written: {error.strerror}")
+                log.warn(f"metrics are lost: {self._path} cannot be written: {error.strerror}")
 
 
 def _ends_with_newline(path: Path) -> bool:

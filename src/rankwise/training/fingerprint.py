@@ -61,8 +61,8 @@ def compare(mine: Mapping[str, Any]) -> None:
         for name, value in told[0].items():
             if other[name] != value:
                 raise ConfigError(
-                    f"the ranks are not set alike: {name} is {value} on rank 0 and {other[name]} on rank {rank}; give all "
-                    "ranks the same"
+                    f"the ranks have different settings: {name} is {value} on rank 0 and {other[name]} on rank {rank}; "
+                    "use the same on all ranks"
                 )
 
 

@@ -25,7 +25,7 @@ def begun(model: nn.Module, precision: str, data: str, batch: str, strategy: str
 
 def resumed(state: TrainState, saved: Mapping[str, Any], now: Mapping[str, Any], same_ranks: bool) -> list[str]:
     """`saved`, `now`: the numerics (fingerprint.py) of the checkpoint and of this process."""
-    lines = [f"going on from step {state.step} (epoch {state.epoch + 1})"]
+    lines = [f"resuming from step {state.step} (epoch {state.epoch + 1})"]
     passed_over = () if same_ranks else ("reduction",)  # it follows from that, which has been said
     differs = [f"{k} {saved[k]} -> {v}" for k, v in now.items() if k not in passed_over and saved.get(k, v) != v]
     return [*lines, f"not bit for bit as if it had never stopped: {', '.join(differs)}"] if differs else lines

@@ -72,9 +72,9 @@ def _refuse_other_arguments(run: RunDir, steps: int, launched: bool) -> None:
         return
     named, anew = ("--name NAME", "--fresh") if launched else ("run_dir=FOLDER", "fit(fresh=True)")
     raise ConfigError(
-        f"already done: the {steps} steps of the run in {short(run.path)} were trained as `{shlex.join(trained.argv)}`, and "
-        f"this is `{shlex.join(now.argv)}`, of which nothing was trained; for a training of its own: {named}; to train it "
-        f"from the beginning: {anew}; for more steps raise max_steps or max_epochs"
+        f"already done: the {steps} steps of the run in {short(run.path)} were trained with `{shlex.join(trained.argv)}`, and "
+        f"now the command is `{shlex.join(now.argv)}`. To train it as a new run: {named}. To start from scratch: {anew}. To "
+        "train for more steps: raise max_steps or max_epochs"
     )
 
 
