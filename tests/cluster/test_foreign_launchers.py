@@ -83,7 +83,7 @@ def rows() -> Iterator[Row]:
             named = re.match(r"`(SIG\w+)`", cells[2])
             got = same if cells[2].startswith("the same") else named[1] if named else ""
             launcher = cells[0].replace("`", "")
-            yield Row(launcher, way, got, cells[3] == "yes", "go on" in cells[2], statuses[number % len(statuses)])
+            yield Row(launcher, way, got, cells[3] == "yes", "continue" in cells[2], statuses[number % len(statuses)])
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "rank.py"]
