@@ -96,7 +96,7 @@ def test_amds_gpus_do_not_count_for_another_torch_and_that_is_said(tmp_path: Pat
     assert machine.gpus({}, *folders) == 0
     ranks, why = machine.ranks_for("auto", {}, *folders)
     assert ranks == machine.physical_cores()
-    assert why == "auto: torch 2.13.0+x is not built for the AMD GPU here, so one per physical core"
+    assert why == "torch 2.13.0+x is not built for the AMD GPU here: one per physical core"
 
 
 def test_amds_driver_without_a_gpu_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,25 +116,25 @@ def test_intels_gpus_are_refused_by_auto_with_what_to_type(tmp_path: Path, monke
     torch_for(monkeypatch, "xpu")
     with pytest.raises(ConfigError, match=r"--nproc auto: .*Intel.*--nproc N.*torch\.xpu\.device_count"):
         machine.ranks_for("auto", {}, *folders)
-    assert machine.ranks_for("4", {}, *folders) == (4, "as asked")
+    assert machine.ranks_for("4", {}, *folders) == (4, "--nproc")
     assert machine.ranks_for("auto", {"CUDA_VISIBLE_DEVICES": ""}, *folders)[0] == machine.physical_cores()
     torch_for(monkeypatch)  # a laptop's, which nobody means to train on
-    assert machine.ranks_for("auto", {}, *folders)[1] == "auto: no GPU here, so one per physical core"
+    assert machine.ranks_for("auto", {}, *folders)[1] == "no GPU found: one per physical core"
 
 
 def test_a_gpu_whose_driver_is_not_loaded_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel was updated, and NVIDIA's module is not built for it: /dev/nvidia0 is gone, the card is on the bus."""
     card = "sys/bus/pci/devices/0000:17:00.0"
     folders = trees(tmp_path, {"dev/null": "", f"{card}/vendor": "0x10de\n", f"{card}/class": "0x030200\n"})
-    why = "auto: the NVIDIA GPU here has no driver (no /dev/nvidia0), so one per physical core"
+    why = "the NVIDIA GPU here has no driver (no /dev/nvidia0): one per physical core"
     assert machine.ranks_for("auto", {}, *folders) == (machine.physical_cores(), why)
     (tmp_path / card / "class").write_text("0x040300\n")  # the sound of its HDMI
-    assert machine.ranks_for("auto", {}, *folders)[1] == "auto: no GPU here, so one per physical core"
+    assert machine.ranks_for("auto", {}, *folders)[1] == "no GPU found: one per physical core"
 
 
 def test_hidden_gpus_are_said_to_be_hidden(dev: Path) -> None:
     why = machine.ranks_for("auto", {"CUDA_VISIBLE_DEVICES": ""}, dev)[1]
-    assert why == "auto: CUDA_VISIBLE_DEVICES= hides every GPU, so one per physical core"
+    assert why == "CUDA_VISIBLE_DEVICES= hides every GPU: one per physical core"
 
 
 def test_cores_are_those_that_this_process_may_use() -> None:
@@ -150,17 +150,17 @@ def test_cores_are_those_that_this_process_may_use() -> None:
 
 
 def test_a_number_of_ranks_is_obeyed() -> None:
-    assert machine.ranks_for("3", {"CUDA_VISIBLE_DEVICES": "0"}) == (3, "as asked")
+    assert machine.ranks_for("3", {"CUDA_VISIBLE_DEVICES": "0"}) == (3, "--nproc")
 
 
 def test_auto_is_a_rank_for_each_gpu() -> None:
-    assert machine.ranks_for("auto", {"CUDA_VISIBLE_DEVICES": "2,5"}) == (2, "auto: one per GPU")
+    assert machine.ranks_for("auto", {"CUDA_VISIBLE_DEVICES": "2,5"}) == (2, "one per GPU")
 
 
 def test_auto_without_a_gpu_is_a_rank_for_each_physical_core() -> None:
     count, why = machine.ranks_for("auto", {"CUDA_VISIBLE_DEVICES": ""})
     assert count == machine.physical_cores()
-    assert why == "auto: no GPU here, so one per physical core"
+    assert why == "no GPU found: one per physical core"
 
 
 def test_without_a_device_file_of_any_vendor_there_is_no_gpu(tmp_path: Path) -> None:

@@ -164,18 +164,18 @@ def why_not_nccl(env: Mapping[str, str], interpreter: Sequence[str], dev: Path =
 def ranks_for(nproc: str, env: Mapping[str, str], dev: Path = _DEV, sys: Path = _SYS) -> tuple[int, str]:
     """(ranks on this machine, why so many), for a number or `auto`. Raises ConfigError for GPUs that only torch can count."""
     if nproc != "auto":
-        return int(nproc), "as asked"
+        return int(nproc), "--nproc"
     count = gpus(env, dev, sys)
     if count > 0:
-        return count, "auto: one per GPU"
-    return physical_cores(), f"auto: {_why_no_gpu(env, dev, sys)}, so one per physical core"
+        return count, "one per GPU"
+    return physical_cores(), f"{_why_no_gpu(env, dev, sys)}: one per physical core"
 
 
 def _why_no_gpu(env: Mapping[str, str], dev: Path, sys: Path) -> str:
     """Why `gpus` has found none: a GPU may be there and not be used."""
     hidden = env.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
-        return f"CUDA_VISIBLE_DEVICES={hidden} hides every GPU" if _nvidia(dev) else "no GPU here"
+        return f"CUDA_VISIBLE_DEVICES={hidden} hides every GPU" if _nvidia(dev) else "no GPU found"
     build = torch_build()
     if build is not None and "xpu" in build.built_for and _intel(dev, sys):
         raise ConfigError(
@@ -185,4 +185,4 @@ def _why_no_gpu(env: Mapping[str, str], dev: Path, sys: Path) -> str:
         )
     if build is not None and _amd(dev, sys):
         return f"torch {build.version} is not built for the AMD GPU here"
-    return "the NVIDIA GPU here has no driver (no /dev/nvidia0)" if _without_driver(sys) else "no GPU here"
+    return "the NVIDIA GPU here has no driver (no /dev/nvidia0)" if _without_driver(sys) else "no GPU found"
