@@ -14,6 +14,7 @@ import pytest
 import torch
 from batches import loaders
 from ranks import RankError, on_ranks
+from test_chain import read
 
 import rankwise
 from rankwise.dist import comm
@@ -64,17 +65,6 @@ def life(folder: Path, ledger: Path, ways: Settings, killed: str | None, kill_at
     trainer.fit()
 
 
-def taken(ledger: Path, ranks: int) -> dict[int, list[int]]:
-    """The samples of each step of one life."""
-    found: dict[int, list[int]] = {}
-    for rank in range(ranks):
-        path = ledger.with_name(f"{ledger.name}-{rank}")
-        for line in path.read_text().splitlines() if path.exists() else ():
-            step, *samples = map(int, line.split())
-            found.setdefault(step, []).extend(samples)
-    return found
-
-
 @pytest.mark.parametrize(
     ("ways", "before", "after", "killed", "kill_at"),
     [
@@ -104,7 +94,7 @@ def test_none_is_lost_and_none_comes_twice(
     with pytest.raises(RankError):
         on_ranks(before, life, tmp_path, tmp_path / "first", ways, killed, kill_at)
     on_ranks(after, life, tmp_path, tmp_path / "second", ways, None, 0)
-    first, second = taken(tmp_path / "first", before), taken(tmp_path / "second", after)
+    first, second = read(tmp_path / "first", before), read(tmp_path / "second", after)
     began = min(second) - 1
     assert began % SAVE_EVERY == 0, "it resumes from a checkpoint"
     assert max(first) < len(expected), "the kill ended it"
