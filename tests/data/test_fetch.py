@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import re
 import threading
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,7 +16,8 @@ from ranks import on_ranks
 from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, random_split
 
-from rankwise.data.fetch import Fetch, collate
+from rankwise.data import Loader
+from rankwise.data.fetch import Fetch, Workers, collate
 from rankwise.dist import generator_memory
 from rankwise.dist import seed as seeds
 
@@ -436,3 +438,37 @@ def test_parts_of_a_random_split_are_datasets_like_any() -> None:
     whole = samples_of(AsksForEach(13), 1)
     assert {index for _, index in samples_of(first, 2)} | {index for _, index in samples_of(second, 2)} == set(range(13))
     assert len(whole) == 26
+
+
+# --- more workers than cores
+
+
+@pytest.mark.parametrize(
+    ("workers", "ranks", "mine", "all_cores", "said"),
+    [
+        (0, 8, 2, 2, None),
+        (2, 1, 2, 2, None),
+        (4, 4, 16, 16, None),
+        (5, 4, 16, 16, "num_workers=5 on each of 4 ranks: 20 workers share 16 cores, .*; try num_workers=3$"),
+        (3, 2, 2, 2, "num_workers=3 on each of 2 ranks: 6 workers share 2 cores, .*; try num_workers=0$"),
+        (4, 4, 4, 16, None),  # the starter has given each rank cores of its own
+        (5, 4, 4, 16, "num_workers=5: 5 workers share 4 cores, .*; try num_workers=3$"),
+    ],
+)
+def test_more_workers_than_cores_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, workers: int, ranks: int, mine: int, all_cores: int, said: str | None
+) -> None:
+    monkeypatch.setattr("rankwise.host.machine.cores", lambda: mine)
+    monkeypatch.setattr("os.cpu_count", lambda: all_cores)
+    advice = Workers(workers).advice(ranks)
+    assert (advice is None) == (said is None)
+    assert said is None or re.match(said, advice or "")
+
+
+def test_a_loader_says_so_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("rankwise.host.machine.cores", lambda: 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr("rankwise.dist.log._warned", set())
+    loader = Loader(list(range(8)), global_batch_size=4, num_workers=2, max_epochs=3)
+    assert len(list(loader)) == 6
+    assert capsys.readouterr().out.count("warning: num_workers=2: 2 workers share 1 core, and slow") == 1

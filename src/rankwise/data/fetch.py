@@ -11,6 +11,7 @@ a collate function makes at once is keyed by its first sample.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +28,8 @@ from rankwise.data.order import Indices
 from rankwise.dist import seed as seeds
 from rankwise.dist.device import each_tensor
 from rankwise.errors import ConfigError, DataError
-from rankwise.host.text import numbered
+from rankwise.host import machine
+from rankwise.host.text import count, numbered
 from rankwise.ipc.pickles import Packed, pack_error, unpack_error
 
 _SHOWN = 8  # indices in an error's note
@@ -71,6 +73,19 @@ class Workers(NamedTuple):
                 "a thread fetches ahead, but only what is known to draw no random numbers: an HDF5Dataset, or a dataset with "
                 "draws_nothing = True, without collate_fn"
             )
+
+    def advice(self, ranks: int) -> str | None:
+        """What to change if this node has fewer cores than its `ranks` have workers; None if it has enough."""
+        cores = machine.cores()
+        sharing = ranks if cores == os.cpu_count() else 1  # else the starter of this rank has bound it to its own
+        total = sharing * self.num_workers
+        if total <= cores:
+            return None
+        of = f" on each of {sharing} ranks" if sharing > 1 else ""
+        return (
+            f"num_workers={self.num_workers}{of}: {total} workers share {count(cores, 'core')}, and slow each other and the "
+            f"training down; try num_workers={max(cores // sharing - 1, 0)}"
+        )
 
 
 def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool = False) -> Iterator[Any]:
