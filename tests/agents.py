@@ -66,8 +66,8 @@ class Agents:
         os.kill(int(wait_for(lambda: (self.hosts / f"{host}.pid").read_text(), "its ssh")), signal.SIGKILL)
 
     def pids(self) -> list[int]:
-        """Of the ranks of the newest life, once they are there."""
-        return list(wait_for(lambda: self.run.world.exists() and self.run.lives()[-1].pids, "the ranks"))
+        """Of the ranks of the newest attempt, once they are there."""
+        return list(wait_for(lambda: self.run.world.exists() and self.run.attempts()[-1].pids, "the ranks"))
 
     def log(self, rank: int) -> str:
         return self.run.log(rank).read_text() if self.run.log(rank).exists() else ""

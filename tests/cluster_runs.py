@@ -14,7 +14,7 @@ import pytest
 from clusters import HOSTS, STATE
 from launched import left_over, wait_for
 
-from rankwise.run.directory import Failure, Life, RunDir
+from rankwise.run.directory import Attempt, Failure, RunDir
 from rankwise.schedulers.slurm import Slurm
 
 slurm = Slurm()
@@ -88,7 +88,7 @@ for step in (1, 2, 3):
     if first and step == 2:
         raise ConnectionError("Connection closed by peer")  # as the collective at the end of the step says it
 """
-"""Steps of so many seconds, with an agreed stop, without torch. The last rank is killed in the second, in the first life."""
+"""Steps of so many seconds, with an agreed stop, without torch. The last rank is killed in the second, in the first attempt."""
 
 TRAIN = """
 import os, sys, time, torch, rankwise
@@ -146,8 +146,8 @@ class Launched:
     def signal(self, signum: int) -> None:
         self.process.send_signal(signum)
 
-    def life(self) -> Life:
-        return self.run.lives()[-1]
+    def attempt(self) -> Attempt:
+        return self.run.attempts()[-1]
 
     def failure(self) -> Failure:
         found = self.run.read_failure()
@@ -169,8 +169,8 @@ class Launched:
             time.sleep(0.02)
 
     def at_the_gate(self) -> None:
-        """Returns once all ranks of the newest life have passed their first step."""
-        self.until(lambda: self.run.world.exists() and self.run.lives() and self.life().pids, "the ranks")
+        """Returns once all ranks of the newest attempt have passed their first step."""
+        self.until(lambda: self.run.world.exists() and self.run.attempts() and self.life().pids, "the ranks")
         ranks = self.life().ranks
         self.until(lambda: len(list(self.run.logs.glob("rank-*.log"))) >= ranks, "their logs")
         self.until(self._all_joined, "the gate")
@@ -210,7 +210,7 @@ def has_started_again(run: Launched) -> None:
     """A run of LONG_STEPS that may start again once did, and what ended the others was no request to stop."""
     status, out = run.wait()
     assert status == 0, out
-    assert [life.status for life in run.run.lives()] == [137, 0]
+    assert [attempt.status for attempt in run.run.attempts()] == [137, 0]
     assert " was killed by SIGKILL at step 2" in out
     assert "stopped by" not in out
 
@@ -224,14 +224,14 @@ def batch(script: str) -> tuple[int | None, str]:
     return ended.status, Path("own.log").read_text()
 
 
-def told(life: int = 0) -> dict[int, list[str]]:
+def told(attempt: int = 0) -> dict[int, list[str]]:
     """By rank what TELL said: host, rank, world size, local rank, local world size, group rank, group world size."""
-    found = {int(path.name.rpartition("-")[2]): path.read_text().split() for path in Path.cwd().glob(f"told-{life}-*")}
+    found = {int(path.name.rpartition("-")[2]): path.read_text().split() for path in Path.cwd().glob(f"told-{attempt}-*")}
     return dict(sorted(found.items()))
 
 
 def steps() -> list[int]:
-    """Those that TRAIN has noted, life after life."""
+    """Those that TRAIN has noted, attempt after attempt."""
     return [int(line) for line in Path("steps").read_text().split()] if Path("steps").exists() else []
 
 

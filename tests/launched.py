@@ -66,8 +66,8 @@ class Launched:
 
     def pids(self) -> list[int]:
         """Of the ranks, once they are there."""
-        wait_for(lambda: self.run.world.exists() and self.run.lives()[-1].pids, "the ranks")
-        return list(self.run.lives()[-1].pids)
+        wait_for(lambda: self.run.world.exists() and self.run.attempts()[-1].pids, "the ranks")
+        return list(self.run.attempts()[-1].pids)
 
     def agent(self) -> int:
         """Its pid, once it is there. The launcher has other children too: it asks git what the code is."""

@@ -1,4 +1,4 @@
-"""A training over lives of 2, 3, 1 and 4 ranks, each but the last killed, is the one whose lives end cleanly."""
+"""A training over attempts of 2, 3, 1 and 4 ranks, each but the last killed, is the one whose attempts end cleanly."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from rankwise.telemetry import writers
 from rankwise.training.state import TrainState
 
 SAMPLES = 50
-GLOBAL_BATCH = 8  # an epoch is 6 steps of 8 samples and one of 2: fewer than there are ranks in the last life
+GLOBAL_BATCH = 8  # an epoch is 6 steps of 8 samples and one of 2: fewer than there are ranks in the last attempt
 STEPS_OF_AN_EPOCH = 7
 STEPS = 3 * STEPS_OF_AN_EPOCH
 SAVE_EVERY = 5
 CHAIN = ((2, (1,), 8), (3, (0, 1, 2), 13), (1, (0,), 19), (4, (), 0))
-"""Of each life: its ranks, those of them that are killed, and after which step: three or four after a checkpoint."""
+"""Of each attempt: its ranks, those of them that are killed, and after which step: three or four after a checkpoint."""
 
 Ledger = dict[int, list[int]]
 """The samples of each step."""
 
 
-def life(folder: Path, ledger: Path, max_steps: int, killed: Sequence[int], kill_at: int) -> list[float]:
+def attempt(folder: Path, ledger: Path, max_steps: int, killed: Sequence[int], kill_at: int) -> list[float]:
     """Train on to `max_steps`; ranks that are `killed` end after a step as if the machine had ended them."""
     multiprocessing.set_start_method("fork", force=True)
     writers.find_spec = lambda name: None  # type: ignore[assignment, misc]  # TensorBoard takes longer than all this
@@ -66,7 +66,7 @@ def life(folder: Path, ledger: Path, max_steps: int, killed: Sequence[int], kill
 
 
 def read(ledger: Path, ranks: int) -> Ledger:
-    """What one life took; the ranks' parts one after the other."""
+    """What one attempt took; the ranks' parts one after the other."""
     taken: Ledger = {}
     for rank in range(ranks):
         path = ledger.with_name(f"{ledger.name}-{rank}")
@@ -85,21 +85,21 @@ def chain(folder: Path, *, kills: bool) -> tuple[Ledger, list[float]]:
         saved = kill_at // SAVE_EVERY * SAVE_EVERY if killed else STEPS
         if killed and kills:
             with pytest.raises(RankError):
-                on_ranks(ranks, life, folder / "run", path, STEPS, killed, kill_at)
+                on_ranks(ranks, attempt, folder / "run", path, STEPS, killed, kill_at)
         else:
-            parameters = on_ranks(ranks, life, folder / "run", path, saved, (), 0)[0]
+            parameters = on_ranks(ranks, attempt, folder / "run", path, saved, (), 0)[0]
         taken = read(path, ranks)
         last = kill_at if killed and kills else saved
         taken.pop(last + 1, None)  # others had begun it when one was killed
         assert sorted(taken) == list(range(began + 1, last + 1))  # it went on from the newest checkpoint
-        ledger |= taken  # steps after the last checkpoint are done again by the next life
+        ledger |= taken  # steps after the last checkpoint are done again by the next attempt
         began = saved
     return ledger, parameters
 
 
 @pytest.mark.stress
 def test_a_chain_of_killed_lives_on_other_numbers_of_ranks_is_the_chain_of_clean_ones(tmp_path: Path) -> None:
-    on_ranks(1, life, tmp_path / "unbroken", tmp_path / "samples", STEPS, (), 0)
+    on_ranks(1, attempt, tmp_path / "unbroken", tmp_path / "samples", STEPS, (), 0)
     unbroken = read(tmp_path / "samples", 1)
     (tmp_path / "killed").mkdir()
     (tmp_path / "clean").mkdir()

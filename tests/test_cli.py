@@ -200,9 +200,9 @@ def test_what_follows_the_script_is_its_own(rankwise: Run, script: Path, tmp_pat
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[str(script), *words], str(tmp_path)]
     run = RunDir(tmp_path / "runs" / "own")
-    [life] = run.lives()
-    assert list(life.argv) == [str(script), *words]
-    assert (life.ranks, life.status) == (1, 0)
+    [attempt] = run.attempts()
+    assert list(attempt.argv) == [str(script), *words]
+    assert (attempt.ranks, attempt.status) == (1, 0)
     assert json.loads(run.config.read_text())["argv"] == [str(script), *words]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", script.name]
     told = rankwise("report", "own")

@@ -78,8 +78,8 @@ def test_the_rank_that_is_the_cause_is_named_though_its_peers_die_of_it(launch, 
     assert json.loads(run.run.failure.read_text())["rank"] == 1
     assert output.count("Traceback") <= 1
     assert "Connection" not in output  # what the followers say is in their logs
-    life = run.run.lives()[-1]
-    assert life.ended is not None
+    attempt = run.run.attempts()[-1]
+    assert attempt.ended is not None
     assert not [pid for pid in ranks if processes.start_time(pid)]
 
 
@@ -296,7 +296,7 @@ trainer.fit()
     assert "rank 1 was killed by SIGKILL at step 20" in run.output()
     assert "restarting all ranks, 1 of 2" in run.output()
     assert "resuming from step" in run.output()
-    assert [life.status for life in run.run.lives()] == [137, 0]
+    assert [attempt.status for attempt in run.run.attempts()] == [137, 0]
     assert not run.run.failure.exists()
     assert {record["step"] for record in run.run.read_metrics()} == set(range(1, 41))
 
@@ -318,7 +318,7 @@ def test_a_failed_run_starts_again_though_others_are_in_a_long_step(launch, step
         [warm] = {*processes.children(run.agent())} - {*ranks}
         os.kill(warm, signal.SIGKILL)
     assert run.wait() == 0, run.output()
-    assert [life.status for life in run.run.lives()] == [137, 0]
+    assert [attempt.status for attempt in run.run.attempts()] == [137, 0]
     assert "rank 1 was killed by SIGKILL at step 2" in run.output()
     assert "stopped by" not in run.output()
 
@@ -332,13 +332,13 @@ def test_a_request_to_stop_a_run_that_fails_too_is_not_answered_by_another_start
     wait_for(lambda: "all ranks stop after the current step" in run.output(), "the request")
     os.kill(second, signal.SIGKILL)
     assert run.wait() == 137
-    assert len(run.run.lives()) == 1
+    assert len(run.run.attempts()) == 1
 
 
 def test_restarts_end_when_they_are_used_up(launch) -> None:
     run = launch("raise SystemExit(5)", options=("--nproc", "2", "--max-restarts", "2"))
     assert run.wait() == 5
-    assert [life.status for life in run.run.lives()] == [5, 5, 5]
+    assert [attempt.status for attempt in run.run.attempts()] == [5, 5, 5]
     assert run.output().count("restarting all ranks") == 2
 
 

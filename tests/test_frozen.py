@@ -69,12 +69,12 @@ def weights_in(name: str) -> train.Weights:
     return {key: value.double().flatten().tolist() for key, value in state.items()}
 
 
-def lives(run: Path) -> list[dict[str, Any]]:
+def attempts(run: Path) -> list[dict[str, Any]]:
     return list(json.loads((run / "world.json").read_text())["lives"])
 
 
 def steps(run: Path) -> list[tuple[int, int]]:
-    """(life, step) of each line of metrics.jsonl."""
+    """(attempt, step) of each line of metrics.jsonl."""
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [(record["life"], record["step"]) for record in records]
 
@@ -95,7 +95,7 @@ def test_a_training_goes_on_from_its_checkpoint_to_the_weights_of_the_unbroken_o
     assert 0 < saved < 20
     ends = on_ranks(ranks, train.fit, kind, run)
     assert_weights(ends, kind, same_ranks=ranks == train.RANKS[kind])
-    trained = [step for life, step in steps(run) if life == 2]
+    trained = [step for attempt, step in steps(run) if attempt == 2]
     assert saved < min(trained)
     if ranks == train.RANKS[kind]:
         assert (keys_of_files(run)["metrics.jsonl"], fixtures.keys(fixtures.manifest_of(run))) == before
@@ -109,8 +109,8 @@ def test_nodes_with_disks_of_their_own_go_on_from_what_is_left_of_their_checkpoi
             copied(tmp_path, "checkpoints/node", f"disks/{disk}")
     ends = on_ranks(2, train.fit, "node", tmp_path / "disks", own_disk=True, environ=TWO_NODES)
     assert_weights(ends, "node")
-    here = 1 if lost == "0" else 2  # that disk's first life
-    assert min(step for life, step in steps(tmp_path / "disks" / "0") if life == here) > saved
+    here = 1 if lost == "0" else 2  # that disk's first attempt
+    assert min(step for attempt, step in steps(tmp_path / "disks" / "0") if attempt == here) > saved
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)
@@ -144,8 +144,8 @@ def test_a_run_that_is_done_has_nothing_left_to_train(tmp_path: Path) -> None:
     [done] = scripts_on_ranks(1, "train.py", "alone")
     assert done.returncode == 0, done.stdout
     assert "already done: 20 steps" in done.stdout
-    assert [life["status"] for life in lives(run)] == [0, 0]
-    assert {life for life, _ in steps(run)} == {1}
+    assert [attempt["status"] for attempt in attempts(run)] == [0, 0]
+    assert {attempt for attempt, _ in steps(run)} == {1}
     assert keys_of_files(run) == before
     assert_weights([weights_in("train")], "alone")
 
@@ -156,8 +156,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_weights_of_the_unbroken_one(tmp_p
     saved = fixtures.manifest_of(run)["step"]
     done = rankwise("stopped")
     assert done.returncode == 0, done.stdout
-    assert [life["status"] for life in lives(run)] == [75, 0]
-    assert min(step for life, step in steps(run) if life == 2) > saved
+    assert [attempt["status"] for attempt in attempts(run)] == [75, 0]
+    assert min(step for attempt, step in steps(run) if attempt == 2) > saved
     assert keys_of_files(run) == before
     assert_weights([weights_in("stopped")], "sharded")
 
@@ -172,7 +172,7 @@ def test_a_run_that_failed_starts_again(tmp_path: Path) -> None:
         assert (run / "failure.json").exists() == (status != 0)
         found = keys_of_files(run)
         assert found == {name: before[name] for name in found}
-    assert [life["status"] for life in lives(run)] == [1, 1, 0]
+    assert [attempt["status"] for attempt in attempts(run)] == [1, 1, 0]
 
 
 def test_a_run_that_waits_in_a_queue_is_not_started_beside_its_job(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_plan_and_its_job_that_were_left_there_are_carried_out(name: str, tmp_
     (run / "logs").mkdir(exist_ok=True)
     done = launched("sh", str(run / "job.sh"))
     assert done.returncode == 0, done.stdout
-    assert [(life["ranks"], life["status"]) for life in lives(run)] == [(2, 0)]
+    assert [(attempt["ranks"], attempt["status"]) for attempt in attempts(run)] == [(2, 0)]
     for rank in range(2):
         assert (run / "logs" / f"rank-{rank}.log").read_text() == f"rank {rank} of 2 says hello\n"
 

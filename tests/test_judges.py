@@ -58,7 +58,7 @@ def preempted(runner: Any, folder: Path, began: float) -> tuple[ModuleType, Any]
     """A training of three ranks that left after step 5 with 75, as it must be."""
     run = runner("stress/preemptions/run.py")
     training = run.Training(run.LAUNCHERS["rankwise"], folder / "training", 10)
-    training.lives = 1
+    training.attempts = 1
     training.out.write_text("")
     for rank in range(3):
         (training.folder / f"ends-{rank}").write_text(f"75 {began + 0.1} 5\n")

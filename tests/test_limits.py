@@ -209,13 +209,13 @@ def test_a_rank_that_no_signal_ends_is_the_cause_when_there_is_no_other(launch, 
     failure = json.loads(run.run.failure.read_text())
     assert failure["rank"] == 1
     assert failure["summary"].startswith("rank 1 cannot be killed (state D in ")
-    assert len(run.run.lives()) == 1  # it would hold what a restart needs
+    assert len(run.run.attempts()) == 1  # it would hold what a restart needs
 
 
 def test_ctrl_c_twice_ends_a_run_whose_rank_no_signal_ends(launch, frozen_disk) -> None:
     run, _ = _hung(launch, frozen_disk, "pass")
     run.process.send_signal(2)
-    wait_for(lambda: run.run.lives() and _asked(run), "the first Ctrl-C to arrive")
+    wait_for(lambda: run.run.attempts() and _asked(run), "the first Ctrl-C to arrive")
     run.process.send_signal(2)
     assert run.process.wait(timeout=25) == 130
     assert "ended by a second Ctrl-C, without a last checkpoint; rank 1 cannot be killed (state D in " in run.output()
@@ -223,7 +223,7 @@ def test_ctrl_c_twice_ends_a_run_whose_rank_no_signal_ends(launch, frozen_disk) 
 
 def _asked(run: Launched) -> bool:
     """Whether rank 0 has ended of it."""
-    return processes.start_time(run.run.lives()[-1].pids[0]) is None
+    return processes.start_time(run.run.attempts()[-1].pids[0]) is None
 
 
 # --- files

@@ -71,13 +71,13 @@ def test_rank_0_is_on_the_console_and_every_rank_in_its_log(launch) -> None:
     assert run.run.log(1).read_text() == "out of 1\nerr of 1\n"
 
 
-def test_logs_of_a_second_life_follow_those_of_the_first(launch) -> None:
+def test_logs_of_a_second_attempt_follow_those_of_the_first(launch) -> None:
     for _ in range(2):
         assert launch("print('hello')").wait() == 0
     run = launch("print('hello')")
     assert run.wait() == 0
     assert run.run.log(0).read_text() == "hello\n" * 3
-    assert [life.life for life in run.run.lives()] == [1, 2, 3]
+    assert [attempt.life for attempt in run.run.attempts()] == [1, 2, 3]
     assert "attempt 3" in run.output()
     assert run.output().count("hello") == 1
 
@@ -124,7 +124,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_soon(launch) -> None:
     assert run.wait() == 3  # it is asked for 3 s; on its own it would take ten minutes
 
 
-def test_a_failure_of_an_earlier_life_is_forgotten_by_the_next(launch) -> None:
+def test_a_failure_of_an_earlier_attempt_is_forgotten_by_the_next(launch) -> None:
     assert launch("raise SystemExit(4)").wait() == 4
     run = launch("print('well')")
     assert run.wait() == 0
@@ -444,7 +444,7 @@ def test_ranks_that_do_not_stop_within_the_grace_are_killed(launch, tmp_path: Pa
 
 def test_a_training_that_does_not_stop_within_the_grace_is_not_mistaken_for_a_failure(launch) -> None:
     run = launch(train(pause_s=20.0, steps=100), options=("--nproc", "2", "--grace", "0.5"))
-    wait_for(lambda: run.run.lives() and run.pids() and "global batch" in run.output(), "the loop")
+    wait_for(lambda: run.run.attempts() and run.pids() and "global batch" in run.output(), "the loop")
     run.process.send_signal(signal.SIGTERM)
     status = run.wait()
     assert status in (137, 143)  # 143 if it came before the first step
@@ -478,7 +478,7 @@ def test_fresh_moves_the_older_run_aside(launch, tmp_path: Path) -> None:
     assert run.wait() == 0
     assert "the older run was moved to runs/script." in run.output()
     assert run.run.log(0).read_text() == "second\n"
-    assert [life.life for life in run.run.lives()] == [1]
+    assert [attempt.life for attempt in run.run.attempts()] == [1]
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 

@@ -133,7 +133,7 @@ def test_a_job_that_waits_or_runs_is_told_followed_and_cancelled_from_anywhere(
     finally:
         daemon.terminate()
         daemon.wait()
-    assert RunDir(Path("runs/train")).lives()[-1].outcome.startswith("stopped by SIGTERM after step")
+    assert RunDir(Path("runs/train")).attempts()[-1].outcome.startswith("stopped by SIGTERM after step")
 
 
 def test_a_job_that_its_queue_takes_back_waits_again_and_goes_on(spool: Path, rankwise: Run) -> None:
@@ -145,7 +145,7 @@ def test_a_job_that_its_queue_takes_back_waits_again_and_goes_on(spool: Path, ra
         assert waiting.stdout is not None
         assert waiting.stdout.read().endswith("went on\n")
     assert waiting.returncode == 0
-    assert [life.status for life in RunDir(Path("runs/train")).lives()] == [75, 0]
+    assert [attempt.status for attempt in RunDir(Path("runs/train")).attempts()] == [75, 0]
 
 
 def test_two_jobs_run_at_once_and_keep_to_themselves(spool: Path, rankwise: Run) -> None:

@@ -58,7 +58,7 @@ def test_what_cannot_be_printed_is_said_in_one_line_with_status_1(verb: str, unb
 def test_logs_that_cannot_be_printed_are_said_to_be_that() -> None:
     run = RunDir(Path("runs/train"))
     run.prepare(fresh=False)
-    run.begin_life(1, ("train.py",))
+    run.begin_attempt(1, ("train.py",))
     run.log(0).write_text("a line\n")
     done = in_shell(f"{COMMAND} logs > /dev/full")
     assert (done.returncode, done.stderr) == (1, NO_SPACE)

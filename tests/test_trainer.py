@@ -237,8 +237,8 @@ def test_a_stopped_run_ends_bit_for_bit_as_the_unbroken_one(n: int, settings: di
         assert losses(tmp_path / name) == expected  # and the figures in between
     if "often" not in answers[0]:
         return
-    lives = [(r["life"], r["step"]) for r in records(tmp_path / "often") if "loss" in r]
-    assert lives == [(1, 1), (1, 2), (2, 3), (3, 4), (3, 5), (3, 6), (3, 7), (4, 8), (4, 9), (4, 10)]
+    attempts = [(r["life"], r["step"]) for r in records(tmp_path / "often") if "loss" in r]
+    assert attempts == [(1, 1), (1, 2), (2, 3), (3, 4), (3, 5), (3, 6), (3, 7), (4, 8), (4, 9), (4, 10)]
 
 
 DRAWS: dict[str, Callable[[], float]] = {
@@ -284,7 +284,7 @@ def test_ranks_draw_different_numbers_and_the_same_for_the_same_seed(tmp_path: P
 
 
 def stopped_by_a_signal(folder: Path) -> tuple[Any, str, str]:
-    """The first life is asked to stop after step 2, between two log intervals; the second goes on to the end."""
+    """The first attempt is asked to stop after step 2, between two log intervals; the second goes on to the end."""
     ask = [lambda state: os.kill(os.getpid(), signal.SIGUSR1) if state.step == 2 else None]
     first = io.StringIO()
     code: Any = None
@@ -858,7 +858,7 @@ def killed_and_begun_anew(folder: Path) -> str:
     return fit(folder / "run")[1]
 
 
-def test_a_life_that_has_nothing_to_go_on_from_says_so(tmp_path: Path) -> None:
+def test_an_attempt_that_has_nothing_to_go_on_from_says_so(tmp_path: Path) -> None:
     assert "found no checkpoint of an earlier attempt: starting from scratch" in on_ranks(1, killed_and_begun_anew, tmp_path)[0]
 
 
@@ -873,7 +873,7 @@ def test_a_schedule_that_was_begun_holds_and_that_is_said(tmp_path: Path) -> Non
 
 
 def scaled(folder: Path, **settings: Any) -> tuple[list[tuple[int, float]], str, list[tuple[int, float]]]:
-    """The learning rates of a run with a scheduler, of a life with other ranks after it, and what was said at first."""
+    """The learning rates of a run with a scheduler, of an attempt with other ranks after it, and what was said at first."""
     settings = {"global_batch_size": None, "batch_size": 4, "max_epochs": None, "scheduler": cosine, **settings}
     said = fit(folder / "run", max_steps=3, **settings)[1]
     return losses(folder / "run", "lr"), said, []
@@ -1091,8 +1091,8 @@ def test_an_optimizer_of_another_model_is_an_error(tmp_path: Path) -> None:
     assert "the optimizer holds no parameter of the model" in on_ranks(1, strangers, tmp_path)[0]
 
 
-def test_the_life_of_a_plain_run_has_its_end(tmp_path: Path) -> None:
+def test_the_attempt_of_a_plain_run_has_its_end(tmp_path: Path) -> None:
     on_ranks(1, finished_twice, tmp_path)
-    lives = json.loads((tmp_path / "run" / "world.json").read_text())["lives"]
-    assert [life["status"] for life in lives] == [0, 0]
-    assert all(life["ended"] and life["outcome"].startswith("ended after step") for life in lives)
+    attempts = json.loads((tmp_path / "run" / "world.json").read_text())["lives"]
+    assert [attempt["status"] for attempt in attempts] == [0, 0]
+    assert all(attempt["ended"] and attempt["outcome"].startswith("ended after step") for attempt in attempts)

@@ -18,19 +18,19 @@ from measure import ratios, rounds, spread
 WORKER = str(Path(__file__).with_name("worker.py"))
 
 
-def first_step(folder: str, life: int, ranks: int) -> float:
-    marks = list(Path(folder).glob(f"first-{life}-*"))
-    assert len(marks) == ranks, f"{len(marks)} of {ranks} ranks did a step in life {life}"
+def first_step(folder: str, attempt: int, ranks: int) -> float:
+    marks = list(Path(folder).glob(f"first-{attempt}-*"))
+    assert len(marks) == ranks, f"{len(marks)} of {ranks} ranks did a step in life {attempt}"
     return max(float(mark.read_text()) for mark in marks)
 
 
 def restart(ranks: int, folder: str) -> tuple[float, float]:
-    """(seconds from the fork request of the second life to its first step, from the first life's end to it)."""
+    """(seconds from the fork request of the second attempt to its first step, from the first life's end to it)."""
     command = [sys.executable, "-m", "rankwise", "run", "--nproc", str(ranks), "--max-restarts", "1", "--fresh"]
     subprocess.run([*command, WORKER, folder, "die"], cwd=folder, capture_output=True, check=True)
     before, after = json.loads(Path(folder, "runs", "worker", "world.json").read_text())["lives"]
     first = first_step(folder, 1, ranks)
-    return first - after["started"], first - before["ended"]  # a life begins right after its ranks were asked for
+    return first - after["started"], first - before["ended"]  # an attempt begins right after its ranks were asked for
 
 
 def cold(ranks: int, folder: str) -> float:

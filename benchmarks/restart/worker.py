@@ -1,5 +1,5 @@
 """A torchrun script: gloo, DDP around a small model, one Adam step; notes when its first step was done. `die` as the second
-argument: rank 1 then fails in the first life, so that all are started again."""
+argument: rank 1 then fails in the first attempt, so that all are started again."""
 
 import os
 import sys
@@ -15,9 +15,9 @@ optimizer = torch.optim.Adam(model.parameters())
 model(torch.randn(8, 16)).sum().backward()
 optimizer.step()
 dist.barrier()
-life = os.environ["TORCHELASTIC_RESTART_COUNT"]
-with open(os.path.join(sys.argv[1], f"first-{life}-{dist.get_rank()}"), "w") as file:
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+with open(os.path.join(sys.argv[1], f"first-{attempt}-{dist.get_rank()}"), "w") as file:
     file.write(repr(time.time()))
 dist.barrier()
-if sys.argv[2:] == ["die"] and life == "0" and dist.get_rank() == 1:
+if sys.argv[2:] == ["die"] and attempt == "0" and dist.get_rank() == 1:
     sys.exit("as asked")

@@ -279,7 +279,7 @@ def selftest(ranks: str, timeout_s: float, argv: tuple[str, ...]) -> None:
 @main.command()
 @click.argument("run", metavar="[RUN]", required=False)
 def report(run: str | None) -> None:
-    """Tell what a run did: its lives, its loss, where its time went.
+    """Tell what a run did: its attempts, its loss, where its time went.
 
     RUN is a name under ./runs, or a folder; it may be left out where there is one run alone.
     """

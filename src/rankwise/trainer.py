@@ -346,11 +346,11 @@ class Trainer:
     @contextlib.contextmanager
     def _open(self, fresh: bool) -> Iterator[TrainState]:
         """Collective. Begin; and, however the loop ends, close what is open."""
-        life, lease = open_run(self.run, self.world, fresh)
+        attempt, lease = open_run(self.run, self.world, fresh)
         self.checkpoints.fence = Fence(self.run.lease) if self.world.is_main else None
         outcome, status = "ended by an exception", 1
         try:
-            if fresh or life.fresh:
+            if fresh or attempt.fresh:
                 self.checkpoints.begin_anew()
             self._begin(self.state)
             yield self.state
@@ -364,7 +364,7 @@ class Trainer:
             self.stop.leave()
             if lease is not None:
                 try:
-                    self.run.update_life(life, ended=time.time(), status=status, outcome=outcome)
+                    self.run.update_attempt(attempt, ended=time.time(), status=status, outcome=outcome)
                 except RunDirError as error:  # a full disk: it must not hide what has ended the loop
                     log.warn(f"how this attempt ended is not recorded: {error}")
                 lease.release()
@@ -389,7 +389,7 @@ class Trainer:
         for line in lines:
             log.say(line)
         if manifest is None:
-            if len(self.run.lives()) > 1:
+            if len(self.run.attempts()) > 1:
                 log.say("found no checkpoint of an earlier attempt: starting from scratch")
         elif self._done(state):
             log.say(already_done(self.run, self.world, state.step, state.stopped, state.stop_reason))

@@ -3,9 +3,9 @@
     python stress/kill_anywhere/run.py [--kills 100] [--in-save 30] [--steps 1000] [--seed 0] [--folder /dev/shm]
         [--blocking] [--sync local-sgd:5]
 
-SIGKILL to a rank, the agent, the launcher or all of them: at a moment drawn from the whole life of a run, its start included,
-or inside a save. After each kill: nothing is left in ps, every checkpoint by its name is whole, none that was complete is gone,
-and the next life goes on from the newest with the very losses of a run that was never killed. A training that reaches its end
+SIGKILL to a rank, the agent, the launcher or all of them: at a moment drawn from a whole attempt of a run, its start included,
+or inside a save. After each kill: nothing is left in ps, every checkpoint by its name is complete, none that was is gone, and
+the next attempt resumes from the newest with the very losses of a run that was never killed. A training that reaches its end
 must have that run's parameters, bit for bit; then another begins, until there were enough kills. Exits with 1 when something is
 wrong.
 """
@@ -39,7 +39,7 @@ DEADLINE_S = 60.0
 
 
 class Training:
-    """One training, over as many lives as it takes."""
+    """One training, over as many attempts as it takes."""
 
     def __init__(self, folder: Path, steps: int, words: Sequence[str], options: Sequence[str] = ()) -> None:
         folder.mkdir()
@@ -47,12 +47,12 @@ class Training:
         self.final = folder / "final.pt"
         self.saved = folder / "saved.txt"
         self.out = folder / "out.txt"
-        self.lives = 0
+        self.attempts = 0
         self._words = [str(steps), str(self.final), str(self.saved), *words]
         self._options = options
 
     def start(self) -> psutil.Popen:
-        self.lives += 1
+        self.attempts += 1
         with self.out.open("w") as out:
             words = [sys.executable, "-m", "rankwise", "run", "--nproc", "2", "--run-dir", str(self.run.path)]
             words += [*self._options, str(SCRIPT), *self._words]
@@ -74,12 +74,12 @@ class Training:
         return int(lines[-1]) if lines else 0
 
     def losses(self) -> dict[int, list[tuple[int, float]]]:
-        """(step, loss) as they came, of each life that got so far."""
-        lives = collections.defaultdict(list)
+        """(step, loss) as they came, of each attempt that got so far."""
+        attempts = collections.defaultdict(list)
         for record in self.run.read_metrics():
             if "loss" in record:
-                lives[record["life"]].append((record["step"], record["loss"]))
-        return lives
+                attempts[record["life"]].append((record["step"], record["loss"]))
+        return attempts
 
     def parameters(self) -> dict[str, torch.Tensor]:
         return torch.load(self.final, weights_only=True)
@@ -94,7 +94,7 @@ def pick(training: Training, launcher: psutil.Popen, victim: str) -> list[int]:
             return [p.pid for p in launcher.children() if "rankwise.agent" in p.cmdline()][:1] or [launcher.pid]
         if victim.startswith("rank"):
             children = {p.pid for p in launcher.children(recursive=True)}
-            pid = training.run.lives()[-1].pids[int(victim[-1])]
+            pid = training.run.attempts()[-1].pids[int(victim[-1])]
             return [pid] if pid in children else [launcher.pid]
     return [launcher.pid]
 
@@ -134,16 +134,18 @@ def wait_until_gone(training: Training, launcher: psutil.Popen) -> float:
     return time.monotonic() - began
 
 
-def check(training: Training, lives_before: int, began_at: int, reference: dict[int, float]) -> None:
-    """The life just over began one step after the checkpoint that it had, and its losses are those of the reference."""
-    lives = training.losses()
-    steps = [step for step, _ in lives.get(lives_before + 1, [])]
+def check(training: Training, attempts_before: int, began_at: int, reference: dict[int, float]) -> None:
+    """The attempt just over began one step after the checkpoint that it had, and its losses are those of the reference."""
+    attempts = training.losses()
+    steps = [step for step, _ in attempts.get(attempts_before + 1, [])]
     if steps != list(range(began_at + 1, began_at + 1 + len(steps))):
         raise WrongError(f"a life that had a checkpoint of step {began_at} did steps {steps[0]} to {steps[-1]}")
-    for life, figures in lives.items():
+    for attempt, figures in attempts.items():
         for step, loss in figures:
             if loss != reference[step]:
-                raise WrongError(f"life {life} has loss {loss} at step {step}, the run that was never killed {reference[step]}")
+                raise WrongError(
+                    f"life {attempt} has loss {loss} at step {step}, the run that was never killed {reference[step]}"
+                )
     newest, saved = training.newest(), training.last_saved()
     if newest < saved:
         raise WrongError(f"the save of step {saved} was complete, and the newest checkpoint is of step {newest}")
@@ -177,7 +179,7 @@ def trial(make: Callable[[str], Training], kills: int, in_save: int, steps: int)
     gone_s = []
     while done < kills or in_saves < in_save or done == 0 or not ended:
         training = trainings[-1]
-        lives_before, began_at, leftovers = len(training.run.lives()), training.newest(), training.saving()
+        attempts_before, began_at, leftovers = len(training.run.attempts()), training.newest(), training.saving()
         enough = done >= kills and in_saves >= in_save
         aim_at_save = not enough and in_saves < in_save and (random.random() < 1.5 * in_save / kills or done >= kills)
         launcher = training.start()
@@ -185,13 +187,13 @@ def trial(make: Callable[[str], Training], kills: int, in_save: int, steps: int)
         delay_s = 1e6 if enough else random.uniform(0.0, left_s * (0.8 if aim_at_save else 1.0))
         victim = wait_and_kill(training, launcher, random.choice(VICTIMS), delay_s, aim_at_save)
         gone = wait_until_gone(training, launcher)
-        check(training, lives_before, began_at, losses)
+        check(training, attempts_before, began_at, losses)
         if victim is not None:
             gone_s.append(gone)
             done += 1
             victims[victim] += 1
             in_saves += bool(set(training.saving()) - set(leftovers))
-            before_first_step += lives_before + 1 not in training.losses()
+            before_first_step += attempts_before + 1 not in training.losses()
         elif launcher.returncode != 0:
             raise WrongError(f"a life that nobody killed ended with {launcher.returncode}:\n{training.out.read_text()}")
         else:
@@ -201,12 +203,12 @@ def trial(make: Callable[[str], Training], kills: int, in_save: int, steps: int)
             trainings.append(make(str(len(trainings) + 1)))
         if sys.stderr.isatty():
             print(f"\r{done} kills, {in_saves} in a save, {ended} trainings ended", end="", file=sys.stderr)
-    lives = [t.lives for t in trainings[:ended]]
+    attempts = [t.attempts for t in trainings[:ended]]
     return (
         f"{done} kills ({', '.join(f'{name} {n}' for name, n in sorted(victims.items()))}), {in_saves} of them inside a save, "
-        f"{before_first_step} before the first step of a life\n"
-        f"{ended} trainings of {steps} steps ended, in {min(lives)} to {max(lives)} lives: losses of every step and parameters "
-        "bit for bit those of the run that was never killed\n"
+        f"{before_first_step} before the first step of an attempt\n"
+        f"{ended} trainings of {steps} steps ended, in {min(attempts)} to {max(attempts)} attempts: losses of every step and "
+        "the parameters bit for bit those of the run that was never killed\n"
         f"no torn checkpoint, none lost; nothing left in ps, after {statistics.median(gone_s):.2f} s (median), "
         f"{max(gone_s):.2f} s (longest)"
     )

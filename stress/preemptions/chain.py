@@ -1,11 +1,11 @@
-"""Is a training of lives on 2, 3, 1 and 4 ranks, killed between them, the one whose lives ended cleanly at the same steps?
+"""Is a training of attempts on 2, 3, 1 and 4 ranks, each killed, the one whose attempts ended cleanly at the same steps?
 
-    python stress/preemptions/chain.py [--lives 12] [--steps 300] [--seed 0]
+    python stress/preemptions/chain.py [--attempts 12] [--steps 300] [--seed 0]
 
-Each life is `rankwise run` on the next number of ranks, ended by SIGKILL to one rank, to all, to the agent or the launcher,
+Each attempt is `rankwise run` on the next number of ranks, ended by SIGKILL to one rank, to all, to the agent or the launcher,
 some time after its first step; what it did since its last checkpoint is lost, and done again by the next. Then the same chain
-with lives that end cleanly at those checkpoints. Looked at: each life begins one step after its checkpoint; net of what was
-rolled back the global batches are those of an unbroken run on one rank, in their order, each sample once an epoch; the
+with attempts that end cleanly at those checkpoints. Looked at: each attempt begins one step after its checkpoint; net of what
+was rolled back the global batches are those of an unbroken run on one rank, in their order, each sample once an epoch; the
 parameters in the end are those of the clean chain, bit for bit. Exits with 1 when something is wrong.
 """
 
@@ -36,7 +36,7 @@ def on(ranks: int) -> Launcher:
 
 
 def take(training: Training, ranks: int) -> Ledger:
-    """The samples of each step of the life just over, those of its ranks one after the other."""
+    """The samples of each step of the attempt just over, those of its ranks one after the other."""
     taken: Ledger = {}
     for rank in range(ranks):
         path = training.folder / f"samples-{rank}"
@@ -69,15 +69,15 @@ def kill(training: Training, launcher: psutil.Popen, ranks: int) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def killed_chain(training: Training, lives: int) -> tuple[Ledger, list[tuple[int, int]], int]:
-    """(the samples of the steps that count, (ranks, last such step) of each life, the steps that were rolled back)."""
+def killed_chain(training: Training, attempts: int) -> tuple[Ledger, list[tuple[int, int]], int]:
+    """(the samples of the steps that count, (ranks, last such step) of each attempt, the steps that were rolled back)."""
     ledger: Ledger = {}
     ends: list[tuple[int, int]] = []
     rolled_back = began = status = 0
-    for number, ranks in enumerate(itertools.islice(itertools.cycle(CHAIN), lives)):
+    for number, ranks in enumerate(itertools.islice(itertools.cycle(CHAIN), attempts)):
         training.launcher = on(ranks)
         launcher = training.start()
-        if number + 1 < lives and began < training.steps:
+        if number + 1 < attempts and began < training.steps:
             kill(training, launcher, ranks)
         status = training.wait(launcher, 600.0)
         wait_until_gone(training)
@@ -88,9 +88,9 @@ def killed_chain(training: Training, lives: int) -> tuple[Ledger, list[tuple[int
         ledger |= {step: samples for step, samples in taken.items() if step <= saved}
         ends.append((ranks, saved))
         began = saved
-        print(f"\r{number + 1} lives", end="", file=sys.stderr, flush=True)
+        print(f"\r{number + 1} attempts", end="", file=sys.stderr, flush=True)
         if status == 0:
-            break  # the training is complete, perhaps before the last life
+            break  # the training is complete, perhaps before the last attempt
     if status != 0:
         raise WrongError(f"the last life ended with {status}\n{training.out.read_text()}")
     return ledger, ends, rolled_back
@@ -100,7 +100,7 @@ def clean_chain(training: Training, ends: list[tuple[int, int]]) -> Ledger:
     ledger: Ledger = {}
     for ranks, until in ends:
         if until == max(ledger, default=0):
-            continue  # that life came to no checkpoint
+            continue  # that attempt came to no checkpoint
         training.launcher = on(ranks)
         if (status := training.wait(training.start(f"until={until}"), 600.0)) != 0:
             raise WrongError(f"a clean life ended with {status}\n{training.out.read_text()}")
@@ -108,7 +108,7 @@ def clean_chain(training: Training, ends: list[tuple[int, int]]) -> Ledger:
     return ledger
 
 
-def trial(folder: Path, lives: int, steps: int) -> str:
+def trial(folder: Path, attempts: int, steps: int) -> str:
     """The summary. Raises WrongError."""
     unbroken = Training(on(1), folder / "unbroken", steps)
     unbroken.wait(unbroken.start(), 600.0)
@@ -118,7 +118,7 @@ def trial(folder: Path, lives: int, steps: int) -> str:
         if sorted(itertools.chain.from_iterable(epoch)) != list(range(SAMPLES)):
             raise WrongError(f"the epoch from step {first} is not every sample once")
     killed, clean = Training(on(1), folder / "killed", steps), Training(on(1), folder / "clean", steps)
-    ledger, ends, rolled_back = killed_chain(killed, lives)
+    ledger, ends, rolled_back = killed_chain(killed, attempts)
     theirs = clean_chain(clean, ends)
     if ledger != batches:
         wrong = next(step for step in range(1, steps + 1) if ledger.get(step) != batches[step])
@@ -130,19 +130,19 @@ def trial(folder: Path, lives: int, steps: int) -> str:
         raise WrongError("the parameters in the end are not those of the clean chain")
     told = ", ".join(f"{ranks} to step {step}" for ranks, step in ends)
     return (
-        f"{len(ends)} lives, by ranks: {told}; {rolled_back} steps rolled back\n"
+        f"{len(ends)} attempts, by ranks: {told}; {rolled_back} steps rolled back\n"
         f"all {steps} global batches as on one rank without a break, parameters bit for bit those of the clean chain"
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--lives", type=int, default=12)
+    parser.add_argument("--attempts", type=int, default=12)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     random.seed(options.seed)
-    return judged(lambda folder: print(trial(folder, options.lives, options.steps)), Path("/dev/shm"))
+    return judged(lambda folder: print(trial(folder, options.attempts, options.steps)), Path("/dev/shm"))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ LAUNCHER hand_written.py FOLDER LOOP STOPS
 LOOP: `ahead` (a collective in each step that the device has done four steps later), `local` (parameters are averaged every 8
 steps), `none` (no collective). After each of STOPS stops a rank goes on with a new StopSignal, when it is let. In FOLDER it
 leaves `ends-RANK` (a line a stop: when it learnt of it, after which step, the parameter then, steps since the one before),
-`state-RANK`, from which its next life goes on, and a row of `now`.
+`state-RANK`, from which its next attempt goes on, and a row of `now`.
 """
 
 import collections

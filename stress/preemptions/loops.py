@@ -3,10 +3,10 @@
     python stress/preemptions/loops.py [ahead] [local] [none] [--stops 50] [--seed 0]
 
 Four ranks, each at its own pace, in a loop whose hosts are four steps ahead of the device, in one that averages every 8
-steps, and in one without a collective; signals as in run.py. Under `rankwise run` each stop ends a life; under torchrun, two
-of them, so that the ranks are of two nodes that know nothing of each other, one life is stopped again and again. After each
-stop: all ranks have done the same steps, those of the life began where the one before had ended, and each rank's parameter is
-that of a serial program after so many steps. Exits with 1 when something is wrong.
+steps, and in one without a collective; signals as in run.py. Under `rankwise run` each stop ends an attempt; under torchrun,
+two of them, so that the ranks are of two nodes that know nothing of each other, one attempt is stopped again and again. After
+each stop: all ranks have done the same steps, those of the attempt began where the one before had ended, and each rank's
+parameter is that of a serial program after so many steps. Exits with 1 when something is wrong.
 """
 
 import argparse

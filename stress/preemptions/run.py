@@ -4,7 +4,7 @@
         [--within-s 1]
 
 SIGTERM, SIGUSR1 or SIGUSR2 to one rank of three, to several, up to 2 s after each other, to all, or to our launcher or agent:
-at a moment drawn from all that a life does after its first step, half of them while a rank loads, computes, reduces,
+at a moment drawn from all that an attempt does after its first step, half of them while a rank loads, computes, reduces,
 evaluates or saves. After each: all ranks have left after the same step, that step is the newest checkpoint, each rank has
 left with 75, the launcher with what it makes of that, and nothing is left in ps. A training that reaches its end has taken
 the samples of one that was never preempted, in its order, each step once, and has its parameters, bit for bit; then another
@@ -83,14 +83,14 @@ LAUNCHERS = {
 
 
 class Training:
-    """One training, over as many lives as it takes."""
+    """One training, over as many attempts as it takes."""
 
     def __init__(self, launcher: Launcher, folder: Path, steps: int) -> None:
         folder.mkdir()
         self.launcher, self.folder, self.steps = launcher, folder, steps
         self.run = RunDir(folder / "run")
         self.out = folder / "out.txt"
-        self.lives = 0
+        self.attempts = 0
         self.words: list[str] = []
         now = folder / "now"
         now.write_bytes(bytes(MOST_RANKS * ROW * 8))
@@ -98,8 +98,8 @@ class Training:
             self._now = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
 
     def forget(self) -> None:
-        """Another life begins."""
-        self.lives += 1
+        """Another attempt begins."""
+        self.attempts += 1
         self._now[:] = memoryview(bytes(len(self._now) * 8)).cast("q")
 
     def start(self, *words: str) -> psutil.Popen:
@@ -125,17 +125,17 @@ class Training:
             raise WrongError(f"it hangs: nothing has ended within {limit_s:g} s\n{self.out.read_text()}") from None
 
     def has_agreed(self) -> bool:
-        """Whether all ranks of this life know that they stop."""
+        """Whether all ranks of this attempt know that they stop."""
         return all(self.word(rank, AGREED) for rank in range(RANKS))
 
     def samples(self) -> list[list[str]]:
-        """By rank the lines of all lives."""
+        """By rank the lines of all attempts."""
         return [(self.folder / f"samples-{rank}").read_text().splitlines() for rank in range(RANKS)]
 
     def ends(self) -> list[list[str]]:
-        """By rank the words of the life just over: status, and when it learnt of the stop, and after which step."""
+        """By rank the words of the attempt just over: status, and when it learnt of the stop, and after which step."""
         lines = [(self.folder / f"ends-{rank}").read_text().splitlines() for rank in range(RANKS)]
-        if any(len(line) != self.lives for line in lines):
+        if any(len(line) != self.attempts for line in lines):
             raise WrongError(f"ranks left without a last word: {lines}\n{self.out.read_text()}")
         return [line[-1].split() for line in lines]
 
@@ -166,7 +166,7 @@ class Tally:
 
     agreed_s: list[float] = field(default_factory=list)
     ended: int = 0
-    lives: list[int] = field(default_factory=list)
+    attempts: list[int] = field(default_factory=list)
 
     @property
     def stops(self) -> int:
@@ -186,8 +186,8 @@ class Tally:
         return (
             f"{name}: {self.stops} preemptions, 0 wrong ({counted(self.who)}; {counted(self.signals)}; a rank signalled in: "
             f"{counted(self.phases)}), {self.late} more signals after all had agreed\n"
-            f"  {self.ended} trainings ended, in {min(self.lives)} to {max(self.lives)} lives; from the first signal until the "
-            f"last rank knew: {statistics.median(self.agreed_s):.3f} s (median), {max(self.agreed_s):.3f} s (longest)"
+            f"  {self.ended} trainings ended, in {min(self.attempts)} to {max(self.attempts)} attempts; from the first signal "
+            f"until the last rank knew: {statistics.median(self.agreed_s):.3f} s (median), {max(self.agreed_s):.3f} s (longest)"
         )
 
 
@@ -239,7 +239,7 @@ def preempt(training: Training, launcher: psutil.Popen, own: tuple[str, ...]) ->
 
 
 def check_stop(training: Training, launcher: Launcher, status: int, began: float, within_s: float) -> float:
-    """The life just over ended as all ranks agreed: after so many seconds from the first signal."""
+    """The attempt just over ended as all ranks agreed: after so many seconds from the first signal."""
     out = training.out.read_text()
     ends = training.ends()
     if any(end[0] != "75" or len(end) != 3 for end in ends):
@@ -267,7 +267,7 @@ def wait_until_gone(training: Training) -> None:
 
 
 def check_end(training: Training, reference: Training) -> None:
-    """What a training that reached its end has done, over all its lives."""
+    """What a training that reached its end has done, over all its attempts."""
     for rank, (mine, theirs) in enumerate(zip(training.samples(), reference.samples(), strict=True)):
         if mine != theirs:
             first = next(i for i, (a, b) in enumerate(itertools.zip_longest(mine, theirs)) if a != b)
@@ -280,7 +280,7 @@ def check_end(training: Training, reference: Training) -> None:
 
 
 def finished(training: Training, status: int, was_signalled: bool = False) -> None:
-    """The life just over was the last; a signal that found the script at its very end may have ended that."""
+    """The attempt just over was the last; a signal that found the script at its very end may have ended that."""
     if (status != 0 and not was_signalled) or any(end[0] != "0" for end in training.ends()):
         raise WrongError(f"it ended with {status}, {training.ends()}\n{training.out.read_text()}")
 
@@ -289,7 +289,7 @@ def trial(folder: Path, name: str, stops: int, within_s: float, reference: Train
     """The summary. Raises WrongError."""
     launcher, tally, steps = LAUNCHERS[name], Tally(), reference.steps
     trainings = [Training(launcher, folder / f"{name}-1", steps)]
-    while tally.stops < stops or trainings[-1].lives:  # the last one, too, is looked at in its end
+    while tally.stops < stops or trainings[-1].attempts:  # the last one, too, is looked at in its end
         training = trainings[-1]
         words = [word for word in ("blocking", "workers") if random.random() < 0.5]
         if training.newest() == steps:  # stopped after the last one: to another command a run that is done is an error
@@ -304,7 +304,7 @@ def trial(folder: Path, name: str, stops: int, within_s: float, reference: Train
             finished(training, status, sent is not None)
             check_end(training, reference)
             tally.ended += 1
-            tally.lives.append(training.lives)
+            tally.attempts.append(training.attempts)
             trainings.append(Training(launcher, folder / f"{name}-{len(trainings) + 1}", steps))
         print(f"\r{name}: {tally.stops} preemptions, {tally.ended} trainings ended", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)

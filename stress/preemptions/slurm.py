@@ -2,9 +2,9 @@
 
     python stress/preemptions/slurm.py [--stops 10] [--steps 800] [--seed 0]          root on Debian
 
-Three virtual hosts with Slurm (tests/cluster/hosts), a rank on each: `rankwise run --on slurm --requeue`. Each life is ended by
-`scancel -s TERM`, `USR1` or `USR2`, or by that signal to one rank or two; its agents leave with 75, the job goes back into the
-queue, and the next life goes on. What is looked at is as in run.py. Exits with 1 when something is wrong.
+Three virtual hosts with Slurm (tests/cluster/hosts), a rank on each: `rankwise run --on slurm --requeue`. Each attempt is ended
+by `scancel -s TERM`, `USR1` or `USR2`, or by that signal to one rank or two; its agents leave with 75, the job goes back into
+the queue, and the next attempt resumes. What is looked at is as in run.py. Exits with 1 when something is wrong.
 """
 
 import argparse
@@ -84,13 +84,13 @@ def trial(folder: Path, stops: int, steps: int) -> str:
         sent = preempt(training, launcher, wait_for_job(training))
         if sent is None:
             raise WrongError(f"it ended before {stops} stops: give more --steps\n{training.out.read_text()}")
-        life = wait_for_life(training, training.lives)
-        tally.add(sent, check_stop(training, SLURM, life, sent.began, within_s=1.0))
+        attempt = wait_for_attempt(training, training.attempts)
+        tally.add(sent, check_stop(training, SLURM, attempt, sent.began, within_s=1.0))
         training.forget()
         print(f"\rslurm: {tally.stops} preemptions", end="", file=sys.stderr, flush=True)
     finished(training, training.wait(launcher, 600.0))
     check_end(training, reference)
-    tally.ended, tally.lives = 1, [training.lives]
+    tally.ended, tally.attempts = 1, [training.attempts]
     return tally.text("slurm")
 
 
@@ -101,14 +101,14 @@ def wait_for_job(training: Training) -> str:
     return job.id if job is not None else ""
 
 
-def wait_for_life(training: Training, number: int) -> int:
-    """The exit status of that life, once it is over."""
+def wait_for_attempt(training: Training, number: int) -> int:
+    """The exit status of that attempt, once it is over."""
     until = time.monotonic() + HANG_S
-    while len(lives := training.run.lives()) < number or lives[number - 1].status is None:
+    while len(attempts := training.run.attempts()) < number or attempts[number - 1].status is None:
         if time.monotonic() > until:
             raise WrongError(f"it hangs: no end of life {number} within {HANG_S:g} s\n{training.out.read_text()}")
         time.sleep(0.05)
-    return int(str(lives[number - 1].status))
+    return int(str(attempts[number - 1].status))
 
 
 def main() -> int:

@@ -2,9 +2,9 @@
 
 LAUNCHER train.py FOLDER STEPS [blocking] [workers] [until=STEP]
 
-In FOLDER each rank leaves `samples-RANK` (step and samples, as it took them), `ends-RANK` (a line for each life: when it
+In FOLDER each rank leaves `samples-RANK` (step and samples, as it took them), `ends-RANK` (a line for each attempt: when it
 learnt that all stop, after which step, with what status it left), and a row of `now`, a map of words: its process, the steps
-that this life has done, what it is in. `final.pt` has the parameters in the end.
+that this attempt has done, what it is in. `final.pt` has the parameters in the end.
 """
 
 import mmap

@@ -71,7 +71,7 @@ def test_to_its_queue_a_job_that_has_stopped_and_saved_has_not_failed(
 ) -> None:
     run = RunDir(tmp_path / "run")
     run.prepare(fresh=False)
-    run.update_life(run.begin_life(1, ("train.py",)), status=status, outcome=outcome)
+    run.update_attempt(run.begin_attempt(1, ("train.py",)), status=status, outcome=outcome)
     assert bootstrap._told_to_the_starter(status, planned(**changes), run, queues()[name]) == told
 
 

@@ -63,9 +63,9 @@ def test_ranks_are_counted_over_the_hosts_in_their_order(agents: New) -> None:
     assert {(w["MASTER_ADDR"], w["MASTER_PORT"]) for w in world} == {("127.0.0.1", world[0]["MASTER_PORT"])}
     # One machine after all: its local ranks are those of all its agents.
     assert [(w["LOCAL_RANK"], w["LOCAL_WORLD_SIZE"]) for w in world] == [(str(n), "4") for n in range(4)]
-    life = run.run.lives()[-1]
-    assert (life.ranks, len(life.pids), [part.first for part in life.parts]) == (4, 4, [0, 2, 3])
-    assert (life.status, life.outcome.split(";")[0]) == (0, "all ranks ended with status 0")
+    attempt = run.run.attempts()[-1]
+    assert (attempt.ranks, len(attempt.pids), [part.first for part in attempt.parts]) == (4, 4, [0, 2, 3])
+    assert (attempt.status, attempt.outcome.split(";")[0]) == (0, "all ranks ended with status 0")
 
 
 def test_what_the_agents_own_scheduler_says_of_a_rank_is_what_rank_says(agents: New, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_all_nodes_stop_after_the_same_step(agents: New) -> None:
     assert status == 75
     steps = {run.log(rank).strip() for rank in range(4)}
     assert len(steps) == 1
-    assert run.run.lives()[-1].outcome == f"stopped by SIGTERM after step {steps.pop()}"
+    assert run.run.attempts()[-1].outcome == f"stopped by SIGTERM after step {steps.pop()}"
     assert out.count("SIGTERM: all ranks stop after the current step") == 1
 
 
@@ -195,7 +195,7 @@ def test_an_alarm_and_a_scripts_wish_to_stop_reach_all_nodes_after_the_same_step
 def test_all_ranks_of_all_nodes_start_again_though_others_are_in_a_long_step(agents: New) -> None:
     run = agents().start(LONG_STEPS.replace("float(sys.argv[1])", "1.0"), A, B, max_restarts=1)
     status, out = run.wait()
-    assert (status, [life.status for life in run.run.lives()]) == (0, [137, 0]), out
+    assert (status, [attempt.status for attempt in run.run.attempts()]) == (0, [137, 0]), out
 
 
 def test_a_ctrl_c_that_every_process_of_the_run_is_sent_is_one_request(agents: New) -> None:
@@ -210,7 +210,7 @@ def test_a_ctrl_c_that_every_process_of_the_run_is_sent_is_one_request(agents: N
     assert status == 130, out
     steps = {run.log(rank).strip() for rank in range(4)}
     assert len(steps) == 1
-    assert run.run.lives()[-1].outcome == f"stopped by SIGINT after step {steps.pop()}"
+    assert run.run.attempts()[-1].outcome == f"stopped by SIGINT after step {steps.pop()}"
     assert "killing" not in out
 
 
@@ -238,7 +238,7 @@ def test_a_signal_to_one_rank_elsewhere_stops_all(agents: New) -> None:
 
 def _has_joined(run: Agents) -> bool:
     try:
-        return all(len(Page.open(part.page).joined()) == part.ranks for part in run.run.lives()[-1].parts)
+        return all(len(Page.open(part.page).joined()) == part.ranks for part in run.run.attempts()[-1].parts)
     except OSError:
         return False
 
@@ -253,7 +253,7 @@ def test_a_host_that_refuses_is_one_line_and_nothing_runs(agents: New) -> None:
         == "rankwise: node 1 (b) did not start: b refuses the login: none of your keys is accepted there; type: ssh-copy-id b\n"
     )
     assert not run.run.log(0).exists()
-    assert run.run.lives() == []
+    assert run.run.attempts() == []
 
 
 def test_a_host_without_our_python_is_told_in_its_own_words(agents: New) -> None:
@@ -284,7 +284,7 @@ def test_all_ranks_of_all_nodes_start_again_after_a_failure(agents: New) -> None
     )
     run = agents().start(source, A, B, max_restarts=1)
     status, out = run.wait()
-    assert (status, [life.status for life in run.run.lives()]) == (0, [3, 0])
+    assert (status, [attempt.status for attempt in run.run.attempts()]) == (0, [3, 0])
     assert out == "rankwise: rank 2 left with status 3; restarting all ranks, 1 of 1\n"
     assert {told(run, rank)["TORCHELASTIC_RESTART_COUNT"] for rank in range(3)} == {"1"}
 
@@ -296,7 +296,7 @@ def test_a_lost_node_is_done_without_where_fewer_may_be(agents: New) -> None:
     run.refuse("b", "ssh: connect to host b port 22: No route to host\n")
     run.lose("b")
     status, _ = run.wait()
-    assert (status, [life.ranks for life in run.run.lives()]) == (0, [4, 3])
+    assert (status, [attempt.ranks for attempt in run.run.attempts()]) == (0, [4, 3])
     assert [told(run, rank)["WORLD_SIZE"] for rank in range(3)] == ["3", "3", "3"]
 
 
@@ -306,7 +306,7 @@ def test_a_lost_node_that_comes_back_takes_part_again(agents: New) -> None:
     run.pids()
     run.lose("b")
     status, _ = run.wait()
-    assert (status, [life.ranks for life in run.run.lives()]) == (0, [3, 3])
+    assert (status, [attempt.ranks for attempt in run.run.attempts()]) == (0, [3, 3])
 
 
 def test_a_head_that_is_killed_leaves_nothing_on_any_node(agents: New) -> None:

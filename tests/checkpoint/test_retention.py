@@ -245,10 +245,10 @@ def test_the_figures_are_in_the_manifest_as_plain_json(folder: Path) -> None:
     assert found[1].metrics == record["metrics"]
 
 
-# --- later lives
+# --- later attempts
 
 
-def test_a_later_life_knows_the_best_from_the_manifests(folder: Path) -> None:
+def test_a_later_attempt_knows_the_best_from_the_manifests(folder: Path) -> None:
     save(store(folder), {1: 1.0, 2: 2.0})
     checkpoints = store(folder)
     assert best_step(checkpoints) == 1
@@ -258,7 +258,7 @@ def test_a_later_life_knows_the_best_from_the_manifests(folder: Path) -> None:
     assert save(checkpoints, {3: 3.0}) == [1, 3]
 
 
-def test_a_life_that_asks_for_another_figure_keeps_the_best_by_that(folder: Path) -> None:
+def test_an_attempt_that_asks_for_another_figure_keeps_the_best_by_that(folder: Path) -> None:
     save(store(folder, keep_last=9), {1: 1.0, 2: 2.0})
     checkpoints = store(folder, name="eval_accuracy", larger=True)
     assert best_step(checkpoints) is None

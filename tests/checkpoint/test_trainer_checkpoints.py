@@ -226,13 +226,13 @@ def test_a_trainer_keeps_the_checkpoint_of_its_best_evaluation(n: int, tmp_path:
     assert manifest.metrics["eval_loss"] == pytest.approx(3.0)
 
 
-def fit_in_two_lives(folder: Path) -> list[str]:
+def fit_in_two_attempts(folder: Path) -> list[str]:
     fit_scripted(folder, 6)
     return fit_scripted(folder, 12)[1]
 
 
-def test_a_later_life_of_a_trainer_knows_the_best_of_the_earlier(tmp_path: Path) -> None:
-    assert on_ranks(1, fit_in_two_lives, tmp_path / "run") == [names(4, 12)]
+def test_a_later_attempt_of_a_trainer_knows_the_best_of_the_earlier(tmp_path: Path) -> None:
+    assert on_ranks(1, fit_in_two_attempts, tmp_path / "run") == [names(4, 12)]
 
 
 def test_a_figure_of_an_earlier_step_is_not_taken_for_that_of_a_checkpoint(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def trains():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     log = rankwise.actions.Log(1)
     trainer = rankwise.Trainer(model, optimizer, step, data, global_batch_size=8, max_steps=120, actions=[log])
-    return trainer.fit().step, len(trainer.run.lives())
+    return trainer.fit().step, len(trainer.run.attempts())
 """
 
 CALLER = """

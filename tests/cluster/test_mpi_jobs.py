@@ -81,7 +81,7 @@ def test_to_cancel_is_to_ask_the_agent_which_ends_its_ranks_and_says_so(mpirun: 
     finally:
         status = os.waitstatus_to_exitcode(os.waitpid(int(pid), 0)[1])
     asked = queues()[mpirun].stop_signals.get(signal.SIGTERM, signal.SIGTERM)
-    assert (run.lives()[-1].outcome, run.lives()[-1].status) == (f"ended by {asked.name}", 128 + asked)
+    assert (run.attempts()[-1].outcome, run.attempts()[-1].status) == (f"ended by {asked.name}", 128 + asked)
     # Once it has passed on a signal, MPICH's says nothing: 0, or, one time in six, what its agents have left with.
     assert status in ((128 + asked,) if mpirun == "openmpi" else (0, 128 + asked))
 

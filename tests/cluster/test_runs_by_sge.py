@@ -91,7 +91,7 @@ def test_a_run_that_is_deleted_stops_all_ranks_after_one_step(sge: Start, launch
     subprocess.run(["qdel", job.id], check=True, capture_output=True)
     _, out = run.wait()
     assert len({path.read_text() for path in run.run.path.parents[1].glob("stopped-*")}) == 1
-    assert len(run.run.lives()) == 1, out  # a job that is deleted is not queued again
+    assert len(run.run.attempts()) == 1, out  # a job that is deleted is not queued again
     assert run.life().outcome.startswith("stopped by SIGUSR2 after step ")
 
 
@@ -107,7 +107,7 @@ def test_what_grid_engine_sends_to_all_of_a_job_reaches_the_ranks_and_ends_no_ag
     assert run.life().outcome.startswith("stopped by SIG")
 
 
-def test_a_run_that_must_go_before_its_end_goes_on_in_its_second_life(sge: Start, launch: New) -> None:
+def test_a_run_that_must_go_before_its_end_goes_on_in_its_second_attempt(sge: Start, launch: New) -> None:
     run = launch(*WITH_TORCH, "--requeue", write(TRAIN), "200")
     run.until(lambda: len(steps()) > 20, "steps")
     for process in psutil.process_iter():  # as Grid Engine does at s_rt
@@ -122,17 +122,17 @@ def test_a_run_that_must_go_before_its_end_goes_on_in_its_second_life(sge: Start
     assert status == 0, out
     assert steps() == list(range(1, 201))
     assert samples() == list(range(800))
-    assert [life.status for life in run.run.lives()] == [75, 0]
+    assert [attempt.status for attempt in run.run.attempts()] == [75, 0]
 
 
 @pytest.mark.stress(dose="whole")  # tests/agent/test_nodes.py stops nodes by the clock
-def test_a_training_over_two_hosts_that_comes_to_its_limit_saves_before_and_goes_on_in_its_next_life(
+def test_a_training_over_two_hosts_that_comes_to_its_limit_saves_before_and_goes_on_in_its_next_attempt(
     sge: Start, launch: New
 ) -> None:
-    """At s_rt Grid Engine would kill the task on the other host. Each life has as long as the first, half of it to train."""
+    """At s_rt Grid Engine would kill the task on the other host. Each attempt has as long as the first, half of it to train."""
     run = launch(*WITH_TORCH, "-l", "h_rt=40", "--requeue", write(TRAIN), "900")
-    run.until(lambda: run.run.world.exists() and len(run.run.lives()) > 1, "a second life")
-    first = run.run.lives()[0]
+    run.until(lambda: run.run.world.exists() and len(run.run.attempts()) > 1, "a second life")
+    first = run.run.attempts()[0]
     assert {part.host for part in first.parts} == {"node1", "node2"}
     assert (first.status, first.outcome.rpartition(" ")[0]) == (75, "stopped by SIGTERM after step")
     status, out = run.wait()

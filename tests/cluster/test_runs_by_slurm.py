@@ -94,16 +94,16 @@ time.sleep(600)
 
 @pytest.mark.stress(dose="whole")  # tests/test_run.py has it without a queue
 def test_a_grace_that_ends_while_the_script_loads_puts_the_job_back_into_the_queue(slurm: Start, launch: New) -> None:
-    """Slurm's USR1 comes before the limit; in its second life the job is cancelled."""
+    """Slurm's USR1 comes before the limit; in its second attempt the job is cancelled."""
     run = launch(*QUEUED, "--nodes", "2", "--nproc", "1", "--requeue", "--grace", "1", "--time", "10", "--wait", write(LOADS))
     run.at_the_gate()
     job = run.run.read_job()
     assert job is not None
     subprocess.run(["scancel", "-s", "USR1", job.id], check=True)
-    run.until(lambda: len(run.run.lives()) > 1, "a second life")
+    run.until(lambda: len(run.run.attempts()) > 1, "a second life")
     subprocess.run(["scancel", job.id], check=True)
     run.wait()
-    first = run.run.lives()[0]
+    first = run.run.attempts()[0]
     assert (first.status, first.outcome) == (75, "stopped by SIGUSR1 before the first step: nothing is lost")
 
 
@@ -239,7 +239,7 @@ def test_a_training_that_is_cancelled_is_saved_after_its_last_step_and_goes_on_w
     assert samples() == list(range(600))
 
 
-def test_a_job_that_must_go_before_its_end_saves_and_goes_on_in_its_second_life(slurm: Start, launch: New) -> None:
+def test_a_job_that_must_go_before_its_end_saves_and_goes_on_in_its_second_attempt(slurm: Start, launch: New) -> None:
     run = launch(*WITH_TORCH, "--nodes", "2", "--nproc", "1", "--requeue", "--time", "10", "--wait", write(TRAIN), "150")
     run.until(lambda: len(steps()) > 20, "steps")
     job = run.run.read_job()
@@ -249,7 +249,7 @@ def test_a_job_that_must_go_before_its_end_saves_and_goes_on_in_its_second_life(
     assert status == 0, out
     assert steps() == list(range(1, 151))
     assert samples() == list(range(600))
-    assert [life.status for life in run.run.lives()] == [75, 0]
+    assert [attempt.status for attempt in run.run.attempts()] == [75, 0]
 
 
 def test_a_lost_node_of_a_job_is_done_without(slurm: Start, launch: New) -> None:
@@ -264,6 +264,6 @@ def test_a_lost_node_of_a_job_is_done_without(slurm: Start, launch: New) -> None
         again = [HOSTS / "slurm-up", "2", "--gpus", "2", "--", "--no-ssh", "--debian-hosts"]
         subprocess.run(again, check=True, capture_output=True)
     assert "rankwise: node 1, node2, was lost: it has said nothing for 15 s" in out.splitlines()
-    assert [life.ranks for life in run.run.lives()] == [4, 2]
+    assert [attempt.ranks for attempt in run.run.attempts()] == [4, 2]
     assert told(1) == {0: ["node1", "0", "2", "0", "2", "0", "1"], 1: ["node1", "1", "2", "1", "2", "0", "1"]}
     assert status == 0

@@ -143,8 +143,8 @@ def test_a_host_that_loses_its_power_is_named_and_a_run_ends_or_goes_on_without_
     finally:
         power_back()
     assert status == 130, out
-    lives = [[part.host for part in life.parts] for life in goes_on.run.lives()]
-    assert lives == [["node1", "node2", platform.node()], ["node2", platform.node()]]
+    attempts = [[part.host for part in attempt.parts] for attempt in goes_on.run.attempts()]
+    assert attempts == [["node1", "node2", platform.node()], ["node2", platform.node()]]
     first, again = steps()[:before], steps()[before:]
     assert 1 < again[0] <= first[-1]
     assert again == list(range(again[0], again[-1] + 1))

@@ -66,7 +66,7 @@ def test_a_job_of_one_host_runs_its_ranks_and_ends_with_their_status(sge: Start,
     assert scheduler.state({"id": job_id}).phase in ("waiting", "running")
     assert until("ended", job_id) == State("ended", "ended", 4)
     assert run.log(0).read_text().startswith("0 2 "), output(run, job_id)
-    assert run.lives()[-1].status == 4
+    assert run.attempts()[-1].status == 4
     assert not [path for path in Path.cwd().rglob("*") if path.name in ("x", "y")]
 
 
@@ -174,7 +174,8 @@ def test_to_cancel_a_running_job_is_to_ask_its_ranks_first(sge: Start) -> None:
     started(run)
     scheduler.cancel({"id": job_id})
     status = until("ended", job_id).status
-    assert (run.lives()[-1].outcome, run.lives()[-1].status) == ("ended by SIGUSR2", status)  # not killed: it could say so
+    last = run.attempts()[-1]
+    assert (last.outcome, last.status) == ("ended by SIGUSR2", status)  # not killed: it could say so
 
 
 def test_ranks_are_asked_to_stop_before_the_limit(sge: Start) -> None:
@@ -182,7 +183,7 @@ def test_ranks_are_asked_to_stop_before_the_limit(sge: Start) -> None:
     run = job("train.py", resources=("h_rt=100,s_rt=5",))
     job_id = scheduler.submit(str(run.job), {})
     status = until("ended", job_id).status
-    assert (run.lives()[-1].outcome, run.lives()[-1].status) == ("ended by SIGUSR1", status)
+    assert (run.attempts()[-1].outcome, run.attempts()[-1].status) == ("ended by SIGUSR1", status)
 
 
 def test_exit_99_starts_the_job_once_more_under_its_number_and_its_output_goes_on(sge: Start) -> None:

@@ -255,7 +255,7 @@ def test_a_signal_to_the_launcher_in_an_allocation_stops_the_ranks_and_kills_non
         os.kill(holder.pid, signum)
         status = salloc.wait(DEADLINE_S)
     assert status == (130 if signum == signal.SIGINT else 75), Path("out").read_text()
-    assert RunDir(Path("runs/train")).lives()[-1].outcome == "stopped by SIGUSR1 after step 0"
+    assert RunDir(Path("runs/train")).attempts()[-1].outcome == "stopped by SIGUSR1 after step 0"
     assert jobs() == []
 
 
@@ -295,7 +295,7 @@ def test_a_run_that_was_asked_to_stop_before_its_time_is_over_goes_back_into_the
         subprocess.run(["scancel", "--signal=USR1", job.id], check=True)
         assert waiting.wait(DEADLINE_S) == 0, Path("out").read_text()
     printed("second life 1")
-    assert [life.status for life in RunDir(Path("runs/train")).lives()] == [75, 0]
+    assert [attempt.status for attempt in RunDir(Path("runs/train")).attempts()] == [75, 0]
     assert cluster.status()["job"]["reason"] == "COMPLETED"
 
 

@@ -128,7 +128,7 @@ def test_the_tasks_of_a_users_own_array_of_slurm_are_as_many_runs(slurm: Start) 
     assert done.returncode == 0, Path("own.log").read_text()
     assert sorted(path.name for path in Path("runs").iterdir()) == ["train-0", "train-1", "train-2"]
     for number in "012":
-        assert [life.argv for life in RunDir(Path("runs", f"train-{number}")).lives()] == [("train.py", number)]
+        assert [attempt.argv for attempt in RunDir(Path("runs", f"train-{number}")).attempts()] == [("train.py", number)]
 
 
 def test_the_tasks_of_a_users_own_array_of_grid_engine_are_as_many_runs(sge: Start) -> None:
@@ -136,7 +136,7 @@ def test_the_tasks_of_a_users_own_array_of_grid_engine_are_as_many_runs(sge: Sta
     write(f"#!/bin/bash\n#$ -S /bin/bash -cwd -o own.log -j y -v PATH -t 1-2\nTASK=$SGE_TASK_ID\n{OWN}", "own.sh")
     done = sge("qsub", "-sync", "y", "own.sh")
     assert sorted(path.name for path in Path("runs").iterdir()) == ["train-1", "train-2"], done.stdout + done.stderr
-    assert [RunDir(Path("runs/train-2")).lives()[-1].argv] == [("train.py", "2")]
+    assert [RunDir(Path("runs/train-2")).attempts()[-1].argv] == [("train.py", "2")]
 
 
 # --- what a job prints

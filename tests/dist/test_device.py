@@ -90,7 +90,7 @@ def test_more_ranks_than_gpus_is_an_error_that_says_what_to_type(gpus: Any, tmp_
     with pytest.raises(WorldError, match=r"3 ranks on this node but 2 GPUs visible; type --nproc 2.*CUDA_VISIBLE_DEVICES="):
         local_device(world(2, 3))
     gpus(1)
-    RunDir(tmp_path).begin_life(2, ("train.py",), (NodeRecord("h", 0, 2, ""),))
+    RunDir(tmp_path).begin_attempt(2, ("train.py",), (NodeRecord("h", 0, 2, ""),))
     with pytest.raises(WorldError, match="2 ranks on this node but 1 GPU visible; type --nproc 1"):
         local_device(world(0, 2, run_dir=tmp_path))
 
@@ -99,7 +99,7 @@ def test_a_rank_whose_agent_is_one_of_several_on_its_host_has_the_one_gpu_that_i
     gpus: Any, tmp_path: Path
 ) -> None:
     gpus(1)
-    RunDir(tmp_path).begin_life(2, ("train.py",), (NodeRecord("h", 0, 1, ""), NodeRecord("h", 1, 1, "")))
+    RunDir(tmp_path).begin_attempt(2, ("train.py",), (NodeRecord("h", 0, 1, ""), NodeRecord("h", 1, 1, "")))
     assert [local_device(world(r, 2, run_dir=tmp_path)) for r in range(2)] == [torch.device("cuda", 0)] * 2
 
 

@@ -311,7 +311,7 @@ def test_a_rank_that_left_again_may_come_back(folder: Path, ranks: ThreadPoolExe
     assert back.result(LONG_S).master_port == first.result(LONG_S).master_port == 1234
 
 
-def test_when_rank_0_ends_before_all_are_there_the_others_look_for_its_next_life(
+def test_when_rank_0_ends_before_all_are_there_the_others_look_for_its_next_attempt(
     folder: Path, ranks: ThreadPoolExecutor
 ) -> None:
     came = threading.Event()

@@ -106,8 +106,8 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_a_rank_finds_its_row_in_the_page_of_its_agent(run: RunDir) -> None:
     page = Page.create(2)
-    run.begin_life(2, ("train.py",), parts("/proc/0/fd/0"))  # an earlier one, long gone
-    run.begin_life(2, ("train.py",), parts(page.path))
+    run.begin_attempt(2, ("train.py",), parts("/proc/0/fd/0"))  # an earlier one, long gone
+    run.begin_attempt(2, ("train.py",), parts(page.path))
     row = agent_row(world_of(run, local_rank=1))
     assert row is not None
     row.pass_gate(12)
@@ -116,8 +116,8 @@ def test_a_rank_finds_its_row_in_the_page_of_its_agent(run: RunDir) -> None:
 
 def test_without_an_agent_there_is_no_row(run: RunDir) -> None:
     assert agent_row(world_of(None)) is None
-    assert agent_row(world_of(run)) is None  # no life at all
-    run.begin_life(2, ("train.py",))
-    assert agent_row(world_of(run)) is None  # a life without an agent
-    run.begin_life(2, ("train.py",), parts("/proc/0/fd/0"))
+    assert agent_row(world_of(run)) is None  # no attempt at all
+    run.begin_attempt(2, ("train.py",))
+    assert agent_row(world_of(run)) is None  # an attempt without an agent
+    run.begin_attempt(2, ("train.py",), parts("/proc/0/fd/0"))
     assert agent_row(world_of(run)) is None  # an agent that is gone

@@ -114,7 +114,7 @@ def test_each_rank_returns_in_the_order_of_the_ranks_and_what_they_print_is_show
     assert capfd.readouterr().out == "rank 0 of 2\n"
     run = RunDir(Path("runs/scaled_rank"))
     assert run.log(1).read_text() == "rank 1 of 2\n"
-    assert run.lives()[-1].argv == ("-m", "rankwise.functions.worker", "test_run_function.scaled_rank")
+    assert run.attempts()[-1].argv == ("-m", "rankwise.functions.worker", "test_run_function.scaled_rank")
     assert not run.function.exists()  # nothing pickled is left
 
 
@@ -153,7 +153,7 @@ def test_a_rank_that_leaves_without_an_answer_is_named() -> None:
         rankwise.run_function(leaves_without_a_word, nproc=1)
 
 
-def test_after_a_restart_the_answers_are_those_of_the_last_life() -> None:
+def test_after_a_restart_the_answers_are_those_of_the_last_attempt() -> None:
     found = rankwise.run_function(second_time_lucky, nproc=2, max_restarts=1)
     assert found == ["0 in life 1", "1 in life 1"]
 
@@ -334,7 +334,7 @@ def test_ctrl_c_stops_all_ranks_saved_and_is_the_callers(caller: Callable[[], su
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == -signal.SIGINT
     run = RunDir(tmp_path / "runs" / "trains_until_stopped")
-    assert run.lives()[-1].status == 130
+    assert run.attempts()[-1].status == 130
     assert run.saved()
     assert "KeyboardInterrupt" in (tmp_path / "out.txt").read_text()
     assert "to resume, call it again" in (tmp_path / "out.txt").read_text()
@@ -346,7 +346,7 @@ def test_a_caller_that_is_killed_leaves_nothing_running_and_a_checkpoint(
     caller().kill()
     wait_for(lambda: not left_over(tmp_path), "an end")
     run = RunDir(tmp_path / "runs" / "trains_until_stopped")
-    assert run.lives()[-1].status == 75
+    assert run.attempts()[-1].status == 75
     assert run.saved()
 
 

@@ -64,7 +64,7 @@ def trains(folder: str) -> tuple[int, list[int]]:
     log = rankwise.actions.Log(1)
     trainer = rankwise.Trainer(model, optimizer, step, data, global_batch_size=8, max_steps=STEPS, actions=[log])
     state = trainer.fit()
-    return state.step, [len(trainer.run.lives()), int(trainer.run.path.name.endswith("_run"))]
+    return state.step, [len(trainer.run.attempts()), int(trainer.run.path.name.endswith("_run"))]
 
 
 def fails_on_rank_1() -> None:

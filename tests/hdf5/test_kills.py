@@ -36,7 +36,7 @@ BLOCKS: Settings = {"shuffle": "blocks"}
 MORE = pytest.mark.stress
 
 
-def life(folder: Path, ledger: Path, ways: Settings, killed: str | None, kill_at: int) -> None:
+def attempt(folder: Path, ledger: Path, ways: Settings, killed: str | None, kill_at: int) -> None:
     """Train; `killed` is "rank" or "worker": the last rank, or a worker of its loader's, is ended after a step."""
     multiprocessing.set_start_method("fork", force=True)
     writers.find_spec = lambda name: None  # type: ignore[assignment, misc]  # TensorBoard takes longer than all this
@@ -92,8 +92,8 @@ def test_none_is_lost_and_none_comes_twice(
     assert sorted(k for step in expected for k in step) == sorted([*range(N)] * EPOCHS)
 
     with pytest.raises(RankError):
-        on_ranks(before, life, tmp_path, tmp_path / "first", ways, killed, kill_at)
-    on_ranks(after, life, tmp_path, tmp_path / "second", ways, None, 0)
+        on_ranks(before, attempt, tmp_path, tmp_path / "first", ways, killed, kill_at)
+    on_ranks(after, attempt, tmp_path, tmp_path / "second", ways, None, 0)
     first, second = read(tmp_path / "first", before), read(tmp_path / "second", after)
     began = min(second) - 1
     assert began % SAVE_EVERY == 0, "it resumes from a checkpoint"

@@ -156,7 +156,7 @@ def test_a_progress_line_says_what_is_done_of_how_much_the_times_the_rate_and_th
     assert len(line) == 99
 
 
-def test_steps_of_an_earlier_life_do_not_make_the_rate_faster() -> None:
+def test_steps_of_an_earlier_attempt_do_not_make_the_rate_faster() -> None:
     assert "1.00 step/s" in progress_line(progress(initial=60), 100)
 
 

@@ -66,7 +66,7 @@ def test_the_second_run_of_a_directory_is_refused_at_once_with_who_holds_it() ->
     first = subprocess.Popen([*RUN, "train.py"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         run = RunDir(Path("runs/train"))
-        wait_for(lambda: run.world.exists() and run.lives()[-1].pids, "the ranks")
+        wait_for(lambda: run.world.exists() and run.attempts()[-1].pids, "the ranks")
         second = subprocess.run([*RUN, "train.py"], capture_output=True, text=True, timeout=60)
         assert first.poll() is None  # it was not waited for
     finally:
@@ -77,4 +77,4 @@ def test_the_second_run_of_a_directory_is_refused_at_once_with_who_holds_it() ->
         f"rankwise: the run in {Path.cwd()}/runs/train is alive: pid {first.pid} on "
     )
     assert second.stderr.splitlines()[-1].endswith("wait for it, stop it, or start another with --name NAME")
-    assert len(run.lives()) == 1
+    assert len(run.attempts()) == 1

@@ -14,7 +14,7 @@ from rankwise import cli, schedulers
 from rankwise.launch.outcome import _resume_command
 from rankwise.launch.script import Program
 from rankwise.launch.status import called
-from rankwise.launch.submit import compare_with_earlier_lives
+from rankwise.launch.submit import compare_with_earlier_attempts
 from rankwise.run.config import RunConfig, misplaced, option
 from rankwise.run.directory import RunDir
 from rankwise.run.options import is_given
@@ -70,7 +70,7 @@ def test_every_setting_is_tried() -> None:
 def test_a_run_is_called_by_what_finds_it(name: str) -> None:
     run = RunDir(Path("runs") / name)
     run.prepare(fresh=False)
-    run.begin_life(1, ("x.py",))
+    run.begin_attempt(1, ("x.py",))
     word = called(run)
     assert not word.startswith("-")
     from rankwise.run.directory import find_run
@@ -124,10 +124,10 @@ def test_other_arguments_are_said_and_checkpoints_are_spoken_of_only_where_there
 ) -> None:
     run = RunDir(Path("runs/x"))
     run.prepare(fresh=False)
-    run.begin_life(1, ("x.py",))
+    run.begin_attempt(1, ("x.py",))
     if saved:
         (run.checkpoints / "step-00000004").mkdir(parents=True)
-    compare_with_earlier_lives(run, Program(("python",), ("x.py", "a b")))
+    compare_with_earlier_attempts(run, Program(("python",), ("x.py", "a b")))
     said = capsys.readouterr().err
     assert "was last started as `x.py`, now as `x.py 'a b'`; " in said
     assert ("it resumes from its checkpoints" in said) == saved

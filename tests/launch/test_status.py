@@ -65,18 +65,18 @@ def test_a_run_that_waits_in_a_queue_has_not_begun(rankwise: Run, run: RunDir, q
 
 def test_a_run_is_told_in_a_line_a_fact_and_as_a_record(rankwise: Run, run: RunDir, queued: Callable[[str], None]) -> None:
     queued(RUNNING)
-    life = run.begin_life(4, ("train.py",))
+    attempt = run.begin_attempt(4, ("train.py",))
     run.metrics.write_text('{"life": 1, "step": 50, "loss": 2.5}\n{"life": 1, "step": 100, "loss": 2.25, "lr": 0.1}\n'
                            '{"life": 1, "step": 100, "eval_loss": 2.125}\n')  # fmt: skip
     told = rankwise("status").stdout.splitlines()  # the only run there is
     assert told[1].endswith(": RUNNING on node[1-2]")
-    assert told[2].startswith(f"attempt 1  4 ranks, first on {life.host}, began ")
+    assert told[2].startswith(f"attempt 1  4 ranks, first on {attempt.host}, began ")
     assert ", running for " in told[2]
     assert told[3].startswith("step       100, loss 2.25, lr 0.1, eval_loss 2.125, written ")
     found = json.loads(rankwise("status", "--json", "train").stdout)
     assert (found["alive"], found["job"]["phase"], found["job"]["id"], found["last"]["step"]) == (True, "running", "12", 100)
     queued(FAILED)
-    run.update_life(life, ended=life.started + 5, status=3, outcome="rank 1 left with status 3")
+    run.update_attempt(attempt, ended=attempt.started + 5, status=3, outcome="rank 1 left with status 3")
     run.write_failure(Failure(1, "node2", "rank 1 left with status 3", 3, log="logs/rank-1.log"))
     told = rankwise("status", "train").stdout.splitlines()
     assert told[1].endswith(": FAILED (NonZeroExitCode), exit status 3")
@@ -87,7 +87,7 @@ def test_a_run_is_told_in_a_line_a_fact_and_as_a_record(rankwise: Run, run: RunD
 
 def test_a_run_whose_scheduler_has_forgotten_it_is_told_from_its_own_record(rankwise: Run, run: RunDir) -> None:
     run.write_job(Job("another", "7", 0.0, "here"))
-    run.begin_life(1, ("train.py",))
+    run.begin_attempt(1, ("train.py",))
     told = rankwise("status", "train").stdout
     assert ": there is no scheduler another here: neither rankwise nor an installed package" in told
     assert "; killed, or its machine went down" in told
@@ -115,7 +115,7 @@ def test_a_run_of_this_machine_is_told_and_ended(launch: Callable[..., Launched]
     done = rankwise("cancel", "script")
     assert done.stdout == (f"pid {alive.process.pid} is asked to stop: all ranks stop after the current step, and save\n")
     assert alive.wait() != 0
-    assert alive.run.lives()[-1].outcome == "ended by SIGTERM"
+    assert alive.run.attempts()[-1].outcome == "ended by SIGTERM"
     assert not json.loads(rankwise("status", "--json", "script").stdout)["alive"]
     again = rankwise("cancel", "script")
     assert (again.returncode, again.stdout) == (0, "runs/script is not alive; its last attempt: ended by SIGTERM\n")

@@ -312,7 +312,7 @@ def test_a_stop_that_has_saved_is_no_failed_job_and_still_the_status_of_who_wait
     Path("train.py").write_text(f"import os\nos.environ['X'] = '1'\n{source}\n")
     done = rankwise("run", "--on", "slurm", "--nproc", "1", "--wait", "train.py", env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert (done.returncode, (fake.folder / "left").read_text()) == (status, f"{job}\n"), done.stdout + done.stderr
-    assert train().lives()[-1].status == 75
+    assert train().attempts()[-1].status == 75
     assert "Ctrl-C" not in train().job_log("12").read_text()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rankwise.errors import RunDirError
 from rankwise.report.terminal import print_report, report, table
-from rankwise.run.directory import Failure, Life, RunDir, find_run, write_json
+from rankwise.run.directory import Attempt, Failure, RunDir, find_run, write_json
 
 
 @pytest.fixture
@@ -21,12 +21,12 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def live(run: RunDir, *lives: Life) -> None:
-    write_json(run.world, {"lives": [asdict(life) for life in lives]})
+def live(run: RunDir, *attempts: Attempt) -> None:
+    write_json(run.world, {"lives": [asdict(attempt) for attempt in attempts]})
 
 
-def life(number: int = 1, **changes: object) -> Life:
-    return Life(**{"life": number, "started": 1e9, "host": "h", "ranks": 2, "argv": ("train.py",), **changes})  # type: ignore[arg-type]
+def attempt(number: int = 1, **changes: object) -> Attempt:
+    return Attempt(**{"life": number, "started": 1e9, "host": "h", "ranks": 2, "argv": ("train.py",), **changes})  # type: ignore[arg-type]
 
 
 def figures(run: RunDir, *records: dict[str, object]) -> None:
@@ -41,59 +41,59 @@ def sections(run: RunDir) -> list[str]:
 
 
 def test_a_run_is_found_by_its_name_and_by_its_folder(run: RunDir) -> None:
-    live(run, life())
+    live(run, attempt())
     for typed in ("train", "runs/train", str(run.path), f"{run.path}/"):
         assert find_run(typed, "report").path.resolve() == run.path
 
 
 def test_a_folder_here_comes_before_a_name_under_runs(run: RunDir, tmp_path: Path) -> None:
-    live(run, life())
+    live(run, attempt())
     here = RunDir(tmp_path / "train")
     here.prepare(fresh=False)
     assert find_run("train", "report").path.resolve() == run.path  # a folder that is no run is passed over
-    live(here, life())
+    live(here, attempt())
     assert find_run("train", "report").path.resolve() == here.path
 
 
 def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(run: RunDir, tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=r"^there is no run in x or runs/x \(no world\.json, .*\); the runs here: none$"):
         find_run("x", "report")
-    live(run, life())
+    live(run, attempt())
     other = RunDir(tmp_path / "runs" / "b")
     other.prepare(fresh=False)
-    live(other, life())
+    live(other, attempt())
     with pytest.raises(RunDirError, match=r"the runs here: b, train$"):
         find_run("x", "report")
     for k in range(10):
         RunDir(tmp_path / "runs" / f"sweep-{k}").prepare(fresh=False)
-        live(RunDir(tmp_path / "runs" / f"sweep-{k}"), life())
+        live(RunDir(tmp_path / "runs" / f"sweep-{k}"), attempt())
     with pytest.raises(RunDirError, match=r"the runs here: b, sweep-0, .*, sweep-6 and 4 more$"):
         find_run("x", "report")
 
 
 def test_runs_that_were_moved_aside_are_had_by_name_alone(run: RunDir, tmp_path: Path) -> None:
-    live(run, life())
+    live(run, attempt())
     run.prepare(fresh=True)
-    live(run, life())
+    live(run, attempt())
     [older] = tmp_path.glob("runs/train.*")
     assert find_run(None, "report").path.resolve() == run.path
     assert find_run(older.name, "report").path.resolve() == older
 
 
 def test_the_report_is_printed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    live(run, life())
+    live(run, attempt())
     print_report("train")
     assert capsys.readouterr().out == report(find_run("train", "report")) + "\n"
 
 
-# --- lives
+# --- attempts
 
 
-def test_each_life_is_a_line_with_its_time_and_how_it_ended(run: RunDir) -> None:
+def test_each_attempt_is_a_line_with_its_time_and_how_it_ended(run: RunDir) -> None:
     live(
         run,
-        life(1, ended=1e9 + 3723, status=75, outcome="stopped by SIGTERM after step 40"),
-        life(
+        attempt(1, ended=1e9 + 3723, status=75, outcome="stopped by SIGTERM after step 40"),
+        attempt(
             2,
             started=1e9 + 9000,
             ranks=12,
@@ -105,7 +105,7 @@ def test_each_life_is_a_line_with_its_time_and_how_it_ended(run: RunDir) -> None
     )
     title, command, rows = sections(run)
     assert title == f"run train in {run.path}"
-    assert command == "'a b' '$x'"  # as it can be typed again, of the newest life
+    assert command == "'a b' '$x'"  # as it can be typed again, of the newest attempt
     header, first, second = rows.splitlines()
     assert header.split() == ["attempt", "started", "took", "ranks", "how", "it", "ended"]
     assert re.match(r"      1  2001-09-\d\d \d\d:\d\d:\d\d  1:02:03      2  stopped by SIGTERM after step 40$", first)
@@ -114,7 +114,7 @@ def test_each_life_is_a_line_with_its_time_and_how_it_ended(run: RunDir) -> None
 
 def test_a_long_end_is_shortened_so_that_its_line_fits_the_terminal(run: RunDir) -> None:
     said = "all 2 ranks raised RuntimeError: " + "its loss is\nnot finite, " * 20
-    live(run, life(1, ended=1e9 + 5, outcome=said), life(2, ended=1e9 + 5, outcome="all ranks ended with status 0"))
+    live(run, attempt(1, ended=1e9 + 5, outcome=said), attempt(2, ended=1e9 + 5, outcome="all ranks ended with status 0"))
     for columns in (80, 120):
         lines = report(run, columns).split("\n\n")[2].splitlines()
         assert len(lines) == 3
@@ -124,13 +124,13 @@ def test_a_long_end_is_shortened_so_that_its_line_fits_the_terminal(run: RunDir)
     assert report(run, 20).split("\n\n")[2].splitlines()[2].endswith("  all ranks ended with status 0")  # never to nothing
 
 
-def test_a_run_that_never_began_has_no_life(run: RunDir) -> None:
+def test_a_run_that_never_began_has_no_attempt(run: RunDir) -> None:
     live(run)
     assert sections(run) == [f"run train in {run.path}", "no attempt yet"]
 
 
 def test_a_life_without_an_end_was_killed_unless_its_holder_lives(run: RunDir) -> None:
-    live(run, life(1), life(2))
+    live(run, attempt(1), attempt(2))
     assert sections(run)[2].count("killed, or its machine went down") == 2
     lease = run.take()
     holder = run.holder()
@@ -153,7 +153,7 @@ def course(run: RunDir) -> list[list[str]]:
 
 
 def test_a_short_course_is_shown_whole_with_a_column_for_each_figure(run: RunDir) -> None:
-    live(run, life())
+    live(run, attempt())
     figures(
         run,
         {"step": 1, "epoch": 0, "clock_s": 1.0, "share/data": 0.5, "loss": 2.5, "lr": 0.001},
@@ -170,13 +170,13 @@ def test_a_short_course_is_shown_whole_with_a_column_for_each_figure(run: RunDir
 
 
 def test_a_long_course_is_shown_at_eleven_moments_from_the_first_to_the_last(run: RunDir) -> None:
-    live(run, life())
+    live(run, attempt())
     figures(run, *({"step": step, "loss": 1 / step} for step in range(1, 1002)))
     assert [int(row[0]) for row in course(run)[1:]] == list(range(1, 1002, 100))
 
 
 def test_every_moment_with_an_evaluation_is_shown_where_they_are_few(run: RunDir) -> None:
-    live(run, life())
+    live(run, attempt())
     figures(run, *({"step": step, "loss": 1.0, **({"eval_loss": 2.0} if step == 37 else {})} for step in range(1, 1002)))
     steps = [int(row[0]) for row in course(run)[1:]]
     assert 37 in steps
@@ -184,7 +184,7 @@ def test_every_moment_with_an_evaluation_is_shown_where_they_are_few(run: RunDir
 
 
 def test_many_evaluations_are_thinned_out_and_the_last_is_kept(run: RunDir) -> None:
-    live(run, life())
+    live(run, attempt())
     figures(run, *({"step": step, "eval_loss": 2.0} for step in range(1, 1001)))
     steps = [int(row[0]) for row in course(run)[1:]]
     assert steps[0] == 1
@@ -192,14 +192,14 @@ def test_many_evaluations_are_thinned_out_and_the_last_is_kept(run: RunDir) -> N
     assert len(steps) <= 25
 
 
-def test_a_step_that_a_later_life_repeats_is_that_of_the_later_life(run: RunDir) -> None:
-    live(run, life(1), life(2))
+def test_a_step_that_a_later_attempt_repeats_is_that_of_the_later_attempt(run: RunDir) -> None:
+    live(run, attempt(1), attempt(2))
     figures(run, {"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"life": 2, "step": 2, "loss": 1.0})
     assert course(run) == [["step", "loss"], ["1", "3"], ["2", "1"]]
 
 
-def test_half_a_line_of_a_killed_life_is_passed_over(run: RunDir) -> None:
-    live(run, life())
+def test_half_a_line_of_a_killed_attempt_is_passed_over(run: RunDir) -> None:
+    live(run, attempt())
     run.metrics.write_text('{"life": 1, "step": 1, "loss": 3.0}\n{"life": 1, "step": 2, "lo')
     assert course(run) == [["step", "loss"], ["1", "3"]]
 
@@ -208,7 +208,7 @@ def test_half_a_line_of_a_killed_life_is_passed_over(run: RunDir) -> None:
 
 
 def test_the_time_is_split_by_the_share_of_each_interval_weighted_with_its_seconds(run: RunDir) -> None:
-    live(run, life(1), life(2))
+    live(run, attempt(1), attempt(2))
     figures(
         run,
         {"step": 1, "clock_s": 10.0, "share/data wait": 0.5, "share/checkpoint": 0.0},
@@ -225,7 +225,7 @@ def test_the_time_is_split_by_the_share_of_each_interval_weighted_with_its_secon
 
 
 def test_figures_without_a_clock_are_said_to_have_none(run: RunDir) -> None:
-    live(run, life())
+    live(run, attempt())
     figures(run, {"step": 1, "loss": 1.0})
     assert sections(run)[-1] == "no time was recorded"
 
@@ -234,7 +234,7 @@ def test_figures_without_a_clock_are_said_to_have_none(run: RunDir) -> None:
 
 
 def test_checkpoints_and_the_failure_come_last(run: RunDir) -> None:
-    live(run, life())
+    live(run, attempt())
     for name in ("step-0000020", "step-0000010", "tmp.abc"):
         (run.checkpoints / name).mkdir(parents=True)
     run.write_failure(Failure(1, "h", "rank 1 was killed by SIGKILL at step 21", 137, log="/runs/train/logs/rank-1.log"))
@@ -263,7 +263,7 @@ def test_the_only_run_needs_no_name(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("first", "second"):
         run = RunDir(Path("runs", name))
         run.prepare(fresh=False)
-        run.begin_life(1, ("train.py",))
+        run.begin_attempt(1, ("train.py",))
         if name == "first":
             print_report(None)
             assert "run first in runs/first" in capsys.readouterr().out

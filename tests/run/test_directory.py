@@ -175,39 +175,43 @@ def test_with_fresh_a_host_of_its_own_disk_moves_an_older_run_aside_once(tmp_pat
     assert len(names(run.path.parent)) == 2
 
 
-# --- lives
+# --- attempts
 
 
-def test_lives_are_counted_from_one_and_the_newest_is_changed(run: RunDir) -> None:
-    assert run.lives() == []
+def test_attempts_are_counted_from_one_and_the_newest_is_changed(run: RunDir) -> None:
+    assert run.attempts() == []
     part = NodeRecord(host="h", first=0, ranks=2, page="/proc/1/fd/3")
-    first = run.begin_life(2, ("train.py", "--lr", "1"), (part,))
+    first = run.begin_attempt(2, ("train.py", "--lr", "1"), (part,))
     assert (first.life, first.ranks, first.parts, first.ended, first.status) == (1, 2, (part,), None, None)
-    run.update_life(first, pids=(7, 8))
-    second = run.begin_life(4, ("train.py",))
-    changed = run.update_life(second, ended=second.started + 5, status=75, outcome="stopped by SIGTERM after step 3")
-    lives = run.lives()
-    assert [life.life for life in lives] == [1, 2]
-    assert list(lives[0].pids) == [7, 8]
-    assert lives[0].parts == (part,)
-    assert (lives[0].part_of(1), lives[0].part_of(2)) == (part, None)
-    assert list(lives[0].argv) == ["train.py", "--lr", "1"]
-    assert (lives[0].status, lives[0].outcome) == (None, "")
-    assert (lives[1].ended, lives[1].status, lives[1].outcome) == (changed.ended, 75, "stopped by SIGTERM after step 3")
-    assert lives[1].ranks == 4
+    run.update_attempt(first, pids=(7, 8))
+    second = run.begin_attempt(4, ("train.py",))
+    changed = run.update_attempt(second, ended=second.started + 5, status=75, outcome="stopped by SIGTERM after step 3")
+    attempts = run.attempts()
+    assert [attempt.life for attempt in attempts] == [1, 2]
+    assert list(attempts[0].pids) == [7, 8]
+    assert attempts[0].parts == (part,)
+    assert (attempts[0].part_of(1), attempts[0].part_of(2)) == (part, None)
+    assert list(attempts[0].argv) == ["train.py", "--lr", "1"]
+    assert (attempts[0].status, attempts[0].outcome) == (None, "")
+    assert (attempts[1].ended, attempts[1].status, attempts[1].outcome) == (
+        changed.ended,
+        75,
+        "stopped by SIGTERM after step 3",
+    )
+    assert attempts[1].ranks == 4
 
 
-def test_a_run_that_was_taken_over_does_not_write_how_it_ended_into_the_life_of_the_other(run: RunDir) -> None:
-    mine = run.begin_life(1, ("train.py",))
-    run.begin_life(1, ("train.py",))
-    run.update_life(mine, outcome="taken over")
-    assert [life.outcome for life in run.lives()] == ["taken over", ""]
+def test_a_run_that_was_taken_over_does_not_write_how_it_ended_into_the_attempt_of_the_other(run: RunDir) -> None:
+    mine = run.begin_attempt(1, ("train.py",))
+    run.begin_attempt(1, ("train.py",))
+    run.update_attempt(mine, outcome="taken over")
+    assert [attempt.outcome for attempt in run.attempts()] == ["taken over", ""]
 
 
-def test_lives_of_a_later_version_can_be_read(run: RunDir) -> None:
-    life = run.begin_life(1, ("train.py",))
-    write_json(run.world, {"lives": [{**asdict(life), "nodes": 2}], "more": 1})
-    assert run.lives()[0].started == life.started
+def test_attempts_of_a_later_version_can_be_read(run: RunDir) -> None:
+    attempt = run.begin_attempt(1, ("train.py",))
+    write_json(run.world, {"lives": [{**asdict(attempt), "nodes": 2}], "more": 1})
+    assert run.attempts()[0].started == attempt.started
 
 
 # --- figures and failures
@@ -255,7 +259,7 @@ def test_a_lease_that_is_no_object_cannot_be_read(run: RunDir, text: str) -> Non
 def test_a_world_of_other_things_cannot_be_read(run: RunDir) -> None:
     run.world.write_text('{"lives": [1]}')
     with pytest.raises(RunDirError, match="cannot be read"):
-        run.lives()
+        run.attempts()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
@@ -265,9 +269,9 @@ def test_a_failure_that_cannot_be_read_is_an_error_of_ours(run: RunDir, text: st
         run.read_failure()
 
 
-def test_a_life_read_back_is_the_life_that_was_written(run: RunDir) -> None:
-    life = run.begin_life(2, ("train.py",))
-    assert run.lives() == [life]
+def test_an_attempt_read_back_is_the_attempt_that_was_written(run: RunDir) -> None:
+    attempt = run.begin_attempt(2, ("train.py",))
+    assert run.attempts() == [attempt]
 
 
 def test_fresh_with_a_file_in_the_way_says_how_to_choose_another(tmp_path: Path) -> None:
@@ -303,10 +307,10 @@ def test_the_folder_one_stands_in_is_not_moved_away(run: RunDir, monkeypatch: py
         '{"lives": [{"life": 1, "started": 0, "host": "h", "ranks": 1, "argv": "x.py"}]}',
     ],
 )  # fmt: skip
-def test_a_damaged_record_of_lives_is_named_with_the_cure(run: RunDir, text: str) -> None:
+def test_a_damaged_record_of_attempts_is_named_with_the_cure(run: RunDir, text: str) -> None:
     run.world.write_text(text)
     with pytest.raises(RunDirError, match=r"world\.json, the record .* cannot be read \(.*\); remove it .*--fresh$"):
-        run.lives()
+        run.attempts()
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "logs", "telemetry"])
@@ -343,6 +347,6 @@ def test_an_odd_line_of_the_metrics_is_passed_over(run: RunDir) -> None:
            "[" * 100_000, '{"loss": 0.', '{"step": 4, "life": 1, "clock_s": "x", "share/saving": "y"}']  # fmt: skip
     run.metrics.write_bytes(b"\xff\n" + "\n".join([*odd, json.dumps(whole), *odd]).encode())
     assert [record["step"] for record in run.read_metrics()] == [3, 4, 3, 3, 4]
-    run.begin_life(1, ("train.py",))
+    run.begin_attempt(1, ("train.py",))
     assert "0.5" in report(run)
     assert "step" in as_text(facts(run))

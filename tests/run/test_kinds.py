@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, fields
 import pytest
 
 from rankwise.run.config import RunConfig
-from rankwise.run.directory import Failure, Job, Life, NodeRecord
+from rankwise.run.directory import Attempt, Failure, Job, NodeRecord
 from rankwise.run.kinds import NUMBER, fits, kind_of
 
 TYPES = {float: (int, float), Mapping: (dict,)}
 
 
-@pytest.mark.parametrize("record", [RunConfig, NodeRecord, Life, Failure, Job])
+@pytest.mark.parametrize("record", [RunConfig, NodeRecord, Attempt, Failure, Job])
 def test_each_field_is_checked_for_what_it_is_declared_with(record: type) -> None:
     for name, hint in typing.get_type_hints(record).items():
         declared = next(each for each in fields(record) if each.name == name)

@@ -286,7 +286,9 @@ def test_a_holder_on_another_host_that_gives_no_sign_of_life_is_replaced_and_tha
     assert run.holder() is None
 
 
-def test_one_that_ends_while_its_life_is_in_question_is_followed_at_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_ends_while_its_attempt_is_in_question_is_followed_at_once(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease, "GONE_S", 1e6)  # what waits that long does not return here
     left_by(run, host="another-host")
     ends = threading.Timer(0.2, run.lease.unlink)

@@ -142,7 +142,7 @@ def test_the_agents_of_a_job_find_each_other(name: str, env: Env, log: str, tmp_
     assert (done.stdout, done.stderr) == ("", "")
     assert "rank 0 of 2 b" in printed
     assert "rank 1 of 2 b" in printed
-    assert run.lives()[-1].ranks == 2
+    assert run.attempts()[-1].ranks == 2
 
 
 # --- their commands

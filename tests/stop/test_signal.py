@@ -408,12 +408,12 @@ def test_sigterm_to_torchrun_stops_a_training_after_one_step_saved_and_it_goes_o
     (tmp_path / "train.py").write_text(SCRIPT)
     run = RunDir(tmp_path / "runs" / "train")
     last = 0
-    for life in (1, 2):
+    for attempt in (1, 2):
         out = open(tmp_path / "out.txt", "w")  # noqa: SIM115  # for the child
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"]
         with out, subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=out, start_new_session=True) as torchrun:
             try:
-                wait_for(lambda: [r for r in run.read_metrics() if r["life"] == life], f"steps of life {life}")  # noqa: B023
+                wait_for(lambda: [r for r in run.read_metrics() if r["life"] == attempt], f"steps of life {attempt}")  # noqa: B023
             finally:
                 torchrun.terminate()
                 torchrun.wait(timeout=60)
@@ -421,7 +421,7 @@ def test_sigterm_to_torchrun_stops_a_training_after_one_step_saved_and_it_goes_o
         step = run_step(run)
         assert f"stopped after step {step}, saved in" in said, said
         assert step > last
-        assert (f"resuming from step {last}" in said) == (life == 2)
+        assert (f"resuming from step {last}" in said) == (attempt == 2)
         last = step
 
 

@@ -48,6 +48,6 @@ def test_all_ranks_stop_after_the_same_step_when_no_collective_keeps_them_togeth
 
 @pytest.mark.stress(dose="whole")  # tests/test_chain.py has a shorter chain
 def test_a_training_killed_on_changing_numbers_of_ranks_is_the_one_that_stopped_cleanly(dose: str) -> None:
-    words = {"small": ["--lives", "3", "--steps", "90"], "whole": []}[dose]
+    words = {"small": ["--attempts", "3", "--steps", "90"], "whole": []}[dose]
     text = right("stress/preemptions/chain.py", *words)
     assert "parameters bit for bit those of the clean chain" in text

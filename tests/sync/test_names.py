@@ -78,7 +78,7 @@ def test_without_a_name_it_is_what_was_typed_and_a_script_that_has_its_own_keeps
     assert type(named()) is AllReduce
     run = RunDir(tmp_path)
     run.prepare(fresh=False)
-    run.begin_life(1, ("train.py",), sync="local-sgd:5")
+    run.begin_attempt(1, ("train.py",), sync="local-sgd:5")
     for key, value in {ENV_RUN_DIR: str(tmp_path), **torchrun(0, 1, 1), "MASTER_ADDR": "::1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(key, value)
     typed = names.chosen(None)

@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "metrics.jsonl"
 
 
-def test_each_line_is_json_and_says_its_life_and_step(path: Path) -> None:
+def test_each_line_is_json_and_says_its_attempt_and_step(path: Path) -> None:
     writer = JsonlWriter(path, 1)
     writer.write(1, {"loss": 0.1 + 0.2, "epoch": 0})
     assert lines(path) == [{"life": 1, "step": 1, "loss": 0.1 + 0.2, "epoch": 0}]  # readable while it is written
@@ -52,7 +52,7 @@ def test_what_is_not_finite_is_a_word(path: Path) -> None:
     assert math.isnan(float(lines(path)[0]["a"]))
 
 
-def test_half_a_line_of_a_killed_life_stays_by_itself(path: Path) -> None:
+def test_half_a_line_of_a_killed_attempt_stays_by_itself(path: Path) -> None:
     path.write_text('{"life": 1, "step": 1}\n{"life": 1, "st')
     writer = JsonlWriter(path, 2)
     writer.write(7, {"loss": 1.0})

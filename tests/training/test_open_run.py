@@ -16,16 +16,16 @@ ALONE = World(0, 1, 0, 1, 0, "local")
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """One life has trained it, as `train.py --lr 1`."""
+    """One attempt has trained it, as `train.py --lr 1`."""
     made = RunDir(tmp_path / "run")
     made.prepare(fresh=False)
-    made.update_life(made.begin_life(1, ("train.py", "--lr", "1")), status=0)
+    made.update_attempt(made.begin_attempt(1, ("train.py", "--lr", "1")), status=0)
     made.metrics.write_text('{"life": 1, "step": 12, "loss": 0.5}\n')
     return made
 
 
 def test_a_run_that_is_done_says_so_to_the_command_that_has_trained_it(run: RunDir) -> None:
-    run.begin_life(1, ("/else/where/train.py", "--lr", "1"))
+    run.begin_attempt(1, ("/else/where/train.py", "--lr", "1"))
     assert already_done(run, ALONE, 12) == (
         "already done: 12 steps; for more, raise max_steps or max_epochs; for a new run: fit(fresh=True)"
     )
@@ -36,34 +36,34 @@ def test_other_arguments_than_those_that_have_trained_it_are_an_error_however_of
     run: RunDir, times: int
 ) -> None:
     for _ in range(times):
-        run.begin_life(1, ("train.py", "--lr", "2"))
+        run.begin_attempt(1, ("train.py", "--lr", "2"))
         with pytest.raises(ConfigError, match=r"with `train.py --lr 1`, and now the command is `train.py --lr 2`.*fresh=True"):
             already_done(run, ALONE, 12)
 
 
 def test_under_a_launcher_its_options_are_what_to_type(run: RunDir) -> None:
-    run.begin_life(1, ("train.py", "--lr", "2"))
+    run.begin_attempt(1, ("train.py", "--lr", "2"))
     launched = World(0, 1, 0, 1, 0, "torchrun", run_dir=run.path)
     with pytest.raises(ConfigError, match=r"To train it as a new run: --name NAME\. To start from scratch: --fresh"):
         already_done(run, launched, 12)
 
 
 def test_arguments_that_have_trained_the_rest_of_it_themselves_are_right(run: RunDir) -> None:
-    run.begin_life(1, ("train.py", "--lr", "2"))
+    run.begin_attempt(1, ("train.py", "--lr", "2"))
     with run.metrics.open("a") as file:
         file.write('{"life": 2, "step": 24, "loss": 0.4}\n')
     assert already_done(run, ALONE, 24).startswith("already done: 24 steps")
 
 
-def test_without_figures_the_last_life_that_has_ended_well_is_asked(run: RunDir) -> None:
+def test_without_figures_the_last_attempt_that_has_ended_well_is_asked(run: RunDir) -> None:
     run.metrics.unlink()
-    run.begin_life(1, ("train.py", "--lr", "2"))
+    run.begin_attempt(1, ("train.py", "--lr", "2"))
     with pytest.raises(ConfigError, match=r"trained with `train.py --lr 1`"):
         already_done(run, ALONE, 12)
 
 
 def test_a_module_and_the_file_that_it_is_have_the_same_arguments(run: RunDir) -> None:
-    run.begin_life(1, ("-m", "package.train", "--lr", "1"))
+    run.begin_attempt(1, ("-m", "package.train", "--lr", "1"))
     assert already_done(run, ALONE, 12)
 
 

@@ -193,7 +193,7 @@ def _told_to_the_starter(status: int, plan: Plan, run: RunDir, scheduler: Jobs) 
         return status
     if plan.job.get("requeue"):
         return status if scheduler.requeue_status is None else scheduler.requeue_status
-    return 0 if run.lives()[-1].outcome.startswith("stopped") else status
+    return 0 if run.attempts()[-1].outcome.startswith("stopped") else status
 
 
 def _slots(plan: Plan, index: int) -> int:

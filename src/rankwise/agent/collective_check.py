@@ -136,7 +136,7 @@ def _call(ranks: list[int]) -> str:
 
 
 class Ledger:
-    """The notes of all ranks of one life, compared."""
+    """The notes of all ranks of one attempt, compared."""
 
     def __init__(self, ranks: int) -> None:
         self._comparison = Comparison(ranks)
@@ -155,7 +155,7 @@ class Ledger:
 
 
 class Rings:
-    """The shared memory of one life on one node: a ring of notes for each rank, written by that rank alone."""
+    """The shared memory of one attempt on one node: a ring of notes for each rank, written by that rank alone."""
 
     def __init__(self, ranks: int) -> None:
         self._fd = os.memfd_create("rankwise-collectives")  # without a name in any file system

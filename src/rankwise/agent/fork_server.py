@@ -103,7 +103,7 @@ def _look_like_the_script(command):
 
 
 def _serve(channel, agent):
-    """The warm process's life. Returns a spec in each rank; ends when the agent closes the channel."""
+    """What the warm process does. Returns a spec in each rank; ends when the agent closes the channel."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent decides when this process ends
     _die_with(agent)
     gc.disable()  # a collection during the imports only walks what lives for ever: a third of their time

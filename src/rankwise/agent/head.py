@@ -26,14 +26,14 @@ from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
 from rankwise.host.terminal import Terminal
 from rankwise.host.text import clock, listed, numbered
 from rankwise.ipc.shared_page import FINISHED, JOIN_S
-from rankwise.run.directory import Failure, Life, NodeRecord, RunDir, write_text
+from rankwise.run.directory import Attempt, Failure, NodeRecord, RunDir, write_text
 from rankwise.run.plan import Plan
 
 TICK_S = 0.05
 EVIDENCE_S = 0.3  # from the first death: what the others say of it comes within this
 TERM_TO_KILL_S = 3.0
 NEWS_S = 0.5  # what another node's ranks do is known here within this
-FINISH_S = 30.0  # to end what is left of a life, from the request until a node is given up
+FINISH_S = 30.0  # to end what is left of an attempt, from the request until a node is given up
 STALLED_S = 5.0  # nodes that stand still say so within this of each other
 
 
@@ -138,7 +138,7 @@ class Head:
         self._say(f"stopped by {signal.Signals(self._stop_signal).name} before {self._nodes.missing()} had come")
         return self._agreed_status
 
-    # --- one life
+    # --- one attempt
 
     def _live(self, restart: int, parts: Sequence[NodeView]) -> tuple[int, Failure | None]:
         """From the start of the ranks to the end of the last: (exit status, the failure if there was one)."""
@@ -160,25 +160,25 @@ class Head:
                     part.start(order, None)
             plan = self._plan  # written while they are forked: disks are slow
             settings = {"checkpoint_scope": plan.checkpoint_scope, "sync": plan.sync}
-            life = self._run.begin_life(world_size, plan.argv, records, plan.fresh, **settings)
+            attempt = self._run.begin_attempt(world_size, plan.argv, records, plan.fresh, **settings)
             self._run.write_failure(None)
             for (part, order), record in zip(todo, records, strict=True):
                 if not self._is_here(part):
-                    part.start(order, replace(life, parts=(record,)))
-            life = self._watch(parts, life)
+                    part.start(order, replace(attempt, parts=(record,)))
+            attempt = self._watch(parts, attempt)
         finally:
             self._finish(parts)
         if self._screen.ledger is not None:
             self._mismatch = self._screen.ledger.look(at_end=True)
-        status, outcome, failure = self._outcome(parts, life)
-        self._record(life, status, outcome, failure)
+        status, outcome, failure = self._outcome(parts, attempt)
+        self._record(attempt, status, outcome, failure)
         return status, failure
 
-    def _record(self, life: Life, status: int, outcome: str, failure: Failure | None) -> None:
+    def _record(self, attempt: Attempt, status: int, outcome: str, failure: Failure | None) -> None:
         """For the launcher, which says it. Where the disk does not take it (it is full, it is away), it is said here."""
         try:
             self._run.write_failure(failure)
-            self._run.update_life(life, ended=time.time(), status=status, outcome=outcome)
+            self._run.update_attempt(attempt, ended=time.time(), status=status, outcome=outcome)
         except (RunDirError, OSError) as error:
             if failure is not None and failure.traceback is not None:
                 self._screen.show(failure.traceback)
@@ -196,23 +196,23 @@ class Head:
             self._events.wait(TICK_S)
             self._nodes.look()
 
-    def _watch(self, parts: Sequence[NodeView], life: Life) -> Life:
+    def _watch(self, parts: Sequence[NodeView], attempt: Attempt) -> Attempt:
         """The loop. Returns when no rank is left that can end, or when nobody wants them any more."""
         first_failure = ended = 0.0
         lost: set[int] = set()
         while True:
             self._events.wait(TICK_S)
             if self._events.parent_ended:
-                return life
+                return attempt
             self._nodes.look()
             asked = len(self._asked)
             for part in parts:
                 if self._is_here(part):
                     part.look()
             started = all(part.facts.pids for part in parts)
-            if started and not life.pids:
+            if started and not attempt.pids:
                 pids = tuple(chain.from_iterable(part.facts.pids for part in parts))
-                life = self._run.update_life(life, pids=pids)
+                attempt = self._run.update_attempt(attempt, pids=pids)
             if len(self._asked) > asked:
                 continue  # a request that is newer than what is known of the ranks
             self._tell_lost(parts, lost)
@@ -220,11 +220,11 @@ class Head:
             self._look_at_the_clock()
             if self._asked and not started:
                 self._stop_signal = self._asked[0]
-                return life  # asked to stop before any rank was there
+                return attempt  # asked to stop before any rank was there
             self._stop_if_asked(parts)
             self._ring(parts)
             if not any(part.facts.awaited for part in parts):
-                return life
+                return attempt
             now = time.monotonic()
             if any(part.facts.failed for part in parts) and not first_failure and not self._stop_began:
                 first_failure = now
@@ -361,21 +361,21 @@ class Head:
 
     # --- the end
 
-    def _outcome(self, parts: Sequence[NodeView], life: Life) -> tuple[int, str, Failure | None]:
+    def _outcome(self, parts: Sequence[NodeView], attempt: Attempt) -> tuple[int, str, Failure | None]:
         """(exit status, how it ended in one line, the failure if it was one)."""
         if self._events.parent_ended:
             return 1, "the launcher was killed", None
         ends = [evidence for part in parts if part.end is not None for evidence in part.end.evidence]
         if self._mismatch is not None:
-            return self._failed_to_match(self._mismatch, life)
-        if self._stop_signal and (stopped := self._stopped(parts, ends, life.ranks)) is not None:
+            return self._failed_to_match(self._mismatch, attempt)
+        if self._stop_signal and (stopped := self._stopped(parts, ends, attempt.ranks)) is not None:
             return stopped[0], stopped[1] + root_cause.unkillable(ends), None
         culprit = root_cause.judge(ends)
         if culprit is None:
-            return 0, "all ranks ended with status 0" + self._strangers(parts, life.ranks), None
+            return 0, "all ranks ended with status 0" + self._strangers(parts, attempt.ranks), None
         failure = Failure(
             rank=culprit.rank,
-            host=self._host(life, culprit.rank),
+            host=self._host(attempt, culprit.rank),
             summary=root_cause.summary(culprit, ends),
             exit_status=root_cause.exit_status(culprit),
             exit_code=culprit.exit_code,
@@ -384,19 +384,19 @@ class Head:
             traceback=culprit.traceback,
             step=culprit.step,
             log=str(self._run.log(culprit.rank)),
-            life=life.life,
+            life=attempt.life,
         )
         return failure.exit_status, failure.summary, failure
 
-    def _host(self, life: Life, rank: int) -> str:
-        part = life.part_of(rank)
-        return part.host if part is not None else life.host
+    def _host(self, attempt: Attempt, rank: int) -> str:
+        part = attempt.part_of(rank)
+        return part.host if part is not None else attempt.host
 
-    def _failed_to_match(self, mismatch: Mismatch, life: Life) -> tuple[int, str, Failure]:
+    def _failed_to_match(self, mismatch: Mismatch, attempt: Attempt) -> tuple[int, str, Failure]:
         """It comes before all that the ranks say themselves: what they say follows from it."""
         failure = Failure(
-            rank=mismatch.rank, host=self._host(life, mismatch.rank), summary=mismatch.summary, exit_status=1,
-            log=str(self._run.log(mismatch.rank)), life=life.life,
+            rank=mismatch.rank, host=self._host(attempt, mismatch.rank), summary=mismatch.summary, exit_status=1,
+            log=str(self._run.log(mismatch.rank)), life=attempt.life,
         )  # fmt: skip
         return failure.exit_status, failure.summary, failure
 

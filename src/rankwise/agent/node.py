@@ -4,7 +4,7 @@
     node.start(orders);  node.look()          # every tick;  node.facts is what there is to know
     node.hold(SIGTERM);  node.release(last)   # the gate of the agreed stop
     node.ring(1);  node.rung(1, last, which)  # an alarm, which passes through the same gate
-    node.finish();  node.end                  # nothing of this life is left; how each rank ended
+    node.finish();  node.end                  # nothing of this attempt is left; how each rank ended
 
 The head has one of these for its own ranks, and for every other node a `Remote`, which looks the same from there.
 """
@@ -35,7 +35,7 @@ from rankwise.agent.stall import Observation, StallWatch
 from rankwise.host import machine, network, processes
 from rankwise.ipc.channel import NobodyThere, knock
 from rankwise.ipc.shared_page import FINISHED, Page
-from rankwise.run.directory import ENV_RUN_DIR, Life, RunDir
+from rankwise.run.directory import ENV_RUN_DIR, Attempt, RunDir
 from rankwise.run.plan import Plan
 from rankwise.schedulers.ranks import Ranks, variables_of
 
@@ -44,7 +44,7 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class Orders:
-    """What one life is for one node."""
+    """What one attempt is for one node."""
 
     restart: int
     node_rank: int
@@ -102,7 +102,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class NodeEnd:
-    """How one life ended on one node."""
+    """How one attempt ended on one node."""
 
     evidence: tuple[Evidence, ...]
     """Of every rank that has ended, or that nothing can end."""
@@ -111,10 +111,10 @@ class NodeEnd:
     """Whether any rank ever made a process group."""
 
     stuck: bool
-    """Whether something of this life cannot be ended."""
+    """Whether something of this attempt cannot be ended."""
 
     port: int
-    """Held there for the next life."""
+    """Held there for the next attempt."""
 
 
 @dataclass(frozen=True)
@@ -178,13 +178,13 @@ class NodeView(Protocol):
     def find(self, addresses: Sequence[str], port: int) -> None:
         """Look for that route, to the first node's door."""
 
-    def start(self, orders: Orders, life: Life | None) -> None: ...
+    def start(self, orders: Orders, attempt: Attempt | None) -> None: ...
     def look(self) -> None: ...
     def signal(self, signum: int, ranks: Sequence[int]) -> None:
         """Pass a request on to ranks that know nothing of a gate; to those below them too where they do not end by it."""
 
     def cut(self, signum: int, ranks: Sequence[int]) -> None:
-        """End what is left of a life that has failed, or had its time: this is no request."""
+        """End what is left of an attempt that has failed, or had its time: this is no request."""
 
     def hold(self, signum: int) -> None: ...
     def release(self, last: int) -> None: ...
@@ -224,7 +224,7 @@ class Node:
         """What proves at the first node's door that this one is of the same run."""
 
         self.kept: set[int] = set()
-        """Children of this process that are no ranks, and live on between lives."""
+        """Children of this process that are no ranks, and live on between attempts."""
         self._processes: RankProcesses | None = None
         self._console: Console | None = None
         self._rings: Rings | None = None
@@ -255,9 +255,9 @@ class Node:
         with contextlib.suppress(OSError):
             self.interface = network.interface_of(own)
 
-    # --- one life
+    # --- one attempt
 
-    def start(self, orders: Orders, _life: Life | None) -> None:
+    def start(self, orders: Orders, _attempt: Attempt | None) -> None:
         """The ranks are asked for; they are there when `facts.pids` is."""
         self._page.reset()
         self._orders = orders
@@ -419,7 +419,7 @@ class Node:
             self._page.rung(last, which)
 
     def finish(self) -> None:
-        """End what is left of this life; `end` says how each rank ended."""
+        """End what is left of this attempt; `end` says how each rank ended."""
         if self._processes is None or self.end is not None:
             return
         self._processes.signal_all(signal.SIGKILL)

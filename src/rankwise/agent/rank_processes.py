@@ -1,4 +1,4 @@
-"""The ranks of one life: their processes, their ends, and the evidence that these leave.
+"""The ranks of one attempt: their processes, their ends, and the evidence that these leave.
 
 processes = RankProcesses(range(4, 8), script, run, page);  processes.announce(pids)
 processes.reap();  processes.signal_all(SIGTERM);  evidence = processes.evidence()
@@ -270,7 +270,7 @@ class RankProcesses:
         return told.remark
 
     def _killed_for_memory(self, rank: Rank) -> str | None:
-        """None if the kernel has killed nothing for memory in this life."""
+        """None if the kernel has killed nothing for memory in this attempt."""
         if out_of_memory.oom_kills() <= self._oom_kills:
             return None
         limit = out_of_memory.limit_bytes()

@@ -27,7 +27,7 @@ from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Frame, Observation
 from rankwise.errors import RunDirError
 from rankwise.ipc.channel import Door, Link, Message
-from rankwise.run.directory import Life, RunDir, write_json
+from rankwise.run.directory import Attempt, RunDir, write_json
 from rankwise.run.plan import Plan
 
 TICK_S = 0.05
@@ -98,14 +98,14 @@ class Remote:
                 case "route":
                     self.route = str(value)
 
-    def start(self, orders: Orders, life: Life | None) -> None:
-        assert life is not None
+    def start(self, orders: Orders, attempt: Attempt | None) -> None:
+        assert attempt is not None
         self._first = orders.first
         ranks = range(orders.first, orders.first + self.introduction.ranks)
         self.facts, self.claim, self.end, self.alarm = Facts(alive=tuple(ranks)), None, None, (0, 0)
         if self.lost is not None:
             self._end_as_lost()
-        self.link.send({"start": asdict(orders), "life": life.record()})
+        self.link.send({"start": asdict(orders), "life": attempt.record()})
 
     def signal(self, signum: int, ranks: Sequence[int]) -> None:
         self.link.send({"signal": signum, "ranks": list(ranks)})
@@ -236,7 +236,7 @@ class RemoteNode:
         for kind, value in message.items():
             match kind:
                 case "start":
-                    self._start(Orders(**value), Life.of(message["life"]))
+                    self._start(Orders(**value), Attempt.of(message["life"]))
                 case "signal":
                     self._node.signal(signal.Signals(value), message["ranks"])
                 case "cut":
@@ -275,11 +275,11 @@ class RemoteNode:
             self._node.run.begin_copy(run_id, self._node.fresh)
             self._link.send({"say": f"it does not see {path}: the logs of its ranks stay there, in {self._node.run.path}"})
 
-    def _start(self, orders: Orders, life: Life) -> None:
+    def _start(self, orders: Orders, attempt: Attempt) -> None:
         self._told, self._told_end, self._told_alarm = Facts(), None, (0, 0)
         if not self._shared:  # ranks find their page in it
-            write_json(self._node.run.world, {"lives": [life.record()]})
-        self._node.start(orders, life)
+            write_json(self._node.run.world, {"lives": [attempt.record()]})
+        self._node.start(orders, attempt)
 
     def _find(self, addresses: Sequence[str], port: int) -> None:
         """Which of the first node's addresses leads there from here, and by which interface."""

@@ -39,7 +39,7 @@ class Catalog:
         return checkpoints_in(self.folder)
 
     def times_saved(self, step: int) -> int:
-        """A step may be saved again (a life that went on from an older checkpoint): beside the first, which goes after."""
+        """A step may be saved again (an attempt that went on from an older checkpoint): beside the first, which goes after."""
         return max((time for path in self.all() for saved, time in [order(path)] if saved == step), default=0)
 
     def mark_whole(self, folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TypedDict, Unpack
 from rankwise import schedulers
 from rankwise.errors import NotJoinedError, WorldError
 from rankwise.ipc.shared_page import Page, Row
-from rankwise.run.directory import ENV_RUN_DIR, Life, NodeRecord, RunDir
+from rankwise.run.directory import ENV_RUN_DIR, Attempt, NodeRecord, RunDir
 from rankwise.schedulers import Launcher
 from rankwise.schedulers.ranks import Ranks, shown, single
 
@@ -221,23 +221,23 @@ def store_address(world: World) -> str:
 
 def checkpoint_scope(world: World) -> str:
     """What `rankwise run --checkpoint-scope` said: `main` or `node`."""
-    life = _life(world)
-    return life.checkpoint_scope if life is not None else "main"
+    attempt = _attempt(world)
+    return attempt.checkpoint_scope if attempt is not None else "main"
 
 
 def strategy_name(world: World) -> str:
     """What `rankwise run --sync` said; empty for nothing."""
-    life = _life(world)
-    return life.sync if life is not None else ""
+    attempt = _attempt(world)
+    return attempt.sync if attempt is not None else ""
 
 
 def _part(world: World) -> NodeRecord | None:
-    """What this rank's agent has of the run's newest life."""
-    life = _life(world)
-    return life.part_of(world.rank) if life is not None else None
+    """What this rank's agent has of the run's newest attempt."""
+    attempt = _attempt(world)
+    return attempt.part_of(world.rank) if attempt is not None else None
 
 
-def _life(world: World) -> Life | None:
+def _attempt(world: World) -> Attempt | None:
     """The newest of the run that an agent of ours has started; None elsewhere."""
-    lives = RunDir(world.run_dir).lives() if world.run_dir is not None else []
-    return lives[-1] if lives else None
+    attempts = RunDir(world.run_dir).attempts() if world.run_dir is not None else []
+    return attempts[-1] if attempts else None

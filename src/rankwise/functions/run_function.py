@@ -128,7 +128,7 @@ class FunctionRun:
         self._run = RunDir(config.path(name))
         self._name = name
         self._began = time.time()
-        self._lives = len(self._run.lives()) if not config.fresh else 0
+        self._attempts = len(self._run.attempts()) if not config.fresh else 0
         self._reply: dict[str, Any] | None = None
         self._end: JobEnd | None = None
         self._outcome: tuple[list[Any] | None, BaseException | None] | None = None
@@ -226,19 +226,19 @@ class FunctionRun:
         assert self._reply is not None
         if "error" in self._reply:
             raise _error(self._reply["error"], self._reply["message"])
-        life = next(iter(self._run.lives()[self._lives :][-1:]), None)
-        if life is None:
+        attempt = next(iter(self._run.attempts()[self._attempts :][-1:]), None)
+        if attempt is None:
             raise FunctionError(f"{self._name} never began; {self._told()}")
-        code = life.status
+        code = attempt.status
         if code == 0:
-            return [calls.understand(self._run.result(rank), rank) for rank in range(life.ranks)]
+            return [calls.understand(self._run.result(rank), rank) for rank in range(attempt.ranks)]
         failure = self._run.read_failure()
         if failure is not None:
             error = calls.understand_error(self._run.result(failure.rank), failure.rank, failure.host)
             raise error or FunctionError(f"{failure.summary}, on {failure.host}; its output is in {failure.log}")
         if code in (errors.EXIT_PREEMPTED, errors.EXIT_INTERRUPTED):
             raise Stopped(code)
-        raise FunctionError(f"{self._name}: {life.outcome or 'its launcher was killed'}; {self._told()}")
+        raise FunctionError(f"{self._name}: {attempt.outcome or 'its launcher was killed'}; {self._told()}")
 
     def _told(self) -> str:
         job = self._job()

@@ -18,7 +18,7 @@ __tracebackhide__ = True  # agent/exception_record.py leaves the frames of this 
 def main() -> None:
     run, rank = RunDir(Path(os.environ[ENV_RUN_DIR])), int(os.environ["RANK"])
     place = run.result(rank)
-    place.unlink(missing_ok=True)  # of an earlier life
+    place.unlink(missing_ok=True)  # of an earlier attempt
     try:
         fn, args, kwargs = calls.load(run.call)
         answer = calls.answer(fn(*args, **kwargs), rank)

@@ -133,7 +133,7 @@ class Page:
         return any(self.row(r).answers for r in range(self.ranks))
 
     def end(self, signum: int) -> None:
-        """This life has failed. `signum` is what the ranks that are left are sent now: to them it is no request to stop."""
+        """This attempt has failed. `signum` is what the ranks that are left are sent now: to them it is no request to stop."""
         self._words[_ENDING] = signum
 
     @property

@@ -1,6 +1,6 @@
 """What a run prints, as it grows: the logs of its ranks, or the output of its job.
 
-show_logs(run, ranks=(0,), follow=True);  status = wait(run, job, lives, config)
+show_logs(run, ranks=(0,), follow=True);  status = wait(run, job, attempts, config)
 """
 
 from __future__ import annotations
@@ -139,11 +139,11 @@ class _Interval:
         return True
 
 
-def wait(run: RunDir, job: Job, lives: int, config: RunConfig) -> int:
-    """Show what the job prints until it has ended; returns its exit status. `lives`: how many the run had before."""
+def wait(run: RunDir, job: Job, attempts: int, config: RunConfig) -> int:
+    """Show what the job prints until it has ended; returns its exit status. `attempts`: how many the run had before."""
     end = JobEnd(run, job)
     _show([LogTail(run.job_log(job.id))], end.goes_on)
-    newest = run.lives()[lives:][-1:]
+    newest = run.attempts()[attempts:][-1:]
     exit_status = end.status if end.status is not None else newest[0].status if newest else None
     if end.stuck:
         say(
@@ -161,7 +161,7 @@ def wait(run: RunDir, job: Job, lives: int, config: RunConfig) -> int:
         printed = f"what it printed: {short(log)}" if log.exists() else "it printed nothing"
         say(f"job {job.id}: {end.reason}, exit status {exit_status} before any rank was started; {printed}")
         return exit_status
-    return conclude(run, exit_status, lives, config)
+    return conclude(run, exit_status, attempts, config)
 
 
 class JobEnd:
@@ -194,7 +194,7 @@ class JobEnd:
         # The scheduler is down for a while, or has forgotten the job: then the run's own record is all there is.
         now = time.monotonic()
         self._forgotten_since = self._forgotten_since or now
-        newest = self._run.lives()[-1:]
+        newest = self._run.attempts()[-1:]
         if newest and newest[0].started >= self._job.submitted and newest[0].status is not None:
             return False
         return now < self._forgotten_since + _FORGOTTEN_S

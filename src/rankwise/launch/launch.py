@@ -76,7 +76,7 @@ def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None)
         return submit.queue(choice, text, found, config, program, call)
     gpus = machine.gpus({**env, **environment})
     return _run_here(
-        config, choice, program, run, plan, text, lambda lives: _announce(program, plan, choice, why, lives, gpus), call
+        config, choice, program, run, plan, text, lambda attempts: _announce(program, plan, choice, why, attempts, gpus), call
     )  # fmt: skip
 
 
@@ -112,19 +112,20 @@ def _run_here(
     try:
         if aside is not None:
             say(f"the older run was moved to {short(aside)}")
-        submit.compare_with_earlier_lives(run, program)
+        submit.compare_with_earlier_attempts(run, program)
         submit.leave_records(run, plan, text, config, call)
         run.write_job(None)
-        lives = len(run.lives())
-        announce(lives)
+        attempts = len(run.attempts())
+        announce(attempts)
         forward = _Forward(choice.starter.stop_signals)
         agent = forward.to(_start(run, choice))
         with contextlib.suppress(OSError, RunDirError):
             write_text(run.code, code.describe(Path(program.name).absolute().parent))
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
-        if choice.starts_agents and (newest := run.lives()[lives:][-1:]) and newest[0].status is not None:
+        if choice.starts_agents and (newest := run.attempts()[attempts:][-1:]) and newest[0].status is not None:
             status = newest[0].status  # what starts the agents may have a word of its own (MPICH: 0 after a signal)
-        if status < 0 and forward.asked and len(run.lives()) == lives:  # it came before what starts the agents could hear it
+        # The signal came before what starts the agents could hear it.
+        if status < 0 and forward.asked and len(run.attempts()) == attempts:
             say("stopped before any rank had started")
             return EXIT_INTERRUPTED if forward.interrupted else EXIT_PREEMPTED
         if status >= 0:
@@ -132,7 +133,7 @@ def _run_here(
         if status == EXIT_PREEMPTED and forward.interrupted:
             status = EXIT_INTERRUPTED  # the agents know only that they were asked
         by = f"what starts the agents ({choice.name})" if choice.starts_agents else "the agent"
-        return conclude(run, status, lives, config, by, forward.asked)
+        return conclude(run, status, attempts, config, by, forward.asked)
     finally:
         processes.end_tree(bound_s=sweep_s)
         lease.release()
@@ -213,7 +214,7 @@ def _start(run: RunDir, choice: Choice) -> int:
         raise ConfigError(f"cannot start the agent: {error.strerror}: {shortage}") from None
 
 
-def _headline(program: script.Program, plan: Plan, choice: Choice, lives: int = 0) -> str:
+def _headline(program: script.Program, plan: Plan, choice: Choice, attempts: int = 0) -> str:
     """What is started elsewhere, by whom, and why by them."""
     nodes = count(plan.nodes, choice.word) if plan.min_nodes == plan.nodes else f"{plan.min_nodes} to {plan.nodes} nodes"
     if plan.hosts:
@@ -230,19 +231,19 @@ def _headline(program: script.Program, plan: Plan, choice: Choice, lives: int = 
     else:
         ranks = f"as many ranks {'each ' if plan.nodes > 1 else ''}as it has devices"
     ranks += f" ({each * plan.nodes} in all)" if each and plan.min_nodes == plan.nodes > 1 else ""
-    going_on = f", attempt {lives + 1}" if lives else ""
+    going_on = f", attempt {attempts + 1}" if attempts else ""
     return f"{program.name} by {plan.on} ({choice.why}) on {nodes}, {ranks}, in {short(Path(plan.run_dir))}{going_on}"
 
 
-def _announce(program: script.Program, plan: Plan, choice: Choice, why: str, lives: int, gpus: int) -> None:
+def _announce(program: script.Program, plan: Plan, choice: Choice, why: str, attempts: int, gpus: int) -> None:
     """What will run where; and what of this machine will be too little for it."""
     if program.keep_cold is not None:
         say(f"{program.keep_cold}: each rank imports torch by itself")
     if not choice.is_here:
-        say(_headline(program, plan, choice, lives))
+        say(_headline(program, plan, choice, attempts))
         return
     nproc = plan.nproc
-    going_on = f", attempt {lives + 1}" if lives else ""
+    going_on = f", attempt {attempts + 1}" if attempts else ""
     say(f"{program.name} on {count(nproc, 'rank')} ({why}), {count(plan.threads, 'thread')} each, "
          f"in {short(Path(plan.run_dir))}{going_on}")  # fmt: skip
     if 0 < gpus < nproc:

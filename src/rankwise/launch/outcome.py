@@ -22,28 +22,30 @@ from rankwise.run.directory import Failure, RunDir
 _LOG_TAIL_BYTES = 4096
 
 
-def conclude(run: RunDir, status: int, lives_before: int, config: RunConfig, by: str = "the agent", asked: bool = False) -> int:
+def conclude(
+    run: RunDir, status: int, attempts_before: int, config: RunConfig, by: str = "the agent", asked: bool = False
+) -> int:
     """Say how it ended. The failure's lines are the last that the run prints.
 
     `by`: what this process has started, and `status` is of. `asked`: it was asked to stop.
     """
-    lives, caller = run.lives(), caller_of(config.words)
-    life = lives[-1] if len(lives) > lives_before else None
+    attempts, caller = run.attempts(), caller_of(config.words)
+    attempt = attempts[-1] if len(attempts) > attempts_before else None
     failure = run.read_failure()
     if status < 0:
         say(f"{by} was killed by {signal.Signals(-status).name}; its ranks were ended, nothing else is lost")
         return 128 - status
-    if life is None or life.status is None:  # an agent that could not begin, or could not record the end, has said why
+    if attempt is None or attempt.status is None:  # an agent that could not begin, or could not record the end, has said why
         if status > 128 and not asked:
-            when = "before any rank was started" if life is None else "and the end of the run is not recorded"
+            when = "before any rank was started" if attempt is None else "and the end of the run is not recorded"
             say(f"{by} ended with status {status} {when}; why is in the lines above")
         return status
     if failure is not None:
         _say_failure(run, failure, config)
-    elif status in (EXIT_PREEMPTED, EXIT_INTERRUPTED) and life.outcome.startswith("stopped"):
-        say(f"{life.outcome}; to resume, {caller.how_to_continue(_resume_command(config))}")
-    elif status != 0 or (";" in life.outcome and caller.reads):
-        say(life.outcome)
+    elif status in (EXIT_PREEMPTED, EXIT_INTERRUPTED) and attempt.outcome.startswith("stopped"):
+        say(f"{attempt.outcome}; to resume, {caller.how_to_continue(_resume_command(config))}")
+    elif status != 0 or (";" in attempt.outcome and caller.reads):
+        say(attempt.outcome)
     return status
 
 

@@ -17,7 +17,7 @@ from rankwise.host import processes
 from rankwise.host.terminal import typed
 from rankwise.host.text import clock, count, short, stamp
 from rankwise.run import lease
-from rankwise.run.directory import Job, Life, RunDir
+from rankwise.run.directory import Attempt, Job, RunDir
 from rankwise.run.lease import Holder
 from rankwise.schedulers.job import State
 
@@ -59,7 +59,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "alive": writer is not None or waiting_or_running,
         "job": {**_without_options(job), **asdict(state)} if job is not None and state is not None else None,
         "writer": _described(run, writer) if writer is not None else None,
-        "lives": [life.record() for life in run.lives()],
+        "lives": [attempt.record() for attempt in run.attempts()],
         "last": _last(figures),
         "written": run.metrics.stat().st_mtime if figures else None,
         "failure": asdict(failure) if failure is not None else None,
@@ -89,12 +89,15 @@ def as_text(found: dict[str, Any]) -> str:
     if (writer := found["writer"]) is not None:
         quiet = f", no heartbeat for {clock(writer['silent_s'])}" if writer["silent_s"] > lease.GONE_S else ""
         rows.append(("process", f"{writer['pid']} on {writer['host']}, since {stamp(writer['since'])}{quiet}"))
-    lives = found["lives"]
-    for life in lives[-1:]:
+    attempts = found["lives"]
+    for attempt in attempts[-1:]:
         rows.append(
-            (f"attempt {life['life']}", f"{count(life['ranks'], 'rank')}, first on {life['host']}, {_course(life, found)}")
+            (
+                f"attempt {attempt['life']}",
+                f"{count(attempt['ranks'], 'rank')}, first on {attempt['host']}, {_course(attempt, found)}",
+            )
         )
-    if not lives:
+    if not attempts:
         rows.append(("attempt 1", "has not begun" if found["alive"] else "never began"))
     if (last := found["last"]) is not None:
         told = [name for name in last if name in ("loss", "lr") or name.startswith("eval_")]
@@ -107,13 +110,13 @@ def as_text(found: dict[str, Any]) -> str:
     return "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)
 
 
-def _course(life: dict[str, Any], found: dict[str, Any]) -> str:
-    began = f"began {stamp(life['started'])}"
-    if life["ended"] is not None:
-        status = f", exit status {life['status']}" if life["status"] else ""
-        return f"{began}, took {clock(life['ended'] - life['started'])}{status}: {life['outcome']}"
+def _course(attempt: dict[str, Any], found: dict[str, Any]) -> str:
+    began = f"began {stamp(attempt['started'])}"
+    if attempt["ended"] is not None:
+        status = f", exit status {attempt['status']}" if attempt["status"] else ""
+        return f"{began}, took {clock(attempt['ended'] - attempt['started'])}{status}: {attempt['outcome']}"
     if found["alive"]:
-        return f"{began}, running for {clock(time.time() - life['started'])}"
+        return f"{began}, running for {clock(time.time() - attempt['started'])}"
     return f"{began}; killed, or its machine went down"
 
 
@@ -127,8 +130,8 @@ def cancel(run: RunDir) -> str:
         return f"job {job.id} of {job.scheduler} ({state.reason or state.phase}) is cancelled{rest}"
     writer = _writer(run)
     if writer is None:
-        lives = run.lives()
-        return f"{short(run.path)} is not alive; {_end(lives[-1]) if lives else 'it never began'}"
+        attempts = run.attempts()
+        return f"{short(run.path)} is not alive; {_end(attempts[-1]) if attempts else 'it never began'}"
     if not writer.is_here():
         raise RunDirError(
             f"{short(run.path)} is alive on {writer.host} (pid {writer.pid}), and this is {socket.gethostname()}; "
@@ -138,8 +141,8 @@ def cancel(run: RunDir) -> str:
     return f"pid {writer.pid} is asked to stop: all ranks stop after the current step, and save"
 
 
-def _end(life: Life) -> str:
-    return f"its last attempt: {life.outcome}" if life.outcome else "its last attempt was killed"
+def _end(attempt: Attempt) -> str:
+    return f"its last attempt: {attempt.outcome}" if attempt.outcome else "its last attempt was killed"
 
 
 def called(run: RunDir) -> str:

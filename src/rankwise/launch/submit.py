@@ -70,12 +70,12 @@ def leave_records(run: RunDir, plan: Plan, text: str, config: RunConfig, call: b
     write_text(run.job, text, mode=0o755)
 
 
-def compare_with_earlier_lives(run: RunDir, program: Program) -> None:
+def compare_with_earlier_attempts(run: RunDir, program: Program) -> None:
     """A run is one training. Raises ConfigError when its directory belongs to another script; other arguments are said."""
-    lives = run.lives()
-    if not lives:
+    attempts = run.attempts()
+    if not attempts:
         return
-    before, now = lives[-1].argv, program.argv
+    before, now = attempts[-1].argv, program.argv
     caller = program.caller
     if Path(before[0]).name != Path(now[0]).name or (now[0] == "-m" and caller.identity(before) != caller.identity(now)):
         raise ConfigError(
@@ -124,12 +124,12 @@ def queue(
             if (aside := run.prepare(config.fresh, say)) is not None:
                 say(f"the older run was moved to {short(aside)}")
             leases.callback(run.take(say).release)
-            compare_with_earlier_lives(run, program)
+            compare_with_earlier_attempts(run, program)
             leave_records(run, plan, text, config, call)
             run.write_job(None)
             with contextlib.suppress(RunDirError):
                 write_text(run.code, described)
-    lives = len(found[0][0].lives())  # counted before the job can add one
+    attempts = len(found[0][0].attempts())  # counted before the job can add one
     job_id = choice.queue.submit(str(found[0][0].job), choice.job)
     jobs = [Job(choice.name, job_id, time.time(), socket.gethostname(), choice.job) for _ in found]
     if numbers := choice.queue.array_tasks(choice.job):
@@ -140,7 +140,7 @@ def queue(
     try:
         _tell(choice, job_id, jobs[0], found, name)
         if config.wait:
-            return follow.wait(run, jobs[0], lives, config)
+            return follow.wait(run, jobs[0], attempts, config)
     except KeyboardInterrupt:
         say(
             f"stopped following; job {job_id} continues. To follow it: {typed('logs', '-f', name)}; "

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rankwise.host.text import clock, stamp
-from rankwise.run.directory import Life, RunDir, find_run
+from rankwise.run.directory import Attempt, RunDir, find_run
 
 _MOMENTS = 10
 _COLUMNS = 80
@@ -24,9 +24,9 @@ def print_report(run: str | None) -> None:
 
 
 def report(run: RunDir, columns: int = _COLUMNS) -> str:
-    """The whole text. How a life ended is shortened to fit `columns`; nothing else is that long."""
-    lives = run.lives()
-    sections = [f"run {run.path.name} in {run.path}", _lives(run, lives, columns)]
+    """The whole text. How an attempt ended is shortened to fit `columns`; nothing else is that long."""
+    attempts = run.attempts()
+    sections = [f"run {run.path.name} in {run.path}", _attempts(run, attempts, columns)]
     figures = run.read_metrics()
     if figures:
         sections += [_course(figures), _time(figures)]
@@ -38,17 +38,19 @@ def report(run: RunDir, columns: int = _COLUMNS) -> str:
     return "\n\n".join(sections)
 
 
-def _lives(run: RunDir, lives: Sequence[Life], columns: int) -> str:
+def _attempts(run: RunDir, attempts: Sequence[Attempt], columns: int) -> str:
     rows = [["attempt", "started", "took", "ranks", "how it ended"]]
-    for life in lives:
-        began = stamp(life.started)
-        took = clock(life.ended - life.started) if life.ended is not None else "-"
-        rows.append([str(life.life), began, took, str(life.ranks), life.outcome or _open_end(run, life, lives[-1])])
-    if not lives:
+    for attempt in attempts:
+        began = stamp(attempt.started)
+        took = clock(attempt.ended - attempt.started) if attempt.ended is not None else "-"
+        rows.append(
+            [str(attempt.life), began, took, str(attempt.ranks), attempt.outcome or _open_end(run, attempt, attempts[-1])]
+        )
+    if not attempts:
         return "no attempt yet"
     room = columns - sum(max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in rows), strict=True))
     rows = [[*row[:-1], _shortened(row[-1], max(room, _LEAST_ROOM))] for row in rows]
-    return f"{shlex.join(lives[-1].argv)}\n\n{table(rows)}"
+    return f"{shlex.join(attempts[-1].argv)}\n\n{table(rows)}"
 
 
 def _shortened(text: str, columns: int) -> str:
@@ -57,10 +59,10 @@ def _shortened(text: str, columns: int) -> str:
     return line if len(line) <= columns else line[: columns - 3].rstrip() + "..."
 
 
-def _open_end(run: RunDir, life: Life, newest: Life) -> str:
-    """A life without a recorded end goes on, or was killed with its agent."""
+def _open_end(run: RunDir, attempt: Attempt, newest: Attempt) -> str:
+    """A attempt without a recorded end goes on, or was killed with its agent."""
     holder = run.holder()
-    alive = life is newest and holder is not None and not holder.is_gone()
+    alive = attempt is newest and holder is not None and not holder.is_gone()
     return f"alive, pid {holder.pid} on {holder.host}" if alive and holder is not None else "killed, or its machine went down"
 
 
@@ -69,7 +71,7 @@ def _course(figures: Sequence[dict[str, Any]]) -> str:
     names = [n for n in dict.fromkeys(k for f in figures for k in f) if not n.startswith("share/")]
     names = [n for n in names if n not in ("life", "step", "epoch", "clock_s")]
     steps: dict[int, dict[str, Any]] = {}
-    for record in figures:  # a later life may repeat steps of one that was killed: the later holds
+    for record in figures:  # a later attempt may repeat steps of one that was killed: the later holds
         steps.setdefault(record["step"], {}).update(record)
     order = sorted(steps)
     shown = sorted({order[round(k * (len(order) - 1) / _MOMENTS)] for k in range(_MOMENTS + 1)} | _with_evaluation(steps))
@@ -96,9 +98,9 @@ def _time(figures: Sequence[dict[str, Any]]) -> str:
     for record in figures:
         if not isinstance(record.get("clock_s"), int | float):
             continue
-        life = str(record.get("life"))
-        seconds = max(record["clock_s"] - clocks.get(life, 0.0), 0.0)
-        clocks[life] = record["clock_s"]
+        attempt = str(record.get("life"))
+        seconds = max(record["clock_s"] - clocks.get(attempt, 0.0), 0.0)
+        clocks[attempt] = record["clock_s"]
         total += seconds
         for name, value in record.items():
             if name.startswith("share/") and isinstance(value, int | float):

@@ -4,8 +4,8 @@
 
     config.json plan.json code.txt job.sh     what was asked for, planned, and of which code
     job.json                                   the job that was queued for it, if one was
-    world.json                                 the lives of the run: who ran where, and how it ended
-    logs/rank-0.log ...                        what each rank printed, lives one after the other
+    world.json                                 the attempts of the run: who ran where, and how it ended
+    logs/rank-0.log ...                        what each rank printed, attempts one after the other
     logs/job-12.log                            what a queued job printed: its agents' lines, and what they showed of the ranks
     metrics.jsonl telemetry/                   figures; TensorBoard's events
     checkpoints/ failure.json
@@ -95,7 +95,7 @@ class _Record:
 
 @dataclass(frozen=True)
 class NodeRecord(_Record):
-    """What one agent has of a life."""
+    """What one agent has of an attempt."""
 
     host: str = field(metadata=TEXT)
     first: int = field(metadata=WHOLE)
@@ -110,7 +110,7 @@ class NodeRecord(_Record):
 
 
 @dataclass(frozen=True)
-class Life(_Record):
+class Attempt(_Record):
     """One start of the ranks: a run has several when it was stopped or restarted."""
 
     life: int = field(metadata=WHOLE)
@@ -133,7 +133,7 @@ class Life(_Record):
     """See RunConfig."""
 
     fresh: bool = False
-    """It was to begin anew. Only the first life does."""
+    """It was to begin anew. Only the first attempt does."""
 
     ended: float | None = field(default=None, metadata=NUMBER)
     status: int | None = field(default=None, metadata=WHOLE)
@@ -144,8 +144,8 @@ class Life(_Record):
 
     @classmethod
     def of(cls, record: Any) -> Self:
-        life = super().of(record)
-        return replace(life, parts=tuple(NodeRecord.of(part) for part in life.parts))
+        attempt = super().of(record)
+        return replace(attempt, parts=tuple(NodeRecord.of(part) for part in attempt.parts))
 
     def record(self) -> dict[str, Any]:
         """As it goes into world.json: without `sync` if there is none, as it was before there was any."""
@@ -325,12 +325,12 @@ class RunDir:
         """Become the one writer of this run directory, or raise RunDirError with who is: see `lease.take`."""
         return lease.take(self.lease, say)
 
-    # --- lives
+    # --- attempts
 
-    def lives(self) -> list[Life]:
-        """Every life so far, the newest last."""
+    def attempts(self) -> list[Attempt]:
+        """Every attempt so far, the newest last."""
         try:
-            return [Life.of(record) for record in json.loads(self.world.read_text())["lives"]]
+            return [Attempt.of(record) for record in json.loads(self.world.read_text())["lives"]]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -339,33 +339,33 @@ class RunDir:
                 "else is there, or start from scratch with --fresh"
             ) from None
 
-    def begin_life(
+    def begin_attempt(
         self,
         ranks: int,
         argv: tuple[str, ...],
         parts: tuple[NodeRecord, ...] = (),
         fresh: bool = False,
         **settings: Any,
-    ) -> Life:
+    ) -> Attempt:
         """`settings`: those of RunConfig that the ranks ask for."""
-        lives = self.lives()
+        attempts = self.attempts()
         now, host = time.time(), socket.gethostname()
-        number = len(lives) + 1
-        life = replace(Life(number, now, host, ranks, argv, parts=parts, fresh=fresh and number == 1), **settings)
-        self._write_lives([*lives, life])
-        return life
+        number = len(attempts) + 1
+        attempt = replace(Attempt(number, now, host, ranks, argv, parts=parts, fresh=fresh and number == 1), **settings)
+        self._write_attempts([*attempts, attempt])
+        return attempt
 
-    def update_life(self, life: Life, **changes: Any) -> Life:
-        """Replace the record of `life`: the newest, unless another run has taken over here."""
-        changed = replace(life, **changes)
-        self._write_lives([changed if other.life == life.life else other for other in self.lives()])
+    def update_attempt(self, attempt: Attempt, **changes: Any) -> Attempt:
+        """Replace the record of `attempt`: the newest, unless another run has taken over here."""
+        changed = replace(attempt, **changes)
+        self._write_attempts([changed if other.life == attempt.life else other for other in self.attempts()])
         return changed
 
-    def _write_lives(self, lives: list[Life]) -> None:
-        write_json(self.world, {"lives": [life.record() for life in lives]})
+    def _write_attempts(self, attempts: list[Attempt]) -> None:
+        write_json(self.world, {"lives": [attempt.record() for attempt in attempts]})
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl that are a step's; others, such as half a line of a killed life, are passed over."""
+        """The lines of metrics.jsonl that are a step's; others, such as half a line of a killed attempt, are passed over."""
         records = []
         if self.metrics.exists():
             for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -402,7 +402,7 @@ class RunDir:
             raise RunDirError(f"{self.failure} cannot be read ({error}); remove it") from None
 
     def write_failure(self, failure: Failure | None) -> None:
-        """None removes that of an earlier life."""
+        """None removes that of an earlier attempt."""
         if failure is None:
             self.failure.unlink(missing_ok=True)
         else:

@@ -127,7 +127,7 @@ class StopSignal:
     @takes(batches=Argument(lambda value: hasattr(value, "__iter__"), "a Loader, or another iterable"), done=FROM_ZERO)
     def steps(self, batches: Iterable[T], done: int = 0) -> Iterator[tuple[int, T]]:
         """(number of the step, what it takes) for each step, until the data end or all ranks stop. `done`: steps done before,
-        in all lives of the run. All ranks must take each step with as many done."""
+        in all attempts of the run. All ranks must take each step with as many done."""
         return self._steps(iter(batches), done)
 
     def _steps(self, batches: Iterator[T], step: int) -> Iterator[tuple[int, T]]:

@@ -27,7 +27,7 @@ class Progress:
         self.begin(None, 0)
 
     def begin(self, total: int | None, initial: int) -> None:
-        """The loop starts now. `total`: steps in all, None if unknown; `initial`: steps done in earlier lives."""
+        """The loop starts now. `total`: steps in all, None if unknown; `initial`: steps done in earlier attempts."""
         self._total = total
         self._initial = initial
         self._began = time.monotonic()

@@ -69,7 +69,7 @@ class JsonLines(Writer):
         self._writer: JsonlWriter | None = None
 
     def open(self, run: RunDir) -> bool:
-        self._writer = JsonlWriter(run.metrics, run.lives()[-1].life)
+        self._writer = JsonlWriter(run.metrics, run.attempts()[-1].life)
         return True
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
@@ -112,18 +112,18 @@ class TensorBoard(Writer):
 
 
 class JsonlWriter:
-    """One JSON object a line; a life goes on below the one before, and each line says whose it is."""
+    """One JSON object a line; an attempt goes on below the one before, and each line says whose it is."""
 
-    def __init__(self, path: Path, life: int) -> None:
+    def __init__(self, path: Path, attempt: int) -> None:
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # closed by close()
         if path.stat().st_size and not _ends_with_newline(path):
             self._file.write("\n")  # a killed writer's half line stays by itself
-        self._life = life
+        self._attempt = attempt
         self._path = path
         self._told = False
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        record = {"life": self._life, "step": step, **{k: _plain(v) for k, v in figures.items()}}
+        record = {"life": self._attempt, "step": step, **{k: _plain(v) for k, v in figures.items()}}
         with self._told_once():
             self._file.write(json.dumps(record) + "\n")
 

@@ -1,6 +1,6 @@
 """The run directory of a training, and this process's right to write there.
 
-run = RunDir(run_path(world, None));  life, lease = open_run(run, world, fresh=False)
+run = RunDir(run_path(world, None));  attempt, lease = open_run(run, world, fresh=False)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rankwise.dist.world import World
 from rankwise.errors import ConfigError
 from rankwise.host.text import short
 from rankwise.run.config import default_run_dir
-from rankwise.run.directory import Life, RunDir
+from rankwise.run.directory import Attempt, RunDir
 from rankwise.run.lease import Lease
 
 
@@ -33,21 +33,21 @@ def run_path(world: World, run_dir: str | os.PathLike[str] | None) -> Path:
     return world.run_dir
 
 
-def open_run(run: RunDir, world: World, fresh: bool) -> tuple[Life, Lease | None]:
-    """Collective. (this life, the main rank's right to write there). An agent of ours holds it already."""
+def open_run(run: RunDir, world: World, fresh: bool) -> tuple[Attempt, Lease | None]:
+    """Collective. (this attempt, the main rank's right to write there). An agent of ours holds it already."""
     if world.run_dir is not None:
         if fresh:
             run_on_main(_set_aside, [run])
-        return run.lives()[-1], None
+        return run.attempts()[-1], None
     lease: Lease | None = None
 
-    def prepare() -> Life:
+    def prepare() -> Attempt:
         nonlocal lease
         aside = run.prepare(fresh, log.say)
         if aside is not None:
             log.say(f"the older run was moved to {short(aside)}")
         lease = run.take(log.say)
-        return run.begin_life(world.world_size, tuple(sys.argv), fresh=fresh)
+        return run.begin_attempt(world.world_size, tuple(sys.argv), fresh=fresh)
 
     return run_on_main(prepare), lease
 
@@ -55,7 +55,7 @@ def open_run(run: RunDir, world: World, fresh: bool) -> tuple[Life, Lease | None
 def already_done(run: RunDir, world: World, steps: int, by_script: bool = False, reason: str = "") -> str:
     """Collective. The line to print if a run has nothing left to train. `by_script`: because its script has stopped it.
 
-    Raises ConfigError where other arguments than this life's have trained it: exit status 0 would say that these have.
+    Raises ConfigError where other arguments than this attempt's have trained it: exit status 0 would say that these have.
     """
     launched = world.run_dir is not None
     run_on_main(_refuse_other_arguments, [run, steps, launched])
@@ -66,8 +66,8 @@ def already_done(run: RunDir, world: World, steps: int, by_script: bool = False,
 
 
 def _refuse_other_arguments(run: RunDir, steps: int, launched: bool) -> None:
-    lives = run.lives()
-    now, trained = lives[-1], _trained_last(run, lives)
+    attempts = run.attempts()
+    now, trained = attempts[-1], _trained_last(run, attempts)
     if trained is None or _arguments(trained) == _arguments(now):
         return
     named, anew = ("--name NAME", "--fresh") if launched else ("run_dir=FOLDER", "fit(fresh=True)")
@@ -78,17 +78,17 @@ def _refuse_other_arguments(run: RunDir, steps: int, launched: bool) -> None:
     )
 
 
-def _trained_last(run: RunDir, lives: Sequence[Life]) -> Life | None:
-    """The life that has trained last, by what it has measured; where nothing was, the last that has ended as it should."""
+def _trained_last(run: RunDir, attempts: Sequence[Attempt]) -> Attempt | None:
+    """The attempt that has trained last, by what it has measured; where nothing was, the last that has ended as it should."""
     numbers = [record.get("life") for record in run.read_metrics()]
     if numbers:
-        return next((life for life in lives if life.life == numbers[-1]), None)
-    return next((life for life in reversed(lives[:-1]) if life.status == 0), None)
+        return next((attempt for attempt in attempts if attempt.life == numbers[-1]), None)
+    return next((attempt for attempt in reversed(attempts[:-1]) if attempt.status == 0), None)
 
 
-def _arguments(life: Life) -> tuple[str, ...]:
+def _arguments(attempt: Attempt) -> tuple[str, ...]:
     """Those of the script: `-m` and a module are its name."""
-    return life.argv[2:] if life.argv[:1] == ("-m",) else life.argv[1:]
+    return attempt.argv[2:] if attempt.argv[:1] == ("-m",) else attempt.argv[1:]
 
 
 def _set_aside(run: RunDir) -> None:

@@ -32,7 +32,7 @@ class TrainState:
     """All that a checkpoint keeps, by name: model, optimizer, loader, ... and `train`, this object's own figures."""
 
     step: int = 0
-    """Optimizer steps done since the beginning of the run, over all its lives."""
+    """Optimizer steps done since the beginning of the run, over all its attempts."""
 
     epoch: int = 0
     """Passes over the data that are complete."""
@@ -56,7 +56,7 @@ class TrainState:
     """Why the script has stopped it, in its own words; that of the lowest rank that gave one."""
 
     clock_s: float = 0.0
-    """Seconds since this life began, as the main rank's clock had it at the last log interval; equal on all ranks."""
+    """Seconds since this attempt began, as the main rank's clock had it at the last log interval; equal on all ranks."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     """The newest reduced figures (loss, eval_loss, ...): equal on all ranks."""
