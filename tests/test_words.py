@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SOURCES = sorted((ROOT / "src" / "rankwise").rglob("*.py"))
+SOURCE = ROOT / "src" / "rankwise"
+SOURCES = sorted(SOURCE.rglob("*.py"))
 
 WRONG = {
     r"life|lives": "attempt, attempts",
@@ -47,6 +48,13 @@ def messages(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value and id(node) not in docstrings:
             yield node.value
+
+
+def test_the_help_of_the_command_uses_plain_words() -> None:
+    functions = [node for node in ast.walk(ast.parse((SOURCE / "cli.py").read_text())) if isinstance(node, ast.FunctionDef)]
+    texts = [ast.get_docstring(node) or "" for node in functions if node.decorator_list]
+    assert len(texts) > 6
+    assert [text for text in texts if wrong(text)] == []
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src" / "rankwise")))

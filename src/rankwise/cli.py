@@ -279,9 +279,9 @@ def selftest(ranks: str, timeout_s: float, argv: tuple[str, ...]) -> None:
 @main.command()
 @click.argument("run", metavar="[RUN]", required=False)
 def report(run: str | None) -> None:
-    """Tell what a run did: its attempts, its loss, where its time went.
+    """Show what a run did: attempts, loss, where its time went.
 
-    RUN is a name under ./runs, or a folder; it may be left out where there is one run alone.
+    RUN is a name under ./runs, or a folder. It is not needed if there is only one run.
     """
     from rankwise.report.terminal import print_report
 
@@ -294,7 +294,7 @@ def report(run: str | None) -> None:
 def status(run: str | None, as_json: bool) -> None:
     """Tell whether a run waits, runs or has ended.
 
-    RUN is a name under ./runs, or a folder; it may be left out where there is one run alone.
+    RUN is a name under ./runs, or a folder. It is not needed if there is only one run.
     """
     from rankwise.launch.status import as_text, facts
     from rankwise.run.directory import find_run
@@ -311,7 +311,7 @@ def status(run: str | None, as_json: bool) -> None:
 def logs(run: str | None, rank: int | None, everyone: bool, follow: bool) -> None:
     """Print what the ranks of a run have printed.
 
-    RUN is a name under ./runs, or a folder; it may be left out where there is one run alone.
+    RUN is a name under ./runs, or a folder. It is not needed if there is only one run.
     """
     from rankwise.launch.follow import show_logs
     from rankwise.run.directory import find_run
@@ -328,7 +328,7 @@ def logs(run: str | None, rank: int | None, everyone: bool, follow: bool) -> Non
 def cancel(run: str | None) -> None:
     """Ask a run to stop, save and end, wherever it runs or waits.
 
-    RUN is a name under ./runs, or a folder; it may be left out where there is one run alone.
+    RUN is a name under ./runs, or a folder. It is not needed if there is only one run.
     """
     from rankwise.launch import status as of
     from rankwise.run.directory import find_run
@@ -343,7 +343,7 @@ def cancel(run: str | None) -> None:
 def explain(as_json: bool, allow_independent: bool) -> None:
     """Tell which rank a process started here is, and why.
 
-    Each number is told with the variable that it comes from.
+    Each number is printed with the variable that it comes from.
     Put it where the script would stand: srun rankwise explain. Exit status 2 means that the script would not start.
     """
     import os
@@ -364,7 +364,7 @@ def explain(as_json: bool, allow_independent: bool) -> None:
 def checkpoint() -> None:
     """List, verify, export or remove a run's checkpoints.
 
-    RUN is a name under ./runs, a run directory, or a folder of checkpoints; it may be left out where one run alone has some.
+    RUN is a name under ./runs, a run directory, or a folder of checkpoints. It is not needed if only one run has some.
     """
 
 
