@@ -170,13 +170,13 @@ class Launched:
 
     def at_the_gate(self) -> None:
         """Returns once all ranks of the newest attempt have passed their first step."""
-        self.until(lambda: self.run.world.exists() and self.run.attempts() and self.life().pids, "the ranks")
-        ranks = self.life().ranks
+        self.until(lambda: self.run.world.exists() and self.run.attempts() and self.attempt().pids, "the ranks")
+        ranks = self.attempt().ranks
         self.until(lambda: len(list(self.run.logs.glob("rank-*.log"))) >= ranks, "their logs")
         self.until(self._all_joined, "the gate")
 
     def _all_joined(self) -> bool:
-        return all(f"joined-{rank}" in os.listdir() for rank in range(self.life().ranks))
+        return all(f"joined-{rank}" in os.listdir() for rank in range(self.attempt().ranks))
 
     def end(self) -> None:
         if self.process.poll() is None:

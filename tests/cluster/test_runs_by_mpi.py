@@ -85,8 +85,8 @@ def test_a_signal_to_an_mpirun_of_launchers_stops_all_ranks_after_one_step(
         assert "rankwise: SIGTERM: all ranks stop after the current step" in out
         return
     assert mpirun == "mpich" or status == 75, out  # once it has passed on a signal, MPICH's status over hosts says nothing
-    assert run.life().status == (130 if signum == signal.SIGINT else 75), out
-    assert run.life().outcome == f"stopped by {signal.Signals(signum).name} after step {Path('stopped-0').read_text()}"
+    assert run.attempt().status == (130 if signum == signal.SIGINT else 75), out
+    assert run.attempt().outcome == f"stopped by {signal.Signals(signum).name} after step {Path('stopped-0').read_text()}"
     assert len({path.read_text() for path in Path.cwd().glob("stopped-*")}) == 1, out
 
 

@@ -92,7 +92,7 @@ def test_a_run_that_is_deleted_stops_all_ranks_after_one_step(sge: Start, launch
     _, out = run.wait()
     assert len({path.read_text() for path in run.run.path.parents[1].glob("stopped-*")}) == 1
     assert len(run.run.attempts()) == 1, out  # a job that is deleted is not queued again
-    assert run.life().outcome.startswith("stopped by SIGUSR2 after step ")
+    assert run.attempt().outcome.startswith("stopped by SIGUSR2 after step ")
 
 
 ALIKE = GATE.replace("0.01 * (1 + world.rank)", "0.02")  # a rank that is ahead is not waited for
@@ -104,7 +104,7 @@ def test_what_grid_engine_sends_to_all_of_a_job_reaches_the_ranks_and_ends_no_ag
     status, out = run.wait()
     assert status == 75, out
     assert len({path.read_text() for path in run.run.path.parents[1].glob("stopped-*")}) == 1
-    assert run.life().outcome.startswith("stopped by SIG")
+    assert run.attempt().outcome.startswith("stopped by SIG")
 
 
 def test_a_run_that_must_go_before_its_end_goes_on_in_its_second_attempt(sge: Start, launch: New) -> None:
@@ -154,7 +154,7 @@ def test_a_training_that_is_deleted_is_saved_after_its_last_step_and_goes_on_whe
     subprocess.run(["qdel", job.id], check=True, capture_output=True)
     run.wait()
     stopped_at = steps()[-1]
-    assert (run.life().status, run.life().outcome) == (75, f"stopped by SIGUSR2 after step {stopped_at}")
+    assert (run.attempt().status, run.attempt().outcome) == (75, f"stopped by SIGUSR2 after step {stopped_at}")
     assert max(path.name for path in run.run.checkpoints.glob("step-*")) == f"step-{stopped_at:08d}"
     status, out = launch(*words).wait()
     assert status == 0, out

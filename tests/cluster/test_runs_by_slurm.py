@@ -230,7 +230,7 @@ def test_a_training_that_is_cancelled_is_saved_after_its_last_step_and_goes_on_w
     status, out = run.wait()
     assert status == 75, out
     stopped_at = steps()[-1]
-    assert run.life().outcome == f"stopped by SIGTERM after step {stopped_at}"
+    assert run.attempt().outcome == f"stopped by SIGTERM after step {stopped_at}"
     assert max(path.name for path in run.run.checkpoints.glob("step-*")) == f"step-{stopped_at:08d}"
     assert len(samples()) == 4 * stopped_at
     status, out = launch(*words).wait()

@@ -70,7 +70,7 @@ def test_ranks_know_their_numbers_and_reduce_over_the_hosts(hosts: Start, launch
     }
     assert [Path(f"sum-{rank}").read_text() for rank in range(3)] == ["6", "6", "6"]
     assert sorted(line for line in out.splitlines() if line.startswith("[rank")) == [f"[rank {r}] rank {r}" for r in range(3)]
-    assert [(part.host, part.first, part.ranks) for part in run.life().parts] == [("node1", 0, 2), ("node2", 2, 1)]
+    assert [(part.host, part.first, part.ranks) for part in run.attempt().parts] == [("node1", 0, 2), ("node2", 2, 1)]
 
 
 def test_a_rank_that_fails_on_another_host_is_named_with_its_traceback(hosts: Start, launch: New) -> None:

@@ -56,5 +56,5 @@ def test_a_run_is_told_shown_and_ended_by_its_name(
     asked("cancel", "train")
     _, out = run.wait()
     assert len({path.read_text() for path in Path.cwd().glob("stopped-*")}) == 1, out
-    assert run.life().outcome.startswith("stopped by SIG"), out
+    assert run.attempt().outcome.startswith("stopped by SIG"), out
     assert not json.loads(asked("status", "--json", "train"))["alive"]
