@@ -22,6 +22,7 @@ class FileServer(http.server.ThreadingHTTPServer):
         self.stalls_after: int | None = None  # bytes of all answers together
         self.breaks_off = 0  # so many answers, in their middle
         self.sent: dict[str, int] = {}  # bytes, by the name of the file
+        self.asked = 0  # requests
         self.go_on = threading.Event()  # ends a stall
 
     def url(self, name: str) -> str:
@@ -46,6 +47,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(body=True)
 
     def _answer(self, body: bool) -> None:
+        self.server.asked += 1
         name = self.path.lstrip("/")
         path = self.server.folder / name
         if path.is_dir():

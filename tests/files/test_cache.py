@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from file_server import FileServer, serving
@@ -76,9 +77,10 @@ def test_a_kill_while_it_copies_leaves_no_lock_and_another_process_goes_on(tmp_p
     server.stalls_after = 100_000
     first = process(tmp_path, server.url("x1.bin"))
     until(lambda: server.sent.get("x1.bin", 0) >= 100_000)
+    asked = server.asked
     waiting = process(tmp_path, server.url("x1.bin"))
     until(lambda: any(name.endswith(".part") for name in names(tmp_path)))
-    time.sleep(0.5)
+    until(lambda: server.asked > asked)  # it knows which file that is, and looks for its copy
     assert waiting.poll() is None
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
@@ -111,8 +113,8 @@ def test_a_file_that_is_changed_while_it_is_copied_is_an_error_and_nothing_is_le
 ) -> None:
     copy = cache._copy
 
-    def changed_meanwhile(*args: object) -> None:
-        copy(*args)  # type: ignore[arg-type]
+    def changed_meanwhile(*args: Any) -> None:
+        copy(*args)
         (server.folder / "x1.bin").write_bytes(b"y" * SIZE)
 
     monkeypatch.setattr(cache, "_copy", changed_meanwhile)

@@ -82,7 +82,7 @@ def test_what_is_slow_and_does_not_stall_is_read(server: FileServer, monkeypatch
     with RemoteFile(server.url("x.bin")) as file:
         found = b""
         for _ in range(4):
-            time.sleep(0.3)
+            time.sleep(0.3)  # the limit is each call's, and not that of all together
             found += file.read(300_000)
     assert found == CONTENT
 

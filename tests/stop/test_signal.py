@@ -413,7 +413,7 @@ def test_sigterm_to_torchrun_stops_a_training_after_one_step_saved_and_it_goes_o
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"]
         with out, subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=out, start_new_session=True) as torchrun:
             try:
-                wait_for(lambda: [r for r in run.read_metrics() if r["life"] == attempt], f"steps of life {attempt}")  # noqa: B023
+                wait_for(lambda: [r for r in run.read_metrics() if r["life"] == attempt], f"steps of attempt {attempt}")  # noqa: B023
             finally:
                 torchrun.terminate()
                 torchrun.wait(timeout=60)

@@ -71,7 +71,7 @@ def run_once_per_node(
 
     For what every host needs for itself: unpacking onto a local disk, building an extension. `if_not_shared`: where `func`
     writes; nodes that have this place in common call it once together. The rest is as in `run_on_main`, with a node's first
-    rank in the place of the main rank; an exception on any node is raised on every rank of every node (of several the lowest
+    rank instead of the main rank; an exception on any node is raised on every rank of every node (of several the lowest
     rank's). A node is what `comm.nodes` says: never more than one host, also where the launcher numbers no nodes. The value
     travels to the other nodes too: return a path rather than the data.
     """
@@ -102,8 +102,9 @@ def _with_one_place(nodes: Sequence[Sequence[int]], place: Path) -> list[list[in
         seen = [number for number, node in enumerate(nodes) if is_first and (folder / marks[node[0]]).exists()]
         told = comm.all_gather_object(seen, waiting)
     finally:
-        with contextlib.suppress(OSError):
-            (folder / mark).unlink()
+        if is_first:
+            with contextlib.suppress(OSError):
+                (folder / mark).unlink()
     together: dict[int, list[int]] = {}
     for number, node in enumerate(nodes):
         together.setdefault(min(told[node[0]], default=number), []).extend(node)

@@ -24,7 +24,7 @@ from typing import Any
 
 from rankwise.dist import log
 from rankwise.errors import DataError
-from rankwise.files.remote import FileFacts, RemoteFile, facts
+from rankwise.files.remote import FileFacts, RemoteFile, facts, is_remote
 from rankwise.host.arguments import PATH, SEQUENCE, takes
 from rankwise.host.disk import fsync
 from rankwise.host.patience import Patience
@@ -87,7 +87,7 @@ class FileCache:
         return [copies.get(source, source) for source in sources]
 
     def sources_in(self, text: str) -> str:
-        """The text with the source in the place of each copy's path."""
+        """The text, with the source instead of each copy's path."""
         for path, source in self._sources.items():
             text = text.replace(str(path), source)
         return text
@@ -237,7 +237,7 @@ def _is_still(fd: int, path: Path) -> bool:
 
 def _name(source: str, known: FileFacts) -> str:
     """`train-0-5f1c0a9b3d2e4f60.h5`."""
-    where = source if "://" in source else os.path.abspath(source)
+    where = source if is_remote(source) else os.path.abspath(source)
     key = hashlib.sha256(repr((where, known)).encode(errors="surrogateescape")).hexdigest()[:16]
     found = PurePosixPath(re.sub(r"[^\w.-]", "_", source.split("?")[0].rsplit("/", 1)[-1]))
     return f"{found.stem[:80]}-{key}{found.suffix[:20]}"
@@ -245,8 +245,10 @@ def _name(source: str, known: FileFacts) -> str:
 
 def _reserve(fd: int, needed: int) -> None:
     """So that others who look for room see what is taken."""
+    if not needed:
+        return
     try:
-        os.posix_fallocate(fd, 0, needed) if needed else None
+        os.posix_fallocate(fd, 0, needed)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise

@@ -15,10 +15,10 @@ import contextlib
 import functools
 import io
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple, TypeVar
 
 from rankwise.errors import DataError, RankwiseError
@@ -191,32 +191,31 @@ class RemoteFile(io.RawIOBase):
 def _bounded(path: str, work: Callable[[], T]) -> T:
     """What `work` gives, called in a thread of its own, up to three times. Raises DataError, which names `path`, for what it
     raises and for a stall."""
-    answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+    answer: Future[T] = Future()
 
     def call() -> None:
         for pause_s in (*_PAUSES_S, None):
             try:
-                answers.put((work(), None))
+                answer.set_result(work())
                 return
             except Exception as error:  # the clients of stores raise many types
                 if pause_s is None or isinstance(error, _FINAL):
-                    answers.put((None, error))
+                    answer.set_exception(error)
                     return
                 time.sleep(pause_s)
 
     threading.Thread(target=call, name="rankwise-remote-file", daemon=True).start()
-    try:
-        value, error = answers.get(timeout=STALLED_S)
-    except queue.Empty:
+    if not wait([answer], STALLED_S).done:
         raise DataError(
             f"{path} has stalled: nothing came from it for {STALLED_S:.0f} s; see whether its server, the network or the mount "
             "is up, and start again: what was saved is there"
-        ) from None
-    if error is None:
-        return value  # type: ignore[no-any-return]
-    if isinstance(error, RankwiseError):
-        raise error
-    if isinstance(error, FileNotFoundError):
+        )
+    try:
+        return answer.result()
+    except RankwiseError:
+        raise
+    except FileNotFoundError as error:
         why = f" ({told(error.__cause__)})" if isinstance(error.__cause__, Exception) else ""
         raise DataError(f"{path}: there is no such file{why}") from None
-    raise DataError(f"{path} cannot be read: {told(error)}") from None
+    except Exception as error:
+        raise DataError(f"{path} cannot be read: {told(error)}") from None

@@ -133,7 +133,7 @@ class Attempt(_Record):
     """See RunConfig."""
 
     fresh: bool = False
-    """It was to begin anew. Only the first attempt does."""
+    """Whether it was to start from scratch. Only the first attempt is."""
 
     ended: float | None = field(default=None, metadata=NUMBER)
     status: int | None = field(default=None, metadata=WHOLE)

@@ -59,10 +59,10 @@ def already_done(run: RunDir, world: World, steps: int, by_script: bool = False,
     """
     launched = world.run_dir is not None
     run_on_main(_refuse_other_arguments, [run, steps, launched])
-    anew = f"for a new run: {'--fresh' if launched else 'fit(fresh=True)'}"
+    fresh = f"for a new run: {'--fresh' if launched else 'fit(fresh=True)'}"
     if by_script:
-        return f"stopped by the script at step {steps}{': ' * bool(reason)}{reason}; {anew}"
-    return f"already done: {steps} steps; for more, raise max_steps or max_epochs; {anew}"
+        return f"stopped by the script at step {steps}{': ' * bool(reason)}{reason}; {fresh}"
+    return f"already done: {steps} steps; for more, raise max_steps or max_epochs; {fresh}"
 
 
 def _refuse_other_arguments(run: RunDir, steps: int, launched: bool) -> None:
@@ -70,10 +70,10 @@ def _refuse_other_arguments(run: RunDir, steps: int, launched: bool) -> None:
     now, trained = attempts[-1], _trained_last(run, attempts)
     if trained is None or _arguments(trained) == _arguments(now):
         return
-    named, anew = ("--name NAME", "--fresh") if launched else ("run_dir=FOLDER", "fit(fresh=True)")
+    named, fresh = ("--name NAME", "--fresh") if launched else ("run_dir=FOLDER", "fit(fresh=True)")
     raise ConfigError(
         f"already done: the {steps} steps of the run in {short(run.path)} were trained with `{shlex.join(trained.argv)}`, and "
-        f"now the command is `{shlex.join(now.argv)}`. To train it as a new run: {named}. To start from scratch: {anew}. To "
+        f"now the command is `{shlex.join(now.argv)}`. To train it as a new run: {named}. To start from scratch: {fresh}. To "
         "train for more steps: raise max_steps or max_epochs"
     )
 
