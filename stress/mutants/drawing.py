@@ -20,14 +20,14 @@ AREAS = {
     "sync": "sync/*.py",
     "data/order": "data/order.py",
     "data/batching": "data/batching.py",
-    "guards": "guards.py",
+    "guards": "dist/guards.py",
     "checkpoint/manifest": "checkpoint/manifest.py",
     "checkpoint/reader": "checkpoint/reader.py",
     "checkpoint/retention": "checkpoint/retention.py",
     "agent/verdict": "agent/root_cause.py",
-    "lease": "lease.py",
-    "stop": "stop.py",
-    "world": "world.py",
+    "lease": "run/lease.py",
+    "stop": "stop/*.py",
+    "world": "dist/world.py",
 }
 """The files of each, below src/rankwise."""
 
