@@ -33,7 +33,7 @@ class Scratch:
         for name in map(os.fsdecode, filter(None, listed.stdout.split(b"\0"))):
             if (ROOT / name).exists():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / name, folder / name)
+                shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
         subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
         venv.create(folder / ".venv")
         self.python = folder / ".venv" / "bin" / "python"
