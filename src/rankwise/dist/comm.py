@@ -269,7 +269,7 @@ def is_alone() -> bool:
             f"a collective or guard in process {os.getpid()}, which rank {dist.get_rank()} forked (a loader worker, say): "
             "call it in the training process, before the workers start"
         )
-    return False
+    return dist.get_world_size() == 1
 
 
 def patient() -> Any:

@@ -4,7 +4,8 @@
     sync.backward(loss_sum, count);   sync.step()
 
 A loss sum is differentiated, not a mean: the sums of all ranks and the counts they are over add up, and one division gives the
-mean's gradient, for any number of ranks, micro-batches and samples. Two ways of adding up: flat.py and ddp.py.
+mean's gradient, for any number of ranks, micro-batches and samples. Ways of adding up: flat.py, ddp.py, and in_place.py for a
+rank alone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rankwise.sync.codecs import CODEC_OF_MATRICES
 from rankwise.sync.compressed import CompressedReduction, Memory
 from rankwise.sync.ddp import BUCKET_BYTES, DdpReduction, is_possible
 from rankwise.sync.flat import FlatReduction
+from rankwise.sync.in_place import InPlaceReduction, pays
 from rankwise.sync.reduction import Count, Reduction, Sums
 from rankwise.sync.strategy import Held, Mine, Promise, Shared, StepResult, check_alike
 from rankwise.sync.trained import Trained, first_apart, some
@@ -130,7 +132,8 @@ class AllReduce:
             return compressed
         self._overlaps = self._takes_ddp(parameters)
         if not self._overlaps:
-            return FlatReduction(parameters, self._together)
+            in_place = not self._together and pays(parameters)
+            return InPlaceReduction(parameters) if in_place else FlatReduction(parameters, self._together)
         sparse = [name for name, module in self._trained.model.named_modules() if getattr(module, "sparse", False) is True]
         if sparse:
             raise ConfigError(
@@ -266,7 +269,7 @@ class AllReduce:
         norm *= factor
         if norm > self._clip_norm:
             factor *= self._clip_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
-        if finite and factor != 1.0:
+        if gradients and finite and factor != 1.0:
             private_names.scale(gradients, factor)
         return Shared(sums.total, norm, finite, int(not finite)), sums
 
@@ -358,6 +361,8 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _norm(gradients: list[torch.Tensor], at_least: torch.dtype) -> torch.Tensor:
     """Of all together; nothing waits for it here."""
+    if not gradients:
+        return torch.zeros((), dtype=at_least)
     if len(gradients) == 1:
         [whole] = gradients
         norm: torch.Tensor = torch.linalg.vector_norm(whole, dtype=torch.promote_types(whole.dtype, at_least))

@@ -1,0 +1,80 @@
+"""The gradients of a rank that sends none, where autograd makes them: for ranks that step by themselves, and large tensors.
+
+The first backward pass of a step hands its gradients over, as in a plain loop: nothing is added to zeros and nothing is
+cleared. Many small tensors are faster in one buffer (flat.py): each gradient of its own costs some 2 us a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+from rankwise.sync.reduction import Count, LocalTail, Tail
+
+_SMALL_BYTES = 32 << 10
+"""Where a tensor of the mean size costs as much here as in one buffer (benchmarks/sync_calls)."""
+
+_grad = attrgetter("grad")
+_is_sparse = attrgetter("is_sparse")
+
+
+def pays(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether these are large enough, on average."""
+    return sum(p.numel() * p.element_size() for p in parameters) >= _SMALL_BYTES * len(parameters)
+
+
+class InPlaceReduction:
+    """A Reduction over this rank alone."""
+
+    begun = False
+    wait_s = 0.0
+    sent_bytes = 0
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self._tail = LocalTail()
+        self._count: Count = 0.0
+        self.release()
+
+    def backward(self, loss_sum: torch.Tensor, seed: torch.Tensor, count: Count, last: bool) -> None:
+        loss_sum.backward(seed)  # type: ignore[no-untyped-call]
+        self._count = self._count + count
+
+    def has_gradients(self) -> bool:
+        return any(bool(gradient.any()) for gradient in self.gradients())
+
+    def take_home(self) -> tuple[list[torch.Tensor | None], Count]:
+        found, count = list(map(_grad, self.parameters)), self._count
+        self._count = 0.0
+        self.release()
+        return found, count
+
+    def put(self, gradients: Sequence[torch.Tensor | None], count: Count) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._count = count
+
+    def reduce(self, changed: bool = False) -> Tail:
+        touched = [gradient is not None for gradient in map(_grad, self.parameters)]
+        self._tail.write(self._count, None if all(touched) else touched, changed)
+        self._count = 0.0
+        return self._tail
+
+    def gradients(self) -> list[torch.Tensor]:
+        found = [gradient for gradient in map(_grad, self.parameters) if gradient is not None]
+        if any(map(_is_sparse, found)):  # dense, as where ranks sum them: an optimizer may treat the two differently
+            for parameter in self.parameters:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
+            return self.gradients()
+        return found
+
+    def release(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def describe(self) -> str:
+        return "this rank's own"
