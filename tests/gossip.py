@@ -35,6 +35,9 @@ class Gossip:
     def follow(self) -> None:
         self.local.follow()
 
+    def meet(self) -> None:
+        self.local.meet()
+
     def backward(self, loss_sum: torch.Tensor, count: Any, *, last: bool = False) -> None:
         self.local.backward(loss_sum, count, last=last)
 

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from rankwise import errors
 from rankwise.actions.of_trainer import Actions
 from rankwise.actions.periodic import Action, every
-from rankwise.actions.schedule import Schedule
+from rankwise.actions.schedule import Schedule, check_schedule
 from rankwise.actions.timed import Moments
 from rankwise.checkpoint import Checkpoints
 from rankwise.checkpoint.saving import Saving
@@ -64,7 +64,7 @@ from rankwise.sync.skipped import SkippedSteps
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
 from rankwise.training import messages
 from rankwise.training import optimizer as optimizers
-from rankwise.training.arguments import as_loader, check_length
+from rankwise.training.arguments import ELSEWHERE, MOVED, NOT_OF_FIT, as_loader, check_length
 from rankwise.training.fingerprint import Fingerprint, compare, numerics
 from rankwise.training.finite import Weights, check_rates
 from rankwise.training.mean_loss import warn_of_means
@@ -83,42 +83,16 @@ _STRATEGY = having("a strategy: rankwise.AllReduce()", "attach", "backward", "st
 _LIMIT = Argument(
     lambda value: value == math.inf or (is_number(value) and value > 0), "a number above 0: the largest norm of the gradient"
 )
-_EVALUATE = instance(Evaluate, "Evaluate(data, fn)").or_(DATA)
+_EVALUATE = instance(Evaluate, "Evaluate(data, fn)").or_(
+    Argument(
+        lambda value: (
+            DATA.accepts(value) and not (isinstance(value, list | tuple) and any(isinstance(e, Evaluate) for e in value))
+        ),
+        f"{DATA.words}; one Evaluate: others are actions=[Evaluate(...)]",
+    )
+)
 _PREDICTED = Argument(DATA.accepts, "a dataset: trainer.predict(data, predict_fn)")
 _OF_BATCH = Argument(callable, "a function: trainer.predict(data, predict_fn)")
-_MOVED = {
-    **dict.fromkeys(("eval_data", "eval_fn"), "it is now evaluate=Evaluate(data, fn)"),
-    "eval_metrics": "it is now evaluate=Evaluate(data, fn, metrics=...)",
-    "eval_every": "it is now evaluate=Evaluate(data, fn, every_steps=...)",
-    "batch_tokens": "it is now Loader(dataset, batches=LengthBatches(tokens=...))",
-    "global_batch_tokens": "it is now Loader(dataset, batches=LengthBatches(global_tokens=...))",
-    "lengths": "it is now Loader(dataset, batches=LengthBatches(tokens=..., lengths=...))",
-    "batch_sampler": "it is now Loader(dataset, batches=...)",
-    "drop_last": "it is now Loader(dataset, drop_last=...)",
-    "uneven": "it is now Loader(dataset, uneven=...)",
-    **dict.fromkeys(("workers", "num_workers"), "it is now Loader(dataset, num_workers=...)"),
-    "collate_fn": "it is now Loader(dataset, collate_fn=...)",
-    "save_every_s": "it is now checkpoints=Checkpoints(every_s=...)",
-    "keep_last": "it is now checkpoints=Checkpoints(keep_last=...)",
-    "keep_best": "it is now checkpoints=Checkpoints(keep_best=...)",
-    "larger_is_better": "it is now checkpoints=Checkpoints(keep_best=..., larger_is_better=...)",
-    "keep_steps": "it is now checkpoints=Checkpoints(at_steps=...)",
-    "keep_younger_than_s": "it is now checkpoints=Checkpoints(keep_younger_than_s=...)",
-    "background_saves": "it is now checkpoints=Checkpoints(background=...)",
-    "sharded_saves": "it is now checkpoints=Checkpoints(sharded=...)",
-    "checkpoint_scope": "it is now checkpoints=Checkpoints(scope=...)",
-    "checkpoint_mirror": "it is now checkpoints=Checkpoints(mirror=...)",
-    "log_every": "it is now actions=[rankwise.actions.Log(every_steps=...)]",
-    "scheduler_metric": "it is now actions=[rankwise.actions.Plateau(scheduler, metric)], without scheduler=...",
-    "on_divergence": "it is now actions=[rankwise.actions.CheckReplicas(on_divergence=...)]",
-    "lr_scale": "call rankwise.actions.scale_lr(optimizer, rule) after rankwise.init(), before the Trainer",
-    "reduction": "it is now sync=AllReduce(overlap=...): True for ddp, False for flat",
-    "compile": "call model.compile() before",
-    "fused": "give it to the optimizer: torch.optim.AdamW(..., fused=True)",
-    "sync_batchnorm": "call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before, on GPUs",
-    "fresh": "it is now trainer.fit(fresh=True)",
-}
-"""Arguments of earlier versions, with what to write."""
 
 
 class Trainer:
@@ -143,7 +117,7 @@ class Trainer:
         max_epochs=FROM_ONE.or_none, max_steps=FROM_ONE.or_none, scheduler=_SCHEDULER.or_none, clip_norm=_LIMIT.or_none,
         precision=one_of("fp32", "bf16", "fp16"), sync=_STRATEGY.or_none, evaluate=_EVALUATE.or_none,
         checkpoints=instance(Checkpoints, "Checkpoints(...)").or_none, actions=FUNCTIONS, seed=FROM_ZERO.or_none,
-        run_dir=PATH.or_none, moved=_MOVED,
+        run_dir=PATH.or_none, moved={**MOVED, **ELSEWHERE},
     )  # fmt: skip
     def __init__(
         self,
@@ -256,7 +230,7 @@ class Trainer:
         self.actions: list[Action] = [
             *schedule, parts.log, *hears, *parts.given, *follow, parts.write, check_rates, parts.replicas, *saves,
         ]  # fmt: skip
-        self._moments = Moments(self.state, self.actions, self.stop)
+        self._moments = Moments(self.state, self.actions, self.stop, self._meet)
         self.actions.append(self._moments)
         of_state: dict[str, Stateful] = {
             "settings": self._settings, "train": self.state, "sync": self.sync, "model": self.state.model,
@@ -264,7 +238,7 @@ class Trainer:
         }  # fmt: skip
         self.state.parts = parts.saved(of_state)
 
-    @takes(fresh=FLAG)
+    @takes(fresh=FLAG, moved=NOT_OF_FIT)
     def fit(self, fresh: bool = False) -> TrainState:
         """Collective. Train until the last step or an agreed stop; everything is saved when it returns, or raises Stopped.
 
@@ -281,6 +255,7 @@ class Trainer:
                 self._advance(state, self.sync.step(), len(micro_batches))
                 for action in self.actions:  # schedule, log, evaluate, the user's own, save: each an action
                     action(state)
+            self._meet()
             self.stop.finish()
             # What was saved of this step does not say that the script has stopped there.
             self._saving.at_end(state, again=self._moments.end())
@@ -379,6 +354,9 @@ class Trainer:
         if steps is not None:
             self.sync.check_length(steps)
         manifest = self.checkpoints.load_latest(state.parts, may_begin_anew=self._actions.named.keys())
+        self.sync.follow()  # what the checkpoint has frozen and unfrozen, and the script not yet
+        if self._actions.stepped is not None and steps is not None:
+            check_schedule(self._actions.stepped, steps)
         self._saving.begin(state.step, saved=manifest is not None)
         self._skipped.begin(state.step)
         self._begun_at = self._weights.finite_at = state.step
@@ -419,10 +397,16 @@ class Trainer:
 
     def _ready_to_save(self, state: TrainState) -> None:
         """Collective. What is saved is measured, finite and the same on all ranks."""
+        self._meet()
         self._actions.log.reduce(state)
         self._actions.write(state)
         self._weights.check(state, f"found after step {state.step}")
         self._actions.replicas.before_save(state)
+
+    def _meet(self) -> None:
+        """Collective. A rank whose actions alone have changed what is trained is found before the ranks do anything else."""
+        if self._actions.given:
+            self.sync.meet()
 
     def _numerics(self) -> dict[str, Any]:
         return numerics(self.precision.name, self.device.type, self.state.optimizer, self.sync.describe())

@@ -7,8 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.optim.lr_scheduler import OneCycleLR
+
 from rankwise.dist import log
+from rankwise.errors import ConfigError
 from rankwise.training.state import TrainState
+
+
+def check_schedule(scheduler: Any, steps: int) -> None:
+    """Raises ConfigError for a scheduler that raises after fewer steps (OneCycleLR), before a step is lost by it."""
+    last = getattr(scheduler, "total_steps", None)
+    if isinstance(scheduler, OneCycleLR) and isinstance(last, int) and last < steps:
+        raise ConfigError(
+            f"OneCycleLR(total_steps={last}) ends before the training, which has {steps} steps: give total_steps={steps}. A "
+            f"run that began with {last} steps cannot be made longer: start a new run with --fresh or --name NAME"
+        )
 
 
 class Schedule:
@@ -27,5 +40,14 @@ class Schedule:
                 "the scheduler that the Trainer steps after each optimizer step is stepped by the script too: leave "
                 "scheduler.step() out, or scheduler=... of the Trainer"
             )
-        self._scheduler.step()
+        try:
+            self._scheduler.step()
+        except ValueError as error:
+            rates, groups = len(getattr(self._scheduler, "base_lrs", ())), len(state.optimizer.param_groups)
+            if rates == groups:
+                raise
+            raise ConfigError(
+                f"{type(self._scheduler).__name__} was made for {rates} parameter groups, and the optimizer has {groups} now "
+                f"({error}): give the optimizer all groups from the start, and freeze them with requires_grad_(False)"
+            ) from None
         self._after = getattr(self._scheduler, "last_epoch", None)

@@ -8,7 +8,7 @@ do not reach each other there is no gate: then both are agreed by a message at e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,11 +21,12 @@ from rankwise.training.state import TrainState
 
 
 class Moments:
-    """Of one loop. Without a gate it is an action too, behind the log."""
+    """Of one loop. Without a gate it is an action too, behind the log. `meet`: collective, before what is collective here."""
 
-    def __init__(self, state: TrainState, actions: Sequence[Action], stop: StopSignal) -> None:
+    def __init__(self, state: TrainState, actions: Sequence[Action], stop: StopSignal, meet: Callable[[], None]) -> None:
         self._state = state
         self._stop = stop
+        self._meet = meet
         self._seen_s = state.clock_s
         self._timed = [action for action in actions if isinstance(action, Every) and action.seconds]
         if len(self._timed) > MOST_ALARMS:
@@ -42,6 +43,7 @@ class Moments:
         self._stop.alarm([action.seconds or 0.0 for action in self._timed], self._ring)
 
     def _ring(self, which: Sequence[int]) -> None:
+        self._meet()
         for place in which:
             self._timed[place].run(self._state)
 
@@ -50,6 +52,7 @@ class Moments:
         if self._stop.has_gate or state.clock_s == self._seen_s:
             return
         self._seen_s = state.clock_s
+        self._meet()
         if comm.all_reduce(torch.tensor(int(self._stop.asks)), "max").item():
             self._stop.by_script = True
 

@@ -90,9 +90,8 @@ def pick(folder: Path, name: str | None, option: str = "--checkpoint") -> Path:
     paths = checkpoints_in(folder)
     if name is None:
         return paths[-1]
-    wanted = f"step-{int(name):08d}" if name.isdecimal() else Path(name).name
-    for path in reversed(paths):
-        if path.name == wanted:
+    for path in reversed(paths):  # of a step that was saved twice the later one
+        if order(path)[0] == int(name) if name.isdecimal() else path.name == Path(name).name:
             return path
     there = ", ".join(path.name for path in paths)
     raise RunDirError(f"{option} {shlex.quote(name or '')}: no such checkpoint in {short(folder)}; it has: {there}")

@@ -163,6 +163,12 @@ class AllReduce:
         if self._trained.changed():
             self._follow(told=True)
 
+    def meet(self) -> None:
+        if self._together:
+            self._reduction.reduce(changed=True).read()
+            self._reduction.release()
+            self._agree(StepError)
+
     def _follow(self, told: bool) -> None:
         """Announce it by a message of the old set, which a rank without a change takes for a step's: so it meets it there.
         Then all compare what they train, and gradients go on in the new set. `told`: the values may be sent."""

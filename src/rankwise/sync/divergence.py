@@ -49,6 +49,7 @@ class CheckReplicas:
 
     def __call__(self, state: TrainState) -> None:
         if state.step >= self._next:
+            self._sync.meet()
             self._check(state)
 
     def before_save(self, state: TrainState) -> None:

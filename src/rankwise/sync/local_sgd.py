@@ -113,6 +113,9 @@ class LocalSGD:
     def follow(self) -> None:
         self._local.follow()
 
+    def meet(self) -> None:
+        self._local.meet()
+
     def backward(self, loss_sum: torch.Tensor, count: Count, *, last: bool = False) -> None:
         self._local.backward(loss_sum, count, last=last)
 

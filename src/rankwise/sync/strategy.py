@@ -112,6 +112,10 @@ class SyncStrategy(Protocol):
         `step` follows too, but sends no values: it raises StepError where those of new parameters differ between ranks.
         """
 
+    def meet(self) -> None:
+        """Collective, between two steps, before other collectives of the loop (a save). A rank that alone has changed what is
+        trained waits in `follow`: the others meet it here, and all raise StepError."""
+
     def backward(self, loss_sum: torch.Tensor, count: float | torch.Tensor, *, last: bool = False) -> None:
         """Add this micro-batch's gradient. `loss_sum`: scalar; `count`: what it is over. `last`: of this step on this rank, so
         that it may begin to send. Never waits."""

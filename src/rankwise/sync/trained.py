@@ -162,7 +162,9 @@ class Trained:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Freeze, unfreeze and set modes as they were. Raises ConfigError where the optimizer held other parameters."""
+        """Freeze, unfreeze and set modes as they were, and add groups that the run has added. Raises ConfigError where the
+        optimizer held other parameters."""
+        self._add_groups(state["groups"])
         now = self.state_dict()
         if state["groups"] != now["groups"]:
             raise ConfigError(_other_groups(state["groups"], now["groups"]))
@@ -176,6 +178,17 @@ class Trained:
                 parameter.data.copy_(state["outside"][name])
         for name, module in self.model.named_modules():
             module.training = name not in evaluating
+
+    def _add_groups(self, saved: Sequence[Sequence[str]]) -> None:
+        """Those behind the script's, if the model has all their parameters; the optimizer's state sets their options."""
+        now, named = self.state_dict()["groups"], self.named()
+        new = saved[len(now) :]
+        held = set(chain.from_iterable(now))
+        if list(saved[: len(now)]) != now or not all(name in named and name not in held for names in new for name in names):
+            return
+        for names in new:
+            self.optimizer.add_param_group({"params": [named[name] for name in names]})
+            log.say(f"from the checkpoint: the optimizer has one more group ({some(names)})")
 
 
 def _changes(before: Sequence[str], after: Sequence[str]) -> str:

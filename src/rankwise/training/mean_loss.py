@@ -47,6 +47,11 @@ def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[An
             f"the loss of step_fn seems to be a mean, and its count {n:g}: {whole:.4g} for the first micro-batch, {first:.4g} "
             f'and {second:.4g} for its halves; return the sum over the samples, reduction="sum", with that count'
         )
+    elif len(found) == 3 and comm.is_main() and len({count for _, count in found}) == 1:
+        log.warn(
+            f"step_fn returns the count {found[0][1]:g} for a micro-batch and for each half of it, so ranks with unequal parts "
+            'do not add up to the mean; return the sum over the samples, reduction="sum", and the number of samples'
+        )
 
 
 def _is_of_backward(error: Exception) -> bool:

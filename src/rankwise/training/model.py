@@ -33,10 +33,10 @@ def check_unwrapped(model: nn.Module) -> None:
 def prepare(model: nn.Module, device: torch.device, world: World) -> nn.Module:
     """Move it, and look at its batch norms. Raises ConfigError for a SyncBatchNorm on the CPU."""
     model = model.to(device)
-    if world.world_size > 1 and not is_synced(model) and _has_batch_norm(model):
+    if world.world_size > 1 and not is_synced(model) and _trains_batch_norm(model):
         log.say(
             "BatchNorm normalises by each rank's own part of a batch: results depend on the number of ranks "
-            "(torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) takes all of it, on GPUs)"
+            "(on GPUs, torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) makes it use the whole batch)"
         )
     if is_synced(model) and device.type not in _SYNCED_ON:
         raise ConfigError(
@@ -46,9 +46,11 @@ def prepare(model: nn.Module, device: torch.device, world: World) -> nn.Module:
     return model
 
 
-def _has_batch_norm(model: nn.Module) -> bool:
+def _trains_batch_norm(model: nn.Module) -> bool:
+    """Whether one normalises by the batch: a model that is wholly in evaluation mode is trained in training mode."""
     kinds = private_names.batch_norms()
-    return any(isinstance(module, kinds) for module in model.modules())
+    modes = [module.training for module in model.modules() if isinstance(module, kinds)]
+    return any(modes) or (bool(modes) and not any(module.training for module in model.modules()))
 
 
 def is_synced(model: nn.Module) -> bool:
