@@ -113,6 +113,7 @@ def test_every_example_is_run_here_and_together_they_show_every_public_part() ->
         "DiLoCo",
         "HDF5Dataset",
         "HDF5Writer",
+        "Precision",
     }
     assert set(rankwise.__all__) - shown <= apart
 

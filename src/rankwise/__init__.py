@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from rankwise.sync import LocalSGD as LocalSGD
     from rankwise.telemetry import Meters as Meters
     from rankwise.trainer import Trainer as Trainer
+    from rankwise.training.precision import Precision as Precision
     from rankwise.training.state import TrainState as TrainState
 
 _HOME = {
@@ -71,6 +72,7 @@ _HOME = {
     "rankwise.sync": ("AllReduce", "DiLoCo", "LocalSGD"),
     "rankwise.telemetry": ("Meters",),
     "rankwise.trainer": ("Trainer",),
+    "rankwise.training.precision": ("Precision",),
     "rankwise.training.state": ("TrainState",),
 }  # fmt: skip
 _MOVED = {

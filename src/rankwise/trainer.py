@@ -70,7 +70,7 @@ from rankwise.training.finite import Weights, check_rates
 from rankwise.training.mean_loss import warn_of_means
 from rankwise.training.model import begin_training, check_synced, check_unwrapped, prepare
 from rankwise.training.open_run import already_done, open_run, run_path
-from rankwise.training.precision import LossScale, Precision
+from rankwise.training.precision import PRECISION, Precision
 from rankwise.training.state import Stateful, TrainState
 from rankwise.training.step import loss_and_count
 
@@ -91,6 +91,7 @@ _EVALUATE = instance(Evaluate, "Evaluate(data, fn)").or_(
         f"{DATA.words}; one Evaluate: others are actions=[Evaluate(...)]",
     )
 )
+_PRECISION = PRECISION.or_(instance(Precision, "Precision(name, ...)"))
 _PREDICTED = Argument(DATA.accepts, "a dataset: trainer.predict(data, predict_fn)")
 _OF_BATCH = Argument(callable, "a function: trainer.predict(data, predict_fn)")
 
@@ -102,8 +103,8 @@ class Trainer:
     `Loader`, or a dataset with `batch_size` (samples of one rank and micro-batch) or `global_batch_size` (of a step, over all
     ranks), and `accumulate` micro-batches. Give `max_epochs` or `max_steps` or both. `scheduler` steps once an optimizer step,
     and not for a skipped one; torch's ReduceLROnPlateau on eval_loss. `clip_norm`: the largest norm of the mean gradient.
-    `precision`: fp32, bf16, fp16. `sync`: a strategy or its name, "local-sgd:16"; by default what was typed after --sync, or
-    AllReduce(), the exact gradient. `evaluate`: an Evaluate, or a dataset, whose loss is measured after each epoch.
+    `precision`: fp32, bf16, fp16, or a Precision. `sync`: a strategy or its name, "local-sgd:16"; by default what was typed
+    after --sync, or AllReduce(), the exact gradient. `evaluate`: an Evaluate, or a dataset: its loss after each epoch.
     `checkpoints`: when the state is saved, and which checkpoints stay; by default every 300 seconds, and the last two.
     `actions`: callables of the TrainState, run after each step, after the evaluation (rankwise.actions). `seed`: the order of
     the samples and the ranks' random streams (0). `run_dir`: where to write if our launcher has not started the script.
@@ -115,7 +116,7 @@ class Trainer:
         model=instance(nn.Module, "a torch.nn.Module"), optimizer=_OPTIMIZER, step_fn=FUNCTION, train_data=DATA,
         batch_size=FROM_ONE.or_none, global_batch_size=FROM_ONE.or_none, accumulate=FROM_ONE.or_none,
         max_epochs=FROM_ONE.or_none, max_steps=FROM_ONE.or_none, scheduler=_SCHEDULER.or_none, clip_norm=_LIMIT.or_none,
-        precision=one_of("fp32", "bf16", "fp16"), sync=_STRATEGY.or_none, evaluate=_EVALUATE.or_none,
+        precision=_PRECISION, sync=_STRATEGY.or_none, evaluate=_EVALUATE.or_none,
         checkpoints=instance(Checkpoints, "Checkpoints(...)").or_none, actions=FUNCTIONS, seed=FROM_ZERO.or_none,
         run_dir=PATH.or_none, moved={**MOVED, **ELSEWHERE},
     )  # fmt: skip
@@ -133,7 +134,7 @@ class Trainer:
         max_steps: int | None = None,
         scheduler: Any = None,
         clip_norm: float | None = None,
-        precision: str = "fp32",
+        precision: str | Precision = "fp32",
         sync: SyncStrategy | str | None = None,
         evaluate: Any = None,
         checkpoints: Checkpoints | None = None,
@@ -147,7 +148,7 @@ class Trainer:
         self.world = comm.init()
         self.device = local_device(self.world)
         self.max_steps, self.step_fn = max_steps, step_fn
-        self.precision = Precision.of(precision, self.device)
+        self.precision = precision if isinstance(precision, Precision) else Precision(precision)
         self.loader = as_loader(
             train_data, max_epochs, batch_size=batch_size, global_batch_size=global_batch_size, accumulate=accumulate, seed=seed
         )
@@ -173,7 +174,7 @@ class Trainer:
         optimizers.fuse(optimizer)
         self.state = TrainState(model, optimizer)
         self._attach = functools.partial(type(self.sync).attach, clip_norm=clip_norm, typical_count=nominal)
-        self._attach(self.sync, model, optimizer, loss_scale=LossScale() if precision == "fp16" else None)
+        self._attach(self.sync, model, optimizer, loss_scale=self.precision.new_loss_scale())
         check_synced(model, self.loader.fewest, self.world.world_size * self.loader.accumulate)
         self.progress = Progress(agent_row(self.world))
         self.meters = Meters("loss")

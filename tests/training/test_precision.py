@@ -9,24 +9,32 @@ from torch import nn
 from rankwise.errors import ConfigError
 from rankwise.training.precision import LossScale, Precision
 
-CPU = torch.device("cpu")
-
 
 def test_an_unknown_precision_names_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"precision='fp8'; choose one of fp32, bf16, fp16"):
-        Precision.of("fp8", CPU)
+    with pytest.raises(ConfigError, match=r"Precision\(name='fp8'\): give one of 'fp32', 'bf16', 'fp16'"):
+        Precision("fp8")
 
 
 def test_fp16_is_for_the_cpu_too() -> None:
-    assert Precision.of("fp16", CPU).dtype == torch.float16
-    assert Precision.of("fp16", torch.device("cuda", 0)).dtype == torch.float16
+    assert Precision("fp16").dtype == torch.float16
+    with Precision("fp16").autocast():
+        assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float16
+
+
+def test_only_fp16_has_a_loss_scale_and_it_begins_as_it_was_given() -> None:
+    assert Precision("bf16").new_loss_scale() is None
+    scale = Precision("fp16", loss_scale=8.0, growth_interval=1).new_loss_scale()
+    assert scale is not None
+    assert scale.scale == 8.0
+    scale.update(True)
+    assert scale.scale == 16.0
 
 
 def test_autocast_computes_in_its_dtype_and_leaves_the_parameters() -> None:
     model = nn.Linear(2, 2)
-    with Precision.of("bf16", CPU).autocast():
+    with Precision("bf16").autocast():
         assert model(torch.ones(1, 2)).dtype == torch.bfloat16
-    with Precision.of("fp32", CPU).autocast():
+    with Precision("fp32").autocast():
         assert model(torch.ones(1, 2)).dtype == torch.float32
         assert model.double()(torch.ones(1, 2, dtype=torch.float64)).dtype == torch.float64
     assert model.weight.dtype == torch.float64

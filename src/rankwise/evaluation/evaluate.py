@@ -79,7 +79,7 @@ class Evaluate:
         self.every_steps, self.every_epochs = every_steps, every_epochs
         self._model = model
         self._metrics = metrics if isinstance(metrics, Metrics) else Metrics(metrics)
-        self._precision = Precision.of("fp32", torch.device("cpu"))
+        self._precision = Precision()
         self._sync: SyncStrategy | None = None
         self._say: Callable[[str], None] = log.say
         epochs = every_epochs if every_epochs is not None or every_steps is not None else 1

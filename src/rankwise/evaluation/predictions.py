@@ -33,7 +33,7 @@ Part = tuple[list[int], Any]
 
 @takes(
     predict_fn=FUNCTION, model=instance(torch.nn.Module, f"a torch.nn.Module: {_ORDER}"), loader=_LOADER,
-    on=one_of("main", "all"), into=FUNCTION.or_none, precision=instance(Precision, "Precision.of(name, device)").or_none,
+    on=one_of("main", "all"), into=FUNCTION.or_none, precision=instance(Precision, 'Precision("bf16")').or_none,
 )  # fmt: skip
 def predict(
     predict_fn: Callable[[Any, Any], Any],
@@ -71,7 +71,7 @@ def predict(
         else:
             run_on_main(lambda: into(*_joined(parts)) if parts else None)
 
-    precision = precision or Precision.of("fp32", torch.device("cpu"))
+    precision = precision or Precision()
     with evaluating(model), torch.no_grad(), precision.autocast():
         for number, micro_batches in enumerate(loader, start=1):
             for batch, indices in zip(micro_batches, loader.indices, strict=True):

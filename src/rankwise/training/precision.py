@@ -1,41 +1,52 @@
 """The precision of the forward pass, and the loss scale that fp16 needs.
 
-precision = Precision.of("bf16", device)
+precision = Precision("fp16")
+sync.attach(model, optimizer, loss_scale=precision.new_loss_scale())
 with precision.autocast(): ...
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import functools
+import os
 
 import torch
 
-from rankwise.errors import ConfigError
+from rankwise.dist import accelerator
+from rankwise.host.arguments import ABOVE_ZERO, FROM_ONE, one_of, takes
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISION = one_of(*_DTYPES)
 
 
-@dataclass(frozen=True)
 class Precision:
-    """`dtype` is what autocast computes in; None leaves the model as it is."""
+    """What the forward pass and the loss compute in: "fp32" leaves the model as it is; "bf16" and "fp16" are torch's autocast.
 
-    name: str
-    dtype: torch.dtype | None
-    device_type: str
+    fp16 needs a loss scale, which keeps small gradients above zero: it begins with `loss_scale`, is halved when a gradient is
+    not finite, and doubled after `growth_interval` finite steps. In a loop of your own: `sync.attach(model, optimizer,
+    loss_scale=precision.new_loss_scale())`, and `with precision.autocast():` around the forward pass and the loss.
+    `Trainer(precision=...)` and `predict(precision=...)` take one.
+    """
 
-    @classmethod
-    def of(cls, name: str, device: torch.device) -> Precision:
-        """`name`: fp32, bf16, or fp16 (with a loss scale)."""
-        if name not in _DTYPES:
-            raise ConfigError(f"precision={name!r}; choose one of {', '.join(_DTYPES)}")
-        return cls(name, _DTYPES[name], device.type)
+    @takes(name=PRECISION, loss_scale=ABOVE_ZERO, growth_interval=FROM_ONE)
+    def __init__(self, name: str = "fp32", *, loss_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
+        self.name = name
+        self.dtype = _DTYPES[name]
+        self._loss_scale, self._growth_interval = loss_scale, growth_interval
+
+    @functools.cached_property
+    def _device_type(self) -> str:
+        found = accelerator.current(os.environ)
+        return found.type if found is not None else "cpu"
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """For the forward pass and the loss."""
-        if self.dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device_type, self.dtype)
+        """For the forward pass and the loss, on this rank's kind of device."""
+        return contextlib.nullcontext() if self.dtype is None else torch.autocast(self._device_type, self.dtype)
+
+    def new_loss_scale(self) -> LossScale | None:
+        """For `attach`; None where none is needed."""
+        return LossScale(self._loss_scale, self._growth_interval) if self.dtype is torch.float16 else None
 
 
 class LossScale:
