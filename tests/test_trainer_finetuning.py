@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
-from test_trainer import Flat, error_of, fit, make_model, step_fn
+from test_trainer import Flat, data, error_of, eval_fn, fit, make_model, step_fn
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from rankwise import Checkpoints, Evaluate, Trainer
 from rankwise.checkpoint.folders import pick
@@ -132,6 +132,42 @@ def test_a_schedule_that_does_not_fit_is_one_clear_error(tmp_path: Path) -> None
     assert "OneCycleLR(total_steps=5) ends before the training, which has 8 steps: give total_steps=8" in short[1]
     assert "a run that began with 8 steps cannot be made longer" in longer[1].lower()
     assert "LambdaLR was made for 1 parameter groups, and the optimizer has 2 now" in group[1]
+
+
+def said_of_plateau(folder: Path) -> list[str]:
+    def anything(state: Any) -> None:
+        """May measure whatever it likes, so that a metric's name cannot be refused at the start."""
+
+    told = []
+    for name in ("val", "eval"):
+        evaluation = Evaluate(data(), eval_fn, name=name, every_steps=2)
+        settings = {"scheduler": ReduceLROnPlateau, "actions": [evaluation, anything], **LONG}
+        told.append(fit(folder / name, **settings)[1])
+    return told
+
+
+def test_a_plateau_that_waits_for_a_metric_of_another_name_is_warned_of(tmp_path: Path) -> None:
+    val, usual = on_ranks(1, said_of_plateau, tmp_path)[0]
+    assert val.count("Plateau waits for 'eval_loss', which nothing has measured so far; this step measured val_") == 1
+    assert "waits for" not in usual
+
+
+def said_of_groups(folder: Path) -> list[str]:
+    def of_the_head(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(list(parameters)[2:], lr=0.1)
+
+    return [
+        fit(folder / "forgotten", model=frozen(), optimizer=of_the_head, actions=[unfreeze], **LONG)[1],
+        fit(folder / "held", model=frozen(), actions=[unfreeze], **LONG)[1],
+    ]
+
+
+def test_an_unfrozen_layer_that_is_in_no_group_of_the_optimizer_is_warned_of(tmp_path: Path) -> None:
+    forgotten, held = on_ranks(2, said_of_groups, tmp_path)[0]
+    assert (
+        "2 parameters require a gradient and are in no group of the optimizer, so they stay as they are: 0.weight" in forgotten
+    )
+    assert "in no group" not in held
 
 
 # --- batch norm

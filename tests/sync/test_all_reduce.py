@@ -174,6 +174,38 @@ def test_a_clip_norm_of_nothing_does_not_clip() -> None:
         assert same(parallel_loop(1, clip)[0], expected)
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError("out of memory")
+
+
+def given_up(fails: bool) -> Flat:
+    model = plain_model()
+    optimizer = adamw(model)
+    sync = AllReduce().attach(model, optimizer)
+    data = sequences()
+    for step in range(3):
+        if fails and step == 1:
+            total, count = loss_of(model, data[:4])
+            with pytest.raises(RuntimeError, match="out of memory"):
+                sync.backward(Fails.apply(total), count)
+            optimizer.zero_grad()
+        total, count = loss_of(model, data[4 * step : 4 * step + 3])
+        sync.backward(total, count)
+        sync.step()
+    return [flat_parameters(model)]
+
+
+def test_a_micro_batch_whose_backward_pass_failed_and_that_the_script_gives_up_counts_for_nothing() -> None:
+    for reference, ours in zip(on_ranks(2, given_up, False), on_ranks(2, given_up, True), strict=True):
+        assert same(reference, ours)
+
+
 def test_a_norm_of_just_the_clip_norm_is_not_clipped() -> None:
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(model.weight, 5.0)

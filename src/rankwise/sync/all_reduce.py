@@ -215,8 +215,12 @@ class AllReduce:
         if last and self._overlaps:
             last = not self._trained.changed()
         self._called = True
-        # A seed costs no node in the graph; dividing the loss would.
-        self._reduction.backward(loss_sum, seed, count, last)
+        self._reduction.expect(count, last)
+        try:
+            loss_sum.backward(seed)  # type: ignore[no-untyped-call]  # a seed costs no node in the graph, a division would
+        except BaseException:  # out of memory, say: where the script goes on without this micro-batch, its count goes too
+            self._reduction.expect(-count, last=False)
+            raise
 
     def _new_seed(self, loss_sum: torch.Tensor) -> torch.Tensor:
         if loss_sum.dim() != 0 or not loss_sum.requires_grad:

@@ -66,13 +66,12 @@ class DdpReduction:
     def begun(self) -> bool:
         return self._reduced or self._before is not None
 
-    def backward(self, loss_sum: torch.Tensor, seed: torch.Tensor, count: Count, last: bool) -> None:
-        self._count = self._count + count  # first: it rides in a message that the backward pass sends
+    def expect(self, count: Count, last: bool) -> None:
+        self._count = self._count + count
         if last:
-            self._expect()
-        loss_sum.backward(seed)  # type: ignore[no-untyped-call]
+            self._expect_all()
 
-    def _expect(self) -> None:
+    def _expect_all(self) -> None:
         self._before = [p.grad for p in self.parameters]
         self._reducer.prepare_for_forward()
         self._reducer.prepare_for_backward([])
@@ -97,7 +96,7 @@ class DdpReduction:
         if not self._reduced:
             self._touched = [p.grad is not None for p in self.parameters]
             if self._before is None:  # no sample here, or a loop that did not say which micro-batch is the last
-                self._expect()
+                self._expect_all()
             assert self._before is not None
             _add_nothing([p for p, before in zip(self.parameters, self._before, strict=True) if p.grad is before])
         assert self._tail is not None

@@ -137,8 +137,8 @@ class Reduction(Protocol):
     def begun(self) -> bool:
         """Whether a part of this step's message may be on its way already."""
 
-    def backward(self, loss_sum: torch.Tensor, seed: torch.Tensor, count: Count, last: bool) -> None:
-        """Add this micro-batch's gradient, times `seed`, and its count. `last`: of this rank's step."""
+    def expect(self, count: Count, last: bool) -> None:
+        """A backward pass follows, of a micro-batch of this count. `last`: of this rank's step, so that it may send."""
 
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient that is not zero since `release`. It may wait for the device."""

@@ -73,8 +73,18 @@ class Trained:
         """Those that require a gradient, each once, in the model's order."""
 
         self._strides = list(map(_strides, self.parameters))
+        self._warn_of_those_in_no_group()
         if not self.parameters:
             raise ConfigError("the model has no parameter that requires a gradient: there is nothing to train")
+
+    def _warn_of_those_in_no_group(self) -> None:
+        grouped = set(map(id, self._grouped))
+        names = [name for name, p in self._named.items() if p.requires_grad and id(p) not in grouped]
+        if names:
+            log.warning_once(
+                f"{len(names)} parameters require a gradient and are in no group of the optimizer, so they stay as they are: "
+                f"{some(names)}; add them (optimizer.add_param_group), or freeze them (requires_grad_(False))"
+            )
 
     def changed(self) -> bool:
         """Whether what is trained is another set than at the last look, or lies otherwise in memory. Local, and cheap: it is

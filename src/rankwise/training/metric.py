@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from rankwise.dist import log
 from rankwise.errors import ConfigError
 from rankwise.host.text import listed
 
@@ -42,4 +43,9 @@ def newly_measured(what: str, metric: str, state: TrainState) -> float | None:
     now = state.measured_now
     if metric not in now and (others := [name for name in now if "_" in name and name.startswith(metric.split("_")[0] + "_")]):
         raise ConfigError(f"{what}: nothing measures {metric!r}; what was measured is {listed(others)}")
+    if metric not in state.measured and (evaluated := [name for name in now if name != "loss" and "/" not in name]):
+        log.warning_once(
+            f"{what} waits for {metric!r}, which nothing has measured so far; this step measured {listed(evaluated)}. To follow "
+            f"one of these, give its name: {what}(..., {evaluated[0]!r})"
+        )
     return now.get(metric)
