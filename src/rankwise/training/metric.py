@@ -45,7 +45,7 @@ def newly_measured(what: str, metric: str, state: TrainState) -> float | None:
         raise ConfigError(f"{what}: nothing measures {metric!r}; what was measured is {listed(others)}")
     if metric not in state.measured and (evaluated := [name for name in now if name != "loss" and "/" not in name]):
         log.warning_once(
-            f"{what} waits for {metric!r}, which nothing has measured so far; this step measured {listed(evaluated)}. To follow "
-            f"one of these, give its name: {what}(..., {evaluated[0]!r})"
+            f"{what} waits for {metric!r}, which nothing has measured so far; this step measured {listed(evaluated)}. To "
+            f"follow one of these, give its name: {what}(..., {evaluated[0]!r})"
         )
     return now.get(metric)
