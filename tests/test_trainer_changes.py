@@ -431,6 +431,16 @@ def test_settings_that_differ_between_ranks_are_refused_at_the_start_by_name(tmp
             assert part in text
 
 
+def normalised_apart(folder: Path) -> str:
+    divergence._SHARE = 1e9
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    return fit(folder, model=model, every_s=0.0, max_steps=6, on_divergence="error")[1]
+
+
+def test_running_statistics_that_each_rank_has_of_its_own_are_no_divergence(tmp_path: Path) -> None:
+    assert "done: 6 steps" in on_ranks(2, normalised_apart, tmp_path / "run")[0]
+
+
 # --- a mean with the count of a sum
 
 

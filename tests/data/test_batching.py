@@ -338,3 +338,10 @@ def test_what_there_is_to_train_on_is_described_without_a_number_of_steps() -> N
     assert "(about 1 sample, 64 sorted together; 50 % of the samples are longer: batches of one)" in short.describe_batch()
     two: Loader = loaders(Items(), 2, global_batch_size=None, batches=Batches(), accumulate=2)[0]
     assert two.describe_batch() == "global batch by a batch sampler (Batches), up to 8 samples over 2 ranks x 2 accumulated"
+
+
+def test_of_many_samples_some_are_asked_for_their_length_to_estimate_the_size_of_a_batch() -> None:
+    asked = []
+    lengths = LengthOf(lambda index: asked.append(index) or 10.0, 100_000)  # type: ignore[func-returns-value]
+    assert ByTokens(Order(100_000), lengths, tokens=100).size == 10
+    assert 1_000 < len(asked) < 2_000

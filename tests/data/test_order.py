@@ -180,3 +180,7 @@ def test_what_a_caller_does_to_its_indices_does_not_reach_the_next_caller() -> N
     except ValueError:  # read-only is an answer too
         return
     assert order.indices(0, 0, 10).tolist() == expected
+
+
+def test_without_a_seed_the_order_is_that_of_seed_0() -> None:
+    assert np.array_equal(Order(100).indices(0, 0, 100), Order(100, 0).indices(0, 0, 100))
