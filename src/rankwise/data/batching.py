@@ -142,12 +142,8 @@ class ByTokens:
         indices = order.indices(epoch, number * self.pool, min((number + 1) * self.pool, order.samples))
         lengths = self._lengths.of(indices)
         by_length = np.argsort(lengths, kind="stable")  # of equal ones, as the epoch has them
-        sorted_lengths, sorted_indices = lengths[by_length].tolist(), indices[by_length]
-        batches, start = [], 0
-        while start < len(sorted_indices):
-            stop = start + min(max(_fitting(sorted_lengths, start, self.tokens), 1), self.most or order.samples)
-            batches.append(sorted_indices[start:stop])
-            start = stop
+        runs = fitting_runs(lengths[by_length].tolist(), self.tokens, self.most)
+        batches = [indices[by_length[start:stop]] for start, stop in runs]
         if order.shuffle:
             keys = np.random.SeedSequence([order.seed, epoch, number, 1])
             batches = [batches[k] for k in np.random.default_rng(keys).permutation(len(batches))]
@@ -337,6 +333,16 @@ def even_share(samples: Indices, rank: int, world_size: int, accumulate: int) ->
         low, high = share(0, len(samples), rank, world_size)
         samples = samples[low:high]
     return split(samples, accumulate)
+
+
+def fitting_runs(lengths: Sequence[float], tokens: float, most: int | None) -> list[tuple[int, int]]:
+    """Runs of ascending lengths, as few as there can be: each fits into `tokens`, padded, and has `most` at most, or is one."""
+    runs, start = [], 0
+    while start < len(lengths):
+        stop = start + min(max(_fitting(lengths, start, tokens), 1), most or len(lengths))
+        runs.append((start, stop))
+        start = stop
+    return runs
 
 
 def balanced_share(samples: Indices, lengths: Lengths, rank: int, world_size: int, accumulate: int) -> list[Indices]:

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from rankwise.data.batching import Batching, ByCount, BySampler, LengthBatches, LengthOf, as_given, steps_of
 from rankwise.data.fetch import Fetch, Fetcher, Workers, fetched, promises
+from rankwise.data.kinds import hinted_length, length
 from rankwise.data.order import SHUFFLE, Blocks, order_of, share
 from rankwise.data.stream import Request, Step, Stream
 from rankwise.data.uneven import POLICIES, check, in_step
@@ -152,7 +152,7 @@ class Loader:
             self._workers.check(draws_nothing=False)
             split = promises(dataset, "split_by_rank")
             self._uneven = check(uneven, split, type(dataset).__name__, drop_last)
-            self._hint = None if split else _hinted_length(dataset)
+            self._hint = None if split else hinted_length(dataset)
             if not private_names.can_hide_worker():
                 self._workers = Workers(0)
         else:
@@ -455,39 +455,9 @@ def _check_sizes(of_one: int | None, of_all: int | None, batches: Any, drop_last
         raise ConfigError("drop_last is for batches by count: by length, or by a batch sampler, none is left over")
 
 
-def length(dataset: Any) -> int | None:
-    """Samples in a map-style dataset; None for a stream. Raises DataError for what is neither, and for an empty one."""
-    name = type(dataset).__name__
-    if isinstance(dataset, DataLoader):
-        raise DataError("a DataLoader shards nothing by itself; give its dataset, and the batch size to the Trainer or Loader")
-    if isinstance(dataset, IterableDataset):
-        return None
-    if isinstance(dataset, Iterator):
-        raise DataError(f"{name} can be read once; give an IterableDataset, of which each `iter()` reads from the beginning")
-    if hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__"):
-        return None
-    if not hasattr(dataset, "__len__"):
-        raise DataError(
-            f"{name} cannot tell its length; give a dataset with __len__ and __getitem__ (or __getitems__), or an iterable one"
-        )
-    if len(dataset) < 1:
-        raise DataError(f"the dataset ({name}) is empty: it has no sample")
-    if promises(dataset, "seed_each_sample") and not hasattr(dataset, "__getitem__"):
-        raise DataError(f"{name} has seed_each_sample, so its samples are taken one by one: give it __getitem__ too")
-    return len(dataset)
-
-
 def _is_device(name: str) -> bool:
     try:
         torch.device(name)
     except RuntimeError:
         return False
     return True
-
-
-def _hinted_length(dataset: Any) -> int | None:
-    """What a stream says of its length; it is the total of a progress line and nothing else."""
-    try:
-        return len(dataset) or None
-    except TypeError:
-        return None
