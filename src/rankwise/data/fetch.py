@@ -368,6 +368,15 @@ def _batch_reader(dataset: Any) -> Callable[[Indices], Any] | None:
     return partial(_part, read, np.asarray(dataset.indices, np.int64)) if read is not None else None
 
 
+def teller_of(dataset: Any, rows: int) -> Callable[[Indices], None] | None:
+    """What the dataset wants to be told of samples that come soon (data.ahead); None if it does not."""
+    if type(dataset) is Subset:
+        tell = teller_of(dataset.dataset, 1)  # the blocks are not those of what it is a part of
+        return partial(_part, tell, np.asarray(dataset.indices, np.int64)) if tell is not None else None
+    found: Callable[[Indices], None] | None = dataset.read_ahead(rows) if hasattr(dataset, "read_ahead") else None
+    return found
+
+
 def _part(read: Callable[[Indices], Any], table: Indices, indices: Indices) -> Any:
     return read(table[indices])
 

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from rankwise.data.ahead import announced, how_far
 from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthBatches, LengthOf, as_given, steps_of
-from rankwise.data.fetch import Fetch, Fetcher, Workers, fetched, promises
+from rankwise.data.fetch import Fetch, Fetcher, Workers, fetched, promises, teller_of
 from rankwise.data.kinds import hinted_length, length
 from rankwise.data.order import SHUFFLE, Blocks, order_of, share
 from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_split
@@ -342,7 +343,12 @@ class Loader:
         """The steps that are left of this epoch of a map-style dataset."""
         epoch, world = self.epoch, self._world
         plan, ahead = itertools.tee(batching.plan(epoch, self.position, world.rank, world.world_size, self.accumulate))
-        batches = self._fetched(((epoch, indices) for _, lists in ahead for indices in lists), self._fetch)
+        requests: Iterator[Any] = ((epoch, indices) for _, lists in ahead for indices in lists)
+        assert self._order is not None
+        far = how_far(self._order, batching.size // (world.world_size * self.accumulate), world.world_size)
+        if (tell := teller_of(self._dataset, far.rows)) is not None:
+            requests = announced(requests, tell, far)
+        batches = self._fetched(requests, self._fetch)
         for stop, lists in plan:
             yield Step(stop, batching.leaves_nothing(epoch, stop), [next(batches) for _ in lists], lists)
 
