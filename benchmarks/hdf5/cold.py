@@ -135,7 +135,7 @@ def cold(kind: str, path: Path, count: int) -> None:
 def warm(kind: str, path: Path, count: int) -> None:
     _, size, batches = KINDS[kind]
     for name, ways in (("exact", {}), ("blocks", {"shuffle": "blocks"})):
-        number = max(batches, 200) if name == "exact" else windows_of(path, size) // 3
+        number = max(batches, 200) if name == "exact" else 4 * windows_of(path, size)
         pair = {kind: Ours(path, size, number, kind, warm=True, **ways) for kind in (rankwise.HDF5Dataset, Untold)}
         with path.open("rb") as file:
             while file.read(1 << 24):

@@ -262,6 +262,16 @@ class Fetch:
         # Those of earlier versions key whatever is fetched.
         self.draws_nothing = self.keyed_by_sample and self._samples_keyed is None and self._collate_keyed is None
 
+    def advice(self, workers: int) -> str | None:
+        """What to change if so many workers make batches come later than none would: what one call reads from a map is there
+        sooner than what another process passes on."""
+        if not workers or self._read is None or not promises(self._dataset, "faster_without_workers"):
+            return None
+        return (
+            f"num_workers={workers}: a batch of {type(_inside(self._dataset)).__name__} is read here sooner than a worker can "
+            "pass it on; leave num_workers out, and give prefetch_factor=4 for a thread that reads ahead"
+        )
+
     def by(self, sample: bool) -> Fetch:
         """The same, keyed by sample, or by batch as in earlier versions; what never draws is the same either way."""
         kind = Fetch if sample or self._read is not None else FetchByBatch

@@ -368,7 +368,8 @@ class Loader:
         yield from in_step(own, policy, self.position, name, self._world.world_size)
 
     def _fetched(self, requests: Iterator[Any], fetcher: Fetcher) -> Iterator[Any]:
-        if (advice := self._workers.advice(self._world.local_world_size)) is not None:
+        advice = fetcher.advice(self._workers.num_workers) if isinstance(fetcher, Fetch) else None
+        if advice := advice or self._workers.advice(self._world.local_world_size):
             log.warning_once(advice)
         return fetched(requests, fetcher, self._workers, pin=self._device.type == "cuda")
 

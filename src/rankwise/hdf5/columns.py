@@ -85,10 +85,10 @@ def alike(layouts: Sequence[FileLayout]) -> list[FileLayout]:
 
 def _with_lengths(field: Field) -> Field:
     stored = field.stored
-    if field.lengths is not None or len(stored.shape) < 2 or (not stored.is_mapped and all(stored.shape)):
+    if field.lengths is not None or len(stored.shape) < 2:
         return field
-    samples, length, *rest = stored.shape
-    return Field.with_lengths(replace(stored, shape=(samples * length, *rest)), np.full(samples, length))
+    samples, length = stored.shape[:2]
+    return Field.with_lengths(stored.by_second_axis(), np.full(samples, length))
 
 
 def _kind(field: Field | None) -> str:

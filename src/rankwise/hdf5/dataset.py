@@ -132,6 +132,11 @@ class HDF5Dataset:
         return self._length_of.lengths
 
     @property
+    def faster_without_workers(self) -> bool:
+        """Whether all that a batch has comes from maps of files: a loader that has workers gives advice then."""
+        return all(self._columns[field].blocks is None for field, _ in self._given.values())
+
+    @property
     def blocks(self) -> tuple[int, int]:
         """For `Loader(shuffle="blocks")`: samples that are read together, and how many such blocks are kept."""
         found = [one.blocks for one in self._columns.values() if one.blocks is not None]

@@ -58,7 +58,8 @@ def _row_bytes(stored: Stored) -> int:
 
 
 def _block_rows(stored: Stored) -> int:
-    return stored.chunk_rows or max(_BLOCK_BYTES // _row_bytes(stored), 1)
+    entry = max(stored.rows_of_entry, 1)
+    return stored.chunk_rows or max(_BLOCK_BYTES // (_row_bytes(stored) * entry), 1) * entry
 
 
 class KeptBlocks:
@@ -221,8 +222,9 @@ class BlockRows(_Lazy):
         dataset = self._now()[1]
         start = number * self._block_rows
         stop = min(start + self._block_rows, self._stored.shape[0])
+        entry = max(self._stored.rows_of_entry, 1)
         try:
-            block: Array = dataset[start:stop]
+            block: Array = dataset[start // entry : stop // entry].reshape(stop - start, *self._stored.shape[1:])
         except (OSError, RuntimeError) as error:
             text = " ".join(str(error).split())
             raise DataError(
