@@ -133,9 +133,9 @@ def cold(kind: str, path: Path, count: int) -> None:
 
 
 def warm(kind: str, path: Path, count: int) -> None:
-    _, size, batches = KINDS[kind]
+    _, size, _ = KINDS[kind]
     for name, ways in (("exact", {}), ("blocks", {"shuffle": "blocks"})):
-        number = max(batches, 200) if name == "exact" else 4 * windows_of(path, size)
+        number = 600 if name == "exact" else 4 * windows_of(path, size)
         pair = {kind: Ours(path, size, number, kind, warm=True, **ways) for kind in (rankwise.HDF5Dataset, Untold)}
         with path.open("rb") as file:
             while file.read(1 << 24):

@@ -21,7 +21,7 @@ Numbers = npt.NDArray[np.int64]
 
 _PROBES = 4  # ranges that are looked at; 3 us each
 _BELIEVED = 16  # calls after one that found something missing: of a file that is half in the cache a look may find nothing
-_WARM, _SELDOM = 8, 4
+_WARM, _SELDOM = 8, 16
 """After so many looks that found nothing missing, one call in so many looks."""
 
 
