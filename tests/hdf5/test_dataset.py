@@ -13,13 +13,16 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from batches import loaders
 from ranks import on_ranks
-from torch.utils.data import DataLoader, random_split
+from torch.utils.data import DataLoader, Subset, random_split
 
 import rankwise
+from rankwise.dist import log
 from rankwise.errors import ConfigError, DataError
 from rankwise.hdf5 import HDF5Dataset, HDF5Writer
 from rankwise.hdf5.rows import BlockRows, MappedRows
+from rankwise.host import machine
 
 N = 103
 CHANCE = np.random.default_rng(0)
@@ -392,3 +395,20 @@ def test_what_lies_end_to_end_is_read_in_blocks_of_64_kb(tmp_path: Path) -> None
     assert HDF5Dataset(file_of(tmp_path / "x.h5", x=np.zeros((5000, 64), "u1"), y=np.zeros(5000))).blocks == (1024, 1024)
     dataset, _ = uneven(tmp_path / "y.h5")
     assert HDF5Dataset(tmp_path / "y.h5", fields="features").blocks[0] == int(65536 / (12 * dataset.lengths.mean()))
+
+
+@pytest.mark.parametrize("is_advised", [True, False])
+def test_workers_that_make_reading_slower_are_one_warning(
+    tmp_path: Path, is_advised: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 1)
+    monkeypatch.setattr(log, "_warned", set())
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(40), **({} if is_advised else {"compression": "gzip"}))
+    data = HDF5Dataset(tmp_path / "x.h5", fields="x")
+    (loader,) = loaders(Subset(data, range(5, 30)) if is_advised else data, 1, num_workers=2, max_epochs=2)
+    assert len(list(loader)) == (10 if is_advised else 16)
+    said = [line for line in capfd.readouterr().out.splitlines() if "num_workers" in line]
+    advice = "num_workers=2: a batch of HDF5Dataset is read here sooner than a worker can pass it on; leave num_workers out"
+    assert len(said) == 1
+    assert (advice in said[0]) == is_advised

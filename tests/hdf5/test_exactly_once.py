@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from batches import loaders
+from ranks import on_ranks
 
 import rankwise
 from rankwise.hdf5 import HDF5Dataset, HDF5Writer
@@ -66,3 +68,41 @@ def test_none_is_lost_and_none_comes_twice_after_a_stop_on_other_ranks(dataset: 
             for loader in rest:
                 loader.load_state_dict(first[0].state_dict())
             assert [sorted(step) for step in done + steps_of(rest)] == each, (before, after, stop)
+
+
+def files_that_are_read(paths: list[str], **ways: Any) -> tuple[list[str], list[int]]:
+    """(the files that this rank has mapped after an epoch, what it has read)."""
+    rankwise.init()
+    loader = rankwise.Loader(HDF5Dataset(paths), split="files", global_batch_size=SIZE, max_epochs=1, **ways)
+    numbers = [k for step in loader for batch in step for k in batch["number"].tolist()]
+    return [path for path in paths if path in Path("/proc/self/maps").read_text()], numbers
+
+
+def test_each_rank_opens_its_own_files_alone(tmp_path: Path) -> None:
+    paths = []
+    for first in range(0, 80, 20):
+        paths.append(str(tmp_path / f"y{first:02}.h5"))
+        with HDF5Writer(paths[-1]) as writer:
+            for number in range(first, first + 20):
+                writer.add(number=number)
+    for ranks, own in ((2, [paths[:2], paths[2:]]), (3, [paths[:2], paths[1:3], paths[2:]])):
+        found = on_ranks(ranks, files_that_are_read, paths)
+        assert [mapped for mapped, _ in found] == own
+        assert sorted(k for _, numbers in found for k in numbers) == [*range(80)]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("before", RANKS)
+def test_the_same_where_each_rank_reads_its_own_files(dataset: HDF5Dataset, cut: str, before: int) -> None:
+    ways = {**CUTS[cut], "max_epochs": 2, "seed": 5, "split": "files"}
+    whole = steps_of(loaders(dataset, before, **ways))
+    for after in RANKS:
+        for stop in (1, len(whole) // 2, len(whole) - 2):
+            first = loaders(dataset, before, **ways)
+            done = steps_of(first, stop)
+            rest = loaders(dataset, after, **ways)
+            for loader in rest:
+                loader.load_state_dict(first[0].state_dict())
+            done += steps_of(rest)
+            assert sorted(k for step in done for k in step) == sorted([*range(N), *range(N)]), (before, after, stop)
+            assert before != after or done == whole

@@ -80,26 +80,63 @@ def attempt(folder: Path, ledger: Path, ways: Settings, killed: str | None, kill
 def test_none_is_lost_and_none_comes_twice(
     tmp_path: Path, ways: Settings, before: int, after: int, killed: str, kill_at: int
 ) -> None:
-    for first, stop in ((0, 20), (20, 21), (21, N)):
-        with HDF5Writer(tmp_path / f"x{first:02}.h5", variable=["x"]) as writer:
-            for number in range(first, stop):
-                writer.add(x=np.full(number % 13, number), number=number)
+    write(tmp_path)
     expected = [
         sorted(int(k) for batch in step for k in batch["number"])
         for [loader] in [loaders(HDF5Dataset(tmp_path / "x*.h5"), 1, **{**ways, "num_workers": 0}, max_epochs=EPOCHS, seed=5)]
         for step in loader
     ]
     assert sorted(k for step in expected for k in step) == sorted([*range(N)] * EPOCHS)
-
-    with pytest.raises(RankError):
-        on_ranks(before, attempt, tmp_path, tmp_path / "first", ways, killed, kill_at)
-    on_ranks(after, attempt, tmp_path, tmp_path / "second", ways, None, 0)
-    first, second = read(tmp_path / "first", before), read(tmp_path / "second", after)
-    began = min(second) - 1
-    assert began % SAVE_EVERY == 0, "it resumes from a checkpoint"
+    first, began, second = killed_and_resumed(tmp_path, ways, before, after, killed, kill_at)
     assert max(first) < len(expected), "the kill ended it"
-    assert kill_at // SAVE_EVERY * SAVE_EVERY <= began <= max(first)  # it sees late that a worker is gone
     done = {step: first[step] for step in range(1, began + 1)} | second
     assert [sorted(done[step]) for step in sorted(done)] == expected
     for step in range(began + 1, kill_at + 1):
         assert sorted(first[step]) == expected[step - 1], "steps that are done again are the same"
+
+
+@pytest.mark.parametrize(
+    ("ways", "before", "after", "killed", "kill_at"),
+    [
+        ({**BY_COUNT, **WORKERS}, 3, 3, "worker", 5),
+        ({**BY_LENGTH, **AHEAD}, 2, 3, "rank", 5),
+        pytest.param({**BY_COUNT, **BLOCKS}, 4, 2, "rank", 11, marks=MORE),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else str(value),
+)
+def test_none_is_lost_and_none_comes_twice_where_each_rank_reads_its_own_files(
+    tmp_path: Path, ways: Settings, before: int, after: int, killed: str, kill_at: int
+) -> None:
+    write(tmp_path)
+    first, began, second = killed_and_resumed(tmp_path, {**ways, "split": "files"}, before, after, killed, kill_at)
+    done = {step: first[step] for step in range(1, began + 1)} | second
+    assert sorted(done) == [*range(1, max(done) + 1)]
+    samples = [k for step in sorted(done) for k in done[step]]
+    assert [sorted(samples[:N]), sorted(samples[N:])] == [[*range(N)]] * EPOCHS
+    for step in range(began + 1, kill_at + 1) if before == after else ():
+        assert sorted(first[step]) == sorted(second[step]), "steps that are done again are the same"
+
+
+def write(folder: Path) -> None:
+    for first, stop in ((0, 20), (20, 21), (21, N)):
+        with HDF5Writer(folder / f"x{first:02}.h5", variable=["x"]) as writer:
+            for number in range(first, stop):
+                writer.add(x=np.full(number % 13, number), number=number)
+
+
+Ledger = dict[int, list[int]]
+"""The samples of each step, of all ranks."""
+
+
+def killed_and_resumed(
+    folder: Path, ways: Settings, before: int, after: int, killed: str, kill_at: int
+) -> tuple[Ledger, int, Ledger]:
+    """(what the first attempt took, the step after which the second one began, what that took)."""
+    with pytest.raises(RankError):
+        on_ranks(before, attempt, folder, folder / "first", ways, killed, kill_at)
+    on_ranks(after, attempt, folder, folder / "second", ways, None, 0)
+    first, second = read(folder / "first", before), read(folder / "second", after)
+    began = min(second) - 1
+    assert began % SAVE_EVERY == 0, "it resumes from a checkpoint"
+    assert kill_at // SAVE_EVERY * SAVE_EVERY <= began <= max(first)  # it sees late that a worker is gone
+    return first, began, second

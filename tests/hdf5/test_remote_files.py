@@ -61,6 +61,20 @@ def test_batches_are_those_of_the_local_files(tmp_path: Path, server: FileServer
         assert same(mine, theirs)
 
 
+@pytest.mark.parametrize("stored", [{}, {"chunks": (3, 7, 40)}, {"chunks": (3, 2, 9), "compression": "gzip"}])
+def test_a_file_whose_samples_happen_to_be_of_one_length_belongs_to_others(server: FileServer, stored: dict[str, Any]) -> None:
+    with h5py.File(server.folder / "train-999.h5", "w") as file:
+        rows = np.arange(20 * 7)[:, None] + np.zeros((1, 40))
+        file.create_dataset("x", data=rows.reshape(20, 7, 40).astype("f4"), **stored)
+    for path in (server.url("train-*.h5"), server.folder / "train-*.h5"):
+        dataset = HDF5Dataset(path, fields="x")
+        assert len(dataset) == N + 20
+        batch = dataset[[155, 3, 150, 169]]
+        assert batch[0, :, 0].tolist() == [*range(35, 42)]
+        assert batch[1, :, 39].tolist() == [3] * 3 + [0] * 4
+        assert [batch[k, 0, 5].item() for k in (2, 3)] == [0, 133]
+
+
 def test_workers_read_it_too_forked_and_spawned(server: FileServer) -> None:
     dataset = HDF5Dataset(server.url("train-*.h5"), fields=["number", "x"])
     dataset[3]

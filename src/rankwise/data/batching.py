@@ -31,6 +31,7 @@ _PLANNED = 4096  # positions whose samples are looked up at once
 _POOL_STEPS = 32  # 1.2 % padding; 8 give 4 % (50 000 lengths from 50 to 1500)
 _ESTIMATED = 1024  # samples whose mean length stands for all
 _EXACT = 1e-3  # to which the least cost of the costliest part is sought
+_OTHER_LENGTHS = ": the lengths of the samples, or the tokens of a batch, are others than when the checkpoint was made"
 
 
 class Batching(Protocol):
@@ -76,9 +77,7 @@ class ByCount:
         self._drop_last = drop_last
 
     def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
-        size, end = self.size, self._order.samples
-        if self._drop_last:
-            end -= (end - start) % size
+        size, end = self.size, self._end(start)
         planned = max(_PLANNED // size, 1) * size  # many steps at once cost what one does
         for first in range(start, end, planned):
             # A copy: torch makes no tensor of an array that must not be written to.
@@ -86,6 +85,11 @@ class ByCount:
             for begin in range(0, len(indices), size):
                 some = indices[begin : begin + size]
                 yield first + begin + len(some), even_share(some, rank, world_size, accumulate)
+
+    def _end(self, start: int) -> int:
+        """Behind the last global batch of those from `start` on."""
+        samples = self._order.samples
+        return samples - (samples - start) % self.size if self._drop_last else samples
 
     def leaves_nothing(self, epoch: int, stop: int) -> bool:
         return stop >= self._order.samples or (self._drop_last and stop + self.size > self._order.samples)
@@ -133,21 +137,19 @@ class ByTokens:
             yield stop, balanced_share(samples, self._lengths.of(samples), rank, world_size, accumulate)
 
     def _steps(self, epoch: int, start: int) -> Iterator[tuple[int, Indices]]:
-        others = ": the lengths of the samples, or the tokens of a batch, are others than when the checkpoint was made"
         for number in range(start // self.pool, -(-self._order.samples // self.pool)):
-            yield from _going_on(self._of_pool(epoch, number), number * self.pool, epoch, start, others)
+            for stop, (samples,) in going_on(
+                [[some] for some in self._of_pool(epoch, number)], number * self.pool, epoch, start
+            ):
+                yield stop, samples
 
     def _of_pool(self, epoch: int, number: int) -> list[Indices]:
         order = self._order
         indices = order.indices(epoch, number * self.pool, min((number + 1) * self.pool, order.samples))
         lengths = self._lengths.of(indices)
         by_length = np.argsort(lengths, kind="stable")  # of equal ones, as the epoch has them
-        sorted_lengths, sorted_indices = lengths[by_length].tolist(), indices[by_length]
-        batches, start = [], 0
-        while start < len(sorted_indices):
-            stop = start + min(max(_fitting(sorted_lengths, start, self.tokens), 1), self.most or order.samples)
-            batches.append(sorted_indices[start:stop])
-            start = stop
+        runs = fitting_runs(lengths[by_length].tolist(), self.tokens, self.most)
+        batches = [indices[by_length[start:stop]] for start, stop in runs]
         if order.shuffle:
             keys = np.random.SeedSequence([order.seed, epoch, number, 1])
             batches = [batches[k] for k in np.random.default_rng(keys).permutation(len(batches))]
@@ -196,7 +198,7 @@ class BySampler:
 
     def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
         others = f" of {type(self._sampler).__name__}: it gives other batches than when the checkpoint was made"
-        for stop, samples in _going_on(self._of(epoch), 0, epoch, start, others):
+        for stop, (samples,) in going_on([[some] for some in self._of(epoch)], 0, epoch, start, others):
             if self._lengths is None:
                 yield stop, even_share(samples, rank, world_size, accumulate)
             else:
@@ -272,7 +274,7 @@ class LengthBatches:
         assert self.global_tokens is not None
         return LengthBatches(global_tokens=self.global_tokens / accumulate)
 
-    def cut(self, dataset: Any, order: Order, parts: int) -> ByTokens:
+    def cut(self, dataset: Any, order: Order, parts: int, by: type[ByTokens] = ByTokens) -> ByTokens:
         """`parts`: micro-batches of a step, over all ranks."""
         lengths = self.lengths if self.lengths is not None else getattr(dataset, "lengths", None)
         if lengths is None:
@@ -281,7 +283,7 @@ class LengthBatches:
                 f"or give {type(dataset).__name__} an attribute `lengths`"
             )
         tokens = self.global_tokens if self.global_tokens is not None else (self.tokens or 0) * parts
-        return ByTokens(order, LengthOf(lengths, order.samples), tokens, self.max_samples, self.pool)
+        return by(order, LengthOf(lengths, order.samples), tokens, self.max_samples, self.pool)
 
 
 def steps_of(samples: int, size: int, drop_last: bool) -> int:
@@ -289,12 +291,15 @@ def steps_of(samples: int, size: int, drop_last: bool) -> int:
     return samples // size if drop_last else -(-samples // size)
 
 
-def _going_on(batches: Iterable[Indices], position: int, epoch: int, start: int, others: str) -> Iterator[tuple[int, Indices]]:
-    """(the position after it, its samples) of each batch from `start` on; the first of `batches` begins at `position`."""
-    for samples in batches:
-        before, position = position, position + len(samples)
+def going_on(
+    batches: Iterable[list[Indices]], position: int, epoch: int, start: int, others: str = _OTHER_LENGTHS
+) -> Iterator[tuple[int, list[Indices]]]:
+    """(the position after it, its samples) of each batch from `start` on, in whatever parts it has them; the first of `batches`
+    begins at `position`. Raises DataError if `start` is in the middle of one; `others`: of which that can be."""
+    for parts in batches:
+        before, position = position, position + sum(map(len, parts))
         if before >= start:
-            yield position, samples
+            yield position, parts
         elif position > start:
             raise DataError(f"position {start} of epoch {epoch} is in the middle of a global batch{others}")
 
@@ -337,6 +342,16 @@ def even_share(samples: Indices, rank: int, world_size: int, accumulate: int) ->
         low, high = share(0, len(samples), rank, world_size)
         samples = samples[low:high]
     return split(samples, accumulate)
+
+
+def fitting_runs(lengths: Sequence[float], tokens: float, most: int | None) -> list[tuple[int, int]]:
+    """Runs of ascending lengths, as few as there can be: each fits into `tokens`, padded, and has `most` at most, or is one."""
+    runs, start = [], 0
+    while start < len(lengths):
+        stop = start + min(max(_fitting(lengths, start, tokens), 1), most or len(lengths))
+        runs.append((start, stop))
+        start = stop
+    return runs
 
 
 def balanced_share(samples: Indices, lengths: Lengths, rank: int, world_size: int, accumulate: int) -> list[Indices]:

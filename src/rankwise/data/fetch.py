@@ -262,6 +262,16 @@ class Fetch:
         # Those of earlier versions key whatever is fetched.
         self.draws_nothing = self.keyed_by_sample and self._samples_keyed is None and self._collate_keyed is None
 
+    def advice(self, workers: int) -> str | None:
+        """What to change if so many workers make batches come later than none would: what one call reads from a map is there
+        sooner than what another process passes on."""
+        if not workers or self._read is None or not promises(self._dataset, "faster_without_workers"):
+            return None
+        return (
+            f"num_workers={workers}: a batch of {type(_inside(self._dataset)).__name__} is read here sooner than a worker can "
+            "pass it on; leave num_workers out, and give prefetch_factor=4 for a thread that reads ahead"
+        )
+
     def by(self, sample: bool) -> Fetch:
         """The same, keyed by sample, or by batch as in earlier versions; what never draws is the same either way."""
         kind = Fetch if sample or self._read is not None else FetchByBatch
@@ -366,6 +376,15 @@ def _batch_reader(dataset: Any) -> Callable[[Indices], Any] | None:
         return getattr(dataset, "read_batch", None)
     read = _batch_reader(dataset.dataset)
     return partial(_part, read, np.asarray(dataset.indices, np.int64)) if read is not None else None
+
+
+def teller_of(dataset: Any, rows: int) -> Callable[[Indices], None] | None:
+    """What the dataset wants to be told of samples that come soon (data.ahead); None if it does not."""
+    if type(dataset) is Subset:
+        tell = teller_of(dataset.dataset, 1)  # the blocks are not those of what it is a part of
+        return partial(_part, tell, np.asarray(dataset.indices, np.int64)) if tell is not None else None
+    found: Callable[[Indices], None] | None = dataset.read_ahead(rows) if hasattr(dataset, "read_ahead") else None
+    return found
 
 
 def _part(read: Callable[[Indices], Any], table: Indices, indices: Indices) -> Any:

@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
-from rankwise.data.batching import Batching, ByCount, BySampler, LengthBatches, LengthOf, as_given, steps_of
-from rankwise.data.fetch import Fetch, Fetcher, Workers, fetched, promises
+from rankwise.data.ahead import announced, how_far
+from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthBatches, LengthOf, as_given, steps_of
+from rankwise.data.fetch import Fetch, Fetcher, Workers, fetched, promises, teller_of
+from rankwise.data.kinds import hinted_length, length
 from rankwise.data.order import SHUFFLE, Blocks, order_of, share
+from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_split
 from rankwise.data.stream import Request, Step, Stream
 from rankwise.data.uneven import POLICIES, check, in_step
 from rankwise.dist import comm, log, private_names
@@ -82,6 +84,10 @@ class Loader:
     of lists of indices, each a global batch (shared out by length if the dataset has an attribute `lengths`).
     `data.batching` says more. Ranks get parts of about the same cost.
 
+    `split="files"`: each rank reads one part of the dataset, always the same, a run of samples: with a dataset of many files it
+    opens its own alone. Parts differ by one sample at most, so a file may be cut between two ranks. Each sample comes once per
+    epoch, all ranks have the same number of steps, but which samples are a global batch depends on the number of ranks.
+
     Random numbers that a dataset draws are keyed by (seed, epoch, sample), with any number of workers; under `__getitems__`,
     and in `collate_fn`, by the batch's first sample (`seed_each_sample = True` in the dataset has its samples taken one by
     one); those of a stream by (seed, epoch). None moves the streams of the training. A batch that is the first to draw from one
@@ -92,10 +98,10 @@ class Loader:
 
     @takes(
         dataset=ANYTHING, batch_size=FROM_ONE.or_none, global_batch_size=FROM_ONE.or_none, batches=_BATCHES.or_none,
-        accumulate=FROM_ONE, shuffle=SHUFFLE.or_none, drop_last=FLAG, uneven=one_of(*POLICIES).or_none, seed=FROM_ZERO,
-        max_epochs=FROM_ONE.or_none, collate_fn=FUNCTION.or_none, num_workers=FROM_ZERO, prefetch_factor=FROM_ONE.or_none,
-        pin_memory=FLAG.or_none, worker_init_fn=FUNCTION.or_none, timeout=NOT_NEGATIVE, device=_DEVICE.or_none,
-        workers=FROM_ZERO.or_none, moved=_MOVED,
+        accumulate=FROM_ONE, shuffle=SHUFFLE.or_none, drop_last=FLAG, split=one_of(*SPLITS).or_none,
+        uneven=one_of(*POLICIES).or_none, seed=FROM_ZERO, max_epochs=FROM_ONE.or_none, collate_fn=FUNCTION.or_none,
+        num_workers=FROM_ZERO, prefetch_factor=FROM_ONE.or_none, pin_memory=FLAG.or_none,
+        worker_init_fn=FUNCTION.or_none, timeout=NOT_NEGATIVE, device=_DEVICE.or_none, workers=FROM_ZERO.or_none, moved=_MOVED,
     )  # fmt: skip
     def __init__(
         self,
@@ -107,6 +113,7 @@ class Loader:
         accumulate: int = 1,
         shuffle: bool | str | Blocks | None = None,
         drop_last: bool = False,
+        split: str | None = None,
         uneven: str | None = None,
         seed: int = 0,
         max_epochs: int | None = None,
@@ -127,6 +134,8 @@ class Loader:
                 f"shuffle={shuffle!r}, but {type(dataset).__name__} is a stream and comes in its own order: shuffle inside it "
                 "(a buffer, the order of its files), and leave shuffle out"
             )
+        check_split(split, dataset, samples is None, batches)
+        self._split = split
         self._order = order_of(dataset, samples, seed, True if shuffle is None else shuffle) if samples is not None else None
         self._batch_size, self._asked_size, self._batches = batch_size, global_batch_size, batches
         self.accumulate = self._given_accumulate = accumulate
@@ -150,9 +159,9 @@ class Loader:
         self._uneven: str | None = None
         if self._order is None:
             self._workers.check(draws_nothing=False)
-            split = promises(dataset, "split_by_rank")
-            self._uneven = check(uneven, split, type(dataset).__name__, drop_last)
-            self._hint = None if split else _hinted_length(dataset)
+            own = promises(dataset, "split_by_rank")
+            self._uneven = check(uneven, own, type(dataset).__name__, drop_last)
+            self._hint = None if own else hinted_length(dataset)
             if not private_names.can_hide_worker():
                 self._workers = Workers(0)
         else:
@@ -196,17 +205,20 @@ class Loader:
 
     @functools.cached_property
     def _batching(self) -> Batching | None:
+        return self._cut()
+
+    def _cut(self) -> Batching | None:
         """None for a stream."""
         if self._order is None:
             return None
         if isinstance(self._batches, LengthBatches):
-            one = self._batches.tokens is not None
-            return self._batches.cut(self._dataset, self._order, self._given_accumulate * self._world.world_size if one else 1)
+            parts = self._given_accumulate * self._world.world_size if self._batches.tokens is not None else 1
+            return self._batches.cut(self._dataset, self._order, parts, ByTokensOfParts if self._split else ByTokens)
         if self._batches is not None:
             lengths = getattr(self._dataset, "lengths", None)
             known = LengthOf(lengths, self._order.samples) if lengths is not None else None
             return BySampler(self._batches, self._order.seed, known, self._order.samples)
-        return ByCount(self._order, self._size_by_count(), self.drop_last)
+        return (ByCountOfParts if self._split else ByCount)(self._order, self._size_by_count(), self.drop_last)
 
     @functools.cached_property
     def _stream(self) -> Stream:
@@ -331,7 +343,12 @@ class Loader:
         """The steps that are left of this epoch of a map-style dataset."""
         epoch, world = self.epoch, self._world
         plan, ahead = itertools.tee(batching.plan(epoch, self.position, world.rank, world.world_size, self.accumulate))
-        batches = self._fetched(((epoch, indices) for _, lists in ahead for indices in lists), self._fetch)
+        requests: Iterator[Any] = ((epoch, indices) for _, lists in ahead for indices in lists)
+        assert self._order is not None
+        far = how_far(self._order, batching.size // (world.world_size * self.accumulate), world.world_size)
+        if (tell := teller_of(self._dataset, far.rows)) is not None:
+            requests = announced(requests, tell, far)
+        batches = self._fetched(requests, self._fetch)
         for stop, lists in plan:
             yield Step(stop, batching.leaves_nothing(epoch, stop), [next(batches) for _ in lists], lists)
 
@@ -351,16 +368,23 @@ class Loader:
         yield from in_step(own, policy, self.position, name, self._world.world_size)
 
     def _fetched(self, requests: Iterator[Any], fetcher: Fetcher) -> Iterator[Any]:
-        if (advice := self._workers.advice(self._world.local_world_size)) is not None:
+        advice = fetcher.advice(self._workers.num_workers) if isinstance(fetcher, Fetch) else None
+        if advice := advice or self._workers.advice(self._world.local_world_size):
             log.warning_once(advice)
         return fetched(requests, fetcher, self._workers, pin=self._device.type == "cuda")
 
     def anew(self, world: World, accumulate: int, global_batch_size: int | None = None) -> Loader:
-        """The same data and order from the beginning, in this process, for any rank of any number of them."""
+        """The same data and order from the beginning, in this process, for any rank of any number of them: without `split`, by
+        which other ranks have other global batches."""
         other = self.once()
         other.max_epochs = self.max_epochs
         other._world, other.accumulate, other._workers = world, accumulate, Workers(0)
         other.global_batch_size = self.global_batch_size
+        if self._split is not None:
+            other._split = None
+            other._batching = other._cut()
+            assert other._batching is not None
+            other._batching.load(self.state_dict())
         if global_batch_size is not None:
             other.global_batch_size = global_batch_size
             other._batching = ByCount(self._order, global_batch_size, self.drop_last) if self._order is not None else None
@@ -375,7 +399,7 @@ class Loader:
         number = self.steps_per_epoch
         steps = f", {number} step{'s' * (number != 1)} an epoch" if number is not None else ""
         if not self.is_stream:
-            return f"{self.samples} samples{steps}"
+            return f"{self.samples} samples{', of which each rank reads its own part' * (self._split is not None)}{steps}"
         if self._uneven is not None:
             return f"a stream of its own on each rank (uneven: {self._uneven})"
         long = "of unknown length" if self.samples is None else f"of {self.samples} samples (its __len__){steps}"
@@ -412,9 +436,9 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at the recorded position. Raises ConfigError when the data or its order are not those of the record."""
-        common = {"batches by": "samples", "uneven": None}
+        common = {"batches by": "samples", "uneven": None, "split": None}
         now, state = common | self.state_dict(), common | state
-        for name in ("samples", "seed", "shuffle", "batches by", "uneven"):
+        for name in ("samples", "seed", "shuffle", "batches by", "uneven", "split"):
             if state[name] != now[name]:
                 raise ConfigError(
                     f"the checkpoint was made with {name}={state[name]} and this run has {name}={now[name]}; "
@@ -455,39 +479,9 @@ def _check_sizes(of_one: int | None, of_all: int | None, batches: Any, drop_last
         raise ConfigError("drop_last is for batches by count: by length, or by a batch sampler, none is left over")
 
 
-def length(dataset: Any) -> int | None:
-    """Samples in a map-style dataset; None for a stream. Raises DataError for what is neither, and for an empty one."""
-    name = type(dataset).__name__
-    if isinstance(dataset, DataLoader):
-        raise DataError("a DataLoader shards nothing by itself; give its dataset, and the batch size to the Trainer or Loader")
-    if isinstance(dataset, IterableDataset):
-        return None
-    if isinstance(dataset, Iterator):
-        raise DataError(f"{name} can be read once; give an IterableDataset, of which each `iter()` reads from the beginning")
-    if hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__"):
-        return None
-    if not hasattr(dataset, "__len__"):
-        raise DataError(
-            f"{name} cannot tell its length; give a dataset with __len__ and __getitem__ (or __getitems__), or an iterable one"
-        )
-    if len(dataset) < 1:
-        raise DataError(f"the dataset ({name}) is empty: it has no sample")
-    if promises(dataset, "seed_each_sample") and not hasattr(dataset, "__getitem__"):
-        raise DataError(f"{name} has seed_each_sample, so its samples are taken one by one: give it __getitem__ too")
-    return len(dataset)
-
-
 def _is_device(name: str) -> bool:
     try:
         torch.device(name)
     except RuntimeError:
         return False
     return True
-
-
-def _hinted_length(dataset: Any) -> int | None:
-    """What a stream says of its length; it is the total of a progress line and nothing else."""
-    try:
-        return len(dataset) or None
-    except TypeError:
-        return None

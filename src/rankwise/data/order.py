@@ -9,7 +9,7 @@ No list of all indices is made; any position costs the same. An epoch's order do
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
@@ -25,6 +25,7 @@ Positions = TypeVar("Positions", range, Indices)
 _SMALL = 1024  # below it a permutation table is cheaper, and reaches every order
 _ROUNDS = 6  # 4 showed a chi-square at -3.8 sigma
 _RUN = 1 << 14  # positions computed at once: a small call costs numpy's overhead
+_CACHED = 8  # a run is 128 KB, and a rank that resumes on fewer ranks reads the parts of several in turn
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class Order:
         """Positions from k * _RUN on."""
         return _run(self.samples, self.seed, epoch, k)
 
+    def of_part(self, start: int, stop: int, seed: int) -> Order:
+        """The order of samples [start, stop) alone, which it counts from 0; of a seed of its own."""
+        return replace(self, samples=stop - start, seed=seed)
+
 
 @dataclass(frozen=True)
 class BlockOrder(Order):
@@ -71,9 +76,15 @@ class BlockOrder(Order):
 
     rows: int = 1
     window: int = 1
+    lead: int = 0
+    """Samples of the first block that lie before the first sample, and are not here."""
 
     def _run(self, epoch: int, k: int) -> Indices:
-        return _block_run(self.samples, self.seed, epoch, k, self.rows, self.window)
+        return _block_run(self.samples, self.seed, epoch, k, self.rows, self.window, self.lead)
+
+    def of_part(self, start: int, stop: int, seed: int) -> BlockOrder:
+        """Its blocks are those of the whole: cut at its ends alone."""
+        return replace(self, samples=stop - start, seed=seed, lead=(self.lead + start) % self.rows)
 
 
 class Blocks(NamedTuple):
@@ -121,37 +132,42 @@ def split(indices: Positions, parts: int) -> list[Positions]:
     return [run for run in runs if len(run)]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=_CACHED)
 def _run(samples: int, seed: int, epoch: int, k: int) -> Indices:
     positions = np.arange(k * _RUN, min((k + 1) * _RUN, samples), dtype=np.int64)
     return _read_only(_shuffled(positions, samples, _keys(seed, epoch)))
 
 
-@lru_cache(maxsize=8)
-def _block_run(samples: int, seed: int, epoch: int, k: int, rows: int, window: int) -> Indices:
+@lru_cache(maxsize=_CACHED)
+def _block_run(samples: int, seed: int, epoch: int, k: int, rows: int, window: int, lead: int) -> Indices:
     """Of the windows that these positions are in, each in its own order."""
-    blocks, starts = _blocks(samples, seed, epoch, rows, window)
+    blocks, starts = _blocks(samples, seed, epoch, rows, window, lead)
     start, stop = k * _RUN, min((k + 1) * _RUN, samples)
     found = []
     for number in range(np.searchsorted(starts, start, "right") - 1, np.searchsorted(starts, stop, "left")):
         first, last = int(starts[number]), int(starts[number + 1])
         positions = np.arange(max(start, first), min(stop, last), dtype=np.int64) - first
         within = _shuffled(positions, last - first, _keys(seed, epoch, number))
-        mine = blocks[number * window : (number + 1) * window]
-        sizes = np.minimum(rows, samples - mine * rows)  # the last block of the data may be shorter
+        begins, sizes = _of_blocks(blocks[number * window : (number + 1) * window], samples, rows, lead)
         ends = np.cumsum(sizes)
         at = np.searchsorted(ends, within, "right")
-        found.append(mine[at] * rows + within - (ends - sizes)[at])
+        found.append(begins[at] + within - (ends - sizes)[at])
     return _read_only(np.concatenate(found))
 
 
-@lru_cache(maxsize=2)
-def _blocks(samples: int, seed: int, epoch: int, rows: int, window: int) -> tuple[Indices, Indices]:
+@lru_cache(maxsize=_CACHED)
+def _blocks(samples: int, seed: int, epoch: int, rows: int, window: int, lead: int) -> tuple[Indices, Indices]:
     """(the blocks in the order of the epoch, at which position each window begins, and where the last one ends)"""
-    count = -(-samples // rows)
+    count = -(-(lead + samples) // rows)
     order = _shuffled(np.arange(count, dtype=np.int64), count, _keys(seed, epoch))
-    before = np.concatenate([[0], np.cumsum(np.minimum(rows, samples - order * rows))])
+    before = np.concatenate([[0], np.cumsum(_of_blocks(order, samples, rows, lead)[1])])
     return order, before[[*range(0, count, window), count]]
+
+
+def _of_blocks(numbers: Indices, samples: int, rows: int, lead: int) -> tuple[Indices, Indices]:
+    """(the first sample of each block, how many it has): the first block and the last may be shorter."""
+    begins = np.maximum(numbers * rows - lead, 0)
+    return begins, np.minimum((numbers + 1) * rows - lead, samples) - begins
 
 
 def _shuffled(positions: Indices, samples: int, keys: np.random.SeedSequence) -> Indices:

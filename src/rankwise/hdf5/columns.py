@@ -19,6 +19,7 @@ import torch
 from rankwise.errors import DataError
 from rankwise.hdf5.buffers import Buffers
 from rankwise.hdf5.layout import Field, FileLayout, Lengths, Stored, nbytes
+from rankwise.hdf5.read_ahead import Ranges
 from rankwise.hdf5.rows import Array, Rows, open_rows
 
 Indices = npt.NDArray[np.int64]
@@ -52,6 +53,14 @@ class Column(Protocol):
     def collate(self, samples: Sequence[Any]) -> Any:
         """The batch of these samples."""
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether its rows are gathered from maps of the files."""
+
+    def ranges(self, file: int, first: int, starts: Indices, stops: Indices) -> Ranges | None:
+        """Where these runs of samples are in that file: as `Rows.ranges`. They are counted over all files; the first in
+        this one is `first`."""
+
     def describe(self) -> str:
         """`image 3x64x64 uint8`."""
 
@@ -76,10 +85,10 @@ def alike(layouts: Sequence[FileLayout]) -> list[FileLayout]:
 
 def _with_lengths(field: Field) -> Field:
     stored = field.stored
-    if field.lengths is not None or len(stored.shape) < 2 or (not stored.is_mapped and all(stored.shape)):
+    if field.lengths is not None or len(stored.shape) < 2:
         return field
-    samples, length, *rest = stored.shape
-    return Field.with_lengths(replace(stored, shape=(samples * length, *rest)), np.full(samples, length))
+    samples, length = stored.shape[:2]
+    return Field.with_lengths(stored.by_second_axis(), np.full(samples, length))
 
 
 def _kind(field: Field | None) -> str:
@@ -106,6 +115,10 @@ def _dtype_of(stored: Stored) -> np.dtype[Any]:
     return np.dtype(object) if stored.is_text else stored.dtype.newbyteorder("=")
 
 
+def _are_mapped(fields: Sequence[Field]) -> bool:
+    return any(field.stored.is_mapped and not field.stored.is_text for field in fields)  # of a file without rows it is none
+
+
 def _with_files(indices: Indices, parts: Parts) -> Iterator[tuple[int, int]]:
     """(the sample, its file), in the order of the batch."""
     files = np.empty(len(indices), np.int64)
@@ -128,6 +141,7 @@ class EvenColumn:
         stored = fields[0].stored
         self._described = f"{name} {_kind(fields[0])}"
         self._row, self._dtype = stored.shape[1:], _dtype_of(stored)
+        self.is_mapped = _are_mapped(fields)
         self._rows = open_rows([field.stored for field in fields])
         self._buffers = Buffers()
 
@@ -155,6 +169,9 @@ class EvenColumn:
                 out[at] = self._rows[file].take(within, np.empty((len(at), *self._row), self._dtype))
         return _tensor(out), None
 
+    def ranges(self, file: int, first: int, starts: Indices, stops: Indices) -> Ranges | None:
+        return self._rows[file].ranges(starts - first, stops - first)
+
     def collate(self, samples: Sequence[Any]) -> Any:
         return torch.stack(list(samples)) if isinstance(samples[0], torch.Tensor) else list(samples)
 
@@ -173,6 +190,7 @@ class UnevenColumn:
         self._shape, self._is_text = stored.shape[1:], stored.is_text
         self._dtype = _dtype_of(stored)
         self._row_bytes = nbytes(self._shape, self._dtype)
+        self.is_mapped = _are_mapped(fields)
         self._pad = pad
         self._rows = open_rows([field.stored for field in fields])
         self.lengths = _joined([field.lengths for field in fields])
@@ -228,6 +246,11 @@ class UnevenColumn:
         block[is_there] = rows.take(numbers, np.empty((total, *self._shape), self._dtype))
         if at is not None:
             out[at] = block
+
+    def ranges(self, file: int, first: int, starts: Indices, stops: Indices) -> Ranges | None:
+        begins, ends = self._ends[starts] - self.lengths[starts], self._ends[stops - 1]
+        some = begins < ends
+        return self._rows[file].ranges(begins[some], ends[some])
 
     def collate(self, samples: Sequence[Any]) -> Any:
         if self._is_text:

@@ -11,6 +11,8 @@ import contextlib
 import glob
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,15 @@ from rankwise.files.remote import expanded, is_remote
 from rankwise.hdf5.checksums import verify
 from rankwise.hdf5.columns import Column, Indices, Parts, alike, column
 from rankwise.hdf5.layout import LENGTHS_SUFFIX, Lengths, read
+from rankwise.hdf5.read_ahead import Ranges, ReadAhead
 from rankwise.host.arguments import MAPPING, PATH, TEXT, Argument, takes
 from rankwise.host.text import count, listed
 
 _TOGETHER_BYTES, _TOGETHER = 1 << 16, 1024
 """Blocks of a file whose rows are read one by one: a disk reads so much at once as fast as it can."""
+
+_LARGE_BYTES = 4096
+"""Of a sample that is a page or more it is faster to ask the kernel for each than to wait for each."""
 
 _FILES = Argument(
     lambda v: isinstance(v, str | os.PathLike) or (isinstance(v, Sequence) and len(v) > 0),
@@ -126,6 +132,11 @@ class HDF5Dataset:
         return self._length_of.lengths
 
     @property
+    def faster_without_workers(self) -> bool:
+        """Whether all that a batch has comes from maps of files: a loader that has workers gives advice then."""
+        return all(self._columns[field].blocks is None for field, _ in self._given.values())
+
+    @property
     def blocks(self) -> tuple[int, int]:
         """For `Loader(shuffle="blocks")`: samples that are read together, and how many such blocks are kept."""
         found = [one.blocks for one in self._columns.values() if one.blocks is not None]
@@ -157,6 +168,30 @@ class HDF5Dataset:
             within = indices - self._starts[files]
             parts = [(int(n), at, within[at]) for n in np.unique(files) for at in [np.flatnonzero(files == n)]]
         return self._formed(lambda name: self._columns[name].batch(indices, parts))
+
+    def read_ahead(self, rows: int) -> Callable[[Indices], None] | None:
+        """What takes the indices of samples that are read soon, or, of blocks of `rows` samples, of some in each: for the
+        Loader. None if that is of no use: for single small samples the disk reads as much without it."""
+        used = {field for field, _ in self._given.values()}
+        mapped = [one for name, one in self._columns.items() if name in used and one.is_mapped]
+        found = [one for one in mapped if rows > 1 or one.sample_bytes >= _LARGE_BYTES]
+        return ReadAhead(partial(self._ranges, found, rows), in_blocks=rows > 1) if found else None
+
+    def _ranges(self, columns: Sequence[Column], rows: int, indices: Indices) -> list[Ranges]:
+        """Where these samples are in the files, or the blocks that they are in."""
+        if rows > 1:
+            starts = np.unique(indices // rows) * rows
+            stops = np.minimum(starts + rows, self._samples)
+        else:
+            starts = np.sort(indices)
+            stops = starts + 1
+        found = []
+        for file, (first, last) in enumerate(pairwise(self._starts.tolist())):
+            low, high = np.searchsorted(stops, first, "right"), np.searchsorted(starts, last, "left")
+            if low < high:
+                here = np.maximum(starts[low:high], first), np.minimum(stops[low:high], last)
+                found += [column.ranges(file, first, *here) for column in columns]
+        return [ranges for ranges in found if ranges is not None]
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """A batch of samples of this dataset: for `collate_fn`."""

@@ -17,7 +17,7 @@ import io
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -56,10 +56,23 @@ class Stored:
     chunk_rows: int
     """Rows of a chunk; 0 for what is not in chunks."""
 
+    rows_of_entry: int = 1
+    """Of what the first axis of the dataset itself counts: more than one where a row here is part of a row there."""
+
     @property
     def is_mapped(self) -> bool:
         """Whether its rows are gathered from a map of the file."""
         return self.offset is not None and not is_remote(self.file)
+
+    def by_second_axis(self) -> Stored:
+        """The same numbers with the second axis counted by the first."""
+        entries, length, *rest = self.shape
+        return replace(
+            self,
+            shape=(entries * length, *rest),
+            chunk_rows=self.chunk_rows * length,
+            rows_of_entry=self.rows_of_entry * length,
+        )
 
     @property
     def end(self) -> int:

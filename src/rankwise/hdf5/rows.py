@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from rankwise.errors import DataError
 from rankwise.hdf5.layout import Stored, explained, nbytes, open_file, opened
+from rankwise.hdf5.read_ahead import Ranges
 
 Array = npt.NDArray[Any]
 
@@ -42,6 +43,9 @@ class Rows(Protocol):
     def copy(self, starts: Sequence[int], lengths: Sequence[int], out: Array | Sequence[Array]) -> None:
         """So many rows from each start on, into the beginning of each of `out`."""
 
+    def ranges(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> Ranges | None:
+        """Where in the file these runs of rows are, in ascending order; None if they are not gathered from a map."""
+
 
 def open_rows(fields: Sequence[Stored]) -> list[Rows]:
     """The same dataset in each file."""
@@ -54,7 +58,8 @@ def _row_bytes(stored: Stored) -> int:
 
 
 def _block_rows(stored: Stored) -> int:
-    return stored.chunk_rows or max(_BLOCK_BYTES // _row_bytes(stored), 1)
+    entry = max(stored.rows_of_entry, 1)
+    return stored.chunk_rows or max(_BLOCK_BYTES // (_row_bytes(stored) * entry), 1) * entry
 
 
 class KeptBlocks:
@@ -101,6 +106,9 @@ class _Lazy(ABC):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_opened": None}
 
+    def ranges(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> Ranges | None:
+        return None
+
     def _now(self) -> Any:
         if self._opened is None or (self._pid != os.getpid() and not self._crosses_forks):
             self._opened, self._pid = self._open(), os.getpid()
@@ -131,6 +139,26 @@ class MappedRows(_Lazy):
         rows = self._checked()
         for start, length, to in zip(starts, lengths, out, strict=True):
             to[:length] = rows[start : start + length]
+
+    def ranges(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> Ranges | None:
+        row = _row_bytes(self._stored)
+        return Ranges(self, (self._stored.offset or 0) + starts * row, (stops - starts) * row) if len(starts) else None
+
+    @property
+    def path(self) -> str:
+        return self._stored.file
+
+    def will_need(self, ranges: Sequence[tuple[int, int]], in_blocks: bool) -> None:
+        mapped: mmap.mmap | None = self._now()[0]
+        if mapped is None:
+            return
+        if not in_blocks:
+            # By itself a map reads the neighbours of each missing page too, 2 to 5 times what is needed.
+            mapped.madvise(mmap.MADV_RANDOM)
+        for offset, size in ranges:
+            begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            with contextlib.suppress(OSError, ValueError):  # advice: of a file that was cut the gather raises
+                mapped.madvise(mmap.MADV_WILLNEED, begin, offset + size - begin)
 
     def _checked(self) -> Array:
         rows: Array
@@ -194,8 +222,9 @@ class BlockRows(_Lazy):
         dataset = self._now()[1]
         start = number * self._block_rows
         stop = min(start + self._block_rows, self._stored.shape[0])
+        entry = max(self._stored.rows_of_entry, 1)
         try:
-            block: Array = dataset[start:stop]
+            block: Array = dataset[start // entry : stop // entry].reshape(stop - start, *self._stored.shape[1:])
         except (OSError, RuntimeError) as error:
             text = " ".join(str(error).split())
             raise DataError(
