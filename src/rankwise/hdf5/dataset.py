@@ -21,7 +21,7 @@ from rankwise.errors import ConfigError, DataError
 from rankwise.files import FileCache
 from rankwise.files.remote import expanded, is_remote
 from rankwise.hdf5.checksums import verify
-from rankwise.hdf5.columns import Column, Indices, Parts, alike, column
+from rankwise.hdf5.columns import Column, Empty, Indices, Parts, alike, column
 from rankwise.hdf5.layout import LENGTHS_SUFFIX, Lengths, read
 from rankwise.host.arguments import MAPPING, PATH, TEXT, Argument, takes
 from rankwise.host.text import count, listed
@@ -148,15 +148,16 @@ class HDF5Dataset:
         """A list of samples, for a DataLoader of torch's; `collate` makes a batch of them."""
         return [self[index] for index in indices]
 
-    def read_batch(self, indices: Indices) -> Any:
-        """The batch of these samples, each from 0 to len - 1: what the Loader asks for."""
+    def read_batch(self, indices: Indices, empty: Empty | None = None) -> Any:
+        """The batch of these samples, each from 0 to len - 1: what the Loader asks for. `empty`: as np.empty, gives the memory
+        for its arrays."""
         if len(self._starts) == 2:
             parts: Parts = [(0, None, indices)]
         else:
             files = np.searchsorted(self._starts, indices, "right") - 1
             within = indices - self._starts[files]
             parts = [(int(n), at, within[at]) for n in np.unique(files) for at in [np.flatnonzero(files == n)]]
-        return self._formed(lambda name: self._columns[name].batch(indices, parts))
+        return self._formed(lambda name: self._columns[name].batch(indices, parts, empty))
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """A batch of samples of this dataset: for `collate_fn`."""
