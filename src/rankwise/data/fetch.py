@@ -10,16 +10,17 @@ a collate function makes at once is keyed by its first sample.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
-from collections import deque
+import threading
 from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from inspect import signature
 from itertools import repeat
 from operator import getitem
+from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -118,20 +119,53 @@ def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bo
     return (made(request) for request in requests)
 
 
+_END = object()
+
+
 def _by_thread(requests: Iterator[Any], made: Callable[[Any], Any], ahead: int) -> Iterator[Any]:
     """A thread makes `ahead` batches before they are asked for; requests are taken in the thread that asks."""
-    with ThreadPoolExecutor(1, "rankwise-prefetch") as thread:
-        under_way: deque[Future[Any]] = deque()
-        try:
-            for request in requests:
-                under_way.append(thread.submit(made, request))
-                if len(under_way) > ahead:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
-        finally:
-            for batch in under_way:
-                batch.cancel()
+    # Not an executor: a Future for each batch costs as much as a gather of small rows.
+    asked: SimpleQueue[Any] = SimpleQueue()
+    ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    over = threading.Event()
+
+    def fetch() -> None:
+        while (request := asked.get()) is not _END and not over.is_set():
+            try:
+                ready.put((made(request), None))
+            except BaseException as error:
+                ready.put((None, error))
+
+    def stop() -> None:
+        over.set()
+        asked.put(_END)
+        thread.join()
+
+    thread = threading.Thread(target=fetch, name="rankwise-prefetch", daemon=True)
+    thread.start()
+    atexit.register(stop)  # where the loop is left open: no thread may be in the midst of a read when the interpreter ends
+    under_way = 0
+    try:
+        for request in requests:
+            asked.put(request)
+            under_way += 1
+            if under_way > ahead:
+                under_way -= 1
+                yield _result(*ready.get())
+        for _ in range(under_way):
+            yield _result(*ready.get())
+    finally:
+        stop()
+        atexit.unregister(stop)
+
+
+def _result(batch: Any, error: BaseException | None) -> Any:
+    try:
+        if error is not None:
+            raise error
+        return batch
+    finally:
+        del error, batch  # a traceback has this frame
 
 
 def _by_workers(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool) -> Iterator[Any]:
