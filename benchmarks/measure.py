@@ -4,12 +4,15 @@ found = rounds({"torchrun": lambda turn: theirs(), "rankwise": lambda turn: ours
 print(spread(ratios(found["rankwise"], found["torchrun"])))          0.62 (0.58 .. 0.71)
 """
 
+import multiprocessing
+import resource
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import TypeVar
 
-__all__ = ["median", "p10", "p90", "ratios", "rounds", "spread"]
+__all__ = ["cpu_s", "median", "p10", "p90", "ratios", "rounds", "spread"]
 
 Figure = TypeVar("Figure")
 
@@ -52,3 +55,10 @@ def p10(figures: Iterable[float]) -> float:
 def p90(figures: Iterable[float]) -> float:
     """What a tenth of at least two figures are above."""
     return statistics.quantiles(figures, n=10)[-1]
+
+
+def cpu_s() -> float:
+    """Of this process and its children, those that have ended included."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    clocks = [(~child.pid << 3) | 2 for child in multiprocessing.active_children()]  # clock_getcpuclockid(3)
+    return time.process_time() + ended.ru_utime + ended.ru_stime + sum(map(time.clock_gettime, clocks))

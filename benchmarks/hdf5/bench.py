@@ -1,16 +1,17 @@
 """Shuffled batches from an HDF5 file, beside a bare gather from a map of the same rows and beside what people write.
 
-    python benchmarks/hdf5/bench.py [--rounds 7] [--folder /tmp/hdf5_bench]
+    python benchmarks/hdf5/bench.py [--rounds 7] [--folder /tmp/hdf5_bench] [--hand-over]
 
 A: 1 M rows of 64 uint8 and a label, batches of 1024. B: 4,000 sequences of 50 to 1500 x 40 float32 with integer targets,
 padded, batches of 32. C: 40,000 images of 3 x 64 x 64 uint8 and a label, batches of 128. The file is in the page cache. In
-each round every way takes its turn; figures are CPU seconds a batch of this process, so that the machine's other work counts
-little. RETURNN needs `pip install returnn dm-tree`; without it its row says so.
+each round every way takes its turn; figures are CPU seconds a batch of this process and its workers, so that the machine's
+other work counts little. With --hand-over only the Loader's own ways, in one epoch: what it costs to start workers is not in
+it. RETURNN needs `pip install returnn dm-tree`; without it its row says so.
 """
 
 import argparse
+import functools
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -23,7 +24,7 @@ import rankwise
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from measure import ratios, rounds, spread
+from measure import cpu_s, median, ratios, rounds, spread
 
 GOALS = {"A": 0.7, "B": 0.75, "C": 0.75}
 
@@ -143,10 +144,11 @@ def loop(make):
 
 
 def timed(one, count: int) -> float:
-    began = time.process_time()
+    one()
+    began = cpu_s()
     for _ in range(count):
         one()
-    return (time.process_time() - began) / count
+    return (cpu_s() - began) / count
 
 
 def ways_of(kind: str, path: Path, size: int) -> dict:
@@ -155,7 +157,11 @@ def ways_of(kind: str, path: Path, size: int) -> dict:
     def ours_with(**ways):
         return loop(lambda: rankwise.Loader(data, global_batch_size=size, max_epochs=99, **ways)), 1
 
-    ours = {"rankwise.Loader": ours_with(), "rankwise.Loader, a thread 4 ahead": ours_with(prefetch_factor=4)}
+    ours = {
+        "rankwise.Loader": ours_with(),
+        "rankwise.Loader, a thread 4 ahead": ours_with(prefetch_factor=4),
+        "rankwise.Loader, a process 4 ahead": ours_with(prefetch_factor=4, num_workers=1),
+    }
     if kind == "B":
         found = {"bare slices of a map": (RawSequences(path, size), 1), **ours}
         try:
@@ -174,14 +180,41 @@ def ways_of(kind: str, path: Path, size: int) -> dict:
     }
 
 
+def within_an_epoch(data, size: int, count: int, **ways) -> float:
+    batches = iter(rankwise.Loader(data, global_batch_size=size, max_epochs=1, **ways))
+    for _ in range(count // 3):
+        next(batches)
+    return timed(lambda: next(batches), count)
+
+
+def hand_over(folder: Path, turns: int) -> None:
+    print("| data | way | CPU us a batch | / here |\n|---|---|---|---|")
+    thread, process = {"prefetch_factor": 4}, {"prefetch_factor": 4, "num_workers": 1}
+    for kind, size, count in (("A", 1024, 600), ("C", 128, 200), ("B", 32, 80)):
+        data = rankwise.HDF5Dataset(folder / f"{kind}.h5", fields=["data", "classes"] if kind == "B" else ["x", "y"])
+        one = functools.partial(within_an_epoch, data, size, count)
+        ways = {
+            "here": lambda _, one=one: one(),
+            "a thread 4 ahead": lambda _, one=one: one(**thread),
+            "a process 4 ahead": lambda _, one=one: one(**process),
+        }
+        found = rounds(ways, turns, warm=1, rotate=True)
+        for name, seconds in found.items():
+            print(f"| {kind} | {name} | {median(seconds) * 1e6:.0f} | {spread(ratios(seconds, found['here']))} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/hdf5_bench"))
+    parser.add_argument("--hand-over", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     write(args.folder)
+    if args.hand_over:
+        hand_over(args.folder, args.rounds)
+        return
     print("| data | way | rate, / bare gather | ours / this |\n|---|---|---|---|")
     for kind, size, count in (("A", 1024, 400), ("C", 128, 200), ("B", 32, 60)):
         ways = ways_of(kind, args.folder / f"{kind}.h5", size)

@@ -18,7 +18,7 @@ from rankwise import Loader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from measure import median, p10, ratios, rounds, spread
+from measure import cpu_s, median, p10, ratios, rounds, spread
 
 SAMPLES, WIDTH = 65536, 16
 TURNS = 30
@@ -74,14 +74,14 @@ def datasets() -> dict:
     }
 
 
-def seconds(batches, count: int) -> float:
+def seconds(batches, count: int, clock=time.perf_counter) -> float:
     """Of each batch, `count` of them; the first one is waited for before."""
     batches = iter(batches)
     next(batches)
-    began = time.perf_counter()
+    began = clock()
     for _ in itertools.islice(batches, count):
         pass
-    return (time.perf_counter() - began) / count
+    return (clock() - began) / count
 
 
 def flat(loader: Loader):
@@ -105,21 +105,26 @@ def by_hand(dataset, collate, size: int):
 
 
 def row(name: str, dataset, collate, size: int, workers: int) -> None:
-    count = SAMPLES // size - 2 if isinstance(dataset, TensorDataset) else max(20, 4096 // size)
+    count = SAMPLES // size - 2 if isinstance(dataset, TensorDataset) or workers else max(20, 4096 // size)
     own = None if collate is as_it_is else collate  # ours takes a batch from __getitems__ as it is
-    ways = {
-        "Loader": lambda turn: seconds(
-            flat(Loader(dataset, batch_size=size, seed=turn, max_epochs=1, collate_fn=own, num_workers=workers)), count
-        ),
-        "DataLoader": lambda _: seconds(
-            DataLoader(dataset, size, shuffle=True, collate_fn=collate, num_workers=workers), count
-        ),
-    }
+
+    def ours(turn: int):
+        return flat(Loader(dataset, batch_size=size, seed=turn, max_epochs=1, collate_fn=own, num_workers=workers))
+
+    def theirs():
+        return DataLoader(dataset, size, shuffle=True, collate_fn=collate, num_workers=workers)
+
+    ways = {"Loader": lambda turn: seconds(ours(turn), count), "DataLoader": lambda _: seconds(theirs(), count)}
     if workers == 0:
         ways["by hand"] = lambda _: seconds(by_hand(dataset, collate, size), count)
+    else:
+        ways["Loader, CPU"] = lambda turn: seconds(ours(turn), count, cpu_s)
+        ways["DataLoader, CPU"] = lambda _: seconds(theirs(), count, cpu_s)
     times = rounds(ways, TURNS if workers == 0 else TURNS // 3, warm=1, rotate=True)
-    theirs = times["DataLoader"]
-    text = f"{spread(ratios(theirs, times['Loader']))}, p10 {p10(theirs) / p10(times['Loader']):.2f}"
+    there = times["DataLoader"]
+    text = f"{spread(ratios(there, times['Loader']))}, p10 {p10(there) / p10(times['Loader']):.2f}"
+    if workers:
+        text += f"; CPU of all processes {spread(ratios(times['DataLoader, CPU'], times['Loader, CPU']))}"
     if "by hand" in times:
         text += f"; by hand / Loader {median(ratios(times['by hand'], times['Loader'])):.2f}"
     print(f"{name:25s} batch {size:4d}, {workers} workers: DataLoader / Loader {text}", flush=True)

@@ -6,6 +6,7 @@ import multiprocessing
 import random
 import re
 import threading
+from collections import OrderedDict
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -277,6 +278,8 @@ class Named(NamedTuple):
 def alike(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return type(one) is type(other) and one.dtype == other.dtype and one.layout == other.layout and torch.equal(one, other)
+    if isinstance(one, dict):
+        return type(one) is type(other) and list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(alike, one, other))
     return bool(type(one) is type(other) and one == other)
@@ -299,6 +302,12 @@ def alike(one: Any, other: Any) -> bool:
         [()] * 2,
         [torch.ones(2)] * 3,
         [(torch.ones(1, requires_grad=True),)] * 2,
+        [{"x": torch.ones(2), "y": 1, "name": "a"}, {"name": "b", "y": 2, "x": torch.zeros(2)}],
+        [{"x": np.ones((2, 3), "float16"), "in": {"y": np.ones(2, "int32").T}}] * 2,
+        [(np.float64(1.5), np.arange(3)[::2])] * 2,
+        [OrderedDict(x=torch.ones(2))] * 2,
+        [torch.ones(2), nn.Parameter(torch.ones(2))],
+        [{}] * 2,
     ],
 )
 def test_a_batch_is_what_torchs_default_collate_makes_of_it(samples: list[Any]) -> None:
@@ -314,12 +323,18 @@ def test_a_batch_is_what_torchs_default_collate_makes_of_it(samples: list[Any]) 
         [(torch.ones(2).to_sparse(),)] * 2,
         [(torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged),)] * 2,
         [(torch.ones(2),), 7],
+        [torch.ones(2), 7],
+        [{"x": torch.ones(2)}, {"y": torch.ones(2)}],
+        [{"x": torch.ones(2)}, {"x": torch.ones(2), "y": torch.ones(2)}, 7],
+        [np.array(["a"])] * 2,
+        [np.ones(2), np.ones(3)],
+        [np.ones(2), "a"],
     ],
 )
 def test_samples_that_do_not_fit_together_fail_as_in_torch(samples: list[Any]) -> None:
     told = []
     for way in (collate, default_collate):
-        with pytest.raises((RuntimeError, TypeError)) as error:
+        with pytest.raises((RuntimeError, TypeError, KeyError)) as error:
             way(samples)
         told.append((error.type, str(error.value)))
     assert told[0] == told[1]
@@ -417,11 +432,20 @@ def test_a_dataset_of_one_sample(workers: int) -> None:
         assert all_of([7], world_size, workers=workers, max_epochs=3) == [[7]] * 3
 
 
+class Columns(Noise):
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((2,), index)
+
+
 def spawned() -> tuple[dict[tuple[int, int], list[float]], list[int]]:
     multiprocessing.set_start_method("spawn", force=True)
     from test_stream import Shuffles
 
     # One each: a worker that is spawned imports torch. What several do is the same however they are started.
+    [loader] = loaders(Columns(6), 1, num_workers=1, shuffle=False)
+    kept = [batch for step in loader for batch in step]
+    assert [batch.tolist() for batch in kept] == [[[n] * 2 for n in range(5)], [[5] * 2]]
+    assert not any(batch.is_shared() for batch in kept)  # they come in slots, not as torch hands them over
     return samples_of(AsksForEach(6), 1, workers=1, max_epochs=1), flat(all_of(Shuffles(13), 1, workers=1))
 
 

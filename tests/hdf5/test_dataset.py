@@ -130,6 +130,23 @@ def test_blocks_of_chunks_are_kept_up_to_a_limit(tmp_path: Path, monkeypatch: py
     assert {len(rows._kept) for rows in several._columns["x"]._rows} == {3}, "for all files together"  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("files", [1, 2])
+def test_a_batch_is_made_in_the_memory_that_is_given(tmp_path: Path, files: int) -> None:
+    for number in range(files):
+        uneven(tmp_path / f"x{number}.h5")
+    given = []
+
+    def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        given.append(np.empty(shape, dtype))
+        return given[-1]
+
+    dataset = HDF5Dataset(tmp_path / "x*.h5", fields=["features", "label"])
+    some = SHUFFLED[:20] + len(dataset) // 2 * (files - 1)
+    for got, array, expected in zip(dataset.read_batch(some, empty), given, dataset.read_batch(some), strict=True):
+        assert torch.equal(got, expected)
+        assert got.data_ptr() == array.ctypes.data
+
+
 # --- samples of uneven length
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from rankwise.actions.measured import newly_measured
 from rankwise.host.arguments import FLAG, FROM_ONE, NOT_NEGATIVE, TEXT, takes
-from rankwise.training.metric import is_larger_better, newly_measured
+from rankwise.training.metric import is_larger_better
 from rankwise.training.state import TrainState
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from rankwise.actions.measured import newly_measured
 from rankwise.host.arguments import TEXT, instance, takes
-from rankwise.training.metric import newly_measured
 from rankwise.training.state import TrainState
 
 

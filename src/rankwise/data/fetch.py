@@ -10,21 +10,25 @@ a collate function makes at once is keyed by its first sample.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing
 import os
-from collections import deque
+import threading
 from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import repeat
 from operator import getitem
+from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate
 
+from rankwise.data.kinds import Empty, draws_nothing, has_getitems, inside, promises, reader_of
 from rankwise.data.order import Indices
+from rankwise.data.ring import Ring, RingContext
 from rankwise.dist import seed as seeds
 from rankwise.dist.device import each_tensor
 from rankwise.errors import ConfigError, DataError
@@ -45,7 +49,8 @@ class Fetcher(Protocol):
     def draws_nothing(self) -> bool:
         """Whether `here` never touches a random stream, so that another thread may call it while the training draws."""
 
-    def __call__(self, request: Any) -> Any: ...
+    def __call__(self, request: Any, empty: Empty | None = None) -> Any:
+        """`empty`: where a batch may be made."""
 
     def here(self, request: Any) -> Any: ...
 
@@ -109,24 +114,58 @@ def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bo
     return (made(request) for request in requests)
 
 
+_END = object()
+
+
 def _by_thread(requests: Iterator[Any], made: Callable[[Any], Any], ahead: int) -> Iterator[Any]:
     """A thread makes `ahead` batches before they are asked for; requests are taken in the thread that asks."""
-    with ThreadPoolExecutor(1, "rankwise-prefetch") as thread:
-        under_way: deque[Future[Any]] = deque()
-        try:
-            for request in requests:
-                under_way.append(thread.submit(made, request))
-                if len(under_way) > ahead:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
-        finally:
-            for batch in under_way:
-                batch.cancel()
+    # Not an executor: a Future for each batch costs as much as a gather of small rows.
+    asked: SimpleQueue[Any] = SimpleQueue()
+    ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    over = threading.Event()
+
+    def fetch() -> None:
+        while (request := asked.get()) is not _END and not over.is_set():
+            try:
+                ready.put((made(request), None))
+            except BaseException as error:
+                ready.put((None, error))
+
+    def stop() -> None:
+        over.set()
+        asked.put(_END)
+        thread.join()
+
+    thread = threading.Thread(target=fetch, name="rankwise-prefetch", daemon=True)
+    thread.start()
+    atexit.register(stop)  # where the loop is left open: no thread may be in the midst of a read when the interpreter ends
+    under_way = 0
+    try:
+        for request in requests:
+            asked.put(request)
+            under_way += 1
+            if under_way > ahead:
+                under_way -= 1
+                yield _result(*ready.get())
+        for _ in range(under_way):
+            yield _result(*ready.get())
+    finally:
+        stop()
+        atexit.unregister(stop)
+
+
+def _result(batch: Any, error: BaseException | None) -> Any:
+    try:
+        if error is not None:
+            raise error
+        return batch
+    finally:
+        del error, batch  # a traceback has this frame
 
 
 def _by_workers(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool) -> Iterator[Any]:
     sampler: Any = requests
+    context = RingContext(multiprocessing.get_context(), _failure)
     loader: DataLoader[Any] = DataLoader(
         _Identity(),
         batch_sampler=sampler,
@@ -134,8 +173,9 @@ def _by_workers(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin
         prefetch_factor=workers.prefetch_factor,
         worker_init_fn=workers.worker_init_fn,
         timeout=workers.timeout,
-        collate_fn=_Told(fetcher),
+        collate_fn=_Told(fetcher, context.ring),
         pin_memory=pin if workers.pin_memory is None else workers.pin_memory,
+        multiprocessing_context=context,
         # Its own generator: drawing the workers' seed must not move the stream that dropout draws from.
         generator=torch.Generator().manual_seed(0),
     )
@@ -173,17 +213,21 @@ class _FetchFailure(NamedTuple):
     packed: Packed
 
 
+def _failure(error: Exception) -> _FetchFailure:
+    return _FetchFailure(pack_error(error))
+
+
 class _Told:
     """Calls the fetcher; an exception is returned, as torch would make a RuntimeError of many."""
 
-    def __init__(self, fetcher: Fetcher) -> None:
-        self._fetcher = fetcher
+    def __init__(self, fetcher: Fetcher, ring: Ring) -> None:
+        self._fetcher, self._ring = fetcher, ring
 
     def __call__(self, request: Any) -> Any:
         try:
-            return self._fetcher(request)
+            return self._fetcher(request, self._ring.empty)
         except Exception as error:
-            return _FetchFailure(pack_error(error))
+            return _failure(error)
 
 
 class Keyed:
@@ -246,7 +290,8 @@ class Fetch:
     Random streams are keyed by (seed, epoch, sample) for each sample; under `__getitems__`, and for `collate_fn`, by the
     batch's first sample. A true attribute `seed_each_sample` of the dataset has samples taken one by one in spite of
     `__getitems__`. A dataset with `draws_nothing` and `read_batch(indices)` makes the batch itself of the array, unless there
-    is a `collate_fn`, which takes samples.
+    is a `collate_fn`, which takes samples. `read_batch(indices, empty=None)` may make its arrays by `empty(shape, dtype)`, in
+    memory of that batch alone: in a worker the batch need not be copied then.
     """
 
     keyed_by_sample = True
@@ -255,9 +300,9 @@ class Fetch:
         self._dataset = dataset
         self._collate_fn, self._collate = collate_fn, collate_fn or collate
         self._seed = seed
-        self._read = _reader(dataset) if collate_fn is None else None
-        self._in_one = not promises(dataset, "seed_each_sample") and _has_getitems(dataset)
-        self._samples_keyed = None if _draws_nothing(dataset) else Keyed(seed)
+        self._read = reader_of(dataset) if collate_fn is None else None
+        self._in_one = not promises(dataset, "seed_each_sample") and has_getitems(dataset)
+        self._samples_keyed = None if draws_nothing(dataset) else Keyed(seed)
         self._collate_keyed = None if collate_fn is None else Keyed(seed)
         # Those of earlier versions key whatever is fetched.
         self.draws_nothing = self.keyed_by_sample and self._samples_keyed is None and self._collate_keyed is None
@@ -268,7 +313,7 @@ class Fetch:
         if not workers or self._read is None or not promises(self._dataset, "faster_without_workers"):
             return None
         return (
-            f"num_workers={workers}: a batch of {type(_inside(self._dataset)).__name__} is read here sooner than a worker can "
+            f"num_workers={workers}: a batch of {type(inside(self._dataset)).__name__} is read here sooner than a worker can "
             "pass it on; leave num_workers out, and give prefetch_factor=4 for a thread that reads ahead"
         )
 
@@ -277,10 +322,10 @@ class Fetch:
         kind = Fetch if sample or self._read is not None else FetchByBatch
         return kind(self._dataset, self._collate_fn, self._seed)
 
-    def __call__(self, request: tuple[int, Indices]) -> Any:
+    def __call__(self, request: tuple[int, Indices], empty: Empty | None = None) -> Any:
         if self._read is not None:
             with Noted("in", request[1], self._dataset):
-                return self._read(request[1])
+                return self._read(request[1], empty=empty)
         epoch, indices = request[0], request[1].tolist()
         samples = self._sampled(epoch, indices)
         if not isinstance(samples, list):
@@ -332,7 +377,7 @@ class FetchByBatch(Fetch):
 
     keyed_by_sample = False
 
-    def __call__(self, request: tuple[int, Indices]) -> Any:
+    def __call__(self, request: tuple[int, Indices], empty: Empty | None = None) -> Any:
         return self._made(request[0], request[1].tolist(), each=True)
 
     def here(self, request: tuple[int, Indices]) -> Any:
@@ -354,71 +399,22 @@ class FetchByBatch(Fetch):
         return samples if not isinstance(samples, list) else self._batch(epoch, indices, samples)
 
 
-def collate(samples: list[Any]) -> Any:
-    """torch's default_collate; tuples of dense tensors, what most datasets return, in two thirds of its time."""
+def collate(samples: Any) -> Any:
+    """torch's default_collate; tuples and dicts of dense tensors, what most datasets return, in two thirds of its time. In a
+    worker that one makes a file of shared memory for each tensor."""
     first = samples[0]
-    if type(first) is tuple and all(type(f) is torch.Tensor and f.layout is torch.strided and not f.is_nested for f in first):
-        alike = {*map(type, samples)} == {tuple} and {*map(len, samples)} == {len(first)}
-        if alike and get_worker_info() is None:  # in a worker it stacks into shared memory
-            return [torch.stack(field) for field in zip(*samples, strict=True)]
+    kind = type(first)
+    if kind is torch.Tensor:
+        if first.layout is torch.strided and not first.is_nested:
+            return torch.stack(samples)
+    elif kind is np.ndarray:
+        if first.dtype.kind in "biufc":
+            return torch.stack([torch.as_tensor(sample) for sample in samples])
+    elif kind in (tuple, dict) and {*map(type, samples)} == {kind} and {*map(len, samples)} == {len(first)}:
+        if kind is tuple:
+            return [collate(field) for field in zip(*samples, strict=True)]
+        return {key: collate([sample[key] for sample in samples]) for key in first}
     return default_collate(samples)
-
-
-def _reader(dataset: Any) -> Callable[[Indices], Any] | None:
-    """What makes a batch of int64 indices at once and draws nothing; None for a dataset that has no such thing."""
-    if type(dataset) is TensorDataset:
-        return partial(_rows, dataset.tensors)
-    return _batch_reader(dataset) if promises(dataset, "draws_nothing") else None
-
-
-def _batch_reader(dataset: Any) -> Callable[[Indices], Any] | None:
-    if type(dataset) is not Subset:
-        return getattr(dataset, "read_batch", None)
-    read = _batch_reader(dataset.dataset)
-    return partial(_part, read, np.asarray(dataset.indices, np.int64)) if read is not None else None
-
-
-def teller_of(dataset: Any, rows: int) -> Callable[[Indices], None] | None:
-    """What the dataset wants to be told of samples that come soon (data.ahead); None if it does not."""
-    if type(dataset) is Subset:
-        tell = teller_of(dataset.dataset, 1)  # the blocks are not those of what it is a part of
-        return partial(_part, tell, np.asarray(dataset.indices, np.int64)) if tell is not None else None
-    found: Callable[[Indices], None] | None = dataset.read_ahead(rows) if hasattr(dataset, "read_ahead") else None
-    return found
-
-
-def _part(read: Callable[[Indices], Any], table: Indices, indices: Indices) -> Any:
-    return read(table[indices])
-
-
-def _rows(tensors: Sequence[torch.Tensor], indices: Indices) -> tuple[torch.Tensor, ...]:
-    """What `TensorDataset.__getitem__` returns."""
-    index = torch.from_numpy(indices)
-    return tuple([t.index_select(0, index if t.is_cpu else index.to(t.device)) for t in tensors])
-
-
-def _draws_nothing(dataset: Any) -> bool:
-    """What it says of itself, or is known of its type."""
-    return type(_inside(dataset)) in (list, tuple, range, TensorDataset) or promises(dataset, "draws_nothing")
-
-
-def promises(dataset: Any, attribute: str) -> bool:
-    """Whether the dataset, or the one it wraps as `dataset` (torch's Subset), has that attribute, and true."""
-    while not hasattr(dataset, attribute) and hasattr(dataset, "dataset"):
-        dataset = dataset.dataset
-    return bool(getattr(dataset, attribute, False))
-
-
-def _has_getitems(dataset: Any) -> bool:
-    """torch's Subset has `__getitems__` whether or not what it is a part of has."""
-    return hasattr(_inside(dataset), "__getitems__")
-
-
-def _inside(dataset: Any) -> Any:
-    """What torch's Subset is a part of."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return dataset
 
 
 class Noted:

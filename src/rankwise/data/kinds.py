@@ -1,14 +1,24 @@
-"""What a Loader is given to read: a map-style dataset, which tells its length, or a stream."""
+"""What a Loader is given to read: a map-style dataset or a stream, how long it is, how it is read, and what it promises."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from inspect import signature
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from rankwise.data.fetch import promises
+from rankwise.data.order import Indices
 from rankwise.errors import DataError
+
+Empty = Callable[[tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
+"""As np.empty."""
+Read = Callable[..., Any]
+"""Of indices, and `empty`."""
 
 
 def length(dataset: Any) -> int | None:
@@ -39,3 +49,69 @@ def hinted_length(dataset: Any) -> int | None:
         return len(dataset) or None
     except TypeError:
         return None
+
+
+def reader_of(dataset: Any) -> Read | None:
+    """What makes a batch of int64 indices at once and draws nothing; None for a dataset that has no such thing."""
+    if type(dataset) is TensorDataset:
+        return partial(_rows, dataset.tensors)
+    return _batch_reader(dataset) if promises(dataset, "draws_nothing") else None
+
+
+def _batch_reader(dataset: Any) -> Read | None:
+    if type(dataset) is not Subset:
+        read = getattr(dataset, "read_batch", None)
+        return read if read is None or "empty" in signature(read).parameters else partial(_without_empty, read)
+    read = _batch_reader(dataset.dataset)
+    return partial(_part, read, np.asarray(dataset.indices, np.int64)) if read is not None else None
+
+
+def _without_empty(read: Callable[[Indices], Any], indices: Indices, empty: Empty | None) -> Any:
+    return read(indices)
+
+
+def teller_of(dataset: Any, rows: int) -> Callable[[Indices], None] | None:
+    """What the dataset wants to be told of samples that come soon (data.ahead); None if it does not."""
+    if type(dataset) is Subset:
+        tell = teller_of(dataset.dataset, 1)  # the blocks are not those of what it is a part of
+        return partial(_tell_part, tell, np.asarray(dataset.indices, np.int64)) if tell is not None else None
+    found: Callable[[Indices], None] | None = dataset.read_ahead(rows) if hasattr(dataset, "read_ahead") else None
+    return found
+
+
+def _tell_part(tell: Callable[[Indices], None], table: Indices, indices: Indices) -> None:
+    tell(table[indices])
+
+
+def _part(read: Read, table: Indices, indices: Indices, empty: Empty | None) -> Any:
+    return read(table[indices], empty=empty)
+
+
+def _rows(tensors: Sequence[torch.Tensor], indices: Indices, empty: Empty | None) -> tuple[torch.Tensor, ...]:
+    """What `TensorDataset.__getitem__` returns."""
+    index = torch.from_numpy(indices)
+    return tuple([t.index_select(0, index if t.is_cpu else index.to(t.device)) for t in tensors])
+
+
+def draws_nothing(dataset: Any) -> bool:
+    """What it says of itself, or is known of its type."""
+    return type(inside(dataset)) in (list, tuple, range, TensorDataset) or promises(dataset, "draws_nothing")
+
+
+def promises(dataset: Any, attribute: str) -> bool:
+    """Whether the dataset, or the one it wraps as `dataset` (torch's Subset), has that attribute, and true."""
+    while not hasattr(dataset, attribute) and hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    return bool(getattr(dataset, attribute, False))
+
+
+def has_getitems(dataset: Any) -> bool:
+    """torch's Subset has `__getitems__` whether or not what it is a part of has."""
+    return hasattr(inside(dataset), "__getitems__")
+
+
+def inside(dataset: Any) -> Any:
+    """What torch's Subset is a part of."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset

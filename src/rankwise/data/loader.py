@@ -22,8 +22,8 @@ import torch
 
 from rankwise.data.ahead import announced, how_far
 from rankwise.data.batching import Batching, ByCount, BySampler, ByTokens, LengthBatches, LengthOf, as_given, steps_of
-from rankwise.data.fetch import Fetch, Fetcher, Workers, fetched, promises, teller_of
-from rankwise.data.kinds import hinted_length, length
+from rankwise.data.fetch import Fetch, Fetcher, Workers, fetched
+from rankwise.data.kinds import hinted_length, length, promises, teller_of
 from rankwise.data.order import SHUFFLE, Blocks, order_of, share
 from rankwise.data.parts import SPLITS, ByCountOfParts, ByTokensOfParts, check_split
 from rankwise.data.stream import Request, Step, Stream

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import default_collate
-
-from rankwise.data.fetch import Noted
+from rankwise.data.fetch import Noted, collate
+from rankwise.data.kinds import Empty
 from rankwise.data.order import Indices, share, split
 from rankwise.dist import private_names
 from rankwise.dist import seed as seeds
@@ -118,7 +117,7 @@ class Stream:
             self._own.put()
             self._training.back()
 
-    def __call__(self, request: Request) -> Step | None:
+    def __call__(self, request: Request, empty: Empty | None = None) -> Step | None:
         epoch, start, size, accumulate = request
         if not self._continues(request):
             self._begin(epoch)
@@ -167,7 +166,7 @@ class Stream:
         seeds.seed_streams(seeds.derive(self._seed, epoch, "stream"))
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
-        with private_names.hidden_worker():  # collating sees it: batches go into shared memory at once
+        with private_names.hidden_worker():
             # Not iter(): a dataset that is its own iterator would begin anew each time that islice asks it for one.
             self._iterator = (sample for sample in self._dataset)
 
@@ -200,7 +199,7 @@ class Stream:
     def _collated(self, epoch: int, start: int, samples: list[Any]) -> Any:
         with Noted("in the collate function, of", range(start, start + len(samples)), self._dataset):
             if self._own_collate is None:
-                return default_collate(samples)
+                return collate(samples)
             self._beside_collate.put()  # what it draws must not move the pass, of which other ranks collate other samples
             try:
                 seeds.seed_streams(seeds.derive(self._seed, epoch, start))

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -25,6 +25,8 @@ from rankwise.hdf5.rows import Array, Rows, open_rows
 Indices = npt.NDArray[np.int64]
 Parts = Sequence[tuple[int, Indices | None, Indices]]
 """(the file, which of the batch's samples are in it: None for all, their numbers in that file)."""
+Empty = Callable[[tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
+"""As np.empty."""
 
 _SMALL_BYTES = 2048  # of a sample: one gather of all rows is cheaper below it, a copy for each sample above
 
@@ -47,7 +49,7 @@ class Column(Protocol):
     def sample(self, index: int, file: int, within: int) -> tuple[Any, Any]:
         """(a sample, its length): its number over all files, and in its file."""
 
-    def batch(self, indices: Indices, parts: Parts) -> tuple[Any, Any]:
+    def batch(self, indices: Indices, parts: Parts, empty: Empty | None = None) -> tuple[Any, Any]:
         """(a batch, its lengths)."""
 
     def collate(self, samples: Sequence[Any]) -> Any:
@@ -160,8 +162,8 @@ class EvenColumn:
     def sample(self, index: int, file: int, within: int) -> tuple[Any, Any]:
         return _tensor(self._rows[file].take(np.array([within]), np.empty((1, *self._row), self._dtype)))[0], None
 
-    def batch(self, indices: Indices, parts: Parts) -> tuple[Any, Any]:
-        out = self._buffers.empty((len(indices), *self._row), self._dtype)
+    def batch(self, indices: Indices, parts: Parts, empty: Empty | None = None) -> tuple[Any, Any]:
+        out = (empty or self._buffers.empty)((len(indices), *self._row), self._dtype)
         for file, at, within in parts:
             if at is None:
                 self._rows[file].take(within, out)
@@ -215,13 +217,13 @@ class UnevenColumn:
         self._rows[file].copy([int(self._ends[index]) - length], [length], [out])
         return out
 
-    def batch(self, indices: Indices, parts: Parts) -> tuple[Any, Any]:
+    def batch(self, indices: Indices, parts: Parts, empty: Empty | None = None) -> tuple[Any, Any]:
         lengths = self.lengths[indices]
         if self._is_text:
             texts = [self._sample(index, file).tolist() for index, file in _with_files(indices, parts)]
             return texts, torch.from_numpy(lengths)
         longest = int(lengths.max(initial=0))
-        out = self._buffers.empty((len(indices), longest, *self._shape), self._dtype)
+        out = (empty or self._buffers.empty)((len(indices), longest, *self._shape), self._dtype)
         for file, at, _ in parts:
             mine = indices if at is None else indices[at]
             self._fill(self._rows[file], mine, lengths if at is None else lengths[at], out, at)
@@ -298,6 +300,6 @@ class AxesColumn(UnevenColumn):
         sizes = self._read_sizes()[index]
         return torch.from_numpy(self._sample(index, file).reshape(*sizes, *self._shape)), torch.from_numpy(sizes.copy())
 
-    def batch(self, indices: Indices, parts: Parts) -> tuple[Any, Any]:
+    def batch(self, indices: Indices, parts: Parts, empty: Empty | None = None) -> tuple[Any, Any]:
         samples = [self.sample(index, file, 0)[0] for index, file in _with_files(indices, parts)]
         return self.collate(samples), torch.from_numpy(self._read_sizes()[indices])

@@ -23,7 +23,7 @@ from rankwise.errors import ConfigError, DataError
 from rankwise.files import FileCache
 from rankwise.files.remote import expanded, is_remote
 from rankwise.hdf5.checksums import verify
-from rankwise.hdf5.columns import Column, Indices, Parts, alike, column
+from rankwise.hdf5.columns import Column, Empty, Indices, Parts, alike, column
 from rankwise.hdf5.layout import LENGTHS_SUFFIX, Lengths, read
 from rankwise.hdf5.read_ahead import Ranges, ReadAhead
 from rankwise.host.arguments import MAPPING, PATH, TEXT, Argument, takes
@@ -159,15 +159,16 @@ class HDF5Dataset:
         """A list of samples, for a DataLoader of torch's; `collate` makes a batch of them."""
         return [self[index] for index in indices]
 
-    def read_batch(self, indices: Indices) -> Any:
-        """The batch of these samples, each from 0 to len - 1: what the Loader asks for."""
+    def read_batch(self, indices: Indices, empty: Empty | None = None) -> Any:
+        """The batch of these samples, each from 0 to len - 1: what the Loader asks for. `empty`: as np.empty, gives the memory
+        for its arrays."""
         if len(self._starts) == 2:
             parts: Parts = [(0, None, indices)]
         else:
             files = np.searchsorted(self._starts, indices, "right") - 1
             within = indices - self._starts[files]
             parts = [(int(n), at, within[at]) for n in np.unique(files) for at in [np.flatnonzero(files == n)]]
-        return self._formed(lambda name: self._columns[name].batch(indices, parts))
+        return self._formed(lambda name: self._columns[name].batch(indices, parts, empty))
 
     def read_ahead(self, rows: int) -> Callable[[Indices], None] | None:
         """What takes the indices of samples that are read soon, or, of blocks of `rows` samples, of some in each: for the

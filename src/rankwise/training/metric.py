@@ -6,14 +6,9 @@ is_larger_better("keep_best='eval_accuracy'", "eval_accuracy", True);  check_mea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from rankwise.dist import log
 from rankwise.errors import ConfigError
 from rankwise.host.text import listed
-
-if TYPE_CHECKING:
-    from rankwise.training.state import TrainState
 
 
 def is_larger_better(what: str, metric: str, given: bool | None) -> bool:
@@ -36,16 +31,3 @@ def check_measured(what: str, metric: str, evaluations: Mapping[str, bool]) -> N
         raise ConfigError(f"{what}={metric!r}: nothing measures that; what is evaluated is called {named}")
     if not evaluations[prefix] and metric != f"{prefix}_loss":
         raise ConfigError(f"{what}={metric!r}: without a function Evaluate measures {prefix}_loss alone")
-
-
-def newly_measured(what: str, metric: str, state: TrainState) -> float | None:
-    """The metric if this step has measured it. Raises ConfigError if this step has measured others of the same evaluation."""
-    now = state.measured_now
-    if metric not in now and (others := [name for name in now if "_" in name and name.startswith(metric.split("_")[0] + "_")]):
-        raise ConfigError(f"{what}: nothing measures {metric!r}; what was measured is {listed(others)}")
-    if metric not in state.measured and (evaluated := [name for name in now if name != "loss" and "/" not in name]):
-        log.warning_once(
-            f"{what} waits for {metric!r}, which nothing has measured so far; this step measured {listed(evaluated)}. To "
-            f"follow one of these, give its name: {what}(..., {evaluated[0]!r})"
-        )
-    return now.get(metric)

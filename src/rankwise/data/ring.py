@@ -1,0 +1,300 @@
+"""Batches of loader workers, in memory that the workers and the training process share and use again.
+
+    context = RingContext(multiprocessing.get_context(), failed=lambda error: error)
+    DataLoader(dataset, num_workers=2, multiprocessing_context=context)
+
+torch's own way makes a file of shared memory for each tensor of each batch. Here a batch lies in a slot of one file without a
+name, which is gone with the last process. The training process gives a slot with each request, and gives it again when no
+tensor or array of its batch is left. What travels beside it is a message of about 100 bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import socket
+import struct
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.context import BaseContext
+from multiprocessing.reduction import DupFd, ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rankwise.data.laying import CannotLieThereError, Laying, loads
+
+_FIRST = 1 << 24  # bytes of a slot before a batch was seen: pages that nobody writes cost nothing
+_SPARE = 1.25  # batches of uneven length grow
+_KEPT = 4  # more slots than are asked for ahead, though nobody holds them
+_LOOKED_AT = 16  # slots, to find one that nobody holds: who keeps all batches does not pay for each
+_MAPPED = 64  # slots that a worker keeps mapped
+_MESSAGE = 1 << 15  # bytes: a longer one goes as torch's own queue would send it
+_WAIT_S = 0.1
+
+_HEADER = struct.Struct("qqq")  # a slot's offset in the file; its size, in a request; the bytes a batch needs, in an answer
+_NO_SLOT = -1
+
+
+class RingContext(BaseContext):
+    """A context of multiprocessing whose queues hand batches over in slots: for one iterator of a DataLoader.
+
+    `failed`: what comes out of the queue, of an exception, where no pickle can hold the batch.
+    """
+
+    def __init__(self, actual: BaseContext, failed: Callable[[Exception], Any]) -> None:
+        self._actual: Any = actual
+        self.ring = Ring(failed)
+
+    def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802 - multiprocessing's name, as the next two
+        return _Queue(self.ring)
+
+    def Event(self) -> Any:  # noqa: N802
+        self.ring.over = self._actual.Event()
+        return self.ring.over
+
+    def Process(self, *args: Any, **settings: Any) -> Any:  # noqa: N802
+        return self._actual.Process(*args, **settings)
+
+
+class _Slot:
+    def __init__(self, fd: int, offset: int, size: int) -> None:
+        self.offset, self.size = offset, size
+        self.memory = mmap.mmap(fd, size, offset=offset)
+
+
+class Ring:
+    """In the training process all slots, and which are free; in a worker the slot of its request."""
+
+    _fd = -1
+
+    def __init__(self, failed: Callable[[Exception], Any]) -> None:
+        self._fd = os.memfd_create("rankwise-batches", os.MFD_CLOEXEC)
+        self._begin(os.getpid(), None, failed)
+
+    def _begin(self, owner: int, over: Any, failed: Callable[[Exception], Any]) -> None:
+        self._owner, self.failed = owner, failed
+        self.over = over
+        """An event that is set when the workers shall end."""
+        self.late: list[_Queue] = []
+        """Those that once had more to send than a worker's socket has room for."""
+        self._end = self._largest = 0
+        self._asked: dict[int, _Slot] = {}
+        self._given: deque[_Slot] = deque()
+        self._mapped: dict[int, _Slot] = {}
+        self._laying: Laying | None = None
+        self._offset = _NO_SLOT
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return DupFd(self._fd), self._owner, self.over, self.failed
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        fd, *others = state
+        self._fd = fd.detach()
+        self._begin(*others)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this is the training process."""
+        return os.getpid() == self._owner
+
+    # --- in the training process
+
+    def request(self, message: Any) -> bytes:
+        """A frame for a worker, with a slot for its batch; without one if there is no memory."""
+        slot = self._free() if message is not None else None
+        if slot is None:
+            return _HEADER.pack(_NO_SLOT, 0, 0) + _plain(message)
+        try:
+            body = Laying(slot.memory).pickled(message)
+        except CannotLieThereError:
+            body = _plain(message)
+        return _HEADER.pack(slot.offset, slot.size, 0) + (body if len(body) <= _MESSAGE else _plain(message))
+
+    def _free(self) -> _Slot | None:
+        size = _pages(int(self._largest * _SPARE)) if self._largest else _FIRST
+        found = None
+        for _ in range(min(len(self._given), _LOOKED_AT)):
+            slot = self._given.popleft()
+            is_held, fits = _holders(slot) > _ALONE, slot.size >= size
+            if fits and not is_held and found is None:
+                found = slot
+            elif is_held or (fits and len(self._given) < len(self._asked) + _KEPT):
+                self._given.append(slot)
+            else:
+                slot.memory.madvise(mmap.MADV_REMOVE)  # its pages go back
+        if found is not None:
+            return self._asked.setdefault(found.offset, found)
+        try:
+            os.ftruncate(self._fd, self._end + size)
+            slot = _Slot(self._fd, self._end, size)
+        except (OSError, ValueError):
+            return None
+        self._end += size
+        return self._asked.setdefault(slot.offset, slot)
+
+    def answered(self, frame: bytes) -> Any:
+        """The message of a worker's frame."""
+        offset, _, needed = _HEADER.unpack_from(frame)
+        slot = self._asked.pop(offset, None)
+        self._largest = max(self._largest, needed)
+        message = _loaded(frame, slot)
+        if slot is not None:
+            self._given.append(slot)
+        return message
+
+    # --- in a worker
+
+    def asked(self, frame: bytes) -> Any:
+        """The message of a request; its slot is that of the next answer."""
+        self._offset, size, _ = _HEADER.unpack_from(frame)
+        if self._offset == _NO_SLOT:
+            self._laying = None
+            return _loaded(frame, None)
+        if self._offset not in self._mapped:
+            if len(self._mapped) == _MAPPED:
+                self._mapped.clear()
+            self._mapped[self._offset] = _Slot(self._fd, self._offset, size)
+        slot = self._mapped[self._offset]
+        message = _loaded(frame, slot, copy=True)
+        self._laying = Laying(slot.memory)
+        return message
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """As np.empty: memory for the batch that is asked for, and for nothing that lives longer."""
+        return np.empty(shape, dtype) if self._laying is None else self._laying.empty(shape, dtype)
+
+    def answer(self, message: Any) -> bytes:
+        """A frame for the training process: the message lies in the slot if it can."""
+        laying, self._laying = self._laying, None
+        try:
+            return self._answer(message, laying)
+        except Exception as error:
+            return self._answer((message[0], self.failed(error)), None)
+
+    def _answer(self, message: Any, laying: Laying | None) -> bytes:
+        needed = 0
+        try:
+            body = laying.pickled(message) if laying is not None else b""
+            if laying is not None and len(body) <= _MESSAGE:
+                return _HEADER.pack(self._offset, 0, laying.end) + body
+        except CannotLieThereError as error:
+            needed = error.needed
+        return _HEADER.pack(self._offset, 0, needed) + _plain(message)
+
+
+class _Queue:
+    """As DataLoader uses one of multiprocessing's: from the training process to one worker, or from all workers to it."""
+
+    _ends: tuple[socket.socket, ...] = ()
+
+    def __init__(self, ring: Ring) -> None:
+        # Frames are written and read whole, so that no process holds a lock for others when it is killed.
+        self._begin(ring, *socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+
+    def _begin(self, ring: Ring, reader: socket.socket, writer: socket.socket) -> None:
+        self._ring, self._reader, self._writer = ring, reader, writer
+        self._ends = reader, writer
+        self._late: deque[bytes] = deque()
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._ring, self._reader, self._writer
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._begin(*state)
+
+    def put(self, message: Any) -> None:
+        if not self._ring.is_mine:
+            self._send(self._ring.answer(message))
+            return
+        frame = self._ring.request(message)
+        if message is None and self._ring.over.is_set():
+            with self._lock:
+                self._late.clear()  # nobody takes these batches
+            self._send(frame)
+            return
+        self._late.append(frame)
+        self.send_late()
+        if self._late and self not in self._ring.late:
+            self._ring.late.append(self)
+
+    def send_late(self) -> None:
+        """Send what there is room for: the training process never waits for a worker, which may wait for it."""
+        with self._lock:  # a thread that pins memory sends, too
+            while self._late:
+                try:
+                    self._writer.send(self._late[0], socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    return
+                self._late.popleft()
+
+    def _send(self, frame: bytes) -> None:
+        self._writer.settimeout(_WAIT_S)
+        while True:
+            try:
+                self._writer.send(frame)
+                return
+            except TimeoutError:
+                if self._ring.over.is_set():
+                    return
+
+    def get(self, timeout: float | None = None) -> Any:
+        for other in self._ring.late:
+            other.send_late()
+        if self._reader.gettimeout() != timeout:
+            self._reader.settimeout(timeout)
+        try:
+            frame = self._reader.recv(_HEADER.size + _MESSAGE)
+        except TimeoutError:
+            raise queue.Empty from None
+        return self._ring.answered(frame) if self._ring.is_mine else self._ring.asked(frame)
+
+    def cancel_join_thread(self) -> None:
+        """There is no thread."""
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+
+    __del__ = close
+
+
+def _holders(slot: Any) -> int:
+    return sys.getrefcount(slot.memory)
+
+
+_ALONE = _holders(SimpleNamespace(memory=mmap.mmap(-1, mmap.PAGESIZE)))
+"""What it is for memory that only its slot holds: interpreters count their own references differently."""
+
+
+def _pages(size: int) -> int:
+    return -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+
+class _Long:
+    """A pickle in a tensor, which torch hands over as a file of shared memory."""
+
+    def __init__(self, body: bytes) -> None:
+        self.tensor = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+
+
+def _plain(message: Any) -> bytes:
+    """As torch's own queue would send it."""
+    body = bytes(ForkingPickler.dumps(message))
+    return body if len(body) <= _MESSAGE else bytes(ForkingPickler.dumps(_Long(body)))
+
+
+def _loaded(frame: bytes, slot: _Slot | None, copy: bool = False) -> Any:
+    message = loads(frame[_HEADER.size :], slot.memory if slot is not None else None, copy)
+    return loads(message.tensor.numpy().tobytes(), None) if type(message) is _Long else message
