@@ -104,5 +104,7 @@ def test_buffers_are_copied_and_a_model_with_another_layer_is_an_error_that_says
     averaged: Any = ema.model
     assert torch.equal(averaged[1].running_mean, model[1].running_mean)
     model[0] = nn.Linear(2, 3)
-    with pytest.raises(ConfigError, match=r"the action ema: the model has other parameters than when EMA\(model\) was made"):
+    with pytest.raises(
+        ConfigError, match=r"the action ema: the model's parameters have changed since EMA\(model\) was created"
+    ):
         ema(state)

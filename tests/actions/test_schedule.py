@@ -13,7 +13,7 @@ from rankwise.actions.schedule import Schedule
 from rankwise.dist import log
 from rankwise.training.state import TrainState
 
-TOLD = "warning: the scheduler that the Trainer steps after each optimizer step is stepped by the script too: leave"
+TOLD = "warning: the Trainer steps the scheduler after each optimizer step, and the script does too; remove"
 
 
 @pytest.fixture(autouse=True)

@@ -93,8 +93,8 @@ def test_a_copy_that_breaks_off_is_a_warning_and_no_checkpoint_and_is_tried_agai
     with pytest.raises(CheckpointError):
         mirror.fetch(path.name, here)
     assert capsys.readouterr().out == (
-        f"warning: {path.name} is not in file://{there}: TimeoutError: the store did not answer; "
-        "it is only here; the next one is tried as well\n"
+        f"warning: {path.name} was not copied to file://{there}: TimeoutError: the store did not answer; "
+        "the next checkpoint is tried again\n"
     )
     assert loaded(here) == 1
     mirror.wait()
@@ -116,7 +116,7 @@ def test_of_several_that_wait_only_the_newest_is_copied_and_a_long_wait_is_said(
     threading.Timer(0.3, gate.set).start()
     mirror.wait()
     assert mirror.names() == [paths[0].name, paths[2].name]
-    assert capsys.readouterr().out == f"waiting until the last checkpoint is in {mirror.url}\n"
+    assert capsys.readouterr().out == f"waiting until the last checkpoint is copied to {mirror.url}\n"
 
 
 def test_one_that_is_pruned_while_it_is_copied_is_no_warning(
@@ -331,6 +331,6 @@ def test_one_that_is_to_begin_anew_does_not_go_on_from_what_lies_there(tmp_path:
     on_ranks(1, fit_mirrored, tmp_path, "here", 5)
     for text in [text for _, text in on_ranks(2, fit_mirrored, tmp_path, "here", 8, fresh=True)]:
         assert text == (
-            f"to start from scratch, Checkpoints(mirror='file://{tmp_path}/there') must be empty, and step-00000005 is there; "
-            "give another URL, or remove what is there"
+            f"to start from scratch, mirror='file://{tmp_path}/there' must be empty, and it has step-00000005; "
+            "give another URL, or empty this one"
         )

@@ -116,7 +116,7 @@ def test_with_scope_node_each_disk_has_the_checkpoints(background: bool, tmp_pat
 
 def test_with_scope_node_nodes_that_share_a_disk_after_all_write_once_and_that_is_said(tmp_path: Path) -> None:
     (_, said), *rest = on_nodes(save_and_load, tmp_path, SHARED, "node", False)
-    assert said == f"all nodes see {tmp_path}/a/checkpoints: the main rank writes for all\n"
+    assert said == f"scope='node' has no effect: all nodes share {tmp_path}/a/checkpoints, and the main rank writes there\n"
     assert rest == [(3, "")] * 3
     assert steps(tmp_path, "a") == [2, 3]
 
@@ -125,7 +125,7 @@ def test_with_scope_main_one_disk_has_them_and_the_others_load_a_copy_that_does_
     (step, said), *rest = on_nodes(save_and_load, tmp_path, APART, "main", False)
     assert step == 3
     assert said.startswith("step-00000003 is on ")
-    assert " and not on 1 other node: copied there, " in said
+    assert " to 1 node without it\n" in said
     assert rest == [(3, "")] * 3
     assert (steps(tmp_path, "a"), steps(tmp_path, "b")) == ([2, 3], [])
 

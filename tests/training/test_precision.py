@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def test_an_unknown_precision_names_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"precision='fp8'; choose one of fp32, bf16, fp16"):
+    with pytest.raises(ConfigError, match=r"precision='fp8' is unknown; choose one of fp32, bf16, fp16"):
         Precision.of("fp8", CPU)
 
 

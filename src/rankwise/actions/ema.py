@@ -46,8 +46,8 @@ class EMA:
             return
         if [p.shape for p in state.model.parameters()] != self._shapes:
             raise ConfigError(
-                f"the action {self.name}: the model has other parameters than when EMA(model) was made; make it after the last "
-                "layer was replaced"
+                f"the action {self.name}: the model's parameters have changed since EMA(model) was created; create it after "
+                "the last layer is replaced"
             )
         self._averaged.update_parameters(state.model)
 

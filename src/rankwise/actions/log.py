@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rankwise.host.arguments import FROM_ONE, NOT_NEGATIVE, takes
+from rankwise.host.text import count
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
 from rankwise.telemetry.meters import Total
 from rankwise.training.state import TrainState
@@ -117,7 +118,7 @@ class Log:
         means = ", ".join(f"{name} {total.mean:.4g}" for name, total in self._epoch.items())
         span = self._epoch_time.since_last()
         self._progress.say(
-            f"epoch {state.epoch}: {self._epoch_steps} steps, {means}, {span.text()}; "
+            f"epoch {state.epoch}: {count(self._epoch_steps, 'step')}, {means}, {span.text()}; "
             f"{self._progress.place(state.step)}, {self._pace(state)}"
         )
         self._last_line = time.monotonic()

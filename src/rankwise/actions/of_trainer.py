@@ -72,11 +72,13 @@ class Actions:
             name = getattr(action, "name", None)
             kind = type(action).__name__
             if not isinstance(name, str) or not name:
-                raise ConfigError(f"the action {kind} has a state_dict: give it an attribute `name`, under which it is saved")
+                raise ConfigError(
+                    f"the action {kind} has a state_dict but no name; give it an attribute `name`, under which it is saved"
+                )
             if name in found:
                 raise ConfigError(
-                    f"two actions are saved under the name {name!r} ({type(found[name]).__name__} and {kind}): give one "
-                    "of them another"
+                    f"two actions are saved as {name!r} ({type(found[name]).__name__} and {kind}); "
+                    "give one of them another name"
                 )
             found[name] = action
         return found
@@ -86,7 +88,7 @@ class Actions:
         names = [evaluation.name for evaluation in self.evaluations]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"two evaluations are called {name!r}: give one another name, Evaluate(..., name='ema')")
+                raise ConfigError(f"two evaluations have the name {name!r}; rename one: Evaluate(..., name='ema')")
         if any(not isinstance(_inner(action), Evaluation | EarlyStopping | Plateau) for action in self.given):
             return  # an action may measure anything
         measured = {evaluation.name: evaluation.names_by_user for evaluation in self.evaluations}
@@ -107,8 +109,8 @@ class Actions:
         for name, action in self.named.items():
             if name in own:
                 raise ConfigError(
-                    f"the action {type(action).__name__} is called {name!r}, and so is a part of the Trainer: give it another "
-                    "name"
+                    f"the action {type(action).__name__} has the name {name!r}, which the Trainer itself uses; give it "
+                    "another name"
                 )
         return {**own, **self.named}
 

@@ -24,8 +24,8 @@ class Schedule:
             return
         if self._after is not None and getattr(self._scheduler, "last_epoch", None) != self._after:
             log.warning_once(
-                "the scheduler that the Trainer steps after each optimizer step is stepped by the script too: leave "
-                "scheduler.step() out, or scheduler=... of the Trainer"
+                "the Trainer steps the scheduler after each optimizer step, and the script does too; remove scheduler.step(), "
+                "or scheduler=... from the Trainer"
             )
         self._scheduler.step()
         self._after = getattr(self._scheduler, "last_epoch", None)

@@ -29,7 +29,7 @@ class Moments:
         self._seen_s = state.clock_s
         self._timed = [action for action in actions if isinstance(action, Every) and action.seconds]
         if len(self._timed) > MOST_ALARMS:
-            raise ConfigError(f"{len(self._timed)} actions with every(seconds=...): {MOST_ALARMS} at most")
+            raise ConfigError(f"{len(self._timed)} actions with every(seconds=...), and at most {MOST_ALARMS} are possible")
         state.on_stop = stop.ask
 
     def begin(self) -> None:

@@ -166,7 +166,7 @@ class Catalog:
         except CheckpointError as error:
             log.warn(f"skipped a checkpoint: {error}")
             return False
-        log.say(f"{name} comes from {self._mirror.url}")
+        log.say(f"{name} was copied from {self._mirror.url}")
         return True
 
 

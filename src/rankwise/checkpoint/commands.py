@@ -24,7 +24,7 @@ from rankwise.checkpoint.manifest import FileRecord, Manifest, saved_at
 from rankwise.checkpoint.retention import Best, find_best_figure
 from rankwise.errors import CheckpointError, ConfigError
 from rankwise.host.disk import fsync
-from rankwise.host.text import seconds_of, short, size, stamp
+from rankwise.host.text import count, seconds_of, short, size, stamp
 from rankwise.report.terminal import table
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def list_all(folder: Path, verify: bool) -> str:
             state = _state(path, found, verify) + (f", the best {best.name}" if best and path == first else "")
             rows.append([path.name, str(found.step), *saved, *cells, state])
         else:
-            rows.append([path.name, *[""] * (4 + len(figures)), f"damaged: {found}"])
+            rows.append([path.name, *[""] * (4 + len(figures)), f"corrupted: {found}"])
     return table(rows)
 
 
@@ -67,15 +67,15 @@ def _read(path: Path) -> Manifest | str:
 
 def _state(path: Path, manifest: Manifest, verify: bool) -> str:
     if verify:
-        return "; ".join(["damaged", *found]) if (found := list(manifests.damages(path, manifest))) else "verified"
+        return "; ".join(["corrupted", *found]) if (found := list(manifests.damages(path, manifest))) else "verified"
     for name, record in manifest.files.items():
         try:
-            if (path / name).stat().st_size == record.bytes:
-                continue
-            return f"damaged: {name} is not as long as it was"
+            length = (path / name).stat().st_size
+            if length != record.bytes:
+                return f"corrupted: {name} has {length} of {record.bytes} bytes"
         except OSError as error:
-            return f"damaged: {name}: {error.strerror}"
-    return "sizes fit"
+            return f"corrupted: {name}: {error.strerror}"
+    return "sizes match"
 
 
 def _figure(value: float | None) -> str:
@@ -141,13 +141,11 @@ def verify(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
 def check_target(path: Path, force: bool) -> None:
     """Before anything is read. Raises ConfigError when it could not be written."""
     if path.suffix not in KINDS:
-        raise ConfigError(
-            f"--to {path}: the name's end says the kind of file; type --to {path.name or 'model'}{KINDS[0]}, or {KINDS[1]}"
-        )
+        raise ConfigError(f"--to {path}: the name must end in {' or '.join(KINDS)}; type --to {path.name or 'model'}{KINDS[0]}")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
     if path.exists() and (not force or path.is_dir()):
-        raise ConfigError(f"{path} is there already; choose another name{', or type --force' * (not path.is_dir())}")
+        raise ConfigError(f"{path} exists already; choose another name{', or type --force' * (not path.is_dir())}")
     if path.suffix == ".safetensors":
         _safetensors()
 
@@ -164,7 +162,7 @@ def read_model(path: Path, part: str = "model") -> State:
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read ({error.strerror})") from None
     if not isinstance(state, dict):
-        raise ConfigError(f"the part {part} of {path} is a {type(state).__name__}, not a module's state")
+        raise ConfigError(f"the part {part} of {path} is a {type(state).__name__}, not a model; choose another with --part")
     return _bare(state)
 
 
@@ -185,7 +183,7 @@ def choose_for_average(folder: Path, last: int | None, best: int | None, by: Bes
     Raises ConfigError when there are fewer, CheckpointError when one that could be among the best has a damaged manifest.
     """
     if (last is None) == (best is None):
-        raise ConfigError("of which checkpoints? Type one of --last N and --best N")
+        raise ConfigError("which checkpoints should be averaged? Type --last N or --best N")
     option, n = ("--last", last) if last is not None else ("--best", best)
     if n is not None and n < 1:
         raise ConfigError(f"{option} {n}: give a whole number from 1 up")
@@ -203,7 +201,7 @@ def choose_for_average(folder: Path, last: int | None, best: int | None, by: Bes
 def _enough(found: list[Path], n: int, where: str, option: str) -> list[Path]:
     if len(found) < n:
         cure = f"; type {option} {len(found)}" if found else ""
-        raise ConfigError(f"{option} {n}: {n} checkpoints asked for, {len(found)} there {where}{cure}")
+        raise ConfigError(f"{option} {n}: found only {count(len(found), 'checkpoint')} {where}{cure}")
     return found
 
 
@@ -220,10 +218,10 @@ def average(paths: Sequence[Path], part: str = "model") -> State:
             continue
         other = read_model(path, part)
         for name in state.keys() ^ other.keys():
-            raise ConfigError(f"{path} and {newest} are not of one model: {name} is in one of them alone")
+            raise ConfigError(f"{path} and {newest} are of different models: only one of them has {name}")
         for name, total in sums.items():
             if other[name].shape != total.shape:
-                raise ConfigError(f"{path} and {newest} are not of one model: {name} has another shape")
+                raise ConfigError(f"{path} and {newest} are of different models: {name} has different shapes")
             total += _wide(other[name])
     return {name: (sums[name] / len(paths)).to(value.dtype) if name in sums else value for name, value in state.items()}
 
@@ -280,7 +278,9 @@ def _apart(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str,
 
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
-            raise ConfigError(f"{name} is a {type(value).__name__}, and safetensors holds tensors alone; write a .pt instead")
+            raise ConfigError(
+                f"{name} is a {type(value).__name__}, and a .safetensors file holds only tensors; type --to model.pt"
+            )
     seen: set[int] = set()
     first: dict[Any, str] = {}
     apart, tied = {}, {}
@@ -309,7 +309,7 @@ def _safetensors() -> Any:
 def parse_age(text: str) -> float:
     """Seconds of `90s`, `30m`, `12h`, `7d`, `2w`. Raises ConfigError for anything else."""
     if (found := seconds_of(text)) is None:
-        raise ConfigError(f"--older-than {text!r} is no age; type a number and a unit: 90s, 30m, 12h, 7d, 2w")
+        raise ConfigError(f"--older-than {text!r} is not an age; type a number and a unit: 90s, 30m, 12h, 7d, 2w")
     return found
 
 
@@ -330,7 +330,9 @@ def find_prunable(
         if n is not None and n < 1:
             raise ConfigError(f"{option} {n}: give a whole number from 1 up")
     if not (keep_last or keep_best or older_than is not None or keep):
-        raise ConfigError("what should stay? Type for example --keep-last 2, --keep-best 1, --older-than 7d, --keep 400")
+        raise ConfigError(
+            "which checkpoints should be kept? Type for example --keep-last 2, --keep-best 1, --older-than 7d or --keep 400"
+        )
     older_than_s = parse_age(older_than) if older_than is not None else 0.0
     paths = checkpoints_in(folder)
     named = {pick(folder, name, "--keep") for name in keep}

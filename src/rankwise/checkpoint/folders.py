@@ -76,7 +76,7 @@ def find(run: str | None) -> Path:
         found = [path for path in Path("runs").glob("*") if checkpoints_in(RunDir(path).checkpoints)]
         if len(found) != 1:
             names = listed(sorted(path.name for path in found)) or "none"
-            raise RunDirError(f"which run? Give its name or folder; those here that have checkpoints: {names}")
+            raise RunDirError(f"which run? Type its name or folder; the runs with checkpoints here: {names}")
         return RunDir(found[0]).checkpoints
     for path in (Path(run), Path("runs", run)):
         for folder in (path, RunDir(path).checkpoints):
@@ -95,4 +95,4 @@ def pick(folder: Path, name: str | None, option: str = "--checkpoint") -> Path:
         if path.name == wanted:
             return path
     there = ", ".join(path.name for path in paths)
-    raise RunDirError(f"{option} {shlex.quote(name or '')}: no such checkpoint in {short(folder)}; it has: {there}")
+    raise RunDirError(f"{option} {shlex.quote(name or '')}: no such checkpoint in {short(folder)}; there are: {there}")

@@ -116,7 +116,8 @@ class Manifest:
             record = json.loads(text)
             if record["version"] not in _READ:
                 raise CheckpointError(
-                    f"{path}: version {record['version']}, this rankwise reads versions {listed(map(str, _READ), last=' and ')}"
+                    f"{path} has version {record['version']}, and this rankwise reads "
+                    f"{listed(map(str, _READ), last=' and ')}; use a newer rankwise"
                 )
             # Not a byte may differ, though it says the same (1e-05 and 1E-05): who damaged one byte may have damaged others.
             if text.startswith(_FIRST) and text != _as_text(record):
@@ -286,7 +287,7 @@ def _damage(path: Path, record: FileRecord, pool: Executor) -> str:
         try:
             found = _damaged_when_loaded(path, record)
         except Exception as error:  # a damaged pickle raises one of many types; or there is no torch here
-            return f" (it does not even load: {type(error).__name__})"
+            return f" (it cannot be loaded: {type(error).__name__})"
     return where(found)
 
 

@@ -70,9 +70,7 @@ class Mirror:
             self._failed = None
             if checkpoint.exists():  # else it was pruned meanwhile, and there is a newer one
                 self._failed = checkpoint
-                log.warn(
-                    f"{checkpoint.name} is not in {self.url}: {told(error)}; it is only here; the next one is tried as well"
-                )
+                log.warn(f"{checkpoint.name} was not copied to {self.url}: {told(error)}; the next checkpoint is tried again")
             return
         self._failed = None
         with self._lock:
@@ -105,7 +103,7 @@ class Mirror:
         if (thread := self._thread) is not None:
             thread.join(_PATIENCE_S)
             if thread.is_alive():
-                log.say(f"waiting until the last checkpoint is in {self.url}")
+                log.say(f"waiting until the last checkpoint is copied to {self.url}")
                 thread.join()
         return self._failed
 
@@ -131,9 +129,9 @@ class Mirror:
             manifests.verify(temporary)
             put(temporary, folder / name)
         except CheckpointError as error:
-            raise CheckpointError(f"{name} of {self.url}: {str(error).replace(str(temporary), name)}") from None
+            raise CheckpointError(f"{name} in {self.url}: {str(error).replace(str(temporary), name)}") from None
         except Exception as error:
-            raise CheckpointError(f"{name} cannot be had from {self.url}: {told(error)}") from None
+            raise CheckpointError(f"{name} cannot be copied from {self.url}: {told(error)}") from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return folder / name

@@ -92,7 +92,7 @@ def say_size(total: int, waited_s: float) -> None:
     """After a first save, on each rank: what this adds to it, for `total` bytes on all ranks; nothing where it is little."""
     if total >= _LARGE:
         log.say(
-            f"a checkpoint holds the average, and {size(total)} that {count(comm.world_size(), 'rank')} have apart; "
+            f"each checkpoint has the average and the own state of {count(comm.world_size(), 'rank')}, {size(total)} in all; "
             f"training waited {waited_s:.2f} s for this one"
         )
 
@@ -107,10 +107,10 @@ def load(manifest: Manifest, parts: Mapping[str, Stateful], read: Callable[[str]
     written = names(manifest)
     if written and manifest.world_size != comm.world_size():
         averages = any(getattr(strategy, "promise", "") == "averaged" for strategy in _strategies(parts).values())
-        what, begin = ("replicas", "their average") if averages else ("running statistics, for example", "the main rank's")
+        what, begin = ("a replica", "the average") if averages else ("a state, such as running statistics,", "that of rank 0")
         log.say(
-            f"what each of {count(manifest.world_size, 'rank')} held apart (in {', '.join(_strategies(parts))}; {what}) is not "
-            f"resumed: all ranks begin with {begin}"
+            f"the checkpoint has {what} of each of {count(manifest.world_size, 'rank')}, and this run has "
+            f"{count(comm.world_size(), 'rank')}: all start with {begin}"
         )
     elif PART in written:
         own = read(PART).get(str(comm.rank()), {})

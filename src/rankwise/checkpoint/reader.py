@@ -204,7 +204,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, saved: Any) -> _Typed:
         kind, dtype, key, _device, _length = saved
         if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError("no storage of a plain type")
+            raise pickle.UnpicklingError("not a plain storage")
         return _Typed(self._placing.storage(key), dtype)
 
 
@@ -352,7 +352,7 @@ def _fill_storage(fd: int, storage: _Storage, sums: Mapping[str, str]) -> list[s
         chunk = memory[done : done + _CHUNK]
         got = os.preadv(fd, [chunk], storage.offset + done)
         if not got:
-            raise DamagedError(f"a file ends after {storage.offset + done} bytes, which was longer")
+            raise DamagedError(f"a file ends after {storage.offset + done} bytes, and was longer when it was opened")
         if checked and is_one:
             total.update(chunk[:got])
         done += got

@@ -34,12 +34,12 @@ def check_parts(parts: Mapping[str, Any]) -> None:
     for name, part in parts.items():
         if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name) or name == RNG or own_states.is_taken(name):
             raise ConfigError(
-                f"a part of a checkpoint is called {name!r}: give it a word, of which a file is named, but {RNG} and "
-                f"{own_states.PART}"
+                f"a part of a checkpoint cannot be named {name!r}: the name becomes a file's name, and {RNG} and "
+                f"{own_states.PART} are taken; give it another"
             )
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")) or isinstance(part, type):
             raise ConfigError(
-                f"the part {name!r} is {shown(part)}: give what has state_dict and load_state_dict, such as the model itself"
+                f"the part {name!r} is {shown(part)}, which has no state_dict and load_state_dict; give for example the model"
             )
 
 
@@ -86,7 +86,7 @@ def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
         damaged.pop(folder, None)  # on the source's own disk it is read once more
     if to:
         size = f"{manifest.bytes / 1e6:.1f} MB"
-        log.say(f"{newest} is on {host} and not on {count(len(to), 'other node')}: copied there, {size}")
+        log.say(f"copying {newest} ({size}) from {host} to {count(len(to), 'node')} without it")
         copy_to_ranks(folder, source, to)
     return Chosen(folder, manifest, comm.rank() in to)
 
@@ -123,7 +123,7 @@ def _read(folder: Path, manifest: Manifest, name: str, part: Stateful | None, ve
     try:
         return sharding.read_part(folder, manifest, name, part, verify)
     except DamagedError as error:
-        raise DamagedError(f"{error}{f', as rank {comm.rank()} reads it' if comm.rank() else ''}") from None
+        raise DamagedError(f"{error}{f', as read by rank {comm.rank()}' if comm.rank() else ''}") from None
     except FileNotFoundError as error:
         if comm.is_main():
             raise DamagedError(f"{error.filename} cannot be read (No such file or directory)") from None
@@ -133,14 +133,14 @@ def _read(folder: Path, manifest: Manifest, name: str, part: Stateful | None, ve
     except OSError as error:
         raise DamagedError(f"{error.filename or path} cannot be read ({error.strerror}), on rank {comm.rank()}") from None
     except Exception as error:  # torch raises many types; the file is whole, so it is not one of ours
-        raise CheckpointError(f"{path} does not load: {error}") from None
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from None
 
 
 def load_part(folder: Path, manifest: Manifest, name: str, part: Stateful, verify: bool = True) -> None:
     path = folder / f"{name}.pt"
     if path.name not in manifest.files:
         raise ConfigError(
-            f"the checkpoint {folder} has no {name}: another program made it; start a new run with --fresh or --name NAME"
+            f"the checkpoint {folder} has no part {name!r}: another script made it; start a new run with --fresh or --name NAME"
         )
     state = _read(folder, manifest, name, part, verify)
     try:
@@ -161,6 +161,6 @@ def load_stream(folder: Path, manifest: Manifest, verify: bool) -> None:
     if manifest.world_size != comm.world_size():
         then, now = count(manifest.world_size, "rank"), count(comm.world_size(), "rank")
         log.say(
-            f"the checkpoint was made on {then}, this is {now}: the same global batches in the same order; "
+            f"the checkpoint was made on {then}, and this run has {now}: same global batches in the same order; "
             "random layers and rounding differ"
         )

@@ -90,4 +90,4 @@ def find_best_figure(manifests: Sequence[Manifest]) -> Best:
         if manifest.best:
             return Best(**manifest.best)
     figures = ", ".join(dict.fromkeys(name for manifest in manifests for name in manifest.metrics)) or "none"
-    raise ConfigError(f"the best by which metric? Its run named none: type --by NAME; the metrics are: {figures}")
+    raise ConfigError(f"which metric says what is best? The run had no keep_best; type --by NAME; the metrics are: {figures}")

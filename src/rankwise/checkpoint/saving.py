@@ -97,7 +97,7 @@ class Saving:
         try:
             self._checkpoints.wait()
         except CheckpointError as error:
-            self._say_not_saved(error, "it is tried once more")
+            self._say_not_saved(error, "trying once more")
             self._saved_step = -1  # it may have been this step's
         self(state)
         self._checkpoints.wait()

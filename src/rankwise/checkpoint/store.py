@@ -247,7 +247,7 @@ class Checkpoints:
             states = collect_states(parts) | dict(every)
             shares = sharding.divide(parts, states, ranks)
         if len(set(comm.all_gather_object(sharding.digest_tensors(shares, states)))) > 1:
-            log.warning_once("the main rank writes checkpoints alone: the ranks' tensors differ in names, types or shapes")
+            log.warning_once("sharded=True has no effect: the tensors differ between ranks, so the main rank writes them all")
             shares = {}
         # Of several the first makes the folder here, so that the others find it; one alone makes it where it writes.
         temporary = run_on_main(self._writer.make_folder, [final]) if ranks > 1 else None
@@ -293,7 +293,7 @@ class Checkpoints:
         try:
             return self._snapshot.take(states)
         except (RuntimeError, MemoryError) as error:  # RuntimeError: what torch makes of the other
-            log.warning_once(f"a save waits for the disk, as its state cannot be copied: {' '.join(str(error).split())[:200]}")
+            log.warning_once(f"each save waits for the disk: its state cannot be copied ({' '.join(str(error).split())[:200]})")
             return None
 
     def wait(self) -> None:
@@ -337,7 +337,7 @@ class Checkpoints:
         if self._groups is None:
             self._groups = group_by_folder(self.folder)
             if len(self._groups) == 1 and len(comm.nodes()) > 1:
-                log.say(f"all nodes see {self.folder}: the main rank writes for all")
+                log.say(f"scope='node' has no effect: all nodes share {self.folder}, and the main rank writes there")
         return self._groups
 
     def _meet(self) -> None:
@@ -404,7 +404,7 @@ class Checkpoints:
         they see.
         """
         if self._best is None:
-            raise ConfigError("best() needs to know by which metric: Checkpoints(keep_best='eval_loss')")
+            raise ConfigError("best() needs a metric: Checkpoints(keep_best='eval_loss')")
         self._background.join()
         return self._catalog.find_best()
 
@@ -430,8 +430,8 @@ class Checkpoints:
         names = run_on_main(self._mirror.names) if self._mirror is not None else []
         if names and self._mirror is not None:
             raise ConfigError(
-                f"to start from scratch, Checkpoints(mirror={self._mirror.url!r}) must be empty, and {names[-1]} is there; "
-                "give another URL, or remove what is there"
+                f"to start from scratch, mirror={self._mirror.url!r} must be empty, and it has {names[-1]}; "
+                "give another URL, or empty this one"
             )
         run_on_firsts(self._writers(), lambda: set_aside(self.folder) if self.all() else None)
 
@@ -475,7 +475,7 @@ class Checkpoints:
             else:
                 self._catalog.mark_whole(folder)
                 for name in parts.keys() - there.keys():
-                    log.say(f"the checkpoint has no {name}: it starts now")
+                    log.say(f"the checkpoint has no {name}: {name} starts from scratch")
                 if is_copy and self._scope == "main" and not comm.is_main():
                     remove(folder)
                 return manifest
@@ -485,8 +485,8 @@ class Checkpoints:
 def _check_scope(scope: str | None, sharded: bool) -> None:
     if sharded and scope == "node":
         raise ConfigError(
-            "Checkpoints(sharded=True, scope='node'): shares of one checkpoint need a disk that all nodes see; leave "
-            "one of them out (the scope may stand in --checkpoint-scope too)"
+            "Checkpoints(sharded=True) needs a folder that all nodes share, and scope='node' says that they share none; "
+            "remove one of them (the scope may come from --checkpoint-scope)"
         )
 
 

@@ -33,6 +33,7 @@ from rankwise.checkpoint.manifest import FileRecord, Layout, Manifest, length_da
 from rankwise.checkpoint.reader import storages
 from rankwise.errors import CheckpointError, ConfigError, RunDirError
 from rankwise.host.disk import fsync
+from rankwise.host.text import numbered
 from rankwise.run.directory import write_bytes
 from rankwise.run.lease import Fence
 from rankwise.training.state import Stateful
@@ -124,8 +125,8 @@ def await_folder(temporary: Path, rank: int) -> None:
     while not temporary.is_dir():
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"rank {rank} on {platform.node()} does not see {temporary}, which the main rank has made: a sharded save "
-                "needs a folder that all ranks see; leave sharded out, or choose another folder"
+                f"rank {rank} on {platform.node()} does not see {temporary}, which the main rank has created: sharded=True "
+                "needs a folder that all ranks share; choose another folder, or remove sharded"
             )
         time.sleep(0.05)
         os.scandir(temporary.parent).close() if temporary.parent.is_dir() else None  # NFS looks again
@@ -176,13 +177,13 @@ class Others:
             if self._error is not None:
                 raise self._error
             if self._left and time.monotonic() > self._until:
-                who = ", ".join(map(str, self._left))
-                raise CheckpointError(f"no word of the shares of rank {who}, in {self.folder}: not a whole checkpoint")
+                who = numbered("rank", self._left)
+                raise CheckpointError(f"the checkpoint in {self.folder} is incomplete: the share of {who} did not come")
             if self._left:
                 self._wake.wait(0.02)
         for name, record in files.items():
             if damage := length_damage(self.folder / name, record):
-                raise CheckpointError(f"{damage} as the main rank sees it: a checkpoint that all ranks write needs one folder")
+                raise CheckpointError(f"{damage}, as the main rank sees it: sharded=True needs a folder that all ranks share")
         return files
 
     def _heard(self, rank: int, files: dict[str, FileRecord]) -> bool:
@@ -208,8 +209,8 @@ def collect_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
     for path, tensor in manifests.tensors(states):
         if tensor.layout is not torch.strided:
             raise ConfigError(
-                f"{path} is a tensor of the layout {tensor.layout}, which a checkpoint cannot hold; let state_dict give what "
-                "it is made of (its indices and values), or tensor.to_dense()"
+                f"{path} is a tensor of layout {tensor.layout}, which a checkpoint cannot hold; state_dict must return its "
+                "indices and values, or tensor.to_dense()"
             )
     return states
 
@@ -302,4 +303,4 @@ def explain_failure(final: Path, states: Mapping[str, Any], error: OSError | Run
             return f"cannot write {final}: {error}"
     elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return f"cannot write {final}: {error.strerror}"
-    return f"cannot write {final}: it needs {need / 1e6:.1f} MB and {free / 1e6:.1f} MB are free there"
+    return f"cannot write {final}: it needs {need / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"

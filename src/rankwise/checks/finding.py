@@ -26,7 +26,7 @@ CHECKS = {
     "random": "random numbers",
     "steps": "steps",
     "resume": "resume",
-    "looking": "looking",
+    "looking": "side effects",
     "evaluation": "evaluation",
 }
 """Each check by its name: how it is called on the screen, in this order."""
@@ -93,7 +93,7 @@ def as_text(findings: Sequence[Finding]) -> str:
     lines = []
     for finding in findings:
         head = f"{finding.status:8}{CHECKS[finding.check]:{width}}"
-        texts = [finding.evidence, finding.cause and f"why: {finding.cause}", finding.cure and f"cure: {finding.cure}"]
+        texts = [finding.evidence, finding.cause and f"why: {finding.cause}", finding.cure and f"fix: {finding.cure}"]
         for text in filter(None, texts):
             lines += textwrap.wrap(
                 text, _COLUMNS, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False

@@ -103,8 +103,8 @@ class Gradients:
         if not layers:
             return None
         return Finding(
-            "gradients", OPEN, f"no two passes are alike: {', '.join(layers)} draws random numbers though torch's dropout is "
-            "switched off", "chance that is not torch's dropout", "switch it off for a moment (self.training) and test again",
+            "gradients", OPEN, f"no two passes are alike: {', '.join(layers)} draws random numbers although torch's dropout is "
+            "switched off", "random numbers that are not torch's dropout", "switch them off (self.training) and test again",
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -203,9 +203,9 @@ class Gradients:
         if far.size <= max(self._tolerance, _ROUNDED):
             return None
         return Finding(
-            "gradients", FAILED, f"on {name} the update is another than that of the optimizer's plain kernel: {far}, relative, "
-            f"in {self._dtype}", "gradients do not lie in memory as their parameters do, or not all that is trained is stepped",
-            "give torch's optimizer fused=False, foreach=False; and report it, with the model's memory format",
+            "gradients", FAILED, f"on {name} the update is not that of the optimizer's plain kernel: {far}, relative, "
+            f"in {self._dtype}", "gradients are not in memory as their parameters are, or the optimizer misses a parameter",
+            "give torch's optimizer fused=False, foreach=False; and report this, with the model's memory format",
         )  # fmt: skip
 
     def _thawed(self, reference: Found, layouts: Mapping[str, Sequence[Any]]) -> Finding | None:
@@ -220,8 +220,8 @@ class Gradients:
             return None
         return Finding(
             "gradients", FAILED, f"on {name} gradients differ when {trained[0]} is unfrozen after the start: {far}, relative, "
-            f"in {self._dtype}", "the strategy (sync=) takes what is trained once, when it is attached",
-            "let it ask at every step which parameters require a gradient",
+            f"in {self._dtype}", "the strategy (sync=) looks only once, when it is attached, at what is trained",
+            "it must look at every step which parameters require a gradient",
         )  # fmt: skip
 
     def _compare(self, layouts: Mapping[str, Sequence[Any]]) -> tuple[Found, dict[str, Difference]]:
@@ -253,39 +253,39 @@ class Gradients:
                 "gradients", FAILED, evidence,
                 f"step_fn's count is {counts[0]:g} for the whole batch and {', '.join(f'{c:g}' for c in counts[1:])} for its "
                 "parts: means of parts that differ in size are averaged (a mean of means)",
-                'return the sum of the loss and what it is over: F.cross_entropy(..., reduction="sum"), len(y)',
+                'return the sum of the loss and the number of samples: F.cross_entropy(..., reduction="sum"), len(y)',
             )  # fmt: skip
         mixing = self._mixing()
         if mixing is not None:
             return Finding(
-                "gradients", FAILED, evidence, f"{mixing}: what it gives for a sample depends on the others in its micro-batch",
-                "normalise each sample by itself (LayerNorm, GroupNorm), or compute it in the loss over all ranks",
+                "gradients", FAILED, evidence, f"{mixing}: its output for a sample depends on the others in the micro-batch",
+                "normalise each sample separately (LayerNorm, GroupNorm), or compute this in the loss over all ranks",
             )  # fmt: skip
         if not sum_adds:
             return Finding(
                 "gradients", FAILED, evidence,
-                f"the loss is {sums[0]:.6g} for the whole batch, but {sum(sums[1:]):.6g} for its parts together: it is no sum "
-                "over samples (a mean, a loss between samples, or a cut by a number of them)",
+                f"the loss is {sums[0]:.6g} for the whole batch, but {sum(sums[1:]):.6g} for its parts together: it is not a "
+                "sum over samples (but a mean, a loss between samples, or a limit on their number)",
                 'return the sum over the samples: reduction="sum"',
             )  # fmt: skip
         if not self._is_small([difference(reference, self._alone(self._parts))]):
             return Finding(
-                "gradients", FAILED, evidence, "the parts of the batch differ already on one device: the loss adds up, its "
-                "gradient does not (a detach, a clip of each part, a parameter that is used in some parts only)",
-                "look for it in step_fn",
+                "gradients", FAILED, evidence, "the parts of the batch differ even on one device: the loss adds up, its "
+                "gradient does not (a detach, a clip of each part, a parameter that only some parts use)",
+                "look for this in step_fn",
             )  # fmt: skip
         return Finding(
-            "gradients", FAILED, evidence, "on one device the parts add up, over the ranks they do not: step_fn asks for its "
+            "gradients", FAILED, evidence, "the parts add up on one device, but not over the ranks: step_fn depends on its "
             "rank, or the strategy (sync=) does not average",
-            "give every rank the same function, and leave sharing to the Trainer",
+            "use the same function on every rank, and let the Trainer divide the data",
         )  # fmt: skip
 
 
 def _known(mixing: Mixing, evidence: str) -> Finding:
     return Finding(
-        "gradients", KNOWN, f"{evidence}; equal where the statistics of {type(mixing.layer).__name__} are held still",
-        f"{mixing} takes its statistics from a micro-batch, so that results depend on how many there are",
-        "none needed if that is meant; else GroupNorm or LayerNorm, or torch.nn.SyncBatchNorm.convert_sync_batchnorm on GPUs",
+        "gradients", KNOWN, f"{evidence}; equal with {type(mixing.layer).__name__} in evaluation mode",
+        f"{mixing} takes its statistics from a micro-batch, so results depend on how many there are",
+        "none if this is intended; otherwise GroupNorm or LayerNorm, or torch.nn.SyncBatchNorm.convert_sync_batchnorm on GPUs",
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def main() -> None:
         except Enough:
             ended = "enough"
         except SystemExit as end:
-            ended = "" if end.code in (None, 0) else f"it ended with {end.code}"
+            ended = "" if end.code in (None, 0) else f"it exited with {end.code}"
         except BaseException as error:  # whatever the script raises is told by the verb
             ended, lines = f"{type(error).__name__}: {error}", traceback.format_exc()
     record = {**asked[0], "rank": rank} if asked else instrument.record(ended)

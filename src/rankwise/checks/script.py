@@ -41,7 +41,7 @@ def selftest(argv: Sequence[str], ranks: Sequence[int], timeout_s: float, env: M
     Raises ConfigError for a script that cannot be run, SelftestError for one that cannot be watched.
     """
     if not 0 < timeout_s < math.inf:
-        raise ConfigError(f"--timeout {timeout_s:g}: give seconds, above 0")
+        raise ConfigError(f"--timeout {timeout_s:g}: give a number of seconds above 0")
     examine(argv[0])
     devices = machine.gpus(env)
     given = dict(env) if devices >= max(ranks) else {**env, "CUDA_VISIBLE_DEVICES": ""}
@@ -83,7 +83,7 @@ def _started(
         if max(record["forwards"] for record in records) < cut:
             break
     seen = f"{records[0]['forwards']} forward passes in training on rank 0 of {ranks}"
-    raise SelftestError(f"in {argv[0]} no step of a torch optimizer was seen ({seen}): there is nothing to test")
+    raise SelftestError(f"{argv[0]} took no step of a torch optimizer ({seen}), so there is nothing to test")
 
 
 def _start(argv: Sequence[str], settings: RankSettings, timeout_s: float, env: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -104,7 +104,7 @@ def _start(argv: Sequence[str], settings: RankSettings, timeout_s: float, env: M
     if missing:
         said = (folder / f"out-{ranks}.txt").read_text(errors="replace")
         raise SelftestError(
-            f"{argv[0]} was not done{late} on {count(ranks, 'rank')} (rank {missing[0]}); it said:\n{_last(said)}"
+            f"{argv[0]} did not finish{late} on {count(ranks, 'rank')} (rank {missing[0]}); its output:\n{_last(said)}"
         )
     found = [record for record in records if record is not None]
     _refuse_failed(argv[0], found)
@@ -172,7 +172,7 @@ def _say_what_is_not_covered(starts: Mapping[int, Sequence[dict[str, Any]]]) -> 
     watched = [record for records in starts.values() for record in records if "findings" not in record]
     if not watched:
         return
-    say("not tested in a loop of your own: a resumed step, evaluation")
+    say("not tested in your own loop: a resumed step, evaluation")
     broken = next((record for record in watched if record["ended"] not in ("", "enough")), None)
     if broken is not None:
-        say(f"rank {broken['rank']} ended early: {broken['ended'].splitlines()[0]}")
+        say(f"rank {broken['rank']} stopped early: {broken['ended'].splitlines()[0]}")

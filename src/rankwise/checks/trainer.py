@@ -71,7 +71,7 @@ def findings_of(trainer: Trainer) -> list[Finding]:
     try:
         findings = [_weights(trainer)] if trainer.world.world_size > 1 else []
         if trainer.loader.is_split:
-            why = "each rank reads a stream of its own: no other number of ranks has the same batches"
+            why = "each rank reads its own stream, so another number of ranks has other batches"
             findings += [Finding("samples", OPEN, why), Finding("gradients", OPEN, why)]
         else:
             findings += [_samples(trainer), _gradients(trainer)]
@@ -102,7 +102,7 @@ def _weights(trainer: Trainer) -> Finding:
     if apart is None:
         return Finding("weights", OK, "the same on {}", where=str(trainer.world.world_size))
     return Finding(
-        "weights", FAILED, f"on {_ranks(trainer)}: {apart}", "the ranks do not begin as one model",
+        "weights", FAILED, f"on {_ranks(trainer)}: {apart}", "the ranks do not start with the same model",
         "let sync.attach(model, optimizer) broadcast rank 0's, and change no parameter between it and the first step",
     )  # fmt: skip
 
@@ -118,7 +118,7 @@ def _samples(trainer: Trainer) -> Finding:
     alone = _compared(trainer, _size(trainer))
     if alone.status != OK:
         return together
-    return replace(alone, evidence=f"{alone.evidence}, looked at one by one: padding, say, changes them in a batch")
+    return replace(alone, evidence=f"{alone.evidence}, one by one: a batch changes them, for example by padding")
 
 
 def _compared(trainer: Trainer, accumulate: int) -> Finding:
@@ -128,7 +128,7 @@ def _compared(trainer: Trainer, accumulate: int) -> Finding:
     all_at_once = _rows(trainer.loader.anew(ONE, accumulate, size))
     told = comm.all_gather_object(mine)
     if not any(all_at_once):
-        return Finding("samples", OPEN, "a batch holds no tensors with a sample a row: their content cannot be compared")
+        return Finding("samples", OPEN, "a batch has no tensors with one row per sample, so their content cannot be compared")
     for step, whole in enumerate(all_at_once):
         together = Counter(row for rank in told if step < len(rank) for row in rank[step])
         if together == Counter(whole):
@@ -137,11 +137,11 @@ def _compared(trainer: Trainer, accumulate: int) -> Finding:
         never = sum((Counter(whole) - together).values())
         return Finding(
             "samples", FAILED,
-            f"on {_ranks(trainer)}: of {len(whole)} samples of step {step + 1}, {never} were seen by no rank and "
-            f"{twice} were others, or seen twice",
-            "the dataset answers differently on different ranks, or shards itself too",
-            "let the dataset be the whole one on every rank; the Trainer shares it out. What it draws at random must come from "
-            "Python's, numpy's global or torch's default generator",
+            f"on {_ranks(trainer)}: of {len(whole)} samples of step {step + 1}, no rank saw {never}, and {twice} were seen "
+            "twice or should not be there",
+            "the dataset returns something else on another rank, or divides itself among the ranks too",
+            "use the whole dataset on every rank: the Trainer divides it. Its random numbers must come from Python's, numpy's "
+            "global or torch's default generator",
         )  # fmt: skip
     samples = sum(map(len, all_at_once))
     return Finding("samples", OK, f"each of {samples} once on {{}}", where=str(trainer.world.world_size))
@@ -178,12 +178,14 @@ def _gradients(trainer: Trainer) -> Finding:
     gradients = Gradients(model, optimizer, trainer.step_fn, trainer.forward, new_sync, whole, parts, times)
     finding = gradients.finding({layout(ranks, k): batches(trainer.world, k) for k in splits})
     if promise == "summed":
-        return replace(finding, evidence=f"{finding.evidence} (times the number of ranks, as the strategy sums)")
+        return replace(finding, evidence=f"{finding.evidence} (times the number of ranks, because the strategy sums)")
     if exact or finding.status != OK:
         return finding
     if promise == "rounded":
         return _rounding(finding, *gradients.rounding(trainer.new_sync, batches(trainer.world, splits[0])))
-    return replace(finding, evidence=f"{finding.evidence} (by AllReduce(); the strategy lets ranks step apart)")
+    return replace(
+        finding, evidence=f"{finding.evidence} (with AllReduce(); with the strategy, ranks differ between two averages)"
+    )
 
 
 def _all_reduce(model: nn.Module, optimizer: Optimizer, **given: Any) -> SyncStrategy:
@@ -195,7 +197,7 @@ def _rounding(exact: Finding, first: Difference, over_all: Difference) -> Findin
     """`exact`: what was found without it. A rounding that is made up for is, over N steps, an N-th of one step's or a few."""
     where = f"{exact.where}; rounded by {first}, over {ROUNDINGS} steps by {over_all}"
     if over_all.size <= max(first.size / _MADE_UP_FOR, _OF_A_SUM):
-        evidence = f"{exact.evidence} (by AllReduce(); what the strategy rounds it makes up for)"
+        evidence = f"{exact.evidence} (with AllReduce(); later steps make up for what the strategy rounds)"
         return replace(exact, evidence=evidence, where=where)
     return Finding(
         "gradients", FAILED, "what the strategy rounds is lost: {}",
@@ -300,13 +302,13 @@ def _resume_and_steps(trainer: Trainer) -> list[Finding]:
         seed.seed_rank(trainer.seed + 1, trainer.world.rank)  # as a new process: elsewhere
         resumed.load(checkpoints)
         resumed.step()
-        apart = first_apart([unbroken.digests(), resumed.digests()], ("the unbroken run", "the resumed one"))
+        apart = first_apart([unbroken.digests(), resumed.digests()], ("the run without a stop", "the resumed run"))
         never = _Copy(trainer)
         seed.seed_rank(trainer.seed, trainer.world.rank)
         never.step()
         never.freeze(frozen)
         never.step()
-        looked = first_apart([never.digests(), unbroken.digests()], ("a run that was not looked at", "one that was"))
+        looked = first_apart([never.digests(), unbroken.digests()], ("a run without them", "one with them"))
         told = comm.all_gather_object((alike, apart, looked, [name for name in before if before[name] == moved[name]]))
     steps = _steps([of for of, *_ in told], [still for *_, still in told], len(before), averaged)
     resumes, looks = [text for _, text, _, _ in told if text], [text for _, _, text, _ in told if text]
@@ -318,28 +320,28 @@ def _steps(moved: Sequence[dict[str, str]], still: Sequence[Sequence[str]], para
     lazy = [rank for rank, names in enumerate(still) if len(names) == parameters]
     if lazy and len(lazy) < len(moved):
         return Finding(
-            "steps", FAILED, f"{_STEPS} steps moved no parameter on rank {', '.join(map(str, lazy))} alone",
-            "the optimizer steps on some ranks only", "step on every rank; write and print on rank 0 alone",
+            "steps", FAILED, f"{_STEPS} steps changed no parameter on rank {', '.join(map(str, lazy))}, but on other ranks",
+            "the optimizer steps only on some ranks", "step on every rank; write and print only on rank 0",
         )  # fmt: skip
     apart = first_apart(moved)
     if apart is not None:
         return Finding("steps", FAILED, f"after {_STEPS} steps {apart}", "the ranks do not take the same steps",
-                       "let every rank step, on the same gradient and with the same settings of the optimizer")  # fmt: skip
+                       "every rank must step, with the same gradient and optimizer settings")  # fmt: skip
     if lazy:
-        return Finding("steps", FAILED, f"{_STEPS} steps moved no parameter", "the learning rate is 0, or no gradient arrives",
-                       "look at the learning rate of the first steps, and at what the loss depends on")  # fmt: skip
-    same = "the replicas have moved, and their average is" if averaged else "the parameters have moved, and are"
+        return Finding("steps", FAILED, f"{_STEPS} steps changed no parameter", "the learning rate or the gradient is 0",
+                       "check the learning rate of the first steps, and what the loss depends on")  # fmt: skip
+    same = "the replicas have changed, and their average is" if averaged else "the parameters have changed, and are"
     return Finding("steps", OK, f"after {_STEPS} {same} the same on {{}}", where=str(len(moved)))
 
 
 def _resume(apart: str | None) -> Finding:
     if apart is None:
-        return Finding("resume", OK, "a step after saving and loading is the unbroken one, bit for bit")
+        return Finding("resume", OK, "a step after saving and loading is the same as without, bit for bit")
     return Finding(
-        "resume", FAILED, f"the step after saving and loading is another than the unbroken one: {apart}",
+        "resume", FAILED, f"a step after saving and loading is not the same as without: {apart}",
         "something that the step needs is not in the state_dict of the model, optimizer or scheduler (or the device's kernels "
-        "do not give the same bits twice)",
-        "register it (register_buffer), or give its owner a state_dict",
+        "do not compute the same bits twice)",
+        "register it (register_buffer), or give the object that has it a state_dict",
     )  # fmt: skip
 
 
@@ -348,8 +350,8 @@ def _looking(apart: str | None) -> Finding:
         return Finding("looking", OK, "an evaluation and a save between two steps change nothing, bit for bit")
     return Finding(
         "looking", FAILED, f"an evaluation or a save between two steps changes the training: {apart}",
-        "buffers, modes or random streams are not put back after it",
-        "let the strategy (sync=) put back in averaged() what it has changed; keep what forward changes in buffers",
+        "buffers, modes or random streams are not restored after it",
+        "averaged() of the strategy (sync=) must restore what it changes; keep what forward changes in buffers",
     )  # fmt: skip
 
 
@@ -372,7 +374,7 @@ def _evaluation(trainer: Trainer, evaluate: Evaluate) -> Finding:
     model = copy.deepcopy(trainer.state.model)
     given = evaluate.loader
     if given.is_split:
-        return Finding("evaluation", OPEN, "its data come from streams of each rank's own")
+        return Finding("evaluation", OPEN, "each rank reads its own stream")
 
     def figures(world: World, accumulate: int) -> dict[str, float]:
         return evaluate.figures(model, batches=_ends(given, world, accumulate))
@@ -383,11 +385,11 @@ def _evaluation(trainer: Trainer, evaluate: Evaluate) -> Finding:
     apart, name = max(((_apart(value, here.get(name)), name) for name, value in alone.items()), default=(0.0, ""))
     tolerance = 1e-4 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.02
     if apart <= tolerance:
-        evidence = f"the same on one rank, in other batches: {{}}; relative, {tolerance:g} is allowed"
+        evidence = f"the same as on one rank in other batches: {{}}; relative, {tolerance:g} is allowed"
         return Finding("evaluation", OK, evidence, where=f"{_ranks(trainer)}: {apart:.1e}")
     return Finding(
         "evaluation", FAILED, f"{name} is {here.get(name, float('nan')):.6g} on {_ranks(trainer)} and {alone[name]:.6g} on one "
-        "rank, in other batches", "the function returns no sums: a metric of a batch was averaged, and batches differ in size",
+        "rank, in other batches", "the function does not return sums: batches differ in size, and their means are averaged",
         "return the sum over the samples and their count: (loss_sum, len(y)), (correct, len(y))",
     )  # fmt: skip
 

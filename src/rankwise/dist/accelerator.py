@@ -24,13 +24,13 @@ _ON_THE_CPU = "to train on the CPU, put CUDA_VISIBLE_DEVICES= before the command
 _CURES = {
     "802": "on a machine with NVSwitch start the fabric manager: sudo systemctl start nvidia-fabricmanager",
     "803": "the driver in the kernel and its libraries have different versions: reboot this machine",
-    "804": "a libcuda of CUDA's compat package is found first, which this GPU does not support: remove it from LD_LIBRARY_PATH",
-    "no kernel image": "this torch is not built for so old or so new a GPU: choose another on https://pytorch.org/get-started",
+    "804": "LD_LIBRARY_PATH has the libcuda of CUDA's compat package, which this GPU does not support: remove it from there",
+    "no kernel image": "this torch is not built for this GPU, which is too old or too new for it: choose another torch on https://pytorch.org/get-started",
     "out of memory": "nvidia-smi shows which process has the memory",
     "busy or unavailable": "nvidia-smi shows which process uses it",
     "no NVIDIA driver": "install or load NVIDIA's driver",
     "too old": "",  # torch says what to do itself
-    "built without": "install another: https://pytorch.org/get-started",
+    "built without": "install another torch: https://pytorch.org/get-started",
 }
 """What to do, by what torch says (the numbers are CUDA's)."""
 
@@ -122,7 +122,7 @@ def difference(told: Sequence[tuple[str, str, str]]) -> str:
         where = f"{numbered('rank', ranks, ranges=True)} on {listed(hosts, 3, rest=', ...')}"
         parts.append(f"{where}: {problem.partition('; ' + _ON_THE_CPU)[0] or kind}")
     return (
-        f"the ranks do not all have a device of the same kind: {'; '.join(parts)}. Repair or leave out the nodes that differ; "
+        f"the ranks do not have the same kind of device: {'; '.join(parts)}. Repair or exclude the nodes that differ; "
         f"{_ON_THE_CPU}"
     )
 
@@ -136,14 +136,14 @@ def _reason() -> str:
     """Why torch has no accelerator here, in its own words."""
     built = [name for name in ("cuda", "hip", "xpu") if getattr(torch.version, name, None)]
     if not built:
-        return "it is built without CUDA"
+        return "torch is built without CUDA"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             (torch.xpu if built == ["xpu"] else torch.cuda).init()
     except Exception as error:  # AssertionError, RuntimeError: whatever torch raises here is the reason
         return _first_line(error)
-    return "it finds none"
+    return "torch finds no device"
 
 
 def _first_line(error: BaseException) -> str:

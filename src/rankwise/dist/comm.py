@@ -99,9 +99,9 @@ def _refuse_spawn_under_a_launcher() -> None:
     above = world_.explain(os.environ).world
     if above is not None and above.world_size > 1:
         raise WorldError(
-            f"torch.multiprocessing.spawn has started this process, and the process that called it is rank {above.rank} of "
-            f"{above.world_size} already ({above.source}): so each of them starts ranks of its own, which do not join; "
-            "start the script once, by python alone, or call in it what it spawns, and rankwise.init() there without numbers"
+            f"rank {above.rank} of {above.world_size} ({above.source}) called torch.multiprocessing.spawn: each of these ranks "
+            "starts ranks of its own, which do not join; start the script once with python, or call the spawned function "
+            "directly, with rankwise.init() in it without numbers"
         )
 
 
@@ -111,7 +111,7 @@ def _asked(world: World, rdzv: str | None) -> World:
         return world
     host, _, port = rdzv.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"rdzv={rdzv!r}: it is HOST:PORT, rank 0's host and a free port there, for example node1:29500")
+        raise ConfigError(f"rdzv={rdzv!r}: give HOST:PORT, rank 0's host and a free port there, for example node1:29500")
     origin = {**world.origin, "master_addr": "rdzv", "master_port": "rdzv"}
     return replace(world, master_addr=host.strip("[]"), master_port=int(port), origin=origin)
 
@@ -120,8 +120,8 @@ def _join(world: World, backend: str | None, timeout_s: float, join_timeout_s: f
     lacks = [n for n, v in (("MASTER_ADDR", world.master_addr), ("MASTER_PORT", world.master_port)) if v is None]
     if len(lacks) == 1:
         raise WorldError(
-            f"rank {world.rank} of {world.world_size} ({world.source}) but no {lacks[0]}: set MASTER_ADDR (rank 0's host) and "
-            "MASTER_PORT (a free port there) before the launcher, or neither: then rank 0 announces where it listens"
+            f"rank {world.rank} of {world.world_size} ({world.source}) has no {lacks[0]}; set both MASTER_ADDR (rank 0's host) "
+            "and MASTER_PORT (a free port there) before the launcher, or neither: then rank 0 announces its address"
         )
     timeout = timedelta(seconds=timeout_s)
     if not lacks and world.local_world_size < world.world_size:
@@ -164,7 +164,7 @@ def _agreed_backend(world: World, store: Any) -> str:
         if kind in dist.Backend.backend_capability["gloo"]:
             return "gloo"
         raise ConfigError(
-            f"torch {torch.__version__} has no collectives for its device {kind}; give one that has: "
+            f"torch {torch.__version__} has no backend for collectives on {kind}; give one: "
             'rankwise.init(backend="..."), or train on one device: --nproc 1'
         )
     return f"cpu:gloo,{kind}:{theirs}" if theirs != "gloo" else "gloo"
@@ -192,7 +192,7 @@ def world() -> World:
 def _not_joined(world: World) -> str:
     return (
         f"rank {world.rank} of {world.world_size} has not joined the others; call rankwise.init() first "
-        "(a loader worker cannot join: collectives and guards belong into the training process)"
+        "(a loader worker cannot join: call collectives and guards in the training process)"
     )
 
 
@@ -234,7 +234,7 @@ def _here() -> World:
     if dist.is_initialized() and (world.rank, world.world_size) != (dist.get_rank(), dist.get_world_size()):
         raise WorldError(
             f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}, the environment rank {world.rank} of "
-            f"{world.world_size}: which rank of its node this is cannot be told; set RANK, WORLD_SIZE, LOCAL_RANK, "
+            f"{world.world_size}, so the local rank is not known; set RANK, WORLD_SIZE, LOCAL_RANK, "
             "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT and call rankwise.init() instead of init_process_group"
         )
     return world
@@ -266,8 +266,8 @@ def is_alone() -> bool:
         return True
     if _pid not in (0, os.getpid()):
         raise WorldError(
-            f"a collective or guard in process {os.getpid()}, which rank {dist.get_rank()} forked (a loader worker, say): "
-            "call it in the training process, before the workers start"
+            f"a collective or guard was called in process {os.getpid()}, which rank {dist.get_rank()} forked (for example a "
+            "loader worker); call it in the training process, before the workers start"
         )
     return False
 
@@ -351,9 +351,11 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     of whole numbers, which they cannot hold.
     """
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ConfigError(f"the mean of {tensor.dtype} cannot be put back into it; reduce tensor.float()")
+        raise ConfigError(f"op='mean' needs a floating-point tensor, got {tensor.dtype}; reduce tensor.float()")
     if op == "sum" and tensor.dtype is torch.bool:
-        raise ConfigError("truth values have no sum; use op='max' (any), op='min' (all), or reduce tensor.int()")
+        raise ConfigError(
+            "op='sum' of a bool tensor is not possible; use op='max' (any), op='min' (all), or reduce tensor.int()"
+        )
     if is_alone() or tensor.numel() == 0:
         return tensor
     values = tensor.detach()

@@ -33,8 +33,8 @@ def local_device(world: World | None = None) -> torch.device:
         if failed is not None:
             raise DeviceError(f"{world.local_world_size} ranks on this node: {failed}; or type --nproc {count}")
         raise WorldError(
-            f"{world.local_world_size} ranks on this node but {accelerator.gpus(count)} visible; type --nproc {count}, "
-            "or hide the GPUs from a run on the CPU: CUDA_VISIBLE_DEVICES= rankwise run ..."
+            f"{world.local_world_size} ranks on this node, but {accelerator.gpus(count)} visible; type --nproc {count}, "
+            "or use the CPU: CUDA_VISIBLE_DEVICES= rankwise run ..."
         )
     device = torch.device(found.type, index)
     accelerator.use(device)

@@ -230,7 +230,7 @@ class Gathering:
             if self.files and _on_one_host(self.world):
                 break  # one that can be written can be read there
         if not self.files:
-            raise WorldError(f"rank 0 has nowhere to say where it listens: {'; '.join(problems)}; {CURE}")
+            raise WorldError(f"rank 0 cannot write a file with its address: {'; '.join(problems)}; {CURE}")
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -261,19 +261,23 @@ class Gathering:
         other = next((g for g in self._guests.values() if g.rank == rank), None)
         refusal = None
         if size != self.world.world_size or not 0 < rank < size:
-            refusal = f"{place} is rank {rank} of {size}, rank 0 on {platform.node()} is one of {self.world.world_size}"
+            refusal = (
+                f"{place} is rank {rank} of {size}, but rank 0 on {platform.node()} is one of {self.world.world_size} ranks"
+            )
         elif other is not None:
-            refusal = f"{place} is rank {rank}, and so is a process on {other.host}: two starts of the script under one name"
+            refusal = (
+                f"{place} is rank {rank}, and so is a process on {other.host}: the script was started twice under one name"
+            )
         if refusal is not None:
             self._refused = f"; refused: {refusal}"
-            _send(guest.conn, {**answer, "refused": f"{refusal}; start the script once in a job step, or {CURE}"})
+            _send(guest.conn, {**answer, "refused": f"{refusal}; start the script once per job step, or {CURE}"})
             raise ValueError(refusal)
         guest.host, guest.home, guest.rank = str(told["host"]), str(told["home"]), rank
         _send(guest.conn, answer)
 
     def _drop(self, guest: _Guest) -> None:
         if guest.rank is not None:
-            self._refused = f"; rank {guest.rank} on {guest.host} was here and left"
+            self._refused = f"; rank {guest.rank} on {guest.host} came and left"
         self._selector.unregister(guest.conn)
         del self._guests[guest.conn]
         guest.conn.close()
@@ -283,12 +287,12 @@ class Gathering:
 
     def _where(self) -> str:
         port = self._listener.getsockname()[1]
-        return f"it listens on {platform.node()}, port {port}, and says so in {' and '.join(map(str, self.files))}"
+        return f"rank 0 listens on {platform.node()}, port {port}, as is written in {' and '.join(map(str, self.files))}"
 
     def _verdict(self, missing: Sequence[int], timeout_s: float) -> str:
         text = (
             f"{self._of(missing)} did not come to rank 0 within {timeout_s:g} s; {self._where()}{self._refused}; if all ranks "
-            f"run, a node does not see that folder, or cannot reach {platform.node()}: {CURE}"
+            f"have started, a node does not see this folder, or cannot reach {platform.node()}: {CURE}"
         )
         for guest in self._guests.values():
             if guest.rank is not None:
@@ -320,7 +324,7 @@ def join(world: World, start: str, folders: Sequence[Path], timeout_s: float) ->
         if now >= deadline:
             raise WorldError(
                 f"rank {world.rank} of {world.world_size} ({world.source}) has not found rank 0 within {timeout_s:g} s: "
-                f"{looked}; a folder that all nodes see under one path is needed, or {CURE}"
+                f"{looked}; start in a folder that all nodes share under one path, or {CURE}"
             )
         _say_as_one_of(world, wait, now, "rank 0", looked)
         time.sleep(_POLL_S)
@@ -342,7 +346,7 @@ def reach(world: World, address: str, port: int, timeout_s: float) -> None:
         if now >= wait.began + timeout_s:
             raise WorldError(
                 f"rank {world.rank} of {world.world_size} ({world.source}) has not reached {text} within {timeout_s:g} s; "
-                "the address is of rank 0's host, and the port must be free there and open to the other hosts"
+                "the address must be that of rank 0's host, and the port must be free there and open to the other hosts"
             )
         _say_as_one_of(world, wait, now, where, f"{why} (from {platform.node()})")
         time.sleep(_POLL_S)
@@ -375,8 +379,8 @@ def _knock(path: Path, world: World, start: str, deadline: float) -> Meeting:
             try:
                 return caller.let_go(max(deadline - time.monotonic(), 0) + _VERDICT_S, network.home() == record.get("home"))
             except OSError:
-                why = f"rank 0 on {record.get('host')} was there and left"
-    raise NotHereError(f"{path} leads to no rank 0 ({why})")
+                why = f"rank 0 on {record.get('host')} answered and left"
+    raise NotHereError(f"no rank 0 answers at the address in {path} ({why})")
 
 
 class _Connection:

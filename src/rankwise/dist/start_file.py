@@ -58,7 +58,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         return address_file.read(path, os.O_NOFOLLOW)
     except address_file.OtherUserError as error:
-        raise NotHereError(f"{path} belongs to user {error.owner}, and this is {os.geteuid()}") from None
+        raise NotHereError(f"{path} belongs to user {error.owner}, and this process to user {os.geteuid()}") from None
     except OSError as error:
         raise NotHereError(f"{path}: {str(error.strerror).lower()}") from None
     except ValueError:

@@ -37,7 +37,7 @@ def announced(world: World, timeout: timedelta, join_timeout_s: float) -> tuple[
     start = _start(world)
     if start is None:
         raise WorldError(
-            f"rank {world.rank} of {world.world_size} ({world.source}): nothing that was found names this start of the script, "
+            f"rank {world.rank} of {world.world_size} ({world.source}): the launcher gives this start of the script no name, "
             f"so the ranks cannot find each other; {rendezvous.CURE}"
         )
     home = Path(os.environ["HOME"]) if os.environ.get("HOME") else None
@@ -82,7 +82,7 @@ def at_address(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
         except OSError as error:
             raise WorldError(
                 f"rank 0 cannot listen on port {port} of {platform.node()} ({world.origin['master_port']}): "
-                f"{error.strerror}; choose another port, or give none: then one is taken that is free"
+                f"{error.strerror}; choose another port, or give none: then rank 0 takes a free one"
             ) from None
         store = _own(world, listener, own or "127.0.0.1", timeout)
     else:
@@ -98,14 +98,17 @@ def at_address(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
             if world.rank == 0:
                 time.sleep(_TELL_S)  # the store goes with it
             raise WorldError(
-                f"two processes are rank {twice} of {world.world_size} ({world.source}): over several nodes a rank is "
-                f"node_rank * ranks of a node + local_rank; or two runs were given port {port} of {address}"
+                f"two processes are rank {twice} of {world.world_size} ({world.source}): on several nodes, rank = "
+                f"node_rank * ranks per node + local_rank; or two runs use port {port} of {address}"
             )
         waits = f"{numbered('rank', missing, ranges=True)} of {world.world_size} ({world.source})"
         if (now := time.monotonic()) > deadline:
-            raise WorldError(f"rank {world.rank} has waited {join_timeout_s:g} s for {waits} to come to {address}, port {port}")
+            raise WorldError(
+                f"rank {world.rank} has waited {join_timeout_s:g} s for {waits} to come to {address}, port {port}; start all "
+                "ranks, or give a larger join_timeout_s"
+            )
         if (due := wait.due(now)) and world.rank == 0:
-            where = f"they are to come to {address}, port {port}"
+            where = f"they must come to {address}, port {port}"
             rendezvous.say(f"rank 0 {wait.told(now, waits)}; {where if due == 'whole' else wait.SHORT}")
         time.sleep(0.05)
     return store

@@ -144,7 +144,7 @@ def _outcome(asked: Callable[[], Ranks], source: str, env: Mapping[str, str], al
     except NotJoinedError as error:
         if not allow_independent:
             return error
-        ranks = single("a process on its own, as was allowed", f"without leave to be alone this is an error: {error}")
+        ranks = single("an independent process, as was allowed", f"without --allow-independent this is an error: {error}")
     except WorldError as error:
         return error
     run_dir = env.get(ENV_RUN_DIR)
@@ -172,12 +172,12 @@ def _from_arguments(given: Given) -> Ranks:
         needed = ["rank", "world_size", "local_rank", "local_world_size", *([] if whole else ["master_addr", "master_port"])]
         has = {name: str(value) for name, value in given.items() if value is not None}
         raise WorldError(
-            f"{shown(has, has)} but not {', '.join(name for name in needed if name not in has)} as arguments: "
-            "give all of them, or none and let the launcher's variables say it"
+            f"got {shown(has, has)} as arguments, but not {', '.join(name for name in needed if name not in has)}; "
+            "give all of them, or none: then the launcher's variables are used"
         )
     one_node = local_world_size == world_size
     origin = {name: f"the argument {name}" for name, value in given.items() if value is not None}
-    origin["node_rank"] = "all ranks are on one node" if one_node else "no argument tells it"
+    origin["node_rank"] = "all ranks are on one node" if one_node else "no argument gives it"
     node_rank = 0 if one_node else None
     return Ranks(rank, world_size, local_rank, local_world_size, node_rank, master_addr, master_port, origin=origin)
 
@@ -194,8 +194,8 @@ def _why_not(launcher: Launcher, env: Mapping[str, str], believed: str | None) -
     try:
         ranks = launcher.ranks(env)
     except WorldError:
-        return f"{believed} is believed first; by itself this would be an error"
-    return f"{believed} is believed first; by itself this would be rank {ranks.rank} of {ranks.world_size}"
+        return f"{believed} comes first; without it, this would be an error"
+    return f"{believed} comes first; without it, this would be rank {ranks.rank} of {ranks.world_size}"
 
 
 def agent_row(world: World) -> Row | None:

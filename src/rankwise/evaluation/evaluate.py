@@ -28,7 +28,7 @@ from rankwise.training.state import TrainState
 
 _MODEL = Argument(
     lambda value: isinstance(value, nn.Module) or isinstance(getattr(value, "model", None), nn.Module),
-    "a torch.nn.Module, or what has one as .model: EMA(model)",
+    "a torch.nn.Module, or an object with one as .model, such as EMA(model)",
 )
 _FUNCTION = Argument(callable, "a function: Evaluate(data, fn)")
 _NAME = Argument(lambda value: isinstance(value, str) and value.isidentifier(), "a word: eval, ema, test")
@@ -73,7 +73,9 @@ class Evaluate:
         name: str = "eval",
     ) -> None:
         if fn is None and metrics is not None:
-            raise ConfigError("Evaluate: metrics are updated by a function of yours: fn=lambda model, batch: f1.update(...)")
+            raise ConfigError(
+                "Evaluate(metrics=...) needs a function that updates them: fn=lambda model, batch: f1.update(...)"
+            )
         self.data, self.fn, self.name = data, fn, name
         self.names_by_user = fn is not None
         self.every_steps, self.every_epochs = every_steps, every_epochs
@@ -114,7 +116,7 @@ class Evaluate:
         """One epoch of the data. Raises ConfigError for a dataset without a Trainer, which knows how to cut it."""
         if self._loader is None:
             raise ConfigError(
-                f"Evaluate({type(self.data).__name__}) in a loop of your own: give it "
+                f"Evaluate({type(self.data).__name__}): in your own loop, give it a Loader: "
                 "rankwise.Loader(dataset, global_batch_size=..., shuffle=False)"
             )
         return self._loader.once()
@@ -128,7 +130,7 @@ class Evaluate:
         own = self._model.model if hasattr(self._model, "model") and not isinstance(self._model, nn.Module) else self._model
         looked_at = model if model is not None else own
         if looked_at is None:
-            raise ConfigError("evaluate.figures(model): give the model")
+            raise ConfigError("evaluate.figures() needs a model: evaluate.figures(model)")
         strategy = sync if sync is not None else self._sync
         averaged = strategy.averaged(None if own is None else looked_at) if strategy is not None else contextlib.nullcontext()
         with averaged, evaluating(looked_at), self._metrics.of_this_rank():
@@ -143,12 +145,14 @@ class Evaluate:
             means = {name: total.mean for name, total in _over_ranks(totals).items()}
             computed = self._metrics.compute(has_batches=number > 0) if self._metrics else {}
         if twice := means.keys() & computed.keys():
-            raise StepError(f"two metrics are called {min(twice)!r}: one that the function returns, and one of the metrics")
+            raise StepError(
+                f"two metrics have the name {min(twice)!r}: one from the function, and one from metrics=...; rename one"
+            )
         return {f"{self.name}_{name}": value for name, value in (means | computed).items()}
 
     def _figures_of(self, model: nn.Module, batch: Any) -> Mapping[str, Pair]:
         if self.fn is None:
-            raise ConfigError("Evaluate in a loop of your own needs a function: Evaluate(loader, fn)")
+            raise ConfigError("Evaluate in your own loop needs a function: Evaluate(loader, fn)")
         figures = self.fn(model, batch)
         if figures is None and self._metrics:
             return {}
@@ -156,7 +160,7 @@ class Evaluate:
             raise _no_figures(type(figures).__name__)
         for name, pair in figures.items():
             if not (isinstance(pair, tuple) and len(pair) == 2):
-                raise _no_figures(f"{type(pair).__name__} for {name!r}, which is no pair")
+                raise _no_figures(f"{type(pair).__name__} for {name!r}, which is not a pair")
         return figures
 
 

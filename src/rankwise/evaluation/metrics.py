@@ -42,14 +42,14 @@ class Metrics:
 
     def __init__(self, metrics: Any = None) -> None:
         if metrics is not None and not isinstance(metrics, Mapping) and not _is_collection(metrics):
-            raise ConfigError(f'metrics is {type(metrics).__name__}; give metric objects by name: {{"f1": f1}}')
+            raise ConfigError(f'metrics is a {type(metrics).__name__}; give metric objects by name: {{"f1": f1}}')
         self._metrics: Any = metrics if metrics is not None else {}
         for name, metric in self._named():
             lacking = [method for method in ("update", "compute", "reset") if not callable(getattr(metric, method, None))]
             if lacking:
                 raise ConfigError(
-                    f"metrics: {name!r} ({type(metric).__name__}) has no {' and no '.join(lacking)}; a metric object has "
-                    "update(...), compute() and reset(), as those of torchmetrics"
+                    f"metrics: {name!r} ({type(metric).__name__}) has no {' and no '.join(lacking)}; a metric object must "
+                    "have update(...), compute() and reset(), like those of torchmetrics"
                 )
 
     def __bool__(self) -> bool:
@@ -220,7 +220,7 @@ def _agreed(name: str, figures: dict[str, float]) -> dict[str, float]:
     if any(repr(other) != repr(told[0]) for other in told):
         raise StepError(
             f"compute() of {name!r} gave {told[0]} on rank 0 and {next(o for o in told if repr(o) != repr(told[0]))} on "
-            "another: it must add up all ranks itself (rankwise.all_reduce), or have a method merge_state(others), which takes "
-            "in what the objects of the other ranks hold"
+            "another rank; it must combine all ranks itself (rankwise.all_reduce), or the metric must have a method "
+            "merge_state(others), which adds the other ranks' objects"
         )
     return figures

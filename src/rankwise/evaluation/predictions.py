@@ -23,7 +23,7 @@ from rankwise.training.precision import Precision
 
 _ORDER = "predict(predict_fn, model, loader)"
 _LOADER = instance(
-    Loader, f"{_ORDER}, the last a rankwise.Loader(dataset, global_batch_size=..., max_epochs=1, shuffle=False)"
+    Loader, f"a rankwise.Loader(dataset, global_batch_size=..., max_epochs=1, shuffle=False), as the last of {_ORDER}"
 )  # fmt: skip
 _ROUND = 32  # steps whose predictions travel together
 
@@ -55,9 +55,11 @@ def predict(
     call to call. What it raises is raised on all ranks.
     """
     if into is not None and on != "main":
-        raise ConfigError("into=... is called on the main rank: leave on='all' out")
+        raise ConfigError("into=... is called only on the main rank; remove on='all'")
     if loader.is_split:
-        raise ConfigError("predictions come in the order of the dataset, and streams of each rank's own have none over all")
+        raise ConfigError(
+            "predict() needs one order of all samples, and each rank reads a stream of its own; give one that all ranks share"
+        )
     loader = loader.once()
     mine: list[Part] = []
     told: list[Part] = []
@@ -105,8 +107,8 @@ def _rows(value: Any, n: int, where: str = "") -> Any:
     if found != n:
         what = f"{found} rows" if isinstance(found, int) else found
         raise StepError(
-            f"predict_fn returned {what}{where and f' in {where}'} for a batch of {n}; return a tensor of a row a sample, "
-            "a list of as many, or a mapping or tuple of these"
+            f"predict_fn returned {what}{where and f' in {where}'} for a batch of {n}; return a tensor with one row per "
+            "sample, a list with one entry per sample, or a mapping or tuple of these"
         )
     return value
 
@@ -123,8 +125,9 @@ def _put_together(parts: Sequence[Any], order: Any, where: str = "") -> Any:
     if any(type(part) is not type(first) or _shape(part) != _shape(first) for part in parts):
         kinds = sorted({f"{type(part).__name__} {_shape(part)}" for part in parts})
         raise StepError(
-            f"predict_fn returned other things for other batches{where and f', in {where}'}: {' and '.join(kinds[:3])}; rows "
-            "of uneven length belong into a list, one a sample: list(rows), or [row[:n] for row, n in zip(rows, lengths)]"
+            f"predict_fn returned different shapes or types for different batches{where and f', in {where}'}: "
+            f"{' and '.join(kinds[:3])}; return rows of uneven length as a list, one per sample: list(rows), or "
+            "[row[:n] for row, n in zip(rows, lengths)]"
         )
     if isinstance(first, dict):
         return {key: _put_together([part[key] for part in parts], order, f"{where}[{key!r}]") for key in first}

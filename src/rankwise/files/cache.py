@@ -81,7 +81,7 @@ class FileCache:
                     copies[source] = str(copy)
         if left := [source for source in known if source not in copies]:
             log.say_per_node(
-                f"warning: cache={self._given!r}: {why}; {count(len(left), 'file')} of {len(known)} read from where they are: "
+                f"warning: cache={self._given!r}: {why}; {count(len(left), 'file')} of {len(known)} are read without a copy: "
                 f"{left[0]}{', ...' if len(left) > 1 else ''}"
             )
         return [copies.get(source, source) for source in sources]
@@ -109,7 +109,7 @@ class FileCache:
             if not wait:
                 return None
             if patience.due():
-                log.say_per_node(f"waiting {patience.waited_s:.0f} s for another process, which copies {source} to {path}")
+                log.say_per_node(f"waiting for another process to copy {source} to {path} ({patience.waited_s:.0f} s so far)")
             time.sleep(_POLL_S)
 
     def _make(self, path: Path, part: int, source: str, known: FileFacts) -> None:
@@ -123,7 +123,7 @@ class FileCache:
             _reserve(part, known.size or 0)
             _copy(source, known, part, path)
             if facts(source) != known:
-                raise DataError(f"{source} was changed while it was copied: wait until it is whole, and start again")
+                raise DataError(f"{source} changed while it was copied: wait until it is complete, and start again")
             os.rename(unfinished, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -139,7 +139,7 @@ class FileCache:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = self._folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise OSError(errno.EPERM, f"{self._folder} is not a folder of yours that nobody else may write")
+            raise OSError(errno.EPERM, f"{self._folder} must be your own folder, which only you can write to")
 
     def _make_room(self, needed: int) -> None:
         copies = []
@@ -151,7 +151,7 @@ class FileCache:
             if path.name.endswith(_PART) or used < time.time() - _UNUSED_S or self._missing(needed) > 0:
                 _remove(path)
         if (missing := self._missing(needed)) > 0:
-            raise OSError(errno.ENOSPC, f"{size(needed)} are to be copied, and {size(missing)} too few are free")
+            raise OSError(errno.ENOSPC, f"the copy needs {size(needed)}, and the disk must have {size(missing)} more free")
 
     def _missing(self, needed: int) -> int:
         """Bytes that must go before so many may come."""
@@ -223,7 +223,7 @@ def _locked(fd: int, how: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        raise OSError(error.errno, f"that file system has no locks ({os.strerror(error.errno or 0)})") from None
+        raise OSError(error.errno, f"its file system has no locks ({os.strerror(error.errno or 0)})") from None
     return True
 
 

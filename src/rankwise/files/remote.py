@@ -103,8 +103,8 @@ class RemoteFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         if self._size is None:
             raise DataError(
-                f"{self._path}: its server gives it from its beginning to its end alone, and no part of it: give cache=, a "
-                "folder of this machine for a copy"
+                f"{self._path}: its server cannot send a part of the file; give cache=FOLDER, a folder of this machine for a "
+                "copy"
             )
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
         return self._at
@@ -134,7 +134,9 @@ class RemoteFile(io.RawIOBase):
     def _read_at(self, at: int, wanted: int) -> bytes:
         found: bytes = self._call(lambda: self._piece(at, wanted))
         if self._size is not None and len(found) < wanted:
-            raise DataError(f"{self._path} ends after {at + len(found)} of {self._size} bytes: it was cut meanwhile")
+            raise DataError(
+                f"{self._path} ends after {at + len(found)} of {self._size} bytes: it was shortened after it was opened"
+            )
         return found
 
     def _call(self, work: Callable[[], T]) -> T:
@@ -182,7 +184,9 @@ class RemoteFile(io.RawIOBase):
         except Exception as error:  # the clients of stores raise many types
             self._drop()
             if self._size is None and at > 0:
-                raise DataError(f"{self._path} broke off after {at} bytes or more: {told(error)}; start again") from None
+                raise DataError(
+                    f"the connection to {self._path} broke after {at} bytes or more: {told(error)}; start again"
+                ) from None
             raise
         self._file_at = at + len(found)
         return bytes(found)
@@ -207,8 +211,8 @@ def _bounded(path: str, work: Callable[[], T]) -> T:
     threading.Thread(target=call, name="rankwise-remote-file", daemon=True).start()
     if not wait([answer], STALLED_S).done:
         raise DataError(
-            f"{path} has stalled: nothing came from it for {STALLED_S:.0f} s; see whether its server, the network or the mount "
-            "is up, and start again: what was saved is there"
+            f"{path} has stalled: nothing came from it for {STALLED_S:.0f} s; check its server, the network and the mount, "
+            "and start again"
         )
     try:
         return answer.result()

@@ -45,7 +45,7 @@ class Meters:
         for name, (total, count) in pairs.items():
             if name not in self._sums:
                 names = listed(self._sums, last=" and ") or "no name"
-                raise ConfigError(f"meters.add({name}=...): Meters was made for {names}")
+                raise ConfigError(f"meters.add({name}=...): Meters was created with {names}; give {name!r} there too")
             self._sums[name].append(total)
             self._counts[name].append(count)
 

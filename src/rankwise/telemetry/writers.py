@@ -93,7 +93,7 @@ class TensorBoard(Writer):
 
     def open(self, run: RunDir) -> bool:
         if find_spec("tensorboard") is None:
-            log.say("no TensorBoard events: pip install 'rankwise[tensorboard]' to have them; metrics.jsonl is written")
+            log.say("no TensorBoard installed: metrics go only to metrics.jsonl; for both: pip install 'rankwise[tensorboard]'")
             return False
         from torch.utils.tensorboard import SummaryWriter
 

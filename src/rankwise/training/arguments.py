@@ -22,11 +22,11 @@ def as_loader(train_data: Any, max_epochs: int | None, **given: Any) -> Loader:
     if not isinstance(train_data, Loader):
         return Loader(train_data, max_epochs=max_epochs, **given)
     for name in given:
-        raise ConfigError(f"Trainer({name}={given[name]}) and Loader({name}=...) say the same: give {name} to the Loader alone")
+        raise ConfigError(f"Trainer({name}={given[name]}), but the Loader decides this: give {name} to the Loader only")
     if max_epochs is not None:
         if train_data.max_epochs is not None:
             raise ConfigError(
-                f"Trainer(max_epochs={max_epochs}) and Loader(max_epochs={train_data.max_epochs}) say the same: leave one out"
+                f"Trainer(max_epochs={max_epochs}) and Loader(max_epochs={train_data.max_epochs}) say the same: remove one"
             )
         train_data.max_epochs = max_epochs
     return train_data

@@ -48,8 +48,8 @@ class Fingerprint:
             )
         for name, old, new in differences(state["kept"], self._kept):
             log.warn(
-                f"{name} stays {_shown(old)}, as this run started (the script now has {_shown(new)}); a schedule may rise "
-                "again after its end. To use the new one, start a new run with --fresh or --name NAME"
+                f"{name} stays {_shown(old)}, because this run started with it (the script now has {_shown(new)}); after its "
+                f"end, a schedule may rise again. To use {_shown(new)}, start a new run with --fresh or --name NAME"
             )
         self._kept.update(state["kept"])
 
@@ -62,7 +62,7 @@ def compare(mine: Mapping[str, Any]) -> None:
             if other[name] != value:
                 raise ConfigError(
                     f"the ranks have different settings: {name} is {value} on rank 0 and {other[name]} on rank {rank}; "
-                    "use the same on all ranks"
+                    "use the same value on all ranks"
                 )
 
 

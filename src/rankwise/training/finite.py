@@ -22,8 +22,8 @@ def check_rates(state: TrainState) -> None:
         if not isinstance(group["lr"], torch.Tensor) and not math.isfinite(group["lr"]):  # one on a GPU would be waited for
             where = f" of group {number}" if len(state.optimizer.param_groups) > 1 else ""
             raise StepError(
-                f"the learning rate{where} is {float(group['lr'])} after step {state.step}: look at the scheduler, or at what "
-                "the script computes it from"
+                f"the learning rate{where} is {float(group['lr'])} after step {state.step}; check the scheduler, or how "
+                "the script computes it"
             )
 
 
@@ -41,8 +41,8 @@ class Weights:
         if told:
             where = "" if len(told) == comm.world_size() else f" on rank {told[0][0]}"
             raise StepError(
-                f"the weights are not finite{where}, {since}: {told[0][1]} has nan or inf, and had none after step "
-                f"{self.finite_at}; look at the learning rate and the optimizer's settings. Checkpoints up to there are kept"
+                f"the weights are not finite{where}, {since}: {told[0][1]} has nan or inf, and was finite after step "
+                f"{self.finite_at}; check the learning rate and the optimizer's settings. Checkpoints up to that step are kept"
             )
         self.finite_at = state.step
 

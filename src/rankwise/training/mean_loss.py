@@ -39,13 +39,14 @@ def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[An
     except Exception as error:  # a function that takes no half is left alone
         if _is_of_backward(error):
             raise StepError(
-                "step_fn calls backward(): leave it out, and return (loss sum, count); gradients and steps follow from these"
+                "step_fn calls backward(); remove the call, and return (loss sum, count): the Trainer computes the gradients"
             ) from None
     if len(found) == 3 and comm.is_main() and is_mean(*found):
         (whole, n), (first, _), (second, _) = found
         log.warn(
-            f"the loss of step_fn seems to be a mean, and its count {n:g}: {whole:.4g} for the first micro-batch, {first:.4g} "
-            f'and {second:.4g} for its halves; return the sum over the samples, reduction="sum", with that count'
+            f"the loss of step_fn seems to be a mean, and its count is {n:g}: the loss is {whole:.4g} for the first "
+            f"micro-batch, and {first:.4g} and {second:.4g} for its halves; return the sum over the samples "
+            '(reduction="sum") with that count'
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.host.text import short
+from rankwise.host.text import count, short
 from rankwise.training.state import TrainState
 
 
@@ -28,21 +28,23 @@ def resumed(state: TrainState, saved: Mapping[str, Any], now: Mapping[str, Any],
     lines = [f"resuming from step {state.step} (epoch {state.epoch + 1})"]
     passed_over = () if same_ranks else ("reduction",)  # it follows from that, which has been said
     differs = [f"{k} {saved[k]} -> {v}" for k, v in now.items() if k not in passed_over and saved.get(k, v) != v]
-    return [*lines, f"not bit for bit as if it had never stopped: {', '.join(differs)}"] if differs else lines
+    return (
+        [*lines, f"results may differ in their last bits, because this has changed: {', '.join(differs)}"] if differs else lines
+    )
 
 
 def stopped(state: TrainState, where: Path, argv: Sequence[str]) -> list[str]:
     """By a signal. `argv`: what to type to resume it, empty where the launcher will say it."""
     lines = [f"stopped after step {state.step}, saved in {short(where)}"]
-    return [*lines, f"to go on, type: {shlex.join(argv)}"] if argv else lines
+    return [*lines, f"to resume, type: {shlex.join(argv)}"] if argv else lines
 
 
 def ended(state: TrainState, steps_before: int, elapsed: str, where: Path) -> str:
     """`elapsed`: the time, and what it went into; `steps_before`: those of earlier starts of the run."""
     figures = ", ".join(f"{name} {value:.4g}" for name, value in state.metrics.items())
     if state.steps_left_out:
-        figures += f", {state.steps_left_out} steps skipped"
-    before = f" ({steps_before} of them before)" if steps_before else ""
+        figures += f", {count(state.steps_left_out, 'step')} skipped"
+    before = f" ({steps_before} in earlier attempts)" if steps_before else ""
     reason = f" ({state.stop_reason})" if state.stop_reason else ""
     how = f"stopped by the script{reason}" if state.stopped else "done"
     return f"{how}: {state.step} steps{before}, {elapsed}, {figures}\nsaved in {short(where)}"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def is_larger_better(what: str, metric: str, given: bool | None) -> bool:
     """`given`, if it was; False for a loss. Raises ConfigError for any other: to guess it wrong would keep the worst."""
     if given is None and not metric.endswith("loss"):
-        raise ConfigError(f"{what}: is more of it better? Say larger_is_better=True, or False")
+        raise ConfigError(f"{what}: is a larger value better? Give larger_is_better=True or False")
     return bool(given)
 
 
@@ -28,18 +28,18 @@ def check_measured(what: str, metric: str, evaluations: Mapping[str, bool]) -> N
     if metric == "loss":
         return
     if not evaluations:
-        raise ConfigError(f"{what}={metric!r}: nothing is evaluated without evaluate=...; 'loss' is that of training")
+        raise ConfigError(f"{what}={metric!r} needs an evaluation: give evaluate=...; or use 'loss', the training loss")
     prefix = next((name for name in evaluations if metric.startswith(f"{name}_")), None)
     if prefix is None:
         named = listed([f"{name}_..." for name in evaluations])
-        raise ConfigError(f"{what}={metric!r}: nothing measures that; what is evaluated is called {named}")
+        raise ConfigError(f"{what}={metric!r}: nothing measures this metric; those of the evaluations are called {named}")
     if not evaluations[prefix] and metric != f"{prefix}_loss":
-        raise ConfigError(f"{what}={metric!r}: without a function Evaluate measures {prefix}_loss alone")
+        raise ConfigError(f"{what}={metric!r}: Evaluate without a function measures only {prefix}_loss")
 
 
 def newly_measured(what: str, metric: str, state: TrainState) -> float | None:
     """The metric if this step has measured it. Raises ConfigError if this step has measured others of the same evaluation."""
     now = state.measured_now
     if metric not in now and (others := [name for name in now if "_" in name and name.startswith(metric.split("_")[0] + "_")]):
-        raise ConfigError(f"{what}: nothing measures {metric!r}; what was measured is {listed(others)}")
+        raise ConfigError(f"{what}: nothing measures {metric!r}; the evaluation has measured {listed(others)}")
     return now.get(metric)

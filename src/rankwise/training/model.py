@@ -25,8 +25,8 @@ def check_unwrapped(model: nn.Module) -> None:
     """Raises ConfigError for a model that synchronises itself."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ConfigError(
-            f"the model is wrapped in {type(model).__name__}, and a strategy synchronises it here: give the module inside "
-            "(model.module)"
+            f"the model is wrapped in {type(model).__name__}, but here the strategy synchronises the ranks; give the module "
+            "inside (model.module)"
         )
 
 
@@ -35,13 +35,13 @@ def prepare(model: nn.Module, device: torch.device, world: World) -> nn.Module:
     model = model.to(device)
     if world.world_size > 1 and not is_synced(model) and _has_batch_norm(model):
         log.say(
-            "BatchNorm normalises by each rank's own part of a batch: results depend on the number of ranks "
-            "(torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) takes all of it, on GPUs)"
+            "BatchNorm normalises by each rank's own part of a batch, so results depend on the number of ranks; on GPUs, "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) uses the whole batch"
         )
     if is_synced(model) and device.type not in _SYNCED_ON:
         raise ConfigError(
-            f"the model holds a SyncBatchNorm, which works on GPUs only, and this rank is on {device.type}; convert it only "
-            'where rankwise.local_device().type is "cuda"'
+            f"the model has a SyncBatchNorm, which works only on GPUs, and this rank uses {device.type}; convert it only "
+            'if rankwise.local_device().type is "cuda"'
         )
     return model
 
@@ -61,7 +61,7 @@ def check_synced(model: nn.Module, fewest: int, parts: int) -> None:
     global batch, of `fewest` samples, has none for some of `parts` micro-batches."""
     if is_synced(model) and fewest < parts:
         raise ConfigError(
-            f"SyncBatchNorm needs a sample on every rank, but the last global batch of an epoch may have {fewest} "
+            f"SyncBatchNorm needs a sample on every rank, but the last global batch of an epoch may have only {fewest} "
             f"for {comm.world_size()} ranks; give Loader(drop_last=True), or choose another batch size"
         )
 

@@ -29,7 +29,9 @@ def run_path(world: World, run_dir: str | os.PathLike[str] | None) -> Path:
             return Path(run_dir).absolute()
         return schedulers.job_folder(os.environ) or default_run_dir(schedulers.named_by_task(Path(_script()).stem, os.environ))
     if run_dir is not None and Path(run_dir).absolute() != world.run_dir:
-        log.say(f"writing in {short(world.run_dir)}, which the launcher made; for run_dir={run_dir} type --run-dir {run_dir}")
+        log.say(
+            f"writing to {short(world.run_dir)}, the launcher's run directory; to write to {run_dir}, type --run-dir {run_dir}"
+        )
     return world.run_dir
 
 
@@ -73,7 +75,7 @@ def _refuse_other_arguments(run: RunDir, steps: int, launched: bool) -> None:
     named, fresh = ("--name NAME", "--fresh") if launched else ("run_dir=FOLDER", "fit(fresh=True)")
     raise ConfigError(
         f"already done: the {steps} steps of the run in {short(run.path)} were trained with `{shlex.join(trained.argv)}`, and "
-        f"now the command is `{shlex.join(now.argv)}`. To train it as a new run: {named}. To start from scratch: {fresh}. To "
+        f"the command is now `{shlex.join(now.argv)}`. To train this as a new run: {named}. To start from scratch: {fresh}. To "
         "train for more steps: raise max_steps or max_epochs"
     )
 

@@ -28,11 +28,11 @@ def check(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None
     """Raises ConfigError for an optimizer that moves nothing of this model, and a scheduler of another optimizer."""
     mine = {id(p) for p in model.parameters()}
     if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-        raise ConfigError("the optimizer holds no parameter of the model: make it of model.parameters(), after the model")
+        raise ConfigError("the optimizer has no parameter of the model; create it from model.parameters(), after the model")
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ConfigError(
-            f"the scheduler {type(scheduler).__name__} was made for another optimizer than the Trainer was given: make it of "
-            "the same one"
+            f"the scheduler {type(scheduler).__name__} belongs to another optimizer than the Trainer's; create it with the "
+            "same one"
         )
 
 
@@ -65,7 +65,7 @@ def scale_lr(optimizer: Optimizer, rule: str, scheduler: Any = None) -> None:
     Raises ConfigError where it was done already.
     """
     if optimizer in _scaled:
-        raise ConfigError(f"scale_lr: the learning rate of this optimizer was scaled already ({_scaled[optimizer].rule})")
+        raise ConfigError(f"scale_lr was called before for this optimizer ({_scaled[optimizer].rule}); call it only once")
     ranks = comm.world().world_size
     factor = float(ranks) if rule == "linear" else math.sqrt(ranks)
     _scaled[optimizer] = Scaled(rule, factor, tuple(_rate_of(group) for group in optimizer.param_groups))
@@ -82,8 +82,8 @@ def check_scaled(optimizer: Optimizer, fixed_batch: int | None) -> None:
     done = scaled(optimizer)
     if done is not None and fixed_batch is not None:
         raise ConfigError(
-            f"scale_lr(optimizer, {done.rule!r}) goes with batch_size: a global batch of {fixed_batch} is the same on "
-            "any number of ranks, and so is its learning rate"
+            f"scale_lr(optimizer, {done.rule!r}) is for batch_size: a fixed global batch of {fixed_batch} needs the same "
+            "learning rate on any number of ranks; remove scale_lr, or give batch_size"
         )
 
 

@@ -28,7 +28,7 @@ class Precision:
     def of(cls, name: str, device: torch.device) -> Precision:
         """`name`: fp32, bf16, or fp16 (with a loss scale)."""
         if name not in _DTYPES:
-            raise ConfigError(f"precision={name!r}; choose one of {', '.join(_DTYPES)}")
+            raise ConfigError(f"precision={name!r} is unknown; choose one of {', '.join(_DTYPES)}")
         return cls(name, _DTYPES[name], device.type)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:

@@ -78,7 +78,9 @@ class TrainState:
         Trainer is at work.
         """
         if self.on_stop is None:
-            raise ConfigError("state.stop() is for the actions of a Trainer while it trains; in your own loop: stop.ask()")
+            raise ConfigError(
+                "state.stop() works only in the actions of a Trainer while it trains; in your own loop, call stop.ask()"
+            )
         self.stop_reason = self.stop_reason or " ".join(reason.split())
         self.on_stop()
 
