@@ -624,7 +624,7 @@ def test_a_function_that_breaks_its_contract_is_told_what_to_return(tmp_path: Pa
         ({"accumulate": 0}, "accumulate=0"),
         ({"precision": "fp8"}, "precision='fp8'.: give one of 'fp32', 'bf16', 'fp16'"),
         ({"lr_scale": "cubic"}, r"scale_lr\(rule='cubic'\): give one of 'linear', 'sqrt'"),
-        ({"lr_scale": "linear"}, r"scale_lr\(optimizer, 'linear'\) goes with batch_size"),
+        ({"lr_scale": "linear"}, r"scale_lr\(optimizer, 'linear'\) is for batch_size"),
         ({"model": nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3))}, "SyncBatchNorm, which works only on GPUs"),
         ({"seed": -1}, "seed=-1"),
     ],
@@ -1031,9 +1031,9 @@ def with_nan_at(step: int, run_dir: Path) -> tuple[str, int]:
     return out.getvalue(), state.steps_left_out
 
 
-def test_a_step_that_is_left_out_is_said_counted_and_told_at_the_end(tmp_path: Path) -> None:
-    (said, left_out), (_, other) = on_ranks(2, with_nan_at, 3, tmp_path / "run")
-    assert left_out == other == 1
+def test_a_skipped_step_is_reported_counted_and_reported_at_the_end(tmp_path: Path) -> None:
+    (said, skipped), (_, other) = on_ranks(2, with_nan_at, 3, tmp_path / "run")
+    assert skipped == other == 1
     assert "warning: step 3 is skipped on all ranks: the gradient is not finite (1 so far)" in said
     assert "1 step skipped" in said
 
@@ -1053,7 +1053,7 @@ def rates_with_nan_at(step: int, run_dir: Path) -> list[float]:
     return rates
 
 
-def test_the_scheduler_does_not_step_for_a_step_that_is_left_out(tmp_path: Path) -> None:
+def test_the_scheduler_does_not_step_for_a_skipped_step(tmp_path: Path) -> None:
     for rates in on_ranks(2, rates_with_nan_at, 3, tmp_path / "run"):
         assert rates == [0.02 / 2**n for n in (1, 2, 2, 3, 4, 5)]
 
@@ -1091,7 +1091,7 @@ def strangers(run_dir: Path) -> str:
 
 
 def test_an_optimizer_of_another_model_is_an_error(tmp_path: Path) -> None:
-    assert "the optimizer holds no parameter of the model" in on_ranks(1, strangers, tmp_path)[0]
+    assert "the optimizer has no parameter of the model" in on_ranks(1, strangers, tmp_path)[0]
 
 
 def test_the_attempt_of_a_plain_run_has_its_end(tmp_path: Path) -> None:

@@ -328,7 +328,7 @@ class Trainer:
         state.epoch = self.loader.epoch
         state.epoch_ended = self.loader.position == 0
         state.last = self._done(state)
-        state.left_out = False
+        state.skipped = False
         if not result.mine.stepped:
             self.meters.forget(micro_batches)  # the NaN of a skipped step would be that of the whole interval
         if result.shared is None:
@@ -351,7 +351,7 @@ class Trainer:
         outcome, status = "ended by an exception", 1
         try:
             if fresh or attempt.fresh:
-                self.checkpoints.begin_anew()
+                self.checkpoints.start_from_scratch()
             self._begin(self.state)
             yield self.state
             outcome, status = f"ended after step {self.state.step}", 0
@@ -378,7 +378,7 @@ class Trainer:
         steps = self._total_steps()
         if steps is not None:
             self.sync.check_length(steps)
-        manifest = self.checkpoints.load_latest(state.parts, may_begin_anew=self._actions.named.keys())
+        manifest = self.checkpoints.load_latest(state.parts, may_be_new=self._actions.named.keys())
         self._saving.begin(state.step, saved=manifest is not None)
         self._skipped.begin(state.step)
         self._begun_at = self._weights.finite_at = state.step

@@ -28,14 +28,14 @@ def state_of_training() -> TrainState:
     return TrainState(model, torch.optim.SGD(model.parameters(), lr=1.0))
 
 
-def test_it_steps_once_a_step_but_not_for_one_that_was_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_steps_once_a_step_but_not_for_one_that_was_skipped(capfd: pytest.CaptureFixture[str]) -> None:
     state = state_of_training()
     inner = [LinearLR(state.optimizer, 0.5, 1.0, total_iters=2), StepLR(state.optimizer, 1, gamma=0.5)]
     schedule = Schedule(SequentialLR(state.optimizer, inner, [2]))
     rates = []
-    for left_out in (False, True, False, False, True, False):
+    for skipped in (False, True, False, False, True, False):
         state.optimizer.step()
-        state.left_out = left_out
+        state.skipped = skipped
         schedule(state)
         rates.append(state.optimizer.param_groups[0]["lr"])
     assert rates == [0.75, 0.75, 1.0, 0.5, 0.5, 0.25]

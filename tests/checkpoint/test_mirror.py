@@ -147,7 +147,7 @@ def test_a_damaged_one_there_is_named_and_changes_nothing_here(here: Path, there
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=rf"^{path.name} of file://.*: {path.name}/model.pt is corrupted"):
+    with pytest.raises(CheckpointError, match=rf"^{path.name} in file://.*: {path.name}/model.pt is corrupted"):
         mirror.fetch(path.name, here)
     assert loaded(here) == 7
     assert [p.name for p in here.iterdir()] == [path.name]
@@ -243,7 +243,7 @@ def test_a_machine_with_an_empty_disk_goes_on_from_there(here: Path, there: Path
     parts = of_step(-1)
     assert mirrored(here, there).load_latest(parts) is not None
     assert step_in(parts) == 7
-    assert capsys.readouterr().out == f"step-00000007 comes from file://{there}\n"
+    assert capsys.readouterr().out == f"step-00000007 was copied from file://{there}\n"
 
 
 def test_what_is_newer_here_is_gone_on_from_here(here: Path, there: Path) -> None:
@@ -285,7 +285,7 @@ def test_what_is_damaged_here_and_there_is_passed_over(here: Path, there: Path) 
     assert step_in(parts) == 6
 
 
-def test_a_store_that_cannot_be_read_does_not_begin_anew_in_silence(
+def test_a_store_that_cannot_be_read_does_not_start_from_scratch_in_silence(
     here: Path, there: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = mirrored(here, there)
@@ -324,10 +324,10 @@ def test_a_training_goes_on_on_another_machine_as_if_nothing_had_been(n: int, tm
     on_ranks(n, fit_mirrored, tmp_path, "here", 5)
     found = on_ranks(n, fit_mirrored, tmp_path, "elsewhere", 8)
     assert [parameters for parameters, _ in found] == unbroken
-    assert f"step-00000005 comes from file://{tmp_path}/there" in found[0][1]
+    assert f"step-00000005 was copied from file://{tmp_path}/there" in found[0][1]
 
 
-def test_one_that_is_to_begin_anew_does_not_go_on_from_what_lies_there(tmp_path: Path) -> None:
+def test_a_run_from_scratch_does_not_resume_from_what_is_there(tmp_path: Path) -> None:
     on_ranks(1, fit_mirrored, tmp_path, "here", 5)
     for text in [text for _, text in on_ranks(2, fit_mirrored, tmp_path, "here", 8, fresh=True)]:
         assert text == (

@@ -12,15 +12,15 @@ from rankwise.training.state import TrainState
 
 
 class Schedule:
-    """An action. Not for a step that was left out: fp16 begins with some, and a warm-up would lose its first ones. A scheduler
-    that somebody else steps too is told once."""
+    """An action. It does not step for a skipped step: fp16 starts with some, and a warm-up would lose its first steps. If the
+    script steps the scheduler too, this is reported once."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._after: Any = None  # its count, as the last step here left it
+        self._after: Any = None  # the scheduler's count after the last step here
 
     def __call__(self, state: TrainState) -> None:
-        if state.left_out:
+        if state.skipped:
             return
         if self._after is not None and getattr(self._scheduler, "last_epoch", None) != self._after:
             log.warning_once(
