@@ -1,9 +1,9 @@
-"""What the `rankwise checkpoint` commands do: list, show, verify, export, average, prune. To look and to verify needs no torch.
+"""The `rankwise checkpoint` commands: list, show, verify, export, average, prune. Listing and verifying need no torch.
 
 print(list_all(find("train"), verify=False));  print(show(pick(find("train"), None)))
 write_model(read_model(path), Path("model.safetensors"))               # load_file(...) gives a state dict
 write_model(average([path_a, path_b, path_c]), Path("mean.pt"))        # torch.load("mean.pt", weights_only=True)
-find_prunable(folder, keep_last=2, older_than="7d")                    # reads what is to stay, so that something whole does
+find_prunable(folder, keep_last=2, older_than="7d")                    # reads those that stay, so that an intact one does
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ State = dict[str, Any]
 
 
 def list_all(folder: Path, verify: bool) -> str:
-    """One line a checkpoint, the oldest first. Without `verify` no more than the files' sizes is looked at."""
+    """One line per checkpoint, the oldest first. Without `verify` only the sizes of the files are checked."""
     manifests_of = {path: _read(path) for path in checkpoints_in(folder)}
     good = {path: found for path, found in manifests_of.items() if isinstance(found, Manifest)}
     best = next((Best(**found.best) for found in reversed(good.values()) if found.best), None)
@@ -58,7 +58,7 @@ def list_all(folder: Path, verify: bool) -> str:
 
 
 def _read(path: Path) -> Manifest | str:
-    """Or what is wrong with it."""
+    """The manifest, or what is wrong with it."""
     try:
         return Manifest.read(path)
     except CheckpointError as error:
@@ -86,7 +86,7 @@ def _figure(value: float | None) -> str:
 
 
 def show(path: Path) -> str:
-    """Its figures, its parts, and every tensor. Raises CheckpointError when the manifest is damaged."""
+    """Its metrics, its parts, and every tensor. Raises CheckpointError if the manifest is corrupted."""
     manifest = Manifest.read(path)
     head = f"{short(path)}: step {manifest.step}, saved {stamp(saved_at(path))} by {manifest.world_size} rank"
     lines = [head + f"{'s' * (manifest.world_size != 1)} with torch {manifest.torch}, {size(manifest.bytes)}"]
@@ -127,7 +127,7 @@ def show_as_json(path: Path) -> str:
 
 
 def verify(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
-    """(checkpoint, what is damaged in it), one after the other as they are read."""
+    """(checkpoint, what is corrupted in it), one after the other as they are read."""
     for path in paths:
         try:
             yield path, list(manifests.damages(path, Manifest.read(path)))
@@ -139,7 +139,7 @@ def verify(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
 
 
 def check_target(path: Path, force: bool) -> None:
-    """Before anything is read. Raises ConfigError when it could not be written."""
+    """Called before anything is read. Raises ConfigError if the file cannot be written."""
     if path.suffix not in KINDS:
         raise ConfigError(f"--to {path}: the name must end in {' or '.join(KINDS)}; type --to {path.name or 'model'}{KINDS[0]}")
     if not path.absolute().parent.is_dir():
@@ -151,7 +151,7 @@ def check_target(path: Path, force: bool) -> None:
 
 
 def read_model(path: Path, part: str = "model") -> State:
-    """The state of one part of a checkpoint, names as the bare module has them. Raises CheckpointError when it is damaged."""
+    """The state of one part of a checkpoint, with the names of the bare module. Raises CheckpointError if it is corrupted."""
     from rankwise.checkpoint import sharding
 
     manifest = Manifest.read(path)
@@ -178,9 +178,9 @@ def _bare(state: State) -> State:
 
 
 def choose_for_average(folder: Path, last: int | None, best: int | None, by: Best | None) -> list[Path]:
-    """The last or the best so many, the best by `by`, else by the figure that their run chose by.
+    """The last N or the best N; the best by the metric `by`, or by the metric of their run.
 
-    Raises ConfigError when there are fewer, CheckpointError when one that could be among the best has a damaged manifest.
+    Raises ConfigError if there are fewer, CheckpointError if one that could be among the best has a corrupted manifest.
     """
     if (last is None) == (best is None):
         raise ConfigError("which checkpoints should be averaged? Type --last N or --best N")
@@ -206,9 +206,9 @@ def _enough(found: list[Path], n: int, where: str, option: str) -> list[Path]:
 
 
 def average(paths: Sequence[Path], part: str = "model") -> State:
-    """The mean of each floating tensor, summed in float64; all else (counts, masks) is the newest's.
+    """The mean of each floating-point tensor, summed in float64. Everything else (counts, masks) is that of the newest.
 
-    Raises ConfigError when they are not of one model, CheckpointError when one is damaged.
+    Raises ConfigError if they are of different models, CheckpointError if one is corrupted.
     """
     newest = max(paths, key=lambda path: Manifest.read(path).step)
     state = read_model(newest, part)
@@ -242,7 +242,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_model(state: State, to: Path) -> None:
-    """As the name's end says: .pt or .safetensors. Raises CheckpointError when it cannot be written."""
+    """Write .pt or .safetensors, by the end of the name. Raises CheckpointError if this fails."""
     temporary = to.with_name(f".{to.name}.{uuid.uuid4().hex}")
     try:
         if to.suffix == ".safetensors":
@@ -255,7 +255,7 @@ def write_model(state: State, to: Path) -> None:
         fsync(temporary)
         os.replace(temporary, to)
         fsync(to.absolute().parent)
-    except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of an OSError
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch's form of an OSError
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise CheckpointError(f"cannot write {to}: {why}") from None
     finally:
@@ -267,13 +267,13 @@ def _save_safetensors(state: Mapping[str, torch.Tensor], tied: Mapping[str, str]
         _safetensors().save_file(state, to, {"format": "pt", **tied})
     except ConfigError:
         raise
-    except Exception as error:  # of a type of its own
+    except Exception as error:  # safetensors has its own type
         raise RuntimeError(str(error)) from None
 
 
 def _apart(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What safetensors takes: (tensors, none of which shares memory with another; of those that are one tensor under several
-    names all names but the first, with that). Its load_model, and the libraries that use it, look for them so."""
+    """What safetensors needs: (tensors that do not share memory, {other name: first name} for a tensor with several names).
+    Its load_model, and the libraries that use it, expect this."""
     import torch
 
     for name, value in state.items():
@@ -321,10 +321,10 @@ def find_prunable(
     older_than: str | None = None,
     keep: Sequence[str] = (),
 ) -> list[Path]:
-    """What may go, the oldest first: all but the last whole ones (at least one), the best ones, those named, those younger.
+    """Those that can be removed, the oldest first: all but the last intact ones (at least one), the best, the named, the young.
 
-    Reads every byte of the newest, until as many whole ones are found as are to stay. What is damaged does not count; where it
-    is newer than all that is whole it is left to its owner. Raises ConfigError when no rule is given, or one cannot be.
+    Reads every byte of the newest, until it has found as many intact ones as should be kept. Corrupted ones do not count; those
+    that are newer than all intact ones are not touched. Raises ConfigError if no rule is given, or a rule is wrong.
     """
     for option, n in (("--keep-last", keep_last), ("--keep-best", keep_best)):
         if n is not None and n < 1:
@@ -350,7 +350,7 @@ def find_prunable(
 
 
 def remove_one(path: Path) -> str:
-    """Remove it, and say so."""
+    """Remove it; returns the line to print."""
     if not remove(path):
         raise CheckpointError(f"{path} cannot be removed")
     return f"removed {path}"
@@ -361,7 +361,7 @@ def _first_whole(paths: Iterable[Path], n: int) -> list[Path]:
     for path in paths:
         if len(found) == n:
             break
-        with contextlib.suppress(CheckpointError):  # damaged, or gone by now
+        with contextlib.suppress(CheckpointError):  # corrupted, or removed by now
             manifests.verify(path)
             found.append(path)
     return found

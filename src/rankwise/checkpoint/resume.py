@@ -1,7 +1,7 @@
-"""Resuming: all ranks choose the newest checkpoint that any node has, bring it to the nodes that lack it, and load it.
+"""Resuming: all ranks choose the newest checkpoint that any node has, copy it to nodes without it, and load it.
 
 chosen = choose(catalog, damaged)                        # collective
-load_part(chosen.folder, chosen.manifest, "model", model)   # on each rank by itself; each error says what to type
+load_part(chosen.folder, chosen.manifest, "model", model)   # on each rank separately
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from rankwise.host.text import count
 from rankwise.training.state import Stateful
 
 RNG = "rng"
-"""The part that holds every rank's random state."""
+"""The part with the random state of every rank."""
 
 
 def check_parts(parts: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a name of no file, or a part that cannot be saved and loaded: before any work is lost."""
+    """Raises ConfigError for a name that cannot be a file, or a part that cannot be saved, before any work is lost."""
     for name, part in parts.items():
         if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name) or name == RNG or own_states.is_taken(name):
             raise ConfigError(
@@ -50,13 +50,14 @@ class Chosen(NamedTuple):
     folder: Path
     manifest: Manifest
     is_copy: bool
-    """This rank has written it, for its node, which had none."""
+    """Whether this rank has written it as a copy for its node."""
 
 
 def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
-    """Collective. None where no node has one. `damaged`: what the first rank of each node knows to be so, and why.
+    """Collective. None if no node has a checkpoint. `damaged`: those that the first rank of each node knows to be corrupted,
+    and why.
 
-    Raises CheckpointError on all ranks where there are some and none is whole, or where a node cannot keep its copy.
+    Raises CheckpointError on all ranks if there are checkpoints and none is intact, or if a node cannot store its copy.
     """
     group = comm.patient()
     is_first = any(ranks[0] == comm.rank() for ranks in comm.nodes())
@@ -83,7 +84,7 @@ def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
     if any(lacks):
         disks = group_by_folder(catalog.folder)
         to = [ranks[0] for ranks in disks if source not in ranks and any(lacks[rank] for rank in ranks)]
-        damaged.pop(folder, None)  # on the source's own disk it is read once more
+        damaged.pop(folder, None)  # the source reads its own once more
     if to:
         size = f"{manifest.bytes / 1e6:.1f} MB"
         log.say(f"copying {newest} ({size}) from {host} to {count(len(to), 'node')} without it")
@@ -92,16 +93,16 @@ def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
 
 
 def is_damaged_here(mine: bool) -> bool:
-    """Collective. Whether one of this node's ranks has read another byte than was written; told to the node's first rank."""
+    """Collective. On the first rank of a node: whether a rank of this node has read a corrupted byte. False on other ranks."""
     told = comm.all_gather_object(mine)
     return any(ranks[0] == comm.rank() and any(told[rank] for rank in ranks) for ranks in comm.nodes())
 
 
-# --- loading it, on each rank by itself
+# --- loading it, on each rank separately
 
 
 def load(folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify: bool = True) -> BaseException | None:
-    """Load a checkpoint on this rank; returns what went wrong. The main rank verifies the files of other parts too."""
+    """Load a checkpoint on this rank; returns the error, if any. The main rank also verifies the files of other parts."""
     own = own_states.names(manifest)
     asked = {name for part in (*parts, RNG, *own) for name in sharding.files_of(manifest, part)}
     try:
@@ -109,7 +110,7 @@ def load(folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify
             load_part(folder, manifest, name, part, verify)
         own_states.load(manifest, parts, lambda name: _read(folder, manifest, name, None, verify))
         load_stream(folder, manifest, verify)
-        if verify and comm.is_main():  # a checkpoint is whole or damaged, though nobody asks for all of it
+        if verify and comm.is_main():  # a checkpoint is intact or corrupted as a whole, even if not all of it is loaded
             for name in manifest.files.keys() - asked:
                 for damage in manifests.damages(folder, manifest, only=name):
                     raise DamagedError(damage)
@@ -132,7 +133,7 @@ def _read(folder: Path, manifest: Manifest, name: str, part: Stateful | None, ve
         ) from None
     except OSError as error:
         raise DamagedError(f"{error.filename or path} cannot be read ({error.strerror}), on rank {comm.rank()}") from None
-    except Exception as error:  # torch raises many types; the file is whole, so it is not one of ours
+    except Exception as error:  # torch raises many types; the file is intact, but not one of ours
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
 
 

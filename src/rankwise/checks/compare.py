@@ -1,6 +1,6 @@
-"""What the ranks of a script have done, compared: with each other, and on different numbers of them. Without torch.
+"""Compares what the ranks of a script have done: with each other, and on different numbers of ranks. Without torch.
 
-findings = compare({1: records, 2: records}, gradients)       # a record: what instrument.py has noted on a rank
+findings = compare({1: records, 2: records}, gradients)       # a record: what instrument.py has written on a rank
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rankwise.host.text import count, listed
 
 Record = Mapping[str, Any]
 Starts = Mapping[int, Sequence[Record]]
-"""By the number of ranks: the record of each."""
+"""By the number of ranks: the record of each rank."""
 
 Gradients = Callable[[int, int], Arrays]
-"""(number of ranks, rank) -> those of its first step."""
+"""(number of ranks, rank) -> the gradients of its first step."""
 
 
 def compare(starts: Starts, gradients: Gradients) -> list[Finding]:
-    """Not yet combined: several a check. On each number of ranks at least one rank must have taken a step."""
+    """The findings, several per check: not yet combined. On each number of ranks, at least one rank must have taken a step."""
     findings = []
     for ranks, records in starts.items():
         findings += _order(ranks, records)
@@ -33,7 +33,7 @@ def compare(starts: Starts, gradients: Gradients) -> list[Finding]:
 
 
 def first_apart(told: Sequence[Mapping[str, str]], who: Sequence[str] = ()) -> str | None:
-    """In words which tensor is not the same for all, and between whom; None if all are. `who`: else they are ranks."""
+    """Says which tensor differs, and between which two; None if all are the same. `who`: their names; by default, ranks."""
     for name in told[0] if told else ():
         for number, other in enumerate(told):
             if other.get(name) != told[0][name]:
@@ -88,7 +88,7 @@ def _key(sample: Any) -> Any:
 
 
 def _order(ranks: int, records: Sequence[Record]) -> list[Finding]:
-    """Whether a loader that shuffles gives another order in its second pass; nothing where there was one pass alone."""
+    """Whether a shuffling loader has another order in its second pass; empty if there was only one pass."""
     record = records[0]
     for number, loader in enumerate(record["loaders"]):
         passes = [p["samples"] for p in record["passes"] if p["loader"] == number and p["trained"] and p["samples"]]
@@ -112,7 +112,7 @@ def _order(ranks: int, records: Sequence[Record]) -> list[Finding]:
 
 
 def compare_draws(told: Sequence[Sequence[Sequence[Any]]]) -> Finding:
-    """`told`: of each rank its forward passes, (where the streams stood, the layers that drew)."""
+    """`told`: for each rank its forward passes: (state of the streams, the layers that drew)."""
     layers = list(dict.fromkeys(layer for rank in told for _, drew in rank for layer in drew))
     if not layers:
         return Finding("random", OK, "no layer draws random numbers")
@@ -142,7 +142,7 @@ def compare_draws(told: Sequence[Sequence[Sequence[Any]]]) -> Finding:
 
 
 def _between_ranks(records: Sequence[Record], gradients: Gradients) -> list[Finding]:
-    """The optimizer must be given the same gradient on every rank; nothing is said where it is."""
+    """The optimizer must get the same gradient on every rank; no finding if it does."""
     ranks = len(records)
     stepped = _stepped(records)
     apart = first_apart([records[rank]["steps"][0]["gradients"] for rank in stepped], [f"rank {r}" for r in stepped])
@@ -169,7 +169,7 @@ def _stepped(records: Sequence[Record]) -> list[int]:
 
 
 def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
-    """The first step's gradient on each number of ranks, from the same weights and samples, without chance."""
+    """The gradient of the first step on each number of ranks, from the same weights and samples, without random numbers."""
     low = min(starts)
     first = starts[low][_stepped(starts[low])[0]]
     drawing = sorted({layer for records in starts.values() for _, drew in records[0]["still"] for layer in drew})
@@ -233,7 +233,7 @@ def _equal(evidence: str, norms: Sequence[str]) -> Finding:
 
 
 def _other_content(records: Sequence[Record]) -> str | None:
-    """The first sample that is not the same thing to all who have seen it."""
+    """The first sample whose content differs between ranks or starts."""
     known: dict[str, str] = {}
     for record in records:
         for sample, content in record["contents"].items():
@@ -243,7 +243,7 @@ def _other_content(records: Sequence[Record]) -> str | None:
 
 
 def _first_samples(records: Sequence[Record]) -> Counter[Any]:
-    """What all ranks together have taken before the first step of one of them."""
+    """The samples that all ranks together have used before the first step of one of them."""
     passes = records[_stepped(records)[0]]["steps"][0]["forwards"]
     return Counter(_key(sample) for record in records for batch in record["batches"][:passes] for sample in batch)
 

@@ -1,6 +1,6 @@
-"""The self-test of a Trainer, on the ranks that there are; it works on copies, and writes in a folder that is gone afterwards.
+"""The self-test of a Trainer, on the current ranks. It works on copies, and removes its folder afterwards.
 
-rankwise.selftest(trainer)              # prints what it finds; False if one finding is a mistake
+rankwise.selftest(trainer)              # prints its findings; False if one is a mistake
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ from rankwise.training.model import evaluating
 from rankwise.training.optimizer import named_state
 
 ONE = World(0, 1, 0, 1, 0, source="selftest")
-"""One rank alone: what all are measured by."""
+"""A single rank, the reference for all."""
 
 SAMPLES, FEW = 13, 9
-"""Of the global batch of the test; FEW where the Trainer's own is smaller. At least two for each of 4 micro-batches, as batch
-norms need, and never as many for all: means of equal parts would hide that they are means."""
+"""Samples in the global batch of the test; FEW if the Trainer's own is smaller. Each of 4 micro-batches has at least two, as
+batch norms need, and not all have the same number: means of equal parts would hide that they are means."""
 
 _STEPS = 2
-_MADE_UP_FOR = 3  # so many times smaller over many steps
-_OF_A_SUM = 0.01  # what ranks lose that add up in 16 bits: nobody knows it
+_MADE_UP_FOR = 3  # the error over many steps must be so many times smaller
+_OF_A_SUM = 0.01  # loss of a sum over ranks in 16 bits, which no later step corrects
 
 
 def selftest(trainer: Trainer) -> bool:
-    """Collective. Show, on copies, that the gradient does not depend on ranks and micro-batches, that a resumed step is the
-    unbroken one, that ranks see other samples and draw other numbers. Prints a line for each; False if one is a mistake.
+    """Collective. Check, on copies, that the gradient does not depend on the number of ranks and micro-batches, that a step
+    after resuming is the same as without a stop, and that ranks have different samples and random numbers. Prints a line for
+    each check; returns False if one found a mistake.
 
-    `rankwise selftest SCRIPT.py` does it on 1, 2 and 4 ranks.
+    `rankwise selftest SCRIPT.py` does this on 1, 2 and 4 ranks.
     """
     findings = findings_of(trainer)
     log.say(as_text(combined(findings)))
@@ -66,7 +67,7 @@ def selftest(trainer: Trainer) -> bool:
 
 
 def findings_of(trainer: Trainer) -> list[Finding]:
-    """Collective. What `selftest` prints; the same on all ranks. Takes a few steps of copies of the model and optimizer."""
+    """Collective. The findings of `selftest`, the same on all ranks. Takes a few steps with copies of model and optimizer."""
     streams = seed.rng_state()
     try:
         findings = [_weights(trainer)] if trainer.world.world_size > 1 else []
@@ -111,7 +112,7 @@ def _weights(trainer: Trainer) -> Finding:
 
 
 def _samples(trainer: Trainer) -> Finding:
-    """Collective. A sample may look otherwise beside others: padded to the longest of them. Then each is looked at alone."""
+    """Collective. Padding may change a sample in a batch; then each sample is compared in a batch of its own."""
     together = _compared(trainer, 1)
     if together.status != FAILED:
         return together
@@ -122,7 +123,7 @@ def _samples(trainer: Trainer) -> Finding:
 
 
 def _compared(trainer: Trainer, accumulate: int) -> Finding:
-    """Collective. The content of each sample: what the dataset answers is seen, not what was asked for."""
+    """Collective. Compares the content of the samples, not only their indices."""
     size = _size(trainer)
     mine = _rows(trainer.loader.anew(trainer.world, accumulate, size))
     all_at_once = _rows(trainer.loader.anew(ONE, accumulate, size))
@@ -148,12 +149,12 @@ def _compared(trainer: Trainer, accumulate: int) -> Finding:
 
 
 def _rows(loader: Loader) -> list[list[str]]:
-    """Of each of the first steps, a word for each sample."""
+    """For each of the first steps, a digest of each sample."""
     return [[row for batch in step for row in row_digests(batch)] for step in islice(loader, _STEPS)]
 
 
 def row_digests(batch: Any) -> list[str]:
-    """A word for each row of a batch, over all tensors in it that have as many rows as the first."""
+    """A digest for each row of a batch, over all its tensors that have as many rows as the first."""
     tensors = [t for t in tensors_in(batch) if t.dim() > 0]
     rows = len(tensors[0]) if tensors else 0
     return ["-".join(digest(tensor[row]) for tensor in tensors if len(tensor) == rows) for row in range(rows)]
@@ -189,12 +190,13 @@ def _gradients(trainer: Trainer) -> Finding:
 
 
 def _all_reduce(model: nn.Module, optimizer: Optimizer, **given: Any) -> SyncStrategy:
-    """Collective. In the place of a strategy that is not exact: the step function and the data are looked at, not that."""
+    """Collective. Used instead of a strategy that is not exact, to test the step function and the data."""
     return AllReduce().attach(model, optimizer, **given)
 
 
 def _rounding(exact: Finding, first: Difference, over_all: Difference) -> Finding:
-    """`exact`: what was found without it. A rounding that is made up for is, over N steps, an N-th of one step's or a few."""
+    """`exact`: the finding without the strategy. If later steps correct the rounding, the error of N steps is about 1/N of
+    one."""
     where = f"{exact.where}; rounded by {first}, over {ROUNDINGS} steps by {over_all}"
     if over_all.size <= max(first.size / _MADE_UP_FOR, _OF_A_SUM):
         evidence = f"{exact.evidence} (with AllReduce(); later steps make up for what the strategy rounds)"
@@ -219,11 +221,11 @@ def _random(trainer: Trainer) -> Finding:
     return compare_draws(comm.all_gather_object(draws.passes))
 
 
-# --- steps, and a step after a resume
+# --- steps, and a step after resuming
 
 
 class _Copy:
-    """A model and all that trains it, for a few steps of its own."""
+    """A copy of a model and everything that trains it, for a few steps."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._twin = Twin(trainer.state.model, trainer.state.optimizer, trainer.state.parts.get("scheduler"))
@@ -237,7 +239,7 @@ class _Copy:
         self._parts: dict[str, Any] = parts | ({"scheduler": self._scheduler} if self._scheduler is not None else {})
 
     def step(self) -> None:
-        """Collective. The next one of the loader."""
+        """Collective. One step with the next batch of the loader."""
         micro_batches = next(iter(self._loader))
         with self._twin:
             for i, batch in enumerate(micro_batches, start=1):
@@ -247,7 +249,7 @@ class _Copy:
             self._scheduler.step()
 
     def freeze_one(self, before: dict[str, str]) -> str | None:
-        """Collective. A parameter of the model that has moved since `before`, beside others: its name."""
+        """Collective. Freeze one of the parameters that have changed since `before`; returns its name."""
         now = self.parameters()
         moved = [name for name, _ in self.model.named_parameters() if before[name] != now[name]]
         name: str | None = comm.broadcast_object(moved[-1] if len(moved) > 1 else None)
@@ -264,7 +266,7 @@ class _Copy:
             checkpoints.save(self._parts, 1)
 
     def load(self, checkpoints: Checkpoints) -> None:
-        """Collective. What it prints would be about a copy."""
+        """Collective. Without output, which would be about a copy."""
         with self._twin, contextlib.redirect_stdout(io.StringIO()):
             checkpoints.load_latest(self._parts)
 
@@ -273,12 +275,12 @@ class _Copy:
             return digests(self._twin.named())
 
     def averaged(self) -> dict[str, str]:
-        """Collective. Of the parameters that an evaluation sees."""
+        """Collective. Digests of the parameters as an evaluation sees them."""
         with self.sync.averaged():
             return self.parameters()
 
     def digests(self) -> dict[str, str]:
-        """Of parameters and buffers, and of what the optimizer keeps."""
+        """Digests of parameters, buffers, and the state of the optimizer."""
         kept = named_state(self.model, self._twin.optimizer)
         modes = torch.tensor([module.training for module in self.model.modules()])
         return {**digests({**self.model.state_dict(), **kept, "modes of modules": modes}), **self.parameters()}
@@ -299,7 +301,7 @@ def _resume_and_steps(trainer: Trainer) -> list[Finding]:
         moved = unbroken.parameters()
         averaged = trainer.sync.promise == "averaged"
         alike = unbroken.averaged() if averaged else moved
-        seed.seed_rank(trainer.seed + 1, trainer.world.rank)  # as a new process: elsewhere
+        seed.seed_rank(trainer.seed + 1, trainer.world.rank)  # like a new process, with other streams
         resumed.load(checkpoints)
         resumed.step()
         apart = first_apart([unbroken.digests(), resumed.digests()], ("the run without a stop", "the resumed run"))
@@ -316,7 +318,7 @@ def _resume_and_steps(trainer: Trainer) -> list[Finding]:
 
 
 def _steps(moved: Sequence[dict[str, str]], still: Sequence[Sequence[str]], parameters: int, averaged: bool) -> Finding:
-    """`moved`: what is to be the same on all ranks, by rank; `averaged`: that is the average of replicas."""
+    """`moved`: by rank, what must be the same on all ranks; `averaged`: this is the average of replicas."""
     lazy = [rank for rank, names in enumerate(still) if len(names) == parameters]
     if lazy and len(lazy) < len(moved):
         return Finding(
@@ -357,7 +359,7 @@ def _looking(apart: str | None) -> Finding:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """Collective. A folder that all ranks see, gone afterwards."""
+    """Collective. A temporary folder that all ranks see."""
     path = run_on_main(tempfile.mkdtemp, kwargs={"prefix": "rankwise-selftest-"})
     try:
         yield Path(path)
@@ -370,7 +372,7 @@ def _folder() -> Iterator[Path]:
 
 
 def _evaluation(trainer: Trainer, evaluate: Evaluate) -> Finding:
-    """On the first batches and the last; the same on one rank alone, in other parts."""
+    """Compares the first batches and the last one with the same on a single rank, in other micro-batches."""
     model = copy.deepcopy(trainer.state.model)
     given = evaluate.loader
     if given.is_split:

@@ -1,12 +1,12 @@
-"""Files by path or URL (s3://, https://, whatever fsspec reaches), each call with a limit of time.
+"""Files by path or URL (s3://, https://, and others of fsspec); each call has a time limit.
 
 with RemoteFile("s3://bucket/train-0.h5") as file:       # read, seek, tell, readinto
     head = file.read(8)
 facts("s3://bucket/train-0.h5")                          # FileFacts(size=34500000, version="...")
 expanded("s3://bucket/train-*.h5")                       # ["s3://bucket/train-0.h5", ...]
 
-Neither NFS nor the clients of stores end each of their waits. So each call is made in a thread of its own, and one that has no
-answer after STALLED_S is an error: this process goes on, without that thread.
+NFS and the clients of stores may wait forever. So each call runs in its own thread, and a call without an answer after
+STALLED_S is an error: the process continues without this thread.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from rankwise.host.stores import file_system, told
 T = TypeVar("T")
 
 STALLED_S = 120.0
-"""A call without an answer for so long, its other attempts included, is given up."""
+"""A call without an answer for so long, including its repetitions, has failed."""
 
 _PAUSES_S = (1.0, 5.0)
-"""Before the second and the third attempt: a connection may break."""
+"""Before the second and the third try: a connection may break."""
 
 _FINAL = (RankwiseError, FileNotFoundError, PermissionError, IsADirectoryError, ImportError)
-"""Another attempt would end as the first."""
+"""Errors for which a second try is useless."""
 
 _BLOCK, _BLOCKS = 1 << 18, 16
-"""Bytes of a request for less, and how many such blocks are kept: the places that HDF5 looks at lie side by side."""
+"""Smallest request in bytes, and how many such blocks are kept: HDF5 reads many small pieces close to each other."""
 
 _VERSION = {"etag", "lastmodified", "mtime", "modified", "md5hash", "contentmd5", "digest", "generation", "created"}
-"""What the clients of stores call what changes with a file, in lower case and without - and _."""
+"""Names that the clients of stores use for the version of a file, in lower case and without - and _."""
 
 
 class FileFacts(NamedTuple):
     size: int | None
-    """Bytes; None where a server does not say."""
+    """Bytes; None if the server does not give the size."""
 
     version: str
-    """Another one when the file is another."""
+    """Changes when the file changes."""
 
 
 def is_remote(path: str) -> bool:
@@ -55,7 +55,7 @@ def is_remote(path: str) -> bool:
 
 
 def facts(path: str) -> FileFacts:
-    """Raises DataError for what is not there."""
+    """Raises DataError if the file does not exist."""
     if is_remote(path):
         return _bounded(path, lambda: _facts_there(path))
     found = _bounded(path, lambda: os.stat(path))
@@ -70,7 +70,7 @@ def _facts_there(url: str) -> FileFacts:
 
 
 def expanded(url: str) -> list[str]:
-    """The files that a pattern with `*` stands for, in the order of their names; of a URL without one itself."""
+    """The files that match a pattern with `*`, in the order of their names. A URL without `*` is returned as it is."""
     if "*" not in url:
         return [url]
     fs, name = file_system(url, url)
@@ -78,8 +78,8 @@ def expanded(url: str) -> list[str]:
 
 
 class RemoteFile(io.RawIOBase):
-    """A file to read: a read gives all that was asked for, or up to the end. Raises DataError, which names the file, for what
-    cannot be read or has stalled. Use it in one thread at a time."""
+    """A file to read. A read returns all requested bytes, or those up to the end. Raises DataError with the name of the file if
+    it cannot be read or has stalled. Use it in only one thread at a time."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class RemoteFile(io.RawIOBase):
 
     def close(self) -> None:
         self._block.cache_clear()
-        if self._given_up is None:  # else it might hang here too
+        if self._given_up is None:  # otherwise it might block here too
             self._drop()
         super().close()
 
@@ -141,7 +141,7 @@ class RemoteFile(io.RawIOBase):
 
     def _call(self, work: Callable[[], T]) -> T:
         if self._given_up is not None:
-            raise self._given_up  # its thread may still be in there
+            raise self._given_up  # its thread may still use the file
         try:
             return _bounded(self._path, work)
         except DataError as error:
@@ -163,7 +163,7 @@ class RemoteFile(io.RawIOBase):
             try:
                 self._file_at = self._file.seek(self._size - 1)
                 self._file_at += len(self._file.read(1))
-            except ValueError:  # of HTTP: that server gives no part of a file
+            except ValueError:  # HTTP: this server does not send parts of a file
                 self._file, self._file_at, self._size = fs.open(name, "rb", block_size=0), 0, None
 
     def _drop(self) -> None:
@@ -193,8 +193,8 @@ class RemoteFile(io.RawIOBase):
 
 
 def _bounded(path: str, work: Callable[[], T]) -> T:
-    """What `work` gives, called in a thread of its own, up to three times. Raises DataError, which names `path`, for what it
-    raises and for a stall."""
+    """The result of `work`, which runs in its own thread, up to three times. Raises DataError with `path` for an error or a
+    stall."""
     answer: Future[T] = Future()
 
     def call() -> None:

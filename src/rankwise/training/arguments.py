@@ -1,4 +1,4 @@
-"""What a script gives a training, made into one thing, or refused before anything is made.
+"""Arguments of a script for a training: combined, or refused before anything is created.
 
 loader = as_loader(train_data, max_epochs=3, batch_size=16);  check_length(loader.max_epochs, max_steps)
 """
@@ -17,7 +17,8 @@ def check_length(max_epochs: int | None, max_steps: int | None) -> None:
 
 
 def as_loader(train_data: Any, max_epochs: int | None, **given: Any) -> Loader:
-    """The Loader that was given, or one over the dataset. Raises ConfigError for what both the Trainer and a Loader say."""
+    """The given Loader, or a new one for the dataset. Raises ConfigError if the Trainer and the Loader get the same
+    argument."""
     given = {name: value for name, value in given.items() if value is not None}
     if not isinstance(train_data, Loader):
         return Loader(train_data, max_epochs=max_epochs, **given)

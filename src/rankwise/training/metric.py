@@ -1,4 +1,4 @@
-"""What is known of a metric by its name: whether more of it is better, and whether anything will measure it.
+"""What the name of a metric tells: whether a larger value is better, and whether an evaluation measures it.
 
 is_larger_better("keep_best='eval_accuracy'", "eval_accuracy", True);  check_measured("keep_best", "eval_loss", {"eval": True})
 """
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def is_larger_better(what: str, metric: str, given: bool | None) -> bool:
-    """`given`, if it was; False for a loss. Raises ConfigError for any other: to guess it wrong would keep the worst."""
+    """`given`, unless None; False for a loss. Otherwise raises ConfigError: a wrong guess would keep the worst."""
     if given is None and not metric.endswith("loss"):
         raise ConfigError(f"{what}: is a larger value better? Give larger_is_better=True or False")
     return bool(given)
 
 
 def check_measured(what: str, metric: str, evaluations: Mapping[str, bool]) -> None:
-    """Raises ConfigError for a metric that nothing will measure. `evaluations`: by their names, whether a function of the
-    user's names what they measure."""
+    """Raises ConfigError for a metric that no evaluation measures. `evaluations`: {name: whether a function of the user names
+    its metrics}."""
     if metric == "loss":
         return
     if not evaluations:
@@ -38,7 +38,8 @@ def check_measured(what: str, metric: str, evaluations: Mapping[str, bool]) -> N
 
 
 def newly_measured(what: str, metric: str, state: TrainState) -> float | None:
-    """The metric if this step has measured it. Raises ConfigError if this step has measured others of the same evaluation."""
+    """The metric if this step has measured it. Raises ConfigError if this step has only other metrics of the same
+    evaluation."""
     now = state.measured_now
     if metric not in now and (others := [name for name in now if "_" in name and name.startswith(metric.split("_")[0] + "_")]):
         raise ConfigError(f"{what}: nothing measures {metric!r}; the evaluation has measured {listed(others)}")
