@@ -133,7 +133,7 @@ def test_verify_names_each_damaged_file_and_tensor_and_ends_with_1(folder: Path,
 
 def test_a_run_is_found_by_name_by_its_folder_by_its_checkpoints_and_alone(folder: Path, typed: Run) -> None:
     for words in ((), ("a",), ("runs/a",), (str(folder),)):
-        assert typed("ls", *words).output.count("sizes fit") == 5
+        assert typed("ls", *words).output.count("sizes match") == 5
 
 
 def test_what_a_verb_does_is_not_cut_in_the_list_of_verbs(typed: Run) -> None:
@@ -312,7 +312,7 @@ def test_a_checkpoint_that_a_faster_clock_has_saved_is_not_pruned(tmp_path: Path
         (("ls", "nothing"), "there are no checkpoints in nothing or runs/nothing"),
         (
             ("show", "--checkpoint", "7"),
-            "--checkpoint 7: no such checkpoint in runs/a/checkpoints; it has: step-00000100, step",
+            "--checkpoint 7: no such checkpoint in runs/a/checkpoints; there are: step-00000100, step",
         ),
         (("export", "--to", "model.bin"), "--to model.bin: the name must end in .pt or .safetensors; type --to model.bin.pt"),
         (("export", "--to", "there.pt"), "there.pt exists already; choose another name, or type --force"),
@@ -352,7 +352,7 @@ def test_models_of_different_shapes_have_no_mean(folder: Path, typed: Run) -> No
     Checkpoints(folder, background=False).save({"model": nn.Linear(2, 2)}, 600)
     done = typed("average", "--last", "2", "--to", "m.pt")
     assert done.exit_code == 2
-    assert "are not of one model" in done.output
+    assert "are of different models" in done.output
 
 
 def test_without_safetensors_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch, typed: Run) -> None:

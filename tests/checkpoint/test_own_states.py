@@ -124,5 +124,5 @@ def test_a_checkpoint_without_it_is_one_that_earlier_versions_read(tmp_path: Pat
 
 def test_no_part_may_be_called_as_these_files_are() -> None:
     for name in ("ranks", "ranks-0"):
-        with pytest.raises(ConfigError, match="give it a word"):
+        with pytest.raises(ConfigError, match="the name becomes a file"):
             Checkpoints(Path("unused")).save({name: Box(1)}, 1)

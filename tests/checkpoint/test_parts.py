@@ -17,7 +17,7 @@ from rankwise.errors import ConfigError
     [
         ({"model": Box().state_dict()}, "the part 'model' is {'value': None}, which has no state_dict and load_state_dict"),
         ({"model": Box}, "the part 'model' is <class"),
-        ({"model": Box(), "step": 3}, "the part 'step' is 3: give"),
+        ({"model": Box(), "step": 3}, "the part 'step' is 3, which has no state_dict"),
         ({"a/b": Box()}, "a part of a checkpoint cannot be named 'a/b': the name becomes a file's name"),
         ({"../model": Box()}, "a part of a checkpoint cannot be named '../model'"),
         ({"": Box()}, "a part of a checkpoint cannot be named ''"),

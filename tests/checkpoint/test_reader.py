@@ -320,7 +320,7 @@ def load_with_a_flip(folder: Path, on: int) -> tuple[int, int, list[str]]:
 def test_a_bit_that_flips_on_the_way_to_one_rank_has_all_ranks_load_the_one_before(on: int, tmp_path: Path) -> None:
     for step in (1, 2):
         path = Checkpoints(tmp_path, background=False).save(of_step(step), step)
-    where = ", as rank 1 reads it" if on else ""
+    where = ", as read by rank 1" if on else ""
     said = [f"skipped a checkpoint: {path / 'model.pt'} is corrupted in tensor value{where}"]
     assert on_ranks(2, load_with_a_flip, tmp_path, on) == [(1, 1, said), (1, 1, [])]
 

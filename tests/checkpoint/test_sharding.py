@@ -193,10 +193,10 @@ def patch_to_fail(patch: pytest.MonkeyPatch, how: str, checkpoints: Checkpoints)
 @pytest.mark.parametrize(
     ("how", "on", "said"),
     [
-        ("full disk", 1, r"cannot write .*step-00000002: it needs .* are free there \(the share of rank 1 on "),
-        ("full disk", 0, r"cannot write .*step-00000002: it needs .* are free there$"),
+        ("full disk", 1, r"cannot write .*step-00000002: it needs .* are free \(the share of rank 1 on "),
+        ("full disk", 0, r"cannot write .*step-00000002: it needs .* are free$"),
         ("no word", 1, r"rank-1.json: Input/output error \(the share of rank 1 on "),
-        ("unseen folder", 1, r"rank 1 on .* does not see .*tmp.*a folder that all ranks see"),
+        ("unseen folder", 1, r"rank 1 on .* does not see .*tmp.*a folder that all ranks share"),
     ],
 )
 def test_a_rank_that_cannot_write_its_share_is_an_error_on_all_and_nothing_is_left(

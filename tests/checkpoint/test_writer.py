@@ -37,5 +37,5 @@ def test_a_rank_that_is_not_heard_of_is_not_waited_for_for_ever(tmp_path: Path, 
     others = writer.Others(tmp_path, 2)
     monkeypatch.setattr(writer, "_LAST_WAIT_S", 0.0)
     others.hurry()
-    with pytest.raises(CheckpointError, match="no word"):
+    with pytest.raises(CheckpointError, match="is incomplete"):
         others.wait()

@@ -177,7 +177,7 @@ def test_an_optimizer_step_that_one_rank_leaves_out_is_caught(tested: Tested) ->
     skipped = ("        optimizer.step()\n", "        if rank == 0:\n            optimizer.step()\n")
     status, checks, told = tested(planted(BY_HAND, skipped))
     assert (status, checks["steps"]) == (1, "FAILED"), told
-    assert "rank 0 6, rank 1 0" in told
+    assert "rank 0 took 6, rank 1 took 0" in told
     assert [check for check, found in checks.items() if found != "ok"] == ["steps"]
     assert "the optimizer steps only on some ranks" in told
 
@@ -439,5 +439,5 @@ def test_a_script_that_hangs_is_ended(rankwise: Callable[..., Any], tmp_path: Pa
     (tmp_path / "train.py").write_text("import signal\nsignal.pause()\n")
     done = rankwise("selftest", "--ranks", "1", "--timeout", "3", str(tmp_path / "train.py"))
     assert done.returncode == 2
-    assert "train.py was not done within 3 s on 1 rank" in done.stderr
+    assert "train.py did not finish within 3 s on 1 rank" in done.stderr
     assert wait_for(lambda: not left_over(tmp_path / "train.py"), "nothing left in ps")

@@ -255,7 +255,7 @@ def test_a_file_of_another_user_or_a_link_is_not_believed(folder: Path, monkeypa
     me = os.geteuid()
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: me + 1)
-        with pytest.raises(WorldError, match=f"belongs to user {me}, and this is {me + 1}"):
+        with pytest.raises(WorldError, match=f"belongs to user {me}, and this process to user {me + 1}"):
             join(world_of(1, 2), START, [folder], 0.1)
     (folder / START).rename(folder / "elsewhere")
     (folder / START).symlink_to(folder / "elsewhere")
@@ -297,8 +297,8 @@ def test_two_processes_of_one_rank_are_an_error_for_the_second(folder: Path, ran
 def test_ranks_that_disagree_on_how_many_they_are_are_told(folder: Path, ranks: ThreadPoolExecutor) -> None:
     first = ranks.submit(lead, world_of(0, 2), [folder], 1.0)
     text = told_by(ranks.submit(join, world_of(1, 4), START, [folder], LONG_S))
-    assert "is rank 1 of 4, rank 0 on " in text
-    assert "is one of 2" in text
+    assert "is rank 1 of 4, but rank 0 on " in text
+    assert "is one of 2 ranks" in text
     assert "; refused: process" in told_by(first)
 
 

@@ -128,7 +128,7 @@ def test_numbers_given_by_half_are_an_error_that_names_what_is_missing() -> None
         WorldError, match=r"^got rank=1, world_size=2 as arguments, but not local_rank, local_world_size; give all"
     ):
         discover(TRIPLE, rank=1, world_size=2)
-    with pytest.raises(WorldError, match=r" but not master_port as arguments: "):
+    with pytest.raises(WorldError, match=r" as arguments, but not master_port; "):
         discover({}, rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="h")
     with pytest.raises(WorldError, match=r"^the argument rank=2 and the argument world_size=2: a rank lies"):
         discover({}, rank=2, world_size=2, local_rank=0, local_world_size=2)
@@ -334,7 +334,7 @@ def test_half_an_address_is_refused(name: str) -> None:
     _, said = (process := started({**seen.SLURM_STEP[1], name: "1"})).communicate(timeout=120)
     assert process.returncode == 1
     other = {"MASTER_ADDR": "MASTER_PORT", "MASTER_PORT": "MASTER_ADDR"}[name]
-    assert said.startswith(f"rank 1 of 4 (slurm) but no {other}: set ")
+    assert said.startswith(f"rank 1 of 4 (slurm) has no {other}; set both ")
     assert "or neither" in said
 
 
