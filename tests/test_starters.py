@@ -44,8 +44,8 @@ def test_what_spawn_starts_below_each_rank_of_a_launcher_is_an_error_of_both() -
     Path("train.py").write_text(SPAWN)
     done = run("-m", "rankwise", "run", "--nproc", "2", "train.py")
     assert done.returncode == 1
-    assert "the process that called it is rank" in done.stdout + done.stderr
-    assert "each of them starts ranks of its own, which do not join" in done.stdout + done.stderr
+    assert "called torch.multiprocessing.spawn: " in done.stdout + done.stderr
+    assert "each of these ranks starts ranks of its own, which do not join" in done.stdout + done.stderr
     assert not [
         line for log in Path("runs/train/logs").iterdir() for line in log.read_text().splitlines() if " arguments " in line
     ]
@@ -68,14 +68,14 @@ def test_two_processes_of_one_rank_at_a_given_address_are_told_what_a_rank_is_ov
     ]
     said = [process.communicate(timeout=100)[1] for process in started]
     assert all(
-        "two processes are rank 1 of 4 (arguments): over several nodes a rank is node_rank * ranks" in text for text in said
+        "two processes are rank 1 of 4 (arguments): on several nodes, rank = node_rank * ranks" in text for text in said
     ), said
 
 
 def test_numbers_by_hand_that_nothing_joins_are_an_error_that_asks_for_an_address() -> None:
     done = run("-c", "import rankwise; rankwise.init(rank=1, world_size=2, local_rank=1, local_world_size=2)")
     assert done.returncode != 0
-    assert "rank 1 of 2 (arguments): nothing that was found names this start of the script" in done.stderr
+    assert "rank 1 of 2 (arguments): the launcher gives this start of the script no name" in done.stderr
     assert 'rankwise.init(rdzv="HOST:PORT")' in done.stderr
 
 
@@ -85,7 +85,7 @@ def test_an_address_that_is_none_is_refused_before_anybody_waits(rdzv: str, monk
     from rankwise.dist import comm
 
     monkeypatch.setattr(comm, "_world", None)
-    with pytest.raises(rankwise.RankwiseError, match=r"it is HOST:PORT, .* for example node1:29500"):
+    with pytest.raises(rankwise.RankwiseError, match=r"give HOST:PORT, .* for example node1:29500"):
         rankwise.init(rank=1, world_size=2, local_rank=1, local_world_size=2, rdzv=rdzv)
 
 

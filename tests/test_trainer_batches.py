@@ -123,8 +123,12 @@ def test_a_batch_is_given_in_one_way(tmp_path: Path) -> None:
     loader = rankwise.Loader(Sequences(), batch_size=2, max_epochs=4)
     for given, settings, text in (
         (Sequences(), {}, "give batch_size"),
-        (loader, {"batch_size": 2}, r"Trainer\(batch_size=2\) and Loader\(batch_size=...\) say the same"),
-        (loader, {"accumulate": 1}, r"Trainer\(accumulate=1\) and Loader\(accumulate=...\)"),
+        (
+            loader,
+            {"batch_size": 2},
+            r"Trainer\(batch_size=2\), but the Loader decides this: give batch_size to the Loader only",
+        ),
+        (loader, {"accumulate": 1}, r"Trainer\(accumulate=1\), but the Loader decides this"),
         (loader, {"max_epochs": 1}, r"Trainer\(max_epochs=1\) and Loader\(max_epochs=4\) say the same"),
     ):
         with pytest.raises(ConfigError, match=text):

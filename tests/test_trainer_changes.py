@@ -183,7 +183,7 @@ def test_on_another_number_of_ranks_it_begins_with_the_main_ranks_buffers_and_sa
     (first, said), (second, _), (third, _) = on_ranks(3, one_more_part, tmp_path, 8)
     assert np.array_equal(first, second)
     assert np.array_equal(first, third)
-    assert "what each of 2 ranks held apart (in sync; running statistics, for example) is not resumed" in said
+    assert "the checkpoint has a state, such as running statistics, of each of 2 ranks, and this run has" in said
 
 
 # --- modes
@@ -281,7 +281,7 @@ def test_weights_and_rates_that_are_no_numbers_end_the_run_and_are_never_saved(t
         assert "the learning rate is inf after step 0" in begun
         assert "the weights are not finite, since step 3: 0.weight" in weights
         assert "the weights are not finite, found after step 3: 0.weight" in saved
-        assert "had none after step 2" in saved
+        assert "was finite after step 2" in saved
         assert newest == "2"
 
 
@@ -352,9 +352,9 @@ def plateaus(folder: Path) -> tuple[list[float], list[str]]:
 def test_a_plateau_is_stepped_after_each_evaluation_on_a_named_metric(tmp_path: Path) -> None:
     for rates, told in on_ranks(2, plateaus, tmp_path):
         assert rates == [0.02, 0.02, 0.01, 0.01, 0.005, 0.005, 0.0025, 0.0025]
-        assert "Plateau: metric='eval_loss': nothing is evaluated without evaluate=..." in told[0]
-        assert "Plateau: metric='eval_los': without a function Evaluate measures eval_loss alone" in told[1]
-        assert "Plateau: nothing measures 'eval_loss'; what was measured is eval_mine" in told[2]
+        assert "Plateau: metric='eval_loss' needs an evaluation: give evaluate=...;" in told[0]
+        assert "Plateau: metric='eval_los': Evaluate without a function measures only eval_loss" in told[1]
+        assert "Plateau: nothing measures 'eval_loss'; the evaluation has measured eval_mine" in told[2]
 
 
 # --- ranks that differ
@@ -464,7 +464,7 @@ def test_a_mean_that_is_returned_with_the_count_of_a_sum_is_told_before_the_firs
     mean, dropout, total, one = on_ranks(n, means_and_sums, tmp_path)[0]
     for said in (mean, dropout):
         assert said.count("the loss of step_fn seems to be a mean") == 1
-        assert 'return the sum over the samples, reduction="sum"' in said
+        assert 'return the sum over the samples (reduction="sum")' in said
     assert "seems to be a mean" not in total + one
 
 

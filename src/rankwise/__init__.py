@@ -1,10 +1,10 @@
-"""rankwise: a training script written for one device, on all devices.
+"""rankwise: train on all devices with a script that was written for one.
 
     import rankwise
     rankwise.Trainer(model, optimizer, step_fn, dataset, global_batch_size=64, max_epochs=3).fit()
 
-Public names are resolved on first use: importing rankwise costs nothing, and the launcher never imports torch. From the
-import on a rank remembers a request to stop, until something of it can answer (early.py).
+Public names are resolved on first use: importing rankwise costs nothing, and the launcher never imports torch. After the
+import, a rank remembers a request to stop until it can act on it (early.py).
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ _MOVED = {
     "rankwise.dist.log": ("get_logger", "warn", "warning_once"),
     "rankwise.functions": ("FunctionRun", "on_submitit"),
 }
-"""Names of earlier versions, and where they are now; for one version they are found here too, with a warning."""
+"""Names of earlier versions, and their new modules; for one version, they still work here with a warning."""
 
 _PACKAGES = ("actions", "dist", "functions", "sync")
-"""Resolved as attributes too: `rankwise.actions.Log`."""
+"""Also resolved as attributes: `rankwise.actions.Log`."""
 
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _MOVED_TO = {name: module for module, names in _MOVED.items() for name in names}

@@ -304,7 +304,7 @@ class Trainer:
         state.epoch = self.loader.epoch
         state.epoch_ended = self.loader.position == 0
         state.last = self._done(state)
-        state.left_out = False
+        state.skipped = False
         if not result.mine.stepped:
             self.meters.forget(micro_batches)  # the NaN of a skipped step would be that of the whole interval
         if result.shared is None:
@@ -327,7 +327,7 @@ class Trainer:
         outcome, status = "ended by an exception", 1
         try:
             if fresh or attempt.fresh:
-                self.checkpoints.begin_anew()
+                self.checkpoints.start_from_scratch()
             self._begin(self.state)
             yield self.state
             outcome, status = f"ended after step {self.state.step}", 0
@@ -354,7 +354,7 @@ class Trainer:
         steps = self._total_steps()
         if steps is not None:
             self.sync.check_length(steps)
-        manifest = self.checkpoints.load_latest(state.parts, may_begin_anew=self._actions.named.keys())
+        manifest = self.checkpoints.load_latest(state.parts, may_be_new=self._actions.named.keys())
         self.sync.follow()  # what the checkpoint has frozen and unfrozen, and the script not yet
         if self._actions.stepped is not None and steps is not None:
             check_schedule(self._actions.stepped, steps)

@@ -62,7 +62,7 @@ def test_more_may_be_better_and_must_be_said_of_what_is_no_loss() -> None:
         4, "eval_f1 has not improved in 2 measurements; best 0.5",
     )  # fmt: skip
     with pytest.raises(
-        ConfigError, match=r"EarlyStopping\('eval_f1'\): is more of it better\? Say larger_is_better=True, or False"
+        ConfigError, match=r"EarlyStopping\('eval_f1'\): is a larger value better\? Give larger_is_better=True or False"
     ):
         EarlyStopping("eval_f1")
 

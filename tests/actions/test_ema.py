@@ -77,21 +77,21 @@ def state_of(model: nn.Module) -> TrainState:
     return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_a_step_that_was_left_out_moves_nothing_and_one_before_it_does_not_count() -> None:
+def test_a_step_that_was_skipped_moves_nothing_and_one_before_it_does_not_count() -> None:
     model = nn.Linear(2, 1)
     ema, state = EMA(model, decay=0.5), state_of(model)
     now_and_then = every(ema, steps=2)
     for step in (1, 2):
-        state.step, state.left_out = step, step == 1
+        state.step, state.skipped = step, step == 1
         now_and_then(state)
     before = copy.deepcopy(ema.model)
     assert torch.equal(before.weight, model.weight)  # type: ignore[arg-type]
     with torch.no_grad():
         model.weight.add_(1.0)
-    state.step, state.left_out = 4, True
+    state.step, state.skipped = 4, True
     now_and_then(state)
     assert torch.equal(ema.model.weight, before.weight)  # type: ignore[arg-type]
-    state.step, state.left_out = 6, False
+    state.step, state.skipped = 6, False
     now_and_then(state)
     torch.testing.assert_close(ema.model.weight, before.weight + 0.5)  # type: ignore[operator]
 
@@ -104,5 +104,7 @@ def test_buffers_are_copied_and_a_model_with_another_layer_is_an_error_that_says
     averaged: Any = ema.model
     assert torch.equal(averaged[1].running_mean, model[1].running_mean)
     model[0] = nn.Linear(2, 3)
-    with pytest.raises(ConfigError, match=r"the action ema: the model has other parameters than when EMA\(model\) was made"):
+    with pytest.raises(
+        ConfigError, match=r"the action ema: the model's parameters have changed since EMA\(model\) was created"
+    ):
         ema(state)

@@ -69,7 +69,7 @@ def test_a_log_a_writer_or_a_check_that_is_given_takes_the_place_of_the_trainers
     assert actions.writers[0] is lines
 
 
-NO_NAME = "the action Counter has a state_dict: give it an attribute `name`, under which it is saved"
+NO_NAME = "the action Counter has a state_dict but no name; give it an attribute `name`, under which it is saved"
 PLATEAU = ReduceLROnPlateau(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
 
 
@@ -78,15 +78,15 @@ PLATEAU = ReduceLROnPlateau(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1
     [
         (lambda: checked(Counter(None)), NO_NAME),
         (lambda: checked(Counter(3)), NO_NAME),
-        (lambda: checked(Counter(), every(Counter(), steps=2)), "two actions are saved under the name 'counter'"),
-        (lambda: checked(ema(), ema()), "two actions are saved under the name 'ema' (EMA and EMA): give one of them another"),
-        (lambda: checked(Counter("model")), "the action Counter is called 'model', and so is a part of the Trainer"),
-        (lambda: checked(Counter("log")), "the action Counter is called 'log', and so is a part of the Trainer"),
-        (lambda: checked(evaluation(), evaluation()), "two evaluations are called 'eval': give one another name"),
-        (lambda: checked(EarlyStopping("eval_loss")), "EarlyStopping: metric='eval_loss': nothing is evaluated without"),
-        (lambda: checked(evaluation(), EarlyStopping("ema_loss")), "nothing measures that; what is evaluated is called"),
-        (lambda: checked(evaluation(), Plateau(PLATEAU, "eval_f1")), "without a function Evaluate measures eval_loss alone"),
-        (lambda: checked(keep_best="eval_loss"), "keep_best='eval_loss': nothing is evaluated without evaluate="),
+        (lambda: checked(Counter(), every(Counter(), steps=2)), "two actions are saved as 'counter'"),
+        (lambda: checked(ema(), ema()), "two actions are saved as 'ema' (EMA and EMA); give one of them another name"),
+        (lambda: checked(Counter("model")), "the action Counter has the name 'model', which the Trainer itself uses"),
+        (lambda: checked(Counter("log")), "the action Counter has the name 'log', which the Trainer itself uses"),
+        (lambda: checked(evaluation(), evaluation()), "two evaluations have the name 'eval'; rename one"),
+        (lambda: checked(EarlyStopping("eval_loss")), "EarlyStopping: metric='eval_loss' needs an evaluation: give evaluate"),
+        (lambda: checked(evaluation(), EarlyStopping("ema_loss")), "nothing measures this metric; those of"),
+        (lambda: checked(evaluation(), Plateau(PLATEAU, "eval_f1")), "Evaluate without a function measures only eval_loss"),
+        (lambda: checked(keep_best="eval_loss"), "keep_best='eval_loss' needs an evaluation: give evaluate="),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_before_the_training(make: Callable[[], Any], said: str) -> None:

@@ -35,7 +35,7 @@ def test_a_metric_that_an_evaluation_does_not_measure_is_an_error_that_names_tho
     state.measure({"loss": 1.0})
     step(state)  # of training: the evaluation is still to come
     state.measure({"eval_loss": 1.0, "eval_accuracy": 0.5})
-    with pytest.raises(ConfigError, match="nothing measures 'eval_los'; what was measured is eval_loss, eval_accuracy"):
+    with pytest.raises(ConfigError, match="nothing measures 'eval_los'; the evaluation has measured eval_loss, eval_accuracy"):
         step(state)
 
 

@@ -13,7 +13,7 @@ from rankwise.actions.schedule import Schedule
 from rankwise.dist import log
 from rankwise.training.state import TrainState
 
-TOLD = "warning: the scheduler that the Trainer steps after each optimizer step is stepped by the script too: leave"
+TOLD = "warning: the Trainer steps the scheduler after each optimizer step, and the script does too; remove"
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +28,14 @@ def state_of_training() -> TrainState:
     return TrainState(model, torch.optim.SGD(model.parameters(), lr=1.0))
 
 
-def test_it_steps_once_a_step_but_not_for_one_that_was_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_steps_once_a_step_but_not_for_one_that_was_skipped(capfd: pytest.CaptureFixture[str]) -> None:
     state = state_of_training()
     inner = [LinearLR(state.optimizer, 0.5, 1.0, total_iters=2), StepLR(state.optimizer, 1, gamma=0.5)]
     schedule = Schedule(SequentialLR(state.optimizer, inner, [2]))
     rates = []
-    for left_out in (False, True, False, False, True, False):
+    for skipped in (False, True, False, False, True, False):
         state.optimizer.step()
-        state.left_out = left_out
+        state.skipped = skipped
         schedule(state)
         rates.append(state.optimizer.param_groups[0]["lr"])
     assert rates == [0.75, 0.75, 1.0, 0.5, 0.5, 0.25]

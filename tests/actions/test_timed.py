@@ -136,7 +136,7 @@ def test_where_nodes_do_not_reach_each_other_a_stop_is_agreed_at_the_next_log_in
 
 def test_a_state_without_a_trainer_cannot_be_stopped() -> None:
     model = nn.Linear(1, 1)
-    with pytest.raises(ConfigError, match=r"in your own loop: stop\.ask"):
+    with pytest.raises(ConfigError, match=r"in your own loop, call stop\.ask"):
         TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1)).stop()
 
 

@@ -81,7 +81,7 @@ def test_what_the_agents_own_scheduler_says_of_a_rank_is_what_rank_says(agents: 
     run = agents().start(source, A, B)
     assert run.wait() == (0, "")
     for rank in range(3):
-        why = f"torchrun is believed first; by itself this would be rank {rank} of 3"
+        why = f"torchrun comes first; without it, this would be rank {rank} of 3"
         assert run.log(rank).splitlines() == ["[]", f"{rank} 3 {rank} 3", str([why])]
 
 

@@ -80,7 +80,7 @@ def test_ls_has_a_line_for_each_with_its_figures_and_names_the_best(typed: Run) 
     assert [line.split()[:2] for line in lines] == [[f"step-{s:08d}", str(s)] for s in STEPS]
     assert all(time.strftime("%Y-%m-%d ") in line for line in lines)
     assert [line for line in lines if "the best eval_loss" in line] == [lines[2]]
-    assert all("sizes fit" in line for line in lines)
+    assert all("sizes match" in line for line in lines)
 
 
 def test_ls_sees_what_is_cut_and_with_verify_what_is_changed(folder: Path, typed: Run) -> None:
@@ -89,8 +89,8 @@ def test_ls_sees_what_is_cut_and_with_verify_what_is_changed(folder: Path, typed
     (folder / "step-00000400" / "rng.pt").unlink()
     (folder / "step-00000500" / "manifest.json").write_text("{")
     states = [line.rsplit("  ", 1)[-1].strip() for line in typed("ls").output.splitlines()[1:]]
-    assert [s.split(":")[0] for s in states] == ["sizes fit", "sizes fit", "damaged", "damaged", "damaged"]
-    assert "model.pt is not as long" in states[2]
+    assert [s.split(":")[0] for s in states] == ["sizes match", "sizes match", "corrupted", "corrupted", "corrupted"]
+    assert "model.pt has 0 of " in states[2]
     assert "rng.pt: No such file" in states[3]
     assert "manifest.json is corrupted" in states[4]
     lines = typed("ls", "a", "--verify").output.splitlines()[1:]
@@ -133,7 +133,7 @@ def test_verify_names_each_damaged_file_and_tensor_and_ends_with_1(folder: Path,
 
 def test_a_run_is_found_by_name_by_its_folder_by_its_checkpoints_and_alone(folder: Path, typed: Run) -> None:
     for words in ((), ("a",), ("runs/a",), (str(folder),)):
-        assert typed("ls", *words).output.count("sizes fit") == 5
+        assert typed("ls", *words).output.count("sizes match") == 5
 
 
 def test_what_a_verb_does_is_not_cut_in_the_list_of_verbs(typed: Run) -> None:
@@ -289,7 +289,7 @@ def test_an_age_has_a_unit(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "7", "d", "-7d", "7 days", "7y", "nand"])
 def test_what_is_no_age_is_an_error(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no age; type a number and a unit"):
+    with pytest.raises(ConfigError, match="is not an age; type a number and a unit"):
         parse_age(text)
 
 
@@ -312,24 +312,27 @@ def test_a_checkpoint_that_a_faster_clock_has_saved_is_not_pruned(tmp_path: Path
         (("ls", "nothing"), "there are no checkpoints in nothing or runs/nothing"),
         (
             ("show", "--checkpoint", "7"),
-            "--checkpoint 7: no such checkpoint in runs/a/checkpoints; it has: step-00000100, step",
+            "--checkpoint 7: no such checkpoint in runs/a/checkpoints; there are: step-00000100, step",
         ),
-        (("export", "--to", "model.bin"), "--to model.bin: the name's end says the kind of file; type --to model.bin.pt"),
-        (("export", "--to", "there.pt"), "there.pt is there already; choose another name, or type --force"),
+        (("export", "--to", "model.bin"), "--to model.bin: the name must end in .pt or .safetensors; type --to model.bin.pt"),
+        (("export", "--to", "there.pt"), "there.pt exists already; choose another name, or type --force"),
         (("export", "--to", "no/such/m.pt"), "cannot write no/such/m.pt: there is no folder no/such"),
         (("export", "--to", "m.pt", "--part", "ema"), "has no part ema; choose one with --part: model, optimizer, rng"),
-        (("export", "--to", "m.safetensors", "--part", "optimizer"), "safetensors holds tensors alone; write a .pt instead"),
-        (("average", "--to", "m.pt"), "Type one of --last N and --best N"),
-        (("average", "--to", "m.pt", "--last", "1", "--best", "1"), "Type one of --last N and --best N"),
+        (
+            ("export", "--to", "m.safetensors", "--part", "optimizer"),
+            "a .safetensors file holds only tensors; type --to model.pt",
+        ),
+        (("average", "--to", "m.pt"), "Type --last N or --best N"),
+        (("average", "--to", "m.pt", "--last", "1", "--best", "1"), "Type --last N or --best N"),
         (
             ("average", "--to", "m.pt", "--last", "9"),
-            "--last 9: 9 checkpoints asked for, 5 there in runs/a/checkpoints; type --last 5",
+            "--last 9: found only 5 checkpoints in runs/a/checkpoints; type --last 5",
         ),
         (("average", "--to", "m.pt", "--last", "0"), "--last 0: give a whole number from 1 up"),
-        (("average", "--to", "m.pt", "--best", "1", "--by", "wer"), "'wer': is more of it better?"),
-        (("average", "--to", "m.pt", "--best", "1", "--by", "x_loss"), "1 checkpoints asked for, 0 there with x_loss"),
-        (("prune",), "what should stay? Type for example --keep-last 2"),
-        (("prune", "--older-than", "7"), "--older-than '7' is no age; type a number and a unit"),
+        (("average", "--to", "m.pt", "--best", "1", "--by", "wer"), "'wer': is a larger value better?"),
+        (("average", "--to", "m.pt", "--best", "1", "--by", "x_loss"), "found only 0 checkpoints with x_loss"),
+        (("prune",), "which checkpoints should be kept? Type for example --keep-last 2"),
+        (("prune", "--older-than", "7"), "--older-than '7' is not an age; type a number and a unit"),
         (("prune", "--keep-last", "0"), "--keep-last 0: give a whole number from 1 up"),
         (("prune", "--keep", "7"), "--keep 7: no such checkpoint in"),
     ],
@@ -349,7 +352,7 @@ def test_models_of_different_shapes_have_no_mean(folder: Path, typed: Run) -> No
     Checkpoints(folder, background=False).save({"model": nn.Linear(2, 2)}, 600)
     done = typed("average", "--last", "2", "--to", "m.pt")
     assert done.exit_code == 2
-    assert "are not of one model" in done.output
+    assert "are of different models" in done.output
 
 
 def test_without_safetensors_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch, typed: Run) -> None:
@@ -364,4 +367,4 @@ def test_of_several_runs_one_must_be_named(tmp_path: Path, typed: Run) -> None:
     Checkpoints(tmp_path / "runs" / "b" / "checkpoints", background=False).save({"model": nn.Linear(1, 1)}, 1)
     done = typed("ls")
     assert done.exit_code == 2
-    assert "which run? Give its name or folder; those here that have checkpoints: a, b" in done.output
+    assert "which run? Type its name or folder; the runs with checkpoints here: a, b" in done.output

@@ -267,5 +267,5 @@ def test_damage_beside_a_writer_is_still_damage(folder: Path, monkeypatch: pytes
 def test_a_part_that_a_whole_checkpoint_lacks_is_an_error_and_not_looked_for_for_ever(folder: Path) -> None:
     Checkpoints(folder, background=False).save(of_step(1), 1)
     parts = of_step(0)
-    with pytest.raises(ConfigError, match="has no more"):
+    with pytest.raises(ConfigError, match="has no part 'more'"):
         Checkpoints(folder, background=False).load_latest({**parts, "more": parts["model"]})

@@ -171,7 +171,9 @@ def test_a_manifest_that_is_missing_damaged_or_of_another_version_says_so(folder
             Manifest.read(folder)
     for version in (0, 99):
         path.write_text(json.dumps({**whole, "version": version}))
-        with pytest.raises(CheckpointError, match=f"version {version}, this rankwise reads versions 1, 2 and 3"):
+        with pytest.raises(
+            CheckpointError, match=f"has version {version}, and this rankwise reads 1, 2 and 3; use a newer rankwise"
+        ):
             Manifest.read(folder)
     path.unlink()
     with pytest.raises(CheckpointError, match=f"{path} is missing"):

@@ -93,8 +93,8 @@ def test_a_copy_that_breaks_off_is_a_warning_and_no_checkpoint_and_is_tried_agai
     with pytest.raises(CheckpointError):
         mirror.fetch(path.name, here)
     assert capsys.readouterr().out == (
-        f"warning: {path.name} is not in file://{there}: TimeoutError: the store did not answer; "
-        "it is only here; the next one is tried as well\n"
+        f"warning: {path.name} was not copied to file://{there}: TimeoutError: the store did not answer; "
+        "the next checkpoint is tried again\n"
     )
     assert loaded(here) == 1
     mirror.wait()
@@ -116,7 +116,7 @@ def test_of_several_that_wait_only_the_newest_is_copied_and_a_long_wait_is_said(
     threading.Timer(0.3, gate.set).start()
     mirror.wait()
     assert mirror.names() == [paths[0].name, paths[2].name]
-    assert capsys.readouterr().out == f"waiting until the last checkpoint is in {mirror.url}\n"
+    assert capsys.readouterr().out == f"waiting until the last checkpoint is copied to {mirror.url}\n"
 
 
 def test_one_that_is_pruned_while_it_is_copied_is_no_warning(
@@ -147,7 +147,7 @@ def test_a_damaged_one_there_is_named_and_changes_nothing_here(here: Path, there
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=rf"^{path.name} of file://.*: {path.name}/model.pt is corrupted"):
+    with pytest.raises(CheckpointError, match=rf"^{path.name} in file://.*: {path.name}/model.pt is corrupted"):
         mirror.fetch(path.name, here)
     assert loaded(here) == 7
     assert [p.name for p in here.iterdir()] == [path.name]
@@ -243,7 +243,7 @@ def test_a_machine_with_an_empty_disk_goes_on_from_there(here: Path, there: Path
     parts = of_step(-1)
     assert mirrored(here, there).load_latest(parts) is not None
     assert step_in(parts) == 7
-    assert capsys.readouterr().out == f"step-00000007 comes from file://{there}\n"
+    assert capsys.readouterr().out == f"step-00000007 was copied from file://{there}\n"
 
 
 def test_what_is_newer_here_is_gone_on_from_here(here: Path, there: Path) -> None:
@@ -285,7 +285,7 @@ def test_what_is_damaged_here_and_there_is_passed_over(here: Path, there: Path) 
     assert step_in(parts) == 6
 
 
-def test_a_store_that_cannot_be_read_does_not_begin_anew_in_silence(
+def test_a_store_that_cannot_be_read_does_not_start_from_scratch_in_silence(
     here: Path, there: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = mirrored(here, there)
@@ -324,13 +324,13 @@ def test_a_training_goes_on_on_another_machine_as_if_nothing_had_been(n: int, tm
     on_ranks(n, fit_mirrored, tmp_path, "here", 5)
     found = on_ranks(n, fit_mirrored, tmp_path, "elsewhere", 8)
     assert [parameters for parameters, _ in found] == unbroken
-    assert f"step-00000005 comes from file://{tmp_path}/there" in found[0][1]
+    assert f"step-00000005 was copied from file://{tmp_path}/there" in found[0][1]
 
 
-def test_one_that_is_to_begin_anew_does_not_go_on_from_what_lies_there(tmp_path: Path) -> None:
+def test_a_run_from_scratch_does_not_resume_from_what_is_there(tmp_path: Path) -> None:
     on_ranks(1, fit_mirrored, tmp_path, "here", 5)
     for text in [text for _, text in on_ranks(2, fit_mirrored, tmp_path, "here", 8, fresh=True)]:
         assert text == (
-            f"to start from scratch, Checkpoints(mirror='file://{tmp_path}/there') must be empty, and step-00000005 is there; "
-            "give another URL, or remove what is there"
+            f"to start from scratch, mirror='file://{tmp_path}/there' must be empty, and it has step-00000005; "
+            "give another URL, or empty this one"
         )

@@ -86,8 +86,7 @@ def test_on_another_number_of_ranks_nobody_gets_anothers(tmp_path: Path, ways: d
     answers = on_ranks(3, loaded, folder, {})
     assert [own for own, _ in answers] == [None, None, None]
     assert (
-        "what each of 2 ranks held apart (in sync; replicas) is not resumed: all ranks begin with their average"
-        in answers[0][1]
+        "the checkpoint has a replica of each of 2 ranks, and this run has 3 ranks: all start with the average" in answers[0][1]
     )
 
 
@@ -106,9 +105,9 @@ def test_a_damaged_file_of_one_rank_means_the_checkpoint_before_on_all(tmp_path:
 
 def test_what_it_adds_is_said_once_where_it_is_much(tmp_path: Path) -> None:
     said, other = on_ranks(2, saved, tmp_path / "much", {}, 500_000)
-    assert said.count("a checkpoint holds the average, and 4 MB that 2 ranks have apart; training waited 0.") == 1
+    assert said.count("each checkpoint has the average and the own state of 2 ranks, 4 MB in all; training waited 0.") == 1
     assert not other
-    assert "apart" not in on_ranks(2, saved, tmp_path / "little", {})[0]
+    assert "own state" not in on_ranks(2, saved, tmp_path / "little", {})[0]
 
 
 def nothing_apart(folder: Path) -> None:
@@ -125,5 +124,5 @@ def test_a_checkpoint_without_it_is_one_that_earlier_versions_read(tmp_path: Pat
 
 def test_no_part_may_be_called_as_these_files_are() -> None:
     for name in ("ranks", "ranks-0"):
-        with pytest.raises(ConfigError, match="give it a word"):
+        with pytest.raises(ConfigError, match="the name becomes a file"):
             Checkpoints(Path("unused")).save({name: Box(1)}, 1)

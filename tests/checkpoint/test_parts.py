@@ -15,15 +15,18 @@ from rankwise.errors import ConfigError
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"model": Box().state_dict()}, "the part 'model' is {'value': None}: give what has state_dict and load_state_dict"),
+        ({"model": Box().state_dict()}, "the part 'model' is {'value': None}, which has no state_dict and load_state_dict"),
         ({"model": Box}, "the part 'model' is <class"),
-        ({"model": Box(), "step": 3}, "the part 'step' is 3: give"),
-        ({"a/b": Box()}, "a part of a checkpoint is called 'a/b': give it a word"),
-        ({"../model": Box()}, "a part of a checkpoint is called '../model'"),
-        ({"": Box()}, "a part of a checkpoint is called ''"),
-        ({"rng": Box()}, "a part of a checkpoint is called 'rng': give it a word, of which a file is named, but rng and ranks"),
-        ({"ranks": Box()}, "a part of a checkpoint is called 'ranks'"),
-        ({1: Box()}, "a part of a checkpoint is called 1"),
+        ({"model": Box(), "step": 3}, "the part 'step' is 3, which has no state_dict"),
+        ({"a/b": Box()}, "a part of a checkpoint cannot be named 'a/b': the name becomes a file's name"),
+        ({"../model": Box()}, "a part of a checkpoint cannot be named '../model'"),
+        ({"": Box()}, "a part of a checkpoint cannot be named ''"),
+        (
+            {"rng": Box()},
+            "a part of a checkpoint cannot be named 'rng': the name becomes a file's name, and rng and ranks are taken",
+        ),
+        ({"ranks": Box()}, "a part of a checkpoint cannot be named 'ranks'"),
+        ({1: Box()}, "a part of a checkpoint cannot be named 1"),
     ],
 )
 def test_what_cannot_be_a_part_is_refused_by_save_and_resume_and_nothing_is_left(

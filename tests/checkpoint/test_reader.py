@@ -243,7 +243,7 @@ def test_a_file_that_ends_while_it_is_read_is_damaged(tmp_path: Path, monkeypatc
     path, record = saved(tmp_path, Box(torch.ones(300)))
     begin, preadv = record.layout["value"].offset or 0, os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:40]], at) if at == begin else 0)
-    with pytest.raises(DamagedError, match=rf"^a file ends after {begin + 40} bytes, which was longer$"):
+    with pytest.raises(DamagedError, match=rf"^a file ends after {begin + 40} bytes, and was longer when it was opened$"):
         reader.read(path, record)
 
 
@@ -320,7 +320,7 @@ def load_with_a_flip(folder: Path, on: int) -> tuple[int, int, list[str]]:
 def test_a_bit_that_flips_on_the_way_to_one_rank_has_all_ranks_load_the_one_before(on: int, tmp_path: Path) -> None:
     for step in (1, 2):
         path = Checkpoints(tmp_path, background=False).save(of_step(step), step)
-    where = ", as rank 1 reads it" if on else ""
+    where = ", as read by rank 1" if on else ""
     said = [f"skipped a checkpoint: {path / 'model.pt'} is corrupted in tensor value{where}"]
     assert on_ranks(2, load_with_a_flip, tmp_path, on) == [(1, 1, said), (1, 1, [])]
 

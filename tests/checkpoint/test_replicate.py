@@ -116,7 +116,7 @@ def test_with_scope_node_each_disk_has_the_checkpoints(background: bool, tmp_pat
 
 def test_with_scope_node_nodes_that_share_a_disk_after_all_write_once_and_that_is_said(tmp_path: Path) -> None:
     (_, said), *rest = on_nodes(save_and_load, tmp_path, SHARED, "node", False)
-    assert said == f"all nodes see {tmp_path}/a/checkpoints: the main rank writes for all\n"
+    assert said == f"scope='node' has no effect: all nodes share {tmp_path}/a/checkpoints, and the main rank writes there\n"
     assert rest == [(3, "")] * 3
     assert steps(tmp_path, "a") == [2, 3]
 
@@ -124,8 +124,8 @@ def test_with_scope_node_nodes_that_share_a_disk_after_all_write_once_and_that_i
 def test_with_scope_main_one_disk_has_them_and_the_others_load_a_copy_that_does_not_stay(tmp_path: Path) -> None:
     (step, said), *rest = on_nodes(save_and_load, tmp_path, APART, "main", False)
     assert step == 3
-    assert said.startswith("step-00000003 is on ")
-    assert " and not on 1 other node: copied there, " in said
+    assert said.startswith("copying step-00000003 (")
+    assert " to 1 node without it" in said
     assert rest == [(3, "")] * 3
     assert (steps(tmp_path, "a"), steps(tmp_path, "b")) == ([2, 3], [])
 
@@ -136,7 +136,7 @@ def test_a_scope_that_there_is_not_is_an_error_with_those_that_there_are(tmp_pat
 
 
 def test_shares_of_one_checkpoint_on_disks_apart_are_an_error_that_names_both_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^Checkpoints\(sharded=True, scope='node'\): .* leave one of them out"):
+    with pytest.raises(ConfigError, match=r"^Checkpoints\(sharded=True\) needs a folder .*scope='node'.* remove one of them"):
         Checkpoints(tmp_path, sharded=True, scope="node", background=False)
 
 
@@ -161,7 +161,7 @@ def test_a_node_that_comes_back_with_an_empty_disk_is_given_the_newest_by_the_ot
     shutil.rmtree(tmp_path / lost)
     (step, said), *rest = on_nodes(load, tmp_path, APART, "node")
     assert step == 3
-    assert "step-00000003 is on " in said
+    assert "copying step-00000003 (" in said
     assert [step for step, _ in rest] == [3] * 3
     assert steps(tmp_path, lost) == [3]
 

@@ -155,7 +155,7 @@ def test_the_direction_is_known_of_a_loss_alone() -> None:
     assert Best.of("loss", True) == Best("loss", larger_is_better=True)
     assert Best.of("eval_accuracy", True) == Best("eval_accuracy", larger_is_better=True)
     assert Best.of(None, None) is None
-    with pytest.raises(ConfigError, match=r"keep_best='eval_accuracy': is more of it better\? Say larger_is_better=True"):
+    with pytest.raises(ConfigError, match=r"keep_best='eval_accuracy': is a larger value better\? Give larger_is_better=True"):
         Best.of("eval_accuracy", None)
     with pytest.raises(ConfigError, match="larger_is_better=False needs keep_best"):
         Best.of(None, False)
@@ -263,7 +263,7 @@ def test_an_attempt_that_asks_for_another_figure_keeps_the_best_by_that(folder: 
     checkpoints = store(folder, name="eval_accuracy", larger=True)
     assert best_step(checkpoints) is None
     assert save(checkpoints, {3: 0.5, 4: 0.4}, "eval_accuracy") == [3, 4]
-    with pytest.raises(ConfigError, match=r"best\(\) needs to know by which metric"):
+    with pytest.raises(ConfigError, match=r"best\(\) needs a metric"):
         Checkpoints(folder, background=False).best()
     assert not Checkpoints(folder, background=False).is_best({})
 

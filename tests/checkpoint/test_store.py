@@ -445,7 +445,7 @@ def test_a_full_disk_is_an_error_in_bytes_and_leaves_all_as_it_was(small_disk: P
         "text": "x" * 4_000_000,
         "numbers": list(range(2**40, 2**40 + 300_000)),
     }
-    with pytest.raises(CheckpointError, match=r"cannot write .*step-00000002: it needs [\d.]+ MB and [\d.]+ MB are free there"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*step-00000002: it needs [\d.]+ MB, and [\d.]+ MB are free"):
         save(checkpoints, 2, big=Box(big[kind]))
     assert contents(small_disk) == before
     assert loaded(folder) == 1
@@ -481,7 +481,7 @@ def test_a_state_that_could_not_be_read_again_is_refused_when_it_is_saved(folder
 
 
 def test_a_sparse_tensor_is_refused_by_its_path_before_anything_is_written(folder: Path, background: bool) -> None:
-    with pytest.raises(ConfigError, match=r"part/value is a tensor of the layout torch.sparse_coo, .* tensor.to_dense\(\)"):
+    with pytest.raises(ConfigError, match=r"part/value is a tensor of layout torch.sparse_coo, .* tensor.to_dense\(\)"):
         save(Checkpoints(folder, background=background), 1, part=Box(torch.eye(3).to_sparse()))
     assert not folder.exists() or leftovers(folder) == []
 
@@ -569,7 +569,7 @@ def test_a_model_that_does_not_fit_is_a_config_error_on_every_rank(folder: Path)
         "shape": r"model does not fit its checkpoint .*model.pt: .*size mismatch.*--fresh.*--name",
         "name": r"model does not fit its checkpoint .*Missing key.*--fresh.*--name",
         "groups": r"optimizer does not fit its checkpoint .*--fresh.*--name",
-        "part": r"has no scheduler.*--fresh.*--name",
+        "part": r"has no part 'scheduler'.*--fresh.*--name",
         "one rank": r"model does not fit its checkpoint .*size mismatch",
     }
     for change, text in texts.items():
@@ -652,19 +652,19 @@ def test_checkpoints_without_a_folder_are_those_of_the_run_and_resume_says_the_s
     assert on_ranks(ranks, resumed_in_the_run, tmp_path) == [[0, 4]] * ranks
 
 
-def test_a_part_that_may_begin_anew_need_not_be_in_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_may_be_new_need_not_be_in_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Checkpoints(folder, background=False).save({"a": Box(1)}, 3)
     new = Box(5)
-    assert Checkpoints(folder).resume({"a": Box(), "ema": new}, may_begin_anew=["ema"]) == 3
-    assert "the checkpoint has no ema: it starts now\n" in capsys.readouterr().out
+    assert Checkpoints(folder).resume({"a": Box(), "ema": new}, may_be_new=["ema"]) == 3
+    assert "the checkpoint has no ema: ema starts from scratch\n" in capsys.readouterr().out
     assert new.state_dict() == Box(5).state_dict()
-    with pytest.raises(ConfigError, match="has no ema"):
+    with pytest.raises(ConfigError, match="has no part 'ema'"):
         Checkpoints(folder).resume({"a": Box(), "ema": Box()})
 
 
-def test_to_begin_anew_sets_aside_what_is_there(folder: Path) -> None:
+def test_to_start_from_scratch_sets_aside_what_is_there(folder: Path) -> None:
     checkpoints = Checkpoints(folder, background=False)
     checkpoints.save({"a": Box(1)}, 3)
-    checkpoints.begin_anew()
+    checkpoints.start_from_scratch()
     assert Checkpoints(folder).resume({"a": Box()}) == 0
     assert [path.name for path in (folder.parent / f"{folder.name}.old-1").iterdir()] == ["step-00000003"]

@@ -139,7 +139,7 @@ def test_a_full_disk_is_a_warning_until_there_is_room_again(n: int, background: 
     for rank, (error, said) in enumerate(on_ranks(n, fit_on_a_full_disk, small_disk, 4, background)):
         assert error == ": "
         if rank == 0:
-            assert said.count("MB are free there; training continues") == 2
+            assert said.count("MB are free; training continues") == 2
             assert "step-00000003: it needs" in said
     assert sorted(p.name for p in (small_disk / "run" / "checkpoints").iterdir()) == names(4, 5)
 
@@ -278,17 +278,17 @@ def error_of(function: Callable[..., Any], *args: Any, **settings: Any) -> tuple
     ("settings", "said"),
     [
         ({"keep_last": 0}, "keep_last=0"),
-        ({"keep_best": "eval_loss"}, "keep_best='eval_loss': nothing is evaluated without evaluate=..."),
-        ({"keep_best": "los", "larger_is_better": False}, "keep_best='los': nothing is evaluated"),
+        ({"keep_best": "eval_loss"}, "keep_best='eval_loss' needs an evaluation: give evaluate=...;"),
+        ({"keep_best": "los", "larger_is_better": False}, "keep_best='los' needs an evaluation"),
         (
             {"keep_best": "accuracy", "larger_is_better": True, "eval_data": data()},
-            "keep_best='accuracy': nothing measures that; what is evaluated is called eval_...",
+            "keep_best='accuracy': nothing measures this metric; those of the evaluations are called eval_...",
         ),
         (
             {"keep_best": "eval_x", "larger_is_better": True, "eval_data": data()},
-            "without a function Evaluate measures eval_loss alone",
+            "Evaluate without a function measures only eval_loss",
         ),
-        ({"keep_best": "eval_accuracy", "eval_data": data(), "eval_fn": len}, "is more of it better"),
+        ({"keep_best": "eval_accuracy", "eval_data": data(), "eval_fn": len}, "is a larger value better"),
         ({"larger_is_better": True}, "larger_is_better=True needs keep_best"),
     ],
 )

@@ -108,7 +108,9 @@ def test_a_gpu_that_is_named_and_not_there_is_an_error(broken: Any) -> None:
 
 def test_a_torch_for_the_cpu_beside_a_gpu_is_an_error_that_says_so(broken: Any) -> None:
     broken(None)
-    with pytest.raises(DeviceError, match=r"it is built without CUDA.*install another: https://pytorch\.org/get-started"):
+    with pytest.raises(
+        DeviceError, match=r"torch is built without CUDA.*install another torch: https://pytorch\.org/get-started"
+    ):
         accelerator.current({})
 
 
@@ -134,7 +136,7 @@ def test_a_gpu_that_fails_at_its_first_number_is_named(words: str, monkeypatch: 
         ([(CPU, "a", ""), (CPU, "b", "")], None),
         (
             [(CUDA, "a", ""), (CUDA, "a", ""), (CPU, "b", ""), (CPU, "b", "")],
-            f"ranks 0, 1 on a: {CUDA}; ranks 2, 3 on b: {CPU}. Repair or leave out",
+            f"ranks 0, 1 on a: {CUDA}; ranks 2, 3 on b: {CPU}. Repair or exclude",
         ),
         ([(CUDA, "a", ""), ("AMD GPU (ROCm)", "b", "")], f"rank 0 on a: {CUDA}; rank 1 on b: AMD GPU (ROCm). "),
         (
@@ -224,7 +226,7 @@ def test_the_backend_is_that_of_the_device(
     monkeypatch.setattr(accelerator, "compare", lambda *_: None)
     monkeypatch.setattr(dist, "is_backend_available", lambda name: available)
     if backend is None:
-        with pytest.raises(comm.ConfigError, match=rf"has no collectives for its device {kind}; .*rankwise\.init\(backend="):
+        with pytest.raises(comm.ConfigError, match=rf"has no backend for collectives on {kind}; .*rankwise\.init\(backend="):
             comm._agreed_backend(world(0, 2), None)
     else:
         assert comm._agreed_backend(world(0, 2), None) == backend

@@ -67,7 +67,7 @@ def test_gpus_that_are_hidden_are_not_taken(gpus: Any, monkeypatch: pytest.Monke
 
 def test_a_gpu_that_torch_cannot_use_is_not_silently_the_cpu(gpus: Any) -> None:
     gpus(0, there=8)
-    with pytest.raises(DeviceError, match=r"has 8 GPUs, but torch .* cannot use them: it is built without CUDA"):
+    with pytest.raises(DeviceError, match=r"has 8 GPUs, but torch .* cannot use them: torch is built without CUDA"):
         local_device(world(0, 1))
 
 
@@ -87,11 +87,11 @@ def test_a_rank_that_sees_one_gpu_alone_takes_that_one(gpus: Any) -> None:
 def test_more_ranks_than_gpus_is_an_error_that_says_what_to_type(gpus: Any, tmp_path: Path) -> None:
     gpus(2)
     assert local_device(world(1, 3)) == torch.device("cuda", 1)
-    with pytest.raises(WorldError, match=r"3 ranks on this node but 2 GPUs visible; type --nproc 2.*CUDA_VISIBLE_DEVICES="):
+    with pytest.raises(WorldError, match=r"3 ranks on this node, but 2 GPUs visible; type --nproc 2.*CUDA_VISIBLE_DEVICES="):
         local_device(world(2, 3))
     gpus(1)
     RunDir(tmp_path).begin_attempt(2, ("train.py",), (NodeRecord("h", 0, 2, ""),))
-    with pytest.raises(WorldError, match="2 ranks on this node but 1 GPU visible; type --nproc 1"):
+    with pytest.raises(WorldError, match="2 ranks on this node, but 1 GPU visible; type --nproc 1"):
         local_device(world(0, 2, run_dir=tmp_path))
 
 
@@ -138,5 +138,5 @@ def test_batch_statistics_of_all_ranks_are_refused_where_torch_cannot(kind: str,
     if works:
         assert is_synced(prepare(model, torch.device(kind), world(0, 2)))
         return
-    with pytest.raises(ConfigError, match=f"works on GPUs only, and this rank is on {kind}; convert it only"):
+    with pytest.raises(ConfigError, match=f"works only on GPUs, and this rank uses {kind}; convert it only"):
         prepare(model, torch.device(kind), world(0, 2))

@@ -267,7 +267,7 @@ def test_what_is_no_metric_object_is_named() -> None:
 
 
 def test_two_figures_of_one_name_are_an_error() -> None:
-    with pytest.raises(StepError, match="two metrics are called 'x'"):
+    with pytest.raises(StepError, match="two metrics have the name 'x'"):
         figures(3, lambda model, batch: {"x": (1.0, 1)}, {"x": Merged()})
     with pytest.raises(StepError, match="the function of Evaluate returned NoneType"):
         figures(3, lambda model, batch: None, None)
@@ -300,5 +300,5 @@ def test_the_trainer_evaluates_metric_objects_and_can_keep_the_best_by_one(tmp_p
 
 
 def test_metric_objects_that_nobody_updates_are_an_error() -> None:
-    with pytest.raises(ConfigError, match="metrics are updated by a function of yours: fn="):
+    with pytest.raises(ConfigError, match="needs a function that updates them: fn="):
         Evaluate(data(4), metrics={"words": Merged()})

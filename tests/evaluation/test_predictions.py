@@ -127,9 +127,15 @@ def failing(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("scalar", r"StepError: predict_fn returned a Tensor without rows for a batch of 4; return a tensor of a row a sample"),
+        (
+            "scalar",
+            r"StepError: predict_fn returned a Tensor without rows for a batch of 4; return a tensor with one row per sample",
+        ),
         ("short", r"StepError: predict_fn returned 3 rows in \['x'\] for a batch of 4"),
-        ("uneven", r"StepError: predict_fn returned other things for other batches: .* a list, one a sample: list\(rows\)"),
+        (
+            "uneven",
+            r"StepError: predict_fn returned different shapes or types for different batches: .* a list, one per sample",
+        ),
         ("full disk", r"OSError: \[Errno 28\] No space left on device"),
     ],
 )
@@ -144,7 +150,7 @@ def test_where_predictions_are_wanted_is_checked() -> None:
     loader = rankwise.Loader(data(3), global_batch_size=2, max_epochs=1)
     with pytest.raises(ConfigError, match=r"^predict\(on='every'\): give one of 'main', 'all'$"):
         rankwise.predict(all_kinds, nn.Identity(), loader, on="every")
-    with pytest.raises(ConfigError, match=r"into=\.\.\. is called on the main rank"):
+    with pytest.raises(ConfigError, match=r"into=\.\.\. is called only on the main rank"):
         rankwise.predict(all_kinds, nn.Identity(), loader, on="all", into=print)
     assert issubclass(StepError, rankwise.RankwiseError)
 

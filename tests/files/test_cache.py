@@ -118,7 +118,7 @@ def test_a_file_that_is_changed_while_it_is_copied_is_an_error_and_nothing_is_le
         (server.folder / "x1.bin").write_bytes(b"y" * SIZE)
 
     monkeypatch.setattr(cache, "_copy", changed_meanwhile)
-    with pytest.raises(DataError, match=r"x1.bin was changed while it was copied: wait until it is whole"):
+    with pytest.raises(DataError, match=r"x1.bin changed while it was copied: wait until it is complete"):
         FileCache(tmp_path / "here").paths([server.url("x1.bin")])
     assert names(tmp_path) == []
 
@@ -163,8 +163,8 @@ def test_those_used_longest_ago_make_room_and_those_in_use_stay(
     url = server.url("x0.bin")
     assert users[2].paths([url, server.url("x1.bin")]) == [url, second]
     assert (
-        f"warning: cache='{tmp_path / 'here'}': 300 kB are to be copied, and 300 kB too few are free; "
-        f"1 file of 2 read from where they are: {url}\n"
+        f"warning: cache='{tmp_path / 'here'}': the copy needs 300 kB, and the disk must have 300 kB more free; "
+        f"1 file of 2 are read without a copy: {url}\n"
     ) in capfd.readouterr().out
     assert (here(tmp_path) / "notes.txt").exists()
 
@@ -232,9 +232,9 @@ def a_link(folder: Path) -> None:
     ("make", "why"),
     [
         (a_file, "File exists"),
-        (of_somebody_else, "is not a folder of yours that nobody else may write"),
-        (open_to_all, "is not a folder of yours that nobody else may write"),
-        (a_link, "is not a folder of yours that nobody else may write"),
+        (of_somebody_else, "must be your own folder, which only you can write to"),
+        (open_to_all, "must be your own folder, which only you can write to"),
+        (a_link, "must be your own folder, which only you can write to"),
     ],
 )
 def test_without_a_folder_the_source_stands_for_itself_and_one_warning_says_why(
@@ -249,7 +249,7 @@ def test_without_a_folder_the_source_stands_for_itself_and_one_warning_says_why(
     [line] = capfd.readouterr().out.splitlines()
     assert line.startswith(f"warning: cache='{tmp_path / 'here'}': ")
     assert why in line
-    assert line.endswith(f"; 3 files of 3 read from where they are: {urls[0]}, ...")
+    assert line.endswith(f"; 3 files of 3 are read without a copy: {urls[0]}, ...")
 
 
 def test_a_disk_that_is_full_in_the_middle_of_a_copy_leaves_nothing_there(tmp_path: Path, server: FileServer) -> None:
@@ -264,7 +264,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_copy_leaves_nothing_there(tmp_pa
         [sys.executable, "-c", script, str(tmp_path / "here"), url], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.splitlines() == [
-        f"warning: cache='{tmp_path / 'here'}': File too large; 1 file of 1 read from where they are: {url}",
+        f"warning: cache='{tmp_path / 'here'}': File too large; 1 file of 1 are read without a copy: {url}",
         f"['{url}']",
     ]
     assert names(tmp_path) == []
@@ -279,4 +279,4 @@ def test_a_file_system_without_locks_is_no_place_for_copies(
     monkeypatch.setattr("fcntl.flock", none)
     url = server.url("x1.bin")
     assert FileCache(tmp_path / "here").paths([url]) == [url]
-    assert "that file system has no locks (Function not implemented); 1 file of 1 read from" in capfd.readouterr().out
+    assert "its file system has no locks (Function not implemented); 1 file of 1 are read without" in capfd.readouterr().out

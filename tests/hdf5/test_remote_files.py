@@ -104,7 +104,7 @@ def test_a_cache_that_cannot_be_used_is_a_warning_and_the_files_are_read_there(
     assert dataset[[7, 149]]["number"].tolist() == [7, 149]
     [line] = capfd.readouterr().out.splitlines()
     assert line.startswith(
-        f"warning: cache='{tmp_path / 'here'}': Not a directory; 3 files of 3 read from where they are: http://"
+        f"warning: cache='{tmp_path / 'here'}': Not a directory; 3 files of 3 are read without a copy: http://"
     )
 
 
@@ -125,7 +125,7 @@ def test_a_read_that_stalls_is_an_error_that_names_the_file(server: FileServer, 
 
 def test_a_server_without_parts_of_files_needs_a_cache(tmp_path: Path, server: FileServer) -> None:
     server.parts = False
-    with pytest.raises(DataError, match="and no part of it: give cache="):
+    with pytest.raises(DataError, match="cannot send a part of the file; give cache="):
         HDF5Dataset(server.url("gzip.h5"))
     assert len(HDF5Dataset(server.url("gzip.h5"), cache=tmp_path / "here")) == 1000
 

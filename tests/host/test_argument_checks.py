@@ -110,7 +110,10 @@ def test_a_value_is_shown_on_one_short_line_even_if_its_repr_fails() -> None:
             "rankwise.Loader([1, 2])",
             "give batch_size (of one rank and micro-batch), global_batch_size (of all together), or batches",
         ),
-        ("rankwise.Checkpoints(keep_best='f1')", "keep_best='f1': is more of it better? Say larger_is_better=True, or False"),
+        (
+            "rankwise.Checkpoints(keep_best='f1')",
+            "keep_best='f1': is a larger value better? Give larger_is_better=True or False",
+        ),
     ],
 )
 def test_a_script_that_has_not_called_init_ends_with_the_message_and_its_line_alone(line: str, said: str) -> None:

@@ -74,7 +74,7 @@ def test_no_process_of_several_trains_alone_without_leave(env: Env) -> None:
         discover(env)
     world = discover(env, allow_independent=True)
     assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (0, 1, 0, 1)
-    assert set(world.origin.values()) == {"a process on its own, as was allowed"}
+    assert set(world.origin.values()) == {"an independent process, as was allowed"}
     assert str(explain(env).error) in str(world.note)
 
 
@@ -124,9 +124,11 @@ def test_the_address_may_be_left_out_and_one_node_is_node_0() -> None:
 
 
 def test_numbers_given_by_half_are_an_error_that_names_what_is_missing() -> None:
-    with pytest.raises(WorldError, match=r"^rank=1, world_size=2 but not local_rank, local_world_size as arguments: give all"):
+    with pytest.raises(
+        WorldError, match=r"^got rank=1, world_size=2 as arguments, but not local_rank, local_world_size; give all"
+    ):
         discover(TRIPLE, rank=1, world_size=2)
-    with pytest.raises(WorldError, match=r" but not master_port as arguments: "):
+    with pytest.raises(WorldError, match=r" as arguments, but not master_port; "):
         discover({}, rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="h")
     with pytest.raises(WorldError, match=r"^the argument rank=2 and the argument world_size=2: a rank lies"):
         discover({}, rank=2, world_size=2, local_rank=0, local_world_size=2)
@@ -161,14 +163,14 @@ def test_an_explanation_does_not_change() -> None:
 def test_what_was_rejected_says_what_it_would_have_meant() -> None:
     why = {other.scheduler: other for other in explain(seen.OPENMPI_IN_SBATCH[2]).not_taken}
     assert why["slurm"].found["SLURM_STEP_NUM_TASKS"] == "1"
-    assert why["slurm"].why == "openmpi is believed first; by itself this would be rank 0 of 1"
+    assert why["slurm"].why == "openmpi comes first; without it, this would be rank 0 of 1"
     assert why["torchrun"].found == {}
     assert why["torchrun"].why == "needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: not set"
     why = {other.scheduler: other for other in explain({**seen.SLURM_STEP[2], "PMI_RANK": "2", "PMI_SIZE": "4"}).not_taken}
     assert why["mpich"].found == {"PMI_RANK": "2", "PMI_SIZE": "4"}
     assert why["mpich"].why == "needs PMI_RANK and MPI_LOCALRANKID: not enough of them set"
     why = {other.scheduler: other for other in explain(seen.OPENMPI_IN_SBATCH[0]).not_taken}
-    assert why["slurm"].why == "openmpi is believed first; by itself this would be an error"
+    assert why["slurm"].why == "openmpi comes first; without it, this would be an error"
 
 
 def test_only_the_variables_of_launchers_are_shown() -> None:
@@ -212,7 +214,7 @@ not taken
   pbs         needs PBS_JOBID: not set
   lsf         needs LSB_JOBID: not set
   others      needs PMIX_RANK, PMI_ID, ... (one of several processes) or SM_HOSTS, ... (several hosts): not set
-  local       slurm is believed first; by itself this would be rank 0 of 1
+  local       slurm comes first; without it, this would be rank 0 of 1
 """
 
 
@@ -280,7 +282,7 @@ def test_leave_to_be_alone_is_given_on_the_command_line(rankwise: Run) -> None:
     done = told_under(rankwise, seen.SLURM_BATCH, "--allow-independent")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("a single process: rank 0 of 1 (source: slurm)\n")
-    assert "note: without leave to be alone this is an error: SLURM_NTASKS=6" in done.stdout
+    assert "note: without --allow-independent this is an error: SLURM_NTASKS=6" in done.stdout
 
 
 def test_the_record_has_every_number_and_where_it_comes_from(rankwise: Run) -> None:
@@ -295,7 +297,7 @@ def test_the_record_has_every_number_and_where_it_comes_from(rankwise: Run) -> N
     assert record["error"] is None
     assert record["found"]["RANK"] == "5"
     assert record["not_taken"][-1] == {
-        "scheduler": "local", "found": {}, "why": "torchrun is believed first; by itself this would be rank 0 of 1",
+        "scheduler": "local", "found": {}, "why": "torchrun comes first; without it, this would be rank 0 of 1",
     }  # fmt: skip
 
 
@@ -332,7 +334,7 @@ def test_half_an_address_is_refused(name: str) -> None:
     _, said = (process := started({**seen.SLURM_STEP[1], name: "1"})).communicate(timeout=120)
     assert process.returncode == 1
     other = {"MASTER_ADDR": "MASTER_PORT", "MASTER_PORT": "MASTER_ADDR"}[name]
-    assert said.startswith(f"rank 1 of 4 (slurm) but no {other}: set ")
+    assert said.startswith(f"rank 1 of 4 (slurm) has no {other}; set both ")
     assert "or neither" in said
 
 

@@ -69,7 +69,7 @@ def test_sums_are_exact_where_float32_is_not() -> None:
 
 
 def test_a_name_that_was_not_announced_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"^meters\.add\(los=\.\.\.\): Meters was made for loss and accuracy$"):
+    with pytest.raises(ConfigError, match=r"^meters\.add\(los=\.\.\.\): Meters was created with loss and accuracy; "):
         Meters("loss", "accuracy").add(los=(1.0, 1))
 
 

@@ -22,5 +22,5 @@ def test_a_loader_stays_itself_and_gets_the_length_that_the_trainer_was_given() 
     assert loader.max_epochs == 4
     made = as_loader([1, 2, 3], 2, batch_size=3, seed=None)
     assert (made.global_batch_size, made.max_epochs, made.seed) == (3, 2, 0)
-    with pytest.raises(ConfigError, match=r"Trainer\(seed=0\) and Loader\(seed=...\) say the same: give seed to the Loader"):
+    with pytest.raises(ConfigError, match=r"Trainer\(seed=0\), but the Loader decides this: give seed to the Loader"):
         as_loader(loader, None, seed=0)

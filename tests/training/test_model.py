@@ -18,7 +18,7 @@ def test_batch_statistics_of_all_ranks_need_a_sample_on_each() -> None:
     synced = nn.Sequential(nn.Linear(1, 1), nn.SyncBatchNorm(1))
     check_synced(synced, fewest=4, parts=4)
     check_synced(nn.Linear(1, 1), fewest=1, parts=4)
-    with pytest.raises(ConfigError, match=r"SyncBatchNorm needs a sample on every rank.*may have 3 "):
+    with pytest.raises(ConfigError, match=r"SyncBatchNorm needs a sample on every rank.*may have only 3 "):
         check_synced(synced, fewest=3, parts=4)
 
 
@@ -26,7 +26,7 @@ def test_batch_statistics_of_all_ranks_need_a_sample_on_each() -> None:
 def test_a_model_that_synchronises_itself_is_refused_with_what_to_give(attach: Any) -> None:
     model = nn.DataParallel(nn.Linear(1, 1))
     with pytest.raises(
-        ConfigError, match=r"^the model is wrapped in DataParallel, .*: give the module inside \(model.module\)$"
+        ConfigError, match=r"^the model is wrapped in DataParallel, .*; give the module inside \(model.module\)$"
     ):
         attach(model, torch.optim.Adam(model.parameters()))
 
@@ -46,6 +46,6 @@ def with_a_gradient_penalty(model: Any, batch: Any) -> Any:
 
 def test_a_step_function_that_calls_backward_is_an_error_and_one_that_takes_gradients_itself_is_none() -> None:
     model = nn.Linear(2, 1)
-    with pytest.raises(StepError, match=r"^step_fn calls backward\(\): leave it out, and return \(loss sum, count\)"):
+    with pytest.raises(StepError, match=r"^step_fn calls backward\(\); remove the call, and return \(loss sum, count\)"):
         warn_of_means(backward_inside, model, [torch.randn(4, 2)])
     warn_of_means(with_a_gradient_penalty, model, [torch.randn(4, 2)])

@@ -37,14 +37,14 @@ def test_other_arguments_than_those_that_have_trained_it_are_an_error_however_of
 ) -> None:
     for _ in range(times):
         run.begin_attempt(1, ("train.py", "--lr", "2"))
-        with pytest.raises(ConfigError, match=r"with `train.py --lr 1`, and now the command is `train.py --lr 2`.*fresh=True"):
+        with pytest.raises(ConfigError, match=r"with `train.py --lr 1`, and the command is now `train.py --lr 2`.*fresh=True"):
             already_done(run, ALONE, 12)
 
 
 def test_under_a_launcher_its_options_are_what_to_type(run: RunDir) -> None:
     run.begin_attempt(1, ("train.py", "--lr", "2"))
     launched = World(0, 1, 0, 1, 0, "torchrun", run_dir=run.path)
-    with pytest.raises(ConfigError, match=r"To train it as a new run: --name NAME\. To start from scratch: --fresh"):
+    with pytest.raises(ConfigError, match=r"To train this as a new run: --name NAME\. To start from scratch: --fresh"):
         already_done(run, launched, 12)
 
 

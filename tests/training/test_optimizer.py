@@ -48,9 +48,9 @@ def test_a_rate_that_is_not_scaled_needs_no_line_and_one_is_scaled_once(four_ran
     assert optimizers.scaled(optimizer) is None
     optimizers.check_scaled(optimizer, 64)
     optimizers.scale_lr(optimizer, "linear")
-    with pytest.raises(ConfigError, match=r"was scaled already \(linear\)"):
+    with pytest.raises(ConfigError, match=r"was called before for this optimizer \(linear\)"):
         optimizers.scale_lr(optimizer, "sqrt")
-    with pytest.raises(ConfigError, match="goes with batch_size: a global batch of 64 is the same"):
+    with pytest.raises(ConfigError, match="is for batch_size: a fixed global batch of 64 needs the same"):
         optimizers.check_scaled(optimizer, 64)
     with pytest.raises(ConfigError, match=r"scale_lr\(rule='cubic'\): give one of 'linear', 'sqrt'"):
         optimizers.scale_lr(sgd(), "cubic")
@@ -81,5 +81,5 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     mine, other = SGD(model.parameters(), lr=0.1), SGD(model.parameters(), lr=0.1)
     optimizers.check(model, mine, StepLR(mine, 1))
     optimizers.check(model, mine, SequentialLR(mine, [StepLR(mine, 1), StepLR(mine, 2)], [3]))
-    with pytest.raises(ConfigError, match=r"^the scheduler StepLR was made for another optimizer than the Trainer was given"):
+    with pytest.raises(ConfigError, match=r"^the scheduler StepLR belongs to another optimizer than the Trainer's"):
         optimizers.check(model, mine, StepLR(other, 1))

@@ -1,12 +1,13 @@
-"""What runs after each optimizer step: callables of the TrainState, in the Trainer's `actions`.
+"""Actions, which run after each optimizer step: functions of the TrainState, in the Trainer's `actions`.
 
-An action may also have, each optional:
+An action may also have these, all optional:
 
-    attach(trainer)      called once, when the Trainer is made; sends nothing. The trainer has `state`, `loader`, `sync`,
+    attach(trainer)      called once, when the Trainer is created; must not communicate. The trainer has `state`, `loader`,
+    `sync`,
                          `meters`, `breakdown`, `progress`, `run`, `device`, `forward` and `precision`
-    begin(state)         collective, in `fit`, after the checkpoint was loaded
+    begin(state)         collective, in `fit`, after the checkpoint is loaded
     state_dict(), load_state_dict(state) and an attribute `name`: saved and resumed under that name
-    close()              when `fit` ends, however it ends
+    close()              when `fit` returns or raises
 
 Names are resolved on first use: the launcher imports no torch.
 """

@@ -1,4 +1,4 @@
-"""To stop when a metric no longer gets better.
+"""Stopping when a metric no longer improves.
 
 Trainer(..., evaluate=valid_set, actions=[EarlyStopping("eval_loss", patience=5)])
 """
@@ -15,9 +15,9 @@ from rankwise.training.state import TrainState
 
 
 class EarlyStopping:
-    """An action: the run is done after `patience` measurements of `metric` in a row of which none was better than the best one
-    by more than `min_delta`. More is better if `larger_is_better`, which only a loss need not say; a nan is no better. All
-    ranks stop after the same step, all is saved, and the reason is printed. Saved and resumed under `name`.
+    """An action: stop the run after `patience` measurements of `metric` in a row that do not improve on the best one by more
+    than `min_delta`. Give `larger_is_better` unless the metric is a loss; nan never improves. All ranks stop after the same
+    step, everything is saved, and the reason is printed. Saved and resumed under `name`.
     """
 
     @takes(metric=TEXT, patience=FROM_ONE, larger_is_better=FLAG.or_none, min_delta=NOT_NEGATIVE, name=TEXT)
@@ -51,5 +51,5 @@ class EarlyStopping:
         return {"metric": self.metric, "best": self._best, "worse": self._worse}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["metric"] == self.metric:  # of another metric nothing is known yet
+        if state["metric"] == self.metric:  # nothing is known yet about another metric
             self._best, self._worse = state["best"], state["worse"]

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, which is often a better model than the last step's.
+"""An exponential moving average of the weights, which is often better than the weights of the last step.
 
 ema = EMA(model, decay=0.999)
 Trainer(..., actions=[ema, Evaluate(data, model=ema, name="ema")])
@@ -20,11 +20,11 @@ _DECAY = Argument(lambda value: is_number(value) and 0 < value < 1, "a number be
 
 class EMA:
     """An action: after each step `average = decay * average + (1 - decay) * parameter`; the first step copies. Buffers are
-    copied. A step that was skipped moves nothing. Saved and resumed under `name`.
+    copied. A skipped step changes nothing. Saved and resumed under `name`.
 
-    torch.optim.swa_utils does the averaging. On several ranks each has the same average, except under a strategy whose replicas
-    are apart for a while (local SGD): there it is that of this rank's replica, an evaluation takes the average over the ranks,
-    and a resumed run begins with rank 0's.
+    torch.optim.swa_utils computes the average. All ranks have the same average, except with a strategy whose replicas differ
+    for a while (local SGD): then each rank averages its own replica, an evaluation uses the mean over the ranks, and a resumed
+    run starts with the average of rank 0.
     """
 
     @takes(model=instance(nn.Module, "a torch.nn.Module"), decay=_DECAY, name=TEXT)
@@ -42,12 +42,12 @@ class EMA:
         self._averaged.to(trainer.device)
 
     def __call__(self, state: TrainState) -> None:
-        if state.left_out:
+        if state.skipped:
             return
         if [p.shape for p in state.model.parameters()] != self._shapes:
             raise ConfigError(
-                f"the action {self.name}: the model has other parameters than when EMA(model) was made; make it after the last "
-                "layer was replaced"
+                f"the action {self.name}: the model's parameters have changed since EMA(model) was created; create it after "
+                "the last layer is replaced"
             )
         self._averaged.update_parameters(state.model)
 

@@ -1,4 +1,4 @@
-"""What is said of a training while it runs: the meters over all ranks, a line now and then, the end of each epoch.
+"""The log of a training: meters over all ranks, a line every few seconds, and a line for each epoch.
 
 log = Log(every_steps=50);  log.attach(trainer);  log.begin(state)
 log(state)                                     # an action
@@ -11,17 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 from rankwise.host.arguments import FROM_ONE, NOT_NEGATIVE, takes
+from rankwise.host.text import count
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
 from rankwise.telemetry.meters import Total
 from rankwise.training.state import TrainState
 
-_SLOW_LINE_S = 60.0  # a log interval that takes longer than this is not waited for
+_SLOW_LINE_S = 60.0  # if a log interval takes longer than this, a line without metrics is printed
 
 
 class Log:
-    """An action: after `every_steps` steps, and at the end of an epoch, the loss and the other meters are reduced over all
-    ranks and are metrics of the step, with the learning rate and the samples per second; a line is printed every `line_every_s`
-    seconds at most. One in the Trainer's `actions` replaces the default one."""
+    """An action: every `every_steps` steps, and at the end of an epoch, reduce the loss and the other meters over all ranks.
+    The results are metrics of this step, with the learning rate and the samples per second. A line is printed at most every
+    `line_every_s` seconds. A Log in the Trainer's `actions` replaces the default one."""
 
     name = "log"
 
@@ -39,7 +40,7 @@ class Log:
         self._text = ""
 
     def attach(self, trainer: Any) -> None:
-        """Its meters, its breakdown of the time, its progress line, its loader's count of samples, its strategy's figures."""
+        """Use the Trainer's meters, time breakdown, progress line, count of samples, and the metrics of its strategy."""
         self._is_main: bool = trainer.world.is_main
         self._meters: Meters = trainer.meters
         self._breakdown: TimeBreakdown = trainer.breakdown
@@ -49,7 +50,7 @@ class Log:
         self._of_sync: Callable[[], dict[str, float]] = trainer.sync.figures
 
     def begin(self, state: TrainState) -> None:
-        """The loop starts now: what was before is not its time."""
+        """The loop starts now: earlier time does not count."""
         self._breakdown.restart()
         self._epoch_time.restart()
         self._began = self._last_line = time.monotonic()
@@ -66,10 +67,10 @@ class Log:
         if state.epoch_ended:
             self._end_epoch(state)
         elif time.monotonic() - self._last_line >= max(self._line_every_s, _SLOW_LINE_S):
-            self._say_line(state, "")  # without metrics: they are reduced together with the other ranks, at a log interval
+            self._say_line(state, "")  # without metrics, which are reduced together with the other ranks, at a log interval
 
     def reduce(self, state: TrainState) -> None:
-        """Collective. Bring the figures up to this step; nothing is pending afterwards."""
+        """Collective. Update the metrics to this step."""
         if state.step == self._last_step:
             return
         steps = state.step - self._last_step
@@ -96,7 +97,7 @@ class Log:
             self._say_line(state, f"{self._text}, ")
 
     def _figures_of_sync(self, steps: int) -> dict[str, float]:
-        """Of the main rank: bytes a step since the last time, and what else the strategy measures."""
+        """On the main rank: bytes per step since the last call, and other metrics of the strategy."""
         figures = self._of_sync()
         if "sent_bytes" in figures:
             sent = figures.pop("sent_bytes")
@@ -117,7 +118,7 @@ class Log:
         means = ", ".join(f"{name} {total.mean:.4g}" for name, total in self._epoch.items())
         span = self._epoch_time.since_last()
         self._progress.say(
-            f"epoch {state.epoch}: {self._epoch_steps} steps, {means}, {span.text()}; "
+            f"epoch {state.epoch}: {count(self._epoch_steps, 'step')}, {means}, {span.text()}; "
             f"{self._progress.place(state.step)}, {self._pace(state)}"
         )
         self._last_line = time.monotonic()

@@ -12,10 +12,10 @@ from rankwise.training.state import TrainState
 
 
 def newly_measured(what: str, metric: str, state: TrainState) -> float | None:
-    """The metric if this step has measured it. Raises ConfigError if this step has measured others of the same evaluation."""
+    """The metric if this step has measured it. Raises ConfigError if it has only other metrics of the same evaluation."""
     now = state.measured_now
     if metric not in now and (others := [name for name in now if "_" in name and name.startswith(metric.split("_")[0] + "_")]):
-        raise ConfigError(f"{what}: nothing measures {metric!r}; what was measured is {listed(others)}")
+        raise ConfigError(f"{what}: nothing measures {metric!r}; the evaluation has measured {listed(others)}")
     if metric not in state.measured and (evaluated := [name for name in now if name != "loss" and "/" not in name]):
         log.warning_once(
             f"{what} waits for {metric!r}, which nothing has measured so far; this step measured {listed(evaluated)}. To "

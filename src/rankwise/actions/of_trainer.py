@@ -1,4 +1,4 @@
-"""The actions of one Trainer, sorted by what they are: those that it was given, and its own.
+"""The actions of one Trainer, sorted by type: the given ones, and its own.
 
 actions = Actions([evaluate, ema, report], scheduler);  actions.check(keep_best="eval_loss")
 for action in actions.all(): ...
@@ -24,19 +24,19 @@ from rankwise.training.state import Stateful, TrainState
 
 @runtime_checkable
 class Evaluation(Protocol):
-    """An action that measures; `Evaluate` is one."""
+    """An action that measures metrics; `Evaluate` is one."""
 
     name: str
     names_by_user: bool
-    """Whether a function of the user's names what it measures."""
+    """Whether a function of the user names its metrics."""
     every_steps: int | None
     every_epochs: int | None
     wait_s: float
 
 
 class Actions:
-    """`given`, in their order, without a Log, CheckReplicas or a writer among them: these take the place of the Trainer's own.
-    `scheduler`: the Trainer's argument."""
+    """`given`: the user's actions, in their order. A Log, CheckReplicas or writer among them replaces the Trainer's own.
+    `scheduler`: the argument of the Trainer."""
 
     def __init__(self, given: Sequence[Action], scheduler: Any) -> None:
         plateau = [Plateau(scheduler)] if isinstance(scheduler, ReduceLROnPlateau) else []
@@ -50,18 +50,18 @@ class Actions:
         self.given = [action for action in both if not _replaces(action)]
         self.evaluations = [inner for action in self.given if isinstance(inner := _inner(action), Evaluation)]
         self.stepped = scheduler if not plateau else None
-        """A scheduler that is stepped after each step."""
+        """The scheduler that is stepped after each step."""
         self.named = self._named()
-        """Those that are saved, by their names."""
+        """The actions that are saved, by their names."""
 
     @property
     def scheduler(self) -> Any:
-        """Whatever changes the learning rate."""
+        """The object that changes the learning rate, or None."""
         of_plateau = [inner.scheduler for action in self.given if isinstance(inner := _inner(action), Plateau)]
         return self.stepped if self.stepped is not None else next(iter(of_plateau), None)
 
     def all(self) -> Iterator[Any]:
-        """Each once, as it was made: without its triggers."""
+        """Each action once, without its triggers."""
         yield from (_inner(action) for action in (self.log, self.replicas, *self.given, *self.writers))
 
     def _named(self) -> dict[str, Stateful]:
@@ -72,21 +72,23 @@ class Actions:
             name = getattr(action, "name", None)
             kind = type(action).__name__
             if not isinstance(name, str) or not name:
-                raise ConfigError(f"the action {kind} has a state_dict: give it an attribute `name`, under which it is saved")
+                raise ConfigError(
+                    f"the action {kind} has a state_dict but no name; give it an attribute `name`, under which it is saved"
+                )
             if name in found:
                 raise ConfigError(
-                    f"two actions are saved under the name {name!r} ({type(found[name]).__name__} and {kind}): give one "
-                    "of them another"
+                    f"two actions are saved as {name!r} ({type(found[name]).__name__} and {kind}); "
+                    "give one of them another name"
                 )
             found[name] = action
         return found
 
     def check(self, keep_best: str | None) -> None:
-        """Raises ConfigError for evaluations of one name, and for a metric that nothing will measure."""
+        """Raises ConfigError for two evaluations with one name, and for a metric that no evaluation measures."""
         names = [evaluation.name for evaluation in self.evaluations]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"two evaluations are called {name!r}: give one another name, Evaluate(..., name='ema')")
+                raise ConfigError(f"two evaluations have the name {name!r}; rename one: Evaluate(..., name='ema')")
         if any(not isinstance(_inner(action), Evaluation | EarlyStopping | Plateau) for action in self.given):
             return  # an action may measure anything
         measured = {evaluation.name: evaluation.names_by_user for evaluation in self.evaluations}
@@ -98,28 +100,28 @@ class Actions:
 
     @property
     def schedule_of_evaluations(self) -> list[tuple[Any, ...]]:
-        """When which of them is due."""
+        """When each evaluation runs."""
         return [(each.name, each.every_steps, each.every_epochs) for each in self.evaluations]
 
     def saved(self, of_state: Mapping[str, Stateful]) -> dict[str, Stateful]:
-        """All that a checkpoint keeps: `of_state`, the log, the scheduler, and what is named."""
+        """Everything that a checkpoint saves: `of_state`, the log, the scheduler, and the named actions."""
         own = {**of_state, "log": self.log, **({"scheduler": self.stepped} if self.stepped is not None else {})}
         for name, action in self.named.items():
             if name in own:
                 raise ConfigError(
-                    f"the action {type(action).__name__} is called {name!r}, and so is a part of the Trainer: give it another "
-                    "name"
+                    f"the action {type(action).__name__} has the name {name!r}, which the Trainer itself uses; give it "
+                    "another name"
                 )
         return {**own, **self.named}
 
     def write(self, state: TrainState) -> None:
-        """What is new of the metrics, to the writers."""
+        """Give new metrics to the writers."""
         if state.new_metrics:
             for writer in self.writers:
                 writer(state)
 
     def close(self) -> None:
-        """Those that have something to close; all of them, though one raises."""
+        """Close all actions that can be closed, even if one raises."""
         errors: list[Exception] = []
         for action in self.all():
             close: Callable[[], None] | None = getattr(action, "close", None)
@@ -133,12 +135,12 @@ class Actions:
 
 
 def _replaces(action: object) -> bool:
-    """Whether it takes the place of one of the Trainer's own."""
+    """Whether it replaces one of the Trainer's own actions."""
     return isinstance(action, Log | CheckReplicas | Writer)
 
 
 def _inner(action: Any) -> Any:
-    """What `every` calls now and then."""
+    """The action inside `every`."""
     while isinstance(action, Every):
         action = action.action
     return action

@@ -1,8 +1,9 @@
-"""What happens between two steps: callables of the TrainState, called in the order of a list after each optimizer step.
+"""Actions with triggers: functions of the TrainState, called in the order of a list after each optimizer step.
 
     actions = [every(my_plot, steps=100), every(my_upload, seconds=600)]
 
-An action is called on all ranks, so it may communicate. It decides by what all ranks hold alike (the step, the agreed clock).
+An action is called on all ranks, so it may communicate. It must decide by values that are the same on all ranks (the step, the
+agreed clock).
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ def every(
     seconds: float | None = None,
     at_end: bool = False,
 ) -> Every:
-    """`action`, when any of the triggers is due: every so many steps, epochs or seconds, and after the last step.
+    """Call `action` when any trigger is due: every so many steps, epochs or seconds, and with `at_end` after the last step.
 
-    Seconds are those of the main rank's clock. Among the actions of a Trainer: at the end of the step in which they are over,
-    on all ranks after the same step. Elsewhere (within another action, or where nodes do not reach each other): at the next log
-    interval.
+    Seconds are measured by the clock of the main rank. In the actions of a Trainer, `action` runs on all ranks after the same
+    step, the one in which the time is over. Elsewhere (inside another action, or if nodes cannot reach each other) it runs at
+    the next log interval.
     """
     if steps is None and epochs is None and seconds is None and not at_end:
         raise ConfigError("every(action): say when, for example every(action, steps=100)")
@@ -37,14 +38,14 @@ def every(
 
 
 class Every:
-    """An action and its triggers; made by `every`. It runs once a step at most."""
+    """An action and its triggers; created by `every`. It runs at most once per step."""
 
     def __init__(self, action: Action, steps: int | None, epochs: int | None, seconds: float | None, at_end: bool) -> None:
         self.action = action
         self._steps, self._epochs, self._at_end = steps, epochs, at_end
         self.seconds = seconds
         self.by_gate = False
-        """Whether somebody calls `run` when the seconds are over."""
+        """Whether the gate calls `run` when the seconds are over."""
 
         self._last_s = 0.0
         self._ran_at = -1

@@ -15,8 +15,8 @@ from rankwise.training.state import TrainState
 
 
 class Plateau:
-    """An action: steps the scheduler with each measurement of `metric`; saved and resumed as the Trainer's scheduler is.
-    `Trainer(scheduler=ReduceLROnPlateau(...))` is one on `eval_loss`."""
+    """An action: step the scheduler with each measurement of `metric`. Saved and resumed like the Trainer's scheduler.
+    `Trainer(scheduler=ReduceLROnPlateau(...))` uses one on `eval_loss`."""
 
     name = "scheduler"
 

@@ -25,20 +25,20 @@ def check_schedule(scheduler: Any, steps: int) -> None:
 
 
 class Schedule:
-    """An action. Not for a step that was left out: fp16 begins with some, and a warm-up would lose its first ones. A scheduler
-    that somebody else steps too is told once."""
+    """An action. It does not step for a skipped step: fp16 starts with some, and a warm-up would lose its first steps. If the
+    script steps the scheduler too, this is reported once."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._after: Any = None  # its count, as the last step here left it
+        self._after: Any = None  # the scheduler's count after the last step here
 
     def __call__(self, state: TrainState) -> None:
-        if state.left_out:
+        if state.skipped:
             return
         if self._after is not None and getattr(self._scheduler, "last_epoch", None) != self._after:
             log.warning_once(
-                "the scheduler that the Trainer steps after each optimizer step is stepped by the script too: leave "
-                "scheduler.step() out, or scheduler=... of the Trainer"
+                "the Trainer steps the scheduler after each optimizer step, and the script does too; remove scheduler.step(), "
+                "or scheduler=... from the Trainer"
             )
         try:
             self._scheduler.step()

@@ -1,9 +1,9 @@
-"""What all ranks do after the same step though no step says when: triggers by time, and a stop that the script asks for.
+"""Triggers by time, and stops that the script asks for: they happen on all ranks after the same step.
 
     moments = Moments(state, actions, stop);  moments.begin()       # before the loop;  `stop.agreed` does the rest
 
-Both pass through the gate of the agreed stop (shared_page.py): no message a step, and under any strategy. Where the nodes
-do not reach each other there is no gate: then both are agreed by a message at each log interval.
+Both use the gate of the agreed stop (shared_page.py), which needs no message per step and works with any strategy. If the nodes
+cannot reach each other there is no gate; then the ranks agree by a message at each log interval.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rankwise.training.state import TrainState
 
 
 class Moments:
-    """Of one loop. Without a gate it is an action too, behind the log. `meet`: collective, before what is collective here."""
+    """For one loop. Without a gate, this is also an action, after the log. `meet`: collective, before other collectives here."""
 
     def __init__(self, state: TrainState, actions: Sequence[Action], stop: StopSignal, meet: Callable[[], None]) -> None:
         self._state = state
@@ -30,11 +30,11 @@ class Moments:
         self._seen_s = state.clock_s
         self._timed = [action for action in actions if isinstance(action, Every) and action.seconds]
         if len(self._timed) > MOST_ALARMS:
-            raise ConfigError(f"{len(self._timed)} actions with every(seconds=...): {MOST_ALARMS} at most")
+            raise ConfigError(f"{len(self._timed)} actions with every(seconds=...), and at most {MOST_ALARMS} are possible")
         state.on_stop = stop.ask
 
     def begin(self) -> None:
-        """Collective. The ranks have a gate from here on, where they can have one."""
+        """Collective. Open the gate, if there can be one."""
         self._stop.open()
         if not self._stop.has_gate:
             return
@@ -48,7 +48,7 @@ class Moments:
             self._timed[place].run(self._state)
 
     def __call__(self, state: TrainState) -> None:
-        """Collective, after a log interval: whether a rank has asked to stop."""
+        """Collective, after a log interval: stop if a rank has asked for it."""
         if self._stop.has_gate or state.clock_s == self._seen_s:
             return
         self._seen_s = state.clock_s
@@ -57,7 +57,8 @@ class Moments:
             self._stop.by_script = True
 
     def end(self) -> bool:
-        """Collective. The loop is over. Whether the script has ended it, which the state says from now on, and why."""
+        """Collective. At the end of the loop: whether the script has stopped it. If so, stores this and the reason in the
+        state."""
         if not self._stop.by_script:
             return False
         self._state.stopped = True

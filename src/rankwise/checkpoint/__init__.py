@@ -1,6 +1,6 @@
-"""Save, find, verify, load and prune a mapping of Stateful things.
+"""Save, find, verify, load and prune checkpoints: a mapping of names to objects with `state_dict`.
 
-`Checkpoints` is resolved on first use: what only lists and verifies, on a login node, does not wait for torch.
+`Checkpoints` is resolved on first use: commands that only list and verify, on a login node, do not import torch.
 """
 
 from typing import TYPE_CHECKING

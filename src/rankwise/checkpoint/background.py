@@ -1,13 +1,13 @@
-"""A save behind the loop: a copy of the state as it is now, which the loop waits for, and the thread that then writes it.
+"""Saving in the background: training waits only for a copy of the state; a thread then writes the copy.
 
     snapshot = Snapshot()
     copy = snapshot.take({"model": model.state_dict()})   # the same nest; tensors that share memory share it again
     background = Background()
-    background.start(write)                               # `write` calls snapshot.wait() first: the devices have delivered
+    background.start(write)                               # `write` calls snapshot.wait() first, for copies from GPUs
     background.wait()                                     # raises what `write` raised
 
-The work of the thread must not communicate: of two threads of a rank that call collectives, each may get the other's answer.
-Fresh memory would cost seven times the copying itself (page faults), so the buffers of the last copy are taken again.
+The thread must not call collectives: if two threads of a rank do, each may get the other's result. New memory would cost seven
+times as much as the copying itself (page faults), so the buffers of the last copy are used again.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dty
 
 
 class Background:
-    """Holds at most one piece of work, and its exception until somebody was told."""
+    """Runs at most one function at a time, and keeps its exception until it is reported."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def start(self, work: Callable[[], object]) -> None:
-        """The one before is waited for; what it raised is raised here, and the work not begun."""
+        """Wait for the work before. If it has raised, raise that here, and do not start the new work."""
         self.wait()
-        # No daemon: at the end of the program what was begun is finished.
+        # Not a daemon: the program waits for the work before it exits.
         self._thread = threading.Thread(target=self._run, args=(work,), name="rankwise-checkpoint")
         try:
             self._thread.start()
-        except RuntimeError:  # the interpreter is ending, or there may be no more threads
+        except RuntimeError:  # the interpreter is shutting down, or no more threads are allowed
             self._thread = None
             work()
 
@@ -61,7 +61,7 @@ class Background:
 
     @property
     def error(self) -> BaseException | None:
-        """What the work raised, as far as it has come; not waited for."""
+        """What the work has raised so far, without waiting for it."""
         return self._error
 
     def join(self) -> None:
@@ -82,14 +82,14 @@ class Background:
 
 
 class Snapshot:
-    """One copy at a time: the next `take` writes over the last."""
+    """Holds one copy at a time: the next `take` overwrites it."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, bool], list[torch.Tensor]] = {}
         self._events: list[torch.cuda.Event] = []
 
     def take(self, states: dict[str, Any]) -> dict[str, Any]:
-        """The same nest, free of all that the loop may change. Raises CheckpointError for a numpy array, by its path."""
+        """The same nest, without anything that training may change. Raises CheckpointError for a numpy array, with its path."""
         copying = _Copying(self._buffers)
         taken = {name: copying.of(state, name) for name, state in states.items()}
         self._buffers = copying.used
@@ -97,7 +97,7 @@ class Snapshot:
         return taken
 
     def wait(self) -> None:
-        """Until what comes from a GPU has arrived. The loop's own stream keeps the order: it need not wait."""
+        """Wait for the copies from GPUs. Training does not need this, because its stream keeps the order."""
         for event in self._events:
             event.synchronize()
 
@@ -144,7 +144,7 @@ class _Copying:
         return taken.requires_grad_() if tensor.requires_grad else taken
 
     def _storage(self, storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-        """The one that stands for it, to be filled by `run`."""
+        """The storage for the copy, which `run` fills."""
         key = (str(device), storage.data_ptr())
         if key not in self._storages or not storage.nbytes():
             size = (storage.nbytes(), device.type == "cuda")
@@ -159,7 +159,7 @@ class _Copying:
         return self._storages[key]
 
     def run(self) -> list[torch.cuda.Event]:
-        """Copy. What comes from a GPU has arrived when the events have."""
+        """Copy. Copies from GPUs are complete when the events are."""
         events = []
         for device, (to, source) in self._pairs.items():
             if device.type == "cuda":
@@ -179,17 +179,17 @@ def _copy(to: list[torch.Tensor], source: list[torch.Tensor], non_blocking: bool
 
 
 def _unit(size: int) -> torch.dtype:
-    """What so many bytes are copied as: torch copies single bytes a fifth more slowly than words."""
+    """The type for copying so many bytes: torch copies single bytes a fifth more slowly than words."""
     return torch.int64 if size % 8 == 0 else torch.int32 if size % 4 == 0 else torch.uint8
 
 
 def _buffer(units: int, unit: torch.dtype, pinned: bool) -> torch.Tensor:
     if pinned:
-        with contextlib.suppress(RuntimeError):  # no more memory may be locked: the loop waits for the device then
+        with contextlib.suppress(RuntimeError):  # no more memory may be locked: then training waits for the device
             return torch.empty(units, dtype=unit, pin_memory=True)
     return torch.empty(units, dtype=unit)
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Its elements are not quite those that lie in memory."""
+    """Whether its elements differ from the bytes in memory."""
     return tensor.is_conj() or tensor.is_neg() or tensor.is_quantized

@@ -1,10 +1,10 @@
-"""The checkpoints that lie in one folder, and what this process knows of each: which is the newest, the best, damaged, to go.
+"""The checkpoints in one folder, and what this process knows about each: the newest, the best, corrupted ones, those to remove.
 
     catalog = Catalog(folder, Retention(2), None, None)
     found = catalog.find_newest({}, catalog.verify)      # (folder, manifest), or None
     gone = catalog.prune(newest)
 
-Nothing here is collective. Where there is a mirror, the main rank has what is missing here from there.
+Nothing here is collective. If there is a mirror, the main rank copies from it what is missing here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rankwise.errors import CheckpointError
 
 
 class Catalog:
-    """Of a rank that writes there, or looks there for its node."""
+    """For a rank that writes to this folder, or reads it for its node."""
 
     def __init__(self, folder: Path, retention: Retention, best: Best | None, mirror: Mirror | None) -> None:
         self.folder = folder
@@ -39,17 +39,19 @@ class Catalog:
         return checkpoints_in(self.folder)
 
     def times_saved(self, step: int) -> int:
-        """A step may be saved again (an attempt that went on from an older checkpoint): beside the first, which goes after."""
+        """A step may be saved twice, if an attempt resumed from an older checkpoint. Then both exist until the first is
+        removed."""
         return max((time for path in self.all() for saved, time in [order(path)] if saved == step), default=0)
 
     def mark_whole(self, folder: Path) -> None:
-        """This process has written it, or read all of it."""
+        """This process has written it, or has read all of it."""
         self._whole.add(folder)
         self._damaged.discard(folder)
 
     def prune(self, newest: Path) -> list[str]:
-        """Keep the last few up to `newest`, the best, the young, those of named steps. What is damaged is not counted, and goes
-        once something newer is whole; what lies after `newest` is damaged too, else it had been loaded. Returns what went."""
+        """Keep the last few up to `newest`, the best, the young, and those of named steps. Corrupted ones do not count, and are
+        removed when a newer one is intact. Those after `newest` are corrupted too, or they would have been loaded. Returns the
+        names of those that were removed."""
         best = self.find_best()
         older = [path for path in self.all() if order(path) < order(newest)]
         again = [path for path in older if order(path)[0] == order(newest)[0] or path in self._damaged]
@@ -63,9 +65,9 @@ class Catalog:
     # --- the newest
 
     def find_newest(self, damaged: dict[Path, str], look: Callable[[Path], Manifest]) -> tuple[Path, Manifest] | None:
-        """Of those that are not damaged: what is wrong with one, by `look`, is added. None if there is none at all.
+        """The newest that is not in `damaged`; adds those that `look` finds corrupted. None if there is no checkpoint.
 
-        Another process may save and prune meanwhile. Raises CheckpointError when there are some and all are damaged.
+        Another process may save and prune at the same time. Raises CheckpointError if all checkpoints are corrupted.
         """
         while left := [path for path in self.all() if path not in damaged]:
             folder = left[-1]
@@ -74,7 +76,7 @@ class Catalog:
             except CheckpointError as error:
                 if folder.exists():
                     damaged[folder] = str(error)
-                # else its writer has something newer by now: look again
+                # else its writer has saved a newer one: look again
         if damaged:
             raise CheckpointError(
                 f"no checkpoint in {self.folder} is intact ({next(iter(damaged.values()))}); "
@@ -83,13 +85,13 @@ class Catalog:
         return None
 
     def verify(self, folder: Path) -> Manifest:
-        """Read it all. What is damaged is said, and remembered."""
+        """Read every byte. Report and remember a corrupted one."""
         manifest = self._look_at(folder, manifests.verify)
         self._whole.add(folder)
         return manifest
 
     def glance(self, folder: Path) -> Manifest:
-        """Its manifest, and the lengths of its files."""
+        """Check the manifest, and the lengths of the files."""
         return self._look_at(folder, manifests.glance)
 
     def _look_at(self, folder: Path, look: Callable[[Path], Manifest]) -> Manifest:
@@ -100,7 +102,7 @@ class Catalog:
             raise
 
     def _pass_over(self, folder: Path, why: str) -> bool:
-        """False where it is not damaged but gone: pruned by who writes here."""
+        """False if it is not corrupted but removed, by the process that writes here."""
         if not folder.exists():
             return False
         self._damaged.add(folder)
@@ -109,20 +111,20 @@ class Catalog:
         return True
 
     def give_up(self, folder: Path, why: str, damaged: dict[Path, str]) -> None:
-        """What a rank has read of it is not what was written; the mirror may have it whole."""
+        """A rank has read something else than was written. The mirror may have an intact copy."""
         if self._pass_over(folder, why) and not self._replace(folder.name):
             damaged[folder] = why
 
     # --- the best
 
     def find_best(self) -> Path | None:
-        """Reads what this process has not written or read before."""
+        """Reads those that this process has neither written nor read before."""
         if self._best is None:
             return None
         measured = {}
-        # Equal figures of one step: the copy that was saved last, as that is the one that is gone on from.
+        # If a step was saved twice with equal metrics, use the last one, from which runs resume.
         for folder in sorted(self.all(), key=lambda path: (order(path)[0], -order(path)[1])):
-            with contextlib.suppress(CheckpointError):  # damaged
+            with contextlib.suppress(CheckpointError):  # corrupted
                 measured[folder] = Manifest.read(folder).metrics
         for folder in self._best.order(measured):
             if folder in self._damaged:
@@ -134,7 +136,7 @@ class Catalog:
         return None
 
     def is_before_all(self, best: Best, rank: float) -> bool:
-        """Whether a checkpoint of that rank would be the best."""
+        """Whether a checkpoint with this `rank` (Best.rank) would be the best."""
         folder = self.find_best()
         known = best.rank(Manifest.read(folder).metrics) if folder is not None else None
         return known is None or rank < known
@@ -142,8 +144,8 @@ class Catalog:
     # --- the mirror
 
     def bring(self) -> None:
-        """What is newer in the mirror than all that is here. Raises CheckpointError where it cannot be read and nothing is
-        here: to begin anew in silence would be a mistake."""
+        """Copy the newest checkpoint from the mirror, if it is newer than those here. Raises CheckpointError if the mirror
+        cannot be read and no checkpoint is here: the run must not start from scratch without notice."""
         if self._mirror is None:
             return
         here = self.all()
@@ -166,12 +168,12 @@ class Catalog:
         except CheckpointError as error:
             log.warn(f"skipped a checkpoint: {error}")
             return False
-        log.say(f"{name} comes from {self._mirror.url}")
+        log.say(f"{name} was copied from {self._mirror.url}")
         return True
 
 
 def _saved_at(path: Path, otherwise: float) -> float:
     try:
         return saved_at(path)
-    except OSError:  # damaged, and nobody has looked yet
+    except OSError:  # corrupted, and not yet known to be
         return otherwise

@@ -1,9 +1,9 @@
-"""What the `rankwise checkpoint` commands do: list, show, verify, export, average, prune. To look and to verify needs no torch.
+"""The `rankwise checkpoint` commands: list, show, verify, export, average, prune. Listing and verifying need no torch.
 
 print(list_all(find("train"), verify=False));  print(show(pick(find("train"), None)))
 write_model(read_model(path), Path("model.safetensors"))               # load_file(...) gives a state dict
 write_model(average([path_a, path_b, path_c]), Path("mean.pt"))        # torch.load("mean.pt", weights_only=True)
-find_prunable(folder, keep_last=2, older_than="7d")                    # reads what is to stay, so that something whole does
+find_prunable(folder, keep_last=2, older_than="7d")                    # reads those that stay, so that an intact one does
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rankwise.checkpoint.manifest import FileRecord, Manifest, saved_at
 from rankwise.checkpoint.retention import Best, find_best_figure
 from rankwise.errors import CheckpointError, ConfigError
 from rankwise.host.disk import fsync
-from rankwise.host.text import seconds_of, short, size, stamp
+from rankwise.host.text import count, seconds_of, short, size, stamp
 from rankwise.report.terminal import table
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ State = dict[str, Any]
 
 
 def list_all(folder: Path, verify: bool) -> str:
-    """One line a checkpoint, the oldest first. Without `verify` no more than the files' sizes is looked at."""
+    """One line per checkpoint, the oldest first. Without `verify` only the sizes of the files are checked."""
     manifests_of = {path: _read(path) for path in checkpoints_in(folder)}
     good = {path: found for path, found in manifests_of.items() if isinstance(found, Manifest)}
     best = next((Best(**found.best) for found in reversed(good.values()) if found.best), None)
@@ -53,12 +53,12 @@ def list_all(folder: Path, verify: bool) -> str:
             state = _state(path, found, verify) + (f", the best {best.name}" if best and path == first else "")
             rows.append([path.name, str(found.step), *saved, *cells, state])
         else:
-            rows.append([path.name, *[""] * (4 + len(figures)), f"damaged: {found}"])
+            rows.append([path.name, *[""] * (4 + len(figures)), f"corrupted: {found}"])
     return table(rows)
 
 
 def _read(path: Path) -> Manifest | str:
-    """Or what is wrong with it."""
+    """The manifest, or what is wrong with it."""
     try:
         return Manifest.read(path)
     except CheckpointError as error:
@@ -67,15 +67,15 @@ def _read(path: Path) -> Manifest | str:
 
 def _state(path: Path, manifest: Manifest, verify: bool) -> str:
     if verify:
-        return "; ".join(["damaged", *found]) if (found := list(manifests.damages(path, manifest))) else "verified"
+        return "; ".join(["corrupted", *found]) if (found := list(manifests.damages(path, manifest))) else "verified"
     for name, record in manifest.files.items():
         try:
-            if (path / name).stat().st_size == record.bytes:
-                continue
-            return f"damaged: {name} is not as long as it was"
+            length = (path / name).stat().st_size
+            if length != record.bytes:
+                return f"corrupted: {name} has {length} of {record.bytes} bytes"
         except OSError as error:
-            return f"damaged: {name}: {error.strerror}"
-    return "sizes fit"
+            return f"corrupted: {name}: {error.strerror}"
+    return "sizes match"
 
 
 def _figure(value: float | None) -> str:
@@ -86,7 +86,7 @@ def _figure(value: float | None) -> str:
 
 
 def show(path: Path) -> str:
-    """Its figures, its parts, and every tensor. Raises CheckpointError when the manifest is damaged."""
+    """Its metrics, its parts, and every tensor. Raises CheckpointError if the manifest is corrupted."""
     manifest = Manifest.read(path)
     head = f"{short(path)}: step {manifest.step}, saved {stamp(saved_at(path))} by {manifest.world_size} rank"
     lines = [head + f"{'s' * (manifest.world_size != 1)} with torch {manifest.torch}, {size(manifest.bytes)}"]
@@ -127,7 +127,7 @@ def show_as_json(path: Path) -> str:
 
 
 def verify(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
-    """(checkpoint, what is damaged in it), one after the other as they are read."""
+    """(checkpoint, what is corrupted in it), one after the other as they are read."""
     for path in paths:
         try:
             yield path, list(manifests.damages(path, Manifest.read(path)))
@@ -139,21 +139,19 @@ def verify(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
 
 
 def check_target(path: Path, force: bool) -> None:
-    """Before anything is read. Raises ConfigError when it could not be written."""
+    """Called before anything is read. Raises ConfigError if the file cannot be written."""
     if path.suffix not in KINDS:
-        raise ConfigError(
-            f"--to {path}: the name's end says the kind of file; type --to {path.name or 'model'}{KINDS[0]}, or {KINDS[1]}"
-        )
+        raise ConfigError(f"--to {path}: the name must end in {' or '.join(KINDS)}; type --to {path.name or 'model'}{KINDS[0]}")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
     if path.exists() and (not force or path.is_dir()):
-        raise ConfigError(f"{path} is there already; choose another name{', or type --force' * (not path.is_dir())}")
+        raise ConfigError(f"{path} exists already; choose another name{', or type --force' * (not path.is_dir())}")
     if path.suffix == ".safetensors":
         _safetensors()
 
 
 def read_model(path: Path, part: str = "model") -> State:
-    """The state of one part of a checkpoint, names as the bare module has them. Raises CheckpointError when it is damaged."""
+    """The state of one part of a checkpoint, with the names of the bare module. Raises CheckpointError if it is corrupted."""
     from rankwise.checkpoint import sharding
 
     manifest = Manifest.read(path)
@@ -164,7 +162,7 @@ def read_model(path: Path, part: str = "model") -> State:
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read ({error.strerror})") from None
     if not isinstance(state, dict):
-        raise ConfigError(f"the part {part} of {path} is a {type(state).__name__}, not a module's state")
+        raise ConfigError(f"the part {part} of {path} is a {type(state).__name__}, not a model; choose another with --part")
     return _bare(state)
 
 
@@ -180,12 +178,12 @@ def _bare(state: State) -> State:
 
 
 def choose_for_average(folder: Path, last: int | None, best: int | None, by: Best | None) -> list[Path]:
-    """The last or the best so many, the best by `by`, else by the figure that their run chose by.
+    """The last N or the best N; the best by the metric `by`, or by the metric of their run.
 
-    Raises ConfigError when there are fewer, CheckpointError when one that could be among the best has a damaged manifest.
+    Raises ConfigError if there are fewer, CheckpointError if one that could be among the best has a corrupted manifest.
     """
     if (last is None) == (best is None):
-        raise ConfigError("of which checkpoints? Type one of --last N and --best N")
+        raise ConfigError("which checkpoints should be averaged? Type --last N or --best N")
     option, n = ("--last", last) if last is not None else ("--best", best)
     if n is not None and n < 1:
         raise ConfigError(f"{option} {n}: give a whole number from 1 up")
@@ -203,14 +201,14 @@ def choose_for_average(folder: Path, last: int | None, best: int | None, by: Bes
 def _enough(found: list[Path], n: int, where: str, option: str) -> list[Path]:
     if len(found) < n:
         cure = f"; type {option} {len(found)}" if found else ""
-        raise ConfigError(f"{option} {n}: {n} checkpoints asked for, {len(found)} there {where}{cure}")
+        raise ConfigError(f"{option} {n}: found only {count(len(found), 'checkpoint')} {where}{cure}")
     return found
 
 
 def average(paths: Sequence[Path], part: str = "model") -> State:
-    """The mean of each floating tensor, summed in float64; all else (counts, masks) is the newest's.
+    """The mean of each floating-point tensor, summed in float64. Everything else (counts, masks) is that of the newest.
 
-    Raises ConfigError when they are not of one model, CheckpointError when one is damaged.
+    Raises ConfigError if they are of different models, CheckpointError if one is corrupted.
     """
     newest = max(paths, key=lambda path: Manifest.read(path).step)
     state = read_model(newest, part)
@@ -220,10 +218,10 @@ def average(paths: Sequence[Path], part: str = "model") -> State:
             continue
         other = read_model(path, part)
         for name in state.keys() ^ other.keys():
-            raise ConfigError(f"{path} and {newest} are not of one model: {name} is in one of them alone")
+            raise ConfigError(f"{path} and {newest} are of different models: only one of them has {name}")
         for name, total in sums.items():
             if other[name].shape != total.shape:
-                raise ConfigError(f"{path} and {newest} are not of one model: {name} has another shape")
+                raise ConfigError(f"{path} and {newest} are of different models: {name} has different shapes")
             total += _wide(other[name])
     return {name: (sums[name] / len(paths)).to(value.dtype) if name in sums else value for name, value in state.items()}
 
@@ -244,7 +242,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_model(state: State, to: Path) -> None:
-    """As the name's end says: .pt or .safetensors. Raises CheckpointError when it cannot be written."""
+    """Write .pt or .safetensors, by the end of the name. Raises CheckpointError if this fails."""
     temporary = to.with_name(f".{to.name}.{uuid.uuid4().hex}")
     try:
         if to.suffix == ".safetensors":
@@ -257,7 +255,7 @@ def write_model(state: State, to: Path) -> None:
         fsync(temporary)
         os.replace(temporary, to)
         fsync(to.absolute().parent)
-    except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of an OSError
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch's form of an OSError
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise CheckpointError(f"cannot write {to}: {why}") from None
     finally:
@@ -269,18 +267,20 @@ def _save_safetensors(state: Mapping[str, torch.Tensor], tied: Mapping[str, str]
         _safetensors().save_file(state, to, {"format": "pt", **tied})
     except ConfigError:
         raise
-    except Exception as error:  # of a type of its own
+    except Exception as error:  # safetensors has its own type
         raise RuntimeError(str(error)) from None
 
 
 def _apart(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What safetensors takes: (tensors, none of which shares memory with another; of those that are one tensor under several
-    names all names but the first, with that). Its load_model, and the libraries that use it, look for them so."""
+    """What safetensors needs: (tensors that do not share memory, {other name: first name} for a tensor with several names).
+    Its load_model, and the libraries that use it, expect this."""
     import torch
 
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
-            raise ConfigError(f"{name} is a {type(value).__name__}, and safetensors holds tensors alone; write a .pt instead")
+            raise ConfigError(
+                f"{name} is a {type(value).__name__}, and a .safetensors file holds only tensors; type --to model.pt"
+            )
     seen: set[int] = set()
     first: dict[Any, str] = {}
     apart, tied = {}, {}
@@ -309,7 +309,7 @@ def _safetensors() -> Any:
 def parse_age(text: str) -> float:
     """Seconds of `90s`, `30m`, `12h`, `7d`, `2w`. Raises ConfigError for anything else."""
     if (found := seconds_of(text)) is None:
-        raise ConfigError(f"--older-than {text!r} is no age; type a number and a unit: 90s, 30m, 12h, 7d, 2w")
+        raise ConfigError(f"--older-than {text!r} is not an age; type a number and a unit: 90s, 30m, 12h, 7d, 2w")
     return found
 
 
@@ -321,16 +321,18 @@ def find_prunable(
     older_than: str | None = None,
     keep: Sequence[str] = (),
 ) -> list[Path]:
-    """What may go, the oldest first: all but the last whole ones (at least one), the best ones, those named, those younger.
+    """Those that can be removed, the oldest first: all but the last intact ones (at least one), the best, the named, the young.
 
-    Reads every byte of the newest, until as many whole ones are found as are to stay. What is damaged does not count; where it
-    is newer than all that is whole it is left to its owner. Raises ConfigError when no rule is given, or one cannot be.
+    Reads every byte of the newest, until it has found as many intact ones as should be kept. Corrupted ones do not count; those
+    that are newer than all intact ones are not touched. Raises ConfigError if no rule is given, or a rule is wrong.
     """
     for option, n in (("--keep-last", keep_last), ("--keep-best", keep_best)):
         if n is not None and n < 1:
             raise ConfigError(f"{option} {n}: give a whole number from 1 up")
     if not (keep_last or keep_best or older_than is not None or keep):
-        raise ConfigError("what should stay? Type for example --keep-last 2, --keep-best 1, --older-than 7d, --keep 400")
+        raise ConfigError(
+            "which checkpoints should be kept? Type for example --keep-last 2, --keep-best 1, --older-than 7d or --keep 400"
+        )
     older_than_s = parse_age(older_than) if older_than is not None else 0.0
     paths = checkpoints_in(folder)
     named = {pick(folder, name, "--keep") for name in keep}
@@ -348,7 +350,7 @@ def find_prunable(
 
 
 def remove_one(path: Path) -> str:
-    """Remove it, and say so."""
+    """Remove it; returns the line to print."""
     if not remove(path):
         raise CheckpointError(f"{path} cannot be removed")
     return f"removed {path}"
@@ -359,7 +361,7 @@ def _first_whole(paths: Iterable[Path], n: int) -> list[Path]:
     for path in paths:
         if len(found) == n:
             break
-        with contextlib.suppress(CheckpointError):  # damaged, or gone by now
+        with contextlib.suppress(CheckpointError):  # corrupted, or removed by now
             manifests.verify(path)
             found.append(path)
     return found

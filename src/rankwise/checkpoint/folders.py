@@ -1,4 +1,4 @@
-"""Which folders are checkpoints, in which order, and where those of a run are.
+"""Which folders are checkpoints, their order, and where a run has them.
 
 for path in checkpoints_in(folder): ...          # the oldest first
 folder = find("train")                           # runs/train/checkpoints
@@ -19,21 +19,21 @@ from rankwise.host.disk import fsync
 from rankwise.host.text import listed, short
 from rankwise.run.directory import RunDir
 
-_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # what else lies there is somebody's own
+_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # other files there are not ours
 
 
 def is_name(name: str) -> bool:
-    """Whether a checkpoint of ours is called so."""
+    """Whether this is the name of a checkpoint."""
     return _NAME.fullmatch(name) is not None
 
 
 def is_checkpoint(path: Path) -> bool:
-    """By its name; whether it is whole is another question."""
+    """By its name; it may be corrupted."""
     return is_name(path.name) and path.is_dir()
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Every checkpoint's folder, the oldest first. Not verified."""
+    """The folder of every checkpoint, the oldest first. Not verified."""
     return sorted((path for path in folder.glob("step-*") if is_checkpoint(path)), key=order)
 
 
@@ -45,21 +45,21 @@ def order(path: Path) -> tuple[int, int]:
 
 
 def remove(path: Path) -> bool:
-    """False when it cannot be, or another process has done it."""
-    # Out of sight in one step: a kill in the middle of a deletion must not leave half a checkpoint by its name.
+    """False if this is not possible, or another process has removed it."""
+    # Renamed first: a kill in the middle of a deletion must not leave half a checkpoint under its name.
     hidden = path.with_name(f"tmp.{uuid.uuid4().hex}")
     try:
         os.rename(path, hidden)
     except OSError:
         return False
     with contextlib.suppress(OSError):
-        fsync(path.parent)  # nor must a power cut
+        fsync(path.parent)  # nor must a power failure
     shutil.rmtree(hidden, ignore_errors=True)
     return True
 
 
 def put(temporary: Path, final: Path) -> None:
-    """Make a folder of files durable, and give it its name, in place of one that has it."""
+    """Flush a folder of files to disk, and rename it to `final`, which it replaces."""
     for path in temporary.iterdir():
         fsync(path)
     fsync(temporary)
@@ -70,13 +70,13 @@ def put(temporary: Path, final: Path) -> None:
 
 
 def find(run: str | None) -> Path:
-    """The folder of checkpoints of a run: its name under ./runs, its run directory, or that folder itself; None: the only run
-    here. Raises RunDirError when there is none."""
+    """The folder with the checkpoints of a run, by its name in ./runs, its run directory, or this folder itself. None: the only
+    run here. Raises RunDirError if there is none."""
     if run is None:
         found = [path for path in Path("runs").glob("*") if checkpoints_in(RunDir(path).checkpoints)]
         if len(found) != 1:
             names = listed(sorted(path.name for path in found)) or "none"
-            raise RunDirError(f"which run? Give its name or folder; those here that have checkpoints: {names}")
+            raise RunDirError(f"which run? Type its name or folder; the runs with checkpoints here: {names}")
         return RunDir(found[0]).checkpoints
     for path in (Path(run), Path("runs", run)):
         for folder in (path, RunDir(path).checkpoints):
@@ -94,4 +94,4 @@ def pick(folder: Path, name: str | None, option: str = "--checkpoint") -> Path:
         if order(path)[0] == int(name) if name.isdecimal() else path.name == Path(name).name:
             return path
     there = ", ".join(path.name for path in paths)
-    raise RunDirError(f"{option} {shlex.quote(name or '')}: no such checkpoint in {short(folder)}; it has: {there}")
+    raise RunDirError(f"{option} {shlex.quote(name or '')}: no such checkpoint in {short(folder)}; there are: {there}")

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint, and the verification by it: sizes and checksums of its files, and of every tensor in them.
+"""The manifest of a checkpoint: sizes and checksums of its files and of every tensor in them, and how they are verified.
 
-Neither torch.load nor safetensors checks what it reads: a flipped bit loads silently. xxh3-128 guards against accident, not
-against tampering; that is what `weights_only` is for. To read and verify needs no torch: a login node may have none.
+Neither torch.load nor safetensors checks what it reads: a flipped bit is loaded without notice. xxh3-128 protects against
+accidents, not against attackers; `weights_only` is for those. Reading and verifying need no torch: a login node may have none.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
 
 VERSION = 1
 VERSION_WITH_RANKS = 3
-"""Of a checkpoint that holds what ranks have apart: who does not know of it would resume another training."""
+"""For a checkpoint with a state per rank: a rankwise that does not know this would resume another training."""
 
 _READ = (VERSION, 2, VERSION_WITH_RANKS)  # 2: with all ranks in one file
 
 NAME = "manifest.json"
-_FIRST = "{\n"  # as `text` writes it; one that a person has brought into one line is held to its sum alone
-_NAMED = 3  # damaged tensors of one file
+_FIRST = "{\n"  # as `text` writes it; if a person has made it one line, only its checksum is compared
+_NAMED = 3  # corrupted tensors of one file that a message lists
 _LARGE = 1 << 20  # bytes
-_MOST_CORES = 16  # memory is what limits more of them
+_MOST_CORES = 16  # more are limited by the memory
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a tensor is, and where it lies in its file."""
+    """The type and shape of a tensor, and its place in the file."""
 
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    """Of its elements; several tensors may share them."""
+    """Size of its elements; several tensors may share them."""
 
     offset: int | None
-    """Where its elements begin in the file; None where they do not lie there in row-major order, or there are none."""
+    """Where its elements begin in the file; None if they are not there in row-major order, or there are none."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Layout:
@@ -60,17 +60,17 @@ class FileRecord:
 
     bytes: int
     xxh3_128: str
-    """Of the whole file; empty where `rest` and the tensors' sums say as much."""
+    """Of the whole file; empty if `rest` and the sums of the tensors are used instead."""
 
     tensors: dict[str, str]
     """xxh3-128 of each tensor's bytes in memory, by its path in the state (`state/0/exp_avg`)."""
 
     layout: dict[str, Layout] = field(default_factory=dict)
-    """By the same paths. Empty in checkpoints that are older than this field."""
+    """By the same paths. Empty in older checkpoints, which do not have this field."""
 
     rest: str = ""
-    """xxh3-128 of all bytes that lie in no tensor of `layout`: with the tensors' sums, which many cores can compare at once,
-    each byte of the file is covered, and none is summed twice."""
+    """xxh3-128 of all bytes outside the tensors of `layout`. Together with the sums of the tensors, which many cores can
+    compare at once, this covers each byte of the file exactly once."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> FileRecord:
@@ -80,7 +80,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """manifest.json; a directory without a readable one is no checkpoint."""
+    """manifest.json; a directory without a readable manifest is not a checkpoint."""
 
     version: int
     step: int
@@ -88,13 +88,13 @@ class Manifest:
     torch: str
     files: dict[str, FileRecord]
     info: dict[str, Any]
-    """What differs from run to run and may change numbers: threads, precision, settings."""
+    """What may differ between runs and change results: threads, precision, settings."""
 
     metrics: dict[str, float | None] = field(default_factory=dict)
-    """The figures that were measured at this very step; None for one that is not finite."""
+    """The metrics that were measured at this step; None for one that is not finite."""
 
     best: dict[str, Any] = field(default_factory=dict)
-    """`name` and `larger_is_better` of the figure by which the run chose its best; empty if it did not."""
+    """`name` and `larger_is_better` of the metric by which the run keeps its best; empty without one."""
 
     @property
     def bytes(self) -> int:
@@ -104,7 +104,7 @@ class Manifest:
         return f"{part}.pt" in self.files
 
     def text(self) -> str:
-        """With a checksum of itself."""
+        """The manifest as JSON, with a checksum of itself."""
         record = asdict(self)
         return _as_text({**record, "xxh3_128": _record_sum(record)})
 
@@ -116,9 +116,10 @@ class Manifest:
             record = json.loads(text)
             if record["version"] not in _READ:
                 raise CheckpointError(
-                    f"{path}: version {record['version']}, this rankwise reads versions {listed(map(str, _READ), last=' and ')}"
+                    f"{path} has version {record['version']}, and this rankwise reads "
+                    f"{listed(map(str, _READ), last=' and ')}; use a newer rankwise"
                 )
-            # Not a byte may differ, though it says the same (1e-05 and 1E-05): who damaged one byte may have damaged others.
+            # No byte may differ, even if the value is the same (1e-05, 1E-05): if one byte was changed, others may have been.
             if text.startswith(_FIRST) and text != _as_text(record):
                 raise CheckpointError(f"{path} is corrupted")
             if record.pop("xxh3_128") != _record_sum(record):
@@ -140,12 +141,12 @@ def _record_sum(record: dict[str, Any]) -> str:
 
 
 def saved_at(folder: Path) -> float:
-    """Seconds since 1970. A copy that keeps no times has its own."""
+    """Seconds since 1970. A copy made without times has the time of the copy."""
     return (folder / NAME).stat().st_mtime
 
 
 def tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a nest of mappings and sequences, with its path."""
+    """(path, tensor) for every tensor in a nest of mappings and sequences."""
     import torch
 
     if isinstance(state, torch.Tensor):
@@ -176,7 +177,7 @@ def file_sum(path: Path) -> str:
 
 
 def rest_sum(path: Path, layout: Mapping[str, Layout]) -> str:
-    """xxh3-128 of the bytes of a file that lie in none of these tensors."""
+    """xxh3-128 of the bytes of a file outside these tensors."""
     with _mapped(path) as view:
         return _rest_sum(view, layout)
 
@@ -189,7 +190,7 @@ def _rest_sum(view: memoryview, layout: Mapping[str, Layout]) -> str:
 
 
 def rest(layout: Mapping[str, Layout], size: int) -> Iterator[tuple[int, int]]:
-    """The parts of a file, (begin, end), that lie in none of these tensors."""
+    """The parts of a file, (begin, end), outside these tensors."""
     done = 0
     for begin, length in sorted((at.offset, at.bytes) for at in layout.values() if at.offset is not None):
         if begin > done:  # tensors may share memory
@@ -206,7 +207,7 @@ def _mapped(path: Path) -> Iterator[memoryview]:
 
 
 def verify(folder: Path) -> Manifest:
-    """Read every byte. Raises DamagedError that names the damaged file, and the tensor where that can be told."""
+    """Read every byte. Raises DamagedError with the corrupted file, and the tensor if it is known."""
     manifest = Manifest.read(folder)
     for text in damages(folder, manifest):
         raise DamagedError(text)
@@ -214,7 +215,7 @@ def verify(folder: Path) -> Manifest:
 
 
 def glance(folder: Path) -> Manifest:
-    """As `verify`, of the manifest and the lengths of the files alone."""
+    """As `verify`, but only for the manifest and the lengths of the files."""
     manifest = Manifest.read(folder)
     for name, record in manifest.files.items():
         if text := length_damage(folder / name, record):
@@ -223,14 +224,14 @@ def glance(folder: Path) -> Manifest:
 
 
 def damages(folder: Path, manifest: Manifest, only: str | None = None) -> Iterator[str]:
-    """What is wrong with each file, or with one, in the words of an error. Reads every byte, on all cores."""
+    """What is wrong with each file, or with one, as the text of an error. Reads every byte, on all cores."""
     for name, record in manifest.files.items():
         if only in (None, name) and (found := damage(folder / name, record)):
             yield found
 
 
 def damage(path: Path, record: FileRecord) -> str:
-    """What is wrong with one file; empty if nothing is."""
+    """What is wrong with one file; empty if it is intact."""
     if found := length_damage(path, record):
         return found
     try:
@@ -242,7 +243,7 @@ def damage(path: Path, record: FileRecord) -> str:
 
 
 def length_damage(path: Path, record: FileRecord) -> str:
-    """What is wrong with a file that is not looked into; empty if nothing is."""
+    """What is wrong with the length of a file; empty if it is right."""
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -251,7 +252,7 @@ def length_damage(path: Path, record: FileRecord) -> str:
 
 
 def cores() -> int:
-    """How many threads read and sum."""
+    """The number of threads that read and compute checksums."""
     return min(len(os.sched_getaffinity(0)), _MOST_CORES)
 
 
@@ -263,7 +264,7 @@ def _cut_tensors(record: FileRecord, size: int) -> str:
 
 
 def _damage(path: Path, record: FileRecord, pool: Executor) -> str:
-    """Where it is, empty if nothing is. The file is as long as it was."""
+    """Where the file is corrupted; empty if it is intact. Its length is right."""
     if not record.rest and file_sum(path) == record.xxh3_128:
         return ""
     placed = {name: at for name, at in record.layout.items() if at.offset is not None}
@@ -274,7 +275,7 @@ def _damage(path: Path, record: FileRecord, pool: Executor) -> str:
             assert begin is not None
             return xxhash.xxh3_128_hexdigest(view[begin : begin + placed[name].bytes]) != record.tensors[name]
 
-        # To hand over a small one takes longer than to sum it.
+        # Giving a small one to a thread takes longer than its checksum.
         large = [name for name, at in placed.items() if at.bytes >= _LARGE]
         damaged = dict(zip(large, pool.map(is_damaged, large), strict=True))
         damaged |= {name: is_damaged(name) for name in placed if name not in damaged}
@@ -285,20 +286,20 @@ def _damage(path: Path, record: FileRecord, pool: Executor) -> str:
     if not found and placed.keys() != record.tensors.keys():
         try:
             found = _damaged_when_loaded(path, record)
-        except Exception as error:  # a damaged pickle raises one of many types; or there is no torch here
-            return f" (it does not even load: {type(error).__name__})"
+        except Exception as error:  # a corrupted pickle raises one of many types; or there is no torch here
+            return f" (it cannot be loaded: {type(error).__name__})"
     return where(found)
 
 
 def where(damaged: list[str]) -> str:
-    """What comes after `is damaged`."""
+    """The words after `is corrupted`."""
     if not damaged:
         return " outside its tensors"
     return f" in tensor {damaged[0]}" if len(damaged) == 1 else f" in tensors {listed(damaged, _NAMED)}"
 
 
 def _damaged_when_loaded(path: Path, record: FileRecord) -> list[str]:
-    """For tensors of which the place is not known."""
+    """For tensors whose place in the file is not known."""
     import torch
 
     state = torch.load(path, map_location="cpu", weights_only=True)

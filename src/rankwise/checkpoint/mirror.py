@@ -1,11 +1,12 @@
-"""A second home for checkpoints, on whatever fsspec reaches (s3://, gs://, sftp://, a path), as a machine may not come back.
+"""Copies of checkpoints at a URL of fsspec (s3://, gs://, sftp://, a path), in case the machine is lost.
 
     mirror = Mirror("s3://bucket/run-7")
-    mirror.offer(checkpoint, gone=["step-00000100"])    # copies in a thread; what has gone here goes there once that is done
-    mirror.wait()                                       # at the end, and when the machine is to be given back
+    mirror.offer(checkpoint, gone=["step-00000100"])    # in a thread; then removes `gone` there
+    mirror.wait()                                       # at the end, and before the machine is given back
     mirror.names();  mirror.fetch("step-00000400", folder)
 
-Object stores rename nothing: a checkpoint is there once its manifest is, which is written last and holds the sums of all files.
+Object stores cannot rename. So the manifest, which has the checksums of all files, is written last: without it, a folder is not
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from rankwise.errors import CheckpointError
 from rankwise.host.stores import file_system, told
 
 _PATIENCE_S = 2.0
-"""From then on it is said what is waited for."""
+"""After this, a line says what it waits for."""
 
 
 class Mirror:
-    """`url`: a folder of its own for the checkpoints of one run. Raises ConfigError where nothing here speaks its protocol."""
+    """`url`: a folder for the checkpoints of one run. Raises ConfigError if no installed package knows its protocol."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -43,9 +44,9 @@ class Mirror:
     # --- copying there
 
     def offer(self, checkpoint: Path, gone: Collection[str] = ()) -> None:
-        """Copy it in a thread, after the one that is under way; of several that wait only the newest is copied.
+        """Copy it in a thread, after the current copy; if several wait, only the newest is copied.
 
-        Only after it is there, those named in `gone` are removed there. A failure is a warning; the next one may succeed.
+        When it is there, those named in `gone` are removed there. A failure is a warning; the next copy may succeed.
         """
         with self._lock:
             self._offered = checkpoint
@@ -68,17 +69,15 @@ class Mirror:
             self._copy(checkpoint)
         except Exception as error:  # the clients of stores raise many types
             self._failed = None
-            if checkpoint.exists():  # else it was pruned meanwhile, and there is a newer one
+            if checkpoint.exists():  # else it was pruned in the meantime, and there is a newer one
                 self._failed = checkpoint
-                log.warn(
-                    f"{checkpoint.name} is not in {self.url}: {told(error)}; it is only here; the next one is tried as well"
-                )
+                log.warn(f"{checkpoint.name} was not copied to {self.url}: {told(error)}; the next checkpoint is tried again")
             return
         self._failed = None
         with self._lock:
             gone, self._gone = self._gone - {checkpoint.name}, set()
         for name in gone:
-            with contextlib.suppress(Exception):  # it stays there: no harm but to the bill
+            with contextlib.suppress(Exception):  # it stays there, which only costs money
                 self._remove(name)
 
     def _copy(self, checkpoint: Path) -> None:
@@ -91,11 +90,11 @@ class Mirror:
     def _remove(self, name: str) -> None:
         there = f"{self._root}/{name}"
         if self._fs.exists(there):
-            self._fs.rm_file(f"{there}/{manifests.NAME}")  # from now on it is none
+            self._fs.rm_file(f"{there}/{manifests.NAME}")  # from now on it is not a checkpoint
             self._fs.rm(there, recursive=True)
 
     def wait(self) -> None:
-        """Until what was offered last is there; one that failed is tried once more. A failure is a warning."""
+        """Wait until the last offered checkpoint is there; if it failed, try once more. A failure is a warning."""
         failed = self._joined()
         if failed is not None and failed.exists():
             self.offer(failed)
@@ -105,14 +104,14 @@ class Mirror:
         if (thread := self._thread) is not None:
             thread.join(_PATIENCE_S)
             if thread.is_alive():
-                log.say(f"waiting until the last checkpoint is in {self.url}")
+                log.say(f"waiting until the last checkpoint is copied to {self.url}")
                 thread.join()
         return self._failed
 
-    # --- coming from there
+    # --- copying from there
 
     def names(self) -> list[str]:
-        """Of the checkpoints there, the oldest first. Not verified. Raises CheckpointError where the store cannot be read."""
+        """The names of the checkpoints there, the oldest first. Not verified. Raises CheckpointError if they cannot be read."""
         try:
             self._fs.invalidate_cache()
             found = [path.split("/")[-2] for path in self._fs.glob(f"{self._root}/step-*/{manifests.NAME}")]
@@ -121,8 +120,8 @@ class Mirror:
         return sorted(filter(is_name, found), key=lambda name: order(Path(name)))
 
     def fetch(self, name: str, folder: Path) -> Path:
-        """Bring a checkpoint into `folder`, verified, in place of one of that name. Raises CheckpointError; then nothing is
-        changed here."""
+        """Copy a checkpoint into `folder`, verify it, and replace one of the same name. Raises CheckpointError; then nothing
+        has changed here."""
         temporary = folder / f"tmp.{uuid.uuid4().hex}"
         try:
             temporary.mkdir(parents=True)
@@ -131,9 +130,9 @@ class Mirror:
             manifests.verify(temporary)
             put(temporary, folder / name)
         except CheckpointError as error:
-            raise CheckpointError(f"{name} of {self.url}: {str(error).replace(str(temporary), name)}") from None
+            raise CheckpointError(f"{name} in {self.url}: {str(error).replace(str(temporary), name)}") from None
         except Exception as error:
-            raise CheckpointError(f"{name} cannot be had from {self.url}: {told(error)}") from None
+            raise CheckpointError(f"{name} cannot be copied from {self.url}: {told(error)}") from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return folder / name

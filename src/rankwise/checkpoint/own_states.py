@@ -1,9 +1,9 @@
-"""What each rank has apart from the others, as a strategy between two averages has: collected, written and loaded rank by rank.
+"""States that differ between ranks, such as those of a strategy between two averages: collected, written and loaded per rank.
 
-with averaged(parts):                                # what the parts hold is the same on all ranks
+with averaged(parts):                                # inside, the parts are the same on all ranks
     own = collect(parts)
     files = gather(own, [0])                         # {"ranks-0": ..., "ranks-1": ...} on the rank that writes
-load(manifest, parts, read)                          # each rank its own file, after the parts
+load(manifest, parts, read)                          # each rank loads its own file, after the parts
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from rankwise.host.text import count, size
 from rankwise.training.state import Stateful
 
 PART = "ranks"
-"""The part of a checkpoint: one file for each rank, and by part in it; none if no rank has anything. Checkpoints of version 2
-hold all ranks in one file of this name."""
+"""The part of a checkpoint: one file per rank, with a state for each part; no file if no rank has one. Checkpoints of version 2
+have all ranks in one file of this name."""
 
-_LARGE = 1_000_000  # bytes that all ranks have apart: worth a line
+_LARGE = 1_000_000  # bytes on all ranks: then it is reported
 
 
 def is_taken(name: str) -> bool:
-    """Whether a part of the script's may not be called so."""
+    """Whether a part of the script must not have this name."""
     return re.fullmatch(rf"{PART}(-[0-9]+)?", name) is not None
 
 
 def names(manifest: Manifest) -> list[str]:
-    """Of a checkpoint, the parts of this kind."""
+    """The parts of this kind in a checkpoint."""
     found = [file.removesuffix(".pt") for file in manifest.files]
     return [name for name in found if is_taken(name)]
 
@@ -45,7 +45,7 @@ def names(manifest: Manifest) -> list[str]:
 
 @contextlib.contextmanager
 def averaged(parts: Mapping[str, Stateful]) -> Iterator[None]:
-    """Collective. Inside, what ranks hold apart is the same on all, where a part (a strategy) can make it so."""
+    """Collective. Inside, the parts are the same on all ranks, if a part (a strategy) can average them."""
     with contextlib.ExitStack() as stack:
         for strategy in _strategies(parts).values():
             stack.enter_context(strategy.averaged())
@@ -53,27 +53,27 @@ def averaged(parts: Mapping[str, Stateful]) -> Iterator[None]:
 
 
 def _strategies(parts: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Those that hold something apart; a module of the user's may have an attribute of one of these names."""
+    """The parts with a state per rank. A module of the user may have an attribute with one of these names, but not all."""
     methods = ("averaged", "rank_state_dict", "load_rank_state_dict")
     return {name: part for name, part in parts.items() if all(callable(getattr(type(part), each, None)) for each in methods)}
 
 
 def collect(parts: Mapping[str, Stateful]) -> dict[str, Any]:
-    """By part, what this rank has apart from the others; within `averaged`."""
+    """The own state of this rank, by part. Called inside `averaged`."""
     found = {name: strategy.rank_state_dict() for name, strategy in _strategies(parts).items()}
     return {name: make_plain(state, f"{PART}/{name}") for name, state in found.items() if state is not None}
 
 
 def of_rank(rank: int, own: dict[str, Any]) -> dict[str, Any]:
-    """As a part of a checkpoint."""
+    """The own state of a rank as a part of a checkpoint."""
     return {f"{PART}-{rank}": own}
 
 
 def gather(own: dict[str, Any], writers: Collection[int]) -> dict[str, Any]:
-    """Collective. Every rank's own state as parts of a checkpoint, on the ranks that write one and in their host memory;
-    nothing on the others."""
+    """Collective. The own states of all ranks as parts of a checkpoint, in host memory on the ranks that write it; empty on the
+    others."""
     buffer = io.BytesIO()
-    torch.save(own, buffer)  # what a device holds must not be unpickled into the device of the rank that writes
+    torch.save(own, buffer)  # must not be unpickled to the device of the rank that writes
     told = comm.gather_object(buffer.getvalue(), *writers) if len(writers) == 1 else comm.all_gather_object(buffer.getvalue())
     if comm.rank() not in writers:
         return {}
@@ -84,15 +84,15 @@ def gather(own: dict[str, Any], writers: Collection[int]) -> dict[str, Any]:
 
 
 def bytes_of(own: dict[str, Any]) -> int | None:
-    """None where there is nothing."""
+    """Bytes of the tensors; None if there is no state."""
     return sum(t.numel() * t.element_size() for _, t in tensors(own)) if own else None
 
 
 def say_size(total: int, waited_s: float) -> None:
-    """After a first save, on each rank: what this adds to it, for `total` bytes on all ranks; nothing where it is little."""
+    """Report, after the first save, how much the own states of all ranks (`total` bytes) add to it, if it is much."""
     if total >= _LARGE:
         log.say(
-            f"a checkpoint holds the average, and {size(total)} that {count(comm.world_size(), 'rank')} have apart; "
+            f"each checkpoint has the average and the own state of {count(comm.world_size(), 'rank')}, {size(total)} in all; "
             f"training waited {waited_s:.2f} s for this one"
         )
 
@@ -101,16 +101,16 @@ def say_size(total: int, waited_s: float) -> None:
 
 
 def load(manifest: Manifest, parts: Mapping[str, Stateful], read: Callable[[str], Any]) -> None:
-    """On each rank by itself, after the parts. `read`: a part of the checkpoint. Of another number of ranks none has its own
-    again: it begins with what all have."""
+    """On each rank separately, after the parts. `read` returns a part of the checkpoint. On another number of ranks, no rank
+    gets its own state back: all start with the state that all have."""
     own: dict[str, Any] = {}
     written = names(manifest)
     if written and manifest.world_size != comm.world_size():
         averages = any(getattr(strategy, "promise", "") == "averaged" for strategy in _strategies(parts).values())
-        what, begin = ("replicas", "their average") if averages else ("running statistics, for example", "the main rank's")
+        what, begin = ("a replica", "the average") if averages else ("a state, such as running statistics,", "that of rank 0")
         log.say(
-            f"what each of {count(manifest.world_size, 'rank')} held apart (in {', '.join(_strategies(parts))}; {what}) is not "
-            f"resumed: all ranks begin with {begin}"
+            f"the checkpoint has {what} of each of {count(manifest.world_size, 'rank')}, and this run has "
+            f"{count(comm.world_size(), 'rank')}: all start with {begin}"
         )
     elif PART in written:
         own = read(PART).get(str(comm.rank()), {})

@@ -1,11 +1,11 @@
-"""Read the file of a part straight into the memory where its tensors belong, each byte once, summed while it is in the cache.
+"""Read the file of a part directly into the memory of its tensors: each byte once, with its checksum while it is in the cache.
 
     state = read(path, record, optimizer)      # the nest that torch.load gives
-    optimizer.load_state_dict(state)           # has nothing left to copy
+    optimizer.load_state_dict(state)           # has nothing to copy
 
-What torch.load + load_state_dict wait for is memory: pages that are new, a copy of all that is read; and a pickle that is read
-in Python. Here a tensor that the part has already is read into, an optimizer that has none yet is given large pages, and
-nothing that is loaded hangs on the file.
+torch.load + load_state_dict take long because of memory (new pages, a copy of everything) and because they read the pickle in
+Python. Here, the file is read into tensors that the part already has, and a new optimizer gets large pages. Nothing that is
+loaded depends on the file afterwards.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from rankwise.checkpoint.manifest import FileRecord, tensors
 from rankwise.dist import comm, private_names
 from rankwise.errors import DamagedError
 
-_CHUNK = 1 << 20  # bytes: what is read stays in the cache until it is summed
+_CHUNK = 1 << 20  # bytes: still in the cache for the checksum
 _LARGE_PAGES_FROM = 8 << 20
-_LOCAL_HEADER = struct.Struct("<4s5H3L2H")  # of a zip's entry: the last two are the lengths of its name and its extra field
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")  # of a zip entry; the last two are the lengths of its name and its extra field
 
 
 def read(
     path: Path, record: FileRecord, part: object = None, verify: bool = True, own: Mapping[str, torch.Tensor] | None = None
 ) -> Any:
-    """The state in a file, on the CPU; its tensors are those of `part` where its load_state_dict does no more than copy them:
-    `own`, by default `own_tensors(part)`.
+    """The state in a file, on the CPU. If load_state_dict of `part` only copies, its own tensors are used: `own`, by default
+    `own_tensors(part)`.
 
-    Raises DamagedError where a byte is not what was written, FileNotFoundError, and what torch.load raises. Then the tensors of
-    `part` may hold anything.
+    Raises DamagedError if a byte differs from what was written, FileNotFoundError, and what torch.load raises. After an error,
+    the tensors of `part` may have any values.
     """
     with path.open("rb") as file:
         if text := manifests.length_damage(path, record):
@@ -57,7 +57,7 @@ def read(
                 raise DamagedError(manifests.damage(path, record) or f"{path} is corrupted outside its tensors")
             try:
                 state, found = _skeleton(file, record, part, own_tensors(part) if own is None else own)
-            except Exception:  # of many types; torch.load knows more kinds of tensors, and judges what it does not know
+            except Exception:  # of many types; torch.load knows more kinds of tensors, and refuses unknown ones
                 pass
             else:
                 if damaged := _fill(file.fileno(), found, record.tensors if verify else {}):
@@ -65,7 +65,7 @@ def read(
                 return state
     if verify and (text := manifests.damage(path, record)):
         raise DamagedError(text)
-    # A module copies what it is given; another part may keep it, and must not hang on a file that goes when it is pruned.
+    # A module copies what it gets. Another part may keep it, and must not depend on a file that may be pruned.
     return torch.load(path, map_location="cpu", weights_only=True, mmap=isinstance(part, nn.Module))
 
 
@@ -77,31 +77,31 @@ def _rest_sum(fd: int, record: FileRecord) -> str:
     return total.hexdigest()
 
 
-# --- the nest, with tensors that are not filled yet
+# --- the nest of the state, with tensors that are not yet read
 
 
 @dataclass(frozen=True)
 class _Storage:
-    """One of the file, and the memory that it is read into."""
+    """A storage in the file, and the memory that it is read into."""
 
     offset: int
     memory: torch.Tensor
     """Of bytes, flat."""
 
     tensors: tuple[tuple[str, int, int], ...]
-    """(path, begin in the storage, bytes) of each that is summed."""
+    """(path, begin in the storage, bytes) of each tensor with a checksum."""
 
 
 @dataclass(frozen=True)
 class _Typed:
-    """A storage as a pickled tensor names it."""
+    """A storage and its type, as in the pickle of a tensor."""
 
     storage: _Storage
     dtype: torch.dtype
 
 
 def _skeleton(file: BinaryIO, record: FileRecord, part: object, own: Mapping[str, torch.Tensor]) -> tuple[Any, list[_Storage]]:
-    """Raises something where the file holds more than plain tensors in plain collections."""
+    """Raises an exception if the file has more than plain tensors in plain collections."""
     with zipfile.ZipFile(file) as archive:
         folder = archive.namelist()[0].partition("/")[0]
         if archive.read(f"{folder}/byteorder").decode() != sys.byteorder:
@@ -112,7 +112,7 @@ def _skeleton(file: BinaryIO, record: FileRecord, part: object, own: Mapping[str
 
 
 def storages(archive: zipfile.ZipFile, fd: int) -> dict[str, tuple[int, int]]:
-    """(offset, bytes) of each storage in the file `fd`, by its key in the pickle. Raises ValueError where one is compressed."""
+    """(offset, bytes) of each storage in the file `fd`, by its key in the pickle. Raises ValueError if one is compressed."""
     found = {}
     for entry in archive.infolist():
         folder, _, key = entry.filename.rpartition("/")
@@ -129,7 +129,7 @@ def _data_offset(fd: int, entry: zipfile.ZipInfo) -> int:
 
 
 class _Placing:
-    """Decides where each storage goes."""
+    """Decides into which memory each storage is read."""
 
     def __init__(
         self, places: Mapping[str, tuple[int, int]], record: FileRecord, part: object, own: Mapping[str, torch.Tensor]
@@ -154,7 +154,7 @@ class _Placing:
         return self.found[key]
 
     def _own_memory(self, within: Sequence[tuple[str, int, int]], size: int) -> torch.Tensor | None:
-        """That of the tensor of the part which is the whole storage, if there is one."""
+        """The memory of the part's own tensor, if this tensor is the whole storage."""
         if any((begin, length) != (0, size) for _, begin, length in within):
             return None
         for name, _, _ in within:
@@ -169,7 +169,7 @@ def _new(size: int) -> torch.Tensor:
 
 
 class _LargePages:
-    """Memory that is kept or freed as one: a page fault costs more than to copy what a small page holds."""
+    """Memory in one piece with large pages: a page fault costs more than copying a small page."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -182,7 +182,7 @@ class _LargePages:
             if self._map is None:
                 self._map = mmap.mmap(-1, self._size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # no more of it, or a kernel without large pages
+        except OSError:  # out of memory, or a kernel without large pages
             pass
         if self._map is None or end > self._size or not size:
             return _new(size)
@@ -191,8 +191,8 @@ class _LargePages:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows by name what plain tensors in plain collections are pickled with, and nothing else. So does `weights_only`, which
-    takes ten times as long, in Python."""
+    """Accepts only the names that plain tensors in plain collections need. `weights_only` does the same in Python, and takes
+    ten times as long."""
 
     def __init__(self, file: io.BytesIO, placing: _Placing) -> None:
         super().__init__(file)
@@ -204,7 +204,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, saved: Any) -> _Typed:
         kind, dtype, key, _device, _length = saved
         if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError("no storage of a plain type")
+            raise pickle.UnpicklingError("not a plain storage")
         return _Typed(self._placing.storage(key), dtype)
 
 
@@ -217,11 +217,11 @@ def _tensor(
     hooks: object,
     metadata: object = None,
 ) -> torch.Tensor:
-    """In the place of torch._utils._rebuild_tensor_v2."""
+    """Used instead of torch._utils._rebuild_tensor_v2."""
     memory, size = typed.storage.memory, typed.dtype.itemsize
     last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if metadata or memory.storage_offset() % size or (0 not in shape and (offset + last + 1) * size > memory.numel()):
-        raise pickle.UnpicklingError("no plain tensor")
+        raise pickle.UnpicklingError("not a plain tensor")
     tensor = torch.empty(0, dtype=typed.dtype)
     tensor.set_(memory.untyped_storage(), memory.storage_offset() // size + offset, shape, stride)
     return tensor.requires_grad_() if requires_grad else tensor
@@ -243,12 +243,12 @@ _KNOWN: dict[tuple[str, str], Any] = {
 }  # fmt: skip
 
 
-# --- what a part has already
+# --- the tensors that a part already has
 
 
 def own_tensors(part: object) -> dict[str, torch.Tensor]:
-    """The tensors that may be read into, by their paths: those into which load_state_dict would only copy what it is given, or
-    for which it would take that."""
+    """The tensors that the file may be read into, by their paths: load_state_dict would only copy into them, or replace
+    them."""
     if isinstance(part, nn.Module):
         found = _own_of_module(part)
     elif isinstance(part, Optimizer):
@@ -257,7 +257,7 @@ def own_tensors(part: object) -> dict[str, torch.Tensor]:
         return {}
     plain: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
     for name, tensor in found.items():
-        if _is_plain(tensor):  # of tied ones the first: load_state_dict copies the others over it, if they differ
+        if _is_plain(tensor):  # of tied tensors the first: load_state_dict copies the others over it, if they differ
             plain.setdefault((tensor.data_ptr(), tensor.nbytes), (name, tensor))
     once = dict(plain.values())
     return {name: once[name] for name in once.keys() - _overlapping(once)}
@@ -269,7 +269,7 @@ def _own_of_module(part: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for prefix, module in part.named_modules(remove_duplicate=False):
         if private_names.only_copies(module):
-            # Also buffers that are not saved: a file that has one of their name is refused by load_state_dict.
+            # Also buffers that are not saved: load_state_dict refuses a file that has one of their names.
             found |= nn.Module.named_parameters(module, prefix, recurse=False, remove_duplicate=False)
             found |= nn.Module.named_buffers(module, prefix, recurse=False, remove_duplicate=False)
     return found
@@ -287,7 +287,7 @@ def _is(method: Any, plain: Any) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Its bytes in memory are those in a file."""
+    """Whether its bytes in memory are the same as in a file."""
     kind = type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
     return (
         kind
@@ -299,7 +299,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _overlapping(found: Mapping[str, torch.Tensor]) -> set[str]:
-    """Those that share a part of their memory with another."""
+    """The names of tensors that share memory with another."""
     overlapping: set[str] = set()
     end, last = 0, ""
     for name in sorted(found, key=lambda name: found[name].data_ptr()):
@@ -315,7 +315,7 @@ def _overlapping(found: Mapping[str, torch.Tensor]) -> set[str]:
 
 
 def _fill(fd: int, found: Sequence[_Storage], sums: Mapping[str, str]) -> list[str]:
-    """Read; returns the tensors of which the sum is another than here."""
+    """Read everything; returns the tensors whose checksum is not the one in `sums`."""
     jobs = list(_jobs(found))
     threads = min(max(1, manifests.cores() // comm.local_world_size()), len(jobs))
 
@@ -329,7 +329,7 @@ def _fill(fd: int, found: Sequence[_Storage], sums: Mapping[str, str]) -> list[s
 
 
 def _jobs(found: Sequence[_Storage]) -> Iterator[list[_Storage]]:
-    """In the order of the file, small ones together: to hand one over takes longer than to read it."""
+    """Storages in the order of the file, small ones together: giving one to a thread takes longer than reading it."""
     job: list[_Storage] = []
     size = 0
     for storage in sorted(found, key=lambda storage: storage.offset):
@@ -352,7 +352,7 @@ def _fill_storage(fd: int, storage: _Storage, sums: Mapping[str, str]) -> list[s
         chunk = memory[done : done + _CHUNK]
         got = os.preadv(fd, [chunk], storage.offset + done)
         if not got:
-            raise DamagedError(f"a file ends after {storage.offset + done} bytes, which was longer")
+            raise DamagedError(f"a file ends after {storage.offset + done} bytes, and was longer when it was opened")
         if checked and is_one:
             total.update(chunk[:got])
         done += got

@@ -1,6 +1,6 @@
-"""A checkpoint for the nodes whose file system does not hold it, through the process group, from a rank that has it.
+"""Copying a checkpoint to nodes whose file system does not have it, through the process group.
 
-copy_to_ranks(folder, source=0, to=[4, 8])       # whole or not at all; to the folder of that name, as these ranks see it
+copy_to_ranks(folder, source=0, to=[4, 8])       # complete or not at all; to the same path on those nodes
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rankwise.dist import comm
 from rankwise.dist.guards import agreed, settle
 from rankwise.errors import CheckpointError
 
-_CHUNK = 32 << 20  # bytes: a rank that only hears of it holds as much
+_CHUNK = 32 << 20  # bytes: also the memory on ranks that only pass it on
 
 
 def group_by_folder(folder: Path) -> list[list[int]]:
-    """Collective. The ranks by the folder that they see under this name, the group of rank 0 first. It is made where it is
-    missing. Raises CheckpointError on all ranks where it cannot be."""
+    """Collective. The ranks grouped by the folder that they see under this path; the group of rank 0 is the first. Creates the
+    folder if it is missing. Raises CheckpointError on all ranks if this fails."""
     group = comm.patient()
     mine = next(ranks[0] for ranks in comm.nodes() if comm.rank() in ranks)
     probe = f"tmp.{uuid.uuid4().hex}"
@@ -37,7 +37,9 @@ def group_by_folder(folder: Path) -> list[list[int]]:
             raise CheckpointError(f"{folder} cannot be written on rank {comm.rank()} ({problem.strerror})") from None
     probes = comm.all_gather_object(probe, group)
     names = set(os.listdir(folder)) if comm.rank() == mine else set()
-    seen = comm.all_gather_object([rank for rank, name in enumerate(probes) if name in names], group)  # all have looked now
+    seen = comm.all_gather_object(
+        [rank for rank, name in enumerate(probes) if name in names], group
+    )  # all ranks have looked by now
     if comm.rank() == mine:
         (folder / probe).unlink(missing_ok=True)
     groups: dict[int, list[int]] = {}
@@ -47,10 +49,10 @@ def group_by_folder(folder: Path) -> list[list[int]]:
 
 
 def copy_to_ranks(folder: Path, source: int, to: Collection[int]) -> None:
-    """Collective. Copy the checkpoint `folder` of rank `source` to the ranks `to`, one a node, in place of one of that name.
+    """Collective. Copy the checkpoint `folder` of rank `source` to the ranks `to`, one per node; replaces one of the same name.
 
-    Not verified: who loads it does. Raises CheckpointError on all ranks when one cannot read or write it; then it is on none
-    of those where it could not be written whole.
+    Not verified here, but when it is loaded. Raises CheckpointError on all ranks if one cannot read or write it; a node on
+    which it could not be written completely then has no copy.
     """
     group = comm.patient()
     sent = _parts_of(folder) if comm.rank() == source else iter(())
@@ -64,7 +66,7 @@ def copy_to_ranks(folder: Path, source: int, to: Collection[int]) -> None:
 
 
 def digest_manifest(folder: Path) -> str:
-    """Of its manifest: two checkpoints with the same one hold the same bytes. Empty where there is none."""
+    """A digest of its manifest: equal digests mean equal checkpoints. Empty without a manifest."""
     try:
         return xxhash.xxh3_128_hexdigest((folder / manifests.NAME).read_bytes())
     except OSError:
@@ -72,7 +74,7 @@ def digest_manifest(folder: Path) -> str:
 
 
 def _parts_of(folder: Path) -> Iterator[tuple[str, bytes, str]]:
-    """(file, its next bytes, why there are no more), the manifest last."""
+    """(file, its next bytes, the error that ends this), the manifest last."""
     try:
         files = sorted(folder.iterdir(), key=lambda path: (path.name == manifests.NAME, path.name))
         for path in files:
@@ -85,7 +87,7 @@ def _parts_of(folder: Path) -> Iterator[tuple[str, bytes, str]]:
 
 
 class _Receiver:
-    """Takes all parts, whatever happens: the other ranks go on sending."""
+    """Takes all parts even after an error, because the other ranks continue to send."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

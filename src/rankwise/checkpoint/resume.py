@@ -1,7 +1,7 @@
-"""Resuming: all ranks choose the newest checkpoint that any node has, bring it to the nodes that lack it, and load it.
+"""Resuming: all ranks choose the newest checkpoint that any node has, copy it to nodes without it, and load it.
 
 chosen = choose(catalog, damaged)                        # collective
-load_part(chosen.folder, chosen.manifest, "model", model)   # on each rank by itself; each error says what to type
+load_part(chosen.folder, chosen.manifest, "model", model)   # on each rank separately
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from rankwise.host.text import count
 from rankwise.training.state import Stateful
 
 RNG = "rng"
-"""The part that holds every rank's random state."""
+"""The part with the random state of every rank."""
 
 
 def check_parts(parts: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a name of no file, or a part that cannot be saved and loaded: before any work is lost."""
+    """Raises ConfigError for a name that cannot be a file, or a part that cannot be saved, before any work is lost."""
     for name, part in parts.items():
         if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name) or name == RNG or own_states.is_taken(name):
             raise ConfigError(
-                f"a part of a checkpoint is called {name!r}: give it a word, of which a file is named, but {RNG} and "
-                f"{own_states.PART}"
+                f"a part of a checkpoint cannot be named {name!r}: the name becomes a file's name, and {RNG} and "
+                f"{own_states.PART} are taken; give it another"
             )
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")) or isinstance(part, type):
             raise ConfigError(
-                f"the part {name!r} is {shown(part)}: give what has state_dict and load_state_dict, such as the model itself"
+                f"the part {name!r} is {shown(part)}, which has no state_dict and load_state_dict; give for example the model"
             )
 
 
@@ -50,13 +50,14 @@ class Chosen(NamedTuple):
     folder: Path
     manifest: Manifest
     is_copy: bool
-    """This rank has written it, for its node, which had none."""
+    """Whether this rank has written it as a copy for its node."""
 
 
 def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
-    """Collective. None where no node has one. `damaged`: what the first rank of each node knows to be so, and why.
+    """Collective. None if no node has a checkpoint. `damaged`: those that the first rank of each node knows to be corrupted,
+    and why.
 
-    Raises CheckpointError on all ranks where there are some and none is whole, or where a node cannot keep its copy.
+    Raises CheckpointError on all ranks if there are checkpoints and none is intact, or if a node cannot store its copy.
     """
     group = comm.patient()
     is_first = any(ranks[0] == comm.rank() for ranks in comm.nodes())
@@ -83,25 +84,25 @@ def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
     if any(lacks):
         disks = group_by_folder(catalog.folder)
         to = [ranks[0] for ranks in disks if source not in ranks and any(lacks[rank] for rank in ranks)]
-        damaged.pop(folder, None)  # on the source's own disk it is read once more
+        damaged.pop(folder, None)  # the source reads its own once more
     if to:
         size = f"{manifest.bytes / 1e6:.1f} MB"
-        log.say(f"{newest} is on {host} and not on {count(len(to), 'other node')}: copied there, {size}")
+        log.say(f"copying {newest} ({size}) from {host} to {count(len(to), 'node')} without it")
         copy_to_ranks(folder, source, to)
     return Chosen(folder, manifest, comm.rank() in to)
 
 
 def is_damaged_here(mine: bool) -> bool:
-    """Collective. Whether one of this node's ranks has read another byte than was written; told to the node's first rank."""
+    """Collective. On the first rank of a node: whether a rank of this node has read a corrupted byte. False on other ranks."""
     told = comm.all_gather_object(mine)
     return any(ranks[0] == comm.rank() and any(told[rank] for rank in ranks) for ranks in comm.nodes())
 
 
-# --- loading it, on each rank by itself
+# --- loading it, on each rank separately
 
 
 def load(folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify: bool = True) -> BaseException | None:
-    """Load a checkpoint on this rank; returns what went wrong. The main rank verifies the files of other parts too."""
+    """Load a checkpoint on this rank; returns the error, if any. The main rank also verifies the files of other parts."""
     own = own_states.names(manifest)
     asked = {name for part in (*parts, RNG, *own) for name in sharding.files_of(manifest, part)}
     try:
@@ -109,7 +110,7 @@ def load(folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify
             load_part(folder, manifest, name, part, verify)
         own_states.load(manifest, parts, lambda name: _read(folder, manifest, name, None, verify))
         load_stream(folder, manifest, verify)
-        if verify and comm.is_main():  # a checkpoint is whole or damaged, though nobody asks for all of it
+        if verify and comm.is_main():  # a checkpoint is intact or corrupted as a whole, even if not all of it is loaded
             for name in manifest.files.keys() - asked:
                 for damage in manifests.damages(folder, manifest, only=name):
                     raise DamagedError(damage)
@@ -123,7 +124,7 @@ def _read(folder: Path, manifest: Manifest, name: str, part: Stateful | None, ve
     try:
         return sharding.read_part(folder, manifest, name, part, verify)
     except DamagedError as error:
-        raise DamagedError(f"{error}{f', as rank {comm.rank()} reads it' if comm.rank() else ''}") from None
+        raise DamagedError(f"{error}{f', as read by rank {comm.rank()}' if comm.rank() else ''}") from None
     except FileNotFoundError as error:
         if comm.is_main():
             raise DamagedError(f"{error.filename} cannot be read (No such file or directory)") from None
@@ -132,15 +133,15 @@ def _read(folder: Path, manifest: Manifest, name: str, part: Stateful | None, ve
         ) from None
     except OSError as error:
         raise DamagedError(f"{error.filename or path} cannot be read ({error.strerror}), on rank {comm.rank()}") from None
-    except Exception as error:  # torch raises many types; the file is whole, so it is not one of ours
-        raise CheckpointError(f"{path} does not load: {error}") from None
+    except Exception as error:  # torch raises many types; the file is intact, but not one of ours
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from None
 
 
 def load_part(folder: Path, manifest: Manifest, name: str, part: Stateful, verify: bool = True) -> None:
     path = folder / f"{name}.pt"
     if path.name not in manifest.files:
         raise ConfigError(
-            f"the checkpoint {folder} has no {name}: another program made it; start a new run with --fresh or --name NAME"
+            f"the checkpoint {folder} has no part {name!r}: another script made it; start a new run with --fresh or --name NAME"
         )
     state = _read(folder, manifest, name, part, verify)
     try:
@@ -161,6 +162,6 @@ def load_stream(folder: Path, manifest: Manifest, verify: bool) -> None:
     if manifest.world_size != comm.world_size():
         then, now = count(manifest.world_size, "rank"), count(comm.world_size(), "rank")
         log.say(
-            f"the checkpoint was made on {then}, this is {now}: the same global batches in the same order; "
+            f"the checkpoint was made on {then}, and this run has {now}: same global batches in the same order; "
             "random layers and rounding differ"
         )

@@ -1,11 +1,11 @@
-"""Which checkpoints stay: the last few, the best, the young, and those of named steps; the rest may go.
+"""Which checkpoints are kept: the last few, the best, the young, and those of named steps; the rest may be removed.
 
     keep = Retention(last=2, younger_than_s=86400.0, steps=frozenset({1000}))
-    keep.find_gone({path: age_s, ...}, best=[path])      # pure: the oldest first in, what may go out
+    keep.find_gone({path: age_s, ...}, best=[path])      # pure: the oldest first; returns those that may be removed
     best = Best.of("eval_accuracy", larger_is_better=True)
     best.order({folder: manifest.metrics, ...})          # the best first
 
-Which one is the best says one figure that was measured when it was saved, and a direction.
+One metric that was measured at the save, and a direction, decide which one is the best.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays for one reason stays, whatever the others say."""
+    """A checkpoint that one rule keeps is kept, whatever the other rules say."""
 
     last: int
     younger_than_s: float = 0.0
     steps: frozenset[int] = frozenset()
 
     def find_gone(self, ages_s: Mapping[Path, float], best: Collection[Path] = ()) -> list[Path]:
-        """Those that need not stay, of checkpoints with their ages, the oldest step first."""
+        """Those that may be removed, of checkpoints with their ages, the oldest step first."""
         paths = list(ages_s)
         late = set(paths[len(paths) - self.last :] if self.last < len(paths) else paths)
         return [
@@ -51,14 +51,14 @@ class Retention:
 
 @dataclass(frozen=True)
 class Best:
-    """The figure by which checkpoints are compared."""
+    """The metric by which checkpoints are compared."""
 
     name: str
     larger_is_better: bool
 
     @classmethod
     def of(cls, name: str | None, larger_is_better: bool | None) -> Best | None:
-        """None without a name. The direction is known of a loss alone: to guess it wrong would keep the worst."""
+        """None without a name. Only for a loss is the direction known; a wrong guess would keep the worst."""
         if name is None:
             if larger_is_better is not None:
                 raise ConfigError(f"larger_is_better={larger_is_better} needs keep_best, the name of a metric")
@@ -66,28 +66,28 @@ class Best:
         return cls(name, is_larger_better(f"keep_best={name!r}", name, larger_is_better))
 
     def rank(self, metrics: Mapping[str, float | None]) -> float | None:
-        """The figure, turned so that less is better; None where it was not measured, or is not finite: never the best."""
+        """The metric with a sign so that less is better; None if it was not measured or is not finite: never the best."""
         value = metrics.get(self.name)
         if value is None or not math.isfinite(value):
             return None
         return -value if self.larger_is_better else value
 
     def order(self, measured: Mapping[T, Mapping[str, float | None]]) -> list[T]:
-        """Those that have the figure, the best first; equal ones as they came."""
+        """Those that have the metric, the best first; equal ones in the given order."""
         ranks = {key: rank for key, metrics in measured.items() if (rank := self.rank(metrics)) is not None}
         return sorted(ranks, key=ranks.__getitem__)
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Raises ConfigError when the figure is not among those that there are."""
+        """Raises ConfigError if the metric is not among `metrics`."""
         if self.name not in metrics:
             there = ", ".join(sorted(metrics)) or "none"
             raise ConfigError(f"keep_best={self.name!r}: no such metric; the metrics are: {there}")
 
 
 def find_best_figure(manifests: Sequence[Manifest]) -> Best:
-    """The figure by which the newest of these chose its best. Raises ConfigError when none did."""
+    """The metric by which the newest of these runs kept its best. Raises ConfigError if none did."""
     for manifest in reversed(manifests):
         if manifest.best:
             return Best(**manifest.best)
     figures = ", ".join(dict.fromkeys(name for manifest in manifests for name in manifest.metrics)) or "none"
-    raise ConfigError(f"the best by which metric? Its run named none: type --by NAME; the metrics are: {figures}")
+    raise ConfigError(f"which metric says what is best? The run had no keep_best; type --by NAME; the metrics are: {figures}")

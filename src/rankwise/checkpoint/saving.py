@@ -1,4 +1,4 @@
-"""When a loop saves: now and then, at steps, at the best evaluation so far, at the end; and what becomes of a save that failed.
+"""When a loop saves: by time, at steps, at the best evaluation so far, at the end; and what happens if a save fails.
 
 saving = Saving(checkpoints, say, ready=reduce_meters, info=lambda: {}, ends=lambda state: state.last)
 saving.begin(step=0, saved=False)
@@ -18,10 +18,10 @@ from rankwise.training.state import TrainState
 
 
 class Saving:
-    """An action that saves; its methods that take a state are actions too. Of one loop, and of all that `state.parts` holds.
+    """An action that saves all of `state.parts`, for one loop; its methods that take a state are actions too.
 
-    `ready` runs before each save, collective. `info` goes into the checkpoint's manifest. `ends`: whether the loop is over: a
-    save that fails then is an error, and a warning before, for older checkpoints stay and the next may succeed.
+    `ready` runs before each save (collective). `info` is stored in the manifest. `ends`: whether the loop is over. A failed
+    save is an error then, and a warning before, because older checkpoints stay and the next save may succeed.
     """
 
     def __init__(
@@ -40,21 +40,21 @@ class Saving:
         self._saved_step = -1
         self._told: BaseException | None = None
         self.folder: Path | None = None
-        """Of the last save since `begin`."""
+        """The folder of the last save since `begin`."""
 
     def begin(self, step: int, saved: bool) -> None:
-        """The loop starts after this step, whose checkpoint is there already if `saved`."""
+        """The loop starts after this step; `saved`: its checkpoint exists already."""
         self._saved_step = step if saved else -1
         self._told = None
         self.folder = None
 
     def __call__(self, state: TrainState) -> None:
-        """Collective. Save unless this step is saved already."""
+        """Collective. Save, unless this step is already saved."""
         if state.step == self._saved_step:
             return
         self._ready(state)
         try:
-            self._checkpoints.wait()  # for the one before
+            self._checkpoints.wait()  # for the save before
         except CheckpointError as error:
             self._say_not_saved(error)
         try:
@@ -67,8 +67,8 @@ class Saving:
             self._saved_step = state.step
 
     def further(self) -> list[Callable[[TrainState], None]]:
-        """What else saves: at the steps that were named, and when the best was measured. The training loss is new each log
-        interval: no occasion to save."""
+        """The other actions that save: at named steps, and after the best evaluation. The training loss changes at each log
+        interval, so it does not cause a save."""
         at_steps = [self.at_named_step] if self._at_steps else []
         return [*at_steps, *([self.if_best] if self._keep_best not in (None, "loss") else [])]
 
@@ -78,7 +78,7 @@ class Saving:
             self(state)
 
     def if_best(self, state: TrainState) -> None:
-        """Collective. After an evaluation that is the best so far. The first one must have measured `keep_best`."""
+        """Collective. Save after an evaluation that is the best so far. The first evaluation must have measured `keep_best`."""
         figures = state.measured_now
         evaluated = any(name.startswith("eval_") for name in figures)
         expected = self._keep_best in figures or (evaluated and self._keep_best not in state.measured)
@@ -86,24 +86,24 @@ class Saving:
             self(state)
 
     def hear(self, state: TrainState) -> None:
-        """The main rank reports a background save that failed at the next step; the others get its error at the next save."""
+        """The main rank reports a failed background save at the next step; the others get its error at the next save."""
         if self._checkpoints.failure is not None:
             self._say_not_saved(self._checkpoints.failure)
 
     def at_end(self, state: TrainState, again: bool = False) -> None:
-        """Collective. The state as it is now is on the disk when this returns; `again`: though this step may be saved."""
+        """Collective. When this returns, the current state is on disk. `again`: save even if this step is already saved."""
         if again:
             self._saved_step = -1
         try:
             self._checkpoints.wait()
         except CheckpointError as error:
-            self._say_not_saved(error, "it is tried once more")
-            self._saved_step = -1  # it may have been this step's
+            self._say_not_saved(error, "trying once more")
+            self._saved_step = -1  # the failed save may be that of this step
         self(state)
         self._checkpoints.wait()
 
     def close(self) -> None:
-        """What is being written is finished before another process may write here."""
+        """Finish the current write before another process may write here."""
         error = self._checkpoints.close()
         if error is not None and error is not self._told:
             log.warn(str(error))

@@ -1,9 +1,9 @@
-"""Shares of a checkpoint that all ranks write: how the tensors are divided among the ranks, and how they are read as one again.
+"""Sharded checkpoints, which all ranks write: how tensors are divided among the ranks, and how they are read together again.
 
-    model.pt             the nest, with the main rank's share; None where a tensor is in another's
+    model.pt             the nest, with the main rank's share; None for tensors of other ranks
     model.shard-1.pt     {"0.weight": tensor, ...}: rank 1's share of the same part, by the tensors' paths
 
-Of a model and an optimizer, which are alike on every rank, each rank has a share; all else is the main rank's.
+Models and optimizers are the same on every rank, so each rank has a share of them; the main rank writes everything else.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rankwise.checkpoint.manifest import Manifest, tensors
 from rankwise.checkpoint.reader import own_tensors, read
 
 Shares = dict[str, dict[str, int]]
-"""part -> path of a tensor -> the rank that writes it; what is not in it is the main rank's."""
+"""part -> path of a tensor -> the rank that writes it. The main rank writes all others."""
 
-_SMALL = 1 << 10  # bytes: what is less stays with the main rank
+_SMALL = 1 << 10  # bytes: the main rank writes smaller tensors
 _SHARD = re.compile(r"(.+)\.shard-(\d+)\.pt")
 
 
@@ -34,11 +34,11 @@ _SHARD = re.compile(r"(.+)\.shard-(\d+)\.pt")
 
 
 def divide(parts: Mapping[str, object], states: Mapping[str, Any], ranks: int) -> Shares:
-    """Pure: by bytes, as evenly as whole tensors allow; those that share memory go together.
+    """Pure. Divides by bytes, as evenly as whole tensors allow; tensors that share memory stay together.
 
-    Of modules the parameters, of optimizers the state: buffers may differ between ranks, and the main rank's are what counts.
+    Only parameters of modules and the state of optimizers: buffers may differ between ranks, and the main rank's are used.
     """
-    if ranks == 1:  # its share is the whole: the loop waits for this, and need not wait for a look at every tensor
+    if ranks == 1:  # its share is everything; training waits for this, so do not look at every tensor
         return {}
     units: list[tuple[int, str, list[str]]] = []
     loads = [0] * ranks
@@ -77,7 +77,7 @@ def _is_strided(tensor: torch.Tensor) -> bool:
 
 
 def _shared_out(part: object, paths: Iterable[str]) -> set[str]:
-    """Those of the paths that any rank may write."""
+    """The paths that any rank may write."""
     if isinstance(part, Optimizer):
         return {path for path in paths if path.startswith("state/")}
     if not isinstance(part, nn.Module):
@@ -86,7 +86,7 @@ def _shared_out(part: object, paths: Iterable[str]) -> set[str]:
 
 
 def digest_tensors(shares: Shares, states: Mapping[str, Any]) -> str:
-    """Equal on ranks of which the tensors are of the same paths, types and shapes."""
+    """Equal on ranks whose tensors have the same paths, types and shapes."""
     total = xxhash.xxh3_128()
     for part in sorted(shares):
         for path, tensor in tensors(states[part]):
@@ -95,7 +95,8 @@ def digest_tensors(shares: Shares, states: Mapping[str, Any]) -> str:
 
 
 def take_share(rank: int, shares: Shares, states: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank writes: of the main rank all but the others' tensors, of another its tensors by their paths, by file."""
+    """What a rank writes, by file: the main rank everything except the tensors of others, another rank its tensors by their
+    paths."""
     if rank == 0:
         return {part: _without(state, shares[part], "") if part in shares else state for part, state in states.items()}
     found = {}
@@ -113,7 +114,7 @@ def _without(state: Any, gone: Mapping[str, int], path: str) -> Any:
     if isinstance(state, dict):
         if not gone:
             return state
-        changed = copy.copy(state)  # of its own kind; an OrderedDict's attributes are a module's versions
+        changed = copy.copy(state)  # keeps the type; the attributes of an OrderedDict are the versions of modules
         for key, value in state.items():
             changed[key] = _without(value, gone, f"{path}/{key}" if path else str(key))
         if isinstance(state, OrderedDict):
@@ -140,7 +141,7 @@ def parts_of(manifest: Manifest) -> list[str]:
 
 
 def read_part(folder: Path, manifest: Manifest, part: str, into: object = None, verify: bool = True) -> Any:
-    """`reader.read` of a part, whoever wrote its tensors."""
+    """`reader.read` of a part, whichever ranks wrote its tensors."""
     first, *shards = files_of(manifest, part)
     own = own_tensors(into)
     state = read(folder / first, manifest.files[first], into, verify, own)
@@ -151,7 +152,7 @@ def read_part(folder: Path, manifest: Manifest, part: str, into: object = None, 
 
 
 def _filled(state: Any, shares: Mapping[str, torch.Tensor], path: str) -> Any:
-    """In place, as far as a nest allows."""
+    """The nest with the tensors of `shares`; changed in place if possible."""
     if state is None:
         return shares.get(path)
     if isinstance(state, dict):

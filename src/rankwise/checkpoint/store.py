@@ -1,10 +1,10 @@
-"""The checkpoints of one run: whole or absent, verified on load, the one before used when the newest is damaged.
+"""The checkpoints of one run: complete or absent, verified when loaded; if the newest is corrupted, the one before is used.
 
     checkpoints = Checkpoints()
     step = checkpoints.resume({"model": model, "optimizer": optimizer, "loader": loader})     # 0 if there is none
     checkpoints.save({"model": model, ...}, step=400)
 
-Which stay: the last few, and the best by a figure, if one is named:
+The last few are kept, and the best by a metric, if one is named:
 
     checkpoints = Checkpoints(keep_last=2, keep_best="eval_accuracy", larger_is_better=True)
     checkpoints.save(parts, step=400, metrics={"eval_accuracy": 0.93});  checkpoints.best()
@@ -12,7 +12,7 @@ Which stay: the last few, and the best by a figure, if one is named:
     checkpoints/step-00000400/{manifest.json, model.pt, optimizer.pt, ..., rng.pt}
 
 One file for each Stateful thing, written by the main rank; `torch.load(weights_only=True)` reads it.
-With `sharded=True` all ranks write, each its share (sharding.py).
+With `sharded=True` each rank writes a share (sharding.py).
 """
 
 from __future__ import annotations
@@ -72,26 +72,26 @@ _PARTS = Argument(
 
 
 class Checkpoints:
-    """`folder`: None for that of the run: in the run directory of the launcher, else in ./runs/<the script's name>.
+    """`folder`: where the checkpoints are; None: in the run directory of the launcher, or else in ./runs/<the script's name>.
 
-    When the Trainer saves: every `every_s` seconds, `every_steps`, `every_epochs`, and at the steps `at_steps`, which stay for
-    good. Which stay: the last `keep_last`; the newest is never deleted. `keep_best`: the name of a figure (`eval_loss`); the
-    checkpoint with the least of it stays too, or that with the most if `larger_is_better`, which only a loss need not say. So
-    do those `keep_younger_than_s`. What is damaged goes once something newer is whole.
+    The Trainer saves every `every_s` seconds, `every_steps` steps and `every_epochs` epochs, and at the steps `at_steps`, which
+    are never removed. It keeps the last `keep_last`, and those younger than `keep_younger_than_s`. `keep_best`: the name of a
+    metric (`eval_loss`); the checkpoint with the lowest value is kept too, or with the highest if `larger_is_better`, which you
+    must give unless the metric is a loss. Corrupted checkpoints are removed when a newer one is intact.
 
-    `background`: `save` copies the state and returns; a thread of the main rank writes it while the loop goes on. A program
-    that ends first finishes the writing; if that fails then, it ends with status 1 and says why. `wait` waits. One save at a
-    time is under way, in host memory as large as the state.
+    `background`: `save` copies the state and returns, and a thread of the main rank writes the copy while training continues.
+    A program that exits before finishes the write first; if the write fails, the exit status is 1, with the reason. `wait`
+    waits for it. Only one save runs at a time, and it uses as much host memory as the state.
 
-    `sharded`: of modules and optimizers, which must be alike on all ranks, each rank copies and writes a share: for states that
-    take one rank long. All ranks must see the folder. It is loaded on any number of ranks, sharded or not.
+    `sharded`: each rank copies and writes a share of the modules and optimizers, which must be the same on all ranks. This is
+    for large states. All ranks must share the folder. Such a checkpoint can be loaded on any number of ranks, sharded or not.
 
-    `scope`: `main`, and the main rank writes; `node`, and so does the first rank of each node, where they have disks of their
-    own; None: what `rankwise run --checkpoint-scope` says. What is loaded is the newest that any node has; those that do not
-    see it get a copy through the process group. `mirror`: a URL for fsspec, where what is saved is copied behind the loop, and
-    from where it is had when it is newer there or whole there alone. A failure of it is a warning.
+    `scope`: with `main` the main rank writes; with `node` the first rank of each node writes too, for nodes with their own
+    disks; None uses `rankwise run --checkpoint-scope`. The newest checkpoint that any node has is loaded; nodes that do not see
+    it get a copy through the process group. `mirror`: a URL for fsspec. Checkpoints are copied there in the background, and
+    copied back if the mirror has a newer one or the only intact one. A failure of the mirror is a warning.
 
-    One run at a time writes into a folder. Nothing is opened, and no world is needed, before the first use.
+    Only one run at a time writes to a folder. Nothing is opened before the first use, so you can create this before `init`.
     """
 
     @takes(
@@ -125,27 +125,27 @@ class Checkpoints:
         self._best = Best.of(keep_best, larger_is_better)
         self._mirror = Mirror(mirror) if mirror is not None else None
         self._retention = Retention(keep_last, keep_younger_than_s or 0.0, self.at_steps)
-        self._groups: list[list[int]] | None = None  # with scope node: the ranks for which one writes, that one first
+        self._groups: list[list[int]] | None = None  # scope node: for each writer, all its ranks
         self._snapshot = Snapshot() if background else None
         self._background = Background()
-        self._last: Path | None = None  # what was begun last: it may be under way
-        self._others: Others | None = None  # that the main rank's writer waits for
-        self._ends_with: int | None = None  # the process that finishes what it writes at its end
+        self._last: Path | None = None  # the last save that was started; it may still run
+        self._others: Others | None = None  # the ranks that the main rank's writer waits for
+        self._ends_with: int | None = None  # the process that finishes its write when it exits
         self._is_told = False
         self._has_saved = False
         self.wait_s = 0.0
-        """Seconds that the loop has spent in saving so far."""
+        """Seconds that training has waited for saves so far."""
 
         self.fence: Fence | None = None
-        """Asked, on the main rank, before a checkpoint gets its name: one that another run has taken over from must not."""
+        """Checked on the main rank before a checkpoint gets its name: a run that another has replaced must not save."""
 
     @property
     def triggers(self) -> dict[str, Any]:
-        """When the Trainer saves, as arguments of `rankwise.every`; those that were given."""
+        """When the Trainer saves, as arguments of `rankwise.every`: only those that were given."""
         given = {"seconds": self.every_s, "steps": self.every_steps, "epochs": self.every_epochs}
         return {name: value for name, value in given.items() if value is not None}
 
-    # --- where, known at the first use
+    # --- the folder, known at the first use
 
     @functools.cached_property
     def folder(self) -> Path:
@@ -153,7 +153,7 @@ class Checkpoints:
 
     @property
     def has_folder(self) -> bool:
-        """Whether the script has named one."""
+        """Whether the script has given a folder."""
         return self._given_folder is not None
 
     @functools.cached_property
@@ -180,11 +180,11 @@ class Checkpoints:
         info: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Path:
-        """Collective. Write all parts and every rank's random state; returns the checkpoint's folder.
+        """Collective. Write all parts and the random state of every rank; returns the folder of the checkpoint.
 
-        `metrics`: figures of the parts as they are now, for `keep_best`; one of an earlier step would praise the wrong parts.
-        Raises CheckpointError on every rank when it cannot be written; nothing half-written is left, older ones stay. With
-        `background` it is not there yet, and what is raised is of the save before (as `wait` would): this one is not begun.
+        `metrics`: measured with the parts as they are now, for `keep_best`. Raises CheckpointError on every rank if the
+        checkpoint cannot be written; then nothing incomplete is left, and older checkpoints stay. With `background` the folder
+        is not complete yet, and an error is that of the save before (as from `wait`): then this save is not started.
         """
         resume.check_parts(parts)
         began = time.perf_counter()
@@ -201,7 +201,7 @@ class Checkpoints:
     def _save(
         self, parts: Mapping[str, Stateful], step: int, info: Mapping[str, Any] | None, metrics: Mapping[str, float] | None
     ) -> tuple[Path, int]:
-        """Collective. (the folder, the bytes that ranks have apart)"""
+        """Collective. (the folder, bytes of the own states of ranks)"""
         firsts = [ranks[0] for ranks in self._writers()]
         own = own_states.collect(parts)
         mine = (seed.rng_state(), self._times_saved(step) if comm.rank() in firsts else 0, own_states.bytes_of(own))
@@ -225,7 +225,7 @@ class Checkpoints:
         return run_on_firsts(self._writers(), lambda: self._begin(parts, final, record, every, files_apart)), sum(apart)
 
     def _times_saved(self, step: int) -> int:
-        """Of this step, what is being written included."""
+        """How often this step was saved, including the save that still runs."""
         under_way = order(self._last) if self._last is not None and self._background.is_at_work else (-1, 0)
         return max(self._catalog.times_saved(step), under_way[1] if under_way[0] == step else 0)
 
@@ -237,8 +237,8 @@ class Checkpoints:
         every: Mapping[str, Any],
         apart: Mapping[str, Any],
     ) -> Path:
-        """Collective among the ranks that write one checkpoint: each begins to write its share. A rank that writes for others
-        does so in a guard, alone, and its share is the whole. `apart`: what it writes besides, whoever writes the rest."""
+        """Collective among the ranks that write one checkpoint: each starts to write its share. A rank that writes for others
+        runs this in a guard, alone, and its share is everything. `apart`: what this rank writes in any case."""
         self._conclude()
         self._last = final
         rank, ranks = (0, 1) if comm.is_alone() else (comm.rank(), comm.world_size())
@@ -247,9 +247,9 @@ class Checkpoints:
             states = collect_states(parts) | dict(every)
             shares = sharding.divide(parts, states, ranks)
         if len(set(comm.all_gather_object(sharding.digest_tensors(shares, states)))) > 1:
-            log.warning_once("the main rank writes checkpoints alone: the ranks' tensors differ in names, types or shapes")
+            log.warning_once("sharded=True has no effect: the tensors differ between ranks, so the main rank writes them all")
             shares = {}
-        # Of several the first makes the folder here, so that the others find it; one alone makes it where it writes.
+        # With several ranks, the first creates the folder here, so that the others find it; a single rank does it later.
         temporary = run_on_main(self._writer.make_folder, [final]) if ranks > 1 else None
         try:
             with agreed():
@@ -258,14 +258,14 @@ class Checkpoints:
                 share = sharding.take_share(rank, shares, states) | dict(apart)
                 copied = self._copy(share)
         except BaseException:
-            if temporary is not None and rank == 0:  # nobody writes yet
+            if temporary is not None and rank == 0:  # no rank writes yet
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         self._others = Others(temporary, ranks) if temporary is not None and rank == 0 else None
         write = functools.partial(self._write, final, share if copied is None else copied, manifest, temporary, rank)
         if copied is None and temporary is None:
             write()
-        else:  # with others in a thread: to wait for their shares here would keep the ranks from meeting
+        else:  # with other ranks in a thread: waiting for their shares here would block the ranks
             self._background.start(write)
             self._is_told = False
             self._end_with_it()
@@ -274,7 +274,7 @@ class Checkpoints:
         return final
 
     def _end_with_it(self) -> None:
-        """A program that ends with its script's last line, and a save that fails after it: the status says so."""
+        """If a save fails after the last line of the script, the exit status must show it."""
         if self._ends_with is None:
             self._ends_with = os.getpid()
             atexit.register(self._say_at_end)
@@ -287,18 +287,18 @@ class Checkpoints:
             errors.end_process(error)
 
     def _copy(self, states: dict[str, Any]) -> dict[str, Any] | None:
-        """None where the loop is to wait for the writing itself."""
+        """None if training must wait for the write itself."""
         if self._snapshot is None:
             return None
         try:
             return self._snapshot.take(states)
-        except (RuntimeError, MemoryError) as error:  # RuntimeError: what torch makes of the other
-            log.warning_once(f"a save waits for the disk, as its state cannot be copied: {' '.join(str(error).split())[:200]}")
+        except (RuntimeError, MemoryError) as error:  # RuntimeError: torch's form of it
+            log.warning_once(f"each save waits for the disk: its state cannot be copied ({' '.join(str(error).split())[:200]})")
             return None
 
     def wait(self) -> None:
-        """Collective. Until the last save is there. Raises on every rank what it raised, once: CheckpointError if it cannot be
-        written. Does nothing without `background` or `mirror`."""
+        """Collective. Wait until the last save is complete. If it failed, raise its error on every rank, once: CheckpointError
+        if it could not be written. Does nothing without `background` or `mirror`."""
         if self._snapshot is None and self._mirror is None:
             return
         began = time.perf_counter()
@@ -308,28 +308,28 @@ class Checkpoints:
             self.wait_s += time.perf_counter() - began
 
     def _conclude(self, mirrored: bool = False) -> None:
-        """Collective among the ranks that write. What is being written is there, or all raise what it raised. `mirrored`: it is
-        in the mirror too."""
+        """Collective among the ranks that write. Wait for the current write, or raise its error on all. `mirrored`: also wait
+        for the mirror."""
         self._meet()
         try:
             run_on_firsts(self._writers(), lambda: self._end(mirrored))
         finally:
             if self._sharded and not comm.is_main():
-                with contextlib.suppress(BaseException):  # the main rank has heard of it
+                with contextlib.suppress(BaseException):  # the main rank knows it
                     self._background.wait()
 
     def _end(self, mirrored: bool) -> None:
         try:
             self._background.wait()
         except BaseException:
-            if self._sharded:  # a share may have been written after the main rank has cleared up
+            if self._sharded:  # a share may have been written after the main rank has cleaned up
                 self._writer.remove_leftovers()
             raise
         if mirrored and self._mirror is not None and comm.is_main():
             self._mirror.wait()
 
     def _writers(self) -> list[list[int]]:
-        """Collective, the first time. The groups of ranks of which the first one writes."""
+        """Collective, the first time. The groups of ranks; the first rank of each writes."""
         if comm.is_alone():
             return [[comm.rank()]]
         if self._scope == "main":
@@ -337,11 +337,11 @@ class Checkpoints:
         if self._groups is None:
             self._groups = group_by_folder(self.folder)
             if len(self._groups) == 1 and len(comm.nodes()) > 1:
-                log.say(f"all nodes see {self.folder}: the main rank writes for all")
+                log.say(f"scope='node' has no effect: all nodes share {self.folder}, and the main rank writes there")
         return self._groups
 
     def _meet(self) -> None:
-        """Collective if sharded. The other ranks have written; the main rank's writer does not wait for one that has failed."""
+        """Collective if sharded. The other ranks have written; the main rank's writer stops waiting if one has failed."""
         if not self._sharded or comm.is_alone():
             return
         if not comm.is_main():
@@ -354,12 +354,13 @@ class Checkpoints:
 
     @property
     def failure(self) -> BaseException | None:
-        """What the save under way has raised, on the main rank, as soon as it has. All ranks hear of it by `wait` or `save`."""
+        """On the main rank, the error of the save that runs, as soon as it has failed. All ranks get it from `wait` or
+        `save`."""
         return self._background.error
 
     def close(self) -> BaseException | None:
-        """Wait for this rank's own writing; returns what nobody has heard of, for the caller to say. For the end of a loop that
-        broke."""
+        """Wait for this rank's own write; returns an error that is not yet reported, for the caller to report. For the end of a
+        loop that was interrupted."""
         if self._others is not None:
             self._others.hurry()
         self._background.join()
@@ -369,7 +370,7 @@ class Checkpoints:
         return self._background.error
 
     def _write(self, final: Path, states: Mapping[str, Any], record: Manifest, temporary: Path | None, rank: int) -> None:
-        """In a thread or not: nothing in it is collective."""
+        """Runs in a thread or not; nothing here is collective."""
         if self._snapshot is not None:
             self._snapshot.wait()
         if temporary is not None and rank > 0:
@@ -388,9 +389,9 @@ class Checkpoints:
         return self._catalog.all()
 
     def find_latest(self) -> tuple[Path, Manifest] | None:
-        """The newest here that verifies; each one passed over is said. None if there is none at all.
+        """The newest intact checkpoint here; each corrupted one is reported. None if there is no checkpoint.
 
-        Another process may save and prune meanwhile. Raises CheckpointError when there are some and all are damaged.
+        Another process may save and prune at the same time. Raises CheckpointError if all checkpoints are corrupted.
         """
         self._background.join()
         return self._catalog.find_newest({}, self._catalog.verify)
@@ -398,20 +399,20 @@ class Checkpoints:
     # --- the best
 
     def best(self) -> Path | None:
-        """The folder of the best whole checkpoint by `keep_best`, of equal ones the earliest; None if none has that figure.
+        """The folder of the best intact checkpoint by `keep_best`, the earliest of equal ones; None if none has this metric.
 
-        Reads what this process has not written or read before. Not collective: on other ranks than the main one it is what
-        they see.
+        Reads the checkpoints that this process has neither written nor read before. Not collective: each rank uses what it
+        sees.
         """
         if self._best is None:
-            raise ConfigError("best() needs to know by which metric: Checkpoints(keep_best='eval_loss')")
+            raise ConfigError("best() needs a metric: Checkpoints(keep_best='eval_loss')")
         self._background.join()
         return self._catalog.find_best()
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Collective. Whether a checkpoint with these metrics, the same on all ranks, would be the best so far.
 
-        Raises ConfigError when `keep_best` is not among them. Always False without it.
+        Raises ConfigError if `keep_best` is not among them. Without `keep_best`, always False.
         """
         if self._best is None:
             return False
@@ -424,48 +425,50 @@ class Checkpoints:
         self._background.join()
         return self._catalog.is_before_all(best, rank)
 
-    def begin_anew(self) -> None:
-        """Collective. What is here of an older run is set aside. Raises ConfigError when the mirror holds checkpoints of one:
-        the run would go on from them."""
+    def start_from_scratch(self) -> None:
+        """Collective. Rename the checkpoints of an older run. Raises ConfigError if the mirror has any: the run would resume
+        from them."""
         names = run_on_main(self._mirror.names) if self._mirror is not None else []
         if names and self._mirror is not None:
             raise ConfigError(
-                f"to start from scratch, Checkpoints(mirror={self._mirror.url!r}) must be empty, and {names[-1]} is there; "
-                "give another URL, or remove what is there"
+                f"to start from scratch, mirror={self._mirror.url!r} must be empty, and it has {names[-1]}; "
+                "give another URL, or empty this one"
             )
         run_on_firsts(self._writers(), lambda: set_aside(self.folder) if self.all() else None)
 
     # --- loading
 
-    @takes(parts=_PARTS, may_begin_anew=ANYTHING)
-    def resume(self, parts: Mapping[str, Stateful], may_begin_anew: Collection[str] = ()) -> int:
-        """Collective. `load_latest`, and say from which step it goes on. Returns the steps done, 0 without a checkpoint."""
-        manifest = self.load_latest(parts, may_begin_anew)
+    @takes(parts=_PARTS, may_be_new=ANYTHING, moved={"may_begin_anew": "it is now may_be_new=[...]"})
+    def resume(self, parts: Mapping[str, Stateful], may_be_new: Collection[str] = ()) -> int:
+        """Collective. As `load_latest`, and prints from which step the run resumes. Returns this step; 0 without a
+        checkpoint."""
+        manifest = self.load_latest(parts, may_be_new)
         if manifest is None:
             return 0
         log.say(f"resuming from step {manifest.step}")
         return manifest.step
 
-    def load_latest(self, parts: Mapping[str, Stateful], may_begin_anew: Collection[str] = ()) -> Manifest | None:
-        """Collective. Load the newest whole checkpoint into `parts` on every rank; returns its manifest, None if none.
+    def load_latest(self, parts: Mapping[str, Stateful], may_be_new: Collection[str] = ()) -> Manifest | None:
+        """Collective. Load the newest intact checkpoint into `parts` on every rank; returns its manifest, or None if there is
+        none.
 
-        All load the same one, the newest that any node has, and verify what they read, as they read it into the tensors of
-        `parts`: where a byte is not what was written, on any rank, the one before is loaded over it on all. Raises
-        CheckpointError when none is whole, and ConfigError when the parts are not those saved; what they hold then is not to be
-        trained with. Parts named in `may_begin_anew` need not be in the checkpoint; a line says so.
+        All ranks load the same one, the newest that any node has. They verify it while they read it into the tensors of
+        `parts`; if any rank finds a corrupted byte, all ranks load the checkpoint before. Raises CheckpointError if none is
+        intact, and ConfigError if the parts are not those that were saved; do not train with the parts after that. Parts named
+        in `may_be_new` may be missing in the checkpoint; then a line is printed.
         """
         resume.check_parts(parts)
         self._meet()
         self._background.join()
-        damaged: dict[Path, str] = {}  # known to the first rank of each node
+        damaged: dict[Path, str] = {}  # on the first rank of each node
         failures: Counter[Path] = Counter()
         while (found := resume.choose(self._catalog, damaged)) is not None:
             folder, manifest, is_copy = found
-            there = {name: part for name, part in parts.items() if name not in may_begin_anew or manifest.has(name)}
+            there = {name: part for name, part in parts.items() if name not in may_be_new or manifest.has(name)}
             own = resume.load(folder, manifest, there)
             try:
-                settle(own, comm.patient())  # none must leave the others in their next collective
-            except DamagedError as error:  # the same on all ranks, as is the next
+                settle(own, comm.patient())  # no rank must leave the others in their next collective
+            except DamagedError as error:  # the same on all ranks, and so is the next
                 failures[folder] += 1
                 if resume.is_damaged_here(isinstance(own, DamagedError) or failures[folder] > 1):
                     self._catalog.give_up(folder, str(error), damaged)
@@ -475,7 +478,7 @@ class Checkpoints:
             else:
                 self._catalog.mark_whole(folder)
                 for name in parts.keys() - there.keys():
-                    log.say(f"the checkpoint has no {name}: it starts now")
+                    log.say(f"the checkpoint has no {name}: {name} starts from scratch")
                 if is_copy and self._scope == "main" and not comm.is_main():
                     remove(folder)
                 return manifest
@@ -485,11 +488,11 @@ class Checkpoints:
 def _check_scope(scope: str | None, sharded: bool) -> None:
     if sharded and scope == "node":
         raise ConfigError(
-            "Checkpoints(sharded=True, scope='node'): shares of one checkpoint need a disk that all nodes see; leave "
-            "one of them out (the scope may stand in --checkpoint-scope too)"
+            "Checkpoints(sharded=True) needs a folder that all nodes share, and scope='node' says that they share none; "
+            "remove one of them (the scope may come from --checkpoint-scope)"
         )
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON has no word for the others."""
+    """None for values that JSON does not have."""
     return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}

@@ -1,11 +1,11 @@
-"""Writing a checkpoint: each rank its share, file by file; one rank then the manifest, and the name that makes it one.
+"""Writing a checkpoint: each rank writes its share, file by file; then one rank writes the manifest and renames the folder.
 
     writer = CheckpointWriter(folder)
     writer.write(folder / "step-00000400", {"model": state, ...}, manifest, others=None, fence=None)
 
-Several ranks work in a thread each, and threads call no collectives: what they have to tell lies in the folder they write into.
+If several ranks write, each uses a thread, and threads call no collectives. So they leave records in the folder:
 
-    rank-1.json          while they write: rank 1 has written its share, with its files' records; or what kept it from it
+    rank-1.json          rank 1 has written its share: the records of its files, or its error
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from rankwise.checkpoint.manifest import FileRecord, Layout, Manifest, length_da
 from rankwise.checkpoint.reader import storages
 from rankwise.errors import CheckpointError, ConfigError, RunDirError
 from rankwise.host.disk import fsync
+from rankwise.host.text import numbered
 from rankwise.run.directory import write_bytes
 from rankwise.run.lease import Fence
 from rankwise.training.state import Stateful
 
-_WAIT_S = 1800.0  # for the other ranks' shares: a rank that is dead ends the run before, one that hangs does not
-_LAST_WAIT_S = 20.0  # when the loop has ended without an agreement
+_WAIT_S = 1800.0  # for the shares of other ranks: a dead rank ends the run before, a rank that hangs does not
+_LAST_WAIT_S = 20.0  # if the loop was interrupted
 _SEEN_S = 5.0  # how long a network file system may take to show a new folder
 
 
@@ -46,14 +47,14 @@ _SEEN_S = 5.0  # how long a network file system may take to show a new folder
 
 
 class CheckpointWriter:
-    """Writes into one folder of checkpoints, for one rank. Nothing here is collective: a thread may do it."""
+    """Writes to one folder of checkpoints, for one rank. Nothing here is collective, so a thread may do it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._durable = False
 
     def make_folder(self, final: Path) -> Path:
-        """That in which several ranks write the checkpoint `final` until it is whole. Raises CheckpointError."""
+        """The temporary folder in which several ranks write the checkpoint `final`. Raises CheckpointError."""
         temporary = self._unique()
         try:
             self._make(temporary)
@@ -64,9 +65,9 @@ class CheckpointWriter:
     def write(
         self, final: Path, states: Mapping[str, Any], record: Manifest, others: Others | None, fence: Fence | None
     ) -> None:
-        """Write this share of the checkpoint, all of it without `others`; with their shares give it its name.
+        """Write this share of the checkpoint (everything, without `others`), wait for the other shares, and rename the folder.
 
-        Raises CheckpointError; then nothing of it is left, and older checkpoints stay.
+        Raises CheckpointError; then nothing of this checkpoint is left, and older ones stay.
         """
         temporary = others.folder if others is not None else self._unique()
         states = {name: make_plain(state, name) for name, state in states.items()}
@@ -84,10 +85,10 @@ class CheckpointWriter:
                 fence.check()
             os.rename(temporary, final)
             fsync(self._folder)
-        except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of an OSError
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch's form of an OSError
             raise CheckpointError(explain_failure(final, states, error)) from None
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # not there if all went well
+            shutil.rmtree(temporary, ignore_errors=True)  # does not exist any more after a success
 
     def _unique(self) -> Path:
         return self._folder / f"tmp.{uuid.uuid4().hex}"
@@ -98,19 +99,19 @@ class CheckpointWriter:
         temporary.mkdir()
 
     def _make_durable(self) -> None:
-        """Once, the folders above are flushed too: a power cut must not take away the folder in which all else is durable."""
+        """Once, flush the folders above too: a power failure must not remove the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._durable:
             return
         for parent in self._folder.absolute().parents:
-            with contextlib.suppress(OSError):  # not readable: not ours, and older than this run
+            with contextlib.suppress(OSError):  # not readable: then it is not ours, and older than this run
                 fsync(parent)
                 if parent.is_mount():
                     break
         self._durable = True
 
     def remove_leftovers(self) -> None:
-        """What a killed writer left. Only one run writes here (run/lease.py), so nobody is in there."""
+        """Remove what a killed writer has left. Only one run writes here (run/lease.py), so no other process uses it."""
         for leftover in self._folder.glob("tmp.*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
@@ -119,38 +120,38 @@ class CheckpointWriter:
 
 
 def await_folder(temporary: Path, rank: int) -> None:
-    """Raises CheckpointError where this rank does not see the folder that the main rank has made."""
+    """Raises CheckpointError if this rank does not see the folder that the main rank has created."""
     deadline = time.monotonic() + _SEEN_S
     while not temporary.is_dir():
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"rank {rank} on {platform.node()} does not see {temporary}, which the main rank has made: a sharded save "
-                "needs a folder that all ranks see; leave sharded out, or choose another folder"
+                f"rank {rank} on {platform.node()} does not see {temporary}, which the main rank has created: sharded=True "
+                "needs a folder that all ranks share; choose another folder, or remove sharded"
             )
         time.sleep(0.05)
-        os.scandir(temporary.parent).close() if temporary.parent.is_dir() else None  # NFS looks again
+        os.scandir(temporary.parent).close() if temporary.parent.is_dir() else None  # makes NFS look again
 
 
 def write_share(final: Path, states: Mapping[str, Any], temporary: Path, rank: int) -> None:
-    """Write these parts of the checkpoint that will be `final`, and leave word. Raises CheckpointError."""
+    """Write these parts of the future checkpoint `final`, and leave a record. Raises CheckpointError."""
     try:
         leave_word(temporary, rank, write_files(temporary, states))
-    except (OSError, RuntimeError, CheckpointError, RunDirError) as error:  # RuntimeError: what torch makes of an OSError
+    except (OSError, RuntimeError, CheckpointError, RunDirError) as error:  # RuntimeError: torch's form of an OSError
         text = explain_failure(final, states, error) if isinstance(error, OSError | RuntimeError) else str(error)
         text += f" (the share of rank {rank} on {platform.node()})"
-        with contextlib.suppress(RunDirError):  # then the main rank hears of it when all meet
+        with contextlib.suppress(RunDirError):  # then the main rank learns of it at the next save
             leave_word(temporary, rank, {}, text)
         raise CheckpointError(text) from None
 
 
 def leave_word(temporary: Path, rank: int, files: Mapping[str, FileRecord], error: str = "") -> None:
-    """Leave word for the main rank's thread."""
+    """Leave a record for the thread of the main rank."""
     text = json.dumps({"error": error, "files": {name: asdict(record) for name, record in files.items()}})
     write_bytes(temporary / f"rank-{rank}.json", text.encode())
 
 
 class Others:
-    """The ranks that write the other shares into `folder`: what the main rank's thread waits for, and what ends the waiting."""
+    """The ranks that write the other shares into `folder`; the thread of the main rank waits for them."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self.folder = folder
@@ -160,29 +161,29 @@ class Others:
         self._error: BaseException | None = None
 
     def cancel(self, error: BaseException) -> None:
-        """A rank has failed, and could not leave word."""
+        """Stop waiting: a rank has failed and could not leave a record."""
         self._error = error
         self._wake.set()
 
     def hurry(self) -> None:
-        """Nobody will say any more whether the others live."""
+        """Wait only a little longer: it is no longer known whether the others are alive."""
         self._until = min(self._until, time.monotonic() + _LAST_WAIT_S)
 
     def wait(self) -> dict[str, FileRecord]:
-        """Their files. Raises CheckpointError where one could not write its own, or is not heard of."""
+        """The records of their files. Raises CheckpointError if a rank could not write its share, or leaves no record."""
         files: dict[str, FileRecord] = {}
         while self._left:
             self._left = [rank for rank in self._left if not self._heard(rank, files)]
             if self._error is not None:
                 raise self._error
             if self._left and time.monotonic() > self._until:
-                who = ", ".join(map(str, self._left))
-                raise CheckpointError(f"no word of the shares of rank {who}, in {self.folder}: not a whole checkpoint")
+                who = numbered("rank", self._left)
+                raise CheckpointError(f"the checkpoint in {self.folder} is incomplete: the share of {who} did not come")
             if self._left:
                 self._wake.wait(0.02)
         for name, record in files.items():
             if damage := length_damage(self.folder / name, record):
-                raise CheckpointError(f"{damage} as the main rank sees it: a checkpoint that all ranks write needs one folder")
+                raise CheckpointError(f"{damage}, as the main rank sees it: sharded=True needs a folder that all ranks share")
         return files
 
     def _heard(self, rank: int, files: dict[str, FileRecord]) -> bool:
@@ -202,20 +203,21 @@ class Others:
 
 
 def collect_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
-    """What each part gives. Raises ConfigError for a tensor that is not strided (a sparse one), by its path: no later save
-    could hold it either."""
+    """The state of each part. Raises ConfigError for a tensor that is not strided (a sparse one), with its path: no later save
+    could contain it either."""
     states = {name: part.state_dict() for name, part in parts.items()}
     for path, tensor in manifests.tensors(states):
         if tensor.layout is not torch.strided:
             raise ConfigError(
-                f"{path} is a tensor of the layout {tensor.layout}, which a checkpoint cannot hold; let state_dict give what "
-                "it is made of (its indices and values), or tensor.to_dense()"
+                f"{path} is a tensor of layout {tensor.layout}, which a checkpoint cannot hold; state_dict must return its "
+                "indices and values, or tensor.to_dense()"
             )
     return states
 
 
 def make_plain(state: Any, path: str) -> Any:
-    """The state without numpy's numbers, which `weights_only` would refuse to read; an array is refused here, by its path."""
+    """The state with plain numbers instead of numpy's, which `weights_only` refuses. Raises CheckpointError for a numpy
+    array."""
     if isinstance(state, np.generic):
         return state.item()
     if isinstance(state, np.ndarray):
@@ -237,7 +239,7 @@ def write_files(folder: Path, states: Mapping[str, Any]) -> dict[str, FileRecord
 
 
 def write_file(path: Path, state: Any) -> FileRecord:
-    """Reserve the space, write, make it durable. An OSError for want of space comes before anything is written."""
+    """Reserve the space, write, and flush. If the disk is full, the OSError comes before anything is written."""
     sums = {name: manifests.tensor_sum(tensor) for name, tensor in manifests.tensors(state)}
     with open(path, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, _size(state))
@@ -248,7 +250,7 @@ def write_file(path: Path, state: Any) -> FileRecord:
         size = file.tell()
     try:
         again = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # of many types: what cannot be loaded again is no checkpoint
+    except Exception as error:  # of many types: what cannot be loaded is not a checkpoint
         text = " ".join(str(error).split())
         raise CheckpointError(f"{path.stem} could not be loaded again: {text[:300]}") from None
     places = {name: at for name, at in locate_tensors(path, again).items() if name in sums}
@@ -256,13 +258,13 @@ def write_file(path: Path, state: Any) -> FileRecord:
 
 
 def locate_tensors(path: Path, mapped: Any) -> dict[str, Layout]:
-    """Where each tensor lies in a file, by its path, so that a damaged one is named without the pickle around it.
+    """The place of each tensor in a file, by its path: so a corrupted tensor is found without the pickle.
 
-    `mapped`: what `torch.load(path, mmap=True)` gave.
+    `mapped`: the result of `torch.load(path, mmap=True)`.
     """
     found = dict(tensors(mapped))
     first = min((t.untyped_storage().data_ptr() for t in found.values() if t.untyped_storage().nbytes()), default=0)
-    # The file is mapped in one piece: addresses differ as offsets do. One of them must be known.
+    # The file is mapped in one piece, so addresses differ by the same amounts as offsets. One offset must be known.
     base = first - _first_storage(path) if first else 0
     places = {}
     for name, tensor in found.items():
@@ -280,7 +282,7 @@ def _first_storage(path: Path) -> int:
 
 
 def _size(state: Any) -> int:
-    """Bytes that a state needs on disk, to within a few per cent: its tensors, and what else is in it."""
+    """Bytes that a state needs on disk, within a few per cent: its tensors, and everything else."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in manifests.tensors(state)}
     return sum(storages.values()) + 256 * len(storages) + 4096 + _size_of_others(state)
 
@@ -302,4 +304,4 @@ def explain_failure(final: Path, states: Mapping[str, Any], error: OSError | Run
             return f"cannot write {final}: {error}"
     elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return f"cannot write {final}: {error.strerror}"
-    return f"cannot write {final}: it needs {need / 1e6:.1f} MB and {free / 1e6:.1f} MB are free there"
+    return f"cannot write {final}: it needs {need / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"

@@ -1,6 +1,6 @@
-"""What the ranks of a script have done, compared: with each other, and on different numbers of them. Without torch.
+"""Compares what the ranks of a script have done: with each other, and on different numbers of ranks. Without torch.
 
-findings = compare({1: records, 2: records}, gradients)       # a record: what instrument.py has noted on a rank
+findings = compare({1: records, 2: records}, gradients)       # a record: what instrument.py has written on a rank
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rankwise.host.text import count, listed
 
 Record = Mapping[str, Any]
 Starts = Mapping[int, Sequence[Record]]
-"""By the number of ranks: the record of each."""
+"""By the number of ranks: the record of each rank."""
 
 Gradients = Callable[[int, int], Arrays]
-"""(number of ranks, rank) -> those of its first step."""
+"""(number of ranks, rank) -> the gradients of its first step."""
 
 
 def compare(starts: Starts, gradients: Gradients) -> list[Finding]:
-    """Not yet combined: several a check. On each number of ranks at least one rank must have taken a step."""
+    """The findings, several per check: not yet combined. On each number of ranks, at least one rank must have taken a step."""
     findings = []
     for ranks, records in starts.items():
         findings += _order(ranks, records)
@@ -33,7 +33,7 @@ def compare(starts: Starts, gradients: Gradients) -> list[Finding]:
 
 
 def first_apart(told: Sequence[Mapping[str, str]], who: Sequence[str] = ()) -> str | None:
-    """In words which tensor is not the same for all, and between whom; None if all are. `who`: else they are ranks."""
+    """Says which tensor differs, and between which two; None if all are the same. `who`: their names; by default, ranks."""
     for name in told[0] if told else ():
         for number, other in enumerate(told):
             if other.get(name) != told[0][name]:
@@ -48,8 +48,8 @@ def _weights(records: Sequence[Record]) -> Finding:
     if apart is None:
         return Finding("weights", OK, "the same on {}", where=str(len(records)))
     return Finding(
-        "weights", FAILED, f"on {here}: {apart}", "the ranks do not begin as one model",
-        "DistributedDataParallel(model) or sync.attach(model, optimizer) before the first step sends rank 0's to all",
+        "weights", FAILED, f"on {here}: {apart}", "the ranks do not start with the same model",
+        "before the first step, DistributedDataParallel(model) or sync.attach(model, optimizer) sends rank 0's to all",
     )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def _samples(records: Sequence[Record]) -> Finding:
     steps = list(zip(*(record["batches"] for record in records), strict=False))
     taken = [list(map(_key, batch)) for step in steps for batch in step]
     if not taken or not any(taken):
-        return Finding("samples", OPEN, f"{here}: no DataLoader or rankwise.Loader was seen to feed the forward passes")
+        return Finding("samples", OPEN, f"{here}: no DataLoader or rankwise.Loader was seen that gives the model its batches")
     for number, step in enumerate(steps):
         seen = Counter(_key(sample) for batch in step for sample in set(map(_key, batch)))
         twice = sum(count - 1 for count in seen.values())
@@ -72,15 +72,15 @@ def _samples(records: Sequence[Record]) -> Finding:
             return Finding(
                 "samples", KNOWN, f"{here}: {twice} of batch {number + 1} on two ranks",
                 "DistributedSampler repeats samples to fill up the last batches of an epoch",
-                "none needed in training; evaluate with rankwise.Loader or rankwise.Evaluate, which repeat nothing",
+                "none in training; evaluate with rankwise.Loader or rankwise.Evaluate, which repeat nothing",
             )  # fmt: skip
         alike = all(batch == step[0] for batch in step)
         what = "all ranks take the same samples" if alike else f"{twice} of {sum(map(len, step))} are taken by two ranks"
         return Finding(
-            "samples", FAILED, f"{here}, batch {number + 1}: {what}", "nothing shares the data out among the ranks",
+            "samples", FAILED, f"{here}, batch {number + 1}: {what}", "nothing divides the data among the ranks",
             "DataLoader(dataset, sampler=DistributedSampler(dataset)), or rankwise.Loader(dataset, world, ...)",
         )  # fmt: skip
-    return Finding("samples", OK, f"of {len(steps)} batches none was on two of {{}}", where=str(len(records)))
+    return Finding("samples", OK, f"{len(steps)} batches, no sample twice on {{}}", where=str(len(records)))
 
 
 def _key(sample: Any) -> Any:
@@ -88,7 +88,7 @@ def _key(sample: Any) -> Any:
 
 
 def _order(ranks: int, records: Sequence[Record]) -> list[Finding]:
-    """Whether a loader that shuffles gives another order in its second pass; nothing where there was one pass alone."""
+    """Whether a shuffling loader has another order in its second pass; empty if there was only one pass."""
     record = records[0]
     for number, loader in enumerate(record["loaders"]):
         passes = [p["samples"] for p in record["passes"] if p["loader"] == number and p["trained"] and p["samples"]]
@@ -99,12 +99,12 @@ def _order(ranks: int, records: Sequence[Record]) -> list[Finding]:
         if sum(map(len, first[:n])) < 2:
             continue
         if first[:n] != second[:n]:
-            return [Finding("order", OK, "another in the second epoch, on {}", where=str(ranks))]
+            return [Finding("order", OK, "the second epoch has another order, on {}", where=str(ranks))]
         evidence = f"the second epoch has the order of the first on {count(ranks, 'rank')}, in its {n} first batches"
         if loader["spread"]:
-            return [Finding("order", FAILED, evidence, f"{loader['sampler']} is not told which epoch it is",
-                            "sampler.set_epoch(epoch) at the top of each epoch")]  # fmt: skip
-        return [Finding("order", FAILED, evidence, "the sampler's generator is seeded again in each epoch", "seed it once")]
+            return [Finding("order", FAILED, evidence, f"{loader['sampler']} does not know the epoch",
+                            "call sampler.set_epoch(epoch) at the start of each epoch")]  # fmt: skip
+        return [Finding("order", FAILED, evidence, "the sampler's generator is seeded in each epoch", "seed it once")]
     return []
 
 
@@ -112,10 +112,10 @@ def _order(ranks: int, records: Sequence[Record]) -> list[Finding]:
 
 
 def compare_draws(told: Sequence[Sequence[Sequence[Any]]]) -> Finding:
-    """`told`: of each rank its forward passes, (where the streams stood, the layers that drew)."""
+    """`told`: for each rank its forward passes: (state of the streams, the layers that drew)."""
     layers = list(dict.fromkeys(layer for rank in told for _, drew in rank for layer in drew))
     if not layers:
-        return Finding("random", OK, "no layer draws any")
+        return Finding("random", OK, "no layer draws random numbers")
     named = f"layer{'s' * (len(layers) > 1)} {listed(layers, 3)}"
     for number in range(max(map(len, told))):
         seen: dict[str, int] = {}
@@ -125,24 +125,24 @@ def compare_draws(told: Sequence[Sequence[Sequence[Any]]]) -> Finding:
             if (other := seen.setdefault(passes[number][0], rank)) != rank:
                 return Finding(
                     "random", FAILED, f"ranks {other} and {rank} draw the same in forward pass {number + 1}, in {named}",
-                    "their streams stand at the same place: the same seed on all ranks, after the model was made",
-                    "seed once more after making the model: rankwise.seed_rank(seed, rank), or torch.manual_seed(seed + rank)",
+                    "all ranks still use the same seed after the model is created",
+                    "then seed again: rankwise.seed_rank(seed, rank), or torch.manual_seed(seed + rank)",
                 )  # fmt: skip
     for rank, passes in enumerate(told):
         drew = [at for at, drew_then in passes if drew_then]
         if len(drew) > 1 and len(set(drew)) == 1:
             return Finding(
-                "random", FAILED, f"rank {rank} draws the same in each step, in {named}",
-                "the streams are seeded in each step", "seed once, before the loop",
+                "random", FAILED, f"rank {rank} draws the same numbers in each step, in {named}",
+                "the script seeds in each step", "seed once, before the loop",
             )  # fmt: skip
-    return Finding("random", OK, f"each of {{}} draws its own, in {named}", where=str(len(told)))
+    return Finding("random", OK, f"each of {{}} draws different numbers, in {named}", where=str(len(told)))
 
 
 # --- gradients and steps
 
 
 def _between_ranks(records: Sequence[Record], gradients: Gradients) -> list[Finding]:
-    """The optimizer must be given the same gradient on every rank; nothing is said where it is."""
+    """The optimizer must get the same gradient on every rank; no finding if it does."""
     ranks = len(records)
     stepped = _stepped(records)
     apart = first_apart([records[rank]["steps"][0]["gradients"] for rank in stepped], [f"rank {r}" for r in stepped])
@@ -152,17 +152,15 @@ def _between_ranks(records: Sequence[Record], gradients: Gradients) -> list[Find
     far = max((difference(found[stepped[0]], found[rank]) for rank in stepped), key=lambda d: d.size)
     if far.size <= TOLERANCES["float64"]:
         return []
-    evidence = f"on {count(ranks, 'rank')} the optimizer gets another gradient on each rank: they differ by {far}"
+    evidence = f"on {count(ranks, 'rank')} the optimizer gets different gradients: they differ by {far}"
     if any(record["bypassed"] for record in records):
-        cause = (
-            "DistributedDataParallel is gone round: the forward pass calls the module in it (model.module), and nothing reduces"
-        )
+        cause = "the forward pass calls model.module and not DistributedDataParallel, so nothing reduces the gradients"
         return [Finding("gradients", FAILED, evidence, cause, "call the wrapped model: model(x)")]
     if not any(record["wrapped"] for record in records):
         return [Finding("gradients", FAILED, evidence, "nothing reduces the gradients over the ranks",
                         "DistributedDataParallel(model), or rankwise.AllReduce: attach, backward, step")]  # fmt: skip
-    return [Finding("gradients", FAILED, evidence, "gradients change after they were reduced, or DDP is left in no_sync()",
-                    "clip and change them alike on all ranks; leave no_sync() for the last micro-batch")]  # fmt: skip
+    return [Finding("gradients", FAILED, evidence, "gradients are changed after they were reduced, or DDP stays in no_sync()",
+                    "clip and change them the same way on all ranks; end no_sync() before the last micro-batch")]  # fmt: skip
 
 
 def _stepped(records: Sequence[Record]) -> list[int]:
@@ -171,13 +169,13 @@ def _stepped(records: Sequence[Record]) -> list[int]:
 
 
 def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
-    """The first step's gradient on each number of ranks, from the same weights and samples, without chance."""
+    """The gradient of the first step on each number of ranks, from the same weights and samples, without random numbers."""
     low = min(starts)
     first = starts[low][_stepped(starts[low])[0]]
     drawing = sorted({layer for records in starts.values() for _, drew in records[0]["still"] for layer in drew})
     if drawing:
-        return Finding("gradients", OPEN, f"{', '.join(drawing)} draws random numbers though torch's dropout is switched off",
-                       "no two passes are alike", "switch it off for a moment (self.training) and test again")  # fmt: skip
+        return Finding("gradients", OPEN, f"{', '.join(drawing)} draws random numbers although torch's dropout is switched off",
+                       "no two passes are alike", "switch it off (self.training) and test again")  # fmt: skip
     reference, tolerance = gradients(low, first["rank"]), TOLERANCES.get(first["dtype"], 1e-3)
     apart, factors = {}, {}
     for ranks, records in starts.items():
@@ -186,25 +184,25 @@ def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
         here = count(ranks, "rank")
         if _first_samples(records) != _first_samples(starts[low]):
             return Finding(
-                "gradients", OPEN, f"the first step takes other samples on {here} than on {low}: not comparable",
-                "the order of the data depends on the number of ranks", "the same sampler and seed on any number of ranks",
+                "gradients", OPEN, f"the first step has other samples on {here} than on {low}: not comparable",
+                "the order of the data depends on the number of ranks", "use the same sampler and seed on any number of ranks",
             )  # fmt: skip
         mine = records[_stepped(records)[0]]
         if mine["start"] != first["start"]:
             return Finding(
-                "gradients", OPEN, f"the model begins with other weights on {here} than on {low}: not comparable",
-                "its seed depends on the time, or on the number of ranks", "torch.manual_seed(seed) before the model is made",
+                "gradients", OPEN, f"the model starts with other weights on {here} than on {low}: not comparable",
+                "its seed depends on the time or the number of ranks", "torch.manual_seed(seed) before the model is created",
             )  # fmt: skip
         if (sample := _other_content([*starts[low], *records])) is not None:
             return Finding(
-                "gradients", OPEN, f"sample {sample} is another on another start or rank: not comparable",
-                "the dataset draws at random (augmentation), or each rank has made a dataset of its own",
-                "where the data themselves are drawn or shuffled, do it with one seed on all ranks; augmentation may differ",
+                "gradients", OPEN, f"sample {sample} differs between starts or ranks: not comparable",
+                "the dataset is random (augmentation), or each rank creates its own dataset",
+                "if the data itself is drawn or shuffled, use one seed on all ranks; augmentation may differ",
             )  # fmt: skip
         apart[ranks] = difference(reference, gradients(ranks, mine["rank"]))
         factors[ranks] = factor(reference, gradients(ranks, mine["rank"]))
     if not apart:
-        return Finding("gradients", OPEN, "one number of ranks alone: there is nothing to compare with")
+        return Finding("gradients", OPEN, "tested on only one number of ranks: there is nothing to compare with")
     figures = ", ".join(f"{count(ranks, 'rank')}: {far}" for ranks, far in apart.items())
     evidence = f"those on {count(low, 'rank')}: {figures}; relative, in {first['dtype']}, {tolerance:g} is allowed"
     if all(far.size <= tolerance for far in apart.values()):
@@ -212,15 +210,15 @@ def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
     if all(factors.values()):
         told = ", ".join(f"{c:.3g} on {ranks}" for ranks, c in factors.items())
         return Finding(
-            "gradients", KNOWN, f"the same but for a factor: {told}; in {first['dtype']}",
+            "gradients", KNOWN, f"the same except for a factor: {told}; in {first['dtype']}",
             "the loss is a sum, or is divided by a fixed number: its gradient shrinks with the number of ranks",
-            "none needed where the global batch grows with the ranks and the learning rate is meant so",
+            "none if the global batch grows with the ranks and the learning rate is chosen for that",
         )  # fmt: skip
     return Finding(
         "gradients", FAILED, f"differ from {evidence}",
-        "each rank's loss is a mean of its own, over counts that differ (tokens, frames, valid targets), and these means are "
-        "averaged (a mean of means); or a layer mixes the samples of a batch",
-        "divide the sum by the count of all ranks: sync.backward(loss_sum, count) of rankwise.AllReduce does",
+        "each rank's loss is a mean over another count (tokens, frames, valid targets), and these means are averaged (a mean "
+        "of means); or a layer mixes the samples of a batch",
+        "divide the sum by the count of all ranks, as sync.backward(loss_sum, count) of rankwise.AllReduce does",
     )  # fmt: skip
 
 
@@ -228,14 +226,14 @@ def _equal(evidence: str, norms: Sequence[str]) -> Finding:
     if not norms:
         return Finding("gradients", OK, evidence)
     return Finding(
-        "gradients", KNOWN, f"{evidence}, with BatchNorm held still",
+        "gradients", KNOWN, f"{evidence}, with BatchNorm in evaluation mode",
         f"BatchNorm {', '.join(map(repr, norms[:3]))} takes its statistics from a rank's own micro-batch",
-        "none needed if that is meant; else GroupNorm, LayerNorm, or torch.nn.SyncBatchNorm.convert_sync_batchnorm on GPUs",
+        "none if this is intended; otherwise GroupNorm, LayerNorm, or torch.nn.SyncBatchNorm.convert_sync_batchnorm on GPUs",
     )  # fmt: skip
 
 
 def _other_content(records: Sequence[Record]) -> str | None:
-    """The first sample that is not the same thing to all who have seen it."""
+    """The first sample whose content differs between ranks or starts."""
     known: dict[str, str] = {}
     for record in records:
         for sample, content in record["contents"].items():
@@ -245,7 +243,7 @@ def _other_content(records: Sequence[Record]) -> str | None:
 
 
 def _first_samples(records: Sequence[Record]) -> Counter[Any]:
-    """What all ranks together have taken before the first step of one of them."""
+    """The samples that all ranks together have used before the first step of one of them."""
     passes = records[_stepped(records)[0]]["steps"][0]["forwards"]
     return Counter(_key(sample) for record in records for batch in record["batches"][:passes] for sample in batch)
 
@@ -255,16 +253,16 @@ def _steps(records: Sequence[Record]) -> Finding:
     passes = min(record["forwards"] for record in records)
     counts = [sum(step["forwards"] <= passes for step in record["steps"]) for record in records]
     if len(set(counts)) > 1:
-        told = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
+        told = ", ".join(f"rank {rank} took {count}" for rank, count in enumerate(counts))
         return Finding(
-            "steps", FAILED, f"of the first {max(counts)} optimizer steps each rank took: {told}",
-            "the optimizer steps on some ranks only", "step on every rank; write and print on rank 0 alone",
+            "steps", FAILED, f"of the first {max(counts)} optimizer steps, {told}",
+            "the optimizer steps only on some ranks", "step on every rank; write and print only on rank 0",
         )  # fmt: skip
     for number in range(counts[0]):
         apart = first_apart([record["steps"][number].get("parameters", {}) for record in records])
         if apart is not None:
             return Finding(
-                "steps", FAILED, f"on {here} after step {number + 1}: {apart}", "the ranks are no longer one model",
-                "every rank must step, with the same gradient and settings of the optimizer",
+                "steps", FAILED, f"on {here} after step {number + 1}: {apart}", "the ranks no longer have the same model",
+                "every rank must step, with the same gradient and optimizer settings",
             )  # fmt: skip
-    return Finding("steps", OK, f"{counts[0]} leave the same parameters on {{}}", where=str(len(records)))
+    return Finding("steps", OK, f"after {counts[0]} the parameters are the same on {{}}", where=str(len(records)))

@@ -1,7 +1,7 @@
-"""A forward pass without chance, and where chance comes into one.
+"""Forward passes without random numbers, and which layers draw some.
 
 with without_dropout(): ...               # torch's own dropout does nothing
-with Draws() as draws: model(x)           # which layers drew random numbers, from which point of the stream
+with Draws() as draws: model(x)           # which layers drew random numbers, and the state of the stream
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 
 @contextlib.contextmanager
 def without_dropout(hold_batchnorm: bool = False) -> Iterator[None]:
-    """torch's functions of dropout return what they are given; recurrent layers, and with `hold_batchnorm` batch norms, are as
-    in evaluation. A layer that draws by other means goes on drawing: Draws sees it."""
+    """torch's dropout functions return their input; recurrent layers, and with `hold_batchnorm` batch norms, are in evaluation
+    mode. A layer that draws in another way continues to draw: Draws reports it."""
     kept: dict[str, Any] = {name: getattr(F, name) for name in (*_DROPOUTS, "scaled_dot_product_attention")}
     held: tuple[type[nn.Module], ...] = (nn.RNNBase, *(private_names.batch_norms() if hold_batchnorm else ()))
     training: list[nn.Module] = []
@@ -67,7 +67,7 @@ def _attention_without(attention: Callable[..., torch.Tensor]) -> Callable[..., 
 
 
 def stream() -> str:
-    """Where torch's default generators stand, in a word: equal words, equal numbers to come."""
+    """A digest of the state of torch's default generators: equal digests, equal next numbers."""
     places = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         places.append(torch.cuda.get_rng_state())
@@ -78,14 +78,14 @@ class Pass(NamedTuple):
     """One forward pass of a model in training."""
 
     at: str
-    """Where the streams stood as it began."""
+    """The state of the streams at its start."""
 
     layers: tuple[str, ...]
-    """What drew in it: `2 (Dropout)`."""
+    """The layers that drew random numbers: `2 (Dropout)`."""
 
 
 class Draws:
-    """Watches every forward pass in training, of whatever module is called first, while it is open."""
+    """While it is open, watches every forward pass in training of the outermost module."""
 
     def __init__(self, on_begin: Callable[[nn.Module], None] = lambda _: None) -> None:
         self.passes: list[Pass] = []

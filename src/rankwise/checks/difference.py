@@ -1,4 +1,4 @@
-"""How far two sets of gradients are apart, parameter by parameter.
+"""The difference of two sets of gradients, parameter by parameter.
 
 apart = difference({"weight": a}, {"weight": b});  apart.size, apart.parameter
 """
@@ -14,14 +14,14 @@ import numpy.typing as npt
 Arrays = Mapping[str, npt.NDArray[np.float64]]
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
-"""Largest relative difference that rounding makes, by the type of the parameters."""
+"""The largest relative difference from rounding, by the type of the parameters."""
 
-_FLOOR = 1e-3  # of the largest gradient of all: a parameter whose true gradient is zero has nothing but rounding
+_FLOOR = 1e-3  # of the largest gradient: a parameter with a true gradient of zero has only rounding errors
 
 
 class Difference(NamedTuple):
     size: float
-    """max |a - b| / max |a| of the parameter where it is largest; infinite where one has no gradient, or it is not finite."""
+    """The largest max |a - b| / max |a| of all parameters; infinite if a gradient is missing or not finite."""
 
     parameter: str
 
@@ -30,7 +30,7 @@ class Difference(NamedTuple):
 
 
 def difference(these: Arrays, those: Arrays) -> Difference:
-    """Of `those` from `these`."""
+    """The difference of `those` from `these`."""
     largest = max((float(np.abs(a).max(initial=0)) for a in these.values()), default=0.0)
     worst = Difference(0.0, "")
     for name in {**these, **those}:
@@ -46,7 +46,7 @@ def difference(these: Arrays, those: Arrays) -> Difference:
 
 
 def factor(these: Arrays, those: Arrays) -> float | None:
-    """c where `those` are c times `these`, to 1e-3 and for all parameters alike; None where there is no such number."""
+    """c, if `those` are c times `these` for all parameters, within 1e-3; None if there is no such number."""
     dot = sum(float((a * those[name]).sum()) for name, a in these.items() if name in those and a.shape == those[name].shape)
     square = sum(float((a * a).sum()) for a in these.values())
     if not square or not np.isfinite(dot / square) or dot == 0:

@@ -1,4 +1,4 @@
-"""What a check has found, and how it is told.
+"""The finding of a check, and its text.
 
 Finding("gradients", FAILED, "4 ranks: 0.3", cause="BatchNorm 1", cure="use GroupNorm")
 print(as_text(findings))
@@ -14,7 +14,7 @@ from typing import Any
 from rankwise.host.text import listed
 
 OK, FAILED, KNOWN, OPEN = "ok", "FAILED", "known", "open"
-"""As it should be; a mistake; a difference whose reason is known, and no mistake; not to be decided here."""
+"""Correct; a mistake; a difference with a known reason, not a mistake; not decided."""
 
 _WORST_FIRST = (FAILED, OPEN, KNOWN, OK)
 
@@ -26,10 +26,10 @@ CHECKS = {
     "random": "random numbers",
     "steps": "steps",
     "resume": "resume",
-    "looking": "looking",
+    "looking": "side effects",
     "evaluation": "evaluation",
 }
-"""Each check by its name: how it is called on the screen, in this order."""
+"""Each check: its name in the code, and its title on the screen, in this order."""
 
 _COLUMNS = 110
 
@@ -43,23 +43,23 @@ class Finding:
 
     status: str
     evidence: str
-    """What was seen; `{}` in it is where."""
+    """What was seen; `{}` in it stands for `where`."""
 
     cause: str = ""
-    """Why, with the layer where one is to blame; empty if all is well."""
+    """Why, with the layer if it is known; empty if the check is ok."""
 
     cure: str = ""
     """What to change."""
 
     where: str = ""
-    """On how many ranks, with the figures there; findings that differ in it alone become one line."""
+    """The number of ranks, with the values there. Findings that differ only in this become one line."""
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def combined(findings: Sequence[Finding]) -> list[Finding]:
-    """One a check: the worst, with the evidence of all that are alike."""
+    """One finding per check: the worst, with the evidence of all that are like it."""
     together = []
     for check in CHECKS:
         mine = [finding for finding in findings if finding.check == check]
@@ -76,24 +76,24 @@ def combined(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _places(words: Sequence[str]) -> str:
-    """Numbers of ranks as `1, 2 and 4 ranks`, all else with commas."""
+    """Numbers of ranks as `1, 2 and 4 ranks`; other words with commas."""
     if not all(word.isdecimal() for word in words):
         return listed(words)
     return listed(words, last=" and ") + (" rank" if words[-1] == "1" else " ranks")
 
 
 def passed(findings: Sequence[Finding]) -> bool:
-    """Whether nothing is a mistake."""
+    """Whether no finding is a mistake."""
     return not any(finding.status == FAILED for finding in findings)
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """A line or a few for each, and one of them all together."""
+    """One or a few lines for each finding, and a last line with the counts."""
     width = max(len(title) for title in CHECKS.values()) + 2
     lines = []
     for finding in findings:
         head = f"{finding.status:8}{CHECKS[finding.check]:{width}}"
-        texts = [finding.evidence, finding.cause and f"why: {finding.cause}", finding.cure and f"cure: {finding.cure}"]
+        texts = [finding.evidence, finding.cause and f"why: {finding.cause}", finding.cure and f"fix: {finding.cure}"]
         for text in filter(None, texts):
             lines += textwrap.wrap(
                 text, _COLUMNS, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False

@@ -1,5 +1,5 @@
-"""The gradient of one global batch, in one piece on one device and shared out; why they differ, where they do; and what the
-optimizer makes of it.
+"""The gradient of one global batch, in one piece on one device and divided among ranks: why they differ, if they do; and the
+update of the optimizer.
 
 gradients = Gradients(model, optimizer, step_fn, forward, new_sync, whole, parts)
 finding = gradients.finding({"2 ranks in 2 micro-batches": micro_batches})        # collective
@@ -30,17 +30,17 @@ from rankwise.training.optimizer import outside
 Step = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
 Found = dict[str, Any]  # gradients, by the names of their parameters
 
-_ROUNDED = 1e-6  # of an update: a kernel that takes another order rounds otherwise
+_ROUNDED = 1e-6  # of an update: a kernel with another order rounds differently
 ROUNDINGS = 16
-"""Steps over which a strategy that rounds gradients is to have made up for it."""
+"""Steps in which a strategy that rounds gradients must correct its rounding."""
 
-_ADDITIVE = 1e-3  # what is twice as much of twice as many, in whatever type
+_ADDITIVE = 1e-3  # tolerance for a sum over samples, in any type
 
 
 class Gradients:
-    """`step_fn` is tried in float64 on a copy of the model; if it cannot be, `forward` is, as the Trainer calls it.
+    """Uses `step_fn` in float64 on a copy of the model if this works, otherwise `forward`, as the Trainer calls it.
 
-    `whole`: the global batch; `parts`: the same in micro-batches. `times`: what the strategy multiplies the mean gradient by.
+    `whole`: the global batch; `parts`: the same in micro-batches. `times`: the strategy's factor on the mean gradient.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class Gradients:
         self._model, self._optimizer = twin.model, twin.optimizer
         self._step, self._dtype = forward, _name(next(model.parameters()).dtype)
         self._whole, self._parts = whole, list(parts)
-        # What the optimizer trains outside the model stays of its own type: it is not copied.
+        # Parameters outside the model keep their type, because they are not copied.
         if not outside(model, optimizer) and _works_in_float64(model, optimizer, step_fn, whole):
             self._model = self._model.double()
             _make_float64(self._optimizer)
             self._step, self._dtype = step_fn, "float64"
         self._tolerance = TOLERANCES.get(self._dtype, 1e-3)
         self._held: tuple[type[nn.Module], ...] = ()
-        """Layers that are as in evaluation."""
+        """Types of layers that are in evaluation mode."""
 
     def finding(self, layouts: Mapping[str, Sequence[Any]]) -> Finding:
-        """Collective. `layouts`: by name, this rank's micro-batches."""
+        """Collective. `layouts`: by name, the micro-batches of this rank."""
         if (drawing := self._drawing()) is not None:
             return drawing
         with self._exact():
@@ -96,15 +96,15 @@ class Gradients:
         return f"{words}: {{}}; relative, in {self._dtype}, {self._tolerance:g} is allowed"
 
     def _drawing(self) -> Finding | None:
-        """Collective. What makes any two passes differ."""
+        """Collective. A finding if random numbers make two passes differ."""
         with without_dropout(), self._exact(), Draws() as draws:
             self._step(self._model, self._given(self._whole))
         layers = sorted({layer for passed in draws.passes for layer in passed.layers})
         if not layers:
             return None
         return Finding(
-            "gradients", OPEN, f"no two passes are alike: {', '.join(layers)} draws random numbers though torch's dropout is "
-            "switched off", "chance that is not torch's dropout", "switch it off for a moment (self.training) and test again",
+            "gradients", OPEN, f"no two passes are alike: {', '.join(layers)} draws random numbers although torch's dropout is "
+            "switched off", "random numbers that are not torch's dropout", "switch them off (self.training) and test again",
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -119,8 +119,8 @@ class Gradients:
             torch.set_default_dtype(before)
 
     def rounding(self, new_sync: Callable[..., SyncStrategy], batches: Sequence[Any]) -> tuple[Difference, Difference]:
-        """Collective. How far the gradient of a strategy that rounds is from the exact one in its first step, and how far the
-        mean is of many such steps at one point: what a step has lost is to come later."""
+        """Collective. For a strategy that rounds: the difference of its gradient from the exact one in the first step, and that
+        of the mean over many steps at one point: later steps must send what a step has lost."""
         with self._exact(), self._twin() as twin:
             for group in twin.optimizer.param_groups:
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
@@ -154,7 +154,7 @@ class Gradients:
         return as_float64(batch) if self._dtype == "float64" else batch
 
     def _alone(self, batches: Sequence[Any]) -> Found:
-        """The mean gradient, by hand: sums added up, divided once by all counts."""
+        """The mean gradient on one device: sums added up, divided once by all counts."""
         count = 0.0
         with self._twin() as twin:
             for batch in batches:
@@ -164,11 +164,11 @@ class Gradients:
             return {n: self._times * g / count if count else g * math.nan for n, g in _gradients_of(twin).items()}
 
     def _together(self, batches: Sequence[Any]) -> Found:
-        """Collective. By the strategy, over all ranks."""
+        """Collective. The gradient of the strategy, over all ranks."""
         return self._stepped(batches)[0]
 
     def _stepped(self, batches: Sequence[Any], thawed: str | None = None) -> tuple[Found, Found]:
-        """Collective. (the gradient that the strategy gives the optimizer, the parameters after its step). `thawed`: one
+        """Collective. (the gradient that the strategy gives to the optimizer, the parameters after the step). `thawed`: a
         parameter that is frozen until the strategy is attached."""
         with self._twin() as twin:
             late = [p for name, p in twin.named().items() if name == thawed]
@@ -186,7 +186,7 @@ class Gradients:
             return found, _as_arrays(twin.named())
 
     def _update(self, layouts: Mapping[str, Sequence[Any]]) -> Finding | None:
-        """Collective. None if the optimizer moves the parameters as its plain kernel does with the same gradient."""
+        """Collective. None if the update is that of the optimizer's plain kernel with the same gradient."""
         name, batches = next(iter(layouts.items()))
         gradient, moved = self._stepped(batches)
         with Twin(self._model, self._optimizer) as twin:
@@ -203,13 +203,13 @@ class Gradients:
         if far.size <= max(self._tolerance, _ROUNDED):
             return None
         return Finding(
-            "gradients", FAILED, f"on {name} the update is another than that of the optimizer's plain kernel: {far}, relative, "
-            f"in {self._dtype}", "gradients do not lie in memory as their parameters do, or not all that is trained is stepped",
-            "give torch's optimizer fused=False, foreach=False; and report it, with the model's memory format",
+            "gradients", FAILED, f"on {name} the update is not that of the optimizer's plain kernel: {far}, relative, "
+            f"in {self._dtype}", "gradients are not in memory as their parameters are, or the optimizer misses a parameter",
+            "give torch's optimizer fused=False, foreach=False; and report this, with the model's memory format",
         )  # fmt: skip
 
     def _thawed(self, reference: Found, layouts: Mapping[str, Sequence[Any]]) -> Finding | None:
-        """Collective. None if a parameter that is frozen at first gets the same gradient once it is not."""
+        """Collective. None if a parameter that was frozen at first gets the same gradient after it is unfrozen."""
         trained = [name for name, p in self._twin().named().items() if p.requires_grad]
         if len(trained) < 2:
             return None
@@ -220,12 +220,12 @@ class Gradients:
             return None
         return Finding(
             "gradients", FAILED, f"on {name} gradients differ when {trained[0]} is unfrozen after the start: {far}, relative, "
-            f"in {self._dtype}", "the strategy (sync=) takes what is trained once, when it is attached",
-            "let it ask at every step which parameters require a gradient",
+            f"in {self._dtype}", "the strategy (sync=) looks only once, when it is attached, at what is trained",
+            "it must look at every step which parameters require a gradient",
         )  # fmt: skip
 
     def _compare(self, layouts: Mapping[str, Sequence[Any]]) -> tuple[Found, dict[str, Difference]]:
-        """Collective. (the reference, how far each layout is from it on the rank where it is farthest)."""
+        """Collective. (the reference, the difference of each layout from it, on the rank where it is largest)."""
         reference = self._alone([self._whole])
         apart = {}
         for name, batches in layouts.items():
@@ -243,7 +243,7 @@ class Gradients:
             )
 
     def _why(self, reference: Found, evidence: str) -> Finding:
-        """Collective: all ranks have seen the same difference. The cause is looked for on one device alone."""
+        """Collective, because all ranks have the same difference. Looks for the cause on one device."""
         model = self._fresh()
         with torch.no_grad():
             sums, counts = zip(*[_numbers(self._step(model, self._given(b))) for b in [self._whole, *self._parts]], strict=True)
@@ -253,44 +253,44 @@ class Gradients:
                 "gradients", FAILED, evidence,
                 f"step_fn's count is {counts[0]:g} for the whole batch and {', '.join(f'{c:g}' for c in counts[1:])} for its "
                 "parts: means of parts that differ in size are averaged (a mean of means)",
-                'return the sum of the loss and what it is over: F.cross_entropy(..., reduction="sum"), len(y)',
+                'return the sum of the loss and the number of samples: F.cross_entropy(..., reduction="sum"), len(y)',
             )  # fmt: skip
         mixing = self._mixing()
         if mixing is not None:
             return Finding(
-                "gradients", FAILED, evidence, f"{mixing}: what it gives for a sample depends on the others in its micro-batch",
-                "normalise each sample by itself (LayerNorm, GroupNorm), or compute it in the loss over all ranks",
+                "gradients", FAILED, evidence, f"{mixing}: its output for a sample depends on the others in the micro-batch",
+                "normalise each sample separately (LayerNorm, GroupNorm), or compute this in the loss over all ranks",
             )  # fmt: skip
         if not sum_adds:
             return Finding(
                 "gradients", FAILED, evidence,
-                f"the loss is {sums[0]:.6g} for the whole batch, but {sum(sums[1:]):.6g} for its parts together: it is no sum "
-                "over samples (a mean, a loss between samples, or a cut by a number of them)",
+                f"the loss is {sums[0]:.6g} for the whole batch, but {sum(sums[1:]):.6g} for its parts together: it is not a "
+                "sum over samples (but a mean, a loss between samples, or a limit on their number)",
                 'return the sum over the samples: reduction="sum"',
             )  # fmt: skip
         if not self._is_small([difference(reference, self._alone(self._parts))]):
             return Finding(
-                "gradients", FAILED, evidence, "the parts of the batch differ already on one device: the loss adds up, its "
-                "gradient does not (a detach, a clip of each part, a parameter that is used in some parts only)",
-                "look for it in step_fn",
+                "gradients", FAILED, evidence, "the parts of the batch differ even on one device: the loss adds up, its "
+                "gradient does not (a detach, a clip of each part, a parameter that only some parts use)",
+                "look for this in step_fn",
             )  # fmt: skip
         return Finding(
-            "gradients", FAILED, evidence, "on one device the parts add up, over the ranks they do not: step_fn asks for its "
+            "gradients", FAILED, evidence, "the parts add up on one device, but not over the ranks: step_fn depends on its "
             "rank, or the strategy (sync=) does not average",
-            "give every rank the same function, and leave sharing to the Trainer",
+            "use the same function on every rank, and let the Trainer divide the data",
         )  # fmt: skip
 
 
 def _known(mixing: Mixing, evidence: str) -> Finding:
     return Finding(
-        "gradients", KNOWN, f"{evidence}; equal where the statistics of {type(mixing.layer).__name__} are held still",
-        f"{mixing} takes its statistics from a micro-batch, so that results depend on how many there are",
-        "none needed if that is meant; else GroupNorm or LayerNorm, or torch.nn.SyncBatchNorm.convert_sync_batchnorm on GPUs",
+        "gradients", KNOWN, f"{evidence}; equal with {type(mixing.layer).__name__} in evaluation mode",
+        f"{mixing} takes its statistics from a micro-batch, so results depend on how many there are",
+        "none if this is intended; otherwise GroupNorm or LayerNorm, or torch.nn.SyncBatchNorm.convert_sync_batchnorm on GPUs",
     )  # fmt: skip
 
 
 def _make_float64(optimizer: Optimizer) -> None:
-    """What it keeps of each parameter; not its counts of steps."""
+    """Convert its state for each parameter, but not the counts of steps."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0:
@@ -309,7 +309,7 @@ def _works_in_float64(model: nn.Module, optimizer: Optimizer, step_fn: Step, bat
     """Collective: all ranks or none."""
     before = torch.get_default_dtype()
     worked = False
-    with contextlib.suppress(Exception):  # whatever the user's function raises there, float32 will do
+    with contextlib.suppress(Exception):  # if the user's function raises anything, float32 is used
         torch.set_default_dtype(torch.float64)
         loss_sum, _ = step_fn(Twin(model, optimizer).model.double(), as_float64(batch))
         loss_sum.backward()  # type: ignore[no-untyped-call]
@@ -319,7 +319,7 @@ def _works_in_float64(model: nn.Module, optimizer: Optimizer, step_fn: Step, bat
 
 
 def as_float64(batch: Any) -> Any:
-    """The same nest, its floating tensors in float64."""
+    """The same nest, with floating-point tensors in float64."""
     if isinstance(batch, torch.Tensor):
         return batch.double() if batch.is_floating_point() else batch
     if isinstance(batch, dict):

@@ -1,12 +1,12 @@
-"""A script watched while it takes its first steps, on one rank; nothing of it is changed but how far it goes.
+"""Watches a script while it takes its first steps, on one rank; changes almost nothing but how long it runs.
 
     with Instrument(settings) as instrument:
-        run the script                       # ended by Enough after a few forward passes in training
-    instrument.record()                           # what it did, as JSON; and the first step's gradients
+        run the script                       # Enough ends it after a few forward passes in training
+    instrument.record()                           # what it did, as JSON; and the gradients of the first step
 
-Until the first step dropout is switched off and batch norms are held still, so that gradients can be compared. An epoch is cut
-short, so that several begin; batches of a DataLoader are smaller, so that ranks together have as many samples on any number of
-them; what goes to disk by torch.save or Checkpoints goes into the test's folder.
+Until the first step, dropout is off and batch norms are in evaluation mode, so that gradients can be compared. Epochs are
+shorter, so that several begin. Batches of a DataLoader are smaller, so that all ranks together have the same number of samples
+on any number of ranks. torch.save and Checkpoints write to the test's folder.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from rankwise.dist import private_names
 from rankwise.dist.device import tensors_in
 from rankwise.training.digest import digest, digests
 
-_STEPS = 6  # of which gradients and parameters are kept
-_OTHER_BATCHES = 2  # of a loader that is not trained on
+_STEPS = 6  # steps whose gradients and parameters are kept
+_OTHER_BATCHES = 2  # batches of a loader that is not used for training
 
 
 class Enough(SystemExit):
-    """All that is needed was seen: the script ends here, as if by sys.exit(0)."""
+    """Raised when everything was seen: the script ends here, as with sys.exit(0)."""
 
 
 @dataclass
@@ -52,15 +52,15 @@ class _LoaderPass:
 
     loader: int
     samples: list[list[Any]] = field(default_factory=list)
-    """Of each batch that was handed out: indices, or words for what is in it."""
+    """For each batch: the indices, or digests of its content."""
 
     trained: bool = False
 
 
 class Instrument:
-    """While it is open some functions of torch and of ours are replaced by such as take note.
+    """While it is open, some functions of torch and rankwise are replaced by functions that also record.
 
-    It ends the script by Enough, after the same forward pass on all ranks.
+    It ends the script with Enough, after the same forward pass on all ranks.
     """
 
     def __init__(self, settings: RankSettings, rank: int) -> None:
@@ -68,7 +68,7 @@ class Instrument:
         self._rank = rank
         self._loaders: list[dict[str, Any]] = []
         self._number: dict[int, int] = {}
-        self._kept: list[Any] = []  # loaders, so that no id is taken again
+        self._kept: list[Any] = []  # loaders, so that no id is used twice
         self._passes: list[_LoaderPass] = []
         self._forwards = 0
         self._model: nn.Module | None = None
@@ -105,7 +105,7 @@ class Instrument:
         self.close()
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._still.close()
         self._open.close()
 
@@ -213,7 +213,7 @@ class Instrument:
         return next_index
 
     def _look_into(self, indices: Sequence[int], batch: Any) -> None:
-        """Note what the first samples are made of: the same index may be another thing on another rank."""
+        """Record the content of the first samples: an index may have another content on another rank."""
         rows = row_digests(batch) if not self._taken else []
         if len(rows) == len(indices):
             self._contents |= dict(zip(map(str, indices), rows, strict=True))
@@ -244,7 +244,7 @@ class Instrument:
     # --- our own
 
     def _own_init(self, original: Any) -> Any:
-        """An odd number of samples: parts of equal size would hide that a mean of means is taken."""
+        """Use an odd number of samples: parts of equal size would hide a mean of means."""
 
         def init(loader: Any, *args: Any, global_batch_size: Any = None, **kwargs: Any) -> None:
             if isinstance(global_batch_size, int) and global_batch_size > 2:
@@ -302,7 +302,7 @@ class Instrument:
     # --- afterwards
 
     def record(self, ended: str) -> dict[str, Any]:
-        """All but the gradients. `ended`: how the script did."""
+        """Everything except the gradients. `ended`: how the script ended."""
         norms = [name or type(m).__name__ for name, m in self._model.named_modules() if _mixes(m)] if self._model else []
         wrapped = [o for o in gc.get_objects() if type(o) is DistributedDataParallel]
         inner = {id(m) for o in wrapped for m in o.modules()} - set(map(id, wrapped))
@@ -323,7 +323,7 @@ def _mixes(module: nn.Module) -> bool:
 
 
 def _class_of_iterators() -> Any:
-    """The one that all iterators of torch's DataLoader are of, with workers and without."""
+    """The common base class of torch's DataLoader iterators, with and without workers."""
     dataset: Any = [0]
-    iterator = iter(DataLoader(dataset, generator=torch.Generator()))  # its own generator: an iterator draws from it
+    iterator = iter(DataLoader(dataset, generator=torch.Generator()))  # its own generator, because an iterator draws from it
     return next(kind for kind in type(iterator).__mro__ if "__next__" in vars(kind))

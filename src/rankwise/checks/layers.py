@@ -1,4 +1,4 @@
-"""The layer in which samples of a batch first see each other.
+"""The first layer that mixes the samples of a batch.
 
 mixing = first_mixing(model, run, whole, parts);  mixing.name, mixing.layer
 """
@@ -25,9 +25,9 @@ class Mixing(NamedTuple):
 def first_mixing(
     model: nn.Module, run: Callable[[Any], object], whole: Any, parts: Sequence[Any], tolerance: float
 ) -> Mixing | None:
-    """The first layer to end its forward pass whose output for `whole` is not that for `parts` one after the other.
+    """The first layer whose output for `whole` differs from its outputs for `parts`, in the order in which forward passes end.
 
-    `run(batch)` calls the model. None where every output is (or the batch is not their first dimension).
+    `run(batch)` calls the model. None if no output differs (or the batch is not the first dimension).
     """
     at_once = _outputs(model, run, whole)
     pieces = [_outputs(model, run, part) for part in parts]
@@ -47,7 +47,7 @@ def first_mixing(
 
 
 def _outputs(model: nn.Module, run: Callable[[Any], object], batch: Any) -> list[tuple[str, nn.Module, torch.Tensor]]:
-    """(name, layer, output) of each call of a layer, in the order in which they ended."""
+    """(name, layer, output) of each call of a layer, in the order in which the calls ended."""
     found: list[tuple[str, nn.Module, torch.Tensor]] = []
 
     def after(name: str) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""One rank of a self-test: runs the user's script as Python would, with its Trainer asked or its loop watched.
+"""One rank of a self-test: runs the user's script like Python, and tests its Trainer or watches its loop.
 
 python -m rankwise.checks.rank_process SETTINGS.json script.py [its arguments]
 """
@@ -30,11 +30,11 @@ _WAIT_S = 10.0
 
 
 def main() -> None:
-    """Leaves a record in the test's folder, however the script ends, and ends with status 0 if it could be watched."""
+    """Writes a record to the folder of the test, however the script ends, and exits with status 0."""
     given = json.loads(Path(sys.argv[1]).read_text())
     settings = RankSettings(given["folder"], given["ranks"], given["cut"], tuple(given["batches"]))
     rank = discover(os.environ).rank
-    seed.seed_rank(0, rank)  # as a fresh process, but the same each time: an unseeded model begins alike on 1 rank and on 4
+    seed.seed_rank(0, rank)  # the same in each start: a model without a seed then starts the same on 1 rank and on 4
     instrument = Instrument(settings, rank)
     asked: list[dict[str, Any]] = []
     _ask_trainers(instrument, asked)
@@ -45,15 +45,15 @@ def main() -> None:
         except Enough:
             ended = "enough"
         except SystemExit as end:
-            ended = "" if end.code in (None, 0) else f"it ended with {end.code}"
-        except BaseException as error:  # whatever the script raises is told by the verb
+            ended = "" if end.code in (None, 0) else f"it exited with {end.code}"
+        except BaseException as error:  # the command reports whatever the script raises
             ended, lines = f"{type(error).__name__}: {error}", traceback.format_exc()
     record = {**asked[0], "rank": rank} if asked else instrument.record(ended)
     _leave(Path(settings.folder), settings.ranks, rank, {**record, "ended": ended, "traceback": lines}, instrument.gradients)
 
 
 def _ask_trainers(instrument: Instrument, asked: list[dict[str, Any]]) -> None:
-    """Trainer.fit tests instead of training, and the script ends there. `asked`: what the first one found."""
+    """Trainer.fit tests instead of training, and then the script ends. `asked`: the findings of the first Trainer."""
 
     def fit(self: Trainer, fresh: bool = False) -> TrainState:
         instrument.close()
@@ -71,7 +71,7 @@ def _run_script(argv: list[str]) -> None:
 
 
 def _leave(folder: Path, ranks: int, rank: int, record: dict[str, Any], gradients: dict[str, Any]) -> None:
-    """And wait a moment for the others: they may be in a collective of the script's that this rank is part of."""
+    """Write the record, and wait a moment for the others: they may be in a collective that needs this rank."""
     name = f"ranks-{ranks}-rank-{{}}"
     if gradients:
         np.savez(folder / f"{name.format(rank)}.npz", **gradients)
@@ -82,7 +82,7 @@ def _leave(folder: Path, ranks: int, rank: int, record: dict[str, Any], gradient
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(0)  # taking the script's process groups and threads apart is not what is tested
+    os._exit(0)  # the cleanup of the script's process groups and threads is not tested
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`rankwise selftest`: the script under our launcher on 1, 2 and 4 ranks, its Trainer asked or its loop watched.
+"""`rankwise selftest`: runs the script with our launcher on 1, 2 and 4 ranks, and tests its Trainer or watches its loop.
 
 status = selftest(("train.py", "--lr", "0.1"), ranks=(1, 2, 4), timeout_s=600)
 """
@@ -31,28 +31,28 @@ from rankwise.launch.script_lint import examine
 from rankwise.run import directory
 
 _GRACE_S = 3
-_CUTS = (4, 16, 64)  # batches of an epoch: a loop that accumulates over more of them takes no step in fewer
-_SHOWN = 12  # lines of what the script has said
+_CUTS = (4, 16, 64)  # batches per epoch: a loop that accumulates over more batches takes no step in fewer
+_SHOWN = 12  # lines of the script's output
 
 
 def selftest(argv: Sequence[str], ranks: Sequence[int], timeout_s: float, env: Mapping[str, str]) -> int:
-    """Prints what was found. 0 if nothing is a mistake, 1 otherwise. Nothing is left on the disk.
+    """Print the findings. Returns 0 if none is a mistake, otherwise 1. Nothing is left on the disk.
 
     Raises ConfigError for a script that cannot be run, SelftestError for one that cannot be watched.
     """
     if not 0 < timeout_s < math.inf:
-        raise ConfigError(f"--timeout {timeout_s:g}: give seconds, above 0")
+        raise ConfigError(f"--timeout {timeout_s:g}: give a number of seconds above 0")
     examine(argv[0])
     devices = machine.gpus(env)
     given = dict(env) if devices >= max(ranks) else {**env, "CUDA_VISIBLE_DEVICES": ""}
     where = "" if devices >= max(ranks) else f", on the CPU ({devices} GPUs here)" if devices else ", on the CPU"
     say(f"selftest of {argv[0]} on {listed(sorted(ranks), last=' and ')} ranks{where}")
     folder = Path(tempfile.mkdtemp(prefix="rankwise-selftest-"))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through the lines that clear up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs the cleanup below
     try:
         starts: dict[int, list[dict[str, Any]]] = {}
         batches: list[int] = []
-        for n in sorted(ranks, reverse=True):  # the most first: what is a rank's batch there is the least of all
+        for n in sorted(ranks, reverse=True):  # the most ranks first: they have the smallest batch per rank
             starts[n] = _started(argv, n, batches, folder, timeout_s, given)
             batches = batches or [loader["whole"] for loader in starts[n][0].get("loaders", [])]
         findings = _findings(starts, folder)
@@ -74,7 +74,7 @@ def ranks_of(text: str) -> tuple[int, ...]:
 def _started(
     argv: Sequence[str], ranks: int, batches: Sequence[int], folder: Path, timeout_s: float, env: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """The record of each rank, of a start that took a step."""
+    """The record of each rank, from a start that took a step."""
     records: list[dict[str, Any]] = []
     for cut in _CUTS:
         records = _start(argv, RankSettings(str(folder), ranks, cut, tuple(batches)), timeout_s, env)
@@ -83,7 +83,7 @@ def _started(
         if max(record["forwards"] for record in records) < cut:
             break
     seen = f"{records[0]['forwards']} forward passes in training on rank 0 of {ranks}"
-    raise SelftestError(f"in {argv[0]} no step of a torch optimizer was seen ({seen}): there is nothing to test")
+    raise SelftestError(f"{argv[0]} took no step of a torch optimizer ({seen}), so there is nothing to test")
 
 
 def _start(argv: Sequence[str], settings: RankSettings, timeout_s: float, env: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ def _start(argv: Sequence[str], settings: RankSettings, timeout_s: float, env: M
     directory.write_json(path, asdict(settings))
     for stale in folder.glob(f"ranks-{ranks}-rank-*"):
         stale.unlink()
-    shutil.rmtree(folder / "saved", ignore_errors=True)  # no start goes on where another was
+    shutil.rmtree(folder / "saved", ignore_errors=True)  # no start must resume from another
     words = ["--nproc", str(ranks), "--run-dir", str(folder / f"run-{ranks}"), "--grace", str(_GRACE_S)]
     in_time = _run(
         [*words, "-m", "rankwise.checks.rank_process", str(path), *argv], folder / f"out-{ranks}.txt", timeout_s, env
@@ -104,7 +104,7 @@ def _start(argv: Sequence[str], settings: RankSettings, timeout_s: float, env: M
     if missing:
         said = (folder / f"out-{ranks}.txt").read_text(errors="replace")
         raise SelftestError(
-            f"{argv[0]} was not done{late} on {count(ranks, 'rank')} (rank {missing[0]}); it said:\n{_last(said)}"
+            f"{argv[0]} did not finish{late} on {count(ranks, 'rank')} (rank {missing[0]}); its output:\n{_last(said)}"
         )
     found = [record for record in records if record is not None]
     _refuse_failed(argv[0], found)
@@ -112,7 +112,7 @@ def _start(argv: Sequence[str], settings: RankSettings, timeout_s: float, env: M
 
 
 def _run(words: Sequence[str], out: Path, timeout_s: float, env: Mapping[str, str]) -> bool:
-    """`rankwise run` with these words, which prints into a file; whether it ended in time. Nothing of it is left."""
+    """`rankwise run` with these words; its output goes to a file. Returns whether it exited in time. No process is left."""
     with open(out, "w") as file:
         command = [sys.executable, "-m", "rankwise", "run", *words]
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
@@ -126,7 +126,7 @@ def _run(words: Sequence[str], out: Path, timeout_s: float, env: Mapping[str, st
 
 
 def _refuse_failed(script: str, records: Sequence[dict[str, Any]]) -> None:
-    """Raises SelftestError where the script failed before there was anything to judge."""
+    """Raises SelftestError if the script failed before there was anything to test."""
     for record in records:
         failed = record["ended"] not in ("", "enough")
         if failed and ("findings" in record or not record["forwards"]):
@@ -135,7 +135,7 @@ def _refuse_failed(script: str, records: Sequence[dict[str, Any]]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The launcher ends its ranks, when it is asked."""
+    """Stop the launcher, which stops its ranks."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -168,11 +168,11 @@ def _findings(starts: Mapping[int, Sequence[dict[str, Any]]], folder: Path) -> l
 
 
 def _say_what_is_not_covered(starts: Mapping[int, Sequence[dict[str, Any]]]) -> None:
-    """A loop of one's own says neither how it resumes nor how it evaluates."""
+    """Your own loop does not show how it resumes or evaluates."""
     watched = [record for records in starts.values() for record in records if "findings" not in record]
     if not watched:
         return
-    say("not tested in a loop of your own: a resumed step, evaluation")
+    say("not tested in your own loop: a resumed step, evaluation")
     broken = next((record for record in watched if record["ended"] not in ("", "enough")), None)
     if broken is not None:
-        say(f"rank {broken['rank']} ended early: {broken['ended'].splitlines()[0]}")
+        say(f"rank {broken['rank']} stopped early: {broken['ended'].splitlines()[0]}")

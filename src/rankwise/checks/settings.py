@@ -1,4 +1,4 @@
-"""What the verb tells the ranks of one start, in a file of the test's folder. Without torch."""
+"""The settings for the ranks of one start of a self-test. Without torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What the ranks of one start are told; a file in the test's folder."""
+    """Settings for the ranks of one start, in a file of the test's folder."""
 
     folder: str
     ranks: int
     cut: int = 4
-    """Batches of an epoch. By it, and not by what was seen so far: all ranks must end after the same forward pass."""
+    """Batches per epoch. This number also decides when the script ends, because all ranks must end after the same forward
+    pass."""
 
     batches: tuple[int, ...] = ()
-    """Samples of a global batch, by the number of a DataLoader; where it is unknown the loader's own."""
+    """Samples in a global batch, for each DataLoader by its number. If it is missing, that of the DataLoader."""

@@ -1,6 +1,6 @@
-"""The self-test of a Trainer, on the ranks that there are; it works on copies, and writes in a folder that is gone afterwards.
+"""The self-test of a Trainer, on the current ranks. It works on copies, and removes its folder afterwards.
 
-rankwise.selftest(trainer)              # prints what it finds; False if one finding is a mistake
+rankwise.selftest(trainer)              # prints its findings; False if one is a mistake
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ from rankwise.training.model import evaluating
 from rankwise.training.optimizer import named_state
 
 ONE = World(0, 1, 0, 1, 0, source="selftest")
-"""One rank alone: what all are measured by."""
+"""A single rank, the reference for all."""
 
 SAMPLES, FEW = 13, 9
-"""Of the global batch of the test; FEW where the Trainer's own is smaller. At least two for each of 4 micro-batches, as batch
-norms need, and never as many for all: means of equal parts would hide that they are means."""
+"""Samples in the global batch of the test; FEW if the Trainer's own is smaller. Each of 4 micro-batches has at least two, as
+batch norms need, and not all have the same number: means of equal parts would hide that they are means."""
 
 _STEPS = 2
-_MADE_UP_FOR = 3  # so many times smaller over many steps
-_OF_A_SUM = 0.01  # what ranks lose that add up in 16 bits: nobody knows it
+_MADE_UP_FOR = 3  # the error over many steps must be so many times smaller
+_OF_A_SUM = 0.01  # loss of a sum over ranks in 16 bits, which no later step corrects
 
 
 def selftest(trainer: Trainer) -> bool:
-    """Collective. Show, on copies, that the gradient does not depend on ranks and micro-batches, that a resumed step is the
-    unbroken one, that ranks see other samples and draw other numbers. Prints a line for each; False if one is a mistake.
+    """Collective. Check, on copies, that the gradient does not depend on the number of ranks and micro-batches, that a step
+    after resuming is the same as without a stop, and that ranks have different samples and random numbers. Prints a line for
+    each check; returns False if one found a mistake.
 
-    `rankwise selftest SCRIPT.py` does it on 1, 2 and 4 ranks.
+    `rankwise selftest SCRIPT.py` does this on 1, 2 and 4 ranks.
     """
     findings = findings_of(trainer)
     log.say(as_text(combined(findings)))
@@ -66,12 +67,12 @@ def selftest(trainer: Trainer) -> bool:
 
 
 def findings_of(trainer: Trainer) -> list[Finding]:
-    """Collective. What `selftest` prints; the same on all ranks. Takes a few steps of copies of the model and optimizer."""
+    """Collective. The findings of `selftest`, the same on all ranks. Takes a few steps with copies of model and optimizer."""
     streams = seed.rng_state()
     try:
         findings = [_weights(trainer)] if trainer.world.world_size > 1 else []
         if trainer.loader.is_split:
-            why = "each rank reads a stream of its own: no other number of ranks has the same batches"
+            why = "each rank reads its own stream, so another number of ranks has other batches"
             findings += [Finding("samples", OPEN, why), Finding("gradients", OPEN, why)]
         else:
             findings += [_samples(trainer), _gradients(trainer)]
@@ -102,7 +103,7 @@ def _weights(trainer: Trainer) -> Finding:
     if apart is None:
         return Finding("weights", OK, "the same on {}", where=str(trainer.world.world_size))
     return Finding(
-        "weights", FAILED, f"on {_ranks(trainer)}: {apart}", "the ranks do not begin as one model",
+        "weights", FAILED, f"on {_ranks(trainer)}: {apart}", "the ranks do not start with the same model",
         "let sync.attach(model, optimizer) broadcast rank 0's, and change no parameter between it and the first step",
     )  # fmt: skip
 
@@ -111,24 +112,24 @@ def _weights(trainer: Trainer) -> Finding:
 
 
 def _samples(trainer: Trainer) -> Finding:
-    """Collective. A sample may look otherwise beside others: padded to the longest of them. Then each is looked at alone."""
+    """Collective. Padding may change a sample in a batch; then each sample is compared in a batch of its own."""
     together = _compared(trainer, 1)
     if together.status != FAILED:
         return together
     alone = _compared(trainer, _size(trainer))
     if alone.status != OK:
         return together
-    return replace(alone, evidence=f"{alone.evidence}, looked at one by one: padding, say, changes them in a batch")
+    return replace(alone, evidence=f"{alone.evidence}, one by one: a batch changes them, for example by padding")
 
 
 def _compared(trainer: Trainer, accumulate: int) -> Finding:
-    """Collective. The content of each sample: what the dataset answers is seen, not what was asked for."""
+    """Collective. Compares the content of the samples, not only their indices."""
     size = _size(trainer)
     mine = _rows(trainer.loader.anew(trainer.world, accumulate, size))
     all_at_once = _rows(trainer.loader.anew(ONE, accumulate, size))
     told = comm.all_gather_object(mine)
     if not any(all_at_once):
-        return Finding("samples", OPEN, "a batch holds no tensors with a sample a row: their content cannot be compared")
+        return Finding("samples", OPEN, "a batch has no tensors with one row per sample, so their content cannot be compared")
     for step, whole in enumerate(all_at_once):
         together = Counter(row for rank in told if step < len(rank) for row in rank[step])
         if together == Counter(whole):
@@ -137,23 +138,23 @@ def _compared(trainer: Trainer, accumulate: int) -> Finding:
         never = sum((Counter(whole) - together).values())
         return Finding(
             "samples", FAILED,
-            f"on {_ranks(trainer)}: of {len(whole)} samples of step {step + 1}, {never} were seen by no rank and "
-            f"{twice} were others, or seen twice",
-            "the dataset answers differently on different ranks, or shards itself too",
-            "let the dataset be the whole one on every rank; the Trainer shares it out. What it draws at random must come from "
-            "Python's, numpy's global or torch's default generator",
+            f"on {_ranks(trainer)}: of {len(whole)} samples of step {step + 1}, no rank saw {never}, and {twice} were seen "
+            "twice or should not be there",
+            "the dataset returns something else on another rank, or divides itself among the ranks too",
+            "use the whole dataset on every rank: the Trainer divides it. Its random numbers must come from Python's, numpy's "
+            "global or torch's default generator",
         )  # fmt: skip
     samples = sum(map(len, all_at_once))
     return Finding("samples", OK, f"each of {samples} once on {{}}", where=str(trainer.world.world_size))
 
 
 def _rows(loader: Loader) -> list[list[str]]:
-    """Of each of the first steps, a word for each sample."""
+    """For each of the first steps, a digest of each sample."""
     return [[row for batch in step for row in row_digests(batch)] for step in islice(loader, _STEPS)]
 
 
 def row_digests(batch: Any) -> list[str]:
-    """A word for each row of a batch, over all tensors in it that have as many rows as the first."""
+    """A digest for each row of a batch, over all its tensors that have as many rows as the first."""
     tensors = [t for t in tensors_in(batch) if t.dim() > 0]
     rows = len(tensors[0]) if tensors else 0
     return ["-".join(digest(tensor[row]) for tensor in tensors if len(tensor) == rows) for row in range(rows)]
@@ -178,24 +179,27 @@ def _gradients(trainer: Trainer) -> Finding:
     gradients = Gradients(model, optimizer, trainer.step_fn, trainer.forward, new_sync, whole, parts, times)
     finding = gradients.finding({layout(ranks, k): batches(trainer.world, k) for k in splits})
     if promise == "summed":
-        return replace(finding, evidence=f"{finding.evidence} (times the number of ranks, as the strategy sums)")
+        return replace(finding, evidence=f"{finding.evidence} (times the number of ranks, because the strategy sums)")
     if exact or finding.status != OK:
         return finding
     if promise == "rounded":
         return _rounding(finding, *gradients.rounding(trainer.new_sync, batches(trainer.world, splits[0])))
-    return replace(finding, evidence=f"{finding.evidence} (by AllReduce(); the strategy lets ranks step apart)")
+    return replace(
+        finding, evidence=f"{finding.evidence} (with AllReduce(); with the strategy, ranks differ between two averages)"
+    )
 
 
 def _all_reduce(model: nn.Module, optimizer: Optimizer, **given: Any) -> SyncStrategy:
-    """Collective. In the place of a strategy that is not exact: the step function and the data are looked at, not that."""
+    """Collective. Used instead of a strategy that is not exact, to test the step function and the data."""
     return AllReduce().attach(model, optimizer, **given)
 
 
 def _rounding(exact: Finding, first: Difference, over_all: Difference) -> Finding:
-    """`exact`: what was found without it. A rounding that is made up for is, over N steps, an N-th of one step's or a few."""
+    """`exact`: the finding without the strategy. If later steps correct the rounding, the error of N steps is about 1/N of
+    one."""
     where = f"{exact.where}; rounded by {first}, over {ROUNDINGS} steps by {over_all}"
     if over_all.size <= max(first.size / _MADE_UP_FOR, _OF_A_SUM):
-        evidence = f"{exact.evidence} (by AllReduce(); what the strategy rounds it makes up for)"
+        evidence = f"{exact.evidence} (with AllReduce(); later steps make up for what the strategy rounds)"
         return replace(exact, evidence=evidence, where=where)
     return Finding(
         "gradients", FAILED, "what the strategy rounds is lost: {}",
@@ -217,11 +221,11 @@ def _random(trainer: Trainer) -> Finding:
     return compare_draws(comm.all_gather_object(draws.passes))
 
 
-# --- steps, and a step after a resume
+# --- steps, and a step after resuming
 
 
 class _Copy:
-    """A model and all that trains it, for a few steps of its own."""
+    """A copy of a model and everything that trains it, for a few steps."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._twin = Twin(trainer.state.model, trainer.state.optimizer, trainer.state.parts.get("scheduler"))
@@ -235,7 +239,7 @@ class _Copy:
         self._parts: dict[str, Any] = parts | ({"scheduler": self._scheduler} if self._scheduler is not None else {})
 
     def step(self) -> None:
-        """Collective. The next one of the loader."""
+        """Collective. One step with the next batch of the loader."""
         micro_batches = next(iter(self._loader))
         with self._twin:
             for i, batch in enumerate(micro_batches, start=1):
@@ -245,7 +249,7 @@ class _Copy:
             self._scheduler.step()
 
     def freeze_one(self, before: dict[str, str]) -> str | None:
-        """Collective. A parameter of the model that has moved since `before`, beside others: its name."""
+        """Collective. Freeze one of the parameters that have changed since `before`; returns its name."""
         now = self.parameters()
         moved = [name for name, _ in self.model.named_parameters() if before[name] != now[name]]
         name: str | None = comm.broadcast_object(moved[-1] if len(moved) > 1 else None)
@@ -262,7 +266,7 @@ class _Copy:
             checkpoints.save(self._parts, 1)
 
     def load(self, checkpoints: Checkpoints) -> None:
-        """Collective. What it prints would be about a copy."""
+        """Collective. Without output, which would be about a copy."""
         with self._twin, contextlib.redirect_stdout(io.StringIO()):
             checkpoints.load_latest(self._parts)
 
@@ -271,12 +275,12 @@ class _Copy:
             return digests(self._twin.named())
 
     def averaged(self) -> dict[str, str]:
-        """Collective. Of the parameters that an evaluation sees."""
+        """Collective. Digests of the parameters as an evaluation sees them."""
         with self.sync.averaged():
             return self.parameters()
 
     def digests(self) -> dict[str, str]:
-        """Of parameters and buffers, and of what the optimizer keeps."""
+        """Digests of parameters, buffers, and the state of the optimizer."""
         kept = named_state(self.model, self._twin.optimizer)
         modes = torch.tensor([module.training for module in self.model.modules()])
         return {**digests({**self.model.state_dict(), **kept, "modes of modules": modes}), **self.parameters()}
@@ -297,16 +301,16 @@ def _resume_and_steps(trainer: Trainer) -> list[Finding]:
         moved = unbroken.parameters()
         averaged = trainer.sync.promise == "averaged"
         alike = unbroken.averaged() if averaged else moved
-        seed.seed_rank(trainer.seed + 1, trainer.world.rank)  # as a new process: elsewhere
+        seed.seed_rank(trainer.seed + 1, trainer.world.rank)  # like a new process, with other streams
         resumed.load(checkpoints)
         resumed.step()
-        apart = first_apart([unbroken.digests(), resumed.digests()], ("the unbroken run", "the resumed one"))
+        apart = first_apart([unbroken.digests(), resumed.digests()], ("the run without a stop", "the resumed run"))
         never = _Copy(trainer)
         seed.seed_rank(trainer.seed, trainer.world.rank)
         never.step()
         never.freeze(frozen)
         never.step()
-        looked = first_apart([never.digests(), unbroken.digests()], ("a run that was not looked at", "one that was"))
+        looked = first_apart([never.digests(), unbroken.digests()], ("a run without them", "one with them"))
         told = comm.all_gather_object((alike, apart, looked, [name for name in before if before[name] == moved[name]]))
     steps = _steps([of for of, *_ in told], [still for *_, still in told], len(before), averaged)
     resumes, looks = [text for _, text, _, _ in told if text], [text for _, _, text, _ in told if text]
@@ -314,32 +318,32 @@ def _resume_and_steps(trainer: Trainer) -> list[Finding]:
 
 
 def _steps(moved: Sequence[dict[str, str]], still: Sequence[Sequence[str]], parameters: int, averaged: bool) -> Finding:
-    """`moved`: what is to be the same on all ranks, by rank; `averaged`: that is the average of replicas."""
+    """`moved`: by rank, what must be the same on all ranks; `averaged`: this is the average of replicas."""
     lazy = [rank for rank, names in enumerate(still) if len(names) == parameters]
     if lazy and len(lazy) < len(moved):
         return Finding(
-            "steps", FAILED, f"{_STEPS} steps moved no parameter on rank {', '.join(map(str, lazy))} alone",
-            "the optimizer steps on some ranks only", "step on every rank; write and print on rank 0 alone",
+            "steps", FAILED, f"{_STEPS} steps changed no parameter on rank {', '.join(map(str, lazy))}, but on other ranks",
+            "the optimizer steps only on some ranks", "step on every rank; write and print only on rank 0",
         )  # fmt: skip
     apart = first_apart(moved)
     if apart is not None:
         return Finding("steps", FAILED, f"after {_STEPS} steps {apart}", "the ranks do not take the same steps",
-                       "let every rank step, on the same gradient and with the same settings of the optimizer")  # fmt: skip
+                       "every rank must step, with the same gradient and optimizer settings")  # fmt: skip
     if lazy:
-        return Finding("steps", FAILED, f"{_STEPS} steps moved no parameter", "the learning rate is 0, or no gradient arrives",
-                       "look at the learning rate of the first steps, and at what the loss depends on")  # fmt: skip
-    same = "the replicas have moved, and their average is" if averaged else "the parameters have moved, and are"
+        return Finding("steps", FAILED, f"{_STEPS} steps changed no parameter", "the learning rate or the gradient is 0",
+                       "check the learning rate of the first steps, and what the loss depends on")  # fmt: skip
+    same = "the replicas have changed, and their average is" if averaged else "the parameters have changed, and are"
     return Finding("steps", OK, f"after {_STEPS} {same} the same on {{}}", where=str(len(moved)))
 
 
 def _resume(apart: str | None) -> Finding:
     if apart is None:
-        return Finding("resume", OK, "a step after saving and loading is the unbroken one, bit for bit")
+        return Finding("resume", OK, "a step after saving and loading is the same as without, bit for bit")
     return Finding(
-        "resume", FAILED, f"the step after saving and loading is another than the unbroken one: {apart}",
+        "resume", FAILED, f"a step after saving and loading is not the same as without: {apart}",
         "something that the step needs is not in the state_dict of the model, optimizer or scheduler (or the device's kernels "
-        "do not give the same bits twice)",
-        "register it (register_buffer), or give its owner a state_dict",
+        "do not compute the same bits twice)",
+        "register it (register_buffer), or give the object that has it a state_dict",
     )  # fmt: skip
 
 
@@ -348,14 +352,14 @@ def _looking(apart: str | None) -> Finding:
         return Finding("looking", OK, "an evaluation and a save between two steps change nothing, bit for bit")
     return Finding(
         "looking", FAILED, f"an evaluation or a save between two steps changes the training: {apart}",
-        "buffers, modes or random streams are not put back after it",
-        "let the strategy (sync=) put back in averaged() what it has changed; keep what forward changes in buffers",
+        "buffers, modes or random streams are not restored after it",
+        "averaged() of the strategy (sync=) must restore what it changes; keep what forward changes in buffers",
     )  # fmt: skip
 
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """Collective. A folder that all ranks see, gone afterwards."""
+    """Collective. A temporary folder that all ranks see."""
     path = run_on_main(tempfile.mkdtemp, kwargs={"prefix": "rankwise-selftest-"})
     try:
         yield Path(path)
@@ -368,11 +372,11 @@ def _folder() -> Iterator[Path]:
 
 
 def _evaluation(trainer: Trainer, evaluate: Evaluate) -> Finding:
-    """On the first batches and the last; the same on one rank alone, in other parts."""
+    """Compares the first batches and the last one with the same on a single rank, in other micro-batches."""
     model = copy.deepcopy(trainer.state.model)
     given = evaluate.loader
     if given.is_split:
-        return Finding("evaluation", OPEN, "its data come from streams of each rank's own")
+        return Finding("evaluation", OPEN, "each rank reads its own stream")
 
     def figures(world: World, accumulate: int) -> dict[str, float]:
         return evaluate.figures(model, batches=_ends(given, world, accumulate))
@@ -383,11 +387,11 @@ def _evaluation(trainer: Trainer, evaluate: Evaluate) -> Finding:
     apart, name = max(((_apart(value, here.get(name)), name) for name, value in alone.items()), default=(0.0, ""))
     tolerance = 1e-4 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.02
     if apart <= tolerance:
-        evidence = f"the same on one rank, in other batches: {{}}; relative, {tolerance:g} is allowed"
+        evidence = f"the same as on one rank in other batches: {{}}; relative, {tolerance:g} is allowed"
         return Finding("evaluation", OK, evidence, where=f"{_ranks(trainer)}: {apart:.1e}")
     return Finding(
         "evaluation", FAILED, f"{name} is {here.get(name, float('nan')):.6g} on {_ranks(trainer)} and {alone[name]:.6g} on one "
-        "rank, in other batches", "the function returns no sums: a metric of a batch was averaged, and batches differ in size",
+        "rank, in other batches", "the function does not return sums: batches differ in size, and their means are averaged",
         "return the sum over the samples and their count: (loss_sum, len(y)), (correct, len(y))",
     )  # fmt: skip
 

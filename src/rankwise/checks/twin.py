@@ -1,4 +1,4 @@
-"""Copies of a model and of what trains it, which a check may train.
+"""Copies of a model and of everything that trains it, which a check may train.
 
 with Twin(model, optimizer) as twin:
     step_fn(twin.model, batch)[0].backward();  twin.optimizer.step()
@@ -18,10 +18,10 @@ from rankwise.training.optimizer import named_parameters, outside
 
 
 class Twin:
-    """`others`: what refers to the optimizer, such as its scheduler.
+    """`others`: objects that refer to the optimizer, such as its scheduler.
 
-    step_fn reads what the optimizer trains outside the model (a loss with weights) where it is, so that this is not copied:
-    within `with`, it holds this twin's values and gradients, and otherwise the user's.
+    step_fn uses parameters outside the model (a loss with weights) directly, so they cannot be copied: inside `with`, they have
+    the values and gradients of this twin, and otherwise those of the user.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *others: Any) -> None:
@@ -34,7 +34,7 @@ class Twin:
         self._apart: list[tuple[torch.Tensor, torch.Tensor | None]] = [(p.detach().clone(), None) for p in self._outside]
 
     def named(self) -> dict[str, nn.Parameter]:
-        """All parameters of the model, and what else the optimizer trains."""
+        """All parameters of the model, and others that the optimizer trains."""
         return named_parameters(self.model, self.optimizer)
 
     def __enter__(self) -> Self:

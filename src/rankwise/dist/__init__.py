@@ -1,4 +1,4 @@
-"""The ranks as one: who each is, how they meet, and what they say to each other.
+"""The ranks: which one this process is, how they connect, and how they communicate.
 
 Names are resolved on first use: the launcher imports no torch.
 """

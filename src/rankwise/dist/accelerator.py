@@ -1,7 +1,7 @@
-"""What torch computes on in this process: the GPU of this machine, or the CPU if there is none; never one for the other.
+"""The kind of device that torch uses in this process: a GPU, or the CPU if there is none; never the CPU for a GPU that fails.
 
 found = accelerator.current(os.environ)      # torch.device("cuda"), or None for the CPU
-accelerator.compare(store, world, ...)       # the same on all ranks, before the first collective could wait for ever
+accelerator.compare(store, world, ...)       # the same on all ranks? Before the first collective, which could block forever
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _ON_THE_CPU = "to train on the CPU, put CUDA_VISIBLE_DEVICES= before the command
 _CURES = {
     "802": "on a machine with NVSwitch start the fabric manager: sudo systemctl start nvidia-fabricmanager",
     "803": "the driver in the kernel and its libraries have different versions: reboot this machine",
-    "804": "a libcuda of CUDA's compat package is found first, which this GPU does not support: remove it from LD_LIBRARY_PATH",
-    "no kernel image": "this torch is not built for so old or so new a GPU: choose another on https://pytorch.org/get-started",
+    "804": "LD_LIBRARY_PATH has the libcuda of CUDA's compat package, which this GPU does not support: remove it from there",
+    "no kernel image": "this torch is not built for this GPU, which is too old or too new for it: choose another torch on https://pytorch.org/get-started",
     "out of memory": "nvidia-smi shows which process has the memory",
     "busy or unavailable": "nvidia-smi shows which process uses it",
     "no NVIDIA driver": "install or load NVIDIA's driver",
     "too old": "",  # torch says what to do itself
-    "built without": "install another: https://pytorch.org/get-started",
+    "built without": "install another torch: https://pytorch.org/get-started",
 }
-"""What to do, by what torch says (the numbers are CUDA's)."""
+"""What to do, by the words of torch's error (the numbers are CUDA's)."""
 
 _ASIDE = " Did you run some cuda functions before calling NumCudaDevices() that might have already set an error?"
-"""torch's guess, of 100 letters, in front of what is the matter."""
+"""torch's guess, which it puts before the reason."""
 
 _COMPARED = "rankwise/device"
-_TELL_S = 5.0  # the store goes with rank 0: it waits so long for the others to read
+_TELL_S = 5.0  # the store ends with rank 0, so rank 0 waits this long for the others to read
 
 
 def current(env: Mapping[str, str]) -> torch.device | None:
@@ -50,7 +50,7 @@ def current(env: Mapping[str, str]) -> torch.device | None:
     if visible is not None and machine.named(visible) == 0:
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says here why it cannot, and again below
+        warnings.simplefilter("ignore")  # torch gives its reason here, and again below
         found = torch.accelerator.current_accelerator(check_available=True)
     if found is not None:
         return torch.device(found.type)
@@ -66,7 +66,7 @@ def current(env: Mapping[str, str]) -> torch.device | None:
 
 
 def use(device: torch.device) -> None:
-    """Make it the current one, and compute a number on it. Raises DeviceError, with torch's own reason, if that fails."""
+    """Make it the current device, and compute a number on it. Raises DeviceError with torch's reason if this fails."""
     try:
         torch.accelerator.set_device_index(device)
         torch.ones(1, device=device).add_(1)
@@ -77,7 +77,7 @@ def use(device: torch.device) -> None:
 
 
 def too_few(count: int, env: Mapping[str, str]) -> str | None:
-    """What to say if torch can use fewer GPUs, `count`, than there are; None if these are all."""
+    """The message if torch can use only `count` GPUs and there are more; None otherwise."""
     there = machine.gpus(env)
     if there <= count:
         return None
@@ -87,16 +87,16 @@ def too_few(count: int, env: Mapping[str, str]) -> str | None:
 
 
 def compare(store: Any, world: World, kind: str, problem: DeviceError | None) -> None:
-    """Collective, before there is a process group. Raises on all ranks unless all compute on the same kind of device.
+    """Collective, before there is a process group. Raises on all ranks unless all use the same kind of device.
 
-    `kind`: "cpu", "cuda", ...; `problem`: why this rank cannot use its GPU, which it raises when the others know. The others
-    raise a WorldError that says which ranks have what. Costs three small messages a rank.
+    `kind`: "cpu", "cuda", ...; `problem`: why this rank cannot use its GPU; the rank raises it after the others know. The
+    others raise a WorldError that lists the device of each rank. Costs three small messages per rank.
     """
     store.set(f"{_COMPARED}/{world.rank}", json.dumps([_named(kind), platform.node(), str(problem or "")]))
     if store.add(f"{_COMPARED}/came", 1) == world.world_size:
         told = [json.loads(store.get(f"{_COMPARED}/{rank}")) for rank in range(world.world_size)]
         store.set(f"{_COMPARED}/verdict", difference(told))
-    verdict = store.get(f"{_COMPARED}/verdict").decode()  # waits for it
+    verdict = store.get(f"{_COMPARED}/verdict").decode()  # blocks until it is there
     if not verdict:
         return
     heard = store.add(f"{_COMPARED}/heard", 1)
@@ -110,7 +110,7 @@ def compare(store: Any, world: World, kind: str, problem: DeviceError | None) ->
 
 
 def difference(told: Sequence[tuple[str, str, str]]) -> str:
-    """`told`: of each rank its kind of device, its host and why it cannot use its GPU. Empty if all have the same and can."""
+    """`told`: for each rank its kind of device, its host, and why it cannot use its GPU. Empty if all can use the same kind."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, (kind, _, problem) in enumerate(told):
         groups.setdefault(("" if problem else kind, problem), []).append(rank)
@@ -122,7 +122,7 @@ def difference(told: Sequence[tuple[str, str, str]]) -> str:
         where = f"{numbered('rank', ranks, ranges=True)} on {listed(hosts, 3, rest=', ...')}"
         parts.append(f"{where}: {problem.partition('; ' + _ON_THE_CPU)[0] or kind}")
     return (
-        f"the ranks do not all have a device of the same kind: {'; '.join(parts)}. Repair or leave out the nodes that differ; "
+        f"the ranks do not have the same kind of device: {'; '.join(parts)}. Repair or exclude the nodes that differ; "
         f"{_ON_THE_CPU}"
     )
 
@@ -133,17 +133,17 @@ def _named(kind: str) -> str:
 
 
 def _reason() -> str:
-    """Why torch has no accelerator here, in its own words."""
+    """Why torch has no accelerator here, in torch's words."""
     built = [name for name in ("cuda", "hip", "xpu") if getattr(torch.version, name, None)]
     if not built:
-        return "it is built without CUDA"
+        return "torch is built without CUDA"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             (torch.xpu if built == ["xpu"] else torch.cuda).init()
     except Exception as error:  # AssertionError, RuntimeError: whatever torch raises here is the reason
         return _first_line(error)
-    return "it finds none"
+    return "torch finds no device"
 
 
 def _first_line(error: BaseException) -> str:

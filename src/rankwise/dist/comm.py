@@ -2,8 +2,8 @@
 
     world = comm.init();  comm.all_reduce(tensor);  name = comm.broadcast_object(name)
 
-`torch.distributed` appears here, in the store and in sync alone. On a single rank nothing here communicates, and a rank that
-is `alone` for a while (inside a guarded function) is a single rank.
+`torch.distributed` is used only here, in the store and in sync. On a single rank nothing here communicates. A rank that is
+`alone` for a while (inside a guarded function) counts as a single rank.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ T = TypeVar("T")
 _LAST_TENSORS_S = 0.1
 _PATIENCE = timedelta(days=3650)
 
-_world: World | None = None  # what init found: the identity of this process and of the loader workers that it forks
+_world: World | None = None  # what init found, also for the loader workers that this process forks
 _pid = 0  # the process that called init
 _alone = False
-_patient: tuple[Any, Any] = (None, None)  # (the process group it belongs to, the group)
-_for_cpu: tuple[Any, Any] = (None, None)  # (the process group, one for tensors on the CPU if that has no backend for them)
+_patient: tuple[Any, Any] = (None, None)  # (the default process group that it belongs to, the group)
+_for_cpu: tuple[Any, Any] = (None, None)  # (the default process group, a group for CPU tensors if it has no backend for them)
 _nodes: tuple[Any, list[list[int]]] = (None, [])
 
 
@@ -62,16 +62,16 @@ def init(
 ) -> World:
     """Collective. Join the other ranks, if there are any, and return which rank this is. A second call changes nothing.
 
-    `backend` is torch's; by default gloo for tensors on the CPU and NCCL for those on a GPU (XCCL on Intel's): then all ranks
-    must have the same kind of device. `timeout_s` bounds each collective. Where the launcher gives no address (mpirun, srun,
-    `torch.multiprocessing.spawn`) rank 0 announces its own in a file, or listens at `rdzv`, "HOST:PORT"; `join_timeout_s`
-    bounds the wait for the others then. From now on an uncaught error of ours ends this process with its message and the
-    script's line, without a traceback.
+    `backend` is torch's. By default, tensors on the CPU use gloo and tensors on a GPU use NCCL (XCCL on Intel GPUs); all ranks
+    must then have the same kind of device. `timeout_s` limits each collective. If the launcher gives no address (mpirun, srun,
+    `torch.multiprocessing.spawn`), rank 0 announces its address in a file, or listens at `rdzv`, "HOST:PORT"; `join_timeout_s`
+    limits the wait for the other ranks. After this call, an uncaught error of rankwise ends the process with its message and
+    the line of the script, without a traceback.
 
-    The numbers are for who is given them, and not by variables: `rank` and `world_size` are enough in what
-    `torch.multiprocessing.spawn` started on one machine. Raises WorldError when it cannot be told which rank this process is,
-    or ranks do not come, and names those; and on all ranks if their devices differ, or a rank has a GPU that torch cannot use
-    (that rank: DeviceError, with torch's own reason).
+    Give the numbers only if no launcher sets them as variables. `rank` and `world_size` are enough in processes that
+    `torch.multiprocessing.spawn` started on one machine. Raises WorldError if the rank of this process is not known, or if
+    ranks do not come (the message names them). If the ranks have different devices, or a rank has a GPU that torch cannot use,
+    all ranks raise WorldError (the rank with that GPU: DeviceError, with torch's reason).
     """
     global _world, _pid
     errors.without_traceback()
@@ -87,31 +87,31 @@ def init(
     if world.world_size > 1:
         world = _join(_asked(world, rdzv), backend, timeout_s, join_timeout_s)
         if world.run_dir is None:
-            # A thread of gloo that drops its last tensor when Python has begun to end is unwound there and aborts the process
-            # (seen at the end of one training in three under mpirun). Ranks of our agent leave by _exit.
+            # If a thread of gloo drops its last tensor while Python is shutting down, the process aborts (seen at the end of
+            # one training in three under mpirun). Ranks of our agent leave by _exit.
             atexit.register(time.sleep, _LAST_TENSORS_S)
     _world, _pid = world, os.getpid()
     return world
 
 
 def _refuse_spawn_under_a_launcher() -> None:
-    """Each of its ranks would start as many processes as it has itself been told of."""
+    """Each rank of the launcher would start a whole set of ranks."""
     above = world_.explain(os.environ).world
     if above is not None and above.world_size > 1:
         raise WorldError(
-            f"torch.multiprocessing.spawn has started this process, and the process that called it is rank {above.rank} of "
-            f"{above.world_size} already ({above.source}): so each of them starts ranks of its own, which do not join; "
-            "start the script once, by python alone, or call in it what it spawns, and rankwise.init() there without numbers"
+            f"rank {above.rank} of {above.world_size} ({above.source}) called torch.multiprocessing.spawn: each of these ranks "
+            "starts ranks of its own, which do not join; start the script once with python, or call the spawned function "
+            "directly, with rankwise.init() in it without numbers"
         )
 
 
 def _asked(world: World, rdzv: str | None) -> World:
-    """`world` with the address of rank 0 that the script gave. Raises ConfigError unless it is HOST:PORT."""
+    """`world` with the address of rank 0 from the script. Raises ConfigError unless it is HOST:PORT."""
     if rdzv is None:
         return world
     host, _, port = rdzv.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"rdzv={rdzv!r}: it is HOST:PORT, rank 0's host and a free port there, for example node1:29500")
+        raise ConfigError(f"rdzv={rdzv!r}: give HOST:PORT, rank 0's host and a free port there, for example node1:29500")
     origin = {**world.origin, "master_addr": "rdzv", "master_port": "rdzv"}
     return replace(world, master_addr=host.strip("[]"), master_port=int(port), origin=origin)
 
@@ -120,18 +120,18 @@ def _join(world: World, backend: str | None, timeout_s: float, join_timeout_s: f
     lacks = [n for n, v in (("MASTER_ADDR", world.master_addr), ("MASTER_PORT", world.master_port)) if v is None]
     if len(lacks) == 1:
         raise WorldError(
-            f"rank {world.rank} of {world.world_size} ({world.source}) but no {lacks[0]}: set MASTER_ADDR (rank 0's host) and "
-            "MASTER_PORT (a free port there) before the launcher, or neither: then rank 0 announces where it listens"
+            f"rank {world.rank} of {world.world_size} ({world.source}) has no {lacks[0]}; set both MASTER_ADDR (rank 0's host) "
+            "and MASTER_PORT (a free port there) before the launcher, or neither: then rank 0 announces its address"
         )
     timeout = timedelta(seconds=timeout_s)
     if not lacks and world.local_world_size < world.world_size:
-        # gloo tells the others the address of this host's own name, which /etc/hosts may have at 127.0.1.1.
+        # gloo gives the others the address of this host's name, which may be 127.0.1.1 in /etc/hosts.
         interface = network.interface_towards(world.master_addr or "")
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if world.origin.get("master_addr") == "MASTER_ADDR" and schedulers.launcher(world.source).has_store:
         ours = world.run_dir is not None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
-        # Who set these may have made the store itself, as torchrun's agent does: torch knows.
+        # Whoever set these may have created the store already, as torchrun's agent does: torch knows.
         if backend is not None and (not ours or backend == "mpi"):  # it may need no store
             dist.init_process_group(
                 backend, init_method="env://", rank=world.rank, world_size=world.world_size, timeout=timeout
@@ -149,7 +149,7 @@ def _join(world: World, backend: str | None, timeout_s: float, join_timeout_s: f
 
 
 def _agreed_backend(world: World, store: Any) -> str:
-    """Collective. That of the device that all ranks have. One without a GPU would wait in gloo for the others in NCCL."""
+    """Collective. The backend for the device of all ranks. A rank without a GPU would wait in gloo for the others in NCCL."""
     kind, problem = "cpu", None
     try:
         found = accelerator.current(os.environ)
@@ -164,14 +164,14 @@ def _agreed_backend(world: World, store: Any) -> str:
         if kind in dist.Backend.backend_capability["gloo"]:
             return "gloo"
         raise ConfigError(
-            f"torch {torch.__version__} has no collectives for its device {kind}; give one that has: "
+            f"torch {torch.__version__} has no backend for collectives on {kind}; give one: "
             'rankwise.init(backend="..."), or train on one device: --nproc 1'
         )
     return f"cpu:gloo,{kind}:{theirs}" if theirs != "gloo" else "gloo"
 
 
 def _say_if_bound_to_one_core(source: str) -> None:
-    """By a launcher that does so by itself; the choice stays the user's."""
+    """Some launchers bind each process to one core by default; the user decides whether to change that."""
     said = schedulers.launcher(source).when_bound if source != world_.ARGUMENTS else ""
     with contextlib.suppress(OSError):
         if said and len(os.sched_getaffinity(0)) == 1 < (cores := len(os.sched_getaffinity(os.getppid()))):
@@ -179,9 +179,9 @@ def _say_if_bound_to_one_core(source: str) -> None:
 
 
 def world() -> World:
-    """That of `init`; or of a process for itself, where nothing tells of other ranks. What a part takes at its first use.
+    """The World of `init`, or that of a single process if there are no other ranks. Parts call this at their first use.
 
-    Raises WorldError where the environment describes several ranks and `init` was not called: each would go on alone.
+    Raises WorldError if the environment describes several ranks and `init` was not called: each would train alone.
     """
     here = _here()
     if here.world_size > 1 and not dist.is_initialized():
@@ -192,27 +192,27 @@ def world() -> World:
 def _not_joined(world: World) -> str:
     return (
         f"rank {world.rank} of {world.world_size} has not joined the others; call rankwise.init() first "
-        "(a loader worker cannot join: collectives and guards belong into the training process)"
+        "(a loader worker cannot join: call collectives and guards in the training process)"
     )
 
 
 def rank() -> int:
-    """This process among all ranks, from 0: before `init` as the environment has it, and in a loader worker its rank's."""
+    """The rank of this process, from 0. Before `init`: from the environment; in a loader worker: the rank that it works for."""
     return dist.get_rank() if dist.is_initialized() else _here().rank
 
 
 def world_size() -> int:
-    """How many ranks there are, on all nodes."""
+    """The number of ranks on all nodes."""
     return dist.get_world_size() if dist.is_initialized() else _here().world_size
 
 
 def local_rank() -> int:
-    """This process among the ranks of its node, from 0."""
+    """The number of this process among the ranks of its node, from 0."""
     return _here().local_rank
 
 
 def local_world_size() -> int:
-    """How many ranks there are on this node."""
+    """The number of ranks on this node."""
     return _here().local_world_size
 
 
@@ -227,14 +227,14 @@ def is_local_main() -> bool:
 
 
 def _here() -> World:
-    """Raises WorldError where the environment speaks half, or contradicts a process group that the script made itself."""
+    """Raises WorldError if the environment is incomplete, or contradicts a process group that the script created."""
     if _world is not None:
         return _world
     world = world_.discover(os.environ)
     if dist.is_initialized() and (world.rank, world.world_size) != (dist.get_rank(), dist.get_world_size()):
         raise WorldError(
             f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}, the environment rank {world.rank} of "
-            f"{world.world_size}: which rank of its node this is cannot be told; set RANK, WORLD_SIZE, LOCAL_RANK, "
+            f"{world.world_size}, so the local rank is not known; set RANK, WORLD_SIZE, LOCAL_RANK, "
             "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT and call rankwise.init() instead of init_process_group"
         )
     return world
@@ -242,7 +242,7 @@ def _here() -> World:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Inside it collectives answer at once, as on one rank: the other ranks are not there to take part."""
+    """Inside, collectives return at once, as on one rank, because the other ranks do not take part."""
     global _alone
     before, _alone = _alone, True
     try:
@@ -252,10 +252,10 @@ def alone() -> Iterator[None]:
 
 
 def is_alone() -> bool:
-    """Whether nobody answers: a single rank, or one inside `alone`.
+    """Whether this is a single rank, or inside `alone`.
 
-    Raises WorldError when there are others and this process cannot reach them: `init` was not called, and each rank would
-    go on alone, or it is a loader worker, which shares its rank's connections but not its turn.
+    Raises WorldError if there are other ranks and this process cannot communicate with them: `init` was not called, or this is
+    a loader worker, which has inherited its rank's connections and must not use them.
     """
     if _alone:
         return True
@@ -266,30 +266,30 @@ def is_alone() -> bool:
         return True
     if _pid not in (0, os.getpid()):
         raise WorldError(
-            f"a collective or guard in process {os.getpid()}, which rank {dist.get_rank()} forked (a loader worker, say): "
-            "call it in the training process, before the workers start"
+            f"a collective or guard was called in process {os.getpid()}, which rank {dist.get_rank()} forked (for example a "
+            "loader worker); call it in the training process, before the workers start"
         )
     return dist.get_world_size() == 1
 
 
 def patient() -> Any:
-    """Collective, the first time. A process group whose collectives wait for a rank as long as it lives: for work that only
-    some ranks do, and that may take hours. None, the default group, where torch has no gloo, and for a rank that is alone.
+    """Collective, the first time. A process group whose collectives wait for a rank as long as it is alive: for work that only
+    some ranks do, and that may take hours. None (the default group) if torch has no gloo, or if this rank is alone.
     """
     global _patient
     if is_alone() or not dist.is_gloo_available():
         return None
     if _patient[0] is not dist.group.WORLD:
-        group = dist.new_group(backend="gloo")  # to make it is bounded by torch's own 30 minutes
-        dist.barrier(group)  # all have it before any rank begins its work: one that dies there is noticed by the others
+        group = dist.new_group(backend="gloo")  # torch limits this to 30 minutes
+        dist.barrier(group)  # all have the group before any begins its work, so the others notice if one dies there
         group.set_timeout(_PATIENCE)
         _patient = dist.group.WORLD, group
     return _patient[1]
 
 
 def group_for(device: torch.device) -> Any:
-    """Collective, the first time. The process group for tensors there: None, the default one, or one of gloo for the CPU, where
-    the script has made a default group that has no backend for it (`init_process_group("nccl")`)."""
+    """Collective, the first time. The process group for tensors on `device`: None (the default group), or a gloo group for the
+    CPU if the script created a default group without a backend for it (`init_process_group("nccl")`)."""
     global _for_cpu
     if device.type != "cpu":
         return None
@@ -304,10 +304,10 @@ _CPU = torch.device("cpu")
 
 
 def nodes() -> list[list[int]]:
-    """Collective, the first time. The ranks of each node, the first one first.
+    """Collective, the first time. The ranks of each node; the node of rank 0 comes first.
 
-    A node is what the launcher calls one (World.node_rank) and never more than one host: ranks are of one node if they have
-    the same node rank, or none, the same host name and boot, and different local ranks.
+    A node is what the launcher calls a node (World.node_rank), and never more than one host: ranks are on one node if they
+    have the same node rank (or none), the same host name and boot, and different local ranks.
     """
     global _nodes
     if is_alone():
@@ -321,8 +321,8 @@ def nodes() -> list[list[int]]:
 
 
 def _grouped(told: Sequence[tuple[Any, int]]) -> list[list[int]]:
-    """`told`: (host, local rank) of each rank. A local rank that a host's node has already opens another node: hosts that
-    are called alike, or a node rank that nobody set."""
+    """`told`: (host, local rank) of each rank. If a node already has this local rank, the rank is on another node: two hosts
+    may have the same name, and the node rank may not be set."""
     members: list[tuple[Any, dict[int, int]]] = []
     for number, (host, local) in enumerate(told):
         node = next((ranks for name, ranks in members if name == host and local not in ranks), None)
@@ -333,27 +333,29 @@ def _grouped(told: Sequence[tuple[Any, int]]) -> list[list[int]]:
 
 
 def barrier() -> None:
-    """Collective. Return when all ranks have called it."""
+    """Collective. Return when all ranks have called this."""
     if not is_alone():
         dist.barrier(group_for(_CPU))
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _CARRIER = {torch.bool: torch.uint8, torch.int16: torch.int32}
-"""What a dtype travels as where gloo has no sum, minimum or maximum of it."""
+"""The dtype that is sent instead, because gloo cannot reduce this one."""
 
 
 @takes(tensor=instance(torch.Tensor, "a tensor: torch.tensor([loss])"), op=one_of(*_OPS))
 def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """Collective. Reduce `tensor` in place over all ranks and return it; of any shape and stride, the same on all ranks.
+    """Collective. Reduce `tensor` in place over all ranks and return it. It may have any shape, the same on all ranks.
 
-    `op`: sum, mean, min, max; on truth values min (all) and max (any) alone. Raises ConfigError for another, and for the mean
-    of whole numbers, which they cannot hold.
+    `op`: sum, mean, min or max; for bool tensors only min (all) and max (any). Raises ConfigError for any other `op`, and for
+    the mean of an integer tensor.
     """
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ConfigError(f"the mean of {tensor.dtype} cannot be put back into it; reduce tensor.float()")
+        raise ConfigError(f"op='mean' needs a floating-point tensor, got {tensor.dtype}; reduce tensor.float()")
     if op == "sum" and tensor.dtype is torch.bool:
-        raise ConfigError("truth values have no sum; use op='max' (any), op='min' (all), or reduce tensor.int()")
+        raise ConfigError(
+            "op='sum' of a bool tensor is not possible; use op='max' (any), op='min' (all), or reduce tensor.int()"
+        )
     if is_alone() or tensor.numel() == 0:
         return tensor
     values = tensor.detach()
@@ -367,7 +369,7 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def broadcast(tensors: Sequence[torch.Tensor], src: int = 0) -> None:
-    """Collective. Make every tensor what it is on rank `src`, in place; one message for each dtype and device."""
+    """Collective. Set every tensor in place to its value on rank `src`; one message per dtype and device."""
     if is_alone():
         return
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -383,7 +385,7 @@ def broadcast(tensors: Sequence[torch.Tensor], src: int = 0) -> None:
 
 @takes(value=ANYTHING, src=FROM_ZERO, group=ANYTHING)
 def broadcast_object(value: T, src: int = 0, group: Any = None) -> T:
-    """Collective. Rank `src`'s value on every rank, by pickle; the argument of the other ranks is passed over."""
+    """Collective. Return the value of rank `src` on every rank, by pickle; the values of other ranks are ignored."""
     if is_alone():
         return value
     box: list[Any] = [value]
@@ -392,7 +394,7 @@ def broadcast_object(value: T, src: int = 0, group: Any = None) -> T:
 
 
 def all_gather_object(value: T, group: Any = None) -> list[T]:
-    """Collective. Every rank's value, in the order of ranks, by pickle."""
+    """Collective. Return the values of all ranks, in the order of ranks, by pickle."""
     if is_alone():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -401,7 +403,7 @@ def all_gather_object(value: T, group: Any = None) -> list[T]:
 
 
 def gather_object(value: T, dst: int = 0) -> list[T]:
-    """Collective. Every rank's value on rank `dst`, in the order of ranks, by pickle; nothing on the others."""
+    """Collective. Return the values of all ranks on rank `dst`, in the order of ranks; an empty list on the others."""
     if is_alone():
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == dst else None
@@ -410,5 +412,5 @@ def gather_object(value: T, dst: int = 0) -> list[T]:
 
 
 def all_agree(value: bool) -> bool:
-    """Collective. True if it is true on every rank."""
+    """Collective. Return whether `value` is true on every rank."""
     return bool(all_reduce(torch.tensor(int(value)), "min").item())

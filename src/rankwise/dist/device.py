@@ -1,4 +1,4 @@
-"""This rank's device, and batches on it.
+"""The device of this rank, and moving batches to it.
 
 device = local_device(world);  batch = to_device(batch, device)
 """
@@ -17,10 +17,10 @@ from rankwise.errors import DeviceError, WorldError
 
 
 def local_device(world: World | None = None) -> torch.device:
-    """The GPU of this rank, or the CPU if there is none (or CUDA_VISIBLE_DEVICES hides all). A rank that sees only one GPU
-    takes that one. After `init`.
+    """The GPU of this rank, or the CPU if there is no GPU (or CUDA_VISIBLE_DEVICES hides all). If a rank sees only one GPU, it
+    uses that one. Call this after `init`.
 
-    Raises DeviceError, with torch's own reason, if there is a GPU that torch cannot use: the CPU would be silently slow.
+    Raises DeviceError with torch's reason if there is a GPU that torch cannot use: the CPU would be slow without notice.
     """
     world = world if world is not None else comm.world()
     found = accelerator.current(os.environ)
@@ -33,8 +33,8 @@ def local_device(world: World | None = None) -> torch.device:
         if failed is not None:
             raise DeviceError(f"{world.local_world_size} ranks on this node: {failed}; or type --nproc {count}")
         raise WorldError(
-            f"{world.local_world_size} ranks on this node but {accelerator.gpus(count)} visible; type --nproc {count}, "
-            "or hide the GPUs from a run on the CPU: CUDA_VISIBLE_DEVICES= rankwise run ..."
+            f"{world.local_world_size} ranks on this node, but {accelerator.gpus(count)} visible; type --nproc {count}, "
+            "or use the CPU: CUDA_VISIBLE_DEVICES= rankwise run ..."
         )
     device = torch.device(found.type, index)
     accelerator.use(device)
@@ -42,12 +42,12 @@ def local_device(world: World | None = None) -> torch.device:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The same nest of tuples, lists and mappings with every tensor on `device`; what is there already is not copied."""
+    """The same nest of tuples, lists and mappings with every tensor on `device`. Tensors already there are not copied."""
     return each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def each_tensor(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nest of tuples, lists and mappings, each tensor changed."""
+    """The same nest of tuples, lists and mappings, with `change` applied to each tensor."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):

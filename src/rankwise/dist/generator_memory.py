@@ -1,10 +1,10 @@
-"""Where Python's, numpy's and torch's default generators of the CPU keep their state: to see in 1 us whether one has moved.
+"""Where the default CPU generators of Python, numpy and torch keep their state: shows in 1 us whether one was used.
 
     state = of_numpy()
     before = state.place();  ...;  state.place() != before       # something was drawn, or it was seeded
 
-Each is looked for once and checked against what the generator itself says; None where it lies otherwise. Mersenne twisters all,
-of 624 words: a draw moves the position, and after the last word all words are new.
+Each address is found once and checked against the generator's own state; None if the memory has another layout. All three are
+Mersenne twisters of 624 words: a draw moves the position, and after the last word all words are replaced.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch
 from rankwise.dist import private_names
 
 _WORDS = 624 * 4  # bytes
-_SEED = 0x5EED_0F_7E57_5EED  # of a torch.Generator for trial
-_SEARCHED = 256  # bytes of its object in which the seed is searched
-_HEAD, _NORMALS = 20, 28  # bytes in front of its words, and behind them
+_SEED = 0x5EED_0F_7E57_5EED  # of a torch.Generator that is only for the search
+_SEARCHED = 256  # bytes of its object in which the seed is looked for
+_HEAD, _NORMALS = 20, 28  # bytes before its words, and after them
 
 PYTHON: Any = getattr(random.getstate, "__self__")  # noqa: B009 - typeshed knows no such attribute of a function
-"""The generator whose methods the functions of `random` are. It has a `gauss_next`: the second gaussian, or None."""
+"""The generator behind the functions of `random`. Its `gauss_next` is the second gaussian, or None."""
 
 
 class GeneratorMemory(NamedTuple):
@@ -36,7 +36,7 @@ class GeneratorMemory(NamedTuple):
     """Words and position."""
 
     place: Callable[[], bytes]
-    """Returns some of them, of which any draw changes one. Of C alone: it is called in every step."""
+    """Returns bytes of which every draw changes at least one. Implemented in C, because every step calls it."""
 
 
 @cache
@@ -50,11 +50,11 @@ def of_python() -> GeneratorMemory | None:
 
 
 def of_numpy() -> GeneratorMemory | None:
-    """Without its cached gaussian, which lies elsewhere. Of the generator that is there now: a user may set another."""
+    """Without the cached gaussian, which is elsewhere. For the current generator: a user may set another one."""
     return _numpy_memory(np.random.get_bit_generator())  # type: ignore[attr-defined]  # numpy's stubs do not export it
 
 
-@lru_cache(maxsize=2)  # it holds the generator, and so the memory
+@lru_cache(maxsize=2)  # the cache keeps the generator alive, and with it the memory
 def _numpy_memory(generator: Any) -> GeneratorMemory | None:
     _, words, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     whole = _memory(generator.ctypes.state_address, _WORDS + 4)
@@ -64,7 +64,7 @@ def _numpy_memory(generator: Any) -> GeneratorMemory | None:
 
 @cache
 def of_torch() -> GeneratorMemory | None:
-    """In front of the words are the seed, in 8 bytes, and the position; behind them the second gaussians."""
+    """Before the words are the seed, in 8 bytes, and the position; after them the second gaussians."""
     trial = torch.Generator("cpu").manual_seed(_SEED)
     if (address := private_names.address(trial)) is None:
         return None
@@ -72,7 +72,7 @@ def of_torch() -> GeneratorMemory | None:
     if start < 0:
         return None
     found, places = _torch_memory(address + start), []
-    for _ in range(4):  # the second one takes what the first one has left
+    for _ in range(4):  # the second draw uses what the first has left
         places.append(found.place())
         torch.randn((), generator=trial, device="cpu")
     if any(place in places[:turn] for turn, place in enumerate(places)) or not _has_words(found, trial):
@@ -87,7 +87,7 @@ def _torch_memory(address: int) -> GeneratorMemory:
 
 
 def _has_words(memory: GeneratorMemory, generator: torch.Generator) -> bool:
-    """Its state has each word in 8 bytes, behind 24 others."""
+    """The state has each word in 8 bytes, after a head of 24 bytes."""
     words = np.frombuffer(generator.get_state().numpy().tobytes(), np.uint64, 624, 24)
     return bytes(memory.whole[_HEAD:-_NORMALS]) == words.astype(np.uint32).tobytes()
 

@@ -1,11 +1,11 @@
-"""Work that only some ranks do, without dead-locks: the value or the exception reaches every rank.
+"""Work that only some ranks do, without deadlocks: every rank gets the value or the exception.
 
     vocabulary = run_on_main(build_vocabulary, args=["corpus.txt"])
     run_once_per_node(unpack, args=["data.tar", "/tmp/data"])
 
-A guard is called by all ranks. If the function raises where it runs, every rank raises, at once, with its traceback; the
-others wait for it as long as it takes. Within a guarded function its rank is alone: another guard calls its function right
-there, and collectives answer as on one rank.
+All ranks call a guard. If the function raises where it runs, every rank raises at once, with that traceback. The other ranks
+wait as long as the function takes. Inside a guarded function the rank is alone: another guard calls its function directly, and
+collectives behave as on one rank.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def run_on_main(
 ) -> R:
     """Collective. Call `func` on the main rank; return its value, or raise its exception, on every rank.
 
-    Then `post_func`, on the other ranks (and on the main rank too with `run_post_on_main`): for loading what `func` wrote; if
-    it raises on any rank, all raise. The exception is of the same type on every rank: the original, with the traceback of the
-    rank that raised it as a note, where it survives a pickle; MainProcessError with that traceback otherwise.
+    Then call `post_func` on the other ranks (with `run_post_on_main` on the main rank too), for example to load what `func`
+    wrote. If it raises on any rank, all ranks raise. Every rank raises the same type of exception: the original, with the
+    traceback of the rank that raised it as a note, if it can be pickled; otherwise MainProcessError with that traceback.
     """
     work = functools.partial(func, *(args or ()), **(kwargs or {}))
     post = functools.partial(post_func, *(post_args or ()), **(post_kwargs or {})) if post_func is not None else None
@@ -69,11 +69,11 @@ def run_once_per_node(
 ) -> R:
     """Collective. Call `func` on the first rank of each node; return its value on the ranks of that node.
 
-    For what every host needs for itself: unpacking onto a local disk, building an extension. `if_not_shared`: where `func`
-    writes; nodes that have this place in common call it once together. The rest is as in `run_on_main`, with a node's first
-    rank instead of the main rank; an exception on any node is raised on every rank of every node (of several the lowest
-    rank's). A node is what `comm.nodes` says: never more than one host, also where the launcher numbers no nodes. The value
-    travels to the other nodes too: return a path rather than the data.
+    This is for what every host needs, such as unpacking to a local disk or building an extension. `if_not_shared`: the path
+    that `func` writes to; nodes that share this path call `func` only once. Everything else is as in `run_on_main`, with the
+    first rank of a node instead of the main rank. An exception on any node is raised on every rank of every node (if several
+    raise, that of the lowest rank). A node is never more than one host, even if the launcher does not number the nodes. The
+    value is sent to the other nodes too, so return a path and not the data.
     """
     work = functools.partial(func, *(args or ()), **(kwargs or {}))
     post = functools.partial(post_func, *(post_args or ()), **(post_kwargs or {})) if post_func is not None else None
@@ -84,16 +84,15 @@ def run_once_per_node(
 
 
 def _with_one_place(nodes: Sequence[Sequence[int]], place: Path) -> list[list[int]]:
-    """Collective. The ranks of these nodes, those together that see the same file system at `place`, which need not be there.
+    """Collective. The ranks of these nodes, grouped by the file system that they see at `place`, which need not exist.
 
-    The first rank of each node puts an empty file there, or in the nearest folder above, and looks for those of the others.
+    The first rank of each node creates an empty file there, or in the nearest existing folder above, and looks for the files of
+    the others.
     """
     waiting = comm.patient()  # a network file system may be slow
     is_first = any(node[0] == comm.rank() for node in nodes)
     folder = next((path for path in (place, *place.parents) if path.is_dir()), place)
-    mark = (
-        f".rankwise-{uuid.uuid4().hex}"  # a name that nobody has looked for yet: a network file system may not know it as gone
-    )
+    mark = f".rankwise-{uuid.uuid4().hex}"  # a new name: a network file system may remember that an old one did not exist
     try:
         if is_first:
             with contextlib.suppress(OSError):
@@ -112,8 +111,8 @@ def _with_one_place(nodes: Sequence[Sequence[int]], place: Path) -> list[list[in
 
 
 def run_on_firsts(groups: Sequence[Sequence[int]], func: Callable[[], R]) -> R:
-    """Collective. Call `func` on the first rank of each group, which have each rank once; return its value on the ranks of that
-    group. The rest is as in `run_once_per_node`."""
+    """Collective. Call `func` on the first rank of each group; return its value on the ranks of that group. Each rank is in one
+    group. Everything else is as in `run_once_per_node`."""
     return _guarded(None if comm.is_alone() else [list(ranks) for ranks in groups], func, None, False)
 
 
@@ -151,7 +150,7 @@ def _guarded(groups: list[list[int]] | None, work: Callable[[], R], post: Callab
     waiting = comm.patient()
     if first:
         value, packed, error = _attempt(work)
-    settle(error, waiting)  # the first message of all: nobody is told to expect a value that there is not
+    settle(error, waiting)  # first, so that nobody waits for a value that does not come
     for group in groups:
         sent = comm.broadcast_object(packed, group[0], waiting)
         if me in group:
@@ -163,7 +162,7 @@ def _guarded(groups: list[list[int]] | None, work: Callable[[], R], post: Callab
         if post is not None and (on_first or not first):
             with comm.alone():
                 post()
-    except BaseException as problem:  # whatever it is, the other ranks wait
+    except BaseException as problem:  # whatever it is, the other ranks wait for it
         error = problem
     settle(error, waiting)
     return value  # type: ignore[no-any-return]
@@ -176,7 +175,7 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, bytes, BaseException | None]
             value = work()
         try:
             return value, pickle.dumps(value), None
-        except BaseException as error:  # pickle raises whatever a class of the user's raises
+        except BaseException as error:  # pickle raises whatever a class of the user raises
             raise MainProcessError(
                 f"what the function returned ({type(value).__name__}) cannot be pickled for the other ranks: "
                 f"{type(error).__name__}: {error}"
@@ -196,8 +195,8 @@ def _loaded(packed: bytes) -> Any:
 
 @contextlib.contextmanager
 def agreed() -> Iterator[None]:
-    """Collective. What the block raises on one rank, all raise after it, however long the others have to wait."""
-    group = comm.patient()  # made before the work: to make it is bounded
+    """Collective. If the block raises on one rank, all ranks raise that after it; the others wait as long as needed."""
+    group = comm.patient()  # created before the work, because its creation has a time limit
     error: BaseException | None = None
     try:
         yield

@@ -1,8 +1,8 @@
-"""Lines that know their rank: the main rank speaks, the others are heard in their own log files.
+"""Printing with ranks: the main rank prints, and the other ranks print only if asked to.
 
 log.say("resumed from step 400")              # main rank
 log.say("my shard is short", force=True)      # any rank, with its prefix
-log.get_logger(__name__).info("loaded")       # the same rule for Python's logging
+log.get_logger(__name__).info("loaded")       # the same for Python's logging
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _warned: set[str] = set()
 
 @takes(text=ANYTHING, force=FLAG)
 def say(text: object, force: bool = False) -> None:
-    """Print on the main rank; with `force` on every rank that calls, each line prefixed with `[rank k]`."""
+    """Print on the main rank; with `force` on every rank that calls this, with the prefix `[rank k]` on each line."""
     rank, several = _here()
     if force and several:
         print(_prefixed(text, rank), flush=True)
@@ -44,16 +44,16 @@ def say_per_node(text: object) -> None:
 
 
 def warning_once(text: str, force: bool = False) -> None:
-    """As `warn`, the first time that this process is given this text, and never again."""
+    """As `warn`, but each text only once per process."""
     if text not in _warned:
         _warned.add(text)
         warn(text, force)
 
 
 def get_logger(name: str) -> RankLogger:
-    """Python's logger of this name, of which the main rank's records are heard, and of the others the errors.
+    """Python's logger of this name. The main rank logs all records, the other ranks only errors.
 
-    Each call takes `force=True`: then the record is heard from every rank. What other ranks say is prefixed with `[rank k]`.
+    Each call takes `force=True`: then every rank logs the record. Records of other ranks have the prefix `[rank k]`.
     """
     return RankLogger(logging.getLogger(name))
 
@@ -76,7 +76,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def _here() -> tuple[int, bool]:
-    """(this rank, whether there are others). A line is printed also where nobody can tell: `init` raises soon enough."""
+    """(this rank, whether there are others). If that is not known, the line is printed: `init` raises soon enough."""
     try:
         return comm.rank(), comm.world_size() > 1
     except WorldError:

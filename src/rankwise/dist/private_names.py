@@ -1,10 +1,10 @@
-"""The private names of torch and of the standard library that the library uses, each with what is done without it.
+"""The private names of torch and of the standard library that the library uses, and what it does without each.
 
     norms = private_names.norms(gradients, torch.float32)
 
 No other file of the library uses one; agent/private_names.py has those of the warm process and of what it loads. Any release
-may drop such a name: then one feature is off or slower, and the main rank says so once. Only functions import torch here,
-because the launcher, which has none, imports this file too.
+may drop such a name: then one feature is off or slower, and the main rank reports it once. Only functions import torch here,
+because the launcher imports this file too, and it has no torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NAMES = {
     "_reset": "the self-test compares the samples of a DataLoader by their content alone",
     "_next_index": "the self-test compares the samples of a DataLoader by their content alone",
 }
-"""Each name, and what the main rank prints of a release without it; nothing where nothing changes."""
+"""Each name, and what the main rank prints for a release without it; empty if nothing changes."""
 
 _MISSING = object()
 _OPTIMIZER_HOOKS = (
@@ -52,7 +52,7 @@ _SETTLE = ("_push_all_rebuilt_params", "_rebuild_buckets")
 
 
 def _find(owner: object, name: str, default: Any = None) -> Any:
-    """What a private name of this owner stands for, the default if it is missing. All of this file is read through here."""
+    """The value of a private name of this owner, or the default if it is missing. Everything here uses this function."""
     found = getattr(owner, name, _MISSING)
     if found is not _MISSING:
         return found
@@ -67,11 +67,11 @@ def _find(owner: object, name: str, default: Any = None) -> Any:
 
 
 def interpreter_flags() -> list[str]:
-    """What this Python was started with (-O -W -X ...), to start another one alike."""
+    """The options with which this Python was started (-O -W -X ...), to start another one in the same way."""
     flags: Callable[[], list[str]] | None = _find(subprocess, "_args_from_interpreter_flags")
     if flags is not None:
         return flags()
-    from multiprocessing.spawn import get_command_line  # the same flags, by an import that delays every launch
+    from multiprocessing.spawn import get_command_line  # the same flags, but this import delays every launch
 
     return get_command_line()[1:-3]
 
@@ -80,7 +80,7 @@ def interpreter_flags() -> list[str]:
 
 
 def address(generator: torch.Generator) -> int | None:
-    """Of the object in memory. Without it each batch takes some microseconds more."""
+    """The address of the object in memory. Without it each batch takes some microseconds more."""
     found: int | None = _find(generator, "_cdata")
     return found
 
@@ -99,7 +99,7 @@ def norms(gradients: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tenso
 
 
 def scale(gradients: list[torch.Tensor], factor: float) -> None:
-    """Multiply each in place. Public: one by one, which is one kernel per tensor on a GPU."""
+    """Multiply each in place. With public names only: one by one, which is one kernel per tensor on a GPU."""
     import torch
 
     foreach = _find(torch, "_foreach_mul_")
@@ -111,16 +111,16 @@ def scale(gradients: list[torch.Tensor], factor: float) -> None:
 
 
 def version_of() -> Callable[[torch.Tensor], int] | None:
-    """A function that returns how often a tensor was written to. Without it a gradient must not be a view before the backward
-    pass, so that its presence says that there is one."""
+    """A function that returns how often a tensor was written to. Without it, a gradient must not be a view before the backward
+    pass, so that the presence of the gradient shows that there is one."""
     import torch
 
     return attrgetter("_version") if _find(torch.Tensor, "_version") is not None else None
 
 
 def can_settle_buckets(reducer: type) -> bool:
-    """Whether DDP's reducer can be given its buckets at once. Otherwise it is of no use: it would collect the order of all
-    gradients for ever."""
+    """Whether DDP's reducer can get its buckets at once. Otherwise it cannot be used: it would collect the order of all
+    gradients forever."""
     return all(_find(reducer, name) is not None for name in _SETTLE)
 
 
@@ -130,7 +130,7 @@ def settle_buckets(reducer: Any) -> None:
 
 
 def homes(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """The dicts in which a module keeps its own parameters and its children; none if one is missing: then all parameters must
+    """The dicts in which a module keeps its own parameters and its children; empty if one is missing. Then all parameters must
     be listed to see a change."""
     found = (_find(module, "_parameters"), _find(module, "_modules"))
     return found if None not in found else ()
@@ -140,17 +140,17 @@ def homes(module: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def only_copies(module: nn.Module) -> bool:
-    """Whether load_state_dict does no more for this module, without its children, than copy. False if that cannot be seen."""
+    """Whether load_state_dict only copies for this module, without its children. False if this is not known."""
     from torch import nn
 
     load, hooks = _find(module, "_load_from_state_dict"), _find(module, "_load_state_dict_pre_hooks", True)
-    # What batch norms do besides is to add a count that older files lack.
+    # Batch norms also add a count that older files do not have.
     plain = [_find(kind, "_load_from_state_dict") for kind in (nn.Module, nn.BatchNorm1d)]
     return load is not None and getattr(load, "__func__", None) in plain and not hooks
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether anything else happens when its state is taken or loaded. True if that cannot be seen."""
+    """Whether a hook runs when its state is read or loaded. True if this is not known."""
     return any(_find(optimizer, name, True) for name in _OPTIMIZER_HOOKS)
 
 
@@ -158,14 +158,14 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 
 def can_hide_worker() -> bool:
-    """Whether `hidden_worker` hides it."""
+    """Whether `hidden_worker` works with this torch."""
     return _find(_of_workers(), "_worker_info", _MISSING) is not _MISSING
 
 
 @contextlib.contextmanager
 def hidden_worker() -> Iterator[None]:
-    """Hide from a dataset that it is in one of several workers: `get_worker_info()` returns None inside. If that cannot be
-    done there must be no workers."""
+    """Hide from a dataset that it is in one of several workers: `get_worker_info()` returns None inside. If this is
+    not possible, there must be no workers."""
     module: Any = _of_workers()
     before = _find(module, "_worker_info", _MISSING)
     if before is _MISSING:
@@ -189,7 +189,7 @@ def _of_workers() -> object:
 
 
 def batch_norms() -> tuple[type[nn.Module], ...]:
-    """For isinstance: all batch norms. Public: those of torch, and what derives from one of them."""
+    """For isinstance: all batch norms. With public names only: those of torch and their subclasses."""
     from torch import nn
 
     base = _find(nn.modules.batchnorm, "_BatchNorm")
@@ -198,7 +198,7 @@ def batch_norms() -> tuple[type[nn.Module], ...]:
 
 
 def losses() -> tuple[type[nn.Module], ...]:
-    """For isinstance: all losses. Public: those of torch, and what derives from one of them."""
+    """For isinstance: all losses. With public names only: those of torch and their subclasses."""
     from torch.nn.modules import loss
 
     base = _find(loss, "_Loss")
@@ -206,6 +206,6 @@ def losses() -> tuple[type[nn.Module], ...]:
 
 
 def index_methods(iterators: type) -> tuple[str, str] | None:
-    """Of the iterators of torch's DataLoader the methods that begin a pass and that draw the indices of a batch."""
+    """The two methods of torch's DataLoader iterators that begin a pass and that draw the indices of a batch."""
     names = ("_reset", "_next_index")
     return names if all(_find(iterators, name) is not None for name in names) else None

@@ -1,12 +1,12 @@
-"""How ranks find rank 0 where their launcher gives no address: rank 0 listens, and says where in a file that all can read.
+"""How ranks find rank 0 if the launcher gives no address: rank 0 listens, and writes its address to a file that all can read.
 
     with Gathering(world, start, folders) as gathering:      # rank 0
         gathering.wait(300);  meeting = gathering.release(store_port, address)
     meeting = join(world, start, folders, 300)               # the others
 
-The file (mode 0600, whole or absent) has rank 0's addresses, a port that the kernel chose, and a secret. It is named after
-the start: what all its ranks have in common and no other living job has. A rank believes a file only when who answers at its
-address proves that it knows the secret, so one that a former job left is passed over; rank 0 removes its own when it is done.
+The file (mode 0600, complete or absent) has the addresses of rank 0, a port that the kernel chose, and a secret. Its name is
+that of the start, which all its ranks have in common and no other running job has. A rank trusts a file only if the process at
+its address proves that it knows the secret, so it ignores the file of an earlier job. Rank 0 removes its file at the end.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ from rankwise.ipc.address_file import ways
 
 FOLDER = ".rankwise"
 SAY_AFTER_S = 5.0
-"""How long a wait is silent."""
+"""For so long nothing is printed."""
 
 DETAIL_AFTER_S = 60.0
-"""Until then who is missing most likely imports torch from a slow file system."""
+"""Until then, missing ranks are probably importing torch from a slow file system."""
 
 _POLL_S = 0.05
-_ANSWER_S = 5.0  # an address at which nothing answers is given up; longer than a lost packet takes to be sent again
-_VERDICT_S = 15.0  # rank 0 names who is missing: the others give it this much longer
+_ANSWER_S = 5.0  # then the next address is tried; longer than TCP takes to send a lost packet again
+_VERDICT_S = 15.0  # the others wait this much longer, because rank 0 reports which ranks are missing
 _LINE_BYTES = 65536
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a rank knows when all have been found."""
+    """What a rank knows when all ranks have connected."""
 
     master_addr: str
-    """The address of rank 0's host by which this rank has reached it."""
+    """The address at which this rank has reached rank 0's host."""
 
     master_port: int
-    """Where the store listens."""
+    """The port of the store."""
 
     node_rank: int
-    """Hosts count in the order of their lowest rank."""
+    """Hosts are numbered in the order of their lowest rank."""
 
     interface: str | None
-    """The network interface that leads to the other hosts; None if all ranks are on one, or it has no name."""
+    """The network interface to the other hosts; None if all ranks are on one host, or the interface has no name."""
 
 
 def folders(world: World, cwd: Path, home: Path | None) -> list[Path]:
-    """Where the file may be: folders that all nodes see on most clusters, and on a single host one that can be written."""
+    """Where the file may be: folders that all nodes share on most clusters, and on a single host the temporary folder."""
     places = [place / FOLDER for place in (cwd, home) if place is not None]
     if _on_one_host(world):
         places.append(Path(tempfile.gettempdir()) / f"{FOLDER}-{os.geteuid()}")
@@ -79,7 +79,7 @@ def say(text: str) -> None:
 
 
 class Wait:
-    """When to report a wait: once in a short line; from DETAIL_AFTER_S on with all that may be wrong, less and less often."""
+    """When to report a wait: first in a short line, and after DETAIL_AFTER_S with all details, less and less often."""
 
     SHORT = "torch may still be loading there"
 
@@ -89,13 +89,13 @@ class Wait:
 
     @property
     def next_s(self) -> float:
-        """When it is told of next (monotonic)."""
+        """When it is reported next (monotonic)."""
         if not self._after_s:
             return self.began + SAY_AFTER_S
         return self.began + max(DETAIL_AFTER_S, 2 * self._after_s if self._after_s >= DETAIL_AFTER_S else 0.0)
 
     def due(self, now: float) -> str:
-        """`short`, `whole`, or nothing."""
+        """`short`, `whole`, or empty if nothing is to be printed."""
         if now < self.next_s:
             return ""
         self._after_s = now - self.began
@@ -116,7 +116,7 @@ CURE = (
 
 @dataclass
 class _Guest:
-    """A connection; a rank once it has proved that it knows the secret."""
+    """A connection, which becomes a rank when it has proved that it knows the secret."""
 
     conn: socket.socket
     nonce: str
@@ -129,7 +129,7 @@ class _Guest:
 
 @dataclass
 class Gathering:
-    """Rank 0's side: everybody is told where, then waited for, then let go together."""
+    """Rank 0's side: announce the address, wait for all ranks, and release them together."""
 
     world: World
     start: str
@@ -156,7 +156,7 @@ class Gathering:
         return self
 
     def _on_sigterm(self, *_: object) -> None:
-        """A cancelled or requeued job leaves no file, and dies by that signal as it would have."""
+        """If the job is cancelled or requeued, remove the file, and let the signal end the process as usual."""
         self.__exit__()
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -170,7 +170,7 @@ class Gathering:
         self._selector.close()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when every rank is here. Raises WorldError that names those that are not after `timeout_s`, to all ranks."""
+        """Return when every rank is here. After `timeout_s`, all ranks raise WorldError with the ranks that are missing."""
         wait = Wait()
         deadline = wait.began + timeout_s
         while missing := self.missing():
@@ -185,20 +185,20 @@ class Gathering:
                 self._accept() if key.fileobj is self._listener else self._hear(self._guests[key.fileobj])  # type: ignore[index]
 
     def missing(self) -> list[int]:
-        """The ranks that are not here: never came, or left again."""
+        """The ranks that have not come, or have left again."""
         here = {guest.rank for guest in self._guests.values()}
         return [rank for rank in range(1, self.world.world_size) if rank not in here]
 
     def reached_at(self) -> str | None:
-        """The one address of this host at which all ranks can reach it: loopback's if all are here; None: there are several."""
+        """The address of this host at which all ranks reach it: loopback if all are on this host; None if there are several."""
         outside = {
             guest.local for guest in self._guests.values() if guest.rank is not None and not network.is_loopback(guest.local)
         }
         return "127.0.0.1" if not outside else next(iter(outside)) if len(outside) == 1 else None
 
     def release(self, port: int, address: str | None = None) -> Meeting:
-        """Tell every rank that the store listens at `port`, of `address` alone unless that is None: then each takes the one by
-        which it has come."""
+        """Tell every rank that the store listens at `port` of `address`. If `address` is None, each rank uses the address by
+        which it has connected."""
         ranks = {guest.rank: guest for guest in self._guests.values() if guest.rank is not None}
         homes = list(dict.fromkeys([network.home(), *(ranks[rank].home for rank in sorted(ranks))]))
         outside = next((g.local for g in ranks.values() if not network.is_loopback(g.local)), None)
@@ -228,9 +228,9 @@ class Gathering:
             except (OSError, RunDirError) as error:
                 problems.append(str(error))
             if self.files and _on_one_host(self.world):
-                break  # one that can be written can be read there
+                break  # on one host, a file that was written can be read
         if not self.files:
-            raise WorldError(f"rank 0 has nowhere to say where it listens: {'; '.join(problems)}; {CURE}")
+            raise WorldError(f"rank 0 cannot write a file with its address: {'; '.join(problems)}; {CURE}")
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -249,7 +249,7 @@ class Gathering:
                 raise OSError("it left")
             if guest.rank is None and b"\n" in guest.buffer:
                 self._admit(guest, json.loads(guest.buffer))
-        except (OSError, ValueError, KeyError, TypeError):  # it left, or is none of ours
+        except (OSError, ValueError, KeyError, TypeError):  # it left, or is not a rank of ours
             self._drop(guest)
 
     def _admit(self, guest: _Guest, told: dict[str, Any]) -> None:
@@ -261,19 +261,23 @@ class Gathering:
         other = next((g for g in self._guests.values() if g.rank == rank), None)
         refusal = None
         if size != self.world.world_size or not 0 < rank < size:
-            refusal = f"{place} is rank {rank} of {size}, rank 0 on {platform.node()} is one of {self.world.world_size}"
+            refusal = (
+                f"{place} is rank {rank} of {size}, but rank 0 on {platform.node()} is one of {self.world.world_size} ranks"
+            )
         elif other is not None:
-            refusal = f"{place} is rank {rank}, and so is a process on {other.host}: two starts of the script under one name"
+            refusal = (
+                f"{place} is rank {rank}, and so is a process on {other.host}: the script was started twice under one name"
+            )
         if refusal is not None:
             self._refused = f"; refused: {refusal}"
-            _send(guest.conn, {**answer, "refused": f"{refusal}; start the script once in a job step, or {CURE}"})
+            _send(guest.conn, {**answer, "refused": f"{refusal}; start the script once per job step, or {CURE}"})
             raise ValueError(refusal)
         guest.host, guest.home, guest.rank = str(told["host"]), str(told["home"]), rank
         _send(guest.conn, answer)
 
     def _drop(self, guest: _Guest) -> None:
         if guest.rank is not None:
-            self._refused = f"; rank {guest.rank} on {guest.host} was here and left"
+            self._refused = f"; rank {guest.rank} on {guest.host} came and left"
         self._selector.unregister(guest.conn)
         del self._guests[guest.conn]
         guest.conn.close()
@@ -283,12 +287,12 @@ class Gathering:
 
     def _where(self) -> str:
         port = self._listener.getsockname()[1]
-        return f"it listens on {platform.node()}, port {port}, and says so in {' and '.join(map(str, self.files))}"
+        return f"rank 0 listens on {platform.node()}, port {port}, as is written in {' and '.join(map(str, self.files))}"
 
     def _verdict(self, missing: Sequence[int], timeout_s: float) -> str:
         text = (
             f"{self._of(missing)} did not come to rank 0 within {timeout_s:g} s; {self._where()}{self._refused}; if all ranks "
-            f"run, a node does not see that folder, or cannot reach {platform.node()}: {CURE}"
+            f"have started, a node does not see this folder, or cannot reach {platform.node()}: {CURE}"
         )
         for guest in self._guests.values():
             if guest.rank is not None:
@@ -301,8 +305,8 @@ class Gathering:
 
 
 def join(world: World, start: str, folders: Sequence[Path], timeout_s: float) -> Meeting:
-    """Find rank 0 and wait until all are there. Raises WorldError when it is not found in time, with where it was looked for,
-    and with rank 0's own words when others are missing.
+    """Find rank 0 and wait until all ranks have connected. Raises WorldError if rank 0 is not found in time, with the places
+    that were searched; and with rank 0's message if other ranks are missing.
     """
     wait = Wait()
     deadline = wait.began + timeout_s
@@ -320,14 +324,14 @@ def join(world: World, start: str, folders: Sequence[Path], timeout_s: float) ->
         if now >= deadline:
             raise WorldError(
                 f"rank {world.rank} of {world.world_size} ({world.source}) has not found rank 0 within {timeout_s:g} s: "
-                f"{looked}; a folder that all nodes see under one path is needed, or {CURE}"
+                f"{looked}; start in a folder that all nodes share under one path, or {CURE}"
             )
         _say_as_one_of(world, wait, now, "rank 0", looked)
         time.sleep(_POLL_S)
 
 
 def reach(world: World, address: str, port: int, timeout_s: float) -> None:
-    """Return when something listens at an address that was given. Raises WorldError when nothing does in time."""
+    """Return when something listens at the given address. Raises WorldError if nothing does in time."""
     wait = Wait()
     while True:
         try:
@@ -342,14 +346,14 @@ def reach(world: World, address: str, port: int, timeout_s: float) -> None:
         if now >= wait.began + timeout_s:
             raise WorldError(
                 f"rank {world.rank} of {world.world_size} ({world.source}) has not reached {text} within {timeout_s:g} s; "
-                "the address is of rank 0's host, and the port must be free there and open to the other hosts"
+                "the address must be that of rank 0's host, and the port must be free there and open to the other hosts"
             )
         _say_as_one_of(world, wait, now, where, f"{why} (from {platform.node()})")
         time.sleep(_POLL_S)
 
 
 def _say_as_one_of(world: World, wait: Wait, now: float, of: str, why: str) -> None:
-    """What ranks that look for rank 0 say of it: rank 1 for all, and once it lasts the first rank of each node."""
+    """Report the wait for rank 0: at first only on rank 1, later on the first rank of each node."""
     due = wait.due(now)
     if due == "short" and world.rank == 1:
         say(f"rank {world.rank} {wait.told(now, of)}; {Wait.SHORT}")
@@ -375,12 +379,12 @@ def _knock(path: Path, world: World, start: str, deadline: float) -> Meeting:
             try:
                 return caller.let_go(max(deadline - time.monotonic(), 0) + _VERDICT_S, network.home() == record.get("home"))
             except OSError:
-                why = f"rank 0 on {record.get('host')} was there and left"
-    raise NotHereError(f"{path} leads to no rank 0 ({why})")
+                why = f"rank 0 on {record.get('host')} answered and left"
+    raise NotHereError(f"no rank 0 answers at the address in {path} ({why})")
 
 
 class _Connection:
-    """This rank's connection to rank 0, by one of its addresses."""
+    """The connection of this rank to rank 0, at one of its addresses."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -388,7 +392,7 @@ class _Connection:
         self._buffer = b""
 
     def prove(self, port: int, secret: str, start: str, world: World) -> None:
-        """Raises OSError or ValueError unless who answers there knows the secret, WorldError when it refuses this rank."""
+        """Raises OSError or ValueError unless the process there knows the secret, WorldError if it refuses this rank."""
         self._conn = socket.create_connection((self._address, port), timeout=_ANSWER_S)
         nonce = secrets.token_hex(16)
         proof = network.proof(secret, start, str(self._receive(_ANSWER_S)["challenge"]), str(world.rank))
@@ -407,7 +411,7 @@ class _Connection:
             raise WorldError(str(answer["refused"]))
 
     def let_go(self, timeout_s: float, same_host: bool) -> Meeting:
-        """Wait until all are there. OSError when rank 0 is gone before, WorldError with its words when it gives up."""
+        """Wait until all ranks are there. Raises OSError if rank 0 exits before, WorldError with its message if it gives up."""
         assert self._conn is not None
         told = self._receive(timeout_s)
         if "refused" in told:

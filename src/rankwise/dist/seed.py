@@ -1,9 +1,9 @@
-"""Random streams: the same on every rank while a model is made, different on every rank after.
+"""Random streams: the same on every rank while the model is created, different on every rank afterwards.
 
 seed_everything(7)               # model initialisation: equal on all ranks
-seed_rank(7, rank=world.rank)    # dropout, augmentation: a stream of its own
+seed_rank(7, rank=world.rank)    # dropout, augmentation: different on each rank
 state = rng_state();  set_rng_state(state)
-aside.put();  seed_streams(derive(7, epoch, sample));  ...;  aside.back()     # draw beside them, and go on
+aside.put();  seed_streams(derive(7, epoch, sample));  ...;  aside.back()     # other random numbers in between
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rankwise.host.arguments import FROM_ZERO, takes
 
 
 def derive(*words: int | str) -> int:
-    """A 63-bit seed from (seed, rank), (seed, epoch, sample) or the like: equal words, equal seed; otherwise unrelated."""
+    """A 63-bit seed from words such as (seed, rank) or (seed, epoch, sample): equal words, equal seed; otherwise unrelated."""
     text = "/".join(map(str, words)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 @takes(seed=FROM_ZERO)
 def seed_everything(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators alike on every rank."""
+    """Seed the generators of Python, numpy and torch, the same on every rank."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -39,8 +39,8 @@ CPU_STREAMS = frozenset({"python", "numpy", "torch"})
 
 
 def seed_streams(seed: int, streams: Set[str] = CPU_STREAMS) -> None:
-    """As `seed_everything`, for the generators of the CPU alone, or for some of them, in 8 us: torch.manual_seed takes 100 and
-    more, as it asks after every kind of device. Right in a forked loader worker too, where a GPU must not be touched.
+    """As `seed_everything`, but only for the CPU generators, or some of them, in 8 us: torch.manual_seed takes 100 us or more,
+    because it checks every kind of device. Also works in a forked loader worker, which must not use a GPU.
     """
     if "python" in streams:
         random.seed(seed)
@@ -51,7 +51,7 @@ def seed_streams(seed: int, streams: Set[str] = CPU_STREAMS) -> None:
 
 
 def key_streams(seed: int, streams: Set[str] = CPU_STREAMS) -> None:
-    """As `seed_streams`, but torch.initial_seed() stays what it was: it is the same whether or not torch's stream is keyed."""
+    """As `seed_streams`, but torch.initial_seed() stays the same, whether or not `streams` has torch's."""
     before = torch.default_generator.initial_seed()
     seed_streams(seed, streams)
     if "torch" not in streams:
@@ -67,12 +67,12 @@ def key_streams(seed: int, streams: Set[str] = CPU_STREAMS) -> None:
 
 @takes(seed=FROM_ZERO, rank=FROM_ZERO)
 def seed_rank(seed: int, rank: int) -> None:
-    """Seed them so that ranks draw different numbers from here on."""
+    """Seed the generators of Python, numpy and torch so that ranks draw different numbers from here on."""
     seed_everything(derive(seed, "rank", rank))
 
 
 def rng_state() -> dict[str, Any]:
-    """The generators' state as tensors and plain values, which `torch.load(weights_only=True)` reads."""
+    """The state of the generators as tensors and plain values, which `torch.load(weights_only=True)` can read."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     state: dict[str, Any] = {
@@ -87,14 +87,14 @@ def rng_state() -> dict[str, Any]:
 
 
 def _accelerators() -> list[tuple[str, Any]]:
-    """That of this build of torch, by its type, if it has a random stream: the module that holds it."""
+    """The accelerator of this build of torch, if it has a random stream: (its type, its module)."""
     found = torch.accelerator.current_accelerator()
     module = getattr(torch, found.type, None) if found is not None else None
     return [(found.type, module)] if found is not None and hasattr(module, "is_initialized") else []
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Go on drawing where `rng_state` was taken."""
+    """Continue drawing where `rng_state` was called."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
@@ -106,25 +106,26 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 class Aside:
-    """The streams of this process's CPU generators, saved while something else may draw from them, and restored.
+    """The streams of this process's CPU generators: saved, while something else may draw from them, and restored.
 
-    2 us where nothing draws, 20 with a `seed_streams` between, as against 100 by the generators' own functions: those handle
-    624 numbers one by one. Here they are looked at and copied where they lie (generator_memory.py).
+    Takes 2 us if nothing draws, 20 us with a `seed_streams` in between, and 100 us with the generators' own functions, which
+    handle 624 numbers one by one. Here they are compared and copied in their memory (generator_memory.py).
     """
 
     def __init__(self) -> None:
         self._streams: dict[str, _Python | _Numpy | _Torch] = {"python": _Python(), "numpy": _Numpy(), "torch": _Torch()}
 
     def put(self) -> None:
+        """Save the streams."""
         for stream in self._streams.values():
             stream.take()
 
     def moved(self) -> frozenset[str]:
-        """The streams of which something was drawn, or which were seeded, since `put`."""
+        """The streams that were used or seeded since `put`."""
         return frozenset([name for name, stream in self._streams.items() if stream.moved()])
 
     def back(self) -> frozenset[str]:
-        """Restore the streams that have moved since `put`, and return them."""
+        """Restore the streams that were used since `put`, and return their names."""
         moved = []
         for name, stream in self._streams.items():
             if stream.moved():
@@ -165,11 +166,11 @@ class _Numpy:
         self._place = b""
         self._words = b""
         self._state: Any = None
-        self._gaussian = True  # whether a second one is cached, or that is not known
+        self._gaussian = True  # True if a second gaussian is cached, or if this is not known
 
     def take(self) -> None:
         memory = generator_memory.of_numpy()
-        if self._gaussian or memory is None or memory.place() != self._place:  # else nothing was drawn since the last time
+        if self._gaussian or memory is None or memory.place() != self._place:  # else nothing was drawn since the last save
             self._state = np.random.get_state(legacy=True)
             self._gaussian = bool(self._state[3])
             if memory is not None:
@@ -188,7 +189,7 @@ class _Numpy:
         if self._gaussian or (memory := generator_memory.of_numpy()) is None:
             np.random.set_state(self._state)
         else:
-            np.random.seed(0)  # forgets a gaussian that was cached meanwhile
+            np.random.seed(0)  # drops a gaussian that was cached since
             memory.whole[:] = self._words
 
 
@@ -211,4 +212,4 @@ class _Torch:
     def back(self) -> None:
         torch.default_generator.set_state(self._state)
         if (memory := generator_memory.of_torch()) is not None:
-            self._place = memory.place()  # of a second gaussian that is over some bytes may be left
+            self._place = memory.place()  # a used second gaussian may leave some bytes behind

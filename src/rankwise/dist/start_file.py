@@ -1,4 +1,4 @@
-"""The file of one start, by which ranks find rank 0: its name, its folder, and what killed ones have left there.
+"""The file by which the ranks of one start find rank 0: its name, its folder, and cleaning up after killed ranks.
 
 path = write(folder / file_name(start), record);  read(path);  remove(path, secret)
 """
@@ -18,21 +18,21 @@ from rankwise.errors import RunDirError
 from rankwise.host import network, processes
 from rankwise.ipc import address_file
 
-_LEFT_BEHIND_S = 86400.0  # a file of this age is of a rank 0 that was killed before it could remove it
+_LEFT_BEHIND_S = 86400.0  # a file this old is from a rank 0 that was killed before it could remove it
 
 
 class NotHereError(Exception):
-    """Rank 0 is not found by this file, or not yet."""
+    """This file does not lead to rank 0, or not yet."""
 
 
 def file_name(start: str) -> str:
-    """`start` as the name of a file: nothing in it leads elsewhere, and it is not too long."""
+    """`start` as a file name: without path separators, and not too long."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", start).lstrip(".")
     return name if len(name) <= 100 and name == start else f"{name[:80]}-{hashlib.sha256(start.encode()).hexdigest()[:12]}"
 
 
 def write(path: Path, record: Mapping[str, Any]) -> Path:
-    """Raises OSError or RunDirError where the folder cannot be made or written."""
+    """Raises OSError or RunDirError if the folder cannot be created or written."""
     for attempt in range(3):
         path.parent.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -40,13 +40,13 @@ def write(path: Path, record: Mapping[str, Any]) -> Path:
             address_file.write(path, record)
             break
         except (OSError, RunDirError):
-            if path.parent.exists() or attempt == 2:  # else another start was done with the folder just now
+            if path.parent.exists() or attempt == 2:  # else another start has just removed the folder
                 raise
     return path
 
 
 def _clear_away(folder: Path) -> None:
-    """What killed ones left."""
+    """Remove files of killed ranks."""
     for old in folder.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _LEFT_BEHIND_S or _is_of_a_dead_process(old):
@@ -54,11 +54,11 @@ def _clear_away(folder: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Raises NotHereError when there is no such file, or it is another user's."""
+    """Raises NotHereError if there is no such file, or it belongs to another user."""
     try:
         return address_file.read(path, os.O_NOFOLLOW)
     except address_file.OtherUserError as error:
-        raise NotHereError(f"{path} belongs to user {error.owner}, and this is {os.geteuid()}") from None
+        raise NotHereError(f"{path} belongs to user {error.owner}, and this process to user {os.geteuid()}") from None
     except OSError as error:
         raise NotHereError(f"{path}: {str(error.strerror).lower()}") from None
     except ValueError:
@@ -66,7 +66,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _is_of_a_dead_process(path: Path) -> bool:
-    """Whether rank 0 of that file was on this host, and is gone."""
+    """Whether rank 0 of this file was on this host and is gone."""
     try:
         record = read(path)
         here = (record["home"], record["processes"]) == (network.home(), network.inode("/proc/self/ns/pid"))
@@ -76,7 +76,7 @@ def _is_of_a_dead_process(path: Path) -> bool:
 
 
 def remove(path: Path, secret: str) -> None:
-    """Ours alone: a later start of the same name may have written its own. The folder goes when it is empty."""
+    """Remove only our own file: a later start of the same name may have written another. Also remove an empty folder."""
     address_file.remove(path, secret, os.O_NOFOLLOW)
     with contextlib.suppress(OSError):
         path.parent.rmdir()

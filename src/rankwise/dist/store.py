@@ -1,7 +1,7 @@
-"""torch's store, in which ranks find each other's addresses: rank 0 makes it, where the ranks come in and nowhere else.
+"""torch's store, in which ranks find each other's addresses. Rank 0 creates it, and it listens only where the ranks connect.
 
 store = at_address(world, timeout, join_timeout_s)             # MASTER_ADDR and MASTER_PORT are given
-world, store = announced(world, timeout, join_timeout_s)       # they are not: rank 0 says where it listens
+world, store = announced(world, timeout, join_timeout_s)       # they are not given: rank 0 announces its address
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from rankwise.errors import WorldError
 from rankwise.host import network, processes
 from rankwise.host.text import numbered
 
-_TELL_S = 0.5  # ten times as long as the others take to look
+_TELL_S = 0.5  # ten times as long as the interval in which the others look
 
-_groups = 0  # that ranks of an agent of ours have made
+_groups = 0  # process groups that ranks of our agent have created
 
 
 def announced(world: World, timeout: timedelta, join_timeout_s: float) -> tuple[World, Any]:
-    """Without an address: rank 0's store, on a port that the kernel chose, and the world with what was learned."""
+    """Without an address: rank 0's store, on a port that the kernel chose, and the World with this address."""
     start = _start(world)
     if start is None:
         raise WorldError(
-            f"rank {world.rank} of {world.world_size} ({world.source}): nothing that was found names this start of the script, "
+            f"rank {world.rank} of {world.world_size} ({world.source}): the launcher gives this start of the script no name, "
             f"so the ranks cannot find each other; {rendezvous.CURE}"
         )
     home = Path(os.environ["HOME"]) if os.environ.get("HOME") else None
@@ -64,7 +64,7 @@ def announced(world: World, timeout: timedelta, join_timeout_s: float) -> tuple[
 
 
 def _start(world: World) -> str | None:
-    """What this start of the script is called by all of its ranks; None where nothing says so."""
+    """A name for this start of the script that is the same on all its ranks; None if there is none."""
     if world.source == world_.ARGUMENTS:
         parent = multiprocessing.parent_process()
         return f"spawn-{platform.node()}-{parent.pid}-{processes.start_time(parent.pid or 0)}" if parent is not None else None
@@ -72,7 +72,7 @@ def _start(world: World) -> str | None:
 
 
 def at_address(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
-    """At an address that was given: rank 0's store, when all ranks have come to it."""
+    """Rank 0's store at the given address, when all ranks have connected to it."""
     address, port = world.master_addr or "", world.master_port or 0
     deadline = time.monotonic() + join_timeout_s
     if world.rank == 0:
@@ -82,7 +82,7 @@ def at_address(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
         except OSError as error:
             raise WorldError(
                 f"rank 0 cannot listen on port {port} of {platform.node()} ({world.origin['master_port']}): "
-                f"{error.strerror}; choose another port, or give none: then one is taken that is free"
+                f"{error.strerror}; choose another port, or give none: then rank 0 takes a free one"
             ) from None
         store = _own(world, listener, own or "127.0.0.1", timeout)
     else:
@@ -96,39 +96,42 @@ def at_address(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
         if store.check(["rankwise/twice"]):
             twice = store.get("rankwise/twice").decode()
             if world.rank == 0:
-                time.sleep(_TELL_S)  # the store goes with it
+                time.sleep(_TELL_S)  # the store ends with rank 0
             raise WorldError(
-                f"two processes are rank {twice} of {world.world_size} ({world.source}): over several nodes a rank is "
-                f"node_rank * ranks of a node + local_rank; or two runs were given port {port} of {address}"
+                f"two processes are rank {twice} of {world.world_size} ({world.source}): on several nodes, rank = "
+                f"node_rank * ranks per node + local_rank; or two runs use port {port} of {address}"
             )
         waits = f"{numbered('rank', missing, ranges=True)} of {world.world_size} ({world.source})"
         if (now := time.monotonic()) > deadline:
-            raise WorldError(f"rank {world.rank} has waited {join_timeout_s:g} s for {waits} to come to {address}, port {port}")
+            raise WorldError(
+                f"rank {world.rank} has waited {join_timeout_s:g} s for {waits} to come to {address}, port {port}; start all "
+                "ranks, or give a larger join_timeout_s"
+            )
         if (due := wait.due(now)) and world.rank == 0:
-            where = f"they are to come to {address}, port {port}"
+            where = f"they must come to {address}, port {port}"
             rendezvous.say(f"rank 0 {wait.told(now, waits)}; {where if due == 'whole' else wait.SHORT}")
         time.sleep(0.05)
     return store
 
 
 def of_torch(world: World, timeout: timedelta) -> Any:
-    """What "env://" makes, or finds."""
+    """The store that "env://" creates or finds."""
     found, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout))  # type: ignore[attr-defined]
     found.set_timeout(timeout)
     return dist.PrefixStore("default_pg", found)  # type: ignore[attr-defined]
 
 
 def of_agent(world: World, timeout: timedelta) -> Any:
-    """The store of ranks that an agent of ours has started, where it has chosen: as torch makes it for "env://", but that it
-    listens only where the ranks come in. Each group that a script makes has keys of its own: an earlier one, which it has
-    destroyed, may have left the store and in it addresses that nobody answers at.
+    """The store of ranks that our agent has started, at the address that it has chosen: as torch creates it for "env://", but
+    it listens only where the ranks connect. Each process group of a script has its own keys, because a group that was
+    destroyed may have left old addresses in the store.
     """
     global _groups
     _groups += 1
     place = (world.master_addr or "", world.master_port or 0)
     if world.rank == 0 and (address := world_.store_address(world)):
         place = (address, place[1])
-        # An OSError: what this process has made there before is there still, and torch shares it.
+        # An OSError: this process has created a store there before, and torch shares it.
         with contextlib.suppress(OSError):
             return _keys(_own(world, network.listen_at(*place), address, timeout, like_torch=True))
     return _keys(
@@ -143,8 +146,8 @@ def _keys(store: Any) -> Any:
 
 
 def _own(world: World, listener: socket.socket, host: str, timeout: timedelta, like_torch: bool = False) -> Any:
-    """torch's store, made by rank 0: it takes over `listener`, which torch by itself opens on all interfaces. `host` reaches it
-    from here. `like_torch`: as for "env://", it waits until all ranks have come, and is shared with a later one.
+    """torch's store, created by rank 0. It uses `listener`, because torch itself would listen on all interfaces. `host` is its
+    address on this host. `like_torch`: as for "env://", it waits until all ranks have come, and a later store shares it.
     """
     port, fd = listener.getsockname()[1], listener.detach()
     return dist.TCPStore(  # type: ignore[attr-defined]
@@ -154,7 +157,7 @@ def _own(world: World, listener: socket.socket, host: str, timeout: timedelta, l
 
 
 def _theirs(world: World, host: str, port: int, timeout: timedelta) -> Any:
-    """Rank 0's store, reached by the others."""
+    """A connection of another rank to rank 0's store."""
     return dist.TCPStore(  # type: ignore[attr-defined]
         host, port, world.world_size, is_master=False, timeout=timeout, wait_for_workers=False
     )

@@ -1,4 +1,4 @@
-"""Who am I among the ranks. `discover` asks the schedulers in order and writes nothing; `explain` says why.
+"""Which rank this process is. `discover` asks the schedulers in order and writes nothing; `explain` says why.
 
 world = discover(os.environ);  print(world.rank, world.world_size, world.source)
 """
@@ -18,11 +18,11 @@ from rankwise.schedulers import Launcher
 from rankwise.schedulers.ranks import Ranks, shown, single
 
 ARGUMENTS = "arguments"
-"""The source of a world that was given by hand."""
+"""The source of a World from arguments."""
 
 
 class Given(TypedDict, total=False):
-    """A world given by hand: the four numbers, and the address of rank 0 whole or not at all. None is as not given."""
+    """The numbers of a World as arguments: all four, and host and port of rank 0 or neither. None means not given."""
 
     rank: int | None
     world_size: int | None
@@ -41,19 +41,19 @@ class World:
     local_rank: int
     local_world_size: int
     node_rank: int | None
-    """None where the launcher does not tell it (Open MPI and MPICH on several nodes)."""
+    """None if the launcher does not give it (Open MPI and MPICH on several nodes)."""
 
     source: str
-    """The scheduler whose variables said so, or "arguments"."""
+    """The scheduler whose variables were used, or "arguments"."""
 
     master_addr: str | None = None
     master_port: int | None = None
     run_dir: Path | None = None
-    """The run directory that rankwise's launcher made; None when something else started this process."""
+    """The run directory of rankwise's launcher; None if something else started this process."""
 
     origin: Mapping[str, str] = field(default_factory=dict)
     note: str | None = None
-    """What a person should know of this choice; None where the numbers speak for themselves."""
+    """What a person should know about this choice; None if the numbers are enough."""
 
     @property
     def is_main(self) -> bool:
@@ -65,13 +65,13 @@ class World:
 
     @classmethod
     def discover(cls, env: Mapping[str, str], *, allow_independent: bool = False, **given: Unpack[Given]) -> World:
-        """`discover` under the name of what it returns."""
+        """The same as `discover`."""
         return discover(env, allow_independent=allow_independent, **given)
 
 
 @dataclass(frozen=True)
 class NotTaken:
-    """A scheduler that was not believed."""
+    """A scheduler that was not used."""
 
     scheduler: str
     found: Mapping[str, str]
@@ -82,17 +82,17 @@ class NotTaken:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which rank a process is, or why that cannot be told, with the evidence."""
+    """Which rank a process is, or why this is not known, with the evidence."""
 
     source: str
-    """The scheduler that was believed, or "arguments"."""
+    """The scheduler that was used, or "arguments"."""
 
     found: Mapping[str, str]
     """Those of its variables that are set."""
 
     outcome: World | WorldError
     not_taken: tuple[NotTaken, ...]
-    """Every other scheduler, in the order of belief."""
+    """Every other scheduler, in the order in which they are asked."""
 
     @property
     def world(self) -> World | None:
@@ -104,10 +104,10 @@ class Explanation:
 
 
 def discover(env: Mapping[str, str], *, allow_independent: bool = False, **given: Unpack[Given]) -> World:
-    """The world of a process with this environment; the first scheduler that `env` speaks of decides.
+    """The World of a process with this environment. The first scheduler that recognises its variables in `env` decides.
 
-    Numbers given by hand outrank them all. Raises WorldError where `env`, or what is given, speaks half, and NotJoinedError,
-    unless `allow_independent`, for one of several processes that nothing has joined: each would train alone.
+    Arguments have precedence over all schedulers. Raises WorldError if `env` or the arguments are incomplete. Raises
+    NotJoinedError, unless `allow_independent`, for one of several processes that nothing connects: each would train alone.
     """
     outcome = explain(env, allow_independent=allow_independent, **given).outcome
     if isinstance(outcome, WorldError):
@@ -116,8 +116,8 @@ def discover(env: Mapping[str, str], *, allow_independent: bool = False, **given
 
 
 def explain(env: Mapping[str, str], *, allow_independent: bool = False, **given: Unpack[Given]) -> Explanation:
-    """What `discover` returns or raises for the same arguments, and why. Pure; raises nothing but ConfigError, for a package
-    whose scheduler cannot be loaded."""
+    """What `discover` returns or raises for the same arguments, and why. Pure. Raises only ConfigError, if the scheduler of a
+    package cannot be loaded."""
     by_hand = any(value is not None for value in given.values())
     launchers = schedulers.launchers(env)
     claims = [name for name, launcher in launchers.items() if launcher.detect(env)]
@@ -144,7 +144,7 @@ def _outcome(asked: Callable[[], Ranks], source: str, env: Mapping[str, str], al
     except NotJoinedError as error:
         if not allow_independent:
             return error
-        ranks = single("a process on its own, as was allowed", f"without leave to be alone this is an error: {error}")
+        ranks = single("an independent process, as was allowed", f"without --allow-independent this is an error: {error}")
     except WorldError as error:
         return error
     run_dir = env.get(ENV_RUN_DIR)
@@ -172,12 +172,12 @@ def _from_arguments(given: Given) -> Ranks:
         needed = ["rank", "world_size", "local_rank", "local_world_size", *([] if whole else ["master_addr", "master_port"])]
         has = {name: str(value) for name, value in given.items() if value is not None}
         raise WorldError(
-            f"{shown(has, has)} but not {', '.join(name for name in needed if name not in has)} as arguments: "
-            "give all of them, or none and let the launcher's variables say it"
+            f"got {shown(has, has)} as arguments, but not {', '.join(name for name in needed if name not in has)}; "
+            "give all of them, or none: then the launcher's variables are used"
         )
     one_node = local_world_size == world_size
     origin = {name: f"the argument {name}" for name, value in given.items() if value is not None}
-    origin["node_rank"] = "all ranks are on one node" if one_node else "no argument tells it"
+    origin["node_rank"] = "all ranks are on one node" if one_node else "no argument gives it"
     node_rank = 0 if one_node else None
     return Ranks(rank, world_size, local_rank, local_world_size, node_rank, master_addr, master_port, origin=origin)
 
@@ -187,19 +187,19 @@ def _found(launcher: Launcher, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _why_not(launcher: Launcher, env: Mapping[str, str], believed: str | None) -> str:
-    """`believed`: the source that outranks this scheduler; None if it makes no claim itself."""
+    """`believed`: the source that comes before this scheduler; None if this scheduler does not recognise `env`."""
     if believed is None:
         needs = f"needs {launcher.needs}"
         return f"{needs}: not enough of them set" if _found(launcher, env) else f"{needs}: not set"
     try:
         ranks = launcher.ranks(env)
     except WorldError:
-        return f"{believed} is believed first; by itself this would be an error"
-    return f"{believed} is believed first; by itself this would be rank {ranks.rank} of {ranks.world_size}"
+        return f"{believed} comes first; without it, this would be an error"
+    return f"{believed} comes first; without it, this would be rank {ranks.rank} of {ranks.world_size}"
 
 
 def agent_row(world: World) -> Row | None:
-    """This rank's row in the page that its agent shares with it; None when no living agent of ours started it."""
+    """The row of this rank in the page that it shares with its agent; None without a running agent of ours."""
     part = _part(world)
     try:
         return Page.open(part.page).row(world.rank - part.first) if part is not None else None
@@ -208,36 +208,36 @@ def agent_row(world: World) -> Row | None:
 
 
 def ranks_of_one_agent(world: World) -> int:
-    """How many ranks our agent has started here, which all see the same devices; 1 where none of ours did."""
+    """The number of ranks that our agent has started here, which all see the same devices; 1 without our agent."""
     part = _part(world)
     return part.ranks if part is not None else 1
 
 
 def store_address(world: World) -> str:
-    """The one address at which all ranks reach rank 0's store; empty where no agent of ours says so."""
+    """The address at which all ranks reach rank 0's store; empty without our agent."""
     part = _part(world)
     return part.store if part is not None else ""
 
 
 def checkpoint_scope(world: World) -> str:
-    """What `rankwise run --checkpoint-scope` said: `main` or `node`."""
+    """The value of `rankwise run --checkpoint-scope`: `main` or `node`."""
     attempt = _attempt(world)
     return attempt.checkpoint_scope if attempt is not None else "main"
 
 
 def strategy_name(world: World) -> str:
-    """What `rankwise run --sync` said; empty for nothing."""
+    """The value of `rankwise run --sync`; empty if it was not given."""
     attempt = _attempt(world)
     return attempt.sync if attempt is not None else ""
 
 
 def _part(world: World) -> NodeRecord | None:
-    """What this rank's agent has of the run's newest attempt."""
+    """The record of this rank's node in the newest attempt of the run."""
     attempt = _attempt(world)
     return attempt.part_of(world.rank) if attempt is not None else None
 
 
 def _attempt(world: World) -> Attempt | None:
-    """The newest of the run that an agent of ours has started; None elsewhere."""
+    """The newest attempt of the run; None without our agent."""
     attempts = RunDir(world.run_dir).attempts() if world.run_dir is not None else []
     return attempts[-1] if attempts else None

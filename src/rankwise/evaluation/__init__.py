@@ -1,4 +1,4 @@
-"""What a model is worth: exact figures, and predictions in the order of the dataset, on any number of ranks."""
+"""Evaluation and prediction: exact metrics, and predictions in the order of the dataset, on any number of ranks."""
 
 from rankwise.evaluation.evaluate import Evaluate, Pair
 from rankwise.evaluation.metrics import Metrics

@@ -1,7 +1,7 @@
-"""Exact evaluation: each sample once, on any number of ranks.
+"""Exact evaluation: each sample counts once, on any number of ranks.
 
 Trainer(..., evaluate=Evaluate(data, accuracy, every_steps=500))      # state.metrics["eval_accuracy"]
-figures = Evaluate(loader, accuracy).figures(model)                   # in a loop of one's own
+figures = Evaluate(loader, accuracy).figures(model)                   # in your own loop
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rankwise.training.state import TrainState
 
 _MODEL = Argument(
     lambda value: isinstance(value, nn.Module) or isinstance(getattr(value, "model", None), nn.Module),
-    "a torch.nn.Module, or what has one as .model: EMA(model)",
+    "a torch.nn.Module, or an object with one as .model, such as EMA(model)",
 )
 _FUNCTION = Argument(callable, "a function: Evaluate(data, fn)")
 _NAME = Argument(lambda value: isinstance(value, str) and value.isidentifier(), "a word: eval, ema, test")
@@ -44,17 +44,17 @@ _MOVED = {
 
 
 class Evaluate:
-    """Exact evaluation, sharded: every sample once, on whatever number of ranks; nothing is averaged twice.
+    """Exact evaluation on all ranks: every sample counts once, on any number of ranks, and no mean of means is taken.
 
-    `data`: a dataset, cut as the training data are, or a Loader, of which one epoch is taken. `fn(model, batch)` returns
-    {name: (sum, count)}; the figures are `eval_<name>` = sum / count over all samples; None: the loss of the Trainer's step_fn.
-    `metrics`: {name: object that `fn` updates}, for figures that are no such mean (metrics.py): each gives `eval_<name>`, and
-    then `fn` may return None. `name`: another word than `eval`. `model`: another module than the one that is trained, or what
-    has one as `.model` (EMA).
+    `data`: a dataset, which is divided like the training data, or a Loader, of which one epoch is used. `fn(model, batch)`
+    returns {name: (sum, count)}; the metrics are `eval_<name>` = sum / count over all samples. Without `fn`, the loss of the
+    Trainer's step_fn is used. `metrics`: {name: object that `fn` updates}, for metrics that are not such a mean; each gives
+    `eval_<name>`, and `fn` may then return None. `name`: a word instead of `eval`. `model`: another module than the trained
+    one, or an object with one as `.model` (EMA).
 
-    An action: after `every_steps` steps or `every_epochs` epochs, by default after each epoch, and at the end. In a loop of
-    your own: `evaluate.figures(model, sync)`. Random numbers drawn in it do not move the training's streams, and each rank's
-    own weights and buffers, and modes, are put back.
+    This is an action: it runs every `every_steps` steps or `every_epochs` epochs (by default after each epoch), and at the end.
+    In your own loop, call `evaluate.figures(model, sync)`. It does not change the random streams of the training, and restores
+    weights and buffers of each rank, and modes.
     """
 
     @takes(
@@ -73,7 +73,9 @@ class Evaluate:
         name: str = "eval",
     ) -> None:
         if fn is None and metrics is not None:
-            raise ConfigError("Evaluate: metrics are updated by a function of yours: fn=lambda model, batch: f1.update(...)")
+            raise ConfigError(
+                "Evaluate(metrics=...) needs a function that updates them: fn=lambda model, batch: f1.update(...)"
+            )
         self.data, self.fn, self.name = data, fn, name
         self.names_by_user = fn is not None
         self.every_steps, self.every_epochs = every_steps, every_epochs
@@ -88,7 +90,7 @@ class Evaluate:
         self.wait_s = 0.0
 
     def attach(self, trainer: Any) -> None:
-        """What it has of a Trainer: how its data are cut, its strategy, its precision, its loss."""
+        """Use the Trainer's way of dividing data, its strategy, precision and loss."""
         if not isinstance(self.data, Loader):
             self._loader = trainer.loader.over(self.data)
         self._metrics.to(trainer.device)
@@ -99,7 +101,7 @@ class Evaluate:
             self._model.to(trainer.device)
 
     def __call__(self, state: TrainState) -> None:
-        """Collective, when it is due."""
+        """Collective. Evaluate if it is due."""
         self._trigger(state)
 
     def _run(self, state: TrainState) -> None:
@@ -111,10 +113,10 @@ class Evaluate:
 
     @property
     def loader(self) -> Loader:
-        """One epoch of the data. Raises ConfigError for a dataset without a Trainer, which knows how to cut it."""
+        """One epoch of the data. Raises ConfigError for a dataset without a Trainer, which knows how to divide it."""
         if self._loader is None:
             raise ConfigError(
-                f"Evaluate({type(self.data).__name__}) in a loop of your own: give it "
+                f"Evaluate({type(self.data).__name__}): in your own loop, give it a Loader: "
                 "rankwise.Loader(dataset, global_batch_size=..., shuffle=False)"
             )
         return self._loader.once()
@@ -122,13 +124,13 @@ class Evaluate:
     def figures(
         self, model: nn.Module | None = None, sync: SyncStrategy | None = None, batches: Iterable[list[Any]] | None = None
     ) -> dict[str, float]:
-        """Collective. `eval_<name>` of each, and nothing else happens. `model`: by default the one that was given. `sync`: the
-        strategy of a loop of your own, needed if the ranks hold anything apart (running statistics, say). `batches`: in the
-        place of the data."""
+        """Collective. Return `{"eval_<name>": value, ...}`. `model`: by default the one given to Evaluate. `sync`: the strategy
+        of your own loop; needed if something differs between ranks (for example running statistics). `batches`: used instead of
+        the data."""
         own = self._model.model if hasattr(self._model, "model") and not isinstance(self._model, nn.Module) else self._model
         looked_at = model if model is not None else own
         if looked_at is None:
-            raise ConfigError("evaluate.figures(model): give the model")
+            raise ConfigError("evaluate.figures() needs a model: evaluate.figures(model)")
         strategy = sync if sync is not None else self._sync
         averaged = strategy.averaged(None if own is None else looked_at) if strategy is not None else contextlib.nullcontext()
         with averaged, evaluating(looked_at), self._metrics.of_this_rank():
@@ -143,12 +145,14 @@ class Evaluate:
             means = {name: total.mean for name, total in _over_ranks(totals).items()}
             computed = self._metrics.compute(has_batches=number > 0) if self._metrics else {}
         if twice := means.keys() & computed.keys():
-            raise StepError(f"two metrics are called {min(twice)!r}: one that the function returns, and one of the metrics")
+            raise StepError(
+                f"two metrics have the name {min(twice)!r}: one from the function, and one from metrics=...; rename one"
+            )
         return {f"{self.name}_{name}": value for name, value in (means | computed).items()}
 
     def _figures_of(self, model: nn.Module, batch: Any) -> Mapping[str, Pair]:
         if self.fn is None:
-            raise ConfigError("Evaluate in a loop of your own needs a function: Evaluate(loader, fn)")
+            raise ConfigError("Evaluate in your own loop needs a function: Evaluate(loader, fn)")
         figures = self.fn(model, batch)
         if figures is None and self._metrics:
             return {}
@@ -156,12 +160,12 @@ class Evaluate:
             raise _no_figures(type(figures).__name__)
         for name, pair in figures.items():
             if not (isinstance(pair, tuple) and len(pair) == 2):
-                raise _no_figures(f"{type(pair).__name__} for {name!r}, which is no pair")
+                raise _no_figures(f"{type(pair).__name__} for {name!r}, which is not a pair")
         return figures
 
 
 def _over_ranks(totals: Mapping[str, Sequence[Pair]]) -> dict[str, Total]:
-    """Collective. The total of each name over all ranks; a rank without a batch knows no names."""
+    """Collective. The total of each name over all ranks. A rank without a batch has no names."""
     names = sorted({name for names in comm.all_gather_object(list(totals)) for name in names})
     if not names:
         return {}
@@ -179,12 +183,12 @@ def _no_figures(what: str) -> StepError:
 
 
 def _kept(value: float | torch.Tensor) -> float | torch.Tensor:
-    """A copy in float64 of what the function may write to in the next batch; nothing waits for a device here."""
+    """A copy in float64, because the function may overwrite its tensor in the next batch. Does not wait for a device."""
     return value.detach().to(torch.float64, copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _summed(pairs: Sequence[Pair]) -> torch.Tensor:
-    """The sums and the counts of many batches, added up in float64; a device is waited for once."""
+    """The sums and counts of many batches, added up in float64. Waits once for a device."""
     return torch.stack([_column(values) for values in zip(*pairs, strict=True)], 1).sum(0)
 
 

@@ -1,8 +1,8 @@
-"""Metric objects over all ranks: F1, AUROC, perplexity, word errors, whatever is no mean of a sum and a count.
+"""Metric objects over all ranks: F1, AUROC, perplexity, word errors, and others that are not a sum over a count.
 
 metrics = Metrics({"f1": torchmetrics.F1Score("multiclass", num_classes=10)})
 with metrics.of_this_rank():
-    ...                                             # f1.update(scores, y), on the ranks that have batches
+    ...                                             # f1.update(scores, y), on ranks with batches
     figures = metrics.compute(has_batches=True)     # {"f1": 0.93}, on every rank
 """
 
@@ -22,12 +22,12 @@ from rankwise.errors import ConfigError, StepError
 
 
 class Metric(Protocol):
-    """An object that is told batch after batch, and knows a number in the end; torchmetrics' own convention.
+    """An object that is updated batch by batch and then computes a number, as in torchmetrics.
 
-    How those of several ranks become one:
-    - with states that have a reduction (torchmetrics: `metric_state`), these are gathered and reduced;
-    - with `merge_state(others)` (torcheval; your own), the other ranks' objects are handed to it;
-    - without either, `compute` is called on all ranks at once, and communicates itself.
+    The objects of several ranks are combined in one of these ways:
+    - states with a reduction (torchmetrics: `metric_state`) are gathered and reduced;
+    - `merge_state(others)` (torcheval, or your own) gets the objects of the other ranks;
+    - otherwise `compute` is called on all ranks, and must communicate itself.
     """
 
     def update(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -38,33 +38,33 @@ class Metric(Protocol):
 
 
 class Metrics:
-    """Named metric objects; torchmetrics' MetricCollection may be one of them, or stand for all."""
+    """Named metric objects. A MetricCollection of torchmetrics may be one of them, or be used instead of the mapping."""
 
     def __init__(self, metrics: Any = None) -> None:
         if metrics is not None and not isinstance(metrics, Mapping) and not _is_collection(metrics):
-            raise ConfigError(f'metrics is {type(metrics).__name__}; give metric objects by name: {{"f1": f1}}')
+            raise ConfigError(f'metrics is a {type(metrics).__name__}; give metric objects by name: {{"f1": f1}}')
         self._metrics: Any = metrics if metrics is not None else {}
         for name, metric in self._named():
             lacking = [method for method in ("update", "compute", "reset") if not callable(getattr(metric, method, None))]
             if lacking:
                 raise ConfigError(
-                    f"metrics: {name!r} ({type(metric).__name__}) has no {' and no '.join(lacking)}; a metric object has "
-                    "update(...), compute() and reset(), as those of torchmetrics"
+                    f"metrics: {name!r} ({type(metric).__name__}) has no {' and no '.join(lacking)}; a metric object must "
+                    "have update(...), compute() and reset(), like those of torchmetrics"
                 )
 
     def __bool__(self) -> bool:
         return any(True for _ in self._named())
 
     def to(self, device: torch.device) -> None:
-        """Move those that can be moved."""
+        """Move the objects that have `to`."""
         for metric in self._whole():
             if hasattr(metric, "to"):
                 metric.to(device)
 
     @contextlib.contextmanager
     def of_this_rank(self) -> Iterator[None]:
-        """What is told inside belongs to one evaluation: nothing of before is in it, and nothing stays. No object waits for
-        other ranks inside, which may have fewer batches, or none."""
+        """Updates inside belong to one evaluation: the objects are reset before and after. No object waits for other ranks
+        inside, because these may have fewer batches, or none."""
         before = [(part, part.distributed_available_fn) for part in self._parts() if hasattr(part, "distributed_available_fn")]
         for part, _ in before:
             part.distributed_available_fn = _nobody
@@ -79,9 +79,9 @@ class Metrics:
                 part.distributed_available_fn = available
 
     def compute(self, has_batches: bool) -> dict[str, float]:
-        """Collective. The figures over all batches of all ranks, on every rank; `has_batches`: whether this rank had one.
+        """Collective. The metrics over all batches of all ranks, on every rank. `has_batches`: whether this rank had a batch.
 
-        Computed on one rank, the first that had a batch; what is raised there is raised on all.
+        Computed on the first rank that had a batch; an error there is raised on all ranks.
         """
         ranks = [rank for rank, had in enumerate(comm.all_gather_object(has_batches)) if had]
         figures: dict[str, float] = {}
@@ -97,7 +97,7 @@ class Metrics:
     def _on_one(
         self, ranks: Sequence[int], name: str, metric: Any, mine: Any, take: Callable[[Any, Sequence[Any]], None]
     ) -> dict[str, float]:
-        """Collective. Compute it where `take` has given it what all `ranks` hold."""
+        """Collective. Compute the metric on one rank, after `take` has given it the values of all `ranks`."""
         home = ranks[0] if ranks else 0
         told = comm.gather_object(mine, home)
         figures: dict[str, float] = {}
@@ -111,7 +111,7 @@ class Metrics:
         return [self._metrics] if _is_collection(self._metrics) else list(self._metrics.values())
 
     def _named(self) -> Iterator[tuple[str, Any]]:
-        """(name, metric), those of a collection one by one: it brings their states up to date when it is asked for them."""
+        """(name, metric), those those of a collection one by one: `items()` also updates their states."""
         for name, metric in self._metrics.items():
             if _is_collection(metric):
                 yield from ((f"{name}_{inner}", one) for inner, one in metric.items())
@@ -132,7 +132,7 @@ def _is_collection(metric: Any) -> bool:
 
 
 def _parts(metric: Any) -> Iterable[Any]:
-    """A metric of torchmetrics may be made of others; all of them are modules."""
+    """A metric of torchmetrics may consist of others; all of them are modules."""
     return metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
 
 
@@ -144,14 +144,14 @@ def _has_states(metric: Any) -> bool:
 
 
 def _states(metric: Any) -> list[dict[str, Any]]:
-    """Of each part, in host memory."""
+    """The states of each part, in host memory."""
     return [{name: _on_cpu(value) for name, value in part.metric_state.items()} for part in _parts(metric) if _has_states(part)]
 
 
 def _take_states(metric: Any, told: Sequence[list[dict[str, Any]]]) -> None:
-    """As torchmetrics reduces them, but for ranks without a batch, which are left out: their empty lists have neither the
-    dtype nor the shape of the others', and their defaults would weigh in a mean."""
-    metric.reset()  # which forgets a number that was computed meanwhile, too
+    """As torchmetrics reduces them, but without ranks that had no batch: their empty lists have another dtype and shape, and
+    their default values would change a mean."""
+    metric.reset()  # also drops a cached result
     for number, part in enumerate(part for part in _parts(metric) if _has_states(part)):
         device = getattr(part, "device", torch.device("cpu"))
         for name, reduction in part._reductions.items():
@@ -179,7 +179,7 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 def _quietly(compute: Callable[[], Any]) -> Any:
-    """Without torchmetrics' warning that this very object was told nothing."""
+    """Without torchmetrics' warning that this object was never updated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
         return compute()
@@ -193,7 +193,7 @@ def _travelling(metric: Any) -> Any:
 
 
 def _merge(metric: Any, told: Sequence[Any]) -> None:
-    """`told` begins with this rank's own."""
+    """`told` starts with the object of this rank."""
     if len(told) > 1:
         metric.merge_state(told[1:])
 
@@ -215,12 +215,12 @@ def _figures(name: str, value: Any) -> dict[str, float]:
 
 
 def _agreed(name: str, figures: dict[str, float]) -> dict[str, float]:
-    """Collective. Raises StepError unless all ranks have come to the same: `compute` has not communicated."""
+    """Collective. Raises StepError if the ranks have different results, because `compute` has not communicated."""
     told = comm.all_gather_object(figures)
     if any(repr(other) != repr(told[0]) for other in told):
         raise StepError(
             f"compute() of {name!r} gave {told[0]} on rank 0 and {next(o for o in told if repr(o) != repr(told[0]))} on "
-            "another: it must add up all ranks itself (rankwise.all_reduce), or have a method merge_state(others), which takes "
-            "in what the objects of the other ranks hold"
+            "another rank; it must combine all ranks itself (rankwise.all_reduce), or the metric must have a method "
+            "merge_state(others), which adds the other ranks' objects"
         )
     return figures

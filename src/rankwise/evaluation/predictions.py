@@ -1,8 +1,8 @@
-"""Predictions of all ranks, each sample's once, in the order of the dataset.
+"""Predictions of all ranks: one for each sample, in the order of the dataset.
 
     scores = predict(predict_fn, model, loader)        # on the main rank; None on the others
 
-For figures that need all predictions together (a ranking, a corpus score), and for writing them down.
+For metrics that need all predictions together (a ranking, a corpus score), and for writing them to a file.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rankwise.training.precision import Precision
 
 _ORDER = "predict(predict_fn, model, loader)"
 _LOADER = instance(
-    Loader, f"{_ORDER}, the last a rankwise.Loader(dataset, global_batch_size=..., max_epochs=1, shuffle=False)"
+    Loader, f"a rankwise.Loader(dataset, global_batch_size=..., max_epochs=1, shuffle=False), as the last of {_ORDER}"
 )  # fmt: skip
-_ROUND = 32  # steps whose predictions travel together
+_ROUND = 32  # steps whose predictions are sent together
 
 Part = tuple[list[int], Any]
-"""Indices of samples, and the rows that are theirs."""
+"""Indices of samples, and their rows."""
 
 
 @takes(
@@ -44,20 +44,22 @@ def predict(
     into: Callable[[list[int], Any], object] | None = None,
     precision: Precision | None = None,
 ) -> Any:
-    """Collective. What `predict_fn(model, batch)` returns for each sample, in the order of the dataset, or of the stream.
+    """Collective. Return the results of `predict_fn(model, batch)` for all samples, in the order of the dataset or stream.
 
-    `predict_fn` returns for a batch of n samples a tensor or array of n rows, a list of n of anything (rows of uneven length),
-    or a mapping or tuple of these. The answer is of the same kind, for all samples, in host memory: on the main rank, None on
-    the others; with `on="all"` on all ranks. `loader`: of one epoch, in whatever order and batches.
+    For a batch of n samples, `predict_fn` returns a tensor or array with n rows, a list with n entries (for rows of uneven
+    length), or a mapping or tuple of these. The result has the same form, for all samples, in host memory: on the main rank
+    (None on the others), or with `on="all"` on all ranks. `loader` must be for one epoch; its order and batches do not matter.
 
-    `into(indices, rows)`: called on the main rank in the place of an answer, again and again, with the indices of some samples
-    and what is theirs: no more is held than of 32 steps. Without shuffling, and with batches by count, the indices go up from
-    call to call. What it raises is raised on all ranks.
+    `into(indices, rows)`: called on the main rank, again and again, with some samples, and nothing is returned; so only the
+    rows of 32 steps are in memory. Without shuffling, and with batches by count, the indices increase from call to call. An
+    error in it is raised on all ranks.
     """
     if into is not None and on != "main":
-        raise ConfigError("into=... is called on the main rank: leave on='all' out")
+        raise ConfigError("into=... is called only on the main rank; remove on='all'")
     if loader.is_split:
-        raise ConfigError("predictions come in the order of the dataset, and streams of each rank's own have none over all")
+        raise ConfigError(
+            "predict() needs one order of all samples, and each rank reads a stream of its own; give one that all ranks share"
+        )
     loader = loader.once()
     mine: list[Part] = []
     told: list[Part] = []
@@ -83,13 +85,13 @@ def predict(
 
 
 def _whole(parts: Sequence[Part]) -> Any:
-    """Collective. All of them as one; what is wrong with them where they are is raised on all ranks."""
+    """Collective. All predictions as one; an error on one rank is raised on all."""
     with agreed():
         return _joined(parts)[1] if parts else None
 
 
 def _rows(value: Any, n: int, where: str = "") -> Any:
-    """In host memory. Raises StepError unless there are n rows."""
+    """The rows in host memory. Raises StepError unless there are n."""
     if isinstance(value, Mapping):
         return {key: _rows(one, n, f"{where}[{key!r}]") for key, one in value.items()}
     if isinstance(value, tuple):
@@ -105,8 +107,8 @@ def _rows(value: Any, n: int, where: str = "") -> Any:
     if found != n:
         what = f"{found} rows" if isinstance(found, int) else found
         raise StepError(
-            f"predict_fn returned {what}{where and f' in {where}'} for a batch of {n}; return a tensor of a row a sample, "
-            "a list of as many, or a mapping or tuple of these"
+            f"predict_fn returned {what}{where and f' in {where}'} for a batch of {n}; return a tensor with one row per "
+            "sample, a list with one entry per sample, or a mapping or tuple of these"
         )
     return value
 
@@ -118,13 +120,14 @@ def _joined(parts: Sequence[Part]) -> Part:
 
 
 def _put_together(parts: Sequence[Any], order: Any, where: str = "") -> Any:
-    """The rows of several batches as one, in `order`."""
+    """The rows of several batches together, in `order`."""
     first = parts[0]
     if any(type(part) is not type(first) or _shape(part) != _shape(first) for part in parts):
         kinds = sorted({f"{type(part).__name__} {_shape(part)}" for part in parts})
         raise StepError(
-            f"predict_fn returned other things for other batches{where and f', in {where}'}: {' and '.join(kinds[:3])}; rows "
-            "of uneven length belong into a list, one a sample: list(rows), or [row[:n] for row, n in zip(rows, lengths)]"
+            f"predict_fn returned different shapes or types for different batches{where and f', in {where}'}: "
+            f"{' and '.join(kinds[:3])}; return rows of uneven length as a list, one per sample: list(rows), or "
+            "[row[:n] for row, n in zip(rows, lengths)]"
         )
     if isinstance(first, dict):
         return {key: _put_together([part[key] for part in parts], order, f"{where}[{key!r}]") for key in first}
@@ -139,7 +142,7 @@ def _put_together(parts: Sequence[Any], order: Any, where: str = "") -> Any:
 
 
 def _shape(part: Any) -> Any:
-    """What must be alike in all batches."""
+    """What must be the same in all batches."""
     if isinstance(part, dict):
         return sorted(map(repr, part))
     if isinstance(part, tuple):

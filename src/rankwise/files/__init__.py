@@ -1,4 +1,4 @@
-"""Files of data that are not on this machine: read with a limit of time, and copied to it once. URLs need fsspec:
+"""Data files that are not on this machine: read with a time limit, and copied once to a local disk. URLs need fsspec:
 pip install 'rankwise[remote]'."""
 
 from rankwise.files.cache import FileCache

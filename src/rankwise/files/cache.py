@@ -1,10 +1,10 @@
-"""Copies of remote or slow files on a disk of this machine: each made once, kept while it is used, removed when room is needed.
+"""Copies of remote or slow files on a local disk: each is made once, kept while it is used, and removed when space is needed.
 
     cache = FileCache("/scratch/me")
     cache.paths(["s3://bucket/train-0.h5", "/nfs/train-1.h5"])    # ["/scratch/me/rankwise-1000/train-0-5f1c...h5", ...]
 
-Of all processes that want the same file one copies it, and the others wait: they agree by locks of the kernel (flock), which go
-with their process, however that ends. What is not whole has a name of its own, so a copy is there whole or not at all.
+If several processes need a file, one copies it and the others wait. They use kernel locks (flock), which end with their
+process. An incomplete copy has another name, so a copy is complete or absent.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _POLL_S = 0.1
 _SAY_AFTER_S, _SAY_EVERY_S = 10.0, 60.0
 
 _UNUSED_S = 30 * 24 * 3600.0
-"""A copy that nobody has used for so long is removed when another is made."""
+"""A copy that was not used for so long is removed when another is made."""
 
 _FREE, _FREE_BYTES = 0.05, 10 << 30
-"""Of the disk so much stays free, at most so many bytes."""
+"""This share of the disk stays free, but at most so many bytes."""
 
-_COPY = re.compile(r".*-[0-9a-f]{16}(\.[^/]*)?")  # what else lies there is somebody's own
-_PART = ".part"  # behind the name of what is not whole
+_COPY = re.compile(r".*-[0-9a-f]{16}(\.[^/]*)?")  # other files there are not ours
+_PART = ".part"  # after the name of an incomplete copy
 
 
 class FileCache:
-    """Copies of one user's in a folder of this machine. A file that is another in size or time gets another copy.
+    """Copies of one user in a folder of this machine. If the size or time of a file changes, it gets a new copy.
 
-    A copy that somebody has is never removed; of the others, when one is made, those that nobody has used for 30 days, and then
-    those used longest ago until there is room, with 5 % of the disk left free (10 GiB of a large one).
+    A copy in use is never removed. When a new copy is made, those that were not used for 30 days are removed, and then those
+    used longest ago, until there is space, with 5 % of the disk left free (at most 10 GiB).
     """
 
     @takes(folder=PATH)
@@ -60,10 +60,11 @@ class FileCache:
 
     @takes(sources=SEQUENCE)
     def paths(self, sources: Sequence[str]) -> list[str]:
-        """Of the copies, in this order. They stay as long as this object is, here and in the processes that are given it.
+        """The paths of the copies, in this order. They stay as long as this object exists, in this process and in those that it
+        is sent to.
 
-        A source that has no copy stands for itself, and one warning says why: a folder that cannot be written or has no room is
-        no reason not to train. Raises DataError for a source that cannot be read.
+        If a source cannot be copied, it is used directly, and a warning says why: training continues without a cache. Raises
+        DataError for a source that cannot be read.
         """
         known = {source: facts(source) for source in sources}
         copies: dict[str, str] = {}
@@ -81,7 +82,7 @@ class FileCache:
                     copies[source] = str(copy)
         if left := [source for source in known if source not in copies]:
             log.say_per_node(
-                f"warning: cache={self._given!r}: {why}; {count(len(left), 'file')} of {len(known)} read from where they are: "
+                f"warning: cache={self._given!r}: {why}; {count(len(left), 'file')} of {len(known)} are read without a copy: "
                 f"{left[0]}{', ...' if len(left) > 1 else ''}"
             )
         return [copies.get(source, source) for source in sources]
@@ -93,7 +94,7 @@ class FileCache:
         return text
 
     def _copy_of(self, source: str, known: FileFacts, wait: bool) -> Path | None:
-        """None: another process copies it, and nobody waits. Raises OSError where there can be no copy."""
+        """None if another process is copying it and `wait` is False. Raises OSError if a copy is not possible."""
         self._check_folder()
         path = self._folder / _name(source, known)
         patience = Patience(math.inf, _SAY_AFTER_S, _SAY_EVERY_S)
@@ -109,11 +110,11 @@ class FileCache:
             if not wait:
                 return None
             if patience.due():
-                log.say_per_node(f"waiting {patience.waited_s:.0f} s for another process, which copies {source} to {path}")
+                log.say_per_node(f"waiting for another process to copy {source} to {path} ({patience.waited_s:.0f} s so far)")
             time.sleep(_POLL_S)
 
     def _make(self, path: Path, part: int, source: str, known: FileFacts) -> None:
-        """Copy into the file that `part` has open, and give it its name. Raises FileExistsError where somebody has made it."""
+        """Copy into the open file `part`, and rename it. Raises FileExistsError if another process has made the copy."""
         unfinished = path.with_name(path.name + _PART)
         try:
             if path.exists():
@@ -123,7 +124,7 @@ class FileCache:
             _reserve(part, known.size or 0)
             _copy(source, known, part, path)
             if facts(source) != known:
-                raise DataError(f"{source} was changed while it was copied: wait until it is whole, and start again")
+                raise DataError(f"{source} changed while it was copied: wait until it is complete, and start again")
             os.rename(unfinished, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -135,11 +136,11 @@ class FileCache:
     # --- the folder
 
     def _check_folder(self) -> None:
-        """Nobody else may put a file there for us to train on."""
+        """No other user may put a file there that we would train on."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = self._folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise OSError(errno.EPERM, f"{self._folder} is not a folder of yours that nobody else may write")
+            raise OSError(errno.EPERM, f"{self._folder} must be your own folder, which only you can write to")
 
     def _make_room(self, needed: int) -> None:
         copies = []
@@ -151,15 +152,15 @@ class FileCache:
             if path.name.endswith(_PART) or used < time.time() - _UNUSED_S or self._missing(needed) > 0:
                 _remove(path)
         if (missing := self._missing(needed)) > 0:
-            raise OSError(errno.ENOSPC, f"{size(needed)} are to be copied, and {size(missing)} too few are free")
+            raise OSError(errno.ENOSPC, f"the copy needs {size(needed)}, and the disk must have {size(missing)} more free")
 
     def _missing(self, needed: int) -> int:
-        """Bytes that must go before so many may come."""
+        """Bytes that must be removed before so many can be written."""
         disk = os.statvfs(self._folder)
         left_alone = min(int(disk.f_blocks * disk.f_frsize * _FREE), _FREE_BYTES)
         return needed + left_alone - disk.f_bavail * disk.f_frsize
 
-    # --- another process has it too
+    # --- sent to another process
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_used": list(self._used)}
@@ -173,7 +174,7 @@ class FileCache:
 
 
 class _Use:
-    """A file that is open under a shared lock, so that nobody removes it."""
+    """A file that is open with a shared lock, so that no process removes it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -183,7 +184,7 @@ class _Use:
 
 
 def _use(path: Path, expected: int | None) -> _Use | None:
-    """None where there is none of `expected` bytes, or it is being removed."""
+    """None if there is no file of `expected` bytes, or it is being removed."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -202,7 +203,7 @@ def _use(path: Path, expected: int | None) -> _Use | None:
 
 @contextlib.contextmanager
 def _alone(path: Path, flags: int = 0) -> Iterator[int | None]:
-    """The file, open to be written, while no other process uses it or has it so; None if one does, or it is gone."""
+    """The file, open for writing, with an exclusive lock; None if another process has a lock, or the file is removed."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     try:
         yield fd if _locked(fd, fcntl.LOCK_EX) and _is_still(fd, path) else None
@@ -211,7 +212,7 @@ def _alone(path: Path, flags: int = 0) -> Iterator[int | None]:
 
 
 def _remove(path: Path) -> None:
-    """If nobody uses it."""
+    """Remove the file if no process uses it."""
     with contextlib.suppress(OSError), _alone(path) as fd:
         if fd is not None:
             path.unlink()
@@ -223,12 +224,12 @@ def _locked(fd: int, how: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        raise OSError(error.errno, f"that file system has no locks ({os.strerror(error.errno or 0)})") from None
+        raise OSError(error.errno, f"its file system has no locks ({os.strerror(error.errno or 0)})") from None
     return True
 
 
 def _is_still(fd: int, path: Path) -> bool:
-    """Whether the name is this file's: another process may have removed it before the lock was ours."""
+    """Whether the name still is this file's: another process may have removed it before we had the lock."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -244,7 +245,7 @@ def _name(source: str, known: FileFacts) -> str:
 
 
 def _reserve(fd: int, needed: int) -> None:
-    """So that others who look for room see what is taken."""
+    """Reserve the space, so that other processes see that it is used."""
     if not needed:
         return
     try:

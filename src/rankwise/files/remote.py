@@ -1,12 +1,12 @@
-"""Files by path or URL (s3://, https://, whatever fsspec reaches), each call with a limit of time.
+"""Files by path or URL (s3://, https://, and others of fsspec); each call has a time limit.
 
 with RemoteFile("s3://bucket/train-0.h5") as file:       # read, seek, tell, readinto
     head = file.read(8)
 facts("s3://bucket/train-0.h5")                          # FileFacts(size=34500000, version="...")
 expanded("s3://bucket/train-*.h5")                       # ["s3://bucket/train-0.h5", ...]
 
-Neither NFS nor the clients of stores end each of their waits. So each call is made in a thread of its own, and one that has no
-answer after STALLED_S is an error: this process goes on, without that thread.
+NFS and the clients of stores may wait forever. So each call runs in its own thread, and a call without an answer after
+STALLED_S is an error: the process continues without this thread.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from rankwise.host.stores import file_system, told
 T = TypeVar("T")
 
 STALLED_S = 120.0
-"""A call without an answer for so long, its other attempts included, is given up."""
+"""A call without an answer for so long, including its repetitions, has failed."""
 
 _PAUSES_S = (1.0, 5.0)
-"""Before the second and the third attempt: a connection may break."""
+"""Before the second and the third try: a connection may break."""
 
 _FINAL = (RankwiseError, FileNotFoundError, PermissionError, IsADirectoryError, ImportError)
-"""Another attempt would end as the first."""
+"""Errors for which a second try is useless."""
 
 _BLOCK, _BLOCKS = 1 << 18, 16
-"""Bytes of a request for less, and how many such blocks are kept: the places that HDF5 looks at lie side by side."""
+"""Smallest request in bytes, and how many such blocks are kept: HDF5 reads many small pieces close to each other."""
 
 _VERSION = {"etag", "lastmodified", "mtime", "modified", "md5hash", "contentmd5", "digest", "generation", "created"}
-"""What the clients of stores call what changes with a file, in lower case and without - and _."""
+"""Names that the clients of stores use for the version of a file, in lower case and without - and _."""
 
 
 class FileFacts(NamedTuple):
     size: int | None
-    """Bytes; None where a server does not say."""
+    """Bytes; None if the server does not give the size."""
 
     version: str
-    """Another one when the file is another."""
+    """Changes when the file changes."""
 
 
 def is_remote(path: str) -> bool:
@@ -55,7 +55,7 @@ def is_remote(path: str) -> bool:
 
 
 def facts(path: str) -> FileFacts:
-    """Raises DataError for what is not there."""
+    """Raises DataError if the file does not exist."""
     if is_remote(path):
         return _bounded(path, lambda: _facts_there(path))
     found = _bounded(path, lambda: os.stat(path))
@@ -70,7 +70,7 @@ def _facts_there(url: str) -> FileFacts:
 
 
 def expanded(url: str) -> list[str]:
-    """The files that a pattern with `*` stands for, in the order of their names; of a URL without one itself."""
+    """The files that match a pattern with `*`, in the order of their names. A URL without `*` is returned as it is."""
     if "*" not in url:
         return [url]
     fs, name = file_system(url, url)
@@ -78,8 +78,8 @@ def expanded(url: str) -> list[str]:
 
 
 class RemoteFile(io.RawIOBase):
-    """A file to read: a read gives all that was asked for, or up to the end. Raises DataError, which names the file, for what
-    cannot be read or has stalled. Use it in one thread at a time."""
+    """A file to read. A read returns all requested bytes, or those up to the end. Raises DataError with the name of the file if
+    it cannot be read or has stalled. Use it in only one thread at a time."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -103,8 +103,8 @@ class RemoteFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         if self._size is None:
             raise DataError(
-                f"{self._path}: its server gives it from its beginning to its end alone, and no part of it: give cache=, a "
-                "folder of this machine for a copy"
+                f"{self._path}: its server cannot send a part of the file; give cache=FOLDER, a folder of this machine for a "
+                "copy"
             )
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
         return self._at
@@ -123,7 +123,7 @@ class RemoteFile(io.RawIOBase):
 
     def close(self) -> None:
         self._block.cache_clear()
-        if self._given_up is None:  # else it might hang here too
+        if self._given_up is None:  # otherwise it might block here too
             self._drop()
         super().close()
 
@@ -134,12 +134,14 @@ class RemoteFile(io.RawIOBase):
     def _read_at(self, at: int, wanted: int) -> bytes:
         found: bytes = self._call(lambda: self._piece(at, wanted))
         if self._size is not None and len(found) < wanted:
-            raise DataError(f"{self._path} ends after {at + len(found)} of {self._size} bytes: it was cut meanwhile")
+            raise DataError(
+                f"{self._path} ends after {at + len(found)} of {self._size} bytes: it was shortened after it was opened"
+            )
         return found
 
     def _call(self, work: Callable[[], T]) -> T:
         if self._given_up is not None:
-            raise self._given_up  # its thread may still be in there
+            raise self._given_up  # its thread may still use the file
         try:
             return _bounded(self._path, work)
         except DataError as error:
@@ -161,7 +163,7 @@ class RemoteFile(io.RawIOBase):
             try:
                 self._file_at = self._file.seek(self._size - 1)
                 self._file_at += len(self._file.read(1))
-            except ValueError:  # of HTTP: that server gives no part of a file
+            except ValueError:  # HTTP: this server does not send parts of a file
                 self._file, self._file_at, self._size = fs.open(name, "rb", block_size=0), 0, None
 
     def _drop(self) -> None:
@@ -182,15 +184,17 @@ class RemoteFile(io.RawIOBase):
         except Exception as error:  # the clients of stores raise many types
             self._drop()
             if self._size is None and at > 0:
-                raise DataError(f"{self._path} broke off after {at} bytes or more: {told(error)}; start again") from None
+                raise DataError(
+                    f"the connection to {self._path} broke after {at} bytes or more: {told(error)}; start again"
+                ) from None
             raise
         self._file_at = at + len(found)
         return bytes(found)
 
 
 def _bounded(path: str, work: Callable[[], T]) -> T:
-    """What `work` gives, called in a thread of its own, up to three times. Raises DataError, which names `path`, for what it
-    raises and for a stall."""
+    """The result of `work`, which runs in its own thread, up to three times. Raises DataError with `path` for an error or a
+    stall."""
     answer: Future[T] = Future()
 
     def call() -> None:
@@ -207,8 +211,8 @@ def _bounded(path: str, work: Callable[[], T]) -> T:
     threading.Thread(target=call, name="rankwise-remote-file", daemon=True).start()
     if not wait([answer], STALLED_S).done:
         raise DataError(
-            f"{path} has stalled: nothing came from it for {STALLED_S:.0f} s; see whether its server, the network or the mount "
-            "is up, and start again: what was saved is there"
+            f"{path} has stalled: nothing came from it for {STALLED_S:.0f} s; check its server, the network and the mount, "
+            "and start again"
         )
     try:
         return answer.result()

@@ -36,7 +36,7 @@ class SkippedSteps:
             self._weights.check(state, f"since step {state.step - 1}")
         why = "the gradient is not finite" if not result.finite else f"its counts sum to {result.total:g}"
         state.steps_left_out += 1
-        state.left_out = True
+        state.skipped = True
         self.in_a_row += 1
         if self.in_a_row >= _MOST_IN_A_ROW:
             raise StepError(f"{why}, for {_MOST_IN_A_ROW} steps in a row: look at the loss, the learning rate and the data")

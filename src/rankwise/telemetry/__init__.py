@@ -1,4 +1,4 @@
-"""Figures of a run: meters, where the time goes, writers, the progress line."""
+"""Metrics of a run: meters, where the time goes, writers, the progress line."""
 
 from rankwise.telemetry.breakdown import TimeBreakdown
 from rankwise.telemetry.meters import Meters

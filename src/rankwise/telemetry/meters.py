@@ -1,4 +1,4 @@
-"""Means over samples and ranks: sums stay where they are computed until a log interval ends.
+"""Means over samples and ranks. Sums stay on their device until the end of a log interval.
 
 meters = Meters("loss");  meters.add(loss=(loss_sum.detach(), count))
 meters.reduce()["loss"].mean                  # one small all-reduce
@@ -20,19 +20,19 @@ Number = float | torch.Tensor
 
 @dataclass(frozen=True)
 class Total:
-    """Over the samples of all ranks."""
+    """A sum and a count over the samples of all ranks."""
 
     sum: float
     count: float
 
     @property
     def mean(self) -> float:
-        """nan over nothing."""
+        """nan if the count is 0."""
         return self.sum / self.count if self.count else float("nan")
 
 
 class Meters:
-    """Sums and what they are over, by `names`; every rank has the same names, whether it saw a sample or not."""
+    """Sums and counts by `names`. Every rank must use the same names, even if it has no samples."""
 
     @takes(names=TEXT)
     def __init__(self, *names: str) -> None:
@@ -40,27 +40,26 @@ class Meters:
         self._counts: dict[str, list[Number]] = {name: [] for name in names}
 
     def add(self, **pairs: tuple[Number, Number]) -> None:
-        """Remember a (sum, count) for each name, numbers or tensors without a graph; nothing is computed, no device is waited
-        for. Raises ConfigError for a name that was not given to Meters."""
+        """Store a (sum, count) for each name: numbers, or tensors without a graph. Computes nothing and does not wait for a
+        device. Raises ConfigError for a name that was not given to Meters."""
         for name, (total, count) in pairs.items():
             if name not in self._sums:
                 names = listed(self._sums, last=" and ") or "no name"
-                raise ConfigError(f"meters.add({name}=...): Meters was made for {names}")
+                raise ConfigError(f"meters.add({name}=...): Meters was created with {names}; give {name!r} there too")
             self._sums[name].append(total)
             self._counts[name].append(count)
 
     def forget(self, times: int) -> None:
-        """As if the last so many calls of `add` had not been."""
+        """Drop the values of the last `times` calls of `add`."""
         for values in (*self._sums.values(), *self._counts.values()):
             del values[len(values) - times :]
 
     def reduce(self) -> dict[str, Total]:
-        """Collective: one all-reduce in float64. The Total over all ranks since the last call, for each name."""
+        """Collective: one all-reduce in float64. Return for each name the Total over all ranks since the last call."""
         return self.reduce_with_clock(0.0)[0]
 
     def reduce_with_clock(self, clock_s: float) -> tuple[dict[str, Total], float]:
-        """Collective. As `reduce`; rank 0's `clock_s` rides along and comes back on every rank: what they decide by it they
-        decide alike."""
+        """Collective. As `reduce`, and also sends `clock_s` of rank 0 to every rank, so that all decide by the same clock."""
         flat = [value for name in self._sums for value in (_total(self._sums[name]), _total(self._counts[name]))]
         flat.append(clock_s if comm.rank() == 0 else 0.0)
         packed = comm.all_reduce(torch.tensor(flat, dtype=torch.float64)).tolist()

@@ -1,6 +1,6 @@
-"""How far a loop is: the progress line of a terminal, and what the lines of a log say of it.
+"""The progress of a loop: the progress line of a terminal, and the text for lines of the log.
 
-The progress line is given to the agent, which owns the terminal; it is drawn here if there is no agent.
+The agent, which owns the terminal, draws the progress line. Without an agent it is drawn here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from rankwise.host.text import clock, stamp
 from rankwise.ipc.shared_page import Row
 
 _INTERVAL_S = 0.1
-_TEXT = 120  # characters: no terminal has room for more beside the bar, nor has the page
+_TEXT = 120  # characters: neither a terminal nor the page has room for more
 
 
 class Progress:
-    """Of one loop; `row` is this rank's in its agent's page."""
+    """For one loop. `row`: the row of this rank in the agent's page."""
 
     def __init__(self, row: Row | None) -> None:
         self._row = row
@@ -41,8 +41,8 @@ class Progress:
     def pace(self, done: int) -> str:
         """`7.61 steps/s, 0:01:31 left, 2026-11-22 14:02:11`.
 
-        The rate is that since the last call, so that a log shows when a run has become slower. The time left follows from all
-        steps since `begin`: one evaluation or save does not move it.
+        The rate is measured since the last call, so a log shows when a run becomes slower. The time left is computed from all
+        steps since `begin`, so one evaluation or save hardly changes it.
         """
         now = time.monotonic()
         since, before = self._pace_since
@@ -54,7 +54,7 @@ class Progress:
         return ", ".join([*parts, stamp(time.time())])
 
     def show(self, done: int, label: str, text: str) -> None:
-        """Ten times a second at most; costs a look at the clock in between."""
+        """Show the progress at most ten times per second. In between, this only reads the clock."""
         now = time.monotonic()
         if now < self._next:
             return

@@ -1,8 +1,8 @@
-"""Figures on disk: metrics.jsonl for programs, TensorBoard's events for eyes. Actions of a Trainer; the main rank writes.
+"""Metrics on disk: metrics.jsonl for programs, and TensorBoard events. Actions of a Trainer; the main rank writes.
 
 writers = [JsonLines(), TensorBoard()]
 for writer in writers: writer.attach(trainer); writer.begin(state)
-writer(state)                                   # after each step: what is new of its metrics
+writer(state)                                   # after each step: its new metrics
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rankwise.run.directory import RunDir
 
 
 class Writer:
-    """Of the figures of each step, each once. `write` and `close` are a subclass's; `open` too, on the main rank."""
+    """Writes each metric of a step once. A subclass has `write`, `close`, and `open` (on the main rank)."""
 
     def __init__(self) -> None:
         self._run: RunDir | None = None
@@ -38,7 +38,7 @@ class Writer:
             self._is_open = self.open(self._run)
 
     def __call__(self, state: Any) -> None:
-        """Write what is new in this step, and was not written in an earlier call of the same step."""
+        """Write the metrics of this step that an earlier call has not written."""
         if not self._is_open or not (figures := state.new_metrics):
             return
         if state.step != self._step:
@@ -49,7 +49,7 @@ class Writer:
             self.write(state.step, fresh)
 
     def open(self, run: RunDir) -> bool:
-        """Whether there is anything to write into."""
+        """Open the output; returns whether there is one."""
         raise NotImplementedError
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
@@ -60,8 +60,8 @@ class Writer:
 
 
 class JsonLines(Writer):
-    """metrics.jsonl in the run directory: one JSON object for each step that has new figures. A start goes on below the one
-    before, and each line says whose it is."""
+    """metrics.jsonl in the run directory: one JSON object for each step with new metrics. Each attempt appends to the file, and
+    each line has the number of its attempt."""
 
     @takes()
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class JsonLines(Writer):
 
 
 class TensorBoard(Writer):
-    """Events for `tensorboard --logdir RUN`; needs the extra `rankwise[tensorboard]`, and says so."""
+    """Events for `tensorboard --logdir RUN`; needs the extra `rankwise[tensorboard]`; prints a line without it."""
 
     @takes()
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class TensorBoard(Writer):
 
     def open(self, run: RunDir) -> bool:
         if find_spec("tensorboard") is None:
-            log.say("no TensorBoard events: pip install 'rankwise[tensorboard]' to have them; metrics.jsonl is written")
+            log.say("no TensorBoard installed: metrics go only to metrics.jsonl; for both: pip install 'rankwise[tensorboard]'")
             return False
         from torch.utils.tensorboard import SummaryWriter
 
@@ -112,12 +112,12 @@ class TensorBoard(Writer):
 
 
 class JsonlWriter:
-    """One JSON object a line; an attempt goes on below the one before, and each line says whose it is."""
+    """One JSON object per line. Each attempt appends to the file, and each line has the number of its attempt."""
 
     def __init__(self, path: Path, attempt: int) -> None:
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # closed by close()
         if path.stat().st_size and not _ends_with_newline(path):
-            self._file.write("\n")  # a killed writer's half line stays by itself
+            self._file.write("\n")  # an incomplete line of a killed writer stays separate
         self._attempt = attempt
         self._path = path
         self._told = False
@@ -133,7 +133,7 @@ class JsonlWriter:
 
     @contextlib.contextmanager
     def _told_once(self) -> Iterator[None]:
-        """A full disk costs figures, not the training."""
+        """If the disk is full, metrics are lost, but training continues."""
         try:
             yield
         except OSError as error:
@@ -149,5 +149,5 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 def _plain(value: float) -> float | int | str:
-    """JSON has no nan and no infinity: they are words."""
+    """JSON has no nan and no infinity, so these become strings."""
     return value if math.isfinite(value) else str(value)

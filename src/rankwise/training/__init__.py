@@ -1,1 +1,1 @@
-"""What a training consists of besides its data and its loop: state, model, optimizer, precision."""
+"""The parts of a training besides data and loop: state, model, optimizer, precision."""

@@ -1,4 +1,4 @@
-"""A word for each tensor: equal words, equal bits.
+"""A digest for each tensor: equal digests, equal bits.
 
 digests(model.state_dict())
 """
@@ -13,7 +13,7 @@ import xxhash
 
 
 def digests(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """What is no tensor is left out."""
+    """Only for tensors; other values are skipped."""
     return {name: digest(tensor) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
 

@@ -1,4 +1,4 @@
-"""What makes a training this one and no other: settings that are saved with it, and that a run which goes on must share.
+"""The settings that identify a training: they are saved with it, and a resumed run must have the same.
 
 parts = {"settings": Fingerprint(fixed={"lr": 0.1}, kept={"T_max": 100}), ...}      # first: before anything is loaded
 """
@@ -17,9 +17,10 @@ from rankwise.training.optimizer import is_fused
 
 
 class Fingerprint:
-    """Stateful. `fixed` must be what they were; of `kept`, those of the saved run hold, and a difference is said.
+    """Stateful. `fixed` settings must be the same as in the saved run. For `kept` settings, the saved values are used, and a
+    difference is reported.
 
-    What only one of the two knows is passed over: a setting that is new in a later version changes no older run.
+    A setting that only one of the two has is ignored, so that a new setting in a later version does not refuse older runs.
     """
 
     def __init__(self, fixed: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
@@ -28,7 +29,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, fixed: Mapping[str, Any], scheduler: Any) -> Fingerprint:
-        """With the scheduler's kind, and what its state has of numbers and words: these are kept."""
+        """Adds the type of the scheduler (fixed), and the numbers and strings of its state (kept)."""
         kind = type(scheduler).__name__ if scheduler is not None else None
         kept = plain(scheduler.state_dict()) if scheduler is not None else {}
         return cls({**fixed, "scheduler": kind}, {f"{kind}'s {name}": value for name, value in kept.items()})
@@ -37,7 +38,7 @@ class Fingerprint:
         return {"fixed": self.fixed, "kept": self._kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError where a fixed setting was another one."""
+        """Raises ConfigError if a fixed setting was different."""
         changed = differences(state["fixed"], self.fixed)
         if changed:
             before = ", ".join(f"{name} {_shown(old)}" for name, old, _ in changed)
@@ -48,26 +49,26 @@ class Fingerprint:
             )
         for name, old, new in differences(state["kept"], self._kept):
             log.warn(
-                f"{name} stays {_shown(old)}, as this run started (the script now has {_shown(new)}); a schedule may rise "
-                "again after its end. To use the new one, start a new run with --fresh or --name NAME"
+                f"{name} stays {_shown(old)}, because this run started with it (the script now has {_shown(new)}); after its "
+                f"end, a schedule may rise again. To use {_shown(new)}, start a new run with --fresh or --name NAME"
             )
         self._kept.update(state["kept"])
 
 
 def compare(mine: Mapping[str, Any]) -> None:
-    """Collective. Raises ConfigError on all ranks for the first setting that is another on some rank."""
+    """Collective. Raises ConfigError on all ranks for the first setting that differs on some rank."""
     told = comm.all_gather_object({name: repr(value) for name, value in mine.items()})
     for rank, other in enumerate(told):
         for name, value in told[0].items():
             if other[name] != value:
                 raise ConfigError(
                     f"the ranks have different settings: {name} is {value} on rank 0 and {other[name]} on rank {rank}; "
-                    "use the same on all ranks"
+                    "use the same value on all ranks"
                 )
 
 
 def numerics(precision: str, device: str, optimizer: Optimizer, reduction: str) -> dict[str, Any]:
-    """What changes the last bits of a result without being a setting of the training."""
+    """What may change the last bits of results and is not a setting of the training."""
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -79,7 +80,7 @@ def numerics(precision: str, device: str, optimizer: Optimizer, reduction: str) 
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(name, before, now) of each setting that both have and that differs."""
+    """(name, before, now) for each setting that both have and that differs."""
     return [(name, before[name], value) for name, value in now.items() if name in before and before[name] != value]
 
 
@@ -88,7 +89,7 @@ def _shown(value: Any) -> str:
 
 
 def plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Those entries of a state that are numbers or words, and no private ones."""
+    """The entries of a state that are numbers or strings, without private ones."""
     return {
         name: value
         for name, value in state.items()

@@ -1,4 +1,4 @@
-"""A training of numbers: learning rates and weights that are none end it, before they are saved.
+"""Learning rates and weights must be finite: otherwise the training stops with an error, before they are saved.
 
 check_rates(state);  weights.check(state, "since step 41")
 """
@@ -17,39 +17,40 @@ from rankwise.training.state import TrainState
 
 
 def check_rates(state: TrainState) -> None:
-    """An action. Raises StepError for a learning rate that would end the training with weights that are no numbers."""
+    """An action. Raises StepError for a learning rate that is nan or inf."""
     for number, group in enumerate(state.optimizer.param_groups):
-        if not isinstance(group["lr"], torch.Tensor) and not math.isfinite(group["lr"]):  # one on a GPU would be waited for
+        # Not for a tensor: if it is on a GPU, the CPU would wait for it.
+        if not isinstance(group["lr"], torch.Tensor) and not math.isfinite(group["lr"]):
             where = f" of group {number}" if len(state.optimizer.param_groups) > 1 else ""
             raise StepError(
-                f"the learning rate{where} is {float(group['lr'])} after step {state.step}: look at the scheduler, or at what "
-                "the script computes it from"
+                f"the learning rate{where} is {float(group['lr'])} after step {state.step}; check the scheduler, or how "
+                "the script computes it"
             )
 
 
 class Weights:
-    """`finite_at`: the last step after which they were seen to be."""
+    """`finite_at`: the last step after which the weights were checked and finite."""
 
     def __init__(self) -> None:
         self.finite_at = 0
 
     def check(self, state: TrainState, since: str) -> None:
-        """Collective. Raises StepError on all ranks where a trained parameter of any is not finite."""
+        """Collective. Raises StepError on all ranks if a trained parameter is not finite on any rank."""
         named = named_parameters(state.model, state.optimizer)
         bad = _first_not_finite({name: p.detach() for name, p in named.items() if p.requires_grad})
         told = [(rank, name) for rank, name in enumerate(comm.all_gather_object(bad)) if name is not None]
         if told:
             where = "" if len(told) == comm.world_size() else f" on rank {told[0][0]}"
             raise StepError(
-                f"the weights are not finite{where}, {since}: {told[0][1]} has nan or inf, and had none after step "
-                f"{self.finite_at}; look at the learning rate and the optimizer's settings. Checkpoints up to there are kept"
+                f"the weights are not finite{where}, {since}: {told[0][1]} has nan or inf, and was finite after step "
+                f"{self.finite_at}; check the learning rate and the optimizer's settings. Checkpoints up to that step are kept"
             )
         self.finite_at = state.step
 
 
 def _first_not_finite(named: Mapping[str, torch.Tensor]) -> str | None:
-    """One pass and no copy, and each device is waited for once: a sum that is finite has finite terms; one that is not may be
-    a large sum of such."""
+    """One pass without a copy; waits once per device. If a sum is finite, so are its terms; if not, the terms are checked,
+    because a large sum may overflow."""
     devices: dict[torch.device, list[str]] = {}
     for name, tensor in named.items():
         devices.setdefault(tensor.device, []).append(name)

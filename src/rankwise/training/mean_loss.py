@@ -1,6 +1,6 @@
-"""Whether the loss of the first micro-batch is a sum, as its count says: the mean of two halves is the mistake that fits.
+"""Whether the loss of the first micro-batch is a sum: if it is about the mean of the losses of its halves, it is not.
 
-warn_of_means(forward, model, micro_batches)          # before the first step; nothing is different afterwards
+warn_of_means(forward, model, micro_batches)          # before the first step; changes nothing
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _NEAR = 0.1  # dropout makes passes differ
 
 
 def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[Any]) -> None:
-    """Collective, as `forward` may be. Only where each rank has a micro-batch that can be cut in two along its samples. Raises
-    StepError for a step function that calls backward()."""
+    """Collective, because `forward` may be. Only if each rank has a micro-batch that can be cut in two along its samples.
+    Raises StepError for a step function that calls backward()."""
     parts = [micro_batches[0], *halves(micro_batches[0])] if micro_batches else []
     if is_synced(model) or not comm.all_agree(len(parts) == 3):
         return
@@ -36,16 +36,17 @@ def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[An
             for part in parts:
                 total, count = forward(model, part)
                 found.append((float(total), float(count)))
-    except Exception as error:  # a function that takes no half is left alone
+    except Exception as error:  # a function that does not accept half a batch is not checked
         if _is_of_backward(error):
             raise StepError(
-                "step_fn calls backward(): leave it out, and return (loss sum, count); gradients and steps follow from these"
+                "step_fn calls backward(); remove the call, and return (loss sum, count): the Trainer computes the gradients"
             ) from None
     if len(found) == 3 and comm.is_main() and is_mean(*found):
         (whole, n), (first, _), (second, _) = found
         log.warn(
-            f"the loss of step_fn seems to be a mean, and its count {n:g}: {whole:.4g} for the first micro-batch, {first:.4g} "
-            f'and {second:.4g} for its halves; return the sum over the samples, reduction="sum", with that count'
+            f"the loss of step_fn seems to be a mean, and its count is {n:g}: the loss is {whole:.4g} for the first "
+            f"micro-batch, and {first:.4g} and {second:.4g} for its halves; return the sum over the samples "
+            '(reduction="sum") with that count'
         )
     elif len(found) == 3 and comm.is_main() and len({count for _, count in found}) == 1:
         log.warn(
@@ -55,13 +56,13 @@ def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[An
 
 
 def _is_of_backward(error: Exception) -> bool:
-    """Whether `loss.backward()` has raised it, as it does where there are no gradients."""
+    """Whether `loss.backward()` has raised this, because there are no gradients here."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(frame.name == "backward" and Path(frame.filename).name == "_tensor.py" for frame in frames)
 
 
 def is_mean(whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float]) -> bool:
-    """Of (loss, count) each: the counts add up and the losses do not, but average."""
+    """From (loss, count) of each: whether the counts add up, but the losses average instead."""
     (loss, n), (a, k), (b, m) = whole, first, second
     if n != k + m or not n:
         return False
@@ -70,7 +71,7 @@ def is_mean(whole: tuple[float, float], first: tuple[float, float], second: tupl
 
 
 def halves(batch: Any) -> list[Any]:
-    """Two, or none where a batch has fewer than two samples, or no tensor of a sample a row."""
+    """Two halves; empty if a batch has fewer than two samples, or no tensor with one row per sample."""
     sizes = [len(tensor) for tensor in tensors_in(batch) if tensor.dim() > 0]
     if not sizes or sizes[0] < 2:
         return []
@@ -94,7 +95,7 @@ def _cut(value: Any, n: int, part: slice) -> Any:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Random streams, buffers and modes are put back, bit for bit."""
+    """Random streams, buffers and modes are restored, bit for bit."""
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         with unmoved(model):

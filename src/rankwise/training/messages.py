@@ -1,4 +1,4 @@
-"""What a training prints when it begins, when it is resumed and when it ends: texts of what is known then, nothing else.
+"""What a training prints when it starts, when it is resumed and when it stops. Only texts.
 
 for line in begun(model, "fp32 on cpu", loader.describe(), loader.describe_batch(), sync.describe(), ""): log.say(line)
 """
@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.host.text import short
+from rankwise.host.text import count, short
 from rankwise.training.state import TrainState
 
 
 def begun(model: nn.Module, precision: str, data: str, batch: str, strategy: str, rate: str) -> list[str]:
-    """The plan: how large the model is, on what it is trained, how. `rate`: how the learning rate was scaled, if it was."""
+    """The plan: size of the model, data, batches, strategy. `rate`: how the learning rate was scaled, or empty."""
     parameters = _amount(sum(p.numel() for p in model.parameters()))
     lines = [f"{parameters} parameters, {precision}; {data}", "; ".join(text for text in (batch, strategy) if text)]
     return [*lines, rate] if rate else lines
@@ -26,23 +26,25 @@ def begun(model: nn.Module, precision: str, data: str, batch: str, strategy: str
 def resumed(state: TrainState, saved: Mapping[str, Any], now: Mapping[str, Any], same_ranks: bool) -> list[str]:
     """`saved`, `now`: the numerics (fingerprint.py) of the checkpoint and of this process."""
     lines = [f"resuming from step {state.step} (epoch {state.epoch + 1})"]
-    passed_over = () if same_ranks else ("reduction",)  # it follows from that, which has been said
+    passed_over = () if same_ranks else ("reduction",)  # it follows from the number of ranks, which is reported
     differs = [f"{k} {saved[k]} -> {v}" for k, v in now.items() if k not in passed_over and saved.get(k, v) != v]
-    return [*lines, f"not bit for bit as if it had never stopped: {', '.join(differs)}"] if differs else lines
+    return (
+        [*lines, f"results may differ in their last bits, because this has changed: {', '.join(differs)}"] if differs else lines
+    )
 
 
 def stopped(state: TrainState, where: Path, argv: Sequence[str]) -> list[str]:
-    """By a signal. `argv`: what to type to resume it, empty where the launcher will say it."""
+    """By a signal. `argv`: the command to resume; empty if the launcher prints it."""
     lines = [f"stopped after step {state.step}, saved in {short(where)}"]
-    return [*lines, f"to go on, type: {shlex.join(argv)}"] if argv else lines
+    return [*lines, f"to resume, type: {shlex.join(argv)}"] if argv else lines
 
 
 def ended(state: TrainState, steps_before: int, elapsed: str, where: Path) -> str:
-    """`elapsed`: the time, and what it went into; `steps_before`: those of earlier starts of the run."""
+    """`elapsed`: the time, and where it went; `steps_before`: steps of earlier attempts."""
     figures = ", ".join(f"{name} {value:.4g}" for name, value in state.metrics.items())
     if state.steps_left_out:
-        figures += f", {state.steps_left_out} steps skipped"
-    before = f" ({steps_before} of them before)" if steps_before else ""
+        figures += f", {count(state.steps_left_out, 'step')} skipped"
+    before = f" ({steps_before} in earlier attempts)" if steps_before else ""
     reason = f" ({state.stop_reason})" if state.stop_reason else ""
     how = f"stopped by the script{reason}" if state.stopped else "done"
     return f"{how}: {state.step} steps{before}, {elapsed}, {figures}\nsaved in {short(where)}"

@@ -1,4 +1,4 @@
-"""What is known of a metric by its name: whether more of it is better, and whether anything will measure it.
+"""What the name of a metric tells: whether a larger value is better, and whether an evaluation measures it.
 
 is_larger_better("keep_best='eval_accuracy'", "eval_accuracy", True);  check_measured("keep_best", "eval_loss", {"eval": True})
 """
@@ -12,22 +12,22 @@ from rankwise.host.text import listed
 
 
 def is_larger_better(what: str, metric: str, given: bool | None) -> bool:
-    """`given`, if it was; False for a loss. Raises ConfigError for any other: to guess it wrong would keep the worst."""
+    """`given`, unless None; False for a loss. Otherwise raises ConfigError: a wrong guess would keep the worst."""
     if given is None and not metric.endswith("loss"):
-        raise ConfigError(f"{what}: is more of it better? Say larger_is_better=True, or False")
+        raise ConfigError(f"{what}: is a larger value better? Give larger_is_better=True or False")
     return bool(given)
 
 
 def check_measured(what: str, metric: str, evaluations: Mapping[str, bool]) -> None:
-    """Raises ConfigError for a metric that nothing will measure. `evaluations`: by their names, whether a function of the
-    user's names what they measure."""
+    """Raises ConfigError for a metric that no evaluation measures. `evaluations`: {name: whether a function of the user names
+    its metrics}."""
     if metric == "loss":
         return
     if not evaluations:
-        raise ConfigError(f"{what}={metric!r}: nothing is evaluated without evaluate=...; 'loss' is that of training")
+        raise ConfigError(f"{what}={metric!r} needs an evaluation: give evaluate=...; or use 'loss', the training loss")
     prefix = next((name for name in evaluations if metric.startswith(f"{name}_")), None)
     if prefix is None:
         named = listed([f"{name}_..." for name in evaluations])
-        raise ConfigError(f"{what}={metric!r}: nothing measures that; what is evaluated is called {named}")
+        raise ConfigError(f"{what}={metric!r}: nothing measures this metric; those of the evaluations are called {named}")
     if not evaluations[prefix] and metric != f"{prefix}_loss":
-        raise ConfigError(f"{what}={metric!r}: without a function Evaluate measures {prefix}_loss alone")
+        raise ConfigError(f"{what}={metric!r}: Evaluate without a function measures only {prefix}_loss")

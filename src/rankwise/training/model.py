@@ -1,4 +1,4 @@
-"""What is done to a model before training: its device, its batch norms; and its modes around an evaluation.
+"""Preparing a model for training (device, batch norms), and its modes around an evaluation.
 
 model = prepare(model, device, world)
 with evaluating(model): ...
@@ -18,30 +18,30 @@ from rankwise.dist import comm, log, private_names, seed
 from rankwise.dist.world import World
 from rankwise.errors import ConfigError
 
-_SYNCED_ON = ("cuda", "xpu", "hpu")  # where torch's SyncBatchNorm works
+_SYNCED_ON = ("cuda", "xpu", "hpu")  # the devices on which torch's SyncBatchNorm works
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raises ConfigError for a model that synchronises itself."""
+    """Raises ConfigError for a model that synchronises the ranks itself."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ConfigError(
-            f"the model is wrapped in {type(model).__name__}, and a strategy synchronises it here: give the module inside "
-            "(model.module)"
+            f"the model is wrapped in {type(model).__name__}, but here the strategy synchronises the ranks; give the module "
+            "inside (model.module)"
         )
 
 
 def prepare(model: nn.Module, device: torch.device, world: World) -> nn.Module:
-    """Move it, and look at its batch norms. Raises ConfigError for a SyncBatchNorm on the CPU."""
+    """Move the model, and check its batch norms. Raises ConfigError for a SyncBatchNorm on the CPU."""
     model = model.to(device)
     if world.world_size > 1 and not is_synced(model) and _trains_batch_norm(model):
         log.say(
-            "BatchNorm normalises by each rank's own part of a batch: results depend on the number of ranks "
-            "(on GPUs, torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) makes it use the whole batch)"
+            "BatchNorm normalises by each rank's own part of a batch, so results depend on the number of ranks; on GPUs, "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) uses the whole batch"
         )
     if is_synced(model) and device.type not in _SYNCED_ON:
         raise ConfigError(
-            f"the model holds a SyncBatchNorm, which works on GPUs only, and this rank is on {device.type}; convert it only "
-            'where rankwise.local_device().type is "cuda"'
+            f"the model has a SyncBatchNorm, which works only on GPUs, and this rank uses {device.type}; convert it only "
+            'if rankwise.local_device().type is "cuda"'
         )
     return model
 
@@ -54,22 +54,22 @@ def _trains_batch_norm(model: nn.Module) -> bool:
 
 
 def is_synced(model: nn.Module) -> bool:
-    """Whether its forward pass waits for the other ranks: then each must have a sample in every micro-batch."""
+    """Whether its forward pass waits for other ranks: then each rank must have a sample in every micro-batch."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
 def check_synced(model: nn.Module, fewest: int, parts: int) -> None:
-    """A forward pass that waits for the other ranks must not be left out on one of them. Raises ConfigError where the smallest
-    global batch, of `fewest` samples, has none for some of `parts` micro-batches."""
+    """If a forward pass waits for other ranks, every rank must have one. Raises ConfigError if the smallest global batch, of
+    `fewest` samples, has no sample for some of `parts` micro-batches."""
     if is_synced(model) and fewest < parts:
         raise ConfigError(
-            f"SyncBatchNorm needs a sample on every rank, but the last global batch of an epoch may have {fewest} "
+            f"SyncBatchNorm needs a sample on every rank, but the last global batch of an epoch may have only {fewest} "
             f"for {comm.world_size()} ranks; give Loader(drop_last=True), or choose another batch size"
         )
 
 
 def begin_training(model: nn.Module) -> bool:
-    """Put a model that is wholly in evaluation mode into training mode; True if it was. A mixture is meant, and stays."""
+    """If all modules are in evaluation mode, switch to training mode and return True. A mixture is intended, and stays."""
     if any(module.training for module in model.modules()):
         return False
     model.train()
@@ -78,8 +78,8 @@ def begin_training(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and each module afterwards in its own; what is drawn at random inside does not move the
-    training's streams."""
+    """The model in evaluation mode; afterwards each module has its own mode again. Random numbers drawn inside do not change
+    the training's streams."""
     with unmoved(model):
         model.eval()
         yield
@@ -87,7 +87,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unmoved(model: nn.Module) -> Iterator[None]:
-    """Afterwards each module's mode and the random streams are what they were."""
+    """Restore the mode of each module and the random streams afterwards."""
     modes, streams = [(module, module.training) for module in model.modules()], seed.rng_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The run directory of a training, and this process's right to write there.
+"""The run directory of a training, and the right of this process to write there.
 
 run = RunDir(run_path(world, None));  attempt, lease = open_run(run, world, fresh=False)
 """
@@ -23,18 +23,20 @@ from rankwise.run.lease import Lease
 
 
 def run_path(world: World, run_dir: str | os.PathLike[str] | None) -> Path:
-    """What an agent of ours has made; elsewhere the folder asked for, or the job's own, or ./runs/<the script's stem>."""
+    """The run directory of our agent; without one, `run_dir`, or that of the job, or ./runs/<the script's stem>."""
     if world.run_dir is None:
         if run_dir is not None:
             return Path(run_dir).absolute()
         return schedulers.job_folder(os.environ) or default_run_dir(schedulers.named_by_task(Path(_script()).stem, os.environ))
     if run_dir is not None and Path(run_dir).absolute() != world.run_dir:
-        log.say(f"writing in {short(world.run_dir)}, which the launcher made; for run_dir={run_dir} type --run-dir {run_dir}")
+        log.say(
+            f"writing to {short(world.run_dir)}, the launcher's run directory; to write to {run_dir}, type --run-dir {run_dir}"
+        )
     return world.run_dir
 
 
 def open_run(run: RunDir, world: World, fresh: bool) -> tuple[Attempt, Lease | None]:
-    """Collective. (this attempt, the main rank's right to write there). An agent of ours holds it already."""
+    """Collective. (this attempt, the main rank's lease). Our agent, if there is one, has the lease already."""
     if world.run_dir is not None:
         if fresh:
             run_on_main(_set_aside, [run])
@@ -53,9 +55,9 @@ def open_run(run: RunDir, world: World, fresh: bool) -> tuple[Attempt, Lease | N
 
 
 def already_done(run: RunDir, world: World, steps: int, by_script: bool = False, reason: str = "") -> str:
-    """Collective. The line to print if a run has nothing left to train. `by_script`: because its script has stopped it.
+    """Collective. The line to print if a run has nothing left to train. `by_script`: because the script has stopped it.
 
-    Raises ConfigError where other arguments than this attempt's have trained it: exit status 0 would say that these have.
+    Raises ConfigError if the run was trained with other arguments: exit status 0 would claim that these were used.
     """
     launched = world.run_dir is not None
     run_on_main(_refuse_other_arguments, [run, steps, launched])
@@ -73,13 +75,13 @@ def _refuse_other_arguments(run: RunDir, steps: int, launched: bool) -> None:
     named, fresh = ("--name NAME", "--fresh") if launched else ("run_dir=FOLDER", "fit(fresh=True)")
     raise ConfigError(
         f"already done: the {steps} steps of the run in {short(run.path)} were trained with `{shlex.join(trained.argv)}`, and "
-        f"now the command is `{shlex.join(now.argv)}`. To train it as a new run: {named}. To start from scratch: {fresh}. To "
+        f"the command is now `{shlex.join(now.argv)}`. To train this as a new run: {named}. To start from scratch: {fresh}. To "
         "train for more steps: raise max_steps or max_epochs"
     )
 
 
 def _trained_last(run: RunDir, attempts: Sequence[Attempt]) -> Attempt | None:
-    """The attempt that has trained last, by what it has measured; where nothing was, the last that has ended as it should."""
+    """The last attempt with metrics; if there are none, the last that exited with status 0."""
     numbers = [record.get("life") for record in run.read_metrics()]
     if numbers:
         return next((attempt for attempt in attempts if attempt.life == numbers[-1]), None)
@@ -87,18 +89,18 @@ def _trained_last(run: RunDir, attempts: Sequence[Attempt]) -> Attempt | None:
 
 
 def _arguments(attempt: Attempt) -> tuple[str, ...]:
-    """Those of the script: `-m` and a module are its name."""
+    """The arguments of the script, without its name (`-m` and a module are a name)."""
     return attempt.argv[2:] if attempt.argv[:1] == ("-m",) else attempt.argv[1:]
 
 
 def _set_aside(run: RunDir) -> None:
-    """Under an agent, which lives in the run directory: what an earlier training left there gets another name."""
+    """Under an agent, which uses the run directory itself: rename what an earlier training has left there."""
     for path in (run.checkpoints, run.metrics):
         set_aside(path)
 
 
 def set_aside(path: Path) -> None:
-    """Give a file or folder, if it is there, another name beside it: `checkpoints.old-1`."""
+    """Rename a file or folder, if it exists, to `checkpoints.old-1` or the like."""
     count = 1
     while (other := path.with_name(f"{path.name}.old-{count}")).exists():
         count += 1

@@ -1,4 +1,4 @@
-"""What is done to an optimizer before training: checks, the fused kernel, the learning rate for more ranks.
+"""Preparing an optimizer for training: checks, the fused kernel, the learning rate for more ranks.
 
 scale_lr(optimizer, "linear");  check(model, optimizer);  fuse(optimizer)
 """
@@ -21,18 +21,18 @@ from rankwise.host.arguments import ANYTHING, having, one_of, takes
 
 _FUSED = (Adam, AdamW, SGD)
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-"""What a scheduler keeps of a learning rate in a parameter group."""
+"""The keys in a parameter group that schedulers use for learning rates."""
 
 
 def check(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
-    """Raises ConfigError for an optimizer that moves nothing of this model, and a scheduler of another optimizer."""
+    """Raises ConfigError for an optimizer without a parameter of this model, and for a scheduler of another optimizer."""
     mine = {id(p) for p in model.parameters()}
     if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-        raise ConfigError("the optimizer holds no parameter of the model: make it of model.parameters(), after the model")
+        raise ConfigError("the optimizer has no parameter of the model; create it from model.parameters(), after the model")
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ConfigError(
-            f"the scheduler {type(scheduler).__name__} was made for another optimizer than the Trainer was given: make it of "
-            "the same one"
+            f"the scheduler {type(scheduler).__name__} belongs to another optimizer than the Trainer's; create it with the "
+            "same one"
         )
 
 
@@ -58,14 +58,14 @@ _scaled: WeakKeyDictionary[Optimizer, Scaled] = WeakKeyDictionary()
     rule=one_of("linear", "sqrt"), scheduler=ANYTHING,
 )  # fmt: skip
 def scale_lr(optimizer: Optimizer, rule: str, scheduler: Any = None) -> None:
-    """Multiply the learning rates by the number of ranks (`linear`: Goyal et al. 2017, arXiv:1706.02677, for SGD, with a
-    warm-up) or by its square root (`sqrt`: Krizhevsky 2014, arXiv:1404.5997), for a `batch_size` of each rank. Once, after
-    `init` and before the Trainer; `scheduler`: one that was made before keeps rates of its own, which are scaled too.
+    """Multiply the learning rates by the number of ranks (`linear`: Goyal et al. 2017, arXiv:1706.02677, for SGD with a
+    warm-up) or by its square root (`sqrt`: Krizhevsky 2014, arXiv:1404.5997), if each rank has its own `batch_size`. Call this
+    once, after `init` and before the Trainer. `scheduler`: a scheduler that was created before; its rates are scaled too.
 
-    Raises ConfigError where it was done already.
+    Raises ConfigError if it was called before.
     """
     if optimizer in _scaled:
-        raise ConfigError(f"scale_lr: the learning rate of this optimizer was scaled already ({_scaled[optimizer].rule})")
+        raise ConfigError(f"scale_lr was called before for this optimizer ({_scaled[optimizer].rule}); call it only once")
     ranks = comm.world().world_size
     factor = float(ranks) if rule == "linear" else math.sqrt(ranks)
     _scaled[optimizer] = Scaled(rule, factor, tuple(_rate_of(group) for group in optimizer.param_groups))
@@ -73,30 +73,30 @@ def scale_lr(optimizer: Optimizer, rule: str, scheduler: Any = None) -> None:
 
 
 def scaled(optimizer: Optimizer) -> Scaled | None:
-    """None where `scale_lr` was not called."""
+    """None if `scale_lr` was not called."""
     return _scaled.get(optimizer)
 
 
 def check_scaled(optimizer: Optimizer, fixed_batch: int | None) -> None:
-    """Raises ConfigError for a scaled rate where the global batch does not depend on the ranks, but is `fixed_batch`."""
+    """Raises ConfigError for a scaled rate if the global batch is always `fixed_batch`, on any number of ranks."""
     done = scaled(optimizer)
     if done is not None and fixed_batch is not None:
         raise ConfigError(
-            f"scale_lr(optimizer, {done.rule!r}) goes with batch_size: a global batch of {fixed_batch} is the same on "
-            "any number of ranks, and so is its learning rate"
+            f"scale_lr(optimizer, {done.rule!r}) is for batch_size: a fixed global batch of {fixed_batch} needs the same "
+            "learning rate on any number of ranks; remove scale_lr, or give batch_size"
         )
 
 
 def _rate_of(group: dict[str, Any]) -> float:
-    """As it was set: a scheduler has changed lr already."""
+    """The rate that was set: a scheduler has already changed lr."""
     return float(group.get("initial_lr", group["lr"]))
 
 
 def fuse(optimizer: Optimizer) -> None:
-    """Use the optimizer's fused kernel where it has one and nobody has chosen (`fused`, `foreach` left out).
+    """Use the fused kernel of the optimizer if it has one and the user has given neither `fused` nor `foreach`.
 
-    One pass over the parameters instead of a dozen; on a CPU a fifth of a whole step of Adam. The last bits differ from the
-    unfused kernel's.
+    One pass over the parameters instead of a dozen; on a CPU this saves a fifth of a whole step with Adam. The last bits differ
+    from those of the other kernel.
     """
     if type(optimizer) not in _FUSED or optimizer.state:
         return
@@ -109,8 +109,8 @@ def fuse(optimizer: Optimizer) -> None:
 
 
 def _give_momentum(optimizer: SGD, group: dict[str, Any]) -> bool:
-    """Whether SGD's fused kernel will do: it takes momenta of all parameters or of none, and fails when one gets its first
-    gradient later than others. A zero is what the first step would make of none."""
+    """Whether SGD's fused kernel works here: it needs momenta of all parameters or of none, and fails if one gets its first
+    gradient later than others. So momenta start as zeros, as the first step would set them."""
     if not group["momentum"]:
         return True
     if group["dampening"] or not all(p.requires_grad for p in group["params"]):
@@ -125,7 +125,7 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 
 def _multiply(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
-    """Every learning rate, and what a scheduler that was made before has kept of it."""
+    """Every learning rate, also those that a scheduler has stored."""
     for group in optimizer.param_groups:
         for name in _RATES:
             if name in group:
@@ -138,12 +138,12 @@ def _scale_base(scheduler: Any, factor: float) -> None:
         scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
     for value in getattr(scheduler, "__dict__", {}).values():
         for inner in value if isinstance(value, list | tuple) else ():
-            if isinstance(inner, LRScheduler):  # of a SequentialLR or a ChainedScheduler
+            if isinstance(inner, LRScheduler):  # inside a SequentialLR or a ChainedScheduler
                 _scale_base(inner, factor)
 
 
 def outside(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """What the optimizer trains that the model does not hold, by a name of ours: a loss with weights, a replaced layer."""
+    """Parameters that the optimizer trains outside the model, such as those of a loss, with a name."""
     mine = set(map(id, model.parameters()))
     return {
         f"parameter {k} of the optimizer's group {number}": p
@@ -154,12 +154,12 @@ def outside(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
 
 
 def named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """Those of the model, frozen ones too, and what else the optimizer trains."""
+    """The parameters of the model, including frozen ones, and others that the optimizer trains."""
     return dict(model.named_parameters()) | outside(model, optimizer)
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """What the optimizer keeps of each parameter: `{"0.weight's exp_avg in the optimizer": tensor, ...}`."""
+    """The state of the optimizer for each parameter: `{"0.weight's exp_avg in the optimizer": tensor, ...}`."""
     names = {id(p): name for name, p in named_parameters(model, optimizer).items()}
     return {
         f"{names.get(id(p), 'a parameter')}'s {key} in the optimizer": value
@@ -169,10 +169,10 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def settings(optimizer: Optimizer) -> dict[str, Any]:
-    """What the script has set: `{"optimizer": "AdamW", "lr": 0.1, ...}`, with `... of group k` from the second group on. Which
-    groups there are may change in a training, and is compared by the names of their parameters.
+    """The settings of the script: `{"optimizer": "AdamW", "lr": 0.1, ...}`, with `... of group k` from the second group on. The
+    groups may change during a training; they are compared by the names of their parameters.
 
-    The kernel (fused, foreach) is not among them: it changes the last bits alone.
+    The kernel (fused, foreach) is not included, because it changes only the last bits.
     """
     done = scaled(optimizer)
     found: dict[str, Any] = {"optimizer": type(optimizer).__name__, "lr_scale": done.rule if done is not None else "none"}

@@ -1,4 +1,4 @@
-"""The precision of the forward pass, and the loss scale that fp16 needs.
+"""The precision of the forward pass, and the loss scale for fp16.
 
 precision = Precision("fp16")
 sync.attach(model, optimizer, loss_scale=precision.new_loss_scale())
@@ -52,8 +52,8 @@ class Precision:
 class LossScale:
     """The factor on the loss that keeps small fp16 gradients above zero (Micikevicius et al. 2018, arXiv:1710.03740).
 
-    Halved when a step's reduced gradient is not finite, doubled after `growth_interval` finite ones in a row. Every rank
-    sees the same reduced gradient, so all ranks hold the same scale without a message.
+    It is halved when the reduced gradient of a step is not finite, and doubled after `growth_interval` finite ones in a row.
+    Every rank has the same reduced gradient, so all ranks have the same scale without a message.
     """
 
     def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000) -> None:

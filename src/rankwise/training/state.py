@@ -1,4 +1,4 @@
-"""What a training run is made of, as actions see it and checkpoints keep it."""
+"""The state of a training run, for actions and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rankwise.host.arguments import Argument, takes
 
 
 class Stateful(Protocol):
-    """Whatever can be saved and loaded; torch's own convention."""
+    """An object that can be saved and loaded, by torch's own convention."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -23,74 +23,76 @@ class Stateful(Protocol):
 
 @dataclass
 class TrainState:
-    """One training run between two steps."""
+    """The state of a training run between two steps; actions get it after each step."""
 
     model: nn.Module
     optimizer: Optimizer
 
     parts: dict[str, Stateful] = field(default_factory=dict)
-    """All that a checkpoint keeps, by name: model, optimizer, loader, ... and `train`, this object's own figures."""
+    """Everything that a checkpoint saves, by name: model, optimizer, loader, ..., and `train`, the numbers of this object."""
 
     step: int = 0
-    """Optimizer steps done since the beginning of the run, over all its attempts."""
+    """Optimizer steps since the start of the run, over all its attempts."""
 
     epoch: int = 0
-    """Passes over the data that are complete."""
+    """Complete passes over the data."""
 
     epoch_ended: bool = False
-    """Whether the step just done was the last of its epoch."""
+    """Whether this step was the last of its epoch."""
 
     steps_left_out: int = 0
-    """Steps whose gradient was not finite, or over nothing: the optimizer did not move."""
+    """The number of skipped steps: their gradient was not finite or had no samples, so the optimizer did not step."""
 
-    left_out: bool = False
-    """Whether the step just done was one of them."""
+    skipped: bool = False
+    """Whether this step was skipped."""
 
     last: bool = False
-    """Whether the step just done was the last of the run."""
+    """Whether this step was the last of the run."""
 
     stopped: bool = False
-    """Whether the script has stopped the run after this step, by `stop`: the same command does not begin again."""
+    """Whether the script has stopped the run after this step, by `stop`: then the same command does not train again."""
 
     stop_reason: str = ""
-    """Why the script has stopped it, in its own words; that of the lowest rank that gave one."""
+    """The reason that the script gave to `stop`; if several ranks gave one, that of the lowest rank."""
 
     clock_s: float = 0.0
-    """Seconds since this attempt began, as the main rank's clock had it at the last log interval; equal on all ranks."""
+    """Seconds since the start of this attempt, by the main rank's clock at the last log interval; equal on all ranks."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    """The newest reduced figures (loss, eval_loss, ...): equal on all ranks."""
+    """The newest metrics over all ranks (loss, eval_loss, ...): equal on all ranks."""
 
     measured: dict[str, int] = field(default_factory=dict)
-    """The step of which each of them is."""
+    """The step at which each metric was measured."""
 
     _noted: dict[str, float] = field(default_factory=dict, repr=False)
     _noted_at: int = -1
     _measured_at: int = -1
 
     on_stop: Callable[[], None] | None = field(default=None, repr=False)
-    """Who carries a call of `stop` to the other ranks: the Trainer."""
+    """Set by the Trainer: sends a call of `stop` to the other ranks."""
 
     @takes(reason=Argument(lambda value: isinstance(value, str), "the reason, a string"))
     def stop(self, reason: str = "") -> None:
-        """From an action, on any rank: all ranks stop after the same step, after this one if all call it now. Everything is
-        saved, `fit` returns, and the same command prints the reason and does not train again. Raises ConfigError where no
-        Trainer is at work.
+        """Call this from an action on any rank: all ranks stop after the same step (after this one if all ranks call it now).
+        Everything is saved and `fit` returns. If the same command is run again, it prints the reason and does not train. Raises
+        ConfigError if no Trainer is training.
         """
         if self.on_stop is None:
-            raise ConfigError("state.stop() is for the actions of a Trainer while it trains; in your own loop: stop.ask()")
+            raise ConfigError(
+                "state.stop() works only in the actions of a Trainer while it trains; in your own loop, call stop.ask()"
+            )
         self.stop_reason = self.stop_reason or " ".join(reason.split())
         self.on_stop()
 
     def measure(self, figures: Mapping[str, float]) -> None:
-        """Add figures of this step to `metrics`. An action of yours may: the best checkpoint can be chosen by them."""
+        """Add metrics of this step to `metrics`. Your own actions may call this; `keep_best` can use these metrics."""
         self.metrics.update(figures)
         self.measured.update(dict.fromkeys(figures, self.step))
         self._measured_at = self.step
 
     def note(self, figures: Mapping[str, float]) -> None:
-        """Add figures of the moment to `new_metrics`: for logs alone (a learning rate, a share of the time). No checkpoint has
-        them."""
+        """Add numbers to `new_metrics` for this step, only for logs (a learning rate, a share of the time). They are not saved
+        in checkpoints."""
         if self._noted_at != self.step:
             self._noted = {}
         self._noted.update(figures)
@@ -98,13 +100,13 @@ class TrainState:
 
     @property
     def measured_now(self) -> dict[str, float]:
-        """Those of `metrics` that are of this very step."""
+        """The metrics that were measured at this step."""
         return {name: self.metrics[name] for name, step in self.measured.items() if step == self.step}
 
     @property
     def new_metrics(self) -> dict[str, float]:
-        """All that was measured or noted in this very step, for a log: equal on all ranks, but for shares of the time. Empty in
-        most steps."""
+        """Everything that was measured or noted at this step, for a log: equal on all ranks, except shares of the time. Empty
+        in most steps."""
         if self._measured_at != self.step != self._noted_at:
             return {}
         return self.measured_now | (self._noted if self._noted_at == self.step else {})

@@ -1,4 +1,4 @@
-"""What a step function returns: a loss sum, and the count that it is over.
+"""The result of a step function: a sum of losses, and the count that it is over.
 
 loss_sum, count = loss_and_count(step_fn(model, batch))
 """
@@ -13,7 +13,7 @@ from rankwise.errors import StepError
 
 
 def loss_and_count(result: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
-    """`result` as it is. Raises StepError for anything else than such a pair, with what it is and an example."""
+    """Returns `result` if it is such a pair. Raises StepError otherwise, with what it is and an example."""
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor) and _is_count(result[1]):
         return result
     raise StepError(
