@@ -67,15 +67,3 @@ def test_each_wrong_word_is_found() -> None:
     assert wrong("one a GPU is told by\n  ssh") == ["one a GPU", "is told", "by ssh"]
     assert wrong("it lived, alive, livestock, by sshd, one per GPU") == []
     assert list(messages(ast.parse('"""A doc string."""\nx = f"a life {1}"\ny = "key"\n'))) == ["a life "]
-
-
-# --- the page of messages
-
-TEXTS = [text for source in SOURCES for text in messages(ast.parse(source.read_text()))]
-ROWS = [line.split(" | ")[0] for line in (ROOT / "docs" / "messages.md").read_text().splitlines() if line.startswith("| ")]
-QUOTED = sorted({span.strip() for row in ROWS for span in re.findall(r"`([^`]+)`", row)})
-
-
-@pytest.mark.parametrize("words", [words for words in QUOTED if " " in words and "train.py" not in words])
-def test_the_page_of_messages_has_the_words_that_are_printed(words: str) -> None:
-    assert any(words in " ".join(text.split()) for text in TEXTS), "no message has these words"

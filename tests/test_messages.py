@@ -1,0 +1,197 @@
+"""Every message that rankwise prints or raises is on a page of messages: why it appears, and what to do."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "rankwise"
+PAGES = [ROOT / "docs" / name for name in ("messages.md", "messages_launching.md", "messages_training.md")]
+
+YET_TO_COME = {
+    "__init__", "actions", "checkpoint", "checks", "data", "dist", "evaluation", "files", "hdf5", "sync", "telemetry",
+    "trainer", "training",
+    "agent", "cli", "errors", "functions", "host", "ipc", "launch", "report", "run", "schedulers", "stop",
+}  # fmt: skip
+"""Packages whose messages are not on the pages yet."""
+
+PRINTED = {"say", "warn", "warning_once", "echo", "fail"}
+"""Functions and methods whose first argument a person reads."""
+
+RAISED = {
+    *(node.name for node in ast.parse((SOURCE / "errors.py").read_text()).body if isinstance(node, ast.ClassDef)),
+    "UsageError", "BadParameter", "ClickException",
+}  # fmt: skip
+"""Exceptions whose first argument a person reads."""
+
+SENTENCE = 5
+"""Any other text of so many plain words is a message or a part of one, too: verdicts, reasons, tables of hints."""
+
+Names = dict[str, list[ast.expr]]
+
+
+class Message(NamedTuple):
+    package: str
+    place: str
+    pieces: tuple[str, ...]
+    """What is between the values: of f"{n} ranks on {host}", "ranks on"."""
+
+    def __str__(self) -> str:
+        return f"{self.place}: {' ... '.join(self.pieces)}"
+
+
+def variants(node: ast.expr, names: Names) -> list[list[str]]:
+    """The constant pieces of each text that an expression may be: one list for each branch of a condition."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return [re.split(r"{[^{}]*}", text)]
+        case ast.JoinedStr():
+            return [[str(part.value) for part in node.values if isinstance(part, ast.Constant)]]
+        case ast.IfExp():
+            return variants(node.body, names) + variants(node.orelse, names)
+        case ast.BoolOp():
+            return [found for value in node.values for found in variants(value, names)]
+        case ast.BinOp():
+            return [left + right for left in variants(node.left, names) for right in variants(node.right, names)]
+        case ast.Call(func=ast.Attribute(value=template, attr="format")):
+            return variants(template, names)
+        case ast.Name(id=name) if name in names:
+            rest = {other: values for other, values in names.items() if other != name}
+            return [found for value in names[name] for found in variants(value, rest)]
+    return [[]]
+
+
+def assigned(body: ast.AST) -> Names:
+    """The expressions that each local name is given."""
+    found: Names = {}
+    for node in ast.walk(body):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.NamedExpr(target=ast.Name(id=name), value=value):
+                found.setdefault(name, []).append(value)
+    return found
+
+
+def called(node: ast.Call) -> str:
+    return getattr(node.func, "attr", None) or getattr(node.func, "id", "")
+
+
+def not_messages(tree: ast.AST) -> set[int]:
+    """The docstrings and the help of options, which --help shows: the ids of their nodes."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            found.add(id(node.value))
+        elif isinstance(node, ast.keyword) and node.arg == "help":
+            found |= {id(inner) for inner in ast.walk(node.value)}
+        elif isinstance(node, ast.Call) and called(node) == "Option":
+            found |= {id(inner) for inner in ast.walk(node)}
+    return found
+
+
+def texts(tree: ast.AST) -> Iterator[tuple[int, list[str], int]]:
+    """The line, the pieces, and how many words make them a message."""
+    apart = not_messages(tree)
+    for body in ast.walk(tree):
+        if isinstance(body, ast.FunctionDef):
+            names = assigned(body)
+            for node in ast.walk(body):
+                if isinstance(node, ast.Call) and node.args and called(node) in RAISED | PRINTED:
+                    yield from ((node.lineno, pieces, 2) for pieces in variants(node.args[0], names))
+    for node in ast.walk(tree):
+        if id(node) in apart:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            apart |= {id(part) for part in node.values if isinstance(part, ast.Constant)}
+        if isinstance(node, (ast.JoinedStr, ast.Constant)):
+            yield from ((node.lineno, pieces, SENTENCE) for pieces in variants(node, {}))
+
+
+def collected(source: str, package: str = "", place: str = "") -> list[Message]:
+    found: dict[tuple[str, ...], Message] = {}
+    for line, pieces, least in texts(ast.parse(source)):
+        plain = tuple(filter(None, (" ".join(piece.split()) for piece in pieces)))
+        words = re.findall(r"(?<![^\s(])[A-Za-z][a-z']+(?=[\s,;:.)?]|$)", "\n".join(plain))
+        if len(words) >= least and "\\" not in "".join(plain):  # a regular expression
+            found.setdefault(plain, Message(package, f"{place}:{line}", plain))
+    return list(found.values())
+
+
+MESSAGES = [
+    message
+    for path in sorted(SOURCE.rglob("*.py"))
+    for place in [path.relative_to(SOURCE)]
+    for message in collected(path.read_text(), place.parts[0].removesuffix(".py"), str(place))
+]
+PACKAGES = sorted({message.package for message in MESSAGES})
+
+
+def quoted(page: str) -> set[str]:
+    """The words of messages that a page's tables quote, in each row's first cell."""
+    rows = [re.split(r"(?<!\\)\|", line)[1] for line in page.splitlines() if line.startswith("| ")]
+    spans = [either for row in rows for found in re.findall(r"`` (.+?) ``|(?<!`)`([^`]+)`", row) for either in found]
+    return {span.strip().replace("\\|", "|") for span in spans if span}
+
+
+def is_on(quotes: set[str], message: Message) -> bool:
+    return any(words in piece for piece in message.pieces for words in quotes)
+
+
+IN_TOO_MANY = 12
+"""Words that more messages than this have tell none of them from the others."""
+
+QUOTED = {
+    words
+    for page in PAGES
+    for words in quoted(page.read_text())
+    if " " in words and sum(is_on({words}, message) for message in MESSAGES) <= IN_TOO_MANY
+}
+
+
+@pytest.mark.parametrize("package", [package for package in PACKAGES if package not in YET_TO_COME])
+def test_each_message_is_on_a_page_of_messages(package: str) -> None:
+    assert [str(message) for message in MESSAGES if message.package == package and not is_on(QUOTED, message)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_a_page_quotes_what_is_printed(page: Path) -> None:
+    trees = [ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))]
+    strings = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    known = "\n".join(" ".join(node.value.split()) for node in strings if isinstance(node.value, str))
+    words = sorted(words for words in quoted(page.read_text()) if " " in words and "train.py" not in words)
+    assert [quote for quote in words if quote not in known] == []
+
+
+def test_the_packages_yet_to_come_exist() -> None:
+    assert set(PACKAGES) >= YET_TO_COME - {"errors"}
+
+
+def test_the_collector_finds_what_a_person_reads() -> None:
+    source = '''
+def f(n):
+    """A docstring of more than five words in all."""
+    why = f"no GPU for {n}" if n else "not here"
+    say(f"{n} ranks on {n}: {why}")
+    option(help="How many seconds it may take at most.")
+    if n:
+        raise ConfigError(why)
+    return {"hint": "type it again, with another name, please"}, "a key"
+'''
+    assert [message.pieces for message in collected(source)] == [
+        ("ranks on", ":"),
+        ("no GPU for",),
+        ("not here",),
+        ("type it again, with another name, please",),
+    ]
+    assert quoted("| `a b` *N* `c \\| d` | why `x y` |\n|---|\nwords `e f`") == {"a b", "c | d"}
+
+
+if __name__ == "__main__":  # what is still to be written
+    for message in MESSAGES:
+        if not is_on(QUOTED, message):
+            print(message)
