@@ -207,7 +207,7 @@ def test_what_follows_the_script_is_its_own(rankwise: Run, script: Path, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", script.name]
     told = rankwise("report", "own")
     assert (told.returncode, told.stderr) == (0, "")
-    assert "all ranks ended with status 0" in told.stdout
+    assert "all ranks exited with status 0" in told.stdout
 
 
 # --- what it costs
@@ -278,7 +278,7 @@ def test_without_torch_in_this_python_a_script_that_needs_it_is_refused_here_and
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     here = rankwise("run", "--nproc", "1", "train.py", env=env)
     assert (here.returncode, here.stdout) == (2, "")
-    assert "which runs rankwise, has none; name the Python that has it: rankwise run -- /path/to/python train.py" in here.stderr
+    assert "which runs rankwise, has none; use the Python that has it:  rankwise run -- /path/to/python train.py" in here.stderr
     there = rankwise("run", "--on", "slurm", "--dry-run", "train.py", env=env)
     assert there.returncode == 0
     assert there.stderr.startswith("rankwise: warning: train.py, line 1: it imports torch, and ")

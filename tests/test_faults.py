@@ -108,7 +108,7 @@ IN_INIT, IN_STEP = "(script.py:14)", "(script.py:16)"
     [
         ("4 + (rank == 1)", "1", "1", f"parameter body.weight (Linear) has sizes [5, 4] here {IN_INIT}, on "),
         pytest.param(
-            "4", "1 + (rank == 1)", "1", f"its model is not that of rank 0: 6 parameters instead of 4 {IN_INIT}, on ",
+            "4", "1 + (rank == 1)", "1", f"its model differs from that of rank 0: 6 parameters instead of 4 {IN_INIT}, on ",
             marks=pytest.mark.stress,
         ),
         pytest.param(
@@ -172,7 +172,7 @@ def test_a_script_of_a_package_that_is_run_by_its_path_is_told_how_to_run_it(ran
     (tmp_path / "pkg" / "train.py").write_text("from . import data")
     done = rankwise("run", "--nproc", "1", "pkg/train.py")
     assert done.returncode == 1
-    assert "it belongs to a package: type `rankwise run -m pkg.train`" in done.stderr
+    assert "the script belongs to a package; type `rankwise run -m pkg.train`" in done.stderr
 
 
 def test_a_crash_leaves_the_python_stack_in_the_ranks_log(launch) -> None:
@@ -220,7 +220,7 @@ def test_tensors_of_different_shape_are_told_with_the_lines_of_both_ranks_and_th
     assert run.wait() == 134
     assert "rank 0 was killed by SIGABRT: in all_reduce (script.py:8) it received " in run.output()
     assert (
-        "; rankwise run --check-collectives names the ranks, their shapes and lines; rank 1 was in all_reduce" in run.output()
+        "; rankwise run --check-collectives shows which ranks, with their shapes and lines; rank 1 was in all_reduce" in run.output()
     )
 
 
@@ -447,7 +447,7 @@ def test_a_modules_own_names_do_not_replace_those_by_which_its_failure_is_told(r
     ("words", "said"),
     [
         (("-m", "no.such"), "there is no module no.such"),
-        (("-m", "json"), "json is a package without __main__.py, which cannot be run"),
+        (("-m", "json"), "json is a package without __main__.py and cannot be run"),
         (("--", "nothere"), "there is no command nothere"),
         (("--", "script.py"), "for a Python script leave out the --"),
         (("--gpus", "0", "script.py"), "this machine has no GPU"),
@@ -587,7 +587,7 @@ def test_launchers_that_mpirun_has_started_together_are_one_run_and_one_that_nev
     )
     alone = rankwise("run", "--join-timeout", "1", "script.py", env=first)
     assert alone.returncode == 1
-    assert "rankwise: node 1 of 2 did not come within 1 s; the first agent is on " in alone.stderr
+    assert "rankwise: node 1 of 2 did not join within 1 s; the first agent is on " in alone.stderr
     with ThreadPoolExecutor() as pool:
         ended = list(pool.map(lambda env: rankwise("run", "--tee", "all", "script.py", env=env), (first, second)))
     assert [done.returncode for done in ended] == [0, 0]

@@ -45,9 +45,9 @@ def test_the_verdict_is_said_with_the_ranks_status_though_it_cannot_be_recorded(
     assert done.returncode == status, output
     assert re.search(rf"^rankwise: {said}, on \S+; its output is in \S+/logs/rank-1.log$", output, re.MULTILINE), output
     path = tmp_path / "runs" / "script" / "failure.json"
-    assert f"rankwise: cannot record this end: cannot write {path}: File too large; exit status {status}" in output
+    assert f"rankwise: cannot record how this attempt ended: cannot write {path}: File too large; exit status {status}" in output
     assert output.count("Traceback") == (fault.startswith("full"))
-    assert "before any rank was started" not in output
+    assert "before any rank started" not in output
 
 
 def test_a_restart_that_the_disk_does_not_take_leaves_the_first_failures_verdict_and_status(rankwise, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_rank_killed_by_the_kernel_for_memory_is_told_with_the_limit_and_what_
     assert run.wait() == 137
     output = run.output()
     assert (
-        "rank 1 was killed by SIGKILL at step 3: the kernel killed it for memory: limit 0.9 GB, rank 1 held up to 0." in output
+        "rank 1 was killed by SIGKILL at step 3: the kernel killed it because memory was full:  limit 0.9 GB, rank 1 held up to 0." in output
     )
     failure = json.loads(run.run.failure.read_text())
     held = [float(words.split()[0]) for words in failure["summary"].split("up to ")[1].replace("(rank 0: ", "").split("GB ")]
@@ -197,7 +197,7 @@ def test_a_rank_that_no_signal_ends_is_named_and_nobody_waits_for_it(launch, fro
 def test_a_rank_that_does_not_come_out_of_the_kernel_is_told_while_the_run_goes_on(launch, frozen_disk) -> None:
     run, _ = _hung(launch, frozen_disk, "raise ValueError('loss is nan')")
     said = wait_for(lambda: [line for line in run.output().splitlines() if "the kernel" in line], "a word")[0]
-    assert re.search(r"rank 1 has not come out of the kernel for [4-9] s \(state D in \S+\): a disk, a network file", said)
+    assert re.search(r"rank 1 has been waiting in the kernel for [4-9] s \(state D in \S+\): a disk, a network file", said)
     (run.folder / "go").touch()
     assert run.process.wait(timeout=25) == 1
 
@@ -218,7 +218,7 @@ def test_ctrl_c_twice_ends_a_run_whose_rank_no_signal_ends(launch, frozen_disk) 
     wait_for(lambda: run.run.attempts() and _asked(run), "the first Ctrl-C to arrive")
     run.process.send_signal(2)
     assert run.process.wait(timeout=25) == 130
-    assert "ended by a second Ctrl-C, without a last checkpoint; rank 1 cannot be killed (state D in " in run.output()
+    assert "killed by a second Ctrl-C, without a last checkpoint; rank 1 cannot be killed (state D in " in run.output()
 
 
 def _asked(run: Launched) -> bool:
@@ -355,5 +355,5 @@ def test_ranks_that_the_warm_process_may_not_all_fork_are_started_by_themselves_
     source = "import os\nwith open(os.environ['RANK'], 'a') as file: file.write('ran ')\nprint(open(os.environ['RANK']).read())"
     done = plain_user(more, source, "--start-method", "fork")
     assert done.returncode == 0, done.stderr
-    assert "no warm start (it cannot fork: Resource temporarily unavailable)" in done.stderr
+    assert "no warm start (cannot fork: Resource temporarily unavailable)" in done.stderr
     assert done.stdout == "ran \n"

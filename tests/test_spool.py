@@ -128,7 +128,7 @@ def test_a_job_that_waits_or_runs_is_told_followed_and_cancelled_from_anywhere(
     try:
         assert rankwise("run", "--on", "spool", "--spool", "spool", "--nproc", "1", "train.py").returncode == 0
         wait_for(Path("begun").exists, "the training")
-        assert "is cancelled; its ranks are asked to stop and to save" in rankwise("cancel", "train").stdout
+        assert "is cancelled; its ranks save and stop" in rankwise("cancel", "train").stdout
         wait_for(lambda: state(rankwise, "train")[0] == "ended", "its end")
     finally:
         daemon.terminate()

@@ -106,9 +106,9 @@ def test_an_abort_of_gloo_for_sizes_is_told_with_the_line_and_the_flag_that_name
     said = of_abort(ABORTED, checked=False)
     assert said is not None
     assert said.startswith(
-        "in all_reduce (metrics.py:5) it received 8 bytes where it expected 4: the tensors of the ranks differ"
+        "in all_reduce (metrics.py:5) it received 8 bytes but expected 4: the tensors of the ranks differ"
     )
-    assert said.endswith("; rankwise run --check-collectives names the ranks, their shapes and lines")
+    assert said.endswith("; rankwise run --check-collectives shows which ranks, with their shapes and lines")
     checked = of_abort(ABORTED, checked=True)
     assert checked is not None
     assert "--check-collectives found no difference" in checked
@@ -176,7 +176,7 @@ def test_parameters_that_a_loss_did_not_use_have_their_names() -> None:
     message = UNUSED.format("Parameter indices which did not receive grad for rank 1: 2 3")
     names = {"2": "extra.weight (Linear)", "3": "extra.bias (Linear)"}
     told = reword(record("RuntimeError", message, parameters=names), 1, "train.py")
-    assert told.exception == "RuntimeError: its last loss did not use extra.weight (Linear), extra.bias (Linear)"
+    assert told.exception == "RuntimeError: the last loss did not use extra.weight (Linear), extra.bias (Linear)"
     assert told.remark is not None
     assert "find_unused_parameters=True" in told.remark
 
@@ -197,7 +197,7 @@ def test_a_parameter_of_another_shape_is_named() -> None:
     message = "[1]: params[2] in this process with sizes [4, 4] appears not to match sizes of the same param in process 0."
     told = reword(record("RuntimeError", message, parameters={"2": "head.weight (Linear)"}), 1, "t.py")
     assert told.exception == (
-        "RuntimeError: its model is not that of rank 0: parameter head.weight (Linear) has sizes [4, 4] here"
+        "RuntimeError: its model differs from that of rank 0: parameter head.weight (Linear) has sizes [4, 4] here"
     )
     assert "parameter number 2 has" in reword(record("RuntimeError", message), 1, "t.py").exception
 
@@ -212,9 +212,9 @@ def test_a_script_of_a_package_is_told_how_to_run_as_its_module(tmp_path: Path) 
     (tmp_path / "lab" / "pkg").mkdir(parents=True)
     (tmp_path / "lab" / "__init__.py").touch()
     failed = record("ImportError", "attempted relative import with no known parent package")
-    assert reword(failed, 0, "lab/pkg/train.py").remark == "it belongs to a package: type `rankwise run -m lab.pkg.train`"
+    assert reword(failed, 0, "lab/pkg/train.py").remark == "the script belongs to a package; type `rankwise run -m lab.pkg.train`"
     inside = reword(failed, 0, "/srv/other/train.py").remark
-    assert inside == "it belongs to a package: type `cd /srv && rankwise run -m other.train`"
+    assert inside == "the script belongs to a package; type `cd /srv && rankwise run -m other.train`"
 
 
 def test_only_rank_0_has_the_terminal() -> None:

@@ -65,7 +65,7 @@ def test_ranks_are_counted_over_the_hosts_in_their_order(agents: New) -> None:
     assert [(w["LOCAL_RANK"], w["LOCAL_WORLD_SIZE"]) for w in world] == [(str(n), "4") for n in range(4)]
     attempt = run.run.attempts()[-1]
     assert (attempt.ranks, len(attempt.pids), [part.first for part in attempt.parts]) == (4, 4, [0, 2, 3])
-    assert (attempt.status, attempt.outcome.split(";")[0]) == (0, "all ranks ended with status 0")
+    assert (attempt.status, attempt.outcome.split(";")[0]) == (0, "all ranks exited with status 0")
 
 
 def test_what_the_agents_own_scheduler_says_of_a_rank_is_what_rank_says(agents: New, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_agents_that_would_each_take_all_devices_of_one_host_are_one_error(agent
     status, said = run.wait()
     assert status == 1
     assert len(said.splitlines()) == 1
-    assert " has 2 of the 2 agents of this run, and each would take all its devices; type --nproc 1 for one rank each" in said
+    assert " has 2 of the 2 agents of this run, and each would use all devices of the host;  type --nproc 1 for one rank each" in said
     assert not run.log(0)
 
 

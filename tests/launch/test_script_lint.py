@@ -215,12 +215,12 @@ def test_a_script_that_starts_processes_itself_is_told_with_its_line(source: str
 )
 def test_a_rank_that_is_read_from_another_starters_variable_is_told_with_its_first_line(name: str) -> None:
     (text,) = found(PROCID.replace("SLURM_PROCID", name))
-    assert text == f"line 2 takes a rank from {name}: here it is in RANK, and in LOCAL_RANK which of its node's it is"
+    assert text == f"line 2 reads a rank from {name}: rankwise sets RANK, and LOCAL_RANK for the rank within its node"
 
 
 def test_a_local_rank_that_is_an_argument_is_told_with_what_to_read() -> None:
     (text,) = found(ARGUMENT)
-    assert text == 'line 3 takes --local_rank, which nobody gives here: read int(os.environ["LOCAL_RANK"])'
+    assert text == 'line 3 expects --local_rank, which rankwise does not pass: read int(os.environ["LOCAL_RANK"])'
 
 
 @pytest.mark.parametrize("source", [PROCID + ARGUMENT, ARGUMENT, SPAWNS + PROCID])

@@ -131,7 +131,7 @@ def test_a_queued_run_is_cancelled_by_its_scheduler(
     assert rankwise("cancel", "train").stdout == "job 12 of slurm (PENDING (Resources)) is cancelled\n"
     queued(RUNNING)
     told = rankwise("cancel", "train").stdout
-    assert told == "job 12 of slurm (RUNNING on node[1-2]) is cancelled; its ranks are asked to stop and to save\n"
+    assert told == "job 12 of slurm (RUNNING on node[1-2]) is cancelled; its ranks save and stop\n"
     assert (tmp_path / "cancelled").read_text() == "12\n12\n"
     queued(FAILED)
     assert rankwise("cancel", "train").stdout == "runs/train is not alive; it never began\n"
@@ -173,7 +173,7 @@ def test_what_a_job_printed_before_any_rank_began_is_shown(rankwise: Run, run: R
     run.job_log("12").write_text("srun: error: Unable to create step\n")
     done = rankwise("logs", "train")
     assert done.stdout == "srun: error: Unable to create step\n"
-    assert done.stderr == "rankwise: no rank has begun; this is what job 12 printed\n"
+    assert done.stderr == "rankwise: no rank has started yet; this is the output of job 12 printed\n"
 
 
 def test_a_run_that_has_ended_is_not_waited_for(rankwise: Run, run: RunDir, queued: Callable[[str], None]) -> None:

@@ -111,7 +111,7 @@ def test_a_dry_run_needs_no_scheduler_prints_the_script_alone_and_leaves_what_a_
         ),
         (
             "--on sge --pe mpi --slots 8",
-            "by sge (as asked) on the nodes of its 8 slots, as many ranks each as it has slots, in runs/train",
+            "by sge (as asked) on the nodes of its 8 slots, one rank per slot, in runs/train",
         ),
         ("--on sge", "by sge (as asked) on 1 node, as many ranks as it has devices, in runs/train"),
     ],
@@ -259,7 +259,7 @@ def test_a_job_that_ends_before_it_begins_is_a_failure_with_its_reason(rankwise:
     done = rankwise("run", "--on", "slurm", "--wait", "train.py")
     assert done.returncode == 143
     assert done.stderr.splitlines()[-1] == (
-        "rankwise: job 12: CANCELLED, exit status 143 before any rank was started; it printed nothing"
+        "rankwise: job 12: CANCELLED, exit status 143 before any rank started;  it printed nothing"
     )
 
 

@@ -67,7 +67,7 @@ def _begin(words: list[str]) -> int:
     _enter(plan)
     scheduler = schedulers.queue(plan.on)
     if scheduler is None:
-        raise ConfigError(f"{platform.node()} has no scheduler {plan.on}: install here too the package that has it")
+        raise ConfigError(f"{platform.node()} has no scheduler {plan.on}: install the package that provides it on this host too")
     index = _index(plan, scheduler)
 
     def body(guard: int | None) -> int:
@@ -81,14 +81,14 @@ def _begin(words: list[str]) -> int:
 
 def _enter(plan: Plan) -> None:
     """Into the folder that the script runs in. Raises ConfigError for what of the run this host does not have."""
-    cure = "every host needs it in the same place, by a shared file system or a copy"
+    cure = "every host needs it under the same path, on a shared file system or as a copy"
     try:
         os.chdir(plan.cwd)
     except OSError as error:
         why = str(error.strerror).lower()
         raise ConfigError(f"{platform.node()} has no {plan.cwd} ({why}), the folder of the script: {cure}") from None
     if plan.interpreter and not Path(plan.interpreter[0]).exists() and shutil.which(plan.interpreter[0]) is None:
-        raise ConfigError(f"{platform.node()} has no Python {plan.interpreter[0]}, which is to run the script: {cure}")
+        raise ConfigError(f"{platform.node()} has no Python {plan.interpreter[0]}, which runs the script: {cure}")
     if plan.interpreter and plan.argv[0] != "-m" and not Path(plan.argv[0]).exists():
         raise ConfigError(f"{platform.node()} has no script {plan.argv[0]} in {plan.cwd}: {cure}")
 
@@ -250,7 +250,7 @@ def _calling(plan: Plan | None, run: RunDir, index: int, start: str, events: Eve
     record = _find_door(run, index, start, events)
     plan = Plan.load(run.plan)
     if plan.run_id != record["run_id"]:
-        raise RunDirError(f"{run.plan} is of another run than the head's; do all nodes see the same {run.path}?")
+        raise RunDirError(f"{run.plan} belongs to another run than that of the first node; all nodes must see the same folder {run.path}")
     _enter(plan)
     return _join(plan, run, index, events, ways(record), int(record["port"]), str(record["secret"]))
 
@@ -283,7 +283,7 @@ def _find_door(run: RunDir, index: int, start: str, events: EventLoop) -> Mappin
             record = read_door(run.door)
             if record["start"] == start:
                 return record
-            why = f"{run.door} is of another start"
+            why = f"{run.door} belongs to another start of this run"
         except NobodyThere as reason:
             why = str(reason)
         _wait_for_head(patience, index, events, why)
@@ -301,11 +301,11 @@ def _wait_for_head(patience: Patience, index: int, events: EventLoop, why: str) 
     name = f"node {index} ({platform.node()})"
     if patience.is_over:
         raise ConfigError(
-            f"{name} has not found the first node's agent within {_FIND_S:g} s: {why}; all nodes must see the run "
-            "directory under one path, and reach the first node"
+            f"{name} did not find the first node within {_FIND_S:g} s: {why}; all nodes must see the run directory under the "
+            "same path, and be able to connect to the first node"
         )
     if patience.due():
-        waited = f"{name} has waited {patience.waited_s:.0f} s for the first node: {why}"
+        waited = f"{name}: waiting for the first node for {patience.waited_s:.0f} s: {why}"
         print(f"rankwise: {waited}", file=sys.stderr, flush=True)
     events.wait(_POLL_S)
 
@@ -324,7 +324,7 @@ def _called(guard: int) -> int:
     events.register(link)
     greeting = _greeting(link, events)
     os.environ.update({name: value for name, value in greeting["environment"].items() if name not in _OF_THE_HOST})
-    plan = Plan.of(greeting["plan"], "what the head said")
+    plan = Plan.of(greeting["plan"], "the plan of the first node")
     index, secret = int(greeting["node"]), str(greeting["secret"])
     _enter(plan)
     node = Node(plan, RunDir(Path(plan.run_dir)), index, events, Wire(link), int(greeting["ranks"]))

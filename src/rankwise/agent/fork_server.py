@@ -123,7 +123,7 @@ def _serve(channel, agent):
         try:
             middle = os.fork()
         except OSError as error:
-            _send(channel, {"failed": f"it cannot fork: {error.strerror}"})
+            _send(channel, {"failed": f"cannot fork: {error.strerror}"})
             continue
         if middle == 0:
             spec = _fork_ranks(channel, json.loads(line)["ranks"])
@@ -133,7 +133,7 @@ def _serve(channel, agent):
             return spec
         status = os.waitpid(middle, 0)[1]
         if status != 0:
-            _send(channel, {"failed": f"the process that forks the ranks ended with status {status}"})
+            _send(channel, {"failed": f"the process that forks the ranks exited with status {status}"})
     return None
 
 
@@ -163,7 +163,7 @@ def _fork_ranks(channel, specs):
         except OSError as error:
             for begun in pids:  # they wait for the agent's go, and it would not tell them from those it starts instead
                 os.kill(begun, signal.SIGKILL)
-            _send(channel, {"failed": f"it cannot fork: {error.strerror}"})
+            _send(channel, {"failed": f"cannot fork: {error.strerror}"})
             os._exit(0)
         if pid == 0:
             return spec

@@ -63,7 +63,7 @@ class Screen:
         lost = self._terminal.lost
         self._terminal.write(data)
         if lost != self._terminal.lost:
-            self.say(f"the output of the ranks is no longer shown here ({self._terminal.lost}); read it in their logs")
+            self.say(f"the output of the ranks can no longer be shown here ({self._terminal.lost}); it is in their logs")
 
     def progress(self, text: str) -> None:
         self._terminal.progress(text)
@@ -135,7 +135,7 @@ class Head:
     def _ended_before_it_began(self) -> int:
         if self._events.parent_ended or not self._stop_signal:
             return 1
-        self._say(f"stopped by {signal.Signals(self._stop_signal).name} before {self._nodes.missing()} had come")
+        self._say(f"stopped by {signal.Signals(self._stop_signal).name} before {self._nodes.missing()} joined")
         return self._agreed_status
 
     # --- one attempt
@@ -183,7 +183,7 @@ class Head:
             if failure is not None and failure.traceback is not None:
                 self._screen.show(failure.traceback)
             self._say(f"{outcome}, on {failure.host}; its output is in {failure.log}" if failure is not None else outcome)
-            self._say(f"cannot record this end: {error}; exit status {status}")
+            self._say(f"cannot record how this attempt ended: {error}; exit status {status}")
 
     def _is_here(self, part: NodeView) -> bool:
         return part is self._nodes.own
@@ -372,7 +372,7 @@ class Head:
             return stopped[0], stopped[1] + root_cause.unkillable(ends), None
         culprit = root_cause.judge(ends)
         if culprit is None:
-            return 0, "all ranks ended with status 0" + self._strangers(parts, attempt.ranks), None
+            return 0, "all ranks exited with status 0" + self._strangers(parts, attempt.ranks), None
         failure = Failure(
             rank=culprit.rank,
             host=self._host(attempt, culprit.rank),
@@ -406,13 +406,13 @@ class Head:
         agreed = self._agreed_status
         name = signal.Signals(self._stop_signal).name
         if self._killed_as_asked:
-            return EXIT_INTERRUPTED, "ended by a second Ctrl-C, without a last checkpoint"
+            return EXIT_INTERRUPTED, "killed by a second Ctrl-C, without a last checkpoint"
         if len(ends) == ranks and all(end.exit_code == agreed for end in ends):
             return agreed, f"stopped by {name} after step {max(end.step or 0 for end in ends)}"
         if _loses_nothing(parts) and all(end.sent and end.signum for end in ends if end.failed):
             return agreed, f"stopped by {name} before the first step: nothing is lost"
         if self._grace_is_over:
-            return 128 + signal.SIGKILL, f"ended by {name}, but not within the grace of {self._plan.grace_s:g} s: killed"
+            return 128 + signal.SIGKILL, f"killed: asked to stop by {name}, it did not within {self._plan.grace_s:g} s (--grace)"
         if len(ends) < ranks:
             return agreed, f"stopped by {name} before all ranks had started"
         codes = [root_cause.exit_status(end) for end in ends if end.exit_code != 0]
@@ -430,7 +430,7 @@ class Head:
         """Ranks that never met were as many separate runs: hardly ever what was meant."""
         if ranks == 1 or not self._plan.interpreter or any(part.end is not None and part.end.groups for part in parts):
             return ""
-        return f"; none of the {ranks} ever made a process group: they were {ranks} separate runs of the same script"
+        return f"; no rank made a process group: the script ran {ranks} times, each time on its own"
 
     def _say(self, text: str) -> None:
         self._screen.say(text)

@@ -369,7 +369,7 @@ class Node:
             self._forget_channel()
             self._starter.close()
         elif "failed" in message:
-            self.sink.say(f"no warm start ({message['failed']}); each rank is started by itself")
+            self.sink.say(f"no warm start ({message['failed']}): each rank imports torch by itself")
             self._start_cold()
 
     def _start_cold(self) -> None:
@@ -441,7 +441,7 @@ class Node:
         self._starter.close()
         self._port.close()
         if not processes.end_tree(exclude=self._stuck | self.kept):
-            self.sink.say("a process of this run cannot be killed (state D: disk or driver); the host needs an operator")
+            self.sink.say("a process of this run cannot be killed: it waits for a disk or a driver (state D); ask the administrator of the host")
 
 
 def _inherited(ranks: Ranks, per_node: str, is_only: bool) -> Mapping[str, str]:

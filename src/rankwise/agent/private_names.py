@@ -17,8 +17,8 @@ import threading
 
 NAMES = {
     "_run_module_as_main": "the module runs in a namespace that is cleared when it returns",
-    "_shutdown": "ranks take torch apart when they exit, which takes longer",
-    "_run_exitfuncs": "ranks take torch apart when they exit, which takes longer",
+    "_shutdown": "the exit of each rank takes longer",
+    "_run_exitfuncs": "the exit of each rank takes longer",
     "_world": "process groups other than the default one are neither counted nor kept until a rank exits",
     "_new_process_group_helper": "collectives are not counted as progress",
     "_device_types": "collectives are not counted as progress",

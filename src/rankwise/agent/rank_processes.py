@@ -274,7 +274,7 @@ class RankProcesses:
         if out_of_memory.oom_kills() <= self._oom_kills:
             return None
         limit = out_of_memory.limit_bytes()
-        return f"the kernel killed it for memory: {f'limit {_gb(limit)}, ' if limit else ''}{self._held(rank)}"
+        return f"the kernel killed it because memory was full:  {f'limit {_gb(limit)}, ' if limit else ''}{self._held(rank)}"
 
     def _held(self, rank: Rank) -> str:
         """What a rank held in memory at most, and the others to compare with."""
@@ -282,7 +282,7 @@ class RankProcesses:
         listed = ", ".join(f"rank {r.rank}: {_gb(r.peak_bytes)}" for r in others)
         if len(others) > _MOST_COMPARED:
             listed = f"the others up to {_gb(max(r.peak_bytes for r in others))}"
-        return f"rank {rank.rank} held up to {_gb(rank.peak_bytes)}" + (f" ({listed})" if others else "")
+        return f"rank {rank.rank} used up to {_gb(rank.peak_bytes)}" + (f" ({listed})" if others else "")
 
     def _step(self, rank: int) -> int | None:
         """The step it was in, or after which it stopped; None if it never said."""

@@ -133,4 +133,4 @@ def _fill(fd: int, data: bytes) -> None:
         fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, max(65536, len(data)))
     os.set_blocking(fd, False)
     if os.write(fd, data) < len(data):
-        raise OSError(f"an environment of {len(data)} bytes does not fit into a pipe")
+        raise OSError(f"the environment is too large: {len(data)} bytes do not fit into a pipe")

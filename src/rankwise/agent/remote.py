@@ -273,7 +273,7 @@ class RemoteNode:
             self._node.run = run
         else:
             self._node.run.begin_copy(run_id, self._node.fresh)
-            self._link.send({"say": f"it does not see {path}: the logs of its ranks stay there, in {self._node.run.path}"})
+            self._link.send({"say": f"this host does not see {path}: the logs of its ranks are here, in {self._node.run.path}"})
 
     def _start(self, orders: Orders, attempt: Attempt) -> None:
         self._told, self._told_end, self._told_alarm = Facts(), None, (0, 0)

@@ -31,7 +31,7 @@ _PYTHONS_OWN = re.compile(r"\w*Error: \[Errno \d+\] ")
 _USUAL: dict[int, str] = {
     signal.SIGKILL: "often the kernel's out-of-memory killer",
     signal.SIGXCPU: "its CPU time limit (ulimit -t)",
-    signal.SIGBUS: "often a full /dev/shm, or a mapped file that was cut",
+    signal.SIGBUS: "often a full /dev/shm, or a mapped file that was truncated",
 }
 
 
@@ -121,7 +121,7 @@ def _with_the_odd_model(ends: Sequence[Evidence]) -> Evidence | None:
     odd, number = next((rank, number) for rank, number in sorted(counts.items(), reverse=True) if number != usual)
     other = min(rank for rank, number in counts.items() if number == usual)
     end = next((e for e in ends if e.rank == odd), None)
-    said = f"RuntimeError: its model is not that of rank {other}: {number} parameters instead of {usual}"
+    said = f"RuntimeError: its model differs from that of rank {other}: {number} parameters instead of {usual}"
     return replace(end, exception=said) if end is not None and end.exception is not None else None
 
 
@@ -149,7 +149,7 @@ def _missed(culprit: Evidence, ends: Sequence[Evidence]) -> str:
         return ""
     waiting = next((e for e in ends if e.follows and e.rank != culprit.rank), None)
     if waiting is None:
-        return " while the other ranks still expected it" if culprit.exit_code == 0 else ""
+        return " while other ranks still waited for it" if culprit.exit_code == 0 else ""
     collective = exception_text.collective_of(waiting.traceback or "")
     where = f" ({waiting.where})" if waiting.where else ""
     if aborted:
@@ -163,7 +163,7 @@ def unkillable(ends: Sequence[Evidence]) -> str:
 
 
 def _cannot_be_killed(end: Evidence) -> str:
-    return f"rank {end.rank} cannot be killed ({end.stuck}): the host needs an operator"
+    return f"rank {end.rank} cannot be killed ({end.stuck}): ask the administrator of the host"
 
 
 def _what(end: Evidence) -> str:
@@ -175,10 +175,10 @@ def _what(end: Evidence) -> str:
     if end.exception is not None:
         return f"raised {_first_line(end.exception)}{at}{where}{f'; {end.remark}' if end.remark else ''}"
     if end.stuck:
-        return f"cannot be killed ({end.stuck}){at}: the host needs an operator"
+        return f"cannot be killed ({end.stuck}){at}: ask the administrator of the host"
     if end.lost:
         return f"was lost with its node: {end.lost}"
-    return f"left with status {end.exit_code}{at}"
+    return f"exited with status {end.exit_code}{at}"
 
 
 def signal_name(signum: int) -> str:

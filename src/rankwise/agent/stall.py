@@ -121,9 +121,9 @@ def judge(ranks: Sequence[Observation], sure: bool, checked: bool = False) -> st
         if len({(rank.waits_in, rank.place) for rank in waiting}) > 1:
             return "the ranks are in different collectives: " + "; ".join(rank.told() for rank in waiting)
         why = (
-            "--check-collectives finds no difference between what they ask for, so the network does not answer"
+            "--check-collectives finds no difference between their calls, so the network does not answer"
             if checked
-            else "the network does not answer, or what they ask for does not match (rankwise run --check-collectives shows it)"
+            else "the network does not answer, or their calls do not match (rankwise run --check-collectives shows it)"
         )
         return f"all ranks wait in {waiting[0].waits_in} at {waiting[0].place}: {why}"
     return "; ".join(rank.told() for rank in late) if sure else None
@@ -194,10 +194,10 @@ class StallWatch:
         watched, state = self._watched[rank.rank], processes.state(rank.pid)
         stopped = state in ("T", "t")
         if self._is_new(rank, watched.stopped, stopped, 0.0, now):
-            self._say(f"rank {rank.rank} is stopped (SIGSTOP); the others wait for it. To wake it, type: kill -CONT {rank.pid}")
+            self._say(f"rank {rank.rank} is stopped (SIGSTOP); the others wait for it. To continue it, type: kill -CONT {rank.pid}")
         if self._is_new(rank, watched.blocked, state == "D", _BLOCKED_S, now):
             self._say(
-                f"rank {rank.rank} has not come out of the kernel for {now - (watched.blocked.since or now):.0f} s (state D in "
+                f"rank {rank.rank} has been waiting in the kernel for {now - (watched.blocked.since or now):.0f} s (state D in "
                 f"{processes.blocked_in(rank.pid) or 'the kernel'}): a disk, a network file system or a driver does not answer"
             )
         return stopped

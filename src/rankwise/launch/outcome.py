@@ -33,12 +33,12 @@ def conclude(
     attempt = attempts[-1] if len(attempts) > attempts_before else None
     failure = run.read_failure()
     if status < 0:
-        say(f"{by} was killed by {signal.Signals(-status).name}; its ranks were ended, nothing else is lost")
+        say(f"{by} was killed by {signal.Signals(-status).name}, and its ranks with it")
         return 128 - status
     if attempt is None or attempt.status is None:  # an agent that could not begin, or could not record the end, has said why
         if status > 128 and not asked:
-            when = "before any rank was started" if attempt is None else "and the end of the run is not recorded"
-            say(f"{by} ended with status {status} {when}; why is in the lines above")
+            when = "before any rank started" if attempt is None else "and did not record how the run ended"
+            say(f"{by} exited with status {status} {when}; the reason is in the lines above")
         return status
     if failure is not None:
         _say_failure(run, failure, config)
@@ -78,7 +78,7 @@ def _misplaced(run: RunDir, failure: Failure, config: RunConfig) -> str | None:
         return None
     meant = typed("run", *ours, *_options(config), config.argv[0], *rest)
     are = "is an option" if len(names) == 1 else "are options"
-    return f"{' and '.join(names)} after {config.argv[0]} {are} of the script; if meant for rankwise, type: {meant}"
+    return f"{' and '.join(names)} after {config.argv[0]} {are} of the script; to give it to rankwise, type: {meant}"
 
 
 def _is_told(failure: Failure) -> bool:

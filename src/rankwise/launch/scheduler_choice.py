@@ -130,10 +130,10 @@ def _job(config: RunConfig, queue: Jobs, why: str) -> dict[str, Any]:
             if key in queue.cures:
                 raise ConfigError(f"{option.shown(value)}: {queue.cures[key]}")
             others = options.known_to(key)
-            do = "does" if len(others) == 1 else "do"
+            do = "has" if len(others) == 1 else "have"
             raise ConfigError(
-                f"{option.shown(value)}: {queue.name} ({why}) knows no {option.typed}; {' and '.join(others)} {do}: "
-                f"type --on {others[0]}, or leave it out"
+                f"{option.shown(value)}: {queue.name} ({why}) has no option {option.typed}; {' and '.join(others)} {do}: "
+                f"use --on {others[0]}, or leave {option.typed} out"
             )
     return {**{key: value for key, value in config.site.items() if key in known and is_given(value)}, **given}
 
@@ -143,8 +143,8 @@ def _within(queue: Jobs, job: dict[str, Any], config: RunConfig) -> dict[str, An
     keeps = [option.name for option in queue.options if option.within]
     vain = [option.typed for option in queue.options if option.name in config.job and option.name not in keeps]
     if vain:
-        verb = "is" if len(vain) == 1 else "are"
-        say(f"warning: this shell is in a job already: nothing is queued, and {', '.join(vain)} {verb} without effect")
+        verb = "has" if len(vain) == 1 else "have"
+        say(f"warning: this shell is in a job already: nothing is queued, and {', '.join(vain)} {verb} no effect")
     return {"within": True, **{key: value for key, value in job.items() if key in keeps}}
 
 
@@ -156,5 +156,5 @@ def _nodes(job: Mapping[str, Any], hosts: tuple[Host, ...], allocated: int | Non
     least, most = counts(job["nodes"])
     if there is not None and most > there:
         what = "hosts named" if hosts else "nodes in this job"
-        raise ConfigError(f"--nodes {job['nodes']}, and there are {there} {what}; leave --nodes out for all of them")
+        raise ConfigError(f"--nodes {job['nodes']}, but there are {there} {what}; leave --nodes out to use all of them")
     return least, most

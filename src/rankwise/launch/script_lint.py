@@ -93,18 +93,18 @@ def pitfalls(tree: ast.Module) -> list[str]:
     found = []
     if spawns:
         found.append(
-            f"line {spawns[-1]} starts processes itself (torch.multiprocessing.spawn), and each rank does so again: type "
-            "python instead of rankwise run, or call there what it spawns, with the rank that is in RANK"
+            f"line {spawns[-1]} starts processes itself (torch.multiprocessing.spawn), and each rank would do so again: use "
+            "python instead of rankwise run, or call the function that it spawns with int(os.environ['RANK'])"
         )
     if _imports_rankwise(tree):
         return found
     others = [(line, name) for name, line in words.items() if _OF_OTHERS.fullmatch(name)]
     if others:
         line, name = min(others)
-        found.append(f"line {line} takes a rank from {name}: here it is in RANK, and in LOCAL_RANK which of its node's it is")
+        found.append(f"line {line} reads a rank from {name}: rankwise sets RANK, and LOCAL_RANK for the rank within its node")
     if any(name in words for name in _ARGUMENTS):
         line = min(words[name] for name in _ARGUMENTS if name in words)
-        found.append(f'line {line} takes --local_rank, which nobody gives here: read int(os.environ["LOCAL_RANK"])')
+        found.append(f'line {line} expects --local_rank, which rankwise does not pass: read int(os.environ["LOCAL_RANK"])')
     return found
 
 

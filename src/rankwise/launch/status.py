@@ -29,7 +29,7 @@ def state_of(job: Job) -> State:
     queue = schedulers.queue(job.scheduler)
     if queue is None:
         return State(
-            "unknown", f"there is no scheduler {job.scheduler} here: neither rankwise nor an installed package has one"
+            "unknown", f"there is no scheduler {job.scheduler} here: neither rankwise nor an installed package provides it"
         )
     return queue.state(job.for_scheduler())
 
@@ -98,7 +98,7 @@ def as_text(found: dict[str, Any]) -> str:
             )
         )
     if not attempts:
-        rows.append(("attempt 1", "has not begun" if found["alive"] else "never began"))
+        rows.append(("attempt 1", "not started yet" if found["alive"] else "never started"))
     if (last := found["last"]) is not None:
         told = [name for name in last if name in ("loss", "lr") or name.startswith("eval_")]
         numbers = [f"{name} {last[name]:.4g}" for name in told if isinstance(last[name], int | float)]
@@ -111,13 +111,13 @@ def as_text(found: dict[str, Any]) -> str:
 
 
 def _course(attempt: dict[str, Any], found: dict[str, Any]) -> str:
-    began = f"began {stamp(attempt['started'])}"
+    began = f"started {stamp(attempt['started'])}"
     if attempt["ended"] is not None:
         status = f", exit status {attempt['status']}" if attempt["status"] else ""
         return f"{began}, took {clock(attempt['ended'] - attempt['started'])}{status}: {attempt['outcome']}"
     if found["alive"]:
         return f"{began}, running for {clock(time.time() - attempt['started'])}"
-    return f"{began}; killed, or its machine went down"
+    return f"{began}; it was killed, or its machine went down"
 
 
 def cancel(run: RunDir) -> str:
@@ -126,16 +126,16 @@ def cancel(run: RunDir) -> str:
     queue = schedulers.queue(job.scheduler) if job is not None else None
     if job is not None and queue is not None and (state := state_of(job)).phase in _ALIVE:
         queue.cancel(job.for_scheduler())
-        rest = "; its ranks are asked to stop and to save" if state.phase == "running" else ""
+        rest = "; its ranks save and stop" if state.phase == "running" else ""
         return f"job {job.id} of {job.scheduler} ({state.reason or state.phase}) is cancelled{rest}"
     writer = _writer(run)
     if writer is None:
         attempts = run.attempts()
-        return f"{short(run.path)} is not alive; {_end(attempts[-1]) if attempts else 'it never began'}"
+        return f"{short(run.path)} is not running; {_end(attempts[-1]) if attempts else 'it never started'}"
     if not writer.is_here():
         raise RunDirError(
-            f"{short(run.path)} is alive on {writer.host} (pid {writer.pid}), and this is {socket.gethostname()}; "
-            f"type there: {typed('cancel', called(run))}"
+            f"{short(run.path)} runs on {writer.host} (pid {writer.pid}), and this is {socket.gethostname()}; type on "
+            f"{writer.host}:  {typed('cancel', called(run))}"
         )
     processes.send(writer.pid, signal.SIGTERM)
     return f"pid {writer.pid} is asked to stop: all ranks stop after the current step, and save"

@@ -54,7 +54,7 @@ def refuse_if_queued(run: RunDir) -> None:
         return
     raise RunDirError(
         f"the run in {short(run.path)} is job {job.id} of {job.scheduler}, submitted {stamp(job.submitted)}: {state.reason}; "
-        f"follow it: {typed('logs', '-f', called(run))}; end it: {typed('cancel', called(run))}; or start another with "
+        f"to follow it: {typed('logs', '-f', called(run))}; to stop it: {typed('cancel', called(run))}; for another run: "
         "--name NAME"
     )
 
@@ -79,8 +79,8 @@ def compare_with_earlier_attempts(run: RunDir, program: Program) -> None:
     caller = program.caller
     if Path(before[0]).name != Path(now[0]).name or (now[0] == "-m" and caller.identity(before) != caller.identity(now)):
         raise ConfigError(
-            f"the run in {short(run.path)} is of {caller_of(before).name_of(before)} and this is {program.name}; give this one "
-            f"another name with {caller.name_option}, or move the older aside with {caller.fresh_option}"
+            f"the run in {short(run.path)} belongs to {caller_of(before).name_of(before)}, and this is {program.name}; give "
+            f"this run another name with {caller.name_option}, or move the older run aside with {caller.fresh_option}"
         )
     if before[1:] != now[1:]:
         say(
@@ -115,7 +115,8 @@ def queue(
     """
     if len(found) > 1 and config.wait:
         raise ConfigError(
-            "--wait and --array: a job of several runs cannot be shown as one; follow one: rankwise logs -f RUN-0"
+            "--wait and --array: an array is several runs, and --wait follows one; leave --wait out, then type: rankwise "
+            "logs -f RUN-0"
         )
     described = code.describe(Path(program.name).absolute().parent)  # first: once submitted, the agents may come at any moment
     with contextlib.ExitStack() as leases:
@@ -159,7 +160,7 @@ def _tell(choice: Choice, job_id: str, job: Job, found: Sequence[ArrayMember], n
         choice.queue.cancel(replace(job, id=job_id).for_scheduler())
         raise ConfigError(f"job {job_id} of {choice.name} would never start, and is cancelled: {state.reason}")
     say(f"job {job_id} of {choice.name}{_and_runs(found)}: {state.reason or state.phase}")
-    say(f"to follow it: {typed('status', name)}, {typed('logs', '-f', name)}; to end it: {typed('cancel', name)}")
+    say(f"to follow it: {typed('status', name)}, {typed('logs', '-f', name)}; to stop it: {typed('cancel', name)}")
 
 
 def _and_runs(found: Sequence[ArrayMember]) -> str:
