@@ -220,7 +220,8 @@ def test_tensors_of_different_shape_are_told_with_the_lines_of_both_ranks_and_th
     assert run.wait() == 134
     assert "rank 0 was killed by SIGABRT: in all_reduce (script.py:8) it received " in run.output()
     assert (
-        "; rankwise run --check-collectives shows which ranks, with their shapes and lines; rank 1 was in all_reduce" in run.output()
+        "; rankwise run --check-collectives shows which ranks, with their shapes and lines; rank 1 was in all_reduce"
+        in run.output()
     )
 
 
@@ -456,7 +457,7 @@ def test_a_modules_own_names_do_not_replace_those_by_which_its_failure_is_told(r
         (("--tee", "some", "script.py"), "choose main or all"),
         (("--start-method", "thread", "script.py"), "choose fork or spawn"),
         (("--max-restarts", "-1", "script.py"), "from 0 up"),
-        (("--config", "none.toml", "script.py"), "none.toml: it cannot be read: No such file"),
+        (("--config", "none.toml", "script.py"), "none.toml: cannot be read: No such file"),
         (("--config", "script.py", "script.py"), "script.py: it is not TOML"),
         (("--run-dir", "script.py/x", "script.py"), "choose another with --run-dir"),
         (("broken.py",), "broken.py:2: syntax error"),
@@ -483,7 +484,7 @@ def test_a_config_file_sets_what_the_command_line_does_not(rankwise, tmp_path: P
     (tmp_path / "run.toml").write_text("nprocs = 3\n")
     wrong = rankwise("run", "--config", "run.toml", "script.py")
     assert wrong.returncode == 2
-    assert "run.toml: nprocs is no setting of a run; the settings: nproc, " in wrong.stderr
+    assert "run.toml: nprocs is not a setting of a run; the settings are: nproc, " in wrong.stderr
     (tmp_path / "run.toml").write_text("nproc = 'two'\n")
     assert "--config run.toml: --nproc two: give a number" in rankwise("run", "--config", "run.toml", "script.py").stderr
 

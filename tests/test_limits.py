@@ -86,7 +86,8 @@ def test_a_rank_killed_by_the_kernel_for_memory_is_told_with_the_limit_and_what_
     assert run.wait() == 137
     output = run.output()
     assert (
-        "rank 1 was killed by SIGKILL at step 3: the kernel killed it because memory was full:  limit 0.9 GB, rank 1 held up to 0." in output
+        "rank 1 was killed by SIGKILL at step 3: the kernel killed it because memory was full: limit 0.9 GB, rank 1 used up to 0"
+        in output
     )
     failure = json.loads(run.run.failure.read_text())
     held = [float(words.split()[0]) for words in failure["summary"].split("up to ")[1].replace("(rank 0: ", "").split("GB ")]
@@ -242,7 +243,7 @@ def test_few_open_files_are_a_warning_and_the_run_goes_on(launch, start_method: 
         preexec_fn=limited(resource.RLIMIT_NOFILE, 40),
     )
     assert run.wait() == 0
-    assert "warning: only 40 open files a process (ulimit -n)" in run.output()
+    assert "warning: only 40 open files per process (ulimit -n)" in run.output()
     assert run.output().count("met") == 2
 
 
@@ -336,7 +337,7 @@ def test_a_run_directory_that_may_not_be_written_is_one_line_that_says_what_to_t
     done = plain_user(64, "print('never')", "--run-dir", "/rankwise-test-that-only-root-may-make")
     assert done.returncode == 2
     assert done.stderr == (
-        "rankwise: the run directory /rankwise-test-that-only-root-may-make cannot be made or written (Permission denied: "
+        "rankwise: the run directory /rankwise-test-that-only-root-may-make cannot be created or written (Permission denied: "
         "/rankwise-test-that-only-root-may-make); choose another with --run-dir PATH\n"
     )
 

@@ -390,7 +390,7 @@ process.join()
     wait_for((tmp_path / "works").exists, "the process of its own")
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130  # the grace is two minutes
-    assert "SIGINT: rank 0 has been sent it, and must end within 120 s" in run.output()
+    assert "SIGINT is passed on to rank 0, which must exit within 120 s" in run.output()
     assert "interrupted again" not in run.output()
 
 

@@ -13,7 +13,7 @@ import pytest
 from rankwise.run.directory import RunDir
 
 COMMAND = f"{shlex.quote(sys.executable)} -m rankwise"
-NO_SPACE = "rankwise: cannot write to the standard output:  No space left on device\n"
+NO_SPACE = "rankwise: cannot write to the standard output: No space left on device\n"
 
 
 def in_shell(line: str, **env: str) -> subprocess.CompletedProcess[str]:

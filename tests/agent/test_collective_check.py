@@ -39,8 +39,8 @@ def test_of_two_that_differ_the_one_that_is_not_rank_0_is_named() -> None:
 def test_the_same_reduction_from_another_line_is_another_reduction() -> None:
     said = compared(note(), note(site="/home/me/train.py:40"))
     assert said == (
-        "the ranks do not match in collective 1: rank 1 calls all_reduce(sum, float32[4]) at train.py:40 where rank 0 calls it "
-        "at train.py:31: two different ones are mixed"
+        "the ranks do not match in collective 1: rank 1 calls all_reduce(sum, float32[4]) at train.py:40, but rank 0 calls it "
+        "at train.py:31: these are two different calls"
     )
 
 

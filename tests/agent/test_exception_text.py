@@ -105,9 +105,7 @@ Extension modules: numpy
 def test_an_abort_of_gloo_for_sizes_is_told_with_the_line_and_the_flag_that_names_ranks_and_shapes() -> None:
     said = of_abort(ABORTED, checked=False)
     assert said is not None
-    assert said.startswith(
-        "in all_reduce (metrics.py:5) it received 8 bytes but expected 4: the tensors of the ranks differ"
-    )
+    assert said.startswith("in all_reduce (metrics.py:5) it received 8 bytes but expected 4: the tensors of the ranks differ")
     assert said.endswith("; rankwise run --check-collectives shows which ranks, with their shapes and lines")
     checked = of_abort(ABORTED, checked=True)
     assert checked is not None
@@ -212,7 +210,8 @@ def test_a_script_of_a_package_is_told_how_to_run_as_its_module(tmp_path: Path) 
     (tmp_path / "lab" / "pkg").mkdir(parents=True)
     (tmp_path / "lab" / "__init__.py").touch()
     failed = record("ImportError", "attempted relative import with no known parent package")
-    assert reword(failed, 0, "lab/pkg/train.py").remark == "the script belongs to a package; type `rankwise run -m lab.pkg.train`"
+    remark = reword(failed, 0, "lab/pkg/train.py").remark
+    assert remark == "the script belongs to a package; type `rankwise run -m lab.pkg.train`"
     inside = reword(failed, 0, "/srv/other/train.py").remark
     assert inside == "the script belongs to a package; type `cd /srv && rankwise run -m other.train`"
 

@@ -121,7 +121,7 @@ def test_agents_that_would_each_take_all_devices_of_one_host_are_one_error(agent
     status, said = run.wait()
     assert status == 1
     assert len(said.splitlines()) == 1
-    assert " has 2 of the 2 agents of this run, and each would use all devices of the host;  type --nproc 1 for one rank each" in said
+    assert " has 2 of the 2 agents of this run, and each would use all devices of the host; use --nproc 1" in said
     assert not run.log(0)
 
 

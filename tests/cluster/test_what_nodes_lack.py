@@ -68,7 +68,7 @@ def test_a_python_that_the_nodes_of_slurm_do_not_have_is_named(slurm: Start, lau
     status, said = launch(own_python, *words).wait()
     assert status not in (0, None)
     assert f" has no Python {own_python}; install rankwise where all nodes see it" in said
-    assert "before any rank started;  what it printed: " in said.splitlines()[-1]
+    assert "before any rank started; what it printed: " in said.splitlines()[-1]
 
 
 def test_a_python_that_the_hosts_of_ssh_do_not_have_is_named(hosts: Start, launch: Launch, own_python: str) -> None:

@@ -164,7 +164,7 @@ def test_after_a_restart_the_answers_are_those_of_the_last_attempt() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"npoc": 2}, "npoc=2: that is no setting of a run; the settings: nproc, "),
+        ({"npoc": 2}, "npoc=2: that is not a setting of a run; the settings are: nproc, "),
         ({"nproc": 0}, 'run_function(nproc=0): give a whole number from 1 up, or "auto"'),
         ({"dry_run": True}, "dry_run=True: a function is run at once"),
         ({"array": "0-3"}, "submit each with a name of its own"),
@@ -231,7 +231,7 @@ def test_a_run_that_is_not_waited_for_can_be_asked_stopped_and_gone_on_with(
     run = in_background(trains_until_stopped, str(tmp_path / "mark"))
     wait_for((tmp_path / "mark").exists, "a step")
     assert not run.done()
-    with pytest.raises(TimeoutError, match=r"test_run_function.trains_until_stopped has not ended within 0.01 s"):
+    with pytest.raises(TimeoutError, match=r"test_run_function.trains_until_stopped did not finish within 0.01 s"):
         run.result(timeout_s=0.01)
     assert re.search("attempt 1 +2 ranks", run.status())
     run.cancel()

@@ -195,7 +195,7 @@ def test_an_end_that_says_nothing_is_lost_and_a_beat_is_enough_not_to_be(
         time.sleep(0.01)
     assert other.closed is None
     wait_for(lambda: [other.receive()] and other.closed, "its loss")
-    assert other.closed == "it has said nothing for 0.3 s"
+    assert other.closed == "no message came from it for 0.3 s"
 
 
 @pytest.mark.parametrize("line", [b"hello\n", b"[1]\n", b"\xff\xfe\n", b'{"a": 1\n'])

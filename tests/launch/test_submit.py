@@ -259,7 +259,7 @@ def test_a_job_that_ends_before_it_begins_is_a_failure_with_its_reason(rankwise:
     done = rankwise("run", "--on", "slurm", "--wait", "train.py")
     assert done.returncode == 143
     assert done.stderr.splitlines()[-1] == (
-        "rankwise: job 12: CANCELLED, exit status 143 before any rank started;  it printed nothing"
+        "rankwise: job 12: CANCELLED, exit status 143 before any rank started; it printed nothing"
     )
 
 

@@ -195,8 +195,8 @@ rank 2 of 4: local rank 0 of 2, node 1 (source: slurm)
   world size        4        SLURM_STEP_NUM_TASKS
   local world size  2        SLURM_GTIDS, counted
   node rank         1        SLURM_NODEID
-  master address    unknown  Slurm gives none: rank 0 announces it, or set MASTER_ADDR
-  master port       unknown  Slurm gives none: rank 0 announces it, or set MASTER_PORT
+  master address    unknown  Slurm gives none: rank 0 announces its own, or set  MASTER_ADDR
+  master port       unknown  Slurm gives none: rank 0 announces its own, or set  MASTER_PORT
 
 not taken
   torchrun    needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: not set
@@ -238,7 +238,7 @@ def test_the_whole_text(rankwise: Run) -> None:
             seen.SLURM_OVERLAP,
             "note: a step of one task in a job with SLURM_NTASKS_PER_NODE=2, SLURM_JOB_NUM_NODES=2: it trains",
         ),
-        (seen.SLURM_ARRAY, "note: task 3 of job array 15: each is a world of its own"),
+        (seen.SLURM_ARRAY, "note: task 3 of job array 15: each task trains on its own"),
         (seen.SGE_ONE_HOST, "note: NSLOTS=3 slots on this host and one process"),
     ],
 )
@@ -268,7 +268,7 @@ def test_who_knows_its_rank_is_told_it(rankwise: Run, env: Env, said: str) -> No
 def test_who_does_not_is_told_what_was_found_and_what_to_type(rankwise: Run, env: Env, found: str, cure: str) -> None:
     done = told_under(rankwise, {name: value for name, value in env.items() if value is not None})
     assert done.returncode == 2
-    assert done.stdout.startswith("no rank can be told (source: ")
+    assert done.stdout.startswith("the rank is not known (source: ")
     assert "\nnot taken\n" in done.stdout
     assert done.stderr.startswith("rankwise: ")
     assert found in done.stderr

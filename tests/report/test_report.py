@@ -137,7 +137,7 @@ def test_a_life_without_an_end_was_killed_unless_its_holder_lives(run: RunDir) -
     assert holder is not None
     _, first, second = sections(run)[2].splitlines()
     assert first.endswith("killed, or its machine went down")
-    assert second.endswith(f"alive, pid {holder.pid} on {holder.host}")
+    assert second.endswith(f"running, pid {holder.pid} on {holder.host}")
     write_json(run.lease, {**asdict(holder), "start_time": holder.start_time - 1})  # that process is over
     assert "alive" not in report(run)
     write_json(run.lease, asdict(holder))

@@ -147,13 +147,13 @@ def test_fresh_leaves_a_run_that_is_alive_where_it_is(run: RunDir) -> None:
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_folder_that_cannot_be_made_is_an_error_that_says_why_and_how_to_choose_another(fresh: bool, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunDirError, match=r"file/sub/train cannot be made or written \(Not a directory: .*--run-dir PATH$"):
+    with pytest.raises(RunDirError, match=r"file/sub/train cannot be created or written \(Not a directory: .*--run-dir PATH$"):
         RunDir(tmp_path / "file" / "sub" / "train").prepare(fresh)
 
 
 def test_a_file_where_the_folder_should_be_is_an_error_and_stays(tmp_path: Path) -> None:
     (tmp_path / "train").write_text("mine")
-    with pytest.raises(RunDirError, match=r"train cannot be made or written \(.*--run-dir PATH$"):
+    with pytest.raises(RunDirError, match=r"train cannot be created or written \(.*--run-dir PATH$"):
         RunDir(tmp_path / "train").prepare(fresh=False)
     assert (tmp_path / "train").read_text() == "mine"
 

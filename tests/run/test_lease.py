@@ -59,7 +59,7 @@ def test_the_second_to_take_a_run_is_refused_with_who_holds_it_and_what_to_do(ru
     assert holder is not None
     said = str(caught.value)
     assert said.startswith(f"the run in {run.path} is alive: pid {os.getpid()} on {holder.host} since 2")
-    assert said.endswith("wait for it, stop it, or start another with --name NAME")
+    assert said.endswith("wait for it, stop it, or start another run with --name NAME")
     assert names(run.path) == ["lease.json", "logs", "telemetry"]
 
 

@@ -44,7 +44,7 @@ def test_a_process_of_a_parallel_job_that_was_not_joined_is_an_error(env: Env, s
 def test_several_slots_on_one_host_are_one_process_and_it_says_so() -> None:
     ranks = sge.ranks(SGE_ONE_HOST)
     assert (ranks.rank, ranks.world_size, ranks.node_rank) == (0, 1, 0)
-    assert ranks.note == "NSLOTS=3 slots on this host and one process; to use them all: rankwise run script.py"
+    assert ranks.note == "NSLOTS=3 slots on this host, but one process; to use them all: rankwise run script.py"
 
 
 def test_a_serial_job_is_single() -> None:
@@ -53,7 +53,7 @@ def test_a_serial_job_is_single() -> None:
 
 
 def test_a_task_of_a_job_array_is_a_world_of_its_own_and_says_so() -> None:
-    assert sge.ranks(SGE_ARRAY).note == "task 4 of job array 26: each is a world of its own"
+    assert sge.ranks(SGE_ARRAY).note == "task 4 of job array 26: each task trains on its own"
 
 
 @pytest.mark.parametrize("name", ["NHOSTS", "NSLOTS"])
@@ -184,7 +184,7 @@ def test_one_slot_needs_no_parallel_environment() -> None:
             'qsub refuses the job: job rejected: the requested parallel environment "nope" does not exist; those there are: '
             "qconf -spl",
         ),
-        ('Unable to run job: unknown resource "nope"\nExiting.\n', "those there are: qconf -sc"),
+        ('Unable to run job: unknown resource "nope"\nExiting.\n', "to list them: qconf -sc"),
         ('Unable to run job: attribute "h_rt" is not a time value\nExiting.\n', "for example -l h_rt=10:00:00"),
         ('Unable to run job: Job was rejected because job requests unknown queue "nope"\nExiting.\n', "qconf -sql"),
         ("Unable to run job: error: no suitable queues\nExiting.\n", "no queue can ever run it: ask for fewer slots"),
@@ -389,7 +389,7 @@ def test_a_job_is_submitted_from_its_own_folder_where_a_folder_for_its_output_is
 
 def test_a_submission_that_is_refused_is_an_error(grid_engine: Callable[..., None], tmp_path: Path) -> None:
     grid_engine("qsub", 'Unable to run job: unknown resource "nope"\nExiting.\n', 1)
-    with pytest.raises(ConfigError, match=r'^qsub refuses the job: unknown resource "nope"; those there are: qconf -sc$'):
+    with pytest.raises(ConfigError, match=r'^qsub refuses the job: unknown resource "nope"; to list them: qconf -sc$'):
         sge.submit(str(tmp_path / "job.sh"), {})
 
 

@@ -54,8 +54,8 @@ def test_a_task_of_a_step_finds_its_numbers(envs: list[Env], rank: int) -> None:
         "local_rank": "SLURM_LOCALID",
         "local_world_size": "SLURM_GTIDS, counted",
         "node_rank": "SLURM_NODEID",
-        "master_addr": "Slurm gives none: rank 0 announces it, or set MASTER_ADDR",
-        "master_port": "Slurm gives none: rank 0 announces it, or set MASTER_PORT",
+        "master_addr": "Slurm gives none: rank 0 announces its own, or set  MASTER_ADDR",
+        "master_port": "Slurm gives none: rank 0 announces its own, or set  MASTER_PORT",
     }
 
 
@@ -98,9 +98,9 @@ def test_an_address_that_is_set_completes_what_slurm_tells() -> None:
 def test_a_task_of_a_job_array_is_a_world_of_its_own_and_says_so() -> None:
     ranks = slurm.ranks(SLURM_ARRAY)
     assert (ranks.rank, ranks.world_size) == (0, 1)
-    assert ranks.note == "task 3 of job array 15: each is a world of its own"
+    assert ranks.note == "task 3 of job array 15: each task trains on its own"
     step = slurm.ranks({**SLURM_STEP[2], "SLURM_ARRAY_JOB_ID": "15", "SLURM_ARRAY_TASK_ID": "6"})
-    assert (step.rank, step.world_size, step.note) == (2, 4, "task 6 of job array 15: each is a world of its own")
+    assert (step.rank, step.world_size, step.note) == (2, 4, "task 6 of job array 15: each task trains on its own")
 
 
 @pytest.mark.parametrize(("text", "counts"), [("2", [2]), ("2(x2)", [2, 2]), ("3,1(x2)", [3, 1, 1]), ("1,3", [1, 3])])

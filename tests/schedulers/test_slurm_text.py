@@ -272,7 +272,7 @@ def test_what_became_of_a_job(answers: Callable[..., None], answer: str, phase: 
 
 def test_a_job_that_slurm_has_forgotten_is_unknown(answers: Callable[..., None]) -> None:
     answers("scontrol", error="slurm_load_jobs error: Invalid job id specified", status=1)
-    assert slurm.state({"id": "12"}) == State("unknown", "Slurm has forgotten it")
+    assert slurm.state({"id": "12"}) == State("unknown", "Slurm no longer knows it")
 
 
 def test_a_job_that_cannot_be_cancelled_is_an_error(answers: Callable[..., None]) -> None:
@@ -280,6 +280,6 @@ def test_a_job_that_cannot_be_cancelled_is_an_error(answers: Callable[..., None]
     slurm.cancel({"id": "12"})
     answers("scancel", error="scancel: error: Kill job error on job id 12: Access/permission denied", status=1)
     with pytest.raises(
-        ConfigError, match=r"^Slurm does not cancel job 12: Kill job error on job id 12: Access/permission denied$"
+        ConfigError, match=r"^Slurm did not cancel job 12: Kill job error on job id 12: Access/permission denied$"
     ):
         slurm.cancel({"id": "12"})

@@ -68,7 +68,7 @@ def test_a_hostfile_has_open_mpis_lines_ours_and_comments(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", ": no host is named there; write one a line: host slots=2"),
+        ("", ": the file names no host; write one host per line: host slots=2"),
         ("# nothing\n", ": no host is named there"),
         ("a\nb slot=2\n", ", line 2: 'slot=2' is not understood; write `host slots=2`"),
         ("a slots=\n", ", line 1: 'slots=' is not understood"),
@@ -87,7 +87,7 @@ def test_a_hostfile_that_cannot_be_meant_is_an_error_with_its_line(tmp_path: Pat
 
 
 def test_a_hostfile_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^--hostfile nosuch: it cannot be read: No such file or directory$"):
+    with pytest.raises(ConfigError, match=r"^--hostfile nosuch: cannot be read: No such file or directory$"):
         host_names.read_hostfile("nosuch")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="it is no text"):

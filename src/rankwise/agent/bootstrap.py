@@ -67,7 +67,7 @@ def _begin(words: list[str]) -> int:
     _enter(plan)
     scheduler = schedulers.queue(plan.on)
     if scheduler is None:
-        raise ConfigError(f"{platform.node()} has no scheduler {plan.on}: install the package that provides it on this host too")
+        raise ConfigError(f"{platform.node()} has no scheduler {plan.on}: install the package that provides it there too")
     index = _index(plan, scheduler)
 
     def body(guard: int | None) -> int:
@@ -250,7 +250,7 @@ def _calling(plan: Plan | None, run: RunDir, index: int, start: str, events: Eve
     record = _find_door(run, index, start, events)
     plan = Plan.load(run.plan)
     if plan.run_id != record["run_id"]:
-        raise RunDirError(f"{run.plan} belongs to another run than that of the first node; all nodes must see the same folder {run.path}")
+        raise RunDirError(f"{run.plan} is not the plan of the first node; all nodes must see the same folder {run.path}")
     _enter(plan)
     return _join(plan, run, index, events, ways(record), int(record["port"]), str(record["secret"]))
 

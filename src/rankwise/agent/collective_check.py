@@ -121,12 +121,12 @@ def _tell(notes: Mapping[int, Note]) -> Mismatch:
     groups.sort(key=lambda g: (len(g), -g[0]))  # the minority first; of two alike the one without rank 0
     odd, others = groups[0], groups[-1]
     one, other = notes[odd[0]], notes[others[0]]
-    told = f"{_call(odd)} {one.what} at {one.place} where {_call(others)} "
+    told = f"{_call(odd)} {one.what} at {one.place}, but {_call(others)} "
     if one.what == other.what:
-        told += f"it at {other.place}: two different ones are mixed"
+        told += f"it at {other.place}: these are two different calls"
     else:
         told += f"{other.what} at {other.place}"
-    more = "" if len(groups) == 2 else f"; {_call([r for g in groups[1:-1] for r in g])} something else again"
+    more = "" if len(groups) == 2 else f"; {_call([r for g in groups[1:-1] for r in g])} something else"
     which = f"collective {one.number}" + ("" if one.group == _DEFAULT_GROUP else f" of group {one.group}")
     return Mismatch(odd[0], f"the ranks do not match in {which}: {told}{more}")
 

@@ -177,7 +177,7 @@ def _shortage(error):
     text = str(error)
     if "Too many open files" in text or "received 0 items of ancdata" in text:  # as multiprocessing says it
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"at most {limit} open files a process (ulimit -n), {len(os.listdir('/proc/self/fd')) - 1} here now"
+        return f"at most {limit} open files per process (ulimit -n), {len(os.listdir('/proc/self/fd')) - 1} here now"
     if "Resource temporarily unavailable" not in text and "can't start new thread" not in text:
         return None
     tasks = 0

@@ -103,7 +103,8 @@ def reword(record: Mapping[str, Any], rank: int, script: str, together: int = 1,
     if found := _SIZES.search(message):
         name = names.get(found[1], f"number {found[1]}")
         return replace(
-            told, exception=f"{record['type']}: its model differs from that of rank 0: parameter {name} has the shape {found[2]} here"
+            told,
+            exception=f"{record['type']}: its model differs from that of rank 0: parameter {name} has shape {found[2]} here",
         )
     if "attempted relative import with no known parent package" in message:
         return replace(told, remark=f"the script belongs to a package; type `{_as_module(script)}`")
@@ -178,7 +179,7 @@ def _unused(told: ExceptionText, unused: str, names: Mapping[str, str]) -> Excep
     return replace(
         told,
         exception=f"{told.exception.partition(':')[0]}: the last loss did not use {listed(found, _MOST_NAMES)}",
-        remark="DDP waits for the gradient of every parameter; if they are unused on purpose, pass find_unused_parameters=True to DDP",
+        remark="DDP waits for every gradient; if they are unused on purpose, pass find_unused_parameters=True to DDP",
     )
 
 

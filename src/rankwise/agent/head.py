@@ -355,8 +355,11 @@ class Head:
                 part.signal(self._stop_signal, outside)
                 found += outside
         if found and not self._signalled and not joined:
-            answer = "will stop at the first step" if _loses_nothing(parts) else f"{_has(found)} been sent it, and must end"
-            self._say(f"{name}: {numbered('rank', found)} {answer} {within}")
+            ranks = numbered("rank", found)
+            if _loses_nothing(parts):
+                self._say(f"{name}: {ranks} will stop at the first step {within}")
+            else:
+                self._say(f"{name} is passed on to {ranks}, which must exit {within}")
         self._signalled.update(found)
 
     # --- the end
@@ -412,7 +415,7 @@ class Head:
         if _loses_nothing(parts) and all(end.sent and end.signum for end in ends if end.failed):
             return agreed, f"stopped by {name} before the first step: nothing is lost"
         if self._grace_is_over:
-            return 128 + signal.SIGKILL, f"killed: asked to stop by {name}, it did not within {self._plan.grace_s:g} s (--grace)"
+            return 128 + signal.SIGKILL, f"killed: it did not stop within {self._plan.grace_s:g} s of {name} (--grace)"
         if len(ends) < ranks:
             return agreed, f"stopped by {name} before all ranks had started"
         codes = [root_cause.exit_status(end) for end in ends if end.exit_code != 0]
@@ -438,10 +441,6 @@ class Head:
 
 def _alive(parts: Sequence[NodeView]) -> list[int]:
     return [rank for part in parts for rank in part.facts.alive]
-
-
-def _has(ranks: Sequence[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
 
 
 def _loses_nothing(parts: Sequence[NodeView]) -> bool:

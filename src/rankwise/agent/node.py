@@ -441,7 +441,10 @@ class Node:
         self._starter.close()
         self._port.close()
         if not processes.end_tree(exclude=self._stuck | self.kept):
-            self.sink.say("a process of this run cannot be killed: it waits for a disk or a driver (state D); ask the administrator of the host")
+            self.sink.say(
+                "a process of this run cannot be killed: it waits for a disk or a driver (state D); ask the administrator of "
+                "the host"
+            )
 
 
 def _inherited(ranks: Ranks, per_node: str, is_only: bool) -> Mapping[str, str]:

@@ -392,7 +392,7 @@ def _refuse_devices_counted_twice(parts: Sequence[NodeView]) -> None:
         if len(here) > 1:
             raise NodeError(
                 f"{here[0].host} has {len(here)} of the {len(parts)} agents of this run, and each would use all devices of "
-                "the host;  "
+                "the host; "
                 "use --nproc 1 for one rank per agent, or start one agent per host (mpirun -ppn 1; -H with each host once)"
             )
 

@@ -274,7 +274,7 @@ class RankProcesses:
         if out_of_memory.oom_kills() <= self._oom_kills:
             return None
         limit = out_of_memory.limit_bytes()
-        return f"the kernel killed it because memory was full:  {f'limit {_gb(limit)}, ' if limit else ''}{self._held(rank)}"
+        return f"the kernel killed it because memory was full: {f'limit {_gb(limit)}, ' if limit else ''}{self._held(rank)}"
 
     def _held(self, rank: Rank) -> str:
         """What a rank held in memory at most, and the others to compare with."""

@@ -194,7 +194,9 @@ class StallWatch:
         watched, state = self._watched[rank.rank], processes.state(rank.pid)
         stopped = state in ("T", "t")
         if self._is_new(rank, watched.stopped, stopped, 0.0, now):
-            self._say(f"rank {rank.rank} is stopped (SIGSTOP); the others wait for it. To continue it, type: kill -CONT {rank.pid}")
+            self._say(
+                f"rank {rank.rank} is stopped (SIGSTOP); the others wait for it. To continue, type: kill -CONT {rank.pid}"
+            )
         if self._is_new(rank, watched.blocked, state == "D", _BLOCKED_S, now):
             self._say(
                 f"rank {rank.rank} has been waiting in the kernel for {now - (watched.blocked.since or now):.0f} s (state D in "

@@ -104,7 +104,7 @@ def shortage(error: OSError) -> str | None:
     """Which limit of this user a refused file or process has met, and how near it is now; None for other errors."""
     if error.errno == errno.EMFILE:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return f"at most {limit} open files a process (ulimit -n)"
+        return f"at most {limit} open files per process (ulimit -n)"
     if error.errno == errno.EAGAIN:
         limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         if 0 < limit < 2 * (tasks := _tasks()) + 64:

@@ -107,8 +107,8 @@ def read(path: Path) -> bytes:
         found = os.fstat(fd)
         if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode) or found.st_mode & 0o022:
             raise RunDirError(
-                f"{path} (of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}) is not read, as what is pickled "
-                f"there would be run: it must be a file of user {os.geteuid()} that nobody else can write; remove it"
+                f"{path} (of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}) is not loaded, because loading it "
+                f"runs code: it must belong to user {os.geteuid()}, and nobody else may write to it; remove it"
             )
         return file.read()
 

@@ -119,7 +119,7 @@ def _show(tails: Sequence[LogTail], goes_on: Callable[[], bool]) -> None:
         terminal.write(tail.close())
     terminal.end_line()
     if terminal.lost is not None:
-        raise OutputError(f"cannot write to the standard output:  {terminal.lost}")
+        raise OutputError(f"cannot write to the standard output: {terminal.lost}")
     sys.stdout.flush()
 
 
@@ -147,7 +147,7 @@ def wait(run: RunDir, job: Job, attempts: int, config: RunConfig) -> int:
     exit_status = end.status if end.status is not None else newest[0].status if newest else None
     if end.stuck:
         say(
-            f"stopped waiting: job {job.id} cannot start before it is repaired, and stays in the queue; to remove it, type:  "
+            f"stopped waiting: job {job.id} cannot start before it is repaired, and stays in the queue; to remove it, type: "
             f"{typed('cancel', status.called(run))}"
         )
         return 1
@@ -159,7 +159,7 @@ def wait(run: RunDir, job: Job, attempts: int, config: RunConfig) -> int:
     if not newest or newest[0].status is None:
         log = run.job_log(job.id)
         printed = f"its output is in {short(log)}" if log.exists() else "it printed nothing"
-        say(f"job {job.id}: {end.reason}, exit status {exit_status} before any rank started;  {printed}")
+        say(f"job {job.id}: {end.reason}, exit status {exit_status} before any rank started; {printed}")
         return exit_status
     return conclude(run, exit_status, attempts, config)
 

@@ -229,7 +229,7 @@ def _headline(program: script.Program, plan: Plan, choice: Choice, attempts: int
     elif plan.hosts and all(host.slots for host in plan.hosts):
         ranks = f"{count(sum(host.slots for host in plan.hosts), 'rank')} in all"
     else:
-        ranks = f"one rank per device"
+        ranks = "one rank per device"
     ranks += f" ({each * plan.nodes} in all)" if each and plan.min_nodes == plan.nodes > 1 else ""
     going_on = f", attempt {attempts + 1}" if attempts else ""
     return f"{program.name} by {plan.on} ({choice.why}) on {nodes}, {ranks}, in {short(Path(plan.run_dir))}{going_on}"

@@ -102,7 +102,7 @@ def _queue(config: RunConfig, env: Mapping[str, str]) -> tuple[Jobs, str]:
             return queue, why
     for queue in queues:
         if queue.allocated(env) is not None:
-            return queue, "this shell is in a job of it"
+            return queue, "this shell is in one of its jobs"
     if (on := config.site.get("on")) is not None:
         return _named(on, f"on = {on!r} in the site file"), "the site file says so"
     return schedulers.LOCAL, "nothing else was asked for"

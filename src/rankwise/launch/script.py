@@ -73,8 +73,8 @@ def find(config: RunConfig) -> Program:
     if facts.torch_line is not None and program.interpreter == ours and not _has_torch():
         there = shlex.join(program.argv)
         no_torch = (
-            f"{program.name}, line {facts.torch_line}: it imports torch, but {sys.executable}, which runs rankwise,  has none; "
-            f"use the Python that has it:  rankwise run -- /path/to/python {there}"
+            f"{program.name}, line {facts.torch_line}: it imports torch, but {sys.executable}, which runs rankwise, has none; "
+            f"use the Python that has it: rankwise run -- /path/to/python {there}"
         )
     return Program(program.interpreter, program.argv, facts.keep_cold, facts.nccl_line, facts.pitfalls, no_torch)
 

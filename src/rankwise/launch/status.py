@@ -135,7 +135,7 @@ def cancel(run: RunDir) -> str:
     if not writer.is_here():
         raise RunDirError(
             f"{short(run.path)} runs on {writer.host} (pid {writer.pid}), and this is {socket.gethostname()}; type on "
-            f"{writer.host}:  {typed('cancel', called(run))}"
+            f"{writer.host}: {typed('cancel', called(run))}"
         )
     processes.send(writer.pid, signal.SIGTERM)
     return f"pid {writer.pid} is asked to stop: all ranks stop after the current step, and save"

@@ -63,7 +63,7 @@ def _open_end(run: RunDir, attempt: Attempt, newest: Attempt) -> str:
     """A attempt without a recorded end goes on, or was killed with its agent."""
     holder = run.holder()
     alive = attempt is newest and holder is not None and not holder.is_gone()
-    return f"alive, pid {holder.pid} on {holder.host}" if alive and holder is not None else "killed, or its machine went down"
+    return f"running, pid {holder.pid} on {holder.host}" if alive and holder is not None else "killed, or its machine went down"
 
 
 def _course(figures: Sequence[dict[str, Any]]) -> str:

@@ -117,12 +117,12 @@ class RunConfig:
             cure = "; auto is one per GPU, or one per core if there is none" if self.nproc in ("gpu", "cpu") else ""
             raise ConfigError(f"--nproc {self.nproc}: give a number of ranks from 1 up, or auto{cure}")
         if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
-            raise ConfigError(f"--name {self.name!r}: a name is one folder; for another place type --run-dir PATH")
+            raise ConfigError(f"--name {self.name!r}: a name is one folder; for another place use --run-dir PATH")
         if self.run_dir == "":
             raise ConfigError("--run-dir '': give the folder that the run may write in, for example --run-dir runs/first")
         for name in ("name", "run_dir"):
             if _CONTROL.search(getattr(self, name) or ""):
-                raise ConfigError(f"{option(name)} {getattr(self, name)!r}: a newline or control character; take it out")
+                raise ConfigError(f"{option(name)} {getattr(self, name)!r}: a newline or control character; remove it")
         for name in ("join_timeout_s", "node_wait_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{option(name)} {getattr(self, name):g}: give seconds, from 0 up")
@@ -144,7 +144,7 @@ class RunConfig:
             if value not in choices:
                 raise ConfigError(f"--{name} {value}: choose {' or '.join(choices)}")
         if self.wait and self.dry_run:
-            raise ConfigError("--wait and --dry-run: a dry run starts nothing that could be waited for; leave one out")
+            raise ConfigError("--wait and --dry-run: a dry run starts nothing to wait for; give one of the two")
 
     @classmethod
     def of(cls, options: Options, *layers: Mapping[str, Any]) -> Self:
@@ -253,14 +253,14 @@ def _read(path: Path, called: str, options: Options) -> dict[str, Any]:
         with open(path, "rb") as file:
             settings = tomllib.load(file)
     except OSError as error:
-        raise ConfigError(f"{called}: it cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{called}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{called}: it is not TOML: {error}") from None
+        raise ConfigError(f"{called}: not valid TOML: {error}") from None
     settings = {_setting(name, options): value for name, value in settings.items()}
     for name in settings:
         if name not in _OWN and name not in options:
             known = ", ".join(setting.removesuffix("_s").replace("_", "-") for setting in (*_OWN, *options))
-            raise ConfigError(f"{called}: {name} is no setting of a run; the settings: {known}")
+            raise ConfigError(f"{called}: {name} is not a setting of a run; the settings are: {known}")
     if type(settings.get("nproc")) is int:  # a number is as good as its text
         settings["nproc"] = str(settings["nproc"])
     try:

@@ -260,12 +260,12 @@ class RunDir:
         try:
             if self._is_something_else():
                 raise RunDirError(
-                    f"{self.path} holds other things than a run; choose an empty folder, or a new one, with --run-dir PATH"
+                    f"{self.path} is not empty and holds no run; choose an empty or a new folder with --run-dir PATH"
                 )
             if not fresh:
                 self._refuse_what_is_in_the_way()
             if fresh and self.path.is_dir() and self.path.samefile(Path.cwd()):
-                raise RunDirError(f"--fresh would move {self.path}, the folder you are in; run it from another")
+                raise RunDirError(f"--fresh would move {self.path}, the folder you are in; type the command in another folder")
             if fresh and self.path.is_dir():
                 if (holder := self.holder()) is not None and lease.is_alive(self.lease, holder, say):
                     raise lease.in_use(self.lease, holder)
@@ -275,7 +275,7 @@ class RunDir:
             self.telemetry.mkdir(exist_ok=True)
         except OSError as error:
             raise RunDirError(
-                f"the run directory {self.path} cannot be made or written ({error.strerror}: {error.filename}); "
+                f"the run directory {self.path} cannot be created or written ({error.strerror}: {error.filename}); "
                 "choose another with --run-dir PATH"
             ) from None
         if not os.access(self.path, os.W_OK):
@@ -335,8 +335,8 @@ class RunDir:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunDirError(
-                f"{self.world}, the record of this run's attempts, cannot be read ({error}); remove it to resume from what "
-                "else is there, or start from scratch with --fresh"
+                f"{self.world}, the record of this run's attempts, cannot be read ({error}); remove that file to resume from "
+                "the checkpoints, or start from scratch with --fresh"
             ) from None
 
     def begin_attempt(

@@ -133,7 +133,7 @@ def lasts(path: Path, holder: Holder, say: Callable[[str], None]) -> bool:
         if patience.due():
             say(
                 f"waiting {GONE_S:.0f} s for a heartbeat of pid {holder.pid} on {holder.host}, "
-                f"which writes in {path.parent} since {stamp(holder.since)}"
+                f"which has written in {path.parent} since  {stamp(holder.since)}"
             )
         time.sleep(_LOOK_S)
     return True
@@ -157,8 +157,8 @@ def silent_s(path: Path) -> float:
 
 def in_use(path: Path, holder: Holder) -> RunDirError:
     return RunDirError(
-        f"the run in {path.parent} is alive: pid {holder.pid} on {holder.host} since {stamp(holder.since)}; "
-        "wait for it, stop it, or start another with --name NAME"
+        f"the run in {path.parent} is still running: pid {holder.pid} on {holder.host} since {stamp(holder.since)}; "
+        "wait for it, stop it, or start another run with --name NAME"
     )
 
 
@@ -256,5 +256,5 @@ class Fence:
         if self._holder is not None and now is not None and now.token != self._holder.token:
             raise RunDirError(
                 f"the run in {self._path.parent} was taken over by pid {now.pid} on {now.host} at {stamp(now.since)}, "
-                f"because this one ({self._holder.host}) sent no heartbeat for {GONE_S:.0f} s; this process stops"
+                f"because this process ({self._holder.host}) sent no heartbeat for {GONE_S:.0f} s; this process stops"
             )

@@ -142,8 +142,8 @@ class Plan:
             record: Any = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise RunDirError(
-                f"{path}: no plan can be read there on {platform.node()} ({error}); every node must see the run directory "
-                "under one path: type --run-dir PATH, a folder on a file system that all nodes share"
+                f"{path}: {platform.node()} cannot read the plan of the run ({error}); every node must see the run directory "
+                "under the same path; use --run-dir PATH with a folder that all nodes share"
             ) from None
         return cls.of(record, str(path))
 

@@ -47,7 +47,7 @@ def _of_others() -> list[Scheduler]:
     for each in installed.schedulers():
         if each.name in _NAMES:
             package = installed.packages()[each.name]
-            raise ConfigError(f"the package {package} has a scheduler {each.name}, as rankwise has one; uninstall that package")
+            raise ConfigError(f"the package {package} provides a scheduler {each.name}, and so does rankwise; uninstall it")
     return list(installed.schedulers())
 
 

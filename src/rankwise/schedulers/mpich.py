@@ -90,6 +90,6 @@ class Mpich(Launcher, NamesHosts, Foreground):
             return single("PMI_SIZE")
         raise not_joined(
             f"{shown(env, self.variables)} but no MPI_LOCALRANKID",
-            "a launcher that is neither MPICH's nor Intel's, which does not tell the local rank",
+            "the launcher is neither MPICH nor Intel MPI, and does not give the local rank",
             "start it with mpirun, or set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
         )

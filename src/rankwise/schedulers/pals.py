@@ -32,7 +32,7 @@ class Pals(Launcher):
         if "PMI_SIZE" not in env:
             raise not_joined(
                 f"{shown(env, self.variables)} but no PMI_SIZE",
-                "one of the ranks that PALS has started, and PALS does not say how many there are",
+                "this is one of several ranks of PALS, and PALS does not say how many there are",
                 "set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
             )
         local_size = "PMI_LOCAL_SIZE" if "PALS_LOCAL_SIZE" not in env and "PMI_LOCAL_SIZE" in env else "PALS_LOCAL_SIZE"

@@ -173,7 +173,7 @@ class Slurm(Launcher, Jobs):
             return State("unknown", str(error))
         match = re.search(r"\bJobState=(\S+) Reason=(.*?) Dependency=", done.stdout)
         if done.returncode != 0 or match is None:
-            return State("unknown", "Slurm has forgotten it" if "Invalid job id" in done.stderr else last_line(done))
+            return State("unknown", "Slurm no longer knows it" if "Invalid job id" in done.stderr else last_line(done))
         word, reason = match.groups()
         shown = word if reason == "None" else f"{word} ({reason})"
         if word in _WAITING:
@@ -186,8 +186,8 @@ class Slurm(Launcher, Jobs):
             host = re.search(r"\bBatchHost=(\S+)", done.stdout)
             where = host[1] if host is not None else "its first node"
             shown += (
-                f": {where} could not begin it: it does not see the run directory under that path, or may not write there; "
-                "type --run-dir PATH, a folder on a file system that all nodes share"
+                f": {where} could not start the job: it does not see the run directory under that path, or may not write "
+                "there; use --run-dir PATH with a folder that all nodes share"
             )
         return State("ended", shown, _exit_status(word, re.search(r"\bExitCode=([0-9]+):([0-9]+)", done.stdout)))
 
@@ -196,7 +196,7 @@ class Slurm(Launcher, Jobs):
         done = call(["scancel", job["id"]], _NOT_HERE)
         if done.returncode != 0 or "error:" in done.stderr:
             raise ConfigError(
-                f"Slurm does not cancel job {job['id']}: {last_line(done).removeprefix('scancel: ').removeprefix('error: ')}"
+                f"Slurm did not cancel job {job['id']}: {last_line(done).removeprefix('scancel: ').removeprefix('error: ')}"
             )
 
 
@@ -253,7 +253,7 @@ def tasks_per_node(text: str) -> list[int]:
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
         if match is None:
             raise WorldError(
-                f"SLURM_STEP_TASKS_PER_NODE={text}: Slurm writes it like 3,1(x2); "
+                f"SLURM_STEP_TASKS_PER_NODE={text}: Slurm writes it as 3,1(x2); "
                 "start the script with srun directly: srun python script.py"
             )
         counts += [int(match[1])] * int(match[2] or 1)
@@ -272,7 +272,7 @@ def _one_task(env: Mapping[str, str]) -> Ranks:
         )
     if env.get("SLURM_PROCID", "0") != "0":
         raise WorldError(
-            f"{shown(env, ('SLURM_PROCID', 'SLURM_STEP_NUM_TASKS'))}: a rank lies between 0 and world_size - 1; "
+            f"{shown(env, ('SLURM_PROCID', 'SLURM_STEP_NUM_TASKS'))}: a rank must be between 0 and world_size - 1; "
             "start the script with srun directly: srun python script.py"
         )
     notes = [f"a step of one task in a job with {several}: it trains alone"] if several else []
@@ -293,7 +293,7 @@ def _shell(env: Mapping[str, str]) -> Ranks:
     else:  # on the host where salloc was typed, which is none of the job's
         found, shell, here = "no SLURM_PROCID and no SLURM_STEP_ID", "salloc's shell", ""
     where = f" on {env['SLURMD_NODENAME']}" if "SLURMD_NODENAME" in env else ""
-    raise not_joined(f"{several}, {found}", f"this is {shell}{where} and not a task of a step", cure + here)
+    raise not_joined(f"{several}, {found}", f"this is {shell}{where}, not a task of a step", cure + here)
 
 
 def _several(env: Mapping[str, str]) -> str:
@@ -305,7 +305,7 @@ def _array(env: Mapping[str, str]) -> str | None:
     """The tasks of a job array are jobs of their own, which share neither a job id nor a world."""
     if "SLURM_ARRAY_TASK_ID" not in env:
         return None
-    return f"task {env['SLURM_ARRAY_TASK_ID']} of job array {env.get('SLURM_ARRAY_JOB_ID', '?')}: each is a world of its own"
+    return f"task {env['SLURM_ARRAY_TASK_ID']} of job array {env.get('SLURM_ARRAY_JOB_ID', '?')}: each task trains on its own"
 
 
 # --- a job for its queue

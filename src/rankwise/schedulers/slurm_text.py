@@ -155,5 +155,5 @@ def array_tasks(array: str) -> tuple[str, ...]:
             raise ConfigError(f"--array {array}: give numbers, such as 0-7, or 1,3,5, or 0-99%4 for four at once")
         numbers.update(range(first, min(last, first + step * MOST_TASKS) + 1, step))
     if len(numbers) > MOST_TASKS:
-        raise ConfigError(f"--array {array}: each task is a run with a folder of its own, and there are at most {MOST_TASKS}")
+        raise ConfigError(f"--array {array}: each task is a run with its own folder, and there are at most {MOST_TASKS}")
     return tuple(map(str, sorted(numbers)))

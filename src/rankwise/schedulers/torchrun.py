@@ -36,8 +36,8 @@ class Torchrun(Launcher):
         if missing:
             found = ", ".join(f"{name}={env[name]}" for name in _TRIPLE if name in env)
             raise WorldError(
-                f"{found} but not {', '.join(missing)}: with a part of them this process would train alone; "
-                "set all, or none (unset them), or let a launcher do it: rankwise run script.py"
+                f"{found} but not {', '.join(missing)}: with only some of them this process would train alone; set all, or "
+                "unset all, or use a launcher: rankwise run script.py"
             )
         world_size = whole_number(env, "WORLD_SIZE")
         rank = whole_number(env, "RANK")
@@ -80,7 +80,7 @@ class Torchrun(Launcher):
             fits = "LOCAL_RANK" in env and ranks.world_size % tasks.count == 0
         if not fits:
             raise WorldError(
-                f"RANK={ranks.rank} and WORLD_SIZE={ranks.world_size}, but {tasks.found}: exported by a batch script: "
-                "all tasks have the same rank; take RANK and WORLD_SIZE out of it (unset RANK WORLD_SIZE), "
-                "then each task takes its own from its launcher; MASTER_ADDR and MASTER_PORT may stay"
+                f"RANK={ranks.rank} and WORLD_SIZE={ranks.world_size}, but {tasks.found}: the batch script exports them, so "
+                "all tasks have the same rank; remove them there (unset RANK WORLD_SIZE), and each task gets its own from "
+                "its launcher; MASTER_ADDR and MASTER_PORT may stay"
             )
