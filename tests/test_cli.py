@@ -281,4 +281,4 @@ def test_without_torch_in_this_python_a_script_that_needs_it_is_refused_here_and
     assert "which runs rankwise, has none; use the Python that has it: rankwise run -- /path/to/python train.py" in here.stderr
     there = rankwise("run", "--on", "slurm", "--dry-run", "train.py", env=env)
     assert there.returncode == 0
-    assert there.stderr.startswith("rankwise: warning: train.py, line 1: it imports torch, and ")
+    assert there.stderr.startswith("rankwise: warning: train.py, line 1: it imports torch, but ")

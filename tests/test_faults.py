@@ -56,14 +56,14 @@ time.sleep(600)
 def test_a_file_that_is_cut_within_a_gather_is_named_with_sigbus(launch) -> None:
     run = launch(CUT_IN_A_GATHER)
     assert run.wait() == 128 + signal.SIGBUS
-    assert f"rank 1 was killed by SIGBUS: {run.folder / 'data.h5'} was cut to 50 kB while it was mapped" in run.output()
+    assert f"rank 1 was killed by SIGBUS: {run.folder / 'data.h5'} was truncated to 50 kB while it was mapped" in run.output()
 
 
 @pytest.mark.parametrize(
     ("statement", "status", "said"),
     [
         ("raise ValueError('loss is nan')", 1, "rank 1 raised ValueError: loss is nan (script.py:7)"),
-        ("sys.exit(0)", 1, "rank 1 left with status 0 while rank "),
+        ("sys.exit(0)", 1, "rank 1 exited with status 0 while rank "),
         ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL"),
     ],
     ids=["raises", "exit 0", "SIGKILL"],
@@ -163,7 +163,9 @@ def test_the_same_error_on_all_ranks_is_told_as_one_of_all(launch) -> None:
 def test_a_question_asked_on_a_rank_without_the_terminal_is_told_to_be_that(launch) -> None:
     run = launch("import os, time\nif os.environ['RANK'] == '1': input('go on? ')\ntime.sleep(600)")
     assert run.wait() == 1
-    assert "rank 1 raised EOFError: EOF when reading a line (script.py:2); only rank 0 has the terminal" in run.output()
+    assert (
+        "rank 1 raised EOFError: EOF when reading a line (script.py:2); only rank 0 can read from the terminal" in run.output()
+    )
 
 
 def test_a_script_of_a_package_that_is_run_by_its_path_is_told_how_to_run_it(rankwise, tmp_path: Path) -> None:

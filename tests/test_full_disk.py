@@ -32,7 +32,7 @@ time.sleep(600)
         ("full(0); raise OSError(28, 'No space left on device')", 1,
          r"rank 1 raised OSError: \[Errno 28\] No space left on device \(script.py:8\)"),
         ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL: often the kernel's out-of-memory killer"),
-        ("sys.exit(7)", 7, "rank 1 left with status 7"),
+        ("sys.exit(7)", 7, "rank 1 exited with status 7"),
     ],
     ids=["raises", "killed", "left"],
 )  # fmt: skip
@@ -55,7 +55,7 @@ def test_a_restart_that_the_disk_does_not_take_leaves_the_first_failures_verdict
     (tmp_path / "script.py").write_text(FULL.replace("FAULT", "sys.exit(7)"))
     done = rankwise("run", "--nproc", "2", "--max-restarts", "3", "script.py")
     assert done.returncode == 7, done.stderr
-    assert "rank 1 left with status 7; restarting all ranks, 1 of 3" in done.stderr
+    assert "rank 1 exited with status 7; restarting all ranks, 1 of 3" in done.stderr
     assert "the ranks are not restarted: cannot write" in done.stderr
 
 

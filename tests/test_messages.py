@@ -17,7 +17,6 @@ PAGES = [ROOT / "docs" / name for name in ("messages.md", "messages_launching.md
 YET_TO_COME = {
     "__init__", "actions", "checkpoint", "checks", "data", "dist", "evaluation", "files", "hdf5", "sync", "telemetry",
     "trainer", "training",
-    "agent", "cli", "errors", "functions", "host", "ipc", "launch", "report", "run", "schedulers", "stop",
 }  # fmt: skip
 """Packages whose messages are not on the pages yet."""
 
@@ -32,6 +31,23 @@ RAISED = {
 
 SENTENCE = 5
 """Any other text of so many plain words is a message or a part of one, too: verdicts, reasons, tables of hints."""
+
+NOT_READ = (
+    "it was only looked for",  # why one agent closes a connection of another
+    "the plan of the first node",
+    "attempted relative import with no known parent package",  # of Python, of torch, of schedulers: what is searched for
+    "Traceback (most recent call last):",
+    "is killed by signal: Killed",
+    "Failed to recv, got 0 bytes",
+    "range must be greater than zero|Numerical value invalid",
+    "(?P<why>No route to host|Network is unreachable|Host is down)",
+    "ssh with -H, manual with --node-rank",  # --help
+    "commit none (not in a git repository)",  # code.txt
+    "# ... cut: the diff has",
+    "# 75: stopped and saved",  # the script of a job
+    "bind=$(scontrol show config",
+)
+"""Texts that are none of the messages, by their first words."""
 
 Names = dict[str, list[ast.expr]]
 
@@ -117,7 +133,7 @@ def collected(source: str, package: str = "", place: str = "") -> list[Message]:
     for line, pieces, least in texts(ast.parse(source)):
         plain = tuple(filter(None, (" ".join(piece.split()) for piece in pieces)))
         words = re.findall(r"(?<![^\s(])[A-Za-z][a-z']+(?=[\s,;:.)?]|$)", "\n".join(plain))
-        if len(words) >= least and "\\" not in "".join(plain):  # a regular expression
+        if len(words) >= least and "\\" not in "".join(plain) and not plain[0].startswith(NOT_READ):  # a regular expression
             found.setdefault(plain, Message(package, f"{place}:{line}", plain))
     return list(found.values())
 

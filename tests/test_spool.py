@@ -180,12 +180,12 @@ def test_within_a_job_the_command_starts_the_ranks_there_and_explain_says_whose_
     [
         (
             "--priority 3",
-            r"--priority 3: local \(nothing else .*\) knows no --priority; spool does: type --on spool",
+            r"--priority 3: local \(nothing else .*\) has no option --priority; spool does: type --on spool",
         ),
         ("--on spool", "--on spool: which folder does the daemon watch"),
         ("--on spool --spool nosuch", "--spool .*/nosuch: no daemon has used that folder"),
         ("--on spool --spool spool --priority 100", "--priority 100: give a number from 0 to 99"),
-        ("--on spool --partition x", r"--partition x: spool \(as asked\) knows no --partition; slurm does"),
+        ("--on spool --partition x", r"--partition x: spool \(as asked\) has no option --partition; slurm does"),
         ("--on spooll", "there is no scheduler spooll; choose local, .*, spool, mpi"),
     ],
 )

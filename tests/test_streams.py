@@ -30,7 +30,7 @@ def test_a_run_without_a_standard_stream_is_a_run_like_any_other(closed: str) ->
     )
     done = in_shell(f"{COMMAND} run --nproc 2 train.py {closed}")
     assert done.returncode == 3
-    assert ("rank 1 left with status 3" in done.stderr) == ("2>" not in closed)
+    assert ("rank 1 exited with status 3" in done.stderr) == ("2>" not in closed)
     run = RunDir(Path("runs/train"))
     assert run.log(1).read_text() == " 1\n"  # nothing else has come into it
     failure = run.read_failure()

@@ -126,7 +126,7 @@ def test_one_rank_that_asks_something_else_is_named_with_both(name: str, differe
     said = with_the_odd(lambda d: CALLS[name](d, ""), lambda d: CALLS[name](d, different))
     assert said is not None
     assert said.startswith(f"the ranks do not match in collective 1: rank {ODD} calls {name}(")
-    assert f, but ranks 0, 2 call {name}(" in said
+    assert f", but ranks 0, 2 call {name}(" in said
     asked = {"operation": "(max", "dtype": "int32", "shape": "[8]", "root": " 2) at"}[different]
     assert asked in said.partition(" where ")[0]
     assert asked not in said.partition(" where ")[2]

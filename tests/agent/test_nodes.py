@@ -101,8 +101,8 @@ if index >= len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")):
     assert run.wait()[0] == 1
     assert [run.log(rank).splitlines()[0] for rank in range(2)] == ["0 2 2", "1 2 2"]
     assert run.failure().summary.startswith(
-        "rank 1 raised RuntimeError: CUDA error: invalid device ordinal (script.py:6); it sees 1 GPU (CUDA_VISIBLE_DEVICES=2), "
-        "whose index is 0 whatever LOCAL_RANK is (here 1): take rankwise.local_device(world)"
+        "rank 1 raised RuntimeError: CUDA error: invalid device ordinal (script.py:6); this rank sees 1 GPU "
+        "(CUDA_VISIBLE_DEVICES=2), so the index is 0 whatever LOCAL_RANK is (here 1); use rankwise.local_device(world)"
     )
 
 
@@ -271,9 +271,9 @@ def test_a_node_that_is_lost_ends_the_run_and_is_named(agents: New) -> None:
     status, out = run.wait()
     assert status == 1
     assert "rankwise: node 1, " in out
-    assert "was lost: ssh to it ended" in out
+    assert "was lost: ssh to it exited" in out
     failure = run.failure()
-    assert (failure.rank, failure.summary) == (2, "rank 2 was lost with its node: ssh to it ended")
+    assert (failure.rank, failure.summary) == (2, "rank 2 was lost with its node: ssh to it exited")
     assert len(pids) == 3
 
 
@@ -285,7 +285,7 @@ def test_all_ranks_of_all_nodes_start_again_after_a_failure(agents: New) -> None
     run = agents().start(source, A, B, max_restarts=1)
     status, out = run.wait()
     assert (status, [attempt.status for attempt in run.run.attempts()]) == (0, [3, 0])
-    assert out == "rankwise: rank 2 left with status 3; restarting all ranks, 1 of 1\n"
+    assert out == "rankwise: rank 2 exited with status 3; restarting all ranks, 1 of 1\n"
     assert {told(run, rank)["TORCHELASTIC_RESTART_COUNT"] for rank in range(3)} == {"1"}
 
 

@@ -110,9 +110,9 @@ def test_other_ends_follow_nobody() -> None:
         (raised(3, 1.0, step=60, where="train.py:61"), "rank 3 raised ValueError: loss is nan at step 60 (train.py:61)"),
         (raised(3, 1.0, where="train.py:61"), "rank 3 raised ValueError: loss is nan (train.py:61)"),
         (raised(0, 1.0, "RuntimeError: one\ntwo\n"), "rank 0 raised RuntimeError: one"),
-        (end(2, 1.0, 3), "rank 2 left with status 3"),
-        (end(2, 1.0, 3, step=7), "rank 2 left with status 3 at step 7"),
-        (end(2, 1.0, 0, step=7), "rank 2 left with status 0 at step 7 while other ranks still waited for it"),
+        (end(2, 1.0, 3), "rank 2 exited with status 3"),
+        (end(2, 1.0, 3, step=7), "rank 2 exited with status 3 at step 7"),
+        (end(2, 1.0, 0, step=7), "rank 2 exited with status 0 at step 7 while other ranks still waited for it"),
     ],
 )
 def test_one_line_says_what_happened_to_which_rank(evidence: Evidence, said: str) -> None:
@@ -136,7 +136,7 @@ def test_where_another_rank_waited_for_one_that_left_is_said(status: int) -> Non
     waited = replace(raised(0, 1.1, "RuntimeError: Connection closed by peer", where="train.py:88"), traceback=IN_ALL_REDUCE)
     assert judge([waited, left]) is left
     assert summary(left, [waited, left]) == (
-        f"rank 1 left with status {status} at step 60 while rank 0 waited for it in all_reduce (train.py:88)"
+        f"rank 1 exited with status {status} at step 60 while rank 0 waited for it in all_reduce (train.py:88)"
     )
 
 
@@ -209,7 +209,7 @@ def test_a_rank_that_nothing_can_end_is_the_cause_where_no_other_has_one_of_its_
 
 
 def test_a_rank_that_nothing_can_end_is_told_beside_the_cause_and_as_the_cause() -> None:
-    said = "rank 1 cannot be killed (state D in folio_wait_bit): the host needs an operator"
+    said = "rank 1 cannot be killed (state D in folio_wait_bit): ask the administrator of the host"
     ends = [raised(0, 1.0), stuck(1)]
     assert summary(ends[0], ends) == f"rank 0 raised ValueError: loss is nan; {said}"
     assert summary(ends[1], ends) == said

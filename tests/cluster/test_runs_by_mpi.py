@@ -47,7 +47,7 @@ def test_a_rank_that_fails_below_mpirun_is_named_and_its_status_is_mpiruns(hosts
     source = "import os, sys\nif os.environ['RANK'] == '2':\n    sys.exit(5)\n" + FOR_EVER
     status, out = launch(*RUN, "--on", "mpi", "-H", "node1:2,node2:1", write(source), **AS_ROOT).wait()
     assert status == 5, out
-    assert "rankwise: rank 2 left with status 5, on node2" in out.splitlines()
+    assert "rankwise: rank 2 exited with status 5, on node2" in out.splitlines()
 
 
 def test_ctrl_c_below_mpirun_stops_all_ranks_after_one_step(hosts: Start, launch: New, mpirun: str) -> None:

@@ -102,7 +102,7 @@ def test_what_is_asked_for_arrives_word_by_word(sge: Start) -> None:
     [
         (
             {"pe": "nope", "slots": 2},
-            'qsub refuses the job: job rejected: the requested parallel environment "nope" does not exist; those there are: '
+            'qsub refuses the job: job rejected: the requested parallel environment "nope" does not exist; to list them: '
             "qconf -spl",
         ),
         ({"resources": ("nope=1",)}, 'qsub refuses the job: unknown resource "nope"; to list them: qconf -sc'),

@@ -206,7 +206,7 @@ def found(source: str) -> list[str]:
 def test_a_script_that_starts_processes_itself_is_told_with_its_line(source: str) -> None:
     (text,) = found(source)
     assert text.startswith(
-        "line 5 starts processes itself (torch.multiprocessing.spawn), and each rank does so again: type python"
+        "line 5 starts processes itself (torch.multiprocessing.spawn), and each rank would do so again: use python"
     )
 
 
@@ -243,7 +243,7 @@ def test_the_launcher_says_it_before_the_ranks_start(rankwise) -> None:
     done = rankwise("run", "--nproc", "2", "train.py")
     assert done.returncode == 1
     warning, headline = [line for line in done.stderr.splitlines() if line.startswith("rankwise: ")][:2]
-    assert warning.startswith("rankwise: warning: train.py, line 2 takes a rank from SLURM_PROCID")
+    assert warning.startswith("rankwise: warning: train.py, line 2 reads a rank from SLURM_PROCID")
     assert headline.startswith("rankwise: train.py on 2 ranks")
 
 

@@ -31,7 +31,7 @@ OPTIONS = schedulers.options()
         ({"name": ""}, "^--name '': "),
         ({"name": "."}, r"^--name '\.': "),
         ({"name": ".."}, r"^--name '\.\.': "),
-        ({"name": "a\nb"}, r"^--name 'a\\nb': it must not contain a newline or another control character$"),
+        ({"name": "a\nb"}, r"^--name 'a\\nb': a newline or control character; remove it$"),
         ({"run_dir": "a\x00"}, r"^--run-dir 'a\\x00': "),
         ({"nproc": "1234567"}, "^--nproc 1234567: "),
         ({"nproc": "9" * 5000}, "^--nproc 999"),

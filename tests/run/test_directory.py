@@ -137,7 +137,7 @@ def test_fresh_with_no_older_run_has_nothing_to_move(tmp_path: Path) -> None:
 
 def test_fresh_leaves_a_run_that_is_alive_where_it_is(run: RunDir) -> None:
     lease = run.take()
-    with pytest.raises(RunDirError, match=f"is alive: pid {os.getpid()} on "):
+    with pytest.raises(RunDirError, match=f"is still running: pid {os.getpid()} on "):
         run.prepare(fresh=True)
     assert names(run.path.parent) == ["train"]
     lease.release()
@@ -284,7 +284,7 @@ def test_a_folder_with_other_things_is_neither_written_to_nor_moved_aside(tmp_pa
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "train.py").touch()
     for fresh in (False, True):
-        with pytest.raises(RunDirError, match="holds other things than a run; choose an empty folder"):
+        with pytest.raises(RunDirError, match="is not empty and holds no run; choose an empty or a new folder"):
             RunDir(tmp_path / "project").prepare(fresh)
     assert names(tmp_path / "project") == ["train.py"]
 
@@ -309,7 +309,7 @@ def test_the_folder_one_stands_in_is_not_moved_away(run: RunDir, monkeypatch: py
 )  # fmt: skip
 def test_a_damaged_record_of_attempts_is_named_with_the_cure(run: RunDir, text: str) -> None:
     run.world.write_text(text)
-    with pytest.raises(RunDirError, match=r"world\.json, the record .* cannot be read \(.*\); remove it .*--fresh$"):
+    with pytest.raises(RunDirError, match=r"world\.json, the record .* cannot be read \(.*\); remove that file .*--fresh$"):
         run.attempts()
 
 

@@ -70,7 +70,7 @@ def test_an_option_that_several_know_is_one_and_each_of_its_names_finds_it() -> 
 
 @pytest.mark.parametrize("theirs", [Option("queue", "Another."), Option("quick", "", spellings=("--quick", "-q"))])
 def test_one_word_for_two_things_is_an_error_that_names_both_packages(theirs: Option) -> None:
-    said = r"^(--queue|queue|-q) is an option of a \(of the package rankwise\) and another one of b \(of other\); uninstall one"
+    said = r"^(--queue|queue|-q) is an option of both a \(package rankwise\) and b \(package other\); uninstall one"
     with pytest.raises(ConfigError, match=said):
         Options([Knows("a", "A", "rankwise", (QUEUE,)), Knows("b", "", "other", (theirs,))])
 

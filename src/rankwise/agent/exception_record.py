@@ -125,7 +125,7 @@ def _of_a_dead_worker(error):
         if worker.sentinel in ended:
             worker.join(1.0)
             code = worker.exitcode
-            how = f"is killed by signal: {signal.strsignal(-code)}" if code and code < 0 else f"left with status {code}"
+            how = f"is killed by signal: {signal.strsignal(-code)}" if code and code < 0 else f"exited with status {code}"
             found = RuntimeError(f"DataLoader worker (pid {worker.pid}) {how}.").with_traceback(error.__traceback__)
             found.__cause__ = error
             return found

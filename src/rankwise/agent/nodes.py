@@ -262,7 +262,7 @@ class Nodes:
             if patience.is_over:
                 raise NodeError(f"{self.missing()} did not join within {self._plan.join_timeout_s:g} s{self._where()}")
             if patience.due():
-                self._sink.say(f"waiting for {self.missing()}{self._where()}")
+                self._sink.say(f"waiting for {self.missing()} to join{self._where()}")
             self._events.wait(0.05)
             self.look()
             self._refuse_lost()

@@ -142,7 +142,7 @@ class Plan:
             record: Any = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise RunDirError(
-                f"{path}: {platform.node()} cannot read the plan of the run ({error}); every node must see the run directory "
+                f"{path}: {platform.node()} cannot read this plan ({error}); every node must see the run directory "
                 "under the same path; use --run-dir PATH with a folder that all nodes share"
             ) from None
         return cls.of(record, str(path))
