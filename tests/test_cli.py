@@ -136,7 +136,7 @@ def test_the_version_is_that_of_the_package(rankwise: Run) -> None:
         (["run", "--name", "a/b", "SCRIPT"], "--name 'a/b': a name is one folder; for another place use --run-dir PATH"),
         (["run", "--stop-after", "3", "SCRIPT"], "--stop-after 3: give a number and a unit, above 0: 90s, 30m, 12h, 2d"),
         (["run", "--grace", "0", "SCRIPT"], "--grace 0: give the seconds that ranks may take to stop, above 0"),
-        (["run", "nowhere.py"], "the script nowhere.py cannot be read: No such file or directory (from HERE)"),
+        (["run", "nowhere.py"], "there is no script nowhere.py (in HERE)"),
         (["run", "HERE"], "HERE is a folder; give the script that trains, for example HERE/train.py"),
         (["run", "--run-dir", "SCRIPT/sub", "SCRIPT"],
          "the run directory SCRIPT/sub cannot be created or written (Not a directory: SCRIPT/sub/logs); "
@@ -184,7 +184,7 @@ def test_a_mistyped_command_is_an_error_with_status_2_whose_last_line_names_the_
     assert done.returncode == 2
     assert done.stdout == ""
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("Error: ")
+    assert last.startswith(("Error: ", "rankwise: "))
     assert culprit in last
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == [script]

@@ -99,10 +99,10 @@ def test_a_rank_that_raises_ends_the_others_and_is_named_with_its_traceback(laun
 @pytest.mark.parametrize(
     ("death", "status", "said"),
     [
-        ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL: often the kernel's out-of-memory killer"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL (often the kernel's out-of-memory killer"),
         ("import ctypes; ctypes.string_at(0)", 139, "rank 1 was killed by SIGSEGV"),
         ("os.abort()", 134, "rank 1 was killed by SIGABRT"),
-        ("os.kill(os.getpid(), signal.SIGXCPU)", 152, "rank 1 was killed by SIGXCPU: its CPU time limit"),
+        ("os.kill(os.getpid(), signal.SIGXCPU)", 152, "rank 1 was killed by SIGXCPU (its CPU time limit"),
         ("sys.exit(3)", 3, "rank 1 exited with status 3"),
         ("resource.setrlimit(resource.RLIMIT_AS, (1 << 28, -1)); x = bytearray(1 << 32)", 1, "raised MemoryError"),
     ],

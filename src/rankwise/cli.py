@@ -48,14 +48,16 @@ class _Group(click.Group):
         except KeyboardInterrupt:
             sys.exit(EXIT_INTERRUPTED)
         except RankwiseError as error:
-            click.echo(f"rankwise: {error}", err=True)
+            from rankwise.host.terminal import message
+
+            click.echo(message(str(error)), err=True)
             sys.exit(error.exit_status)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args[0].endswith(".py"):
             from rankwise.host.terminal import typed
 
-            ctx.fail(f"{args[0]} is not a command; type: {typed('run', *args)}")
+            raise ConfigError(f"{args[0]} is not a command; type: {typed('run', *args)}")
         return super().resolve_command(ctx, args)
 
 

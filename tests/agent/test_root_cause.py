@@ -103,8 +103,8 @@ def test_other_ends_follow_nobody() -> None:
 @pytest.mark.parametrize(
     ("evidence", "said"),
     [
-        (killed(1, 1.0), "rank 1 was killed by SIGKILL: often the kernel's out-of-memory killer"),
-        (killed(1, 1.0, step=60), "rank 1 was killed by SIGKILL at step 60: often the kernel's out-of-memory killer"),
+        (killed(1, 1.0), "rank 1 was killed by SIGKILL (often the kernel's out-of-memory killer)"),
+        (killed(1, 1.0, step=60), "rank 1 was killed by SIGKILL at step 60 (often the kernel's out-of-memory killer)"),
         (killed(0, 1.0, signal.SIGSEGV, step=3), "rank 0 was killed by SIGSEGV at step 3"),
         (raised(3, 1.0), "rank 3 raised ValueError: loss is nan"),
         (raised(3, 1.0, step=60, where="train.py:61"), "rank 3 raised ValueError: loss is nan at step 60 (train.py:61)"),

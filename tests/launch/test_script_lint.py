@@ -20,7 +20,10 @@ def keep_cold(source: str) -> str | None:
 def test_a_script_that_is_not_there_is_an_error_that_says_where_it_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         examine("trian.py")
-    assert str(caught.value) == f"the script trian.py cannot be read: No such file or directory (from {tmp_path})"
+    assert str(caught.value) == f"there is no script trian.py (in {tmp_path})"
+    Path("train.py").touch()
+    with pytest.raises(ConfigError, match=r"; did you mean train\.py\?$"):
+        examine("trian.py")
 
 
 @pytest.mark.parametrize("typed", ["folder", "folder/"])

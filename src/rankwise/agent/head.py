@@ -23,7 +23,7 @@ from rankwise.agent.nodes import NodeError, Nodes
 from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Observation
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
-from rankwise.host.terminal import Terminal
+from rankwise.host.terminal import Terminal, message
 from rankwise.host.text import clock, listed, numbered
 from rankwise.ipc.shared_page import FINISHED, JOIN_S
 from rankwise.run.directory import Attempt, Failure, NodeRecord, RunDir, write_text
@@ -51,7 +51,7 @@ class Screen:
     def say(self, text: str) -> None:
         self._terminal.status("")  # the progress line comes again with the next figures
         with contextlib.suppress(OSError):
-            print(f"rankwise: {text}", file=sys.stderr, flush=True)
+            print(message(text), file=sys.stderr, flush=True)
 
     def show(self, text: str) -> None:
         """What a person should read, as it is."""

@@ -170,8 +170,8 @@ def _what(end: Evidence) -> str:
     at = f" at step {end.step}" if end.step else ""
     where = f" ({end.where})" if end.where else ""
     if end.signum is not None:
-        hint = end.remark or _USUAL.get(end.signum)
-        return f"was killed by {signal_name(end.signum)}{at}{f': {hint}' if hint else ''}"
+        usual = f" ({_USUAL[end.signum]})" if end.signum in _USUAL else ""
+        return f"was killed by {signal_name(end.signum)}{at}{f': {end.remark}' if end.remark else usual}"
     if end.exception is not None:
         return f"raised {_first_line(end.exception)}{at}{where}{f'; {end.remark}' if end.remark else ''}"
     if end.stuck:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rankwise import schedulers
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
-from rankwise.host.terminal import typed
+from rankwise.host.terminal import message, typed
 from rankwise.host.text import short
 from rankwise.launch.caller import caller_of
 from rankwise.run.config import RunConfig, misplaced, option
@@ -116,7 +116,7 @@ def _options(config: RunConfig) -> list[str]:
 
 def say(text: str) -> None:
     """To the person who started the run; what is printed for programs goes to the standard output."""
-    _show(f"rankwise: {text}")
+    _show(message(text))
 
 
 def _show(text: str, end: str = "\n") -> None:

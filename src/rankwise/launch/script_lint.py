@@ -6,6 +6,7 @@ facts = examine("train.py");  facts.pitfalls;  facts.nccl_line;  facts.torch_lin
 from __future__ import annotations
 
 import ast
+import difflib
 import os
 import re
 import shlex
@@ -40,8 +41,12 @@ def examine(script: str) -> ScriptFacts:
         raise ConfigError(f"{script} is a folder; give the script that trains, for example {example}")
     try:
         source = path.read_bytes()
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.py")], n=1)
+        meant = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        raise ConfigError(f"there is no script {script} (in {os.getcwd()}){meant}") from None
     except OSError as error:
-        raise ConfigError(f"the script {script} cannot be read: {error.strerror} (from {os.getcwd()})") from None
+        raise ConfigError(f"the script {script} cannot be read: {error.strerror} (in {os.getcwd()})") from None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python says them again when the ranks run it

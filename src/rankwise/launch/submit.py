@@ -83,10 +83,10 @@ def compare_with_earlier_attempts(run: RunDir, program: Program) -> None:
             f"this run another name with {caller.name_option}, or move the older run aside with {caller.fresh_option}"
         )
     if before[1:] != now[1:]:
+        resumes = "; it resumes from its checkpoints" if run.saved() else ""
         say(
-            f"warning: the run in {short(run.path)} was last started as `{shlex.join(before)}`, now as `{shlex.join(now)}`; "
-            f"{'it resumes from its checkpoints. ' if run.saved() else ''}To start a new run: --name NAME or "
-            "--fresh"
+            f"warning: the run in {short(run.path)} was last started as `{shlex.join(before)}`, now as `{shlex.join(now)}`"
+            f"{resumes}. To start a new run: --name NAME or --fresh"
         )
 
 
