@@ -89,7 +89,7 @@ def test_a_job_that_is_waited_for_prints_what_it_prints_and_ends_as_it_ends(spoo
     done = rankwise("run", "--on", "spool", "--spool", "spool", "--priority", "5", "--nproc", "2", "--wait", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"rank 0 of 2 in {job_of('train')}\n"
-    assert re.search(r"^rankwise: train.py by spool \(as asked\) on 1 node, 2 ranks each, in runs/train$", done.stderr, re.M)
+    assert re.search(r"^rankwise: train.py by spool \(--on\) on 1 node, 2 ranks each, in runs/train$", done.stderr, re.M)
     assert re.search(r"^rankwise: job 94-\d+ of spool: (waiting|running|0)", done.stderr, re.M)
     assert state(rankwise, "train") == ("ended", 0)
     assert "rank 1 of 2" in rankwise("logs", "--rank", "1", "train").stdout
@@ -185,7 +185,7 @@ def test_within_a_job_the_command_starts_the_ranks_there_and_explain_says_whose_
         ("--on spool", "--on spool: which folder does the daemon watch"),
         ("--on spool --spool nosuch", "--spool .*/nosuch: no daemon has used that folder"),
         ("--on spool --spool spool --priority 100", "--priority 100: give a number from 0 to 99"),
-        ("--on spool --partition x", r"--partition x: spool \(as asked\) has no option --partition; slurm does"),
+        ("--on spool --partition x", r"--partition x: spool \(--on\) has no option --partition; slurm does"),
         ("--on spooll", "there is no scheduler spooll; choose local, .*, spool, mpi"),
     ],
 )

@@ -22,7 +22,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import sys
+import textwrap
 import traceback
 from types import TracebackType
 
@@ -123,6 +125,14 @@ def _hides_one_of_the_scripts(error: BaseException) -> bool:
     return not first.__traceback__.tb_frame.f_code.co_filename.startswith(_OURS)
 
 
+def _folded(text: str) -> str:
+    """On a terminal, in lines that end between words."""
+    if "\n" in text or sys.stderr is None or not sys.stderr.isatty():
+        return text
+    columns = shutil.get_terminal_size().columns - 1
+    return textwrap.fill(text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
 def end_process(error: BaseException) -> None:
     """For an exit function: what it has found failed, after the last line of the script. The status is 1 whatever it was."""
     print(f"error: {error}", file=sys.stderr)
@@ -145,6 +155,6 @@ def without_traceback() -> None:
         main = getattr(sys.modules["__main__"], "__file__", None)
         lines = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(tb) if frame.filename == main]
         where = [_without_frames(note) for note in getattr(error, "__notes__", ())]
-        print("\n  ".join([f"error: {error}", *where, *(f"at {line}" for line in lines[-1:])]), file=sys.stderr)
+        print("\n  ".join([_folded(f"error: {error}"), *where, *(f"at {line}" for line in lines[-1:])]), file=sys.stderr)
 
     sys.excepthook = hook

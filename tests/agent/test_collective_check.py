@@ -22,7 +22,7 @@ def compared(*notes: Note) -> str | None:
 def test_the_minority_is_what_differs() -> None:
     odd = note("all_reduce(sum, int32[4])", "/home/me/train.py:29")
     assert compared(note(), odd, note()) == (
-        "the ranks do not match in collective 1: rank 1 calls all_reduce(sum, int32[4]) at train.py:29 where "
+        "the ranks do not match in collective 1: rank 1 calls all_reduce(sum, int32[4]) at train.py:29, but "
         "ranks 0, 2 call all_reduce(sum, float32[4]) at train.py:31"
     )
     assert compared(odd, note(), note()) is not None

@@ -31,8 +31,8 @@ def chosen(env: Env | None = None, **settings: Any) -> Choice:
     [
         ({}, {}, "local", "nothing else was asked for"),
         ({"nodes": "1"}, {}, "local", "nothing else was asked for"),
-        ({"on": "slurm"}, {}, "slurm", "as asked"),
-        ({"on": "local"}, SLURM_SALLOC, "local", "as asked"),
+        ({"on": "slurm"}, {}, "slurm", "--on"),
+        ({"on": "local"}, SLURM_SALLOC, "local", "--on"),
         ({"hosts": "a,b"}, SLURM_SALLOC, "ssh", "-H names hosts"),
         ({"hostfile": "a"}, {}, "ssh", "--hostfile names hosts"),
         ({"nodes": "2", "node_rank": 0, **AT}, SLURM_SALLOC, "manual", "--node-rank: each node is started manually"),
@@ -98,10 +98,10 @@ def test_an_mpirun_that_is_none_of_ours_or_not_there_is_an_error(
         ({"node_rank": 1}, r"^--node-rank 1: the number of nodes is missing; add --nodes N, on each node$"),
         ({"nodes": "2", "node_rank": 2}, r"^--node-rank 2: with --nodes 2 it must be between 0 and 1$"),
         ({"nodes": "2", "node_rank": -1}, r"^--node-rank -1: "),
-        ({"on": "slurm", "gpus": "0,2"}, r"^--gpus 0,2: slurm \(as asked\) has no option --gpus; local"),
+        ({"on": "slurm", "gpus": "0,2"}, r"^--gpus 0,2: slurm \(--on\) has no option --gpus; local"),
         (
             {"on": "slurm", "slots": 8},
-            r"^--slots 8: slurm \(as asked\) has no option --slots; sge has: use --on sge, or leave --slots out$",
+            r"^--slots 8: slurm \(--on\) has no option --slots; sge has: use --on sge, or leave --slots out$",
         ),
         ({"setup": ("a", "b")}, r"^--setup a, b: local "),
         ({"requeue": True}, r"^--requeue: local "),

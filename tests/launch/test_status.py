@@ -102,7 +102,7 @@ def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(verb: str
     another = RunDir(run.path.with_name("another"))
     another.prepare(fresh=False)
     write_json(another.plan, {})
-    assert rankwise(verb).stderr == f"rankwise: which run? type: rankwise {verb} RUN; the runs here: another, train\n"
+    assert rankwise(verb).stderr == f"rankwise: which run? the runs here: another, train; type: rankwise {verb} RUN\n"
 
 
 def test_a_run_of_this_machine_is_told_and_ended(launch: Callable[..., Launched], rankwise: Run) -> None:

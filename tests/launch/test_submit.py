@@ -91,7 +91,7 @@ def test_a_dry_run_needs_no_scheduler_prints_the_script_alone_and_leaves_what_a_
     assert done.returncode == 0, done.stderr
     assert done.stdout == train().job.read_text()
     assert done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=train\n#SBATCH --nodes=2\n")
-    assert done.stderr.startswith("rankwise: train.py by slurm (as asked) on 2 nodes, one rank per device, in ")
+    assert done.stderr.startswith("rankwise: train.py with slurm (--on) on 2 nodes, one rank per device, in ")
     plan = json.loads(train().plan.read_text())
     assert (plan["on"], plan["nodes"], plan["min_nodes"], plan["nproc"], plan["threads"]) == ("slurm", 2, 2, 0, 0)
     assert (plan["job"], plan["launcher_pid"], plan["argv"]) == ({"partition": "gpu"}, 0, ["train.py", "--lr", "1"])
@@ -102,16 +102,16 @@ def test_a_dry_run_needs_no_scheduler_prints_the_script_alone_and_leaves_what_a_
 @pytest.mark.parametrize(
     ("words", "where"),
     [
-        ("-H a:2,b:3", "by ssh (-H names hosts) on 2 nodes (a:2, b:3), 5 ranks in all, in runs/train"),
+        ("-H a:2,b:3", "with ssh (-H names hosts) on 2 nodes (a:2, b:3), 5 ranks in all, in runs/train"),
         (
             "-H a,b,c,d,e",
-            "by ssh (-H names hosts) on 5 nodes (a, b, c, d, ...), one rank per device, in runs/train",
+            "with ssh (-H names hosts) on 5 nodes (a, b, c, d, ...), one rank per device, in runs/train",
         ),
         (
             "--on sge --pe mpi --slots 8",
-            "by sge (as asked) on the nodes of its 8 slots, one rank per slot, in runs/train",
+            "with sge (--on) on the nodes of its 8 slots, one rank per slot, in runs/train",
         ),
-        ("--on sge", "by sge (as asked) on 1 node, one rank per device, in runs/train"),
+        ("--on sge", "with sge (--on) on 1 node, one rank per device, in runs/train"),
     ],
 )
 def test_the_first_line_says_how_many_ranks_where(words: str, where: str, rankwise: Run) -> None:
@@ -212,7 +212,7 @@ def test_a_site_file_spares_the_researcher_all_but_the_nodes(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configuration"))
     done = rankwise("run", "--nodes", "2", "train.py")
     assert done.returncode == 0, done.stderr
-    assert "train.py by slurm (the site file says so) on 2 nodes" in done.stderr
+    assert "train.py with slurm (the site file says so) on 2 nodes" in done.stderr
     text = train().job.read_text()
     for line in ("#SBATCH --partition=gpu", "#SBATCH --gres=gpu:4", "#SBATCH --time=20:00:00", "module load cuda"):
         assert f"\n{line}\n" in text
@@ -267,7 +267,7 @@ def test_a_job_that_its_scheduler_will_never_start_is_not_waited_for_without_end
     done = rankwise("run", "--on", "slurm", "--wait", "train.py")
     assert (done.returncode, fake.cancelled) == (1, "")
     assert done.stderr.splitlines()[-1] == (
-        "rankwise: stopped waiting: job 12 cannot start before it is repaired, and stays in the queue; to remove it, out: "
+        "rankwise: stopped waiting: job 12 cannot start before it is repaired, and stays in the queue; to remove it, type: "
         "rankwise cancel train"
     )
 

@@ -232,7 +232,7 @@ def _headline(program: script.Program, plan: Plan, choice: Choice, attempts: int
         ranks = "one rank per device"
     ranks += f" ({each * plan.nodes} in all)" if each and plan.min_nodes == plan.nodes > 1 else ""
     going_on = f", attempt {attempts + 1}" if attempts else ""
-    return f"{program.name} by {plan.on} ({choice.why}) on {nodes}, {ranks}, in {short(Path(plan.run_dir))}{going_on}"
+    return f"{program.name} with {plan.on} ({choice.why}) on {nodes}, {ranks}, in {short(Path(plan.run_dir))}{going_on}"
 
 
 def _announce(program: script.Program, plan: Plan, choice: Choice, why: str, attempts: int, gpus: int) -> None:

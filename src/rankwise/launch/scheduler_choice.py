@@ -95,7 +95,7 @@ def choose(config: RunConfig, env: Mapping[str, str]) -> Choice:
 def _queue(config: RunConfig, env: Mapping[str, str]) -> tuple[Jobs, str]:
     """(it, why): what was said, then what follows from what was said, then where this is, then the site's habit."""
     if config.on is not None:
-        return _named(config.on, f"--on {config.on}"), "as asked"
+        return _named(config.on, f"--on {config.on}"), "--on"
     queues = schedulers.queues().values()
     for queue in queues:
         if (why := queue.claims(config.job)) is not None:

@@ -419,7 +419,7 @@ def find_run(run: str | None, verb: str) -> RunDir:
     names = listed((shlex.quote(path.name) for path in here), _MOST_NAMED) or "none"
     if run is None:
         if len(here) != 1:
-            raise RunDirError(f"which run? type: {typed(verb, 'RUN')}; the runs here: {names}")
+            raise RunDirError(f"which run? the runs here: {names}; type: {typed(verb, 'RUN')}")
         return RunDir(here[0])
     for path in (Path(run), Path("runs", run)):
         if _is_run(path):
