@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -304,7 +305,11 @@ def status(run: str | None, as_json: bool) -> None:
     from rankwise.run.directory import find_run
 
     found = facts(find_run(run, "status"))
-    click.echo(json.dumps(found, indent=2) if as_json else as_text(found))
+    click.echo(
+        json.dumps(found, indent=2)
+        if as_json
+        else as_text(found, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+    )
 
 
 @main.command()

@@ -129,6 +129,6 @@ def test_other_arguments_are_said_and_checkpoints_are_spoken_of_only_where_there
         (run.checkpoints / "step-00000004").mkdir(parents=True)
     compare_with_earlier_attempts(run, Program(("python",), ("x.py", "a b")))
     said = capsys.readouterr().err
-    assert "was last started as `x.py`, now as `x.py 'a b'`; " in said
+    assert "was last started as `x.py`, now as `x.py 'a b'`" in said
     assert ("it resumes from its checkpoints" in said) == saved
     assert said.endswith("To start a new run: --name NAME or --fresh\n")

@@ -41,7 +41,7 @@ def conclude(
             say(f"{by} exited with status {status} {when}; the reason is in the lines above")
         return status
     if failure is not None:
-        _say_failure(run, failure, config)
+        _say_failure(run, failure, config, attempt.started)
     elif status in (EXIT_PREEMPTED, EXIT_INTERRUPTED) and attempt.outcome.startswith("stopped"):
         say(f"{attempt.outcome}; to resume, {caller.how_to_continue(_resume_command(config))}")
     elif status != 0 or (";" in attempt.outcome and caller.reads):
@@ -49,14 +49,14 @@ def conclude(
     return status
 
 
-def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
+def _say_failure(run: RunDir, failure: Failure, config: RunConfig, started: float) -> None:
     _show("")
     caller = caller_of(config.words)
     if failure.traceback is not None:
         if not _is_told(failure) and caller.reads:
             _show(failure.traceback.rstrip("\n"))
     elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # rank 0's are above
-        _show(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES)), end="")
+        _show(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES, started)), end="")  # not an earlier attempt's
     if (hint := _misplaced(run, failure, config)) is not None:
         say(hint)
     say(f"{failure.summary}, on {failure.host}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import textwrap
 import time
 from dataclasses import asdict
 from typing import Any
@@ -80,8 +81,8 @@ def _described(run: RunDir, writer: Holder) -> dict[str, Any]:
     return {"host": writer.host, "pid": writer.pid, "since": writer.since, "silent_s": lease.silent_s(run.lease)}
 
 
-def as_text(found: dict[str, Any]) -> str:
-    """A line for each fact."""
+def as_text(found: dict[str, Any], columns: int | None = None) -> str:
+    """A line for each fact; on a terminal of so many columns it ends between words."""
     rows = [("run", f"{found['run']}, in {found['path']}")]
     if (job := found["job"]) is not None:
         known = f": {job['reason'] or job['phase']}" + ("" if job["status"] is None else f", exit status {job['status']}")
@@ -107,7 +108,13 @@ def as_text(found: dict[str, Any]) -> str:
     if found["failure"] is not None:
         rows.append(("failed", f"{found['failure']['summary']}, on {found['failure']['host']}; see {found['failure']['log']}"))
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)
+    lines = (f"{name.ljust(width)}  {text}" for name, text in rows)
+    if columns is None:
+        return "\n".join(lines)
+    indent = " " * (width + 2)
+    return "\n".join(
+        textwrap.fill(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) for line in lines
+    )
 
 
 def _course(attempt: dict[str, Any], found: dict[str, Any]) -> str:

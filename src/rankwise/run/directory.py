@@ -220,10 +220,12 @@ class RunDir:
     def log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
 
-    def log_tail(self, rank: int, most_bytes: int) -> bytes:
-        """The end of what a rank printed; empty where its host does not share this folder."""
+    def log_tail(self, rank: int, most_bytes: int, since: float = 0.0) -> bytes:
+        """The end of what a rank printed; empty if it printed nothing since then, or its host does not share this folder."""
         try:
             with open(self.log(rank), "rb") as file:
+                if os.fstat(file.fileno()).st_mtime < since:
+                    return b""
                 file.seek(max(file.seek(0, os.SEEK_END) - most_bytes, 0))
                 return file.read()
         except FileNotFoundError:
@@ -418,6 +420,8 @@ def find_run(run: str | None, verb: str) -> RunDir:
     here = [path for path in here if not _MOVED_ASIDE.search(path.name)] or here  # those can be had by their names
     names = listed((shlex.quote(path.name) for path in here), _MOST_NAMED) or "none"
     if run is None:
+        if not here:
+            raise RunDirError(f"there is no run under {Path('runs').absolute()}; type: {typed(verb, 'PATH')}")
         if len(here) != 1:
             raise RunDirError(f"which run? the runs here: {names}; type: {typed(verb, 'RUN')}")
         return RunDir(here[0])
