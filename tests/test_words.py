@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,8 +64,35 @@ def test_a_message_uses_plain_words(source: Path) -> None:
     assert [text for text in messages(ast.parse(source.read_text())) if wrong(text)] == []
 
 
+PLAIN_INSIDE = {
+    "errors", "cli", "host", "run", "ipc", "schedulers", "agent", "launch", "report", "functions", "stop",
+}  # fmt: skip
+"""Packages whose docstrings and comments are in plain words, too."""
+
+
+def prose(source: str) -> Iterator[str]:
+    """The docstrings and the comments of a file, without code: what is in quotes or backticks, and examples."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and token.string.startswith('"""')):
+            text = "\n".join(line for line in token.string.splitlines() if not re.match(r"    \S+.*[(=]", line))
+            yield re.sub(r"`[^`]*`|\"\w+\"", "", text)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [source for source in SOURCES if source.relative_to(SOURCE).parts[0].removesuffix(".py") in PLAIN_INSIDE],
+    ids=lambda path: str(path.relative_to(SOURCE)),
+)
+def test_docstrings_and_comments_use_plain_words(source: Path) -> None:
+    assert [text for text in prose(source.read_text()) if wrong(text)] == []
+
+
 def test_each_wrong_word_is_found() -> None:
     assert wrong("its last life, begun anew") == ["life", "anew"]
     assert wrong("one a GPU is told by\n  ssh") == ["one a GPU", "is told", "by ssh"]
     assert wrong("it lived, alive, livestock, by sshd, one per GPU") == []
+    assert list(prose('"""It is told\n\n    f(life)\n"""\nx = "life"  # `life`, by ssh\n')) == [
+        '"""It is told\n\n"""',
+        "# , by ssh",
+    ]
     assert list(messages(ast.parse('"""A doc string."""\nx = f"a life {1}"\ny = "key"\n'))) == ["a life "]

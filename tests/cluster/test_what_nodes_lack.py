@@ -91,7 +91,7 @@ def test_a_run_directory_that_the_hosts_of_mpi_do_not_see_is_named(
     words = ["--on", "mpi", "--hosts", "node1,node2", "--nproc", "1", "--run-dir", str(own / "run"), write(SAYS)]
     status, said = launch(*RUN, *words, PATH=f"{Path('bin').absolute()}:{os.environ['PATH']}", **root).wait()
     assert status not in (0, None)
-    assert f"rankwise: {own}/run/plan.json:  on node" in said
+    assert f"rankwise: {own}/run/plan.json: on node" in said
     assert f"{SHARE} all nodes share" in said
 
 

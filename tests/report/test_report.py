@@ -258,7 +258,7 @@ def test_columns_are_as_wide_as_their_widest_cell_figures_to_the_right_words_to_
 
 
 def test_the_only_run_needs_no_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RunDirError, match="there is no run under .*/runs; type: rankwise report PATH$"):
+    with pytest.raises(RunDirError, match=r"there is no run under .*/runs; type: rankwise report PATH$"):
         print_report(None)
     for name in ("first", "second"):
         run = RunDir(Path("runs", name))

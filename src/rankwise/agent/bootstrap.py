@@ -1,4 +1,4 @@
-"""What an agent is when it begins: the head of a run, or a member; and how a member finds the head.
+"""How an agent starts: as the head of a run, or as a member that finds the head.
 
 status = begin(["runs/train"])
 """
@@ -46,7 +46,7 @@ _OF_THE_HOST = (
     "DISPLAY", "XAUTHORITY", "DBUS_SESSION_BUS_ADDRESS", "SSH_AUTH_SOCK", "SSH_AGENT_PID", "SSH_CONNECTION", "SSH_CLIENT",
     "SSH_TTY",
 )  # fmt: skip
-"""What is said of one host, and is not passed on to another (nor is XDG_*)."""
+"""Variables that describe one host; they are not passed on to another (nor is XDG_*)."""
 
 
 def begin(words: list[str]) -> int:
@@ -180,7 +180,7 @@ def _head(plan: Plan, run: RunDir, scheduler: Jobs, events: EventLoop) -> int:
 
 
 def _greeting_of(plan: Plan, secret: str, there: int, host: Host) -> Message:
-    """What the head says first to the agent of node `there`, which it has started by ssh or qrsh."""
+    """The first message of the head to the agent of node `there`, which it has started over ssh or qrsh."""
     record = {**plan.record(), "launcher_pid": 0, "tee": plan.tee}
     return {"plan": record, "node": there, "ranks": host.slots, "secret": secret, "environment": _to_pass_on(os.environ)}
 
@@ -211,7 +211,7 @@ def _open_door(plan: Plan, secret: str) -> Door:
 
 
 def _secret_of_all(plan: Plan) -> str:
-    """Where each node is started by hand, what the user has put on all of them; without it whoever reaches the port is
+    """If each node is started manually, the secret that the user has put on all of them; without it whoever reaches the port is
     believed, as torchrun does.
     """
     if not plan.master_addr:
@@ -314,7 +314,7 @@ def _wait_for_head(patience: Patience, index: int, events: EventLoop, why: str) 
 
 
 def _called(guard: int) -> int:
-    """The head has started this agent by ssh or qrsh: what it must know comes first over stdin."""
+    """The head has started this agent over ssh or qrsh: its first message, over stdin, has all that this agent must know."""
     processes.become_subreaper()
     link = Link(os.dup(0), os.dup(1))
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Whether the ranks ask the same of each other (`--check-collectives`): each notes what it enters, here it is compared.
+"""`--check-collectives`: each rank notes the collectives that it enters, and here the notes of all ranks are compared.
 
     rings = Rings(ranks=4);  spec["notes"] = rings.place(row)      # collective_notes.py writes there
     ledger = Ledger(ranks=8);  ledger.add(rings.read());  mismatch = ledger.look()      # every tick
@@ -147,7 +147,7 @@ class Ledger:
             self._comparison.add(rank, Note.of(line))
 
     def look(self, at_end: bool = False) -> Mismatch | None:
-        """A difference is told once the other ranks have had the time to show what they enter instead."""
+        """A difference is reported after the other ranks have had the time to show what they enter instead."""
         if not self._comparison.differs:
             return None
         self._found = self._found or time.monotonic()

@@ -1,4 +1,4 @@
-"""What a rank's `torch.distributed` does besides its work: it counts collectives, and notes each before it is entered.
+"""What is added to a rank's `torch.distributed`: it counts collectives, and notes each one before the rank enters it.
 
     distributed = Distributed(notes=spec["notes"], count_mark=spec["count_mark"])
     distributed.prepare()        # torch is imported

@@ -1,4 +1,4 @@
-"""What an agent waits for, all of it in one selector, and the signals that it is sent.
+"""All that an agent waits for, in one selector, and the signals that it gets.
 
 events = EventLoop(parent_pid);  events.register(link);  events.wait(0.05);  events.asked
 """

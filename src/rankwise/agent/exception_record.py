@@ -1,4 +1,4 @@
-"""What a rank leaves of the exception that ends it: a record for the agent, and a traceback in its log.
+"""When an exception ends a rank: a record for the agent, and a traceback in the log.
 
     status = exception_record.leave(error, spec)      # spec: see fork_server.py
 

@@ -1,4 +1,4 @@
-"""What an exception of a rank says, for a reader in a hurry: the user's own error, names for numbers, what to type.
+"""An exception of a rank in one line: the user's own error, names instead of numbers, what to type.
 
 told = reword(record, rank=1, script="pkg/train.py");  told.exception, told.where, told.remark
 

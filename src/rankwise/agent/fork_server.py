@@ -106,7 +106,7 @@ def _serve(channel, agent):
     """What the warm process does. Returns a spec in each rank; ends when the agent closes the channel."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent decides when this process ends
     _die_with(agent)
-    gc.disable()  # a collection during the imports only walks what lives for ever: a third of their time
+    gc.disable()  # a collection during the imports only walks what stays for ever: a third of their time
     try:
         import torch
 

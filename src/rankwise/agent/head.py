@@ -175,7 +175,7 @@ class Head:
         return status, failure
 
     def _record(self, attempt: Attempt, status: int, outcome: str, failure: Failure | None) -> None:
-        """For the launcher, which says it. Where the disk does not take it (it is full, it is away), it is said here."""
+        """For the launcher, which prints it. If the disk does not take it (full, or gone), it is printed here."""
         try:
             self._run.write_failure(failure)
             self._run.update_attempt(attempt, ended=time.time(), status=status, outcome=outcome)

@@ -1,4 +1,4 @@
-"""A port of this host that is held for rank 0's store, and who has it where it is taken.
+"""A port of this host that is reserved for rank 0's store; if it is taken, by whom.
 
 holder = hold_port(0);  holder.getsockname()[1]
 """

@@ -1,4 +1,4 @@
-"""The files that a rank has mapped, looked at while it lives: when SIGBUS ends it, its maps have gone with it.
+"""The files that a rank has mapped, looked at while it runs: when SIGBUS kills it, its maps are gone.
 
 files = MappedFiles();  files.look([4711, 4712])      # now and then
 files.cut(4711)                                        # "/data/train.h5 was truncated to 1 MB while it was mapped"

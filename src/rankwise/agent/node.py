@@ -1,4 +1,4 @@
-"""One node's part of a run: its ranks, started, watched and ended as the head says.
+"""One node's part of a run: it starts, watches and stops its ranks as the head says.
 
     node = Node(plan, run, index, events, sink)
     node.start(orders);  node.look()          # every tick;  node.facts is what there is to know
@@ -141,7 +141,7 @@ class Introduction:
     """Addresses and port by which the other nodes try how to reach the first."""
 
     counted: bool = False
-    """Nobody has said how many ranks it has: it has one a device of its host."""
+    """The number of its ranks was not given: it has one per device of its host."""
 
 
 class Sink(Shown, Protocol):
@@ -244,7 +244,7 @@ class Node:
         )  # fmt: skip
 
     def find(self, addresses: Sequence[str], port: int) -> None:
-        """Waits for an answer. What does not lead there is said."""
+        """Waits for an answer. Reports an address that does not lead there."""
         try:
             link, self.route, own = knock(addresses, port, self.secret, {"finds": self.index})
         except NobodyThere as reason:

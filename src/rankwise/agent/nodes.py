@@ -1,4 +1,4 @@
-"""The nodes of a run, as they come: the head's own, those that call at its door, those that it starts itself (ssh, qrsh).
+"""The nodes of a run: the head's own, those that connect to it, and those that it starts itself (ssh, qrsh).
 
 nodes = Nodes(plan, run, events, screen, own, door, commands)
 parts = nodes.gather(...)      # all that take part in the next attempt, in the order of their ranks

@@ -1,4 +1,4 @@
-"""What the kernel says of memory: a rank killed by SIGKILL may have been killed for it.
+"""What the kernel says about memory: a rank killed by SIGKILL may have been killed because memory was full.
 
 before = oom_kills();  ...;  if oom_kills() > before: the kernel killed something of this job for memory
 """

@@ -1,4 +1,4 @@
-"""The ranks of one attempt: their processes, their ends, and the evidence that these leave.
+"""The ranks of one attempt: their processes, how they end, and the evidence that they leave.
 
 processes = RankProcesses(range(4, 8), script, run, page);  processes.announce(pids)
 processes.reap();  processes.signal_all(SIGTERM);  evidence = processes.evidence()
@@ -58,7 +58,7 @@ class Rank:
     rank: int
     pid: int = 0
     status: int | None = None
-    """As waitpid gives it; None while it lives."""
+    """As waitpid gives it; None while it runs."""
 
     ended: float = 0.0
     sent: bool = False

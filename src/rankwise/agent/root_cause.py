@@ -1,4 +1,4 @@
-"""Which rank is the cause. The order of deaths lies: evidence is ranked.
+"""Which rank is the cause. The order in which ranks die misleads, so the evidence is ranked.
 
 A rank that dies takes its peers with it within milliseconds, and a large process takes longer to go than a small one, so the
 first death seen is often a follower's. `judge` is pure: it reads what was collected and names one.

@@ -1,4 +1,4 @@
-"""A run that does not fail and does not go on: which rank keeps the others waiting, and where it is.
+"""A run that does not fail and makes no progress: which rank blocks the others, and where it is.
 
     watch = StallWatch(run, processes, warn_s=120.0, say=print, stalled=...);  watch.look()      # on each node, every tick
     line = judge(observed_on_all_nodes, sure)                                              # at the head
@@ -137,7 +137,7 @@ def parse(dump: str) -> tuple[Frame, ...]:
 
 @dataclass
 class _HeldStacks:
-    """Since when the kernel has held a rank in one way, and whether that was told."""
+    """Since when the kernel has held a rank in one way, and whether that was reported."""
 
     since: float | None = None
     told: bool = False
@@ -205,7 +205,7 @@ class StallWatch:
         return stopped
 
     def _is_new(self, rank: Rank, held: _HeldStacks, holds: bool, after_s: float, now: float) -> bool:
-        """Whether it is to be told now: once, at the first look after `after_s`. That a told rank goes on is said here."""
+        """Whether to report it now: once, at the first look after `after_s`. Reports, too, that such a rank runs again."""
         if not holds:
             if held.told and held.since is not None:
                 self._say(f"rank {rank.rank} runs again after {now - held.since:.0f} s")

@@ -1,4 +1,4 @@
-"""A call as it travels to the ranks, and what they answer; both only ever in files of this user's own run directory.
+"""A function call sent to the ranks, and their results; both only in files of this user's own run directory.
 
 data = pack(fn, args, kwargs);  call = load(path, rank)          # caller, rank
 data = answer(value, rank);     value = understand(data, ...)    # rank, caller

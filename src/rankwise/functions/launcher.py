@@ -1,4 +1,4 @@
-"""The launcher of a function, in a process of its own: what it does to signals and to processes is not for its caller's.
+"""The launcher of a function, in a process of its own: so it does not change the signals and processes of its caller.
 
     python -m rankwise.functions.launcher CALL_FD REPLY_FD
 

@@ -1,4 +1,4 @@
-"""A function for Submitit's executors: one rank a task, stopped, saved and requeued as Submitit does it.
+"""A function for Submitit's executors: one rank per task, stopped, saved and requeued as Submitit does it.
 
     from rankwise.functions import on_submitit
     executor = submitit.AutoExecutor("jobs");  executor.update_parameters(nodes=1, tasks_per_node=4, gpus_per_node=4)

@@ -1,4 +1,4 @@
-"""Checks of what a caller gives to a public class or function: one line for what is wrong, before anything is done.
+"""Checks the arguments of a public class or function before anything is done; an error is one line.
 
 @takes(every=FROM_ONE.or_none, lr=ABOVE_ZERO, moved={"workers": "num_workers=..."})
 def __init__(self, every=None, *, lr=0.7): ...

@@ -1,4 +1,4 @@
-"""How many ranks this machine is for, without importing torch."""
+"""How many ranks fit this machine, without importing torch."""
 
 from __future__ import annotations
 

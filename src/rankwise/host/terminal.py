@@ -24,7 +24,7 @@ _CLEAR_LINE = b"\r\x1b[K"
 
 
 def open_closed_streams() -> None:
-    """Put /dev/null in place of each standard stream that this process was started without (`<&-`).
+    """Open /dev/null for each standard stream that this process was started without (`<&-`).
 
     Otherwise the first file or socket that it opens gets that number, and every process below it takes it for the stream.
     """

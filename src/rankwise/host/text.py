@@ -88,7 +88,7 @@ def clock(seconds: float) -> str:
 
 
 _COMMAND = re.compile(r"(.*(?:[Tt]ype|[Tt]o try|stop it): )(\S.*)", re.DOTALL)
-"""What is said, and the command at the end that a person may copy."""
+"""The text, and the command at its end that a person may copy."""
 
 
 def folded(text: str, columns: int) -> str:

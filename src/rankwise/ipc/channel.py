@@ -89,7 +89,7 @@ class Link:
             time.sleep(0.002)
 
     def beat(self) -> None:
-        """Say that this end lives, if nothing else was said for a while."""
+        """Send a heartbeat, if nothing else was sent for a while."""
         if time.monotonic() - self._spoke > BEAT_S:
             self.send({})
         else:
@@ -234,7 +234,7 @@ def knock(
     addresses: Sequence[str], port: int, secret: str, hello: Message, answer_s: float = _ANSWER_S
 ) -> tuple[Link, str, str]:
     """(link, the address that answered, this host's own address on the way there). Tries one address after the other; `hello`
-    is said with the one that answered as its route.
+    is sent with the one that answered as its route.
 
     Raises NobodyThere with what each of them said.
     """

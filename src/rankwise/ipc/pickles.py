@@ -1,4 +1,4 @@
-"""What travels pickled: values and exceptions for another process of the same user, in files that are that user's alone.
+"""Pickled values and exceptions for another process of the same user, in files that only this user can read.
 
 data = dumps(value);  write(path, data);  data = take(path)
 """
@@ -78,7 +78,7 @@ def dumps(value: Any) -> bytes:
 
 
 class _ByName(pickle.Pickler):
-    """Refuses what lives in `__main__`: in the process that reads it that is another module."""
+    """Refuses what is defined in `__main__`: in the process that reads it that is another module."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type | FunctionType) and value.__module__ == "__main__":

@@ -1,4 +1,4 @@
-"""The page of memory that an agent shares with its ranks: the gate of the agreed stop, the alarms, and the beat.
+"""The page of memory that an agent shares with its ranks: the gate of the agreed stop, the alarms, and the heartbeat.
 
     page = Page.create(4)                  # the agent
     page = Page.open(path)                 # a rank; the path is in world.json
@@ -80,7 +80,7 @@ class Page:
 
     @property
     def path(self) -> str:
-        """How other processes of this machine open it while this one lives."""
+        """How other processes of this machine open it while this one runs."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @property
@@ -91,7 +91,7 @@ class Page:
         return Row(self._words, self._map, local_rank)
 
     def reset(self) -> None:
-        """Before the ranks start anew: nobody has claimed, nobody is asked to stop."""
+        """Before the ranks start again: nobody has claimed, nobody is asked to stop."""
         ranks = self.ranks
         self._map[:] = bytes(len(self._map))
         self._words[_RANKS] = ranks

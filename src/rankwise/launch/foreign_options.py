@@ -1,4 +1,4 @@
-"""The lines of other launchers, in words that were typed for this one: what to type in their place.
+"""Options of other launchers on our command line: what to type instead.
 
 found = translated(["-np", "4", "-x", "PATH", "python", "train.py"], ours={"--nproc": True})
 found.theirs, found.words        # ("-np 4", "-x PATH", "python"), ("--nproc", "4", "train.py")

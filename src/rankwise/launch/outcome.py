@@ -1,6 +1,6 @@
-"""What is said of a run that has ended, and the exit status that it leaves.
+"""What is printed at the end of a run, and its exit status.
 
-return conclude(run, status, lives_before, config)
+return conclude(run, status, attempts_before, config)
 """
 
 from __future__ import annotations

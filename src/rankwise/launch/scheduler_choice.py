@@ -122,7 +122,7 @@ def _job(config: RunConfig, queue: Jobs, why: str) -> dict[str, Any]:
     known = {option.name for option in queue.options}
     options = schedulers.options()
     given = dict(config.job)
-    if counts(given.get("nodes", "")) == (1, 1):  # as torchrun is told where there is but one
+    if counts(given.get("nodes", "")) == (1, 1):  # as people type for torchrun on one machine
         given = {key: value for key, value in given.items() if key in known or key not in ("nodes", "node_rank", "master_addr")}
     for key, value in given.items():
         if key not in known:

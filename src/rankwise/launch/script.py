@@ -1,4 +1,4 @@
-"""What is to be run, and what can be known of it before anything is started.
+"""What to run, and what is known of it before anything starts.
 
 program = find(config)        # ConfigError: it is not there, or does not compile
 """

@@ -1,4 +1,4 @@
-"""What is read from a script's text before anything is started: whether it compiles, and what will go wrong in it.
+"""Reads the text of a script before anything starts: whether it compiles, and what will go wrong.
 
 facts = examine("train.py");  facts.pitfalls;  facts.nccl_line;  facts.torch_line;  facts.keep_cold
 """

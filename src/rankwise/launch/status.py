@@ -1,4 +1,4 @@
-"""What is known of a run, and the request to end it, whatever started it and wherever it is.
+"""The state of a run, and the request to stop it, whatever started it and wherever it runs.
 
 print(as_text(facts(run)));  print(cancel(run))
 """
@@ -47,7 +47,7 @@ def _writer(run: RunDir) -> Holder | None:
 
 
 def facts(run: RunDir) -> dict[str, Any]:
-    """All of it, as a record for programs: run, path, alive, job, writer, lives, step, time, figures, failure."""
+    """All of it, as a record for programs: its keys are those of `rankwise status --json`."""
     job = run.read_job()
     state = state_of(job) if job is not None else None
     writer = _writer(run)

@@ -1,4 +1,4 @@
-"""A run handed to a queue: its folders, its job, and what a person types next.
+"""A run submitted to a queue: its folders, its job, and the commands to type next.
 
 status = queue(choice, text, [(run, plan)], config, program)
 """
@@ -60,7 +60,7 @@ def refuse_if_queued(run: RunDir) -> None:
 
 
 def leave_records(run: RunDir, plan: Plan, text: str, config: RunConfig, call: bytes | None = None) -> None:
-    """config.json, plan.json, job.sh; and a function to call in place of a script, where nobody else can read it."""
+    """config.json, plan.json, job.sh; and the function to call instead of a script, which nobody else can read."""
     shutil.rmtree(run.function, ignore_errors=True)
     if call is not None:
         run.function.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""An Explanation of which rank a process is, as text for a person and as a record for a program.
+"""The explanation which rank a process is: as text for a person, as a record for a program.
 
 print(as_text(world.explain(os.environ)))
 """

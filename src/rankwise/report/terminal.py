@@ -1,4 +1,4 @@
-"""What a run did, in a screenful of text.
+"""What a run did, on one screen of text.
 
 print_report("train")        # ./runs/train, or any folder
 """

@@ -41,7 +41,7 @@ class RunConfig:
     """argv is any command (what followed a `--`)."""
 
     nproc: str = "auto"
-    """Ranks on this machine: a number, or `auto` for one a GPU, or a physical core where there is no GPU."""
+    """Ranks on this machine: a number, or `auto` for one per GPU, or one per physical core if there is no GPU."""
 
     name: str | None = None
     """Name of the run; the script's stem when None."""
@@ -80,7 +80,7 @@ class RunConfig:
     """How long ranks may take to stop when asked, before they are killed."""
 
     stall_warn_s: float = 120.0
-    """After how long without any progress it is told which rank keeps the others waiting; 0 is never."""
+    """After how long without progress to report which rank blocks the others; 0 is never."""
 
     check_collectives: bool = False
     """Compare what the ranks ask of each other (operation, shape, dtype, call site); the first difference ends the run."""

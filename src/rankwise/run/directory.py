@@ -1,15 +1,15 @@
-"""The names and record types of all that a run leaves on disk, and the atomic writes behind them.
+"""All files of a run: their names, their record types, and the atomic writes behind them.
 
     run = RunDir(Path("runs/train"));  run.prepare(fresh=False);  lease = run.take()
 
-    config.json plan.json code.txt job.sh     what was asked for, planned, and of which code
+    config.json plan.json code.txt job.sh     the settings, the plan, the code, the job's script
     job.json                                   the job that was queued for it, if one was
     world.json                                 the attempts of the run: who ran where, and how it ended
     logs/rank-0.log ...                        what each rank printed, attempts one after the other
     logs/job-12.log                            what a queued job printed: its agents' lines, and what they showed of the ranks
-    metrics.jsonl telemetry/                   figures; TensorBoard's events
+    metrics.jsonl telemetry/                   metrics; TensorBoard's events
     checkpoints/ failure.json
-    .function/                                 a function in the place of a script, and what it returned; for this user alone
+    .function/                                 a function instead of a script, and what it returned; only for this user
 
 A reader never sees half a record: each is written under a unique name, flushed and renamed.
 """
@@ -137,7 +137,7 @@ class Attempt(_Record):
 
     ended: float | None = field(default=None, metadata=NUMBER)
     status: int | None = field(default=None, metadata=WHOLE)
-    """The exit status of the run; None while it lives, or when it was killed with its agent."""
+    """The exit status of the run; None while it runs, or when it was killed with its agent."""
 
     outcome: str = ""
     """How it ended, in one line."""
@@ -294,7 +294,8 @@ class RunDir:
             write_text(self.copy_of, run_id)
 
     def _refuse_what_is_in_the_way(self) -> None:
-        """Raises RunDirError for a file in place of a folder, or the reverse: later it would be found after hours of work."""
+        """Raises RunDirError for a file where a folder must be, or the reverse: otherwise it would be found after hours of "
+        "work."""
         for path in (self.checkpoints, self.logs, self.telemetry):
             if path.exists() and not path.is_dir():
                 raise RunDirError(f"{path} is a file, and the run needs a folder there; move it away, or type --fresh")

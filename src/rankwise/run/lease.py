@@ -1,9 +1,9 @@
-"""One writer for a run directory: a file that says who it is, and is touched for as long as that process lives.
+"""One writer for a run directory: a file that says who it is, and is touched as long as that process runs.
 
     lease = take(path, say=print);  ...;  lease.release()
     fence = Fence(path);  ...;  fence.check()         # in another process of that run, before it makes something final
 
-On the holder's own machine its process tells whether it lives. From another one, only the touches do: who sees one is refused,
+On the holder's own machine its process shows whether it runs. From another one, only the touches do: who sees one is refused,
 who sees none for `GONE_S` by its own clock takes over (no clock is compared with another host's). A holder that was frozen for
 so long finds at its next fence that it is no longer the writer.
 """
@@ -33,7 +33,7 @@ GONE_S = 30.0
 
 _LOOK_S = 0.05
 _PATIENCE_S = 3 * BEAT_S
-"""From then on it is said what is waited for."""
+"""From then on the wait is reported."""
 
 _PIDS = "/proc/self/ns/pid"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -93,7 +93,7 @@ def read(path: Path) -> Holder | None:
 
 def take(path: Path, say: Callable[[str], None]) -> Lease:
     """Become the one writer. Raises RunDirError with who is: at once if that can be looked for here, else as soon as it is seen
-    to live, within a second. One that is gone is replaced: at once here, `GONE_S` after its last sign of life elsewhere."""
+    to live, within a second. One that is gone is replaced: at once here, `GONE_S` after its last heartbeat elsewhere."""
     mine = Holder.this_process()
     silent: Holder | None = None
     while True:
@@ -120,7 +120,7 @@ def take(path: Path, say: Callable[[str], None]) -> Lease:
 
 
 def is_alive(path: Path, holder: Holder, say: Callable[[str], None]) -> bool:
-    """Whether it lives, by its process or by its touches; takes up to `GONE_S`."""
+    """Whether it runs, by its process or by its touches; takes up to `GONE_S`."""
     return not holder.is_gone() and (holder.is_here() or not lasts(path, holder, say))
 
 

@@ -1,4 +1,4 @@
-"""Settings that only some schedulers know: each is declared once, and the command, the files and the errors follow from that.
+"""Settings that only some schedulers have: each is declared once, and the command line, the files and the errors use that.
 
 PARTITION = Option("partition", "Where the job waits for nodes.", metavar="NAME", spellings=("--partition", "-p"))
 options = Options([Knows("slurm", "Slurm", "rankwise", (PARTITION, NODES)), Knows("ssh", "", "rankwise", (NODES,))])

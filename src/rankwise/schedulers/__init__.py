@@ -1,4 +1,4 @@
-"""Each way to start processes, one file each; protocols.py describes what such a file contains.
+"""The ways to start processes, one file each; protocols.py describes what such a file contains.
 
 schedulers.queue("slurm")               # what a run can be handed to, by its name
 schedulers.launchers(os.environ)        # what may have started this process, in the order of belief
@@ -77,7 +77,7 @@ def queues() -> dict[str, Jobs]:
 
 
 def queue(name: str) -> Jobs | None:
-    """None where there is none of that name."""
+    """None if no scheduler has that name."""
     ours = next((each for each in _QUEUES if each.name == name), None)
     return ours if ours is not None else queues().get(name)
 
@@ -90,7 +90,7 @@ def launchers(env: Mapping[str, str]) -> dict[str, Launcher]:
 
 
 def launcher(name: str) -> Launcher:
-    """Raises KeyError where there is none of that name."""
+    """Raises KeyError if none has that name."""
     ours = next((each for each in (*_LAUNCHERS, LOCAL) if each.name == name), None)
     return ours if ours is not None else {each.name: each for each in _of_others() if isinstance(each, Launcher)}[name]
 

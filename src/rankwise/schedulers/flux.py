@@ -1,4 +1,4 @@
-"""Flux (`flux run`): what it sets for each task of a job. A batch script of Flux is none: there it sets nothing."""
+"""Flux (`flux run`): what it sets for each task of a job. A batch script of Flux is not a task: Flux sets nothing there."""
 
 from __future__ import annotations
 

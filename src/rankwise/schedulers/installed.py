@@ -1,4 +1,4 @@
-"""Schedulers of other packages: each is a class that an entry point of the group `rankwise.schedulers` names.
+"""Schedulers of other packages: classes that the entry points of the group `rankwise.schedulers` name.
 
 # pyproject.toml of such a package
 [project.entry-points."rankwise.schedulers"]

@@ -1,4 +1,4 @@
-"""Shared by the schedulers that take jobs: the state of a job, the parts of its script, and values that are safe in it."""
+"""Shared by the schedulers with queues: the state of a job, the parts of its script, and which values are safe in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MPICH's and Intel MPI's mpirun (Hydra): what it tells each rank that it starts, and how it starts one agent a node."""
+"""MPICH's and Intel MPI's mpirun (Hydra): the variables of each rank that it starts, and how it starts one agent per node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several schedulers may be asked for, each one object; in the order in which `rankwise run --help` has them."""
+"""The options that several schedulers share, one object each, in the order of `rankwise run --help`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scheduler may be: three small classes; what is optional has its default here, and a capability is a class.
+"""What a scheduler can be: three small classes. Whatever is optional has its default here; a capability is a class.
 
 class Slurm(Launcher, Jobs): ...       # says who a process is, and takes jobs
 class Ssh(Foreground, Hosts): ...      # foreground.py: runs below the launcher, and reaches the other hosts

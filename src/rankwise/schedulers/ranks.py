@@ -1,4 +1,4 @@
-"""What a scheduler's variables say of one process."""
+"""What a scheduler's variables say about one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grid Engine (Son of Grid Engine and its kin): it counts hosts and slots and names no rank.
+"""Grid Engine (Son of Grid Engine and its kin): it counts hosts and slots, and gives no ranks.
 
     rankwise run --on sge --slots 8 --pe mpi -l h_rt=10:00:00 -l h_vmem=15G train.py
 

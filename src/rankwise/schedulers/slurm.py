@@ -1,4 +1,4 @@
-"""Slurm: what the tasks of a step are told; how a batch or salloc shell, which is none, looks like one; jobs for its queue."""
+"""Slurm: the variables of the tasks of a step; how a batch or salloc shell looks like a task and is not; jobs for its queue."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ class Slurm(Launcher, Jobs):
         return _task(env)
 
     def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
-        """Cluster, job, step, and how often the job was requeued: a requeued job keeps its number and counts its steps anew."""
+        """Cluster, job, step, and how often the job was requeued: a requeued job keeps its number and counts its steps from "
+        "0 again."""
         job = env.get("SLURM_HET_JOB_ID") or env.get("SLURM_JOB_ID")  # the parts of a heterogeneous job share the first
         if job is None or "SLURM_STEP_ID" not in env:
             return None
@@ -290,7 +291,7 @@ def _shell(env: Mapping[str, str]) -> Ranks:
         found, shell = f"SLURM_STEP_ID={env['SLURM_STEP_ID']} (Slurm's own)", "the shell of the job itself"
     elif "SLURM_PROCID" in env:
         found, shell = f"SLURM_PROCID={env['SLURM_PROCID']}, no SLURM_STEP_ID", "the batch shell"
-    else:  # on the host where salloc was typed, which is none of the job's
+    else:  # on the host where salloc was typed, which is not in the job
         found, shell, here = "no SLURM_PROCID and no SLURM_STEP_ID", "salloc's shell", ""
     where = f" on {env['SLURMD_NODENAME']}" if "SLURMD_NODENAME" in env else ""
     raise not_joined(f"{several}, {found}", f"this is {shell}{where}, not a task of a step", cure + here)

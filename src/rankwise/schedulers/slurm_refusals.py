@@ -1,4 +1,4 @@
-"""What Slurm says of a job that it does not take, or will never start, and what to type then.
+"""Why Slurm refuses a job, or will never start it, and what to type then.
 
 why_refused(stderr, last_line, script);  cure_of_wait("PartitionTimeLimit")
 """

@@ -1,4 +1,4 @@
-"""The text of a job for Slurm's queue, and the values in it as Slurm reads them: times, arrays, further options."""
+"""The script of a job for Slurm, and its values as Slurm reads them: times, arrays, further options."""
 
 from __future__ import annotations
 

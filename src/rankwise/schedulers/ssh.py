@@ -1,4 +1,4 @@
-"""Hosts that the user names, reached by their own ssh: no scheduler, the head's agent starts the others.
+"""Hosts that the user names, reached over the user's ssh: no scheduler, the head's agent starts the others.
 
     rankwise run -H host1:2,host2:2 train.py        rankwise run --hostfile hosts.txt train.py
 

@@ -1,4 +1,4 @@
-"""Submitit's own variables: those of its local executor, which starts the tasks itself; and the folder of any of its jobs.
+"""Submitit's own variables: those of its local executor, which starts the tasks itself; and the folder of its jobs.
 
 Under its Slurm executor the tasks are those of srun, and slurm.py reads them.
 """

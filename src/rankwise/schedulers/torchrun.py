@@ -1,4 +1,4 @@
-"""torchrun's variables: its own contract with scripts, which rankwise's agent keeps too."""
+"""torchrun's variables: its contract with scripts, which rankwise's agent keeps, too."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Torchrun(Launcher):
         One rank a task: the world is the tasks, the rank the task's. An agent a task: the world is tasks x local world size.
         """
         tasks = self._started(env)
-        if tasks is None or tasks.count == 1 or "TORCHELASTIC_RUN_ID" in env:  # that one an agent sets, anew for each rank
+        if tasks is None or tasks.count == 1 or "TORCHELASTIC_RUN_ID" in env:  # that one an agent sets, for each rank
             return
         if ranks.world_size == tasks.count:
             fits = ranks.rank == tasks.index

@@ -1,11 +1,11 @@
-"""The agents' part of the gate (shared_page.py) where no agent has started the ranks: a thread in the first rank of each node.
+"""The agents' part of the gate (shared_page.py) if no agent has started the ranks: a thread in the first rank of each node.
 
     row, keeper = open_gate(world)      # collective; the keeper is None on all but the first rank of a node
     keeper.start();  keeper.stop()
 
 The main rank's keeper is the head of the others: they say which signal has come, all hold their gates, they say how far their
 ranks are, and all stop after the furthest step. So it is with an alarm. No collective is made here, and until a signal comes,
-or an alarm is due, nothing is said.
+or an alarm is due, nothing is sent.
 
     {"asked": signal} {"due": [number, which]} {"claim": step} {"alarm": step}     to the head
     {"hold": signal} {"release": step} {"ring": number} {"rung": [step, which]}    from it

@@ -1,4 +1,4 @@
-"""The agreed stop, seen from a rank: a signal to anyone stops all ranks after the same step.
+"""The agreed stop, seen from a rank: a signal to any rank stops all ranks after the same step.
 
     with StopSignal() as stop:
         for step, micro_batches in stop.steps(loader, done=0): ...
