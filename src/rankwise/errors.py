@@ -46,15 +46,16 @@ class ConfigError(RankwiseError):
 
 
 class WorldError(RankwiseError):
-    """The environment does not say, or says wrongly, which rank this process is."""
+    """The environment does not say which rank this process is, or says it wrongly."""
 
 
 class NotJoinedError(WorldError):
-    """One process of a job of several that nothing has joined: it would train alone. `allow_independent` permits it."""
+    """This is one of several processes of a job, and nothing connects them: it would train alone. `allow_independent` permits
+    that."""
 
 
 class DeviceError(RankwiseError):
-    """There is a GPU, and torch cannot use it: its driver, its state, or a torch that is built for another."""
+    """There is a GPU, but torch cannot use it: because of its driver, its state, or a torch built for another one."""
 
 
 class RunDirError(RankwiseError):
@@ -62,11 +63,11 @@ class RunDirError(RankwiseError):
 
 
 class DataError(RankwiseError):
-    """A dataset that cannot be trained on."""
+    """A dataset that cannot be used for training."""
 
 
 class StepError(RankwiseError):
-    """A step or evaluation function returned something else than its contract says."""
+    """A step or evaluation function returned something other than its contract says."""
 
 
 class CheckpointError(RankwiseError):
@@ -76,40 +77,40 @@ class CheckpointError(RankwiseError):
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint is gone, cut off, or holds another byte than was written: the one before may be whole."""
+    """A file of a checkpoint is missing, truncated or corrupted; the checkpoint before it may be intact."""
 
 
 class OutputError(RankwiseError):
-    """What a command prints cannot be written, to a full disk for example."""
+    """The output of a command cannot be written, because a disk is full for example."""
 
     exit_status = 1
 
 
 class SelftestError(RankwiseError):
-    """A script that the self-test cannot run, or in which it sees nothing."""
+    """A script that the self-test cannot run, or in which it finds nothing to test."""
 
 
 class MainProcessError(RankwiseError):
-    """Work that only some ranks do raised where it was done; the text is that rank's traceback."""
+    """Work that only some ranks do has failed there; the message is the traceback of that rank."""
 
     exit_status = 1
 
 
 class FunctionError(RankwiseError):
-    """A rank of a function left without a result, or with one that no other process can be given."""
+    """A rank of a function exited without a result, or with a result that cannot be sent to another process."""
 
     exit_status = 1
 
 
 class Stopped(SystemExit):
-    """Training stopped after an agreed step and is saved. Ends the script with 75, or 130 after Ctrl-C."""
+    """Training stopped after an agreed step, and is saved. The script exits with status 75, or 130 after Ctrl-C."""
 
     signum = 0
-    """The signal for which it stopped; 0 where that is not known."""
+    """The signal for which it stopped; 0 if that is not known."""
 
 
 def _without_frames(note: str) -> str:
-    """Of a traceback of another process, its first line and the last place that is not ours."""
+    """The first line of another process's traceback, and the last place in it that is not ours."""
     frames = re.findall(r'^ +File "(.+)", line (\d+)', note, re.MULTILINE)
     if not frames:
         return note
@@ -118,7 +119,7 @@ def _without_frames(note: str) -> str:
 
 
 def _hides_one_of_the_scripts(error: BaseException) -> bool:
-    """Whether it was raised while an error of the script's own was handled there: try: train() finally: checkpoints.wait()."""
+    """Whether it was raised while the script handled an error of its own: try: train() finally: checkpoints.wait()."""
     first = error.__context__
     if error.__suppress_context__ or first is None or isinstance(first, RankwiseError) or first.__traceback__ is None:
         return False
@@ -134,7 +135,7 @@ def _folded(text: str) -> str:
 
 
 def end_process(error: BaseException) -> None:
-    """For an exit function: what it has found failed, after the last line of the script. The status is 1 whatever it was."""
+    """For an exit function that finds a failure after the last line of the script. The exit status is always 1."""
     print(f"error: {error}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -143,7 +144,8 @@ def end_process(error: BaseException) -> None:
 
 
 def without_traceback() -> None:
-    """From now on an uncaught error of ours ends this process with its message, where it was raised, and the user's line."""
+    """From now on an uncaught error of ours ends this process with its message, the place where it was raised, and the user's
+    line."""
     before = sys.excepthook
     if getattr(before, "__module__", None) == __name__:
         return

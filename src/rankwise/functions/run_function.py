@@ -65,18 +65,18 @@ def run_function(
     timeout_s: float | None = None,
     **settings: Any,
 ) -> Any:
-    """Call `fn(*args, **kwargs)` on every rank; return what each returned, in the order of the ranks.
+    """Call `fn(*args, **kwargs)` on every rank; return the results in the order of the ranks.
 
     The ranks are those of `rankwise run`, with all of its settings (`max_restarts=1`, `gpus_per_node=4`, `partition="gpu"`,
-    ...: the fields of RunConfig) and its logs, restarts, checkpoints and verdicts; the run is named after the function. What
-    the rank that failed first has raised is raised here, of the same type where that can be pickled, with its rank, host and
-    traceback as a note; FunctionError otherwise, and Stopped where the run was asked to stop. Ctrl-C stops all ranks.
+    ...: the fields of RunConfig), its logs, restarts, checkpoints and verdicts. The run is named after the function. If a rank
+    fails, the exception of the first one is raised here, with its rank, host and traceback as a note: of the same type if that
+    can be pickled, otherwise FunctionError. Stopped is raised if the run was asked to stop. Ctrl-C stops all ranks.
 
-    The function and the results travel pickled, in files of the run directory that this user alone can read; what pickle
-    cannot send (lambdas, closures, functions of `__main__`) needs `pip install 'rankwise[functions]'`.
+    The function and the results are pickled, in files of the run directory that only this user can read. What pickle cannot
+    send (lambdas, closures, functions of `__main__`) requires `pip install 'rankwise[functions]'`.
 
     With a queue (`on="slurm"`) this waits for the job. `wait=False` returns a FunctionRun at once instead of the results.
-    `timeout_s` bounds the wait: then the run is stopped, and TimeoutError raised.
+    `timeout_s` limits the wait: after it the run is stopped, and TimeoutError raised.
     """
     errors.without_traceback()
     given = {"nproc": nproc, "nodes": nodes, "on": on, "hosts": hosts, "name": name, **settings}
@@ -121,7 +121,7 @@ def _config(name: str, given: Mapping[str, Any], wait: bool) -> RunConfig:
 class FunctionRun:
     """A function that runs, or waits in a queue.
 
-    A queued one goes on when this process ends; one on this machine, or on hosts that this process reaches, is stopped then.
+    A queued one continues when this process ends. One on this machine, or on hosts that this process reaches, is stopped then.
     """
 
     def __init__(self, config: RunConfig, call: bytes, name: str) -> None:

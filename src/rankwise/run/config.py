@@ -29,52 +29,52 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run as it was asked for; the Plan made of it holds what was found."""
+    """The settings of one run; the Plan made from them has what was found."""
 
     argv: tuple[str, ...] = field(metadata=SEVERAL)
     """The script, module or command, and its own arguments, untouched."""
 
     module: bool = False
-    """argv[0] is the name of a module, as for `python -m`."""
+    """argv[0] is the name of a module, as with `python -m`."""
 
     command: bool = False
-    """argv is any command (what followed a `--`)."""
+    """argv is any command (it followed a `--`)."""
 
     nproc: str = "auto"
     """Ranks on this machine: a number, or `auto` for one per GPU, or one per physical core if there is no GPU."""
 
     name: str | None = None
-    """Name of the run; the script's stem when None."""
+    """Name of the run; by default that of the script, without `.py`."""
 
     run_dir: str | None = None
-    """Where the run writes; ./runs/<name> when None."""
+    """Where the run writes; by default ./runs/<name>."""
 
     fresh: bool = False
-    """Move an older run of the same name aside and start from nothing, instead of going on with it."""
+    """Move an older run of the same name aside and start from scratch, instead of resuming it."""
 
     master_port: int = 0
-    """The port of the ranks' rendezvous; 0 is one that is free."""
+    """The port at which the ranks meet; 0 is a free one."""
 
     allow_independent: bool = False
-    """Start although another launcher has started several of this process, which makes several separate runs."""
+    """Start even if another launcher has started several of this process; each is then a separate run."""
 
     join_timeout_s: float = 300.0
-    """How long the other nodes may take to come."""
+    """How long to wait for the other nodes."""
 
     node_wait_s: float = 30.0
-    """How long a missing node is waited for where the run may do with fewer (--nodes MIN:MAX)."""
+    """How long to wait for a missing node if fewer nodes are enough (--nodes MIN:MAX)."""
 
     max_restarts: int = 0
-    """How often all ranks are started again after a failure."""
+    """How often to start all ranks again after a failure."""
 
     stop_after: str | None = None
-    """Stop all ranks after the step that they are in, and save, when the run has taken so long: `90m`, `12h`."""
+    """Save and stop all ranks after their current step, when the run has taken this long: `90m`, `12h`."""
 
     checkpoint_scope: str = "main"
-    """Who writes a Trainer's checkpoints: `main`, rank 0, or `node`, one rank a node, where disks are not shared."""
+    """Who writes a Trainer's checkpoints: `main`, rank 0, or `node`, one rank per node if the nodes share no disk."""
 
     sync: str | None = None
-    """How a script that does not say it itself synchronises its ranks: `local-sgd:16`; None for the exact gradient."""
+    """How the ranks are synchronised if the script does not set it: `local-sgd:16`; None for the exact gradient."""
 
     grace_s: float = 120.0
     """How long ranks may take to stop when asked, before they are killed."""
@@ -83,28 +83,28 @@ class RunConfig:
     """After how long without progress to report which rank blocks the others; 0 is never."""
 
     check_collectives: bool = False
-    """Compare what the ranks ask of each other (operation, shape, dtype, call site); the first difference ends the run."""
+    """Compare the collectives of all ranks (operation, shape, dtype, call site); the first difference stops the run."""
 
     start_method: str = "fork"
-    """`fork` from a warm process, or `spawn`: each rank is a process of its own."""
+    """`fork` from a warm process, or `spawn`: each rank is a new process."""
 
     tee: str = "main"
     """Whose output is shown: `main` (rank 0) or `all`, each line with its rank."""
 
     on: str | None = None
-    """What starts the agents: the name of a scheduler; None: found out."""
+    """What starts the agents: the name of a scheduler; None: rankwise finds out."""
 
     job: Mapping[str, Any] = field(default_factory=dict, metadata=TABLE)
-    """What it is asked for: settings that only some schedulers know, by the names of their options."""
+    """The options of the scheduler: settings that only some schedulers have, by their names."""
 
     dry_run: bool = False
-    """Leave the run directory as it would be, print the job's text, start nothing."""
+    """Write the run directory, print the job's script, start nothing."""
 
     wait: bool = False
-    """Follow a queued job to its end."""
+    """Follow a queued job until it has finished."""
 
     site: Mapping[str, Any] = field(default_factory=dict, metadata=TABLE)
-    """Defaults of a site file for `on` and `job`; a scheduler takes what it knows."""
+    """Defaults of a site file for `on` and `job`; a scheduler uses those that it has."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
