@@ -34,7 +34,7 @@ class _Group(click.Group):
         except OSError as error:
             if (lost := terminal.unwritten(sys.stdout, error)) is None and terminal.unwritten(sys.stderr, error) is None:
                 raise
-            status = 1 if lost is not None else 2  # 2: an error, which nobody can be told
+            status = 1 if lost is not None else 2  # 2: an error that cannot be printed
         if lost is None:
             lost = terminal.unwritten(sys.stdout)
         if lost:

@@ -4,14 +4,14 @@ RankwiseError            exit status 2 unless a subclass says otherwise
   ConfigError            a setting that cannot work
   WorldError             this process cannot tell which rank it is, or the ranks disagree
     NotJoinedError       it is one of several that were asked for, and would train alone
-  DeviceError            there is a GPU that torch cannot use
+  DeviceError            torch cannot use a GPU of this machine
   RunDirError            the run directory cannot be used
   DataError              the dataset or its order
-  StepError              a step function, or a rank's count of samples, broke its contract
+  StepError              a step function, or a rank's number of samples, broke its contract
   CheckpointError        a checkpoint cannot be written or read
-    DamagedError         one that was written is not as it was
-  FunctionError          a rank of a function ended without a result, or with one that cannot travel
-  OutputError            what a command prints cannot be written
+    DamagedError         a file of a checkpoint is corrupted
+  FunctionError          a rank of a function exited without a result, or with one that cannot be sent
+  OutputError            the output of a command cannot be written
   SelftestError          a script that cannot be tested
   MainProcessError       work that only some ranks do failed there, with an exception that no other rank can be given
 Stopped                  not an error: training stopped as asked, everything is saved

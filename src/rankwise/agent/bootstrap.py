@@ -102,9 +102,10 @@ def _index(plan: Plan, scheduler: Jobs) -> int:
 
 
 def _guarded(body: Callable[[int], int]) -> int:
-    """In a child of this process, which sweeps up what that leaves if it is killed: nothing above it would, on this host.
+    """Run `body` in a child of this process. If the child is killed, this process kills what the child leaves: no process above
+    it on this host would.
 
-    `body` gets a pipe on which the signals that come to this process are passed on.
+    `body` gets a pipe, on which the signals that come to this process are passed on.
     """
     processes.become_subreaper()
     guard = os.getpid()
@@ -186,9 +187,8 @@ def _greeting_of(plan: Plan, secret: str, there: int, host: Host) -> Message:
 
 
 def _told_to_the_starter(status: int, plan: Plan, run: RunDir, scheduler: Jobs) -> int:
-    """The agent's exit status. A queue that is to start the job once more has its own; in one that is not, a stop that has
-    saved is no failure of the job: what the run came to is in its own record.
-    """
+    """The agent's exit status. A queue that will start the job again has its own. In any other queue a stop that has saved is
+    not a failure of the job: the outcome of the run is in its own record."""
     if status != EXIT_PREEMPTED or plan.launcher_holds or "within" in plan.job or isinstance(scheduler, Foreground):
         return status
     if plan.job.get("requeue"):
@@ -207,7 +207,7 @@ def _open_door(plan: Plan, secret: str) -> Door:
     try:
         return Door(secret, port)
     except OSError as error:
-        raise port_taken(port, error, by_hand=bool(plan.master_addr)) from None
+        raise port_taken(port, error, manually=bool(plan.master_addr)) from None
 
 
 def _secret_of_all(plan: Plan) -> str:
@@ -269,7 +269,7 @@ def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, addresses: Seq
         node.sink = Wire(link)
         member = RemoteNode(node, link, events, secret)
         status = member.run()
-        # The head's status is the run's; what has started them both may end the head, before it is through, for another's.
+        # The head's status is the run's. The launcher of both may kill the head before it is done because another has failed.
         return status if plan.node_rank >= 0 or not member.dismissed else 0
     finally:
         node.close()
@@ -350,4 +350,4 @@ def _greeting(link: Link, events: EventLoop) -> Message:
         for message in link.receive():
             return message
         if link.closed is not None or events.asked:
-            sys.exit(1)  # nobody is there to be told
+            sys.exit(1)  # nobody is left to read it

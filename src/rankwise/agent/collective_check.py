@@ -29,7 +29,7 @@ _RANK_BYTES = _HEADER_BYTES + SLOTS * SLOT_BYTES
 _DEFAULT_GROUP = "0"  # torch's name for it
 
 _EVIDENCE_S = 0.3
-"""From the first difference: what the other ranks enter instead tells who is the odd one."""
+"""How long to wait after the first difference: what the other ranks enter shows which rank differs."""
 
 _ANY_SITE = re.compile(r"(barrier|monitored_barrier|(broadcast|gather|scatter)(_object.*)?|reduce|broadcast by DDP|backward)\(")
 """`if rank == 0: barrier()` further down, and a root that calls from a line of its own, are usual and harmless; so are the
@@ -118,7 +118,7 @@ def _tell(notes: Mapping[int, Note]) -> Mismatch:
             groups.append([rank])
         else:
             group.append(rank)
-    groups.sort(key=lambda g: (len(g), -g[0]))  # the minority first; of two alike the one without rank 0
+    groups.sort(key=lambda g: (len(g), -g[0]))  # the minority first; of two of the same size the one without rank 0
     odd, others = groups[0], groups[-1]
     one, other = notes[odd[0]], notes[others[0]]
     told = f"{_call(odd)} {one.what} at {one.place}, but {_call(others)} "

@@ -38,7 +38,7 @@ line that calls them."""
 
 _OURS = (__file__, private_names.__file__)
 
-# Each collective: the parameter whose tensors must be alike on all ranks (None: they may differ), and that of the root.
+# Each collective: the parameter whose tensors must be the same on all ranks (None: they may differ), and that of the root.
 COLLECTIVES = {
     "all_reduce": ("tensor", None),
     "all_reduce_coalesced": ("tensors", None),

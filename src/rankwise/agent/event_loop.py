@@ -58,7 +58,7 @@ class EventLoop:
                 self._parent = os.pidfd_open(parent_pid)
                 self._selector.register(self._parent, selectors.EVENT_READ)
             except ProcessLookupError:
-                sys.exit(1)  # it is gone already: nobody wants this run
+                sys.exit(1)  # it is gone already: the run is given up
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         self._count(self._own, signum)

@@ -40,7 +40,7 @@ _OURS = f"{Path(__file__).parents[1]}/"
 
 @dataclass(frozen=True)
 class ExceptionText:
-    """An exception as a verdict tells it."""
+    """An exception as a verdict prints it."""
 
     exception: str
     """`Type: message`."""

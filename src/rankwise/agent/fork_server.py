@@ -161,7 +161,7 @@ def _fork_ranks(channel, specs):
         try:
             pid = os.fork()
         except OSError as error:
-            for begun in pids:  # they wait for the agent's go, and it would not tell them from those it starts instead
+            for begun in pids:  # they wait for the agent, which could not distinguish them from those that it starts instead
                 os.kill(begun, signal.SIGKILL)
             _send(channel, {"failed": f"cannot fork: {error.strerror}"})
             os._exit(0)
@@ -175,7 +175,7 @@ def _fork_ranks(channel, specs):
 def _send(channel, message):
     try:
         channel.sendall(json.dumps(message).encode() + b"\n")
-    except (BrokenPipeError, ConnectionResetError):  # the agent wants no ranks any more: it ends what is left
+    except (BrokenPipeError, ConnectionResetError):  # the agent is gone: it ends what is left
         os._exit(0)
 
 

@@ -34,11 +34,11 @@ EVIDENCE_S = 0.3  # from the first death: what the others say of it comes within
 TERM_TO_KILL_S = 3.0
 NEWS_S = 0.5  # what another node's ranks do is known here within this
 FINISH_S = 30.0  # to end what is left of an attempt, from the request until a node is given up
-STALLED_S = 5.0  # nodes that stand still say so within this of each other
+STALLED_S = 5.0  # nodes without progress report it within this of each other
 
 
 class Screen:
-    """The sink of the head: what any node tells goes to the terminal, or is kept for the head's judgement."""
+    """The sink of the head: what a node reports goes to the terminal, or is kept for the head's verdict."""
 
     busy = False
 
@@ -49,7 +49,7 @@ class Screen:
         """By node: when it said that nothing moves there (monotonic), since how long, where its ranks are, their stacks."""
 
     def say(self, text: str) -> None:
-        self._terminal.status("")  # the progress line comes again with the next figures
+        self._terminal.status("")  # the progress line comes again with the next numbers
         with contextlib.suppress(OSError):
             print(message(text), file=sys.stderr, flush=True)
 
@@ -122,7 +122,7 @@ class Head:
             self._say(f"{failure.summary}; restarting all ranks, {restart} of {self._plan.max_restarts}")
 
     def _compare(self, parts: Sequence[NodeView]) -> None:
-        """What all nodes should have alike."""
+        """Warn of versions that differ between nodes."""
         first = parts[0].introduction
         for what, value in first.versions.items():
             others: dict[str, list[str]] = {}
@@ -197,7 +197,7 @@ class Head:
             self._nodes.look()
 
     def _watch(self, parts: Sequence[NodeView], attempt: Attempt) -> Attempt:
-        """The loop. Returns when no rank is left that can end, or when nobody wants them any more."""
+        """The loop. Returns when all ranks have ended, or when the run is given up."""
         first_failure = ended = 0.0
         lost: set[int] = set()
         while True:
@@ -255,7 +255,7 @@ class Head:
                 self._say(f"node {me.index}, {me.host}, was lost: {part.lost}")
 
     def _look_at_stall(self, parts: Sequence[NodeView]) -> None:
-        """Where nothing moves on any node: which rank keeps the others waiting."""
+        """If no node makes progress: report which rank blocks the others."""
         standing = self._screen.standing
         if not standing:
             return
@@ -281,7 +281,8 @@ class Head:
 
     @property
     def _requests(self) -> list[list[int]]:
-        """The stop signals that each agent was sent, this one first: one that mpirun passes on to all of them is no second."""
+        """The stop signals that each agent got, this one first. A Ctrl-C that mpirun passes on to all agents does not count
+        twice."""
         return [self._events.asked, *self._nodes.asked.values()]
 
     @property

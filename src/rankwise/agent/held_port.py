@@ -30,10 +30,10 @@ def hold_port(port: int) -> socket.socket:
     return holder
 
 
-def port_taken(port: int, error: OSError, by_hand: bool = False) -> ConfigError:
-    """`by_hand`: the user gives each node the port."""
+def port_taken(port: int, error: OSError, manually: bool = False) -> ConfigError:
+    """`manually`: the user gives each node the port."""
     why = os.strerror(error.errno).lower() if error.errno else str(error)
-    cure = "the same on all nodes" if by_hand else "or leave the option out for a free one"
+    cure = "the same on all nodes" if manually else "or leave the option out for a free one"
     return ConfigError(f"--master-port {port}: {why} ({_user_of(port)}); choose another, {cure}")
 
 

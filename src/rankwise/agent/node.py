@@ -135,7 +135,7 @@ class Introduction:
     """Held there for rank 0's store."""
 
     versions: Mapping[str, str]
-    """Of what all nodes should have alike: rankwise, Python, the script."""
+    """Versions that should be the same on all nodes: rankwise, Python, the script."""
 
     door: tuple[tuple[str, ...], int] | None = None
     """Addresses and port by which the other nodes try how to reach the first."""
@@ -145,7 +145,7 @@ class Introduction:
 
 
 class Sink(Shown, Protocol):
-    """Where a node tells what a person should see, and what the head must judge together with the other nodes."""
+    """Takes what a node has for a person to see, and what the head must judge together with the other nodes."""
 
     def say(self, text: str) -> None: ...
     def notes(self, notes: Sequence[tuple[int, str]]) -> None: ...
@@ -184,7 +184,7 @@ class NodeView(Protocol):
         """Pass a request on to ranks that know nothing of a gate; to those below them too where they do not end by it."""
 
     def cut(self, signum: int, ranks: Sequence[int]) -> None:
-        """End what is left of an attempt that has failed, or had its time: this is no request."""
+        """End what is left of an attempt that has failed, or whose time is over: this is not a request to stop."""
 
     def hold(self, signum: int) -> None: ...
     def release(self, last: int) -> None: ...
@@ -224,7 +224,7 @@ class Node:
         """What proves at the first node's door that this one is of the same run."""
 
         self.kept: set[int] = set()
-        """Children of this process that are no ranks, and live on between attempts."""
+        """Children of this process that are not ranks, and keep running between attempts."""
         self._processes: RankProcesses | None = None
         self._console: Console | None = None
         self._rings: Rings | None = None
@@ -290,7 +290,7 @@ class Node:
 
     @property
     def fresh(self) -> bool:
-        """Whether an older run's part is to be moved aside here."""
+        """Whether to move an older run's part aside on this host."""
         return self._plan.fresh
 
     def _spec(self, rank: int) -> Spec:

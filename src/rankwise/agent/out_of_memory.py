@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-_NO_LIMIT = 1 << 60  # v1 has no word for it: the largest page-aligned number stands there
+_NO_LIMIT = 1 << 60  # v1 has no word for it: its value is the largest page-aligned number
 
 
 def oom_kills(proc: Path = Path("/proc")) -> int:

@@ -168,8 +168,8 @@ class RankProcesses:
                 rank.stuck = _stuck(rank.pid, time.monotonic() - rank.killed)
 
     def end_strays(self, keep: Collection[int]) -> None:
-        """Kill what fell to this agent and is no living rank: a dead rank's loader workers keep its sockets open, and its
-        peers would wait for them."""
+        """Kill the orphans that this agent got and that are not running ranks: a dead rank's loader workers keep its sockets
+        open, and its peers would wait for them."""
         living = {rank.pid for rank in self.alive}
         for child in processes.children(os.getpid()):
             if child not in living and child not in keep:

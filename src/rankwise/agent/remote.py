@@ -263,7 +263,8 @@ class RemoteNode:
                     self._status = 1
 
     def settle(self, run_id: str, path: Path) -> None:
-        """Write where the head writes, if this host sees that folder; else in one of its own, which ranks must be told of."""
+        """Write where the head writes, if this host sees that folder; otherwise in a folder of its own, which the ranks must
+        know."""
         run = RunDir(path)
         try:
             self._shared = Plan.load(run.plan).run_id == run_id

@@ -136,7 +136,7 @@ def exit_status(end: Evidence) -> int:
 
 
 def summary(culprit: Evidence, ends: Sequence[Evidence] = ()) -> str:
-    """One line: what happened to which rank, where, at which step; `ends` tells whether it happened to all alike."""
+    """One line: what happened to which rank, where, at which step; `ends` shows whether the same happened to all."""
     stuck = unkillable([e for e in ends if e is not culprit or e.exception is not None])
     alike = culprit.exception is not None and len(ends) > 1 and all(e.exception == culprit.exception for e in ends)
     return (f"all {len(ends)} ranks" if alike else f"rank {culprit.rank}") + f" {_what(culprit)}{_missed(culprit, ends)}{stuck}"

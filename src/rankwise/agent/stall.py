@@ -60,11 +60,11 @@ class Observation:
     """Commands of the processes that it has started."""
 
     sure: bool = False
-    """Whether it tells its steps, so that it is certain that it does not move."""
+    """Whether it reports its steps, so that it is certain that it does not move."""
 
     @property
     def waits_in(self) -> str | None:
-        """The collective it stands in, None if it is in none."""
+        """The collective that it is in, None if it is in none."""
         if not self.stacks or not self.stacks[-1]:
             return None
         inner = self.stacks[-1]
@@ -104,11 +104,11 @@ class Observation:
 
 
 def judge(ranks: Sequence[Observation], sure: bool, checked: bool = False) -> str | None:
-    """What holds the run up, in one line; None if nothing can be said.
+    """What blocks the run, in one line; None if it is not known.
 
-    `sure`: the ranks tell their steps, so that it is certain that nothing moves. Otherwise only ranks that stand in a
-    collective while another does not are a stall: a script may be silent for long. `checked`: what the ranks ask of each other
-    is compared already (--check-collectives).
+    `sure`: the ranks report their steps, so it is certain that nothing moves. Otherwise it is a stall only if some ranks are in
+    a collective and another is not: a script may print nothing for a long time. `checked`: the collectives of the ranks are
+    compared already (--check-collectives).
     """
     if any(rank.moves for rank in ranks):
         return None
@@ -190,7 +190,7 @@ class StallWatch:
             self._sample(now)
 
     def _is_stopped(self, rank: Rank, now: float) -> bool:
-        """Tell of a rank that the kernel does not let run: stopped, or in state D at every look (a short D is any disk)."""
+        """Report a rank that the kernel does not let run: stopped, or in state D at every look (a short D is any disk)."""
         watched, state = self._watched[rank.rank], processes.state(rank.pid)
         stopped = state in ("T", "t")
         if self._is_new(rank, watched.stopped, stopped, 0.0, now):
@@ -218,7 +218,7 @@ class StallWatch:
         return False
 
     def hurry(self) -> None:
-        """All were asked to stop: if nothing moves, a person wants to know it soon."""
+        """All were asked to stop: if nothing moves, the user should know it soon."""
         if self._warn_s:
             self._warn_s = min(self._warn_s, _ASKED_S)
 
@@ -258,7 +258,7 @@ class StallWatch:
         stacks = "\n".join(f"# rank {r.rank}\n{self._read(r, 0)}" for r in self._processes.alive)
         self._stalled(now - self._moved, observed, stacks)
         self._sampling_since = 0.0
-        self._warn_s *= 2  # again, but not for ever
+        self._warn_s *= 2  # again, but not without end
 
     def _size(self, rank: Rank) -> int:
         try:

@@ -151,10 +151,8 @@ class FunctionRun:
         return self._outcome is not None or not self._goes_on()
 
     def result(self, timeout_s: float | None = None) -> list[Any]:
-        """What the function returned on each rank, in their order; raises as `run_function` does.
-
-        TimeoutError when it did not finish within `timeout_s`; it goes on then.
-        """
+        """The results of the function, in the order of the ranks; raises as `run_function` does. TimeoutError if it did not
+        finish within `timeout_s`; it continues then."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.done():
             if deadline is not None and time.monotonic() >= deadline:

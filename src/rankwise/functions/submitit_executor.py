@@ -61,5 +61,5 @@ def _hand_over(signum: int) -> None:
     if not callable(handler) or signum != JobEnvironment._usr_sig():
         return
     handler(signum, None)  # on rank 0 it does not come back
-    # The other ranks have nothing left to do; any status but 0 could end rank 0's task before it is through (srun -K).
+    # The other ranks have nothing left to do; any status but 0 could end rank 0's task before it is done (srun -K).
     sys.exit(0)

@@ -174,7 +174,7 @@ class Door:
         self._file = path
 
     def callers(self) -> list[tuple[Link, Message]]:
-        """Those that have proved to be of this run, with the first thing they said. Never waits."""
+        """The connections that have proved that they belong to this run, with their first message. Never waits."""
         while True:
             try:
                 connection, _ = self._listener.accept()

@@ -90,7 +90,7 @@ class _ByName(pickle.Pickler):
 
 
 def write(path: Path, data: bytes) -> None:
-    """For this user alone, whole or not at all."""
+    """Only for this user; the file is complete or absent."""
     write_bytes(path, data, mode=0o600)
 
 

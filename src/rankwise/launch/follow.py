@@ -165,7 +165,7 @@ def wait(run: RunDir, job: Job, attempts: int, config: RunConfig) -> int:
 
 
 class JobEnd:
-    """Whether a job goes on; once it does not, the exit status if its scheduler knows it, and its word."""
+    """Whether a job continues; when it does not, its exit status if the scheduler knows it, and the scheduler's reason."""
 
     def __init__(self, run: RunDir, job: Job) -> None:
         self._run, self._job = run, job

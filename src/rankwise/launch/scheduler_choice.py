@@ -55,7 +55,7 @@ class Choice:
 
     @property
     def starts_agents(self) -> bool:
-        """Whether another starter (srun, mpirun) stands between this process and the agents."""
+        """Whether another launcher (srun, mpirun) is between this process and the agents."""
         return bool(self.starter.stop_signals)
 
     @property

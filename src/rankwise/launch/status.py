@@ -72,7 +72,7 @@ def _without_options(job: Job) -> dict[str, Any]:
 
 
 def _last(figures: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The figures of the last step that has any: those of the training and those of the evaluation are two lines."""
+    """The metrics of the last step that has any: those of training and those of evaluation are two lines."""
     of_step = [record for record in figures if record.get("step") == figures[-1].get("step")]
     return {name: value for record in of_step for name, value in record.items()} if figures else None
 

@@ -91,7 +91,7 @@ def compare_with_earlier_attempts(run: RunDir, program: Program) -> None:
 
 
 def dry_run(text: str, found: Sequence[ArrayMember], config: RunConfig) -> int:
-    """Leave the records, print the text alone, start nothing; an older run is not moved aside."""
+    """Write the records, print only the job's script, start nothing; an older run is not moved aside."""
     for run, plan in found:
         refuse_if_queued(run)
         run.prepare(fresh=False)
@@ -154,7 +154,7 @@ def queue(
 
 
 def _tell(choice: Choice, job_id: str, job: Job, found: Sequence[ArrayMember], name: str) -> None:
-    """What became of the job at first, and how to go on from here. Raises ConfigError where it would never start."""
+    """The first state of the job, and how to follow it. Raises ConfigError if it would never start."""
     state = _first_look(job)
     if state.phase == "stuck":
         choice.queue.cancel(replace(job, id=job_id).for_scheduler())

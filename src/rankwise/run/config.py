@@ -148,7 +148,7 @@ class RunConfig:
 
     @classmethod
     def of(cls, options: Options, *layers: Mapping[str, Any]) -> Self:
-        """Later layers win; what is no field goes into `job`. Raises ConfigError for what a setting cannot be."""
+        """Later layers win; a setting that is not a field goes into `job`. Raises ConfigError for a value that does not fit."""
         given = {name: value for layer in layers for name, value in layer.items()}
         job = options.checked({name: value for name, value in given.items() if name in options})
         return cls(**{name: value for name, value in given.items() if name not in options}, job=_given(job))

@@ -39,7 +39,7 @@ from rankwise.run.lease import Holder, Lease
 ENV_RUN_DIR = "RANKWISE_RUN_DIR"
 
 _MOVED_ASIDE = re.compile(r"\.\d{4}-\d\d-\d\d-\d{6}(-\d+)?$")
-"""How the name of a run ends that --fresh has moved aside."""
+"""The end of the name of a run that --fresh has moved aside."""
 
 _MOST_NAMED = 8
 
@@ -51,7 +51,7 @@ def _say(text: str) -> None:
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write a file whole or not at all; it survives a power cut once this returns."""
+    """Write a file completely or not at all; it survives a power cut once this returns."""
     # Names of files need not be UTF-8: Python's stand-ins for their bytes go back as those bytes.
     write_bytes(path, text.encode(errors="surrogateescape"), mode)
 
@@ -82,7 +82,7 @@ class _Record:
 
     @classmethod
     def of(cls, record: Any) -> Self:
-        """Raises TypeError for what is no such object."""
+        """Raises TypeError for any other object."""
         if not isinstance(record, dict):
             raise TypeError(f"{type(record).__name__} instead of an object")
         known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]  # every subclass is a dataclass
@@ -304,7 +304,7 @@ class RunDir:
                 raise RunDirError(f"{path} is a folder, and the run needs a file there; move it away, or type --fresh")
 
     def _is_something_else(self) -> bool:
-        """A folder with content that no run has left: to write there, or to move it aside, would be a mistake."""
+        """A folder whose content is not from a run: to write there, or to move it aside, would be a mistake."""
         if not self.path.is_dir() or any(p.exists() for p in (self.world, self.config, self.checkpoints, self.logs)):
             return False
         return any(not p.name.startswith(".") for p in self.path.iterdir())
@@ -390,7 +390,7 @@ class RunDir:
             ) from None
 
     def write_job(self, job: Job | None) -> None:
-        """None: this run is no longer that of a queued job."""
+        """None: this run no longer belongs to a queued job."""
         if job is None:
             self.queued.unlink(missing_ok=True)
         else:

@@ -80,7 +80,7 @@ class Holder:
 
 
 def read(path: Path) -> Holder | None:
-    """Who writes there now, None if nobody. Raises RunDirError for what is no such record."""
+    """Who writes there now, None if nobody. Raises RunDirError if the file is not such a record."""
     try:
         record = json.loads(path.read_text())
         known = {field.name for field in fields(Holder)}
@@ -178,7 +178,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def _write(path: Path, holder: Holder, is_first: bool) -> int | None:
-    """The open file, whole from its first moment; None if another was first."""
+    """The open file, complete from its first moment; None if another process was first."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)

@@ -40,7 +40,7 @@ class Plan:
     """The script, or `-m` and a module, or a command; and its arguments."""
 
     interpreter: tuple[str, ...]
-    """The Python that runs it, with its flags; empty for a command that is no Python script."""
+    """The Python that runs it, with its flags; empty for a command that is not a Python script."""
 
     environment: dict[str, str]
     """What ranks find in their environment beside the agent's own and torchrun's."""
@@ -89,7 +89,7 @@ class Plan:
     """How long the other nodes may take to come."""
 
     node_wait_s: float
-    """How long a node is waited for where the run may go on without it."""
+    """How long to wait for a node if the run may start without it."""
 
     max_restarts: int
     """How often all ranks are started again after a failure."""

@@ -22,7 +22,7 @@ from rankwise.schedulers.horovodrun import Horovodrun
 from rankwise.schedulers.jsrun import Jsrun
 from rankwise.schedulers.local import ThisMachine
 from rankwise.schedulers.lsf import Lsf
-from rankwise.schedulers.manual import ByHand
+from rankwise.schedulers.manual import Manual
 from rankwise.schedulers.mpich import Mpich
 from rankwise.schedulers.mvapich import Mvapich
 from rankwise.schedulers.openmpi import OpenMpi
@@ -62,13 +62,13 @@ _LAUNCHERS: tuple[Launcher, ...] = (
 )  # fmt: skip
 """Ours, in the order of belief. Those of other packages come after them, and LOCAL at last."""
 
-_QUEUES: tuple[Jobs, ...] = (LOCAL, _SLURM, _SGE, _PBS, _LSF, Ssh(), _OPENMPI, _MPICH, ByHand())
+_QUEUES: tuple[Jobs, ...] = (LOCAL, _SLURM, _SGE, _PBS, _LSF, Ssh(), _OPENMPI, _MPICH, Manual())
 """Ours that take a run, in the order in which messages list them."""
 
 _NAMES = {each.name for each in (*_LAUNCHERS, *_QUEUES)}
 
 ALIASES: Mapping[str, Callable[[], str]] = {"mpi": mpi.installed}
-"""Other names that `--on` takes, each with a function that returns the scheduler that it stands for here."""
+"""Other names that `--on` takes, each with a function that returns the scheduler that it means here."""
 
 
 def queues() -> dict[str, Jobs]:

@@ -17,7 +17,7 @@ from rankwise.schedulers.foreground import Foreground
 from rankwise.schedulers.options import GPUS, MASTER_ADDR, NODE_RANK, NODES, counts
 
 
-class ByHand(Foreground):
+class Manual(Foreground):
     name = "manual"
     options = (GPUS, NODES, NODE_RANK, MASTER_ADDR)
 

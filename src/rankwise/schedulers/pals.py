@@ -28,7 +28,7 @@ class Pals(Launcher):
         return tasks_of(env, "PALS_RANKID", "PMI_SIZE") if self.detect(env) else None
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """Raises NotJoinedError where the number of ranks is not told, WorldError for another part of the variables."""
+        """Raises NotJoinedError if the number of ranks is not given, WorldError if other variables are missing."""
         if "PMI_SIZE" not in env:
             raise not_joined(
                 f"{shown(env, self.variables)} but no PMI_SIZE",

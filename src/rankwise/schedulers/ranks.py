@@ -18,7 +18,7 @@ class Ranks:
     local_rank: int
     local_world_size: int
     node_rank: int | None
-    """None where the launcher does not tell it and it cannot be derived."""
+    """None if the launcher does not say it and it cannot be derived."""
 
     master_addr: str | None = None
     master_port: int | None = None

@@ -85,7 +85,7 @@ class GridEngine(Launcher, Jobs, Hosts):
         return "PE_HOSTFILE" in env or env.get("JOB_SCRIPT") == "QRSH" or "SGE_TASK_ID" in env
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """A single process. Raises NotJoinedError in a job of several hosts: Grid Engine tells no process its rank."""
+        """A single process. Raises NotJoinedError in a job of several hosts: Grid Engine gives no process its rank."""
         if env.get("JOB_SCRIPT") == "QRSH":
             # NSLOTS and NHOSTS are this host's here: they say 1 on the smallest part of the largest job.
             raise not_joined(
@@ -131,7 +131,7 @@ class GridEngine(Launcher, Jobs, Hosts):
         lines = ["#!/bin/bash", *(f"#$ {option}" for option in _options(plan)), ""]
         lines += setup_lines(plan)
         lines.append(enter(one_line(plan.cwd, "the folder")))
-        # No process stands between: Grid Engine asks this one to stop, and its exit status is the job's (99: once more).
+        # No process is between:  Grid Engine asks this one to stop, and its exit status is the job's (99: once more).
         lines.append(f"exec {agent(one_line(plan.run_dir, '--run-dir'))}")
         return "\n".join(lines) + "\n"
 
@@ -154,9 +154,8 @@ class GridEngine(Launcher, Jobs, Hosts):
         raise ConfigError(refused(f"{done.stdout}\n{done.stderr}"))
 
     def state(self, job: Mapping[str, Any]) -> State:
-        """By qstat, then by qacct: `unknown` in the seconds between the two, and for ever where a site keeps no accounts. Never
-        raises.
-        """
+        """By qstat, then by qacct: `unknown` in the seconds between the two, and always if a site keeps no accounts. Never
+        raises."""
         job_id: str = job["id"]
         try:
             listed = _listed(call(["qstat", "-xml"], _MISSING).stdout, job_id)
@@ -253,7 +252,7 @@ def _options(plan: Plan) -> list[str]:
         "-j y",
         f"-N {name}",
         "-v PATH",
-        "-w e",  # otherwise a job that no queue can ever run is taken, and waits for ever
+        "-w e",  # otherwise a job that no queue can ever run is accepted, and waits without end
         f"-r {'y' if job.get('requeue') else 'n'}",
         "-notify",
     ]

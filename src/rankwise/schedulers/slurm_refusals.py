@@ -41,7 +41,7 @@ _NEVER = {
     "InvalidQOS": "there is no such quality of service; give another with --qos",
     "DependencyNeverSatisfied": "the job that --dependency waits for cannot fulfil the condition any more",
 }
-"""Reasons for which a job waits for ever, and what to do."""
+"""Reasons why a job would wait without end, and what to do."""
 
 
 def why_refused(stderr: str, last: str, script: Path) -> str:
@@ -64,6 +64,6 @@ def cure_of_wait(reason: str) -> str | None:
 
 
 def _given(path: Path, name: str) -> str:
-    """That line of the job's text as it stands there, empty if there is none."""
+    """That line of the job's script, empty if there is none."""
     lines = [text.removeprefix("#SBATCH ") for text in path.read_text(errors="replace").splitlines()]
     return next((text for text in lines if text.startswith(f"--{name}=")), "")

@@ -57,7 +57,7 @@ def _output(folder: Path, run_dir: str, array: bool) -> tuple[str, list[str]]:
 
 
 def _asked(job: Mapping[str, Any], plan: Plan) -> list[str]:
-    """What the user asks of Slurm, a line each."""
+    """The user's options for Slurm, one per line."""
     lines = []
     if (cpus := _cpus(plan)) is not None:
         lines.append(_line("cpus-per-task", str(cpus)))

@@ -22,16 +22,13 @@ class Torchrun(Launcher):
         self._starters = starters
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """True if any of the triple is set: a part of it is an error that `ranks` explains.
-
-        An address alone is no claim where a launcher that knows no address has counted the ranks: it completes theirs.
-        """
+        """True if any of the three is set: if only some are, `ranks` explains the error. An address alone does not count if
+        another launcher, which gives no address, has counted the ranks: the address completes theirs."""
         return "RANK" in env or "WORLD_SIZE" in env or ("MASTER_ADDR" in env and self._started(env) is None)
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """Raises WorldError for a half-set triple, a value that is no number, a rank that is not below the world size, and for
-        a triple that a batch script exported, so that all tasks have the same.
-        """
+        """Raises WorldError if only some of the three are set, if a value is not a number, if a rank is not below the world
+        size, and if a batch script exported the three, so that all tasks have the same."""
         missing = [name for name in (*_TRIPLE, "MASTER_PORT") if name not in env]
         if missing:
             found = ", ".join(f"{name}={env[name]}" for name in _TRIPLE if name in env)

@@ -260,5 +260,5 @@ class StopSignal:
 
 
 def _is_default(handler: object) -> bool:
-    """Python's own, or what an earlier StopSignal has left in its place."""
+    """Python's own handler, or the one that an earlier StopSignal has left."""
     return handler in _DEFAULTS or getattr(handler, "__func__", None) is StopSignal._on_late_signal
