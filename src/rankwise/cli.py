@@ -383,7 +383,7 @@ _TO = click.option("--to", required=True, metavar="FILE", type=click.Path(path_t
 _FORCE = click.option("--force", is_flag=True, help="Overwrite an existing file.")
 _PART = click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
 _BY = click.option("--by", metavar="NAME", help="The metric that decides which is best.  [default: the run's keep_best]")
-_LARGER = click.option("--larger-is-better/--less-is-better", default=None, help="With --by; a loss needs neither.")
+_LARGER = click.option("--larger-is-better/--less-is-better", default=None, help="Which is best, with --by (not for a loss).")
 
 
 @checkpoint.command("ls")

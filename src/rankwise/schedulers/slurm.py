@@ -62,16 +62,16 @@ class Slurm(Launcher, Jobs):
     options = (
         NODES,
         GPUS_PER_NODE,
-        Option("partition", "Where the job waits for nodes.", metavar="NAME", spellings=("--partition", "-p")),
+        Option("partition", "The partition in which the job waits.", metavar="NAME", spellings=("--partition", "-p")),
         TIME,
-        Option("nodelist", "Nodes that it must have.", metavar="A,B", spellings=("--nodelist", "-w")),
+        Option("nodelist", "Nodes that the job must get.", metavar="A,B", spellings=("--nodelist", "-w")),
         CPUS_PER_TASK,
         MEM,
         ACCOUNT,
         Option("qos", "Quality of service.", metavar="NAME"),
-        Option("constraint", "What its nodes must be.", metavar="FEATURES", spellings=("--constraint", "-C")),
+        Option("constraint", "Features that its nodes must have.", metavar="FEATURES", spellings=("--constraint", "-C")),
         Option(
-            "array", "As many runs, RUN-0 to RUN-7; each finds its number in SLURM_ARRAY_TASK_ID.", metavar="0-7",
+            "array", "Several runs, RUN-0 to RUN-7; each finds its number in SLURM_ARRAY_TASK_ID.", metavar="0-7",
             spellings=("--array", "-a"), site=False,
         ),
         Option(
