@@ -251,23 +251,23 @@ def test_few_open_files_are_a_warning_and_the_run_goes_on(launch, start_method: 
 def test_too_few_open_files_to_begin_are_one_line_that_says_what_to_type(launch, count: int) -> None:
     run = launch("print('never')", preexec_fn=limited(resource.RLIMIT_NOFILE, count, 5000))
     assert run.wait() == 2
-    said = "a process may have only {} files open (ulimit -n), and 2 ranks need 34 to begin; type: ulimit -n 4096"
+    said = "2 ranks need 34 open files to start, and a process may have only {} (ulimit -n); type: ulimit -n 4096"
     assert run.output() == f"rankwise: {said.format(count)}\n"
 
 
 @pytest.mark.parametrize(
     ("nproc", "files", "processes", "said"),
     [
-        (5000, (1024, 20000), 30000, r"^a process may have only 1024 .* 5000 ranks need 5032 to begin; type: ulimit -n 10064$"),
+        (5000, (1024, 20000), 30000, r"^5000 ranks need 5032 open files to start, .* only 1024 .*; type: ulimit -n 10064$"),
         (15000, (1024, 20000), 30000, r"type: ulimit -n 20000$"),
         (
             100000,
             (1024, 20000),
             1 << 22,
-            r"^100000 ranks are more than this machine can hold, 19968: .*; give --nproc 19968 or",
+            r"^100000 ranks do not fit on this machine, at most 19968: .*; give --nproc 19968 or",
         ),
-        (100000, (1 << 20, 1 << 20), 32768, r"^100000 ranks are more than this machine can hold, 32768: .* 32768 processes; "),
-        (2, (20, 20), 32768, r"^2 ranks are more than this machine can hold, 0: .*; ask an administrator for more$"),
+        (100000, (1 << 20, 1 << 20), 32768, r"^100000 ranks do not fit on this machine, at most 32768: .* 32768 processes; "),
+        (2, (20, 20), 32768, r"^2 ranks do not fit on this machine, at most 0: .*; ask an administrator for more$"),
     ],
 )
 def test_a_limit_that_is_advised_is_one_that_will_do_and_may_be_set(
@@ -289,7 +289,7 @@ def test_a_rank_that_has_no_descriptor_left_leaves_its_evidence_with_the_count_a
     assert run.wait() == 1
     output = run.output()
     assert "rank 1 raised OSError: [Errno 24] Too many open files: '/dev/null' (script.py:3); " in output
-    assert re.search(r"; at most 60 open files a process \(ulimit -n\), \d+ here now, on ", output)
+    assert re.search(r"; at most 60 open files per process \(ulimit -n\), \d+ here now, on ", output)
     assert "held = [open('/dev/null')" in output  # the traceback has its source lines
 
 

@@ -577,7 +577,7 @@ def test_a_second_ctrl_c_in_a_training_is_no_failure(launch) -> None:
     )
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
-    assert "ended by a second Ctrl-C" in run.output()
+    assert "killed by a second Ctrl-C" in run.output()
     assert not run.run.failure.exists()
 
 

@@ -180,7 +180,7 @@ def test_within_a_job_the_command_starts_the_ranks_there_and_explain_says_whose_
     [
         (
             "--priority 3",
-            r"--priority 3: local \(nothing else .*\) has no option --priority; spool does: type --on spool",
+            r"--priority 3: local \(nothing else .*\) has no option --priority; spool has: use --on spool",
         ),
         ("--on spool", "--on spool: which folder does the daemon watch"),
         ("--on spool --spool nosuch", "--spool .*/nosuch: no daemon has used that folder"),
@@ -249,17 +249,17 @@ LIKE_SPOOL = "from rankwise_spool import Spool\nfrom rankwise.run.options import
     ("name", "source", "said"),
     [
         ("other", "import nosuch\n", "the scheduler other of the package mine cannot be loaded: ModuleNotFoundError: .*nosuch"),
-        ("other", "class Queue: pass\n", "the entry point other of the package mine is mine:Queue, which is no scheduler"),
+        ("other", "class Queue: pass\n", "the entry point other of the package mine is mine:Queue, which is not a scheduler"),
         ("spool", LIKE_SPOOL + "class Queue(Spool): pass\n", "two packages have a scheduler spool: .*mine.*; uninstall one"),
         (
             "slurm",
             LIKE_SPOOL + "class Queue(Spool): name = 'slurm'\n",
-            "the package mine has a scheduler slurm, as rankwise",
+            "the package mine provides a scheduler slurm, and so does rankwise",
         ),
         (
             "other",
             LIKE_SPOOL + "class Queue(Spool):\n    name = 'other'\n    options = (Option('priority', 'Another.'),)\n",
-            "priority is an option of (spool|other) .*of the package (rankwise-spool|mine)\\) and another one of ",
+            "priority is an option of both (spool|other) .*package (rankwise-spool|mine)\\) and ",
         ),
     ],
 )

@@ -81,7 +81,7 @@ def test_ranks_whose_output_cannot_be_shown_go_on_and_that_is_said_once() -> Non
     done = in_shell(f"{COMMAND} run --nproc 1 train.py > /dev/full")
     assert done.returncode == 0
     assert (
-        done.stderr.count("the output of the ranks is no longer shown here (No space left on device); read it in their logs")
+        done.stderr.count("the output of the ranks can no longer be shown here (No space left on device); it is in their logs")
         == 1
     )
     assert RunDir(Path("runs/train")).log(0).read_text() == "0\n1\n2\n"

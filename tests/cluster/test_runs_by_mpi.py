@@ -98,7 +98,7 @@ def test_uneven_launchers_of_which_mpich_does_not_tell_are_one_error_or_told_to_
     status, out = launch(*started, *RUN, write(TELL)).wait()
     assert status == 1, out
     line = "rankwise: node2 has 2 of the 3 agents of this run, and each would use all devices of the host; use --nproc 1"
-    assert [said.partition(" each, or start")[0] for said in out.splitlines() if "rankwise: node2" in said] == [line]
+    assert [said.partition(" for one rank per agent")[0] for said in out.splitlines() if "rankwise: node2" in said] == [line]
     assert "Traceback" not in out
     assert not told()
     status, out = launch(*started, *RUN, "--nproc", "1", "--name", "each", "train.py", name="each").wait()

@@ -185,7 +185,7 @@ def test_a_step_that_ends_before_all_its_agents_have_come_is_said_at_once(slurm:
     assert status in (143, 137), out  # what srun ends its other tasks by: SIGTERM, and SIGKILL where that takes long
     assert "srun: error: node2: task 1: Exited with exit code 2" in out  # what could not be started, 3 of 60 plain sruns lose
     line = "before any rank started; the reason is in the lines above"
-    assert f"rankwise: what starts the agents (slurm) ended with status {status} {line}" in out.splitlines()
+    assert f"rankwise: the launcher of the agents (slurm) exited with status {status} {line}" in out.splitlines()
     assert time.monotonic() < cut.began + 5 + 5  # salloc's own way in and out
     killing = "for i in $(seq 999); do p=$(pgrep -P $$ -x srun) && break; sleep 0.01; done; kill -KILL $p"
     killed = launch(

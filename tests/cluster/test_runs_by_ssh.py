@@ -193,7 +193,7 @@ def test_each_host_may_have_a_folder_of_its_own_if_the_script_is_in_it(hosts: St
     status, out = launch(*on("node1", *words)).wait()
     assert status == 3, out
     folder = "/scratch/here/runs/train"
-    assert f"rankwise: node2: it does not see {folder}: the logs of its ranks stay there, in {folder}" in out.splitlines()
+    assert f"rankwise: node2: this host does not see {folder}: the logs of its ranks are here, in {folder}" in out.splitlines()
     assert out.splitlines()[-2:] == [
         "rankwise: rank 1 exited with status 3, on node2",
         f"rankwise: its output is in {folder}/logs/rank-1.log on node2; exit status 3",

@@ -151,7 +151,7 @@ def test_a_job_whose_output_has_no_folder_says_that_it_will_never_start_and_why(
     assert state.reason == (
         f'Eqw: it will never start: can\'t open output file "{run.logs}/job-{job_id}.log": No such file or directory; '
         "every host must see the run directory under this path; use --run-dir PATH with a folder that they share; "
-        f"mend that, then type: qmod -cj {job_id}"
+        f"repair that, then type: qmod -cj {job_id}"
     )
     scheduler.cancel({"id": job_id})
 

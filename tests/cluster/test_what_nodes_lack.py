@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cluster
 
 Launch = Callable[..., Launched]
 SAYS = "import os\nos.environ['X'] = '1'\nprint('rank', os.environ['RANK'], flush=True)\n"
-SHARE = "--run-dir PATH, a folder on a file system that"
+SHARE = "use --run-dir PATH with a folder that"
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_run_directory_that_no_node_of_slurm_sees_is_named(slurm: Start, launc
     assert status not in (0, None)
     assert f"{SHARE} all nodes share" in said.splitlines()[-1]
     assert "could not start the job: it does not see the run directory" in said.splitlines()[-1]
-    assert "what it printed" not in said
+    assert "its output is in" not in said
 
 
 def test_a_folder_of_the_script_that_no_node_sees_is_named(slurm: Start, launch: Launch, own: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_run_directory_that_no_host_of_grid_engine_sees_is_not_waited_for_with
     assert status == 1, said
     assert "Eqw: it will never start: " in said
     assert f"{SHARE} they share" in said
-    assert f"stopped waiting: job {job.id} does not start by itself" in said.splitlines()[-1]
+    assert f"stopped waiting: job {job.id} cannot start before it is repaired" in said.splitlines()[-1]
 
 
 def test_a_python_that_the_hosts_of_grid_engine_do_not_have_is_named(sge: Start, launch: Launch, own_python: str) -> None:

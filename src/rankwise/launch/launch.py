@@ -132,7 +132,7 @@ def _run_here(
             sweep_s = 1.0  # an agent that ended by itself has left nothing but what nothing ends
         if status == EXIT_PREEMPTED and forward.interrupted:
             status = EXIT_INTERRUPTED  # the agents know only that they were asked
-        by = f"what starts the agents ({choice.name})" if choice.starts_agents else "the agent"
+        by = f"the launcher of the agents ({choice.name})" if choice.starts_agents else "the agent"
         return conclude(run, status, attempts, config, by, forward.asked)
     finally:
         processes.end_tree(bound_s=sweep_s)
