@@ -193,7 +193,7 @@ def test_a_step_that_ends_before_all_its_agents_have_come_is_said_at_once(slurm:
     )
     status, out = killed.wait()
     assert status == 137, out
-    assert "rankwise: what starts the agents (slurm) was killed by SIGKILL, and its ranks with it" in out
+    assert "rankwise: the launcher of the agents (slurm) was killed by SIGKILL, and its ranks with it" in out
 
 
 def test_a_step_of_uneven_tasks_is_one_world(slurm: Start, launch: New) -> None:
