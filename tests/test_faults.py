@@ -106,7 +106,7 @@ IN_INIT, IN_STEP = "(script.py:14)", "(script.py:16)"
 @pytest.mark.parametrize(
     ("width", "count", "used", "said"),
     [
-        ("4 + (rank == 1)", "1", "1", f"parameter body.weight (Linear) has sizes [5, 4] here {IN_INIT}, on "),
+        ("4 + (rank == 1)", "1", "1", f"parameter body.weight (Linear) has shape [5, 4] here {IN_INIT}, on "),
         pytest.param(
             "4", "1 + (rank == 1)", "1", f"its model differs from that of rank 0: 6 parameters instead of 4 {IN_INIT}, on ",
             marks=pytest.mark.stress,
