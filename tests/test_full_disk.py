@@ -31,7 +31,7 @@ time.sleep(600)
     [
         ("full(0); raise OSError(28, 'No space left on device')", 1,
          r"rank 1 raised OSError: \[Errno 28\] No space left on device \(script.py:8\)"),
-        ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL .often the kernel's out-of-memory killer"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL .often the kernel's out-of-memory killer."),
         ("sys.exit(7)", 7, "rank 1 exited with status 7"),
     ],
     ids=["raises", "killed", "left"],
