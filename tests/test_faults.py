@@ -56,14 +56,14 @@ time.sleep(600)
 def test_a_file_that_is_cut_within_a_gather_is_named_with_sigbus(launch) -> None:
     run = launch(CUT_IN_A_GATHER)
     assert run.wait() == 128 + signal.SIGBUS
-    assert f"rank 1 was killed by SIGBUS: {run.folder / 'data.h5'} was cut to 50 kB while it was mapped" in run.output()
+    assert f"rank 1 was killed by SIGBUS: {run.folder / 'data.h5'} was truncated to 50 kB while it was mapped" in run.output()
 
 
 @pytest.mark.parametrize(
     ("statement", "status", "said"),
     [
         ("raise ValueError('loss is nan')", 1, "rank 1 raised ValueError: loss is nan (script.py:7)"),
-        ("sys.exit(0)", 1, "rank 1 left with status 0 while rank "),
+        ("sys.exit(0)", 1, "rank 1 exited with status 0 while rank "),
         ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL"),
     ],
     ids=["raises", "exit 0", "SIGKILL"],
@@ -106,9 +106,9 @@ IN_INIT, IN_STEP = "(script.py:14)", "(script.py:16)"
 @pytest.mark.parametrize(
     ("width", "count", "used", "said"),
     [
-        ("4 + (rank == 1)", "1", "1", f"parameter body.weight (Linear) has sizes [5, 4] here {IN_INIT}, on "),
+        ("4 + (rank == 1)", "1", "1", f"parameter body.weight (Linear) has shape [5, 4] here {IN_INIT}, on "),
         pytest.param(
-            "4", "1 + (rank == 1)", "1", f"its model is not that of rank 0: 6 parameters instead of 4 {IN_INIT}, on ",
+            "4", "1 + (rank == 1)", "1", f"its model differs from that of rank 0: 6 parameters instead of 4 {IN_INIT}, on ",
             marks=pytest.mark.stress,
         ),
         pytest.param(
@@ -163,7 +163,9 @@ def test_the_same_error_on_all_ranks_is_told_as_one_of_all(launch) -> None:
 def test_a_question_asked_on_a_rank_without_the_terminal_is_told_to_be_that(launch) -> None:
     run = launch("import os, time\nif os.environ['RANK'] == '1': input('go on? ')\ntime.sleep(600)")
     assert run.wait() == 1
-    assert "rank 1 raised EOFError: EOF when reading a line (script.py:2); only rank 0 has the terminal" in run.output()
+    assert (
+        "rank 1 raised EOFError: EOF when reading a line (script.py:2); only rank 0 can read from the terminal" in run.output()
+    )
 
 
 def test_a_script_of_a_package_that_is_run_by_its_path_is_told_how_to_run_it(rankwise, tmp_path: Path) -> None:
@@ -172,7 +174,7 @@ def test_a_script_of_a_package_that_is_run_by_its_path_is_told_how_to_run_it(ran
     (tmp_path / "pkg" / "train.py").write_text("from . import data")
     done = rankwise("run", "--nproc", "1", "pkg/train.py")
     assert done.returncode == 1
-    assert "it belongs to a package: type `rankwise run -m pkg.train`" in done.stderr
+    assert "the script belongs to a package; type `rankwise run -m pkg.train`" in done.stderr
 
 
 def test_a_crash_leaves_the_python_stack_in_the_ranks_log(launch) -> None:
@@ -220,7 +222,8 @@ def test_tensors_of_different_shape_are_told_with_the_lines_of_both_ranks_and_th
     assert run.wait() == 134
     assert "rank 0 was killed by SIGABRT: in all_reduce (script.py:8) it received " in run.output()
     assert (
-        "; rankwise run --check-collectives names the ranks, their shapes and lines; rank 1 was in all_reduce" in run.output()
+        "; rankwise run --check-collectives shows which ranks, with their shapes and lines; rank 1 was in all_reduce"
+        in run.output()
     )
 
 
@@ -349,7 +352,7 @@ def test_the_warm_process_killed_before_the_ranks_are_there_does_no_harm(launch)
     os.kill(warm, signal.SIGKILL)
     assert run.wait() == 0
     assert run.run.log(1).read_text() == "ran\n"
-    assert "each rank is started by itself" in run.output()
+    assert "each rank imports torch by itself" in run.output()
 
 
 def test_the_warm_process_killed_while_the_ranks_run_is_told_and_does_no_harm(launch) -> None:
@@ -447,7 +450,7 @@ def test_a_modules_own_names_do_not_replace_those_by_which_its_failure_is_told(r
     ("words", "said"),
     [
         (("-m", "no.such"), "there is no module no.such"),
-        (("-m", "json"), "json is a package without __main__.py, which cannot be run"),
+        (("-m", "json"), "json is a package without __main__.py and cannot be run"),
         (("--", "nothere"), "there is no command nothere"),
         (("--", "script.py"), "for a Python script leave out the --"),
         (("--gpus", "0", "script.py"), "this machine has no GPU"),
@@ -456,8 +459,8 @@ def test_a_modules_own_names_do_not_replace_those_by_which_its_failure_is_told(r
         (("--tee", "some", "script.py"), "choose main or all"),
         (("--start-method", "thread", "script.py"), "choose fork or spawn"),
         (("--max-restarts", "-1", "script.py"), "from 0 up"),
-        (("--config", "none.toml", "script.py"), "none.toml: it cannot be read: No such file"),
-        (("--config", "script.py", "script.py"), "script.py: it is not TOML"),
+        (("--config", "none.toml", "script.py"), "none.toml: cannot be read: No such file"),
+        (("--config", "script.py", "script.py"), "script.py: not valid TOML"),
         (("--run-dir", "script.py/x", "script.py"), "choose another with --run-dir"),
         (("broken.py",), "broken.py:2: syntax error"),
     ],
@@ -483,7 +486,7 @@ def test_a_config_file_sets_what_the_command_line_does_not(rankwise, tmp_path: P
     (tmp_path / "run.toml").write_text("nprocs = 3\n")
     wrong = rankwise("run", "--config", "run.toml", "script.py")
     assert wrong.returncode == 2
-    assert "run.toml: nprocs is no setting of a run; the settings: nproc, " in wrong.stderr
+    assert "run.toml: nprocs is not a setting of a run; the settings are: nproc, " in wrong.stderr
     (tmp_path / "run.toml").write_text("nproc = 'two'\n")
     assert "--config run.toml: --nproc two: give a number" in rankwise("run", "--config", "run.toml", "script.py").stderr
 
@@ -491,7 +494,7 @@ def test_a_config_file_sets_what_the_command_line_does_not(rankwise, tmp_path: P
 def test_ranks_that_never_met_are_said_to_be_separate_runs(launch) -> None:
     run = launch("print('alone')")
     assert run.wait() == 0
-    assert "none of the 2 ever made a process group: they were 2 separate runs of the same script" in run.output()
+    assert "no rank made a process group: the script ran 2 times, each time on its own" in run.output()
     met = launch("import torch.distributed as dist; dist.init_process_group('gloo'); dist.destroy_process_group()")
     assert met.wait() == 0
     assert "separate runs" not in met.output()
@@ -587,7 +590,7 @@ def test_launchers_that_mpirun_has_started_together_are_one_run_and_one_that_nev
     )
     alone = rankwise("run", "--join-timeout", "1", "script.py", env=first)
     assert alone.returncode == 1
-    assert "rankwise: node 1 of 2 did not come within 1 s; the first agent is on " in alone.stderr
+    assert "rankwise: node 1 of 2 did not join within 1 s; the first node listens on " in alone.stderr
     with ThreadPoolExecutor() as pool:
         ended = list(pool.map(lambda env: rankwise("run", "--tee", "all", "script.py", env=env), (first, second)))
     assert [done.returncode for done in ended] == [0, 0]

@@ -14,11 +14,6 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "rankwise"
 PAGES = [ROOT / "docs" / name for name in ("messages.md", "messages_launching.md", "messages_training.md")]
 
-YET_TO_COME = {
-    "agent", "cli", "errors", "functions", "host", "ipc", "launch", "report", "run", "schedulers", "stop",
-}  # fmt: skip
-"""Packages whose messages are not on the pages yet."""
-
 PRINTED = {"say", "warn", "warning_once", "echo", "fail"}
 """Functions and methods whose first argument a person reads."""
 
@@ -168,7 +163,7 @@ QUOTED = {
 }
 
 
-@pytest.mark.parametrize("package", [package for package in PACKAGES if package not in YET_TO_COME])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_each_message_is_on_a_page_of_messages(package: str) -> None:
     assert [str(message) for message in MESSAGES if message.package == package and not is_on(QUOTED, message)] == []
 
@@ -180,10 +175,6 @@ def test_a_page_quotes_what_is_printed(page: Path) -> None:
     known = "\n".join(" ".join(node.value.split()) for node in strings if isinstance(node.value, str))
     words = sorted(words for words in quoted(page.read_text()) if " " in words and "train.py" not in words)
     assert [quote for quote in words if quote not in known] == []
-
-
-def test_the_packages_yet_to_come_exist() -> None:
-    assert set(PACKAGES) >= YET_TO_COME - {"errors"}
 
 
 def test_the_collector_finds_what_a_person_reads() -> None:

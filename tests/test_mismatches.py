@@ -59,20 +59,20 @@ dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX, async_op=True).wait()
     [
         (
             "dist.all_reduce(torch.ones(4, dtype=torch.int32 if rank == 1 else torch.float32))",
-            "rank 1 calls all_reduce(sum, int32[4]) at script.py:7 where ranks 0, 2 call all_reduce(sum, float32[4])",
+            "rank 1 calls all_reduce(sum, int32[4]) at script.py:7, but ranks 0, 2 call all_reduce(sum, float32[4])",
         ),
         pytest.param(
             SWAPPED,
-            "rank 1 calls all_reduce(sum, float32[4]) at script.py:10 where ranks 0, 2 call it at script.py:13",
+            "rank 1 calls all_reduce(sum, float32[4]) at script.py:10, but ranks 0, 2 call it at script.py:13",
             marks=pytest.mark.stress(dose="whole"),  # as rankwise's own
         ),
         (
             "import rankwise\n" + SWAPPED.replace("dist.", "rankwise."),
-            "rank 1 calls all_reduce(sum, float32[4]) at script.py:11 where ranks 0, 2 call it at script.py:14",
+            "rank 1 calls all_reduce(sum, float32[4]) at script.py:11, but ranks 0, 2 call it at script.py:14",
         ),
         (
             EVALUATION_ON_ONE_RANK,
-            "rank 0 calls all_reduce(sum, float32[1]) at script.py:9 where ranks 1, 2 call backward() of a DDP model at "
+            "rank 0 calls all_reduce(sum, float32[1]) at script.py:9, but ranks 1, 2 call backward() of a DDP model at "
             "script.py:12",
         ),
     ],

@@ -99,11 +99,11 @@ def test_a_rank_that_raises_ends_the_others_and_is_named_with_its_traceback(laun
 @pytest.mark.parametrize(
     ("death", "status", "said"),
     [
-        ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL: often the kernel's out-of-memory killer"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL (often the kernel's out-of-memory killer"),
         ("import ctypes; ctypes.string_at(0)", 139, "rank 1 was killed by SIGSEGV"),
         ("os.abort()", 134, "rank 1 was killed by SIGABRT"),
-        ("os.kill(os.getpid(), signal.SIGXCPU)", 152, "rank 1 was killed by SIGXCPU: its CPU time limit"),
-        ("sys.exit(3)", 3, "rank 1 left with status 3"),
+        ("os.kill(os.getpid(), signal.SIGXCPU)", 152, "rank 1 was killed by SIGXCPU (its CPU time limit"),
+        ("sys.exit(3)", 3, "rank 1 exited with status 3"),
         ("resource.setrlimit(resource.RLIMIT_AS, (1 << 28, -1)); x = bytearray(1 << 32)", 1, "raised MemoryError"),
     ],
 )
@@ -390,7 +390,7 @@ process.join()
     wait_for((tmp_path / "works").exists, "the process of its own")
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130  # the grace is two minutes
-    assert "SIGINT: rank 0 has been sent it, and must end within 120 s" in run.output()
+    assert "SIGINT is passed on to rank 0, which must exit within 120 s" in run.output()
     assert "interrupted again" not in run.output()
 
 
@@ -464,7 +464,7 @@ def test_the_run_directory_of_a_live_run_is_refused_with_who_holds_it(launch, ra
     run.pids()
     second = rankwise("run", "--nproc", "2", str(tmp_path / "script.py"), cwd=tmp_path)
     assert second.returncode == 2
-    assert f"is alive: pid {run.process.pid} on " in second.stderr
+    assert f"is still running: pid {run.process.pid} on " in second.stderr
     assert "--name" in second.stderr
     fresh = rankwise("run", "--fresh", str(tmp_path / "script.py"), cwd=tmp_path)
     assert fresh.returncode == 2
@@ -577,14 +577,14 @@ def test_a_second_ctrl_c_in_a_training_is_no_failure(launch) -> None:
     )
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
-    assert "ended by a second Ctrl-C" in run.output()
+    assert "killed by a second Ctrl-C" in run.output()
     assert not run.run.failure.exists()
 
 
 def test_a_rank_that_leaves_without_an_exception_has_its_last_lines_shown(launch) -> None:
     run = launch("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('need a data folder')\ntime.sleep(600)")
     assert run.wait() == 1
-    assert "  need a data folder\nrankwise: rank 1 left with status 1" in run.output()
+    assert "  need a data folder\nrankwise: rank 1 exited with status 1" in run.output()
 
 
 def test_forgetting_to_join_is_an_error_and_no_lonely_training(launch) -> None:

@@ -89,8 +89,8 @@ def test_a_job_that_is_waited_for_prints_what_it_prints_and_ends_as_it_ends(spoo
     done = rankwise("run", "--on", "spool", "--spool", "spool", "--priority", "5", "--nproc", "2", "--wait", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"rank 0 of 2 in {job_of('train')}\n"
-    assert re.search(r"^rankwise: train.py by spool \(as asked\) on 1 node, 2 ranks each, in runs/train$", done.stderr, re.M)
-    assert re.search(r"^rankwise: job 94-\d+ of spool: (waiting|running|0)", done.stderr, re.M)
+    assert re.search(r"^rankwise: train.py with spool \(--on\) on 1 node, 2 ranks each, in runs/train$", done.stderr, re.M)
+    assert re.search(r"^rankwise: submitted job 94-\d+ of spool: (waiting|running|0)", done.stderr, re.M)
     assert state(rankwise, "train") == ("ended", 0)
     assert "rank 1 of 2" in rankwise("logs", "--rank", "1", "train").stdout
 
@@ -128,7 +128,7 @@ def test_a_job_that_waits_or_runs_is_told_followed_and_cancelled_from_anywhere(
     try:
         assert rankwise("run", "--on", "spool", "--spool", "spool", "--nproc", "1", "train.py").returncode == 0
         wait_for(Path("begun").exists, "the training")
-        assert "is cancelled; its ranks are asked to stop and to save" in rankwise("cancel", "train").stdout
+        assert "is cancelled; its ranks save and stop" in rankwise("cancel", "train").stdout
         wait_for(lambda: state(rankwise, "train")[0] == "ended", "its end")
     finally:
         daemon.terminate()
@@ -172,7 +172,7 @@ def test_within_a_job_the_command_starts_the_ranks_there_and_explain_says_whose_
     Path("train.py").write_text(PLAIN)
     done = rankwise("run", "--nproc", "2", "--priority", "3", "train.py")
     assert (done.returncode, done.stdout) == (0, "rank 0 of 2 in 7\n"), done.stderr
-    assert "this shell is in a job already: nothing is queued, and --priority is without effect" in done.stderr
+    assert "this shell is in a job already: nothing is queued, and --priority has no effect" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -180,12 +180,12 @@ def test_within_a_job_the_command_starts_the_ranks_there_and_explain_says_whose_
     [
         (
             "--priority 3",
-            r"--priority 3: local \(nothing else .*\) knows no --priority; spool does: type --on spool",
+            r"--priority 3: local \(nothing else .*\) has no option --priority; spool has: use --on spool",
         ),
         ("--on spool", "--on spool: which folder does the daemon watch"),
         ("--on spool --spool nosuch", "--spool .*/nosuch: no daemon has used that folder"),
         ("--on spool --spool spool --priority 100", "--priority 100: give a number from 0 to 99"),
-        ("--on spool --partition x", r"--partition x: spool \(as asked\) knows no --partition; slurm does"),
+        ("--on spool --partition x", r"--partition x: spool \(--on\) has no option --partition; slurm has"),
         ("--on spooll", "there is no scheduler spooll; choose local, .*, spool, mpi"),
     ],
 )
@@ -204,7 +204,7 @@ def test_its_options_may_be_in_the_site_file_and_are_in_the_help(
     Path("train.py").write_text("")
     done = rankwise("run", "train.py")
     assert done.returncode == 0, done.stderr
-    assert "by spool (the site file says so)" in done.stderr
+    assert "with spool (the site file says so)" in done.stderr
     assert [entry.name[:2] for entry in (folder / "waiting").iterdir()] == ["90"]
     shown = rankwise("run", "--help").stdout
     assert "Spool folder:\n  --spool DIR" in shown
@@ -249,17 +249,17 @@ LIKE_SPOOL = "from rankwise_spool import Spool\nfrom rankwise.run.options import
     ("name", "source", "said"),
     [
         ("other", "import nosuch\n", "the scheduler other of the package mine cannot be loaded: ModuleNotFoundError: .*nosuch"),
-        ("other", "class Queue: pass\n", "the entry point other of the package mine is mine:Queue, which is no scheduler"),
+        ("other", "class Queue: pass\n", "the entry point other of the package mine is mine:Queue, which is not a scheduler"),
         ("spool", LIKE_SPOOL + "class Queue(Spool): pass\n", "two packages have a scheduler spool: .*mine.*; uninstall one"),
         (
             "slurm",
             LIKE_SPOOL + "class Queue(Spool): name = 'slurm'\n",
-            "the package mine has a scheduler slurm, as rankwise",
+            "the package mine provides a scheduler slurm, and so does rankwise",
         ),
         (
             "other",
             LIKE_SPOOL + "class Queue(Spool):\n    name = 'other'\n    options = (Option('priority', 'Another.'),)\n",
-            "priority is an option of (spool|other) .*of the package (rankwise-spool|mine)\\) and another one of ",
+            "priority is an option of both (spool|other) .*package (rankwise-spool|mine)\\) and ",
         ),
     ],
 )

@@ -69,7 +69,8 @@ def test_a_stopped_rank_is_named_long_before_anything_times_out_and_so_is_its_re
     pid = run.pids()[1]
     os.kill(pid, signal.SIGSTOP)
     wait_for(
-        lambda: f"rank 1 is stopped (SIGSTOP); the others wait for it. To wake it, type: kill -CONT {pid}" in run.output(), "it"
+        lambda: f"rank 1 is stopped (SIGSTOP); the others wait for it. To continue, type: kill -CONT {pid}" in run.output(),
+        "it",
     )
     os.kill(pid, signal.SIGCONT)
     wait_for(lambda: "rank 1 runs again after" in run.output(), "its return")

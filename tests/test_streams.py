@@ -13,7 +13,7 @@ import pytest
 from rankwise.run.directory import RunDir
 
 COMMAND = f"{shlex.quote(sys.executable)} -m rankwise"
-NO_SPACE = "rankwise: what it prints cannot be written to the standard output: No space left on device\n"
+NO_SPACE = "rankwise: cannot write to the standard output: No space left on device\n"
 
 
 def in_shell(line: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -30,7 +30,7 @@ def test_a_run_without_a_standard_stream_is_a_run_like_any_other(closed: str) ->
     )
     done = in_shell(f"{COMMAND} run --nproc 2 train.py {closed}")
     assert done.returncode == 3
-    assert ("rank 1 left with status 3" in done.stderr) == ("2>" not in closed)
+    assert ("rank 1 exited with status 3" in done.stderr) == ("2>" not in closed)
     run = RunDir(Path("runs/train"))
     assert run.log(1).read_text() == " 1\n"  # nothing else has come into it
     failure = run.read_failure()
@@ -81,7 +81,7 @@ def test_ranks_whose_output_cannot_be_shown_go_on_and_that_is_said_once() -> Non
     done = in_shell(f"{COMMAND} run --nproc 1 train.py > /dev/full")
     assert done.returncode == 0
     assert (
-        done.stderr.count("the output of the ranks is no longer shown here (No space left on device); read it in their logs")
+        done.stderr.count("the output of the ranks can no longer be shown here (No space left on device); it is in their logs")
         == 1
     )
     assert RunDir(Path("runs/train")).log(0).read_text() == "0\n1\n2\n"

@@ -679,7 +679,7 @@ def two_at_once(folder: Path) -> tuple[str, str]:
 def test_two_runs_at_once_in_one_directory_are_refused(tmp_path: Path) -> None:
     ((kind, said),) = on_ranks(1, two_at_once, tmp_path)
     assert kind == "RunDirError"
-    assert re.search(r"is alive: pid \d+", said)
+    assert re.search(r"is still running: pid \d+", said)
 
 
 # --- actions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -33,11 +34,11 @@ class _Group(click.Group):
         except OSError as error:
             if (lost := terminal.unwritten(sys.stdout, error)) is None and terminal.unwritten(sys.stderr, error) is None:
                 raise
-            status = 1 if lost is not None else 2  # 2: an error, which nobody can be told
+            status = 1 if lost is not None else 2  # 2: an error that cannot be printed
         if lost is None:
             lost = terminal.unwritten(sys.stdout)
         if lost:
-            click.echo(f"rankwise: what it prints cannot be written to the standard output: {lost}", err=True)
+            click.echo(f"rankwise: cannot write to the standard output: {lost}", err=True)
         terminal.leave(status or (1 if lost is not None else 0))
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -48,14 +49,16 @@ class _Group(click.Group):
         except KeyboardInterrupt:
             sys.exit(EXIT_INTERRUPTED)
         except RankwiseError as error:
-            click.echo(f"rankwise: {error}", err=True)
+            from rankwise.host.terminal import message
+
+            click.echo(message(str(error)), err=True)
             sys.exit(error.exit_status)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args[0].endswith(".py"):
             from rankwise.host.terminal import typed
 
-            ctx.fail(f"{args[0]} is no command; type: {typed('run', *args)}")
+            raise ConfigError(f"{args[0]} is not a command; type: {typed('run', *args)}")
         return super().resolve_command(ctx, args)
 
 
@@ -86,7 +89,7 @@ class _Run(click.Command):
         takers = [name for p in options if not p.is_flag for name in p.opts]
         if not ctx.params["argv"] and before[-2:-1] and before[-2] in takers:
             raise ConfigError(
-                f"nothing to run: {before[-1]} is taken for the value of {before[-2]}; give that, then the script"
+                f"nothing to run: {before[-1]} is read as the value of {before[-2]}; give {before[-2]} a value, then the script"
             )
         known = of_schedulers()
         for p in options:
@@ -143,7 +146,7 @@ def _of_schedulers() -> list[click.Option]:
 
     names = ", ".join((*schedulers.queues(), *schedulers.ALIASES))
     default = "ssh with -H, manual with --node-rank, the job that this shell is in, what the site file says, else local"
-    on = f"What starts them: {names}.  [default: {default}]"
+    on = f"What starts the nodes: {names}.  [default: {default}]"
     found = [click.Option(["--on"], metavar="SCHEDULER", help=on)]
     for name, option in schedulers.options().items():
         more: dict[str, Any] = {"is_flag": True} if option.kind is bool else {"metavar": option.metavar}
@@ -164,32 +167,32 @@ def _begins(word: str, option: str) -> bool:
     "--nproc_per_node",
     "nproc",
     metavar="N|auto",
-    help="Ranks on this machine, or on each; auto is one per GPU, or per physical core if there is no GPU.  [default: auto]",
+    help="Ranks on each node; auto is one per GPU, or one per physical core if there is no GPU.  [default: auto]",
 )
-@click.option("-m", "module", is_flag=True, help="SCRIPT.py is the name of a module, as for python -m.")
+@click.option("-m", "module", is_flag=True, help="SCRIPT.py is the name of a module, as with python -m.")
 @click.option(
     "--master-port",
     "--master_port",
     "master_port",
     type=int,
     metavar="PORT",
-    help="Port of the ranks' rendezvous.  [default: a free one]",
+    help="Port at which the ranks meet.  [default: a free one]",
 )
 @click.option("--name", metavar="RUN", help="Name of the run; the script's stem by default.")
 @click.option("--run-dir", metavar="DIR", help="Where the run writes; ./runs/RUN by default.")
 @click.option("--fresh", is_flag=True, help="Start from scratch; move an older run of this name aside.")
-@click.option("--config", metavar="FILE.toml", help="Settings of a run, by the names of these options; options win.")
+@click.option("--config", metavar="FILE.toml", help="Settings of a run, named like these options; options win.")
 @click.option("--max-restarts", type=int, metavar="K", help="How often to start all ranks again after a failure.  [default: 0]")
-@click.option("--stop-after", metavar="TIME", help="Stop and save, to go on later, when the run has taken so long: 90m, 12h.")
+@click.option("--stop-after", metavar="TIME", help="Save and stop when the run has taken this long, to resume later: 90m, 12h.")
 @click.option(
     "--checkpoint-scope",
     metavar="main|node",
-    help="Who writes a Trainer's checkpoints: rank 0, or one rank a node, where nodes share no disk.  [default: main]",
+    help="Who writes a Trainer's checkpoints: rank 0, or one rank per node if the nodes share no disk.  [default: main]",
 )
 @click.option(
     "--sync",
     metavar="STRATEGY",
-    help="How the ranks are synchronised where the script does not say it: all-reduce:bf16, local-sgd:16, diloco:32.  "
+    help="How the ranks are synchronised if the script does not set it: all-reduce:bf16, local-sgd:16, diloco:32.  "
     "[default: the exact gradient]",
 )
 @click.option(
@@ -204,22 +207,22 @@ def _begins(word: str, option: str) -> bool:
     "stall_warn_s",
     type=float,
     metavar="SECONDS",
-    help="After how long without progress to tell which rank keeps the others waiting; 0 is never.  [default: 120]",
+    help="Report which rank blocks the others after this long without progress; 0 is never.  [default: 120]",
 )
 @click.option(
     "--check-collectives",
     is_flag=True,
-    help="Compare what the ranks ask of each other (operation, shape, dtype, root, line); end at the first difference.",
+    help="Compare the collectives of all ranks (operation, shape, dtype, root, line); stop at the first difference.",
 )
 @click.option(
     "--allow-independent",
     is_flag=True,
-    help="Start even as one of several tasks of srun, mpirun or torchrun: each is then a run of its own.",
+    help="Start even if this is one of several tasks of srun, mpirun or torchrun: each task is then a run of its own.",
 )
 @click.option(
     "--start-method",
     metavar="fork|spawn",
-    help="Fork the ranks from one process that has imported torch, or start each by itself.  [default: fork]",
+    help="Fork the ranks from one process that has imported torch, or start each as a new process.  [default: fork]",
 )
 @click.option("--tee", metavar="main|all", help="Show the output of rank 0, or of all ranks, line by line.  [default: main]")
 @click.option(
@@ -227,23 +230,23 @@ def _begins(word: str, option: str) -> bool:
     "join_timeout_s",
     type=float,
     metavar="SECONDS",
-    help="How long the other nodes may take to come.  [default: 300]",
+    help="How long to wait for the other nodes.  [default: 300]",
 )
 @click.option(
     "--node-wait",
     "node_wait_s",
     type=float,
     metavar="SECONDS",
-    help="How long a missing node is waited for before MIN will do.  [default: 30]",
+    help="How long to wait for missing nodes before MIN nodes are enough.  [default: 30]",
 )
-@click.option("--dry-run", is_flag=True, help="Print the job's text, leave it in the run directory, and start nothing.")
-@click.option("--wait", is_flag=True, help="Follow a queued job, and end with its exit status.")
+@click.option("--dry-run", is_flag=True, help="Print the job script, write it to the run directory, and start nothing.")
+@click.option("--wait", is_flag=True, help="Follow a queued job, and exit with its status.")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py [ITS ARGUMENTS]...")
 def run(config: str | None, **options: Any) -> None:
     """Run SCRIPT.py on every device of this machine, or of several.
 
-    After a -- it may be any command. What follows SCRIPT.py is its own.
-    A run that was stopped goes on when the same command is typed again.
+    After a --, SCRIPT.py may be any command. What follows SCRIPT.py belongs to it.
+    The same command resumes a run that was stopped.
     """
     import os
 
@@ -259,9 +262,11 @@ def run(config: str | None, **options: Any) -> None:
 
 
 @main.command(context_settings={**_HELP, "allow_interspersed_args": False}, options_metavar="[OPTIONS]")
-@click.option("--ranks", default="1,2,4", show_default=True, metavar="N,N", help="On how many ranks, one after the other.")
+@click.option(
+    "--ranks", default="1,2,4", show_default=True, metavar="N,N", help="Numbers of ranks, tested one after the other."
+)
 @click.option("--timeout", "timeout_s", type=float, default=600.0, metavar="SECONDS",
-              help="How long each of them may take.  [default: 600]")  # fmt: skip
+              help="How long each test may take.  [default: 600]")  # fmt: skip
 @click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT.py [ITS ARGUMENTS]...")
 def selftest(ranks: str, timeout_s: float, argv: tuple[str, ...]) -> None:
     """Test whether SCRIPT.py trains the same on any number of ranks.
@@ -292,7 +297,7 @@ def report(run: str | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON, for programs.")
 @click.argument("run", metavar="[RUN]", required=False)
 def status(run: str | None, as_json: bool) -> None:
-    """Tell whether a run waits, runs or has ended.
+    """Show whether a run waits, runs or has finished.
 
     RUN is a name under ./runs, or a folder. It is not needed if there is only one run.
     """
@@ -300,13 +305,17 @@ def status(run: str | None, as_json: bool) -> None:
     from rankwise.run.directory import find_run
 
     found = facts(find_run(run, "status"))
-    click.echo(json.dumps(found, indent=2) if as_json else as_text(found))
+    click.echo(
+        json.dumps(found, indent=2)
+        if as_json
+        else as_text(found, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+    )
 
 
 @main.command()
-@click.option("--rank", type=int, metavar="N", help="Of this rank.  [default: 0]")
-@click.option("--all", "everyone", is_flag=True, help="Of all ranks, each line with its rank.")
-@click.option("-f", "--follow", is_flag=True, help="Then show what comes, until the run has ended.")
+@click.option("--rank", type=int, metavar="N", help="Show the output of this rank.  [default: 0]")
+@click.option("--all", "everyone", is_flag=True, help="Show the output of all ranks, each line with its rank.")
+@click.option("-f", "--follow", is_flag=True, help="Then follow the output until the run has finished.")
 @click.argument("run", metavar="[RUN]", required=False)
 def logs(run: str | None, rank: int | None, everyone: bool, follow: bool) -> None:
     """Print what the ranks of a run have printed.
@@ -326,7 +335,7 @@ def logs(run: str | None, rank: int | None, everyone: bool, follow: bool) -> Non
 @main.command()
 @click.argument("run", metavar="[RUN]", required=False)
 def cancel(run: str | None) -> None:
-    """Ask a run to stop, save and end, wherever it runs or waits.
+    """Ask a run to save and stop, wherever it runs or waits.
 
     RUN is a name under ./runs, or a folder. It is not needed if there is only one run.
     """
@@ -337,14 +346,14 @@ def cancel(run: str | None) -> None:
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True, help="As JSON: rank, local_rank, world_size, ..., source, origin, error.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: rank, local_rank, world_size, ..., source, origin, error.")
 @click.option("--allow-independent", is_flag=True,
-              help="One of several processes that nothing has joined is then a training of its own.")  # fmt: skip
+              help="Accept that one of several processes that nothing connects trains alone.")  # fmt: skip
 def explain(as_json: bool, allow_independent: bool) -> None:
-    """Tell which rank a process started here is, and why.
+    """Show which rank a process started here is, and why.
 
     Each number is printed with the variable that it comes from.
-    Put it where the script would stand: srun rankwise explain. Exit status 2 means that the script would not start.
+    Put it in front like the script: srun rankwise explain. Exit status 2 means that the script would not start.
     """
     import os
 
@@ -369,19 +378,19 @@ def checkpoint() -> None:
 
 
 _RUN = click.argument("run", metavar="[RUN]", required=False)
-_WHICH = click.option("--checkpoint", "name", metavar="STEP", help="Which one: step-00000400, or 400.  [default: the newest]")
+_WHICH = click.option("--checkpoint", "name", metavar="STEP", help="Its step: step-00000400, or 400.  [default: the newest]")
 _TO = click.option("--to", required=True, metavar="FILE", type=click.Path(path_type=Path), help="FILE.pt or FILE.safetensors.")
-_FORCE = click.option("--force", is_flag=True, help="Write over a file that is there.")
-_PART = click.option("--part", default="model", show_default=True, help="Which of the things that were saved together.")
-_BY = click.option("--by", metavar="NAME", help="The figure that says which is best.  [default: the run's keep_best]")
-_LARGER = click.option("--larger-is-better/--less-is-better", default=None, help="With --by; only a loss need not say.")
+_FORCE = click.option("--force", is_flag=True, help="Overwrite an existing file.")
+_PART = click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
+_BY = click.option("--by", metavar="NAME", help="The metric that decides which is best.  [default: the run's keep_best]")
+_LARGER = click.option("--larger-is-better/--less-is-better", default=None, help="Which is best, with --by (not for a loss).")
 
 
 @checkpoint.command("ls")
 @_RUN
-@click.option("--verify", is_flag=True, help="Read every byte; else sizes alone are compared.")
+@click.option("--verify", is_flag=True, help="Read every byte instead of comparing the sizes only.")
 def list_checkpoints(run: str | None, verify: bool) -> None:
-    """A line a checkpoint: step, time, size, ranks, figures, state."""
+    """List the checkpoints: step, time, size, ranks, metrics, state."""
     from rankwise.checkpoint import commands, folders
 
     click.echo(commands.list_all(folders.find(run), verify))
@@ -390,9 +399,9 @@ def list_checkpoints(run: str | None, verify: bool) -> None:
 @checkpoint.command()
 @_RUN
 @_WHICH
-@click.option("--json", "as_json", is_flag=True, help="The manifest as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 def show(run: str | None, name: str | None, as_json: bool) -> None:
-    """What is in one: its parts, each tensor's type, shape and size."""
+    """Show the parts of a checkpoint, and the type, shape and size of each tensor."""
     from rankwise.checkpoint import commands, folders
 
     path = folders.pick(folders.find(run), name)
@@ -401,11 +410,11 @@ def show(run: str | None, name: str | None, as_json: bool) -> None:
 
 @checkpoint.command()
 @_RUN
-@click.option("--checkpoint", "name", metavar="STEP", help="Which one: step-00000400, or 400.  [default: all]")
+@click.option("--checkpoint", "name", metavar="STEP", help="Its step: step-00000400, or 400.  [default: all]")
 def verify(run: str | None, name: str | None) -> None:
-    """Read every byte, and name each damaged file and tensor.
+    """Read every byte, and report each corrupted file and tensor.
 
-    Exit status 1 if there is one.
+    Exit status 1 if there is any.
     """
     from rankwise.checkpoint import commands, folders
 
@@ -414,7 +423,7 @@ def verify(run: str | None, name: str | None) -> None:
     damaged = False
     for path, damages in commands.verify(paths):
         damaged = damaged or bool(damages)
-        click.echo("\n".join(damages or [f"{path.name} is whole"]))
+        click.echo("\n".join(damages or [f"{path.name} is intact"]))
     sys.exit(1 if damaged else 0)
 
 
@@ -425,7 +434,7 @@ def verify(run: str | None, name: str | None) -> None:
 @_PART
 @_FORCE
 def export_model(run: str | None, to: Path, name: str | None, part: str, force: bool) -> None:
-    """Write the model alone, for other programs.
+    """Write only the model, for other programs.
 
     Its state dict, as safetensors or for torch.load(weights_only=True).
     """
@@ -440,8 +449,8 @@ def export_model(run: str | None, to: Path, name: str | None, part: str, force: 
 @checkpoint.command("average")
 @_RUN
 @_TO
-@click.option("--last", type=int, metavar="N", help="Of the last N.")
-@click.option("--best", type=int, metavar="N", help="Of the best N.")
+@click.option("--last", type=int, metavar="N", help="Average the last N.")
+@click.option("--best", type=int, metavar="N", help="Average the best N.")
 @_BY
 @_LARGER
 @_PART
@@ -450,9 +459,9 @@ def average_model(
     run: str | None, to: Path, last: int | None, best: int | None, by: str | None, larger_is_better: bool | None, part: str,
     force: bool,
 ) -> None:  # fmt: skip
-    """Write the mean of the models of several.
+    """Write the mean of the models of several checkpoints.
 
-    Summed in float64. Counts and other integers are those of the newest.
+    Summed in float64. Counts and other integers come from the newest.
     """
     from rankwise.checkpoint import commands, folders
     from rankwise.checkpoint.retention import Best
@@ -465,17 +474,17 @@ def average_model(
 
 @checkpoint.command()
 @_RUN
-@click.option("--keep-last", type=int, metavar="N", help="The last N whole ones stay.  [default: 1]")
-@click.option("--keep-best", type=int, metavar="N", help="So do the best N.")
+@click.option("--keep-last", type=int, metavar="N", help="Keep the last N intact checkpoints.  [default: 1]")
+@click.option("--keep-best", type=int, metavar="N", help="Keep the best N, too.")
 @_BY
 @_LARGER
-@click.option("--older-than", metavar="AGE", help="Younger ones stay too: 12h, 7d, 2w.")
-@click.option("--keep", multiple=True, metavar="STEP", help="This one stays; may be given again.")
-@click.option("--yes", is_flag=True, help="Remove; else it is only said what would be.")
+@click.option("--older-than", metavar="AGE", help="Keep younger ones, too: 12h, 7d, 2w.")
+@click.option("--keep", multiple=True, metavar="STEP", help="Keep this one. Repeatable.")
+@click.option("--yes", is_flag=True, help="Remove them. Without it, only print what would be removed.")
 def prune(run: str | None, by: str | None, larger_is_better: bool | None, yes: bool, **rules: Any) -> None:
-    """Remove those that no rule keeps.
+    """Remove the checkpoints that no rule keeps.
 
-    The newest that verifies is never removed.
+    The newest intact one is never removed.
     """
     from rankwise.checkpoint import commands, folders
     from rankwise.checkpoint.retention import Best
@@ -484,4 +493,4 @@ def prune(run: str | None, by: str | None, larger_is_better: bool | None, yes: b
     for path in gone:
         click.echo(commands.remove_one(path) if yes else f"would remove {path}")
     if not yes:
-        click.echo("to do it, type the same with --yes" if gone else "nothing to remove")
+        click.echo("to remove them, type the same with --yes" if gone else "nothing to remove")

@@ -4,14 +4,14 @@ RankwiseError            exit status 2 unless a subclass says otherwise
   ConfigError            a setting that cannot work
   WorldError             this process cannot tell which rank it is, or the ranks disagree
     NotJoinedError       it is one of several that were asked for, and would train alone
-  DeviceError            there is a GPU that torch cannot use
+  DeviceError            torch cannot use a GPU of this machine
   RunDirError            the run directory cannot be used
   DataError              the dataset or its order
-  StepError              a step function, or a rank's count of samples, broke its contract
+  StepError              a step function, or a rank's number of samples, broke its contract
   CheckpointError        a checkpoint cannot be written or read
-    DamagedError         one that was written is not as it was
-  FunctionError          a rank of a function ended without a result, or with one that cannot travel
-  OutputError            what a command prints cannot be written
+    DamagedError         a file of a checkpoint is corrupted
+  FunctionError          a rank of a function exited without a result, or with one that cannot be sent
+  OutputError            the output of a command cannot be written
   SelftestError          a script that cannot be tested
   MainProcessError       work that only some ranks do failed there, with an exception that no other rank can be given
 Stopped                  not an error: training stopped as asked, everything is saved
@@ -22,7 +22,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import sys
+import textwrap
 import traceback
 from types import TracebackType
 
@@ -44,15 +46,16 @@ class ConfigError(RankwiseError):
 
 
 class WorldError(RankwiseError):
-    """The environment does not say, or says wrongly, which rank this process is."""
+    """The environment does not say which rank this process is, or says it wrongly."""
 
 
 class NotJoinedError(WorldError):
-    """One process of a job of several that nothing has joined: it would train alone. `allow_independent` permits it."""
+    """This is one of several processes of a job, and nothing connects them: it would train alone. `allow_independent` permits
+    that."""
 
 
 class DeviceError(RankwiseError):
-    """There is a GPU, and torch cannot use it: its driver, its state, or a torch that is built for another."""
+    """There is a GPU, but torch cannot use it: because of its driver, its state, or a torch built for another one."""
 
 
 class RunDirError(RankwiseError):
@@ -60,11 +63,11 @@ class RunDirError(RankwiseError):
 
 
 class DataError(RankwiseError):
-    """A dataset that cannot be trained on."""
+    """A dataset that cannot be used for training."""
 
 
 class StepError(RankwiseError):
-    """A step or evaluation function returned something else than its contract says."""
+    """A step or evaluation function returned something other than its contract says."""
 
 
 class CheckpointError(RankwiseError):
@@ -74,40 +77,40 @@ class CheckpointError(RankwiseError):
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint is gone, cut off, or holds another byte than was written: the one before may be whole."""
+    """A file of a checkpoint is missing, truncated or corrupted; the checkpoint before it may be intact."""
 
 
 class OutputError(RankwiseError):
-    """What a command prints cannot be written, to a full disk for example."""
+    """The output of a command cannot be written, because a disk is full for example."""
 
     exit_status = 1
 
 
 class SelftestError(RankwiseError):
-    """A script that the self-test cannot run, or in which it sees nothing."""
+    """A script that the self-test cannot run, or in which it finds nothing to test."""
 
 
 class MainProcessError(RankwiseError):
-    """Work that only some ranks do raised where it was done; the text is that rank's traceback."""
+    """Work that only some ranks do has failed there; the message is the traceback of that rank."""
 
     exit_status = 1
 
 
 class FunctionError(RankwiseError):
-    """A rank of a function left without a result, or with one that no other process can be given."""
+    """A rank of a function exited without a result, or with a result that cannot be sent to another process."""
 
     exit_status = 1
 
 
 class Stopped(SystemExit):
-    """Training stopped after an agreed step and is saved. Ends the script with 75, or 130 after Ctrl-C."""
+    """Training stopped after an agreed step, and is saved. The script exits with status 75, or 130 after Ctrl-C."""
 
     signum = 0
-    """The signal for which it stopped; 0 where that is not known."""
+    """The signal for which it stopped; 0 if that is not known."""
 
 
 def _without_frames(note: str) -> str:
-    """Of a traceback of another process, its first line and the last place that is not ours."""
+    """The first line of another process's traceback, and the last place in it that is not ours."""
     frames = re.findall(r'^ +File "(.+)", line (\d+)', note, re.MULTILINE)
     if not frames:
         return note
@@ -116,15 +119,23 @@ def _without_frames(note: str) -> str:
 
 
 def _hides_one_of_the_scripts(error: BaseException) -> bool:
-    """Whether it was raised while an error of the script's own was handled there: try: train() finally: checkpoints.wait()."""
+    """Whether it was raised while the script handled an error of its own: try: train() finally: checkpoints.wait()."""
     first = error.__context__
     if error.__suppress_context__ or first is None or isinstance(first, RankwiseError) or first.__traceback__ is None:
         return False
     return not first.__traceback__.tb_frame.f_code.co_filename.startswith(_OURS)
 
 
+def _folded(text: str) -> str:
+    """On a terminal, in lines that end between words."""
+    if "\n" in text or sys.stderr is None or not sys.stderr.isatty():
+        return text
+    columns = shutil.get_terminal_size().columns - 1
+    return textwrap.fill(text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
 def end_process(error: BaseException) -> None:
-    """For an exit function: what it has found failed, after the last line of the script. The status is 1 whatever it was."""
+    """For an exit function that finds a failure after the last line of the script. The exit status is always 1."""
     print(f"error: {error}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -133,7 +144,8 @@ def end_process(error: BaseException) -> None:
 
 
 def without_traceback() -> None:
-    """From now on an uncaught error of ours ends this process with its message, where it was raised, and the user's line."""
+    """From now on an uncaught error of ours ends this process with its message, the place where it was raised, and the user's
+    line."""
     before = sys.excepthook
     if getattr(before, "__module__", None) == __name__:
         return
@@ -145,6 +157,6 @@ def without_traceback() -> None:
         main = getattr(sys.modules["__main__"], "__file__", None)
         lines = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(tb) if frame.filename == main]
         where = [_without_frames(note) for note in getattr(error, "__notes__", ())]
-        print("\n  ".join([f"error: {error}", *where, *(f"at {line}" for line in lines[-1:])]), file=sys.stderr)
+        print("\n  ".join([_folded(f"error: {error}"), *where, *(f"at {line}" for line in lines[-1:])]), file=sys.stderr)
 
     sys.excepthook = hook

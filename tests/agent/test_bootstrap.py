@@ -34,7 +34,7 @@ def planned(**changes: Any) -> Plan:
     [
         ({"cwd": "/no/where"}, "has no /no/where (no such file or directory), the folder of the script: "),
         ({"argv": ("other.py",)}, "has no script other.py in "),
-        ({"interpreter": ("/no/python", "-u")}, "has no Python /no/python, which is to run the script"),
+        ({"interpreter": ("/no/python", "-u")}, "has no Python /no/python, which runs the script"),
     ],
 )
 def test_what_a_host_lacks_of_a_run_is_named_with_the_host_and_the_cure(changes: dict[str, Any], lacks: str) -> None:
@@ -42,7 +42,7 @@ def test_what_a_host_lacks_of_a_run_is_named_with_the_host_and_the_cure(changes:
     with pytest.raises(ConfigError) as raised:
         bootstrap._enter(planned(**changes))
     assert str(raised.value).startswith(f"{HERE} {lacks}")
-    assert str(raised.value).endswith("every host needs it in the same place, by a shared file system or a copy")
+    assert str(raised.value).endswith("every host needs it under the same path, on a shared file system or as a copy")
 
 
 @pytest.mark.parametrize("changes", [{}, {"argv": ("-m", "package.train")}, {"argv": ("sh", "-c", "true"), "interpreter": ()}])
@@ -61,9 +61,9 @@ def test_a_host_that_has_all_of_it_is_entered(changes: dict[str, Any]) -> None:
         (75, "stopped by SIGUSR1 after step 3", "slurm", {"job": {"within": True}}, 75),
         (75, "stopped by SIGUSR1 after step 3", "slurm", {"launcher_holds": True}, 75),
         (75, "stopped by SIGTERM after step 3", "local", {}, 75),
-        (75, "rank 0 left with status 75", "slurm", {}, 75),
-        (1, "rank 0 left with status 1", "slurm", {}, 1),
-        (0, "all ranks ended with status 0", "slurm", {}, 0),
+        (75, "rank 0 exited with status 75", "slurm", {}, 75),
+        (1, "rank 0 exited with status 1", "slurm", {}, 1),
+        (0, "all ranks exited with status 0", "slurm", {}, 0),
     ],
 )
 def test_to_its_queue_a_job_that_has_stopped_and_saved_has_not_failed(

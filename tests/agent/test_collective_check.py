@@ -22,7 +22,7 @@ def compared(*notes: Note) -> str | None:
 def test_the_minority_is_what_differs() -> None:
     odd = note("all_reduce(sum, int32[4])", "/home/me/train.py:29")
     assert compared(note(), odd, note()) == (
-        "the ranks do not match in collective 1: rank 1 calls all_reduce(sum, int32[4]) at train.py:29 where "
+        "the ranks do not match in collective 1: rank 1 calls all_reduce(sum, int32[4]) at train.py:29, but "
         "ranks 0, 2 call all_reduce(sum, float32[4]) at train.py:31"
     )
     assert compared(odd, note(), note()) is not None
@@ -39,8 +39,8 @@ def test_of_two_that_differ_the_one_that_is_not_rank_0_is_named() -> None:
 def test_the_same_reduction_from_another_line_is_another_reduction() -> None:
     said = compared(note(), note(site="/home/me/train.py:40"))
     assert said == (
-        "the ranks do not match in collective 1: rank 1 calls all_reduce(sum, float32[4]) at train.py:40 where rank 0 calls it "
-        "at train.py:31: two different ones are mixed"
+        "the ranks do not match in collective 1: rank 1 calls all_reduce(sum, float32[4]) at train.py:40, but rank 0 calls it "
+        "at train.py:31: these are two different calls"
     )
 
 

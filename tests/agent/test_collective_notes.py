@@ -126,7 +126,7 @@ def test_one_rank_that_asks_something_else_is_named_with_both(name: str, differe
     said = with_the_odd(lambda d: CALLS[name](d, ""), lambda d: CALLS[name](d, different))
     assert said is not None
     assert said.startswith(f"the ranks do not match in collective 1: rank {ODD} calls {name}(")
-    assert f" where ranks 0, 2 call {name}(" in said
+    assert f", but ranks 0, 2 call {name}(" in said
     asked = {"operation": "(max", "dtype": "int32", "shape": "[8]", "root": " 2) at"}[different]
     assert asked in said.partition(" where ")[0]
     assert asked not in said.partition(" where ")[2]
@@ -164,7 +164,7 @@ def test_two_alike_from_different_lines_are_two_unless_a_line_of_its_own_is_usua
     arguments = [*positional, *named.values()] if name not in ("all_reduce_coalesced", "reduce_scatter_tensor") else positional
     said = with_the_odd(one, another)
     assert (said is None) == (name in FROM_ANY_LINE)
-    assert said is None or "two different ones are mixed" in said
+    assert said is None or "these are two different calls" in said
 
 
 MODULE = """

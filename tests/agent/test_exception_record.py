@@ -126,7 +126,7 @@ def loaded(workers: list[Worker], error: Exception) -> None:
             "DataLoader worker (pid 4711) is killed by signal: Killed.",
         ),
         (EOFError(), -11, "DataLoader worker (pid 4711) is killed by signal: Segmentation fault."),
-        (ConnectionRefusedError(111, "Connection refused"), 0, "DataLoader worker (pid 4711) left with status 0."),
+        (ConnectionRefusedError(111, "Connection refused"), 0, "DataLoader worker (pid 4711) exited with status 0."),
         (RuntimeError("DataLoader worker (pid(s) 4711) exited unexpectedly"), -9, "is killed by signal: Killed."),
         (ConnectionResetError(104, "by S3"), None, "[Errno 104] by S3"),
         (ValueError("no data"), -9, "no data"),

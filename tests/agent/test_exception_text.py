@@ -75,7 +75,7 @@ Traceback (most recent call last):
 
 def test_what_a_spawned_process_raised_is_told_with_its_own_line() -> None:
     told = reword(record("ProcessRaisedException", SPAWNED), 0, "train.py")
-    assert told == ExceptionText("ValueError: no data", "train.py:4, in process 1 that the script has spawned")
+    assert told == ExceptionText("ValueError: no data", "train.py:4, in process 1, which the script spawned")
 
 
 @pytest.mark.parametrize("head", ["multiprocessing.pool.RemoteTraceback:", "concurrent.futures.process._RemoteTraceback: "])
@@ -105,10 +105,8 @@ Extension modules: numpy
 def test_an_abort_of_gloo_for_sizes_is_told_with_the_line_and_the_flag_that_names_ranks_and_shapes() -> None:
     said = of_abort(ABORTED, checked=False)
     assert said is not None
-    assert said.startswith(
-        "in all_reduce (metrics.py:5) it received 8 bytes where it expected 4: the tensors of the ranks differ"
-    )
-    assert said.endswith("; rankwise run --check-collectives names the ranks, their shapes and lines")
+    assert said.startswith("in all_reduce (metrics.py:5) it received 8 bytes but expected 4: the tensors of the ranks differ")
+    assert said.endswith("; rankwise run --check-collectives shows which ranks, with their shapes and lines")
     checked = of_abort(ABORTED, checked=True)
     assert checked is not None
     assert "--check-collectives found no difference" in checked
@@ -176,7 +174,7 @@ def test_parameters_that_a_loss_did_not_use_have_their_names() -> None:
     message = UNUSED.format("Parameter indices which did not receive grad for rank 1: 2 3")
     names = {"2": "extra.weight (Linear)", "3": "extra.bias (Linear)"}
     told = reword(record("RuntimeError", message, parameters=names), 1, "train.py")
-    assert told.exception == "RuntimeError: its last loss did not use extra.weight (Linear), extra.bias (Linear)"
+    assert told.exception == "RuntimeError: the last loss did not use extra.weight (Linear), extra.bias (Linear)"
     assert told.remark is not None
     assert "find_unused_parameters=True" in told.remark
 
@@ -197,7 +195,7 @@ def test_a_parameter_of_another_shape_is_named() -> None:
     message = "[1]: params[2] in this process with sizes [4, 4] appears not to match sizes of the same param in process 0."
     told = reword(record("RuntimeError", message, parameters={"2": "head.weight (Linear)"}), 1, "t.py")
     assert told.exception == (
-        "RuntimeError: its model is not that of rank 0: parameter head.weight (Linear) has sizes [4, 4] here"
+        "RuntimeError: its model differs from that of rank 0: parameter head.weight (Linear) has shape [4, 4] here"
     )
     assert "parameter number 2 has" in reword(record("RuntimeError", message), 1, "t.py").exception
 
@@ -212,14 +210,15 @@ def test_a_script_of_a_package_is_told_how_to_run_as_its_module(tmp_path: Path) 
     (tmp_path / "lab" / "pkg").mkdir(parents=True)
     (tmp_path / "lab" / "__init__.py").touch()
     failed = record("ImportError", "attempted relative import with no known parent package")
-    assert reword(failed, 0, "lab/pkg/train.py").remark == "it belongs to a package: type `rankwise run -m lab.pkg.train`"
+    remark = reword(failed, 0, "lab/pkg/train.py").remark
+    assert remark == "the script belongs to a package; type `rankwise run -m lab.pkg.train`"
     inside = reword(failed, 0, "/srv/other/train.py").remark
-    assert inside == "it belongs to a package: type `cd /srv && rankwise run -m other.train`"
+    assert inside == "the script belongs to a package; type `cd /srv && rankwise run -m other.train`"
 
 
 def test_only_rank_0_has_the_terminal() -> None:
     failed = record("EOFError", "EOF when reading a line")
-    assert "only rank 0 has the terminal" in (reword(failed, 1, "t.py").remark or "")
+    assert "only rank 0 can read from the terminal" in (reword(failed, 1, "t.py").remark or "")
     assert reword(failed, 0, "t.py").remark is None
 
 
@@ -249,17 +248,17 @@ def test_a_rank_of_a_task_that_sees_one_gpu_is_told_its_index() -> None:
     told = reword(record("AcceleratorError", ORDINAL, visible="3", local_rank="3"), 7, "train.py")
     assert told.remark is not None
     assert told.remark.startswith(
-        "it sees 1 GPU (CUDA_VISIBLE_DEVICES=3), whose index is 0 whatever LOCAL_RANK is (here 3): take "
+        "this rank sees 1 GPU (CUDA_VISIBLE_DEVICES=3), so the index is 0 whatever LOCAL_RANK is (here 3); use "
     )
 
 
 @pytest.mark.parametrize(
     ("visible", "together", "said"),
     [
-        ("0", 2, "LOCAL_RANK is 1, and it sees 1 GPU (CUDA_VISIBLE_DEVICES=0): type --nproc 1"),
-        ("0,1", 4, "LOCAL_RANK is 1, and it sees 2 GPUs (CUDA_VISIBLE_DEVICES=0,1): type --nproc 2"),
-        ("0,1", 2, "LOCAL_RANK is 1, and it sees 2 GPUs (CUDA_VISIBLE_DEVICES=0,1)"),
-        (None, 4, "LOCAL_RANK is 1, and it sees fewer GPUs than that"),
+        ("0", 2, "LOCAL_RANK is 1, and this rank sees 1 GPU (CUDA_VISIBLE_DEVICES=0): type --nproc 1"),
+        ("0,1", 4, "LOCAL_RANK is 1, and this rank sees 2 GPUs (CUDA_VISIBLE_DEVICES=0,1): type --nproc 2"),
+        ("0,1", 2, "LOCAL_RANK is 1, and this rank sees 2 GPUs (CUDA_VISIBLE_DEVICES=0,1)"),
+        (None, 4, "LOCAL_RANK is 1, and this rank sees fewer GPUs than that"),
     ],
 )
 def test_more_ranks_than_gpus_are_told_with_both(visible: str | None, together: int, said: str) -> None:

@@ -33,7 +33,7 @@ def test_a_file_that_lost_a_mapped_page_is_named(tmp_path: Path, length: int, cu
             each.close()
     assert (found is not None) == said
     if found is not None:
-        assert found.startswith(f"{tmp_path / 'a file'} was cut to ")
+        assert found.startswith(f"{tmp_path / 'a file'} was truncated to ")
         assert found.endswith("B while it was mapped")
     (tmp_path / "a file").unlink()
     assert files.cut(os.getpid()) is None

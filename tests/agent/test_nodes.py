@@ -65,7 +65,7 @@ def test_ranks_are_counted_over_the_hosts_in_their_order(agents: New) -> None:
     assert [(w["LOCAL_RANK"], w["LOCAL_WORLD_SIZE"]) for w in world] == [(str(n), "4") for n in range(4)]
     attempt = run.run.attempts()[-1]
     assert (attempt.ranks, len(attempt.pids), [part.first for part in attempt.parts]) == (4, 4, [0, 2, 3])
-    assert (attempt.status, attempt.outcome.split(";")[0]) == (0, "all ranks ended with status 0")
+    assert (attempt.status, attempt.outcome.split(";")[0]) == (0, "all ranks exited with status 0")
 
 
 def test_what_the_agents_own_scheduler_says_of_a_rank_is_what_rank_says(agents: New, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +101,8 @@ if index >= len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")):
     assert run.wait()[0] == 1
     assert [run.log(rank).splitlines()[0] for rank in range(2)] == ["0 2 2", "1 2 2"]
     assert run.failure().summary.startswith(
-        "rank 1 raised RuntimeError: CUDA error: invalid device ordinal (script.py:6); it sees 1 GPU (CUDA_VISIBLE_DEVICES=2), "
-        "whose index is 0 whatever LOCAL_RANK is (here 1): take rankwise.local_device(world)"
+        "rank 1 raised RuntimeError: CUDA error: invalid device ordinal (script.py:6); this rank sees 1 GPU "
+        "(CUDA_VISIBLE_DEVICES=2), so the index is 0 whatever LOCAL_RANK is (here 1); use rankwise.local_device(world)"
     )
 
 
@@ -121,7 +121,7 @@ def test_agents_that_would_each_take_all_devices_of_one_host_are_one_error(agent
     status, said = run.wait()
     assert status == 1
     assert len(said.splitlines()) == 1
-    assert " has 2 of the 2 agents of this run, and each would take all its devices; type --nproc 1 for one rank each" in said
+    assert " has 2 of the 2 agents of this run, and each would use all devices of the host; use --nproc 1" in said
     assert not run.log(0)
 
 
@@ -271,9 +271,9 @@ def test_a_node_that_is_lost_ends_the_run_and_is_named(agents: New) -> None:
     status, out = run.wait()
     assert status == 1
     assert "rankwise: node 1, " in out
-    assert "was lost: ssh to it ended" in out
+    assert "was lost: ssh to it exited" in out
     failure = run.failure()
-    assert (failure.rank, failure.summary) == (2, "rank 2 was lost with its node: ssh to it ended")
+    assert (failure.rank, failure.summary) == (2, "rank 2 was lost with its node: ssh to it exited")
     assert len(pids) == 3
 
 
@@ -285,7 +285,7 @@ def test_all_ranks_of_all_nodes_start_again_after_a_failure(agents: New) -> None
     run = agents().start(source, A, B, max_restarts=1)
     status, out = run.wait()
     assert (status, [attempt.status for attempt in run.run.attempts()]) == (0, [3, 0])
-    assert out == "rankwise: rank 2 left with status 3; restarting all ranks, 1 of 1\n"
+    assert out == "rankwise: rank 2 exited with status 3; restarting all ranks, 1 of 1\n"
     assert {told(run, rank)["TORCHELASTIC_RESTART_COUNT"] for rank in range(3)} == {"1"}
 
 

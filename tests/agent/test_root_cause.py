@@ -103,16 +103,16 @@ def test_other_ends_follow_nobody() -> None:
 @pytest.mark.parametrize(
     ("evidence", "said"),
     [
-        (killed(1, 1.0), "rank 1 was killed by SIGKILL: often the kernel's out-of-memory killer"),
-        (killed(1, 1.0, step=60), "rank 1 was killed by SIGKILL at step 60: often the kernel's out-of-memory killer"),
+        (killed(1, 1.0), "rank 1 was killed by SIGKILL (often the kernel's out-of-memory killer)"),
+        (killed(1, 1.0, step=60), "rank 1 was killed by SIGKILL at step 60 (often the kernel's out-of-memory killer)"),
         (killed(0, 1.0, signal.SIGSEGV, step=3), "rank 0 was killed by SIGSEGV at step 3"),
         (raised(3, 1.0), "rank 3 raised ValueError: loss is nan"),
         (raised(3, 1.0, step=60, where="train.py:61"), "rank 3 raised ValueError: loss is nan at step 60 (train.py:61)"),
         (raised(3, 1.0, where="train.py:61"), "rank 3 raised ValueError: loss is nan (train.py:61)"),
         (raised(0, 1.0, "RuntimeError: one\ntwo\n"), "rank 0 raised RuntimeError: one"),
-        (end(2, 1.0, 3), "rank 2 left with status 3"),
-        (end(2, 1.0, 3, step=7), "rank 2 left with status 3 at step 7"),
-        (end(2, 1.0, 0, step=7), "rank 2 left with status 0 at step 7 while the other ranks still expected it"),
+        (end(2, 1.0, 3), "rank 2 exited with status 3"),
+        (end(2, 1.0, 3, step=7), "rank 2 exited with status 3 at step 7"),
+        (end(2, 1.0, 0, step=7), "rank 2 exited with status 0 at step 7 while other ranks still waited for it"),
     ],
 )
 def test_one_line_says_what_happened_to_which_rank(evidence: Evidence, said: str) -> None:
@@ -136,16 +136,16 @@ def test_where_another_rank_waited_for_one_that_left_is_said(status: int) -> Non
     waited = replace(raised(0, 1.1, "RuntimeError: Connection closed by peer", where="train.py:88"), traceback=IN_ALL_REDUCE)
     assert judge([waited, left]) is left
     assert summary(left, [waited, left]) == (
-        f"rank 1 left with status {status} at step 60 while rank 0 waited for it in all_reduce (train.py:88)"
+        f"rank 1 exited with status {status} at step 60 while rank 0 waited for it in all_reduce (train.py:88)"
     )
 
 
 def test_of_an_abort_the_place_of_another_rank_is_told_too() -> None:
-    aborted = killed(1, 1.0, signal.SIGABRT, remark="in all_reduce (train.py:50) it received 8 bytes where it expected 4")
+    aborted = killed(1, 1.0, signal.SIGABRT, remark="in all_reduce (train.py:50) it received 8 bytes but expected 4")
     other = replace(follower(0, 1.1, where="train.py:88"), traceback=IN_ALL_REDUCE)
     assert judge([aborted, other]) is aborted
     assert summary(aborted, [aborted, other]) == (
-        "rank 1 was killed by SIGABRT: in all_reduce (train.py:50) it received 8 bytes where it expected 4; "
+        "rank 1 was killed by SIGABRT: in all_reduce (train.py:50) it received 8 bytes but expected 4; "
         "rank 0 was in all_reduce (train.py:88)"
     )
     of_kill = killed(1, 1.0, signal.SIGKILL, remark="x")
@@ -209,7 +209,7 @@ def test_a_rank_that_nothing_can_end_is_the_cause_where_no_other_has_one_of_its_
 
 
 def test_a_rank_that_nothing_can_end_is_told_beside_the_cause_and_as_the_cause() -> None:
-    said = "rank 1 cannot be killed (state D in folio_wait_bit): the host needs an operator"
+    said = "rank 1 cannot be killed (state D in folio_wait_bit): ask the administrator of the host"
     ends = [raised(0, 1.0), stuck(1)]
     assert summary(ends[0], ends) == f"rank 0 raised ValueError: loss is nan; {said}"
     assert summary(ends[1], ends) == said
@@ -242,7 +242,7 @@ def test_of_models_of_different_size_the_one_that_differs_from_most_is_the_cause
     found = judge(ends)
     assert found is not None
     assert summary(found, ends) == (
-        "rank 2 raised RuntimeError: its model is not that of rank 0: 6 parameters instead of 4 (train.py:8)"
+        "rank 2 raised RuntimeError: its model differs from that of rank 0: 6 parameters instead of 4 (train.py:8)"
     )
     two = judge([raised(0, 1.0, said.format(0, 4, 1, 6)), raised(1, 1.1, said.format(1, 6, 0, 4))])
     assert two is not None

@@ -58,13 +58,13 @@ def test_different_collectives_are_named_with_their_lines() -> None:
 def test_all_in_one_collective_is_the_network_or_a_mismatch() -> None:
     said = judge([seen(0, ALL_REDUCE), seen(1, ALL_REDUCE)], sure=False)
     assert said == (
-        "all ranks wait in all_reduce at train.py:88 in main: the network does not answer, or what they ask for does not match "
+        "all ranks wait in all_reduce at train.py:88 in main: the network does not answer, or their calls do not match "
         "(rankwise run --check-collectives shows it)"
     )
     compared = judge([seen(0, ALL_REDUCE), seen(1, ALL_REDUCE)], sure=False, checked=True)
     assert compared == (
-        "all ranks wait in all_reduce at train.py:88 in main: --check-collectives finds no difference between what they ask "
-        "for, so the network does not answer"
+        "all ranks wait in all_reduce at train.py:88 in main: --check-collectives finds no difference between their calls, "
+        "so the network does not answer"
     )
 
 

@@ -57,7 +57,7 @@ def test_a_host_with_another_key_than_the_known_one_is_refused(hosts: Start, mon
     Path("known").write_text(f"node1 {key[0]} {key[1]}\n")
     with_configuration(monkeypatch, f"Host node1\n  UserKnownHostsFile {Path('known').absolute()}")
     line = refused("node1", hosts(*ssh.reach("node1", ["true"])))
-    assert line.startswith("node1 shows another key than the one that is known for it")
+    assert line.startswith("the key of node1 has changed")
     assert line.endswith("ssh-keygen -R node1; ssh node1 true")
 
 
@@ -97,5 +97,5 @@ def test_a_host_that_goes_down_ends_the_command(hosts: Start) -> None:
         finally:
             reached.kill()
             subprocess.run([HOSTS / "hosts-up", "2"], check=True, capture_output=True)
-    line = "node2 ended the connection: it, or its ssh server, went down; to try: ssh node2 true"
+    line = "node2 closed the connection: the host, or its ssh server, went down; to try: ssh node2 true"
     assert (reached.returncode, ssh.refusal("node2", said)) == (255, line), said

@@ -107,6 +107,6 @@ def test_root_is_told_what_to_type_instead_of_what_open_mpi_says(openmpi: Start,
         monkeypatch.delenv(name, raising=False)
     run = job("openmpi", "train.py")
     with pytest.raises(
-        ConfigError, match=r"type before the command: OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1$"
+        ConfigError, match=r"put before the command: OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1$"
     ):
         queues()["openmpi"].submit(str(run.job), {})

@@ -47,7 +47,7 @@ def test_a_rank_that_fails_below_mpirun_is_named_and_its_status_is_mpiruns(hosts
     source = "import os, sys\nif os.environ['RANK'] == '2':\n    sys.exit(5)\n" + FOR_EVER
     status, out = launch(*RUN, "--on", "mpi", "-H", "node1:2,node2:1", write(source), **AS_ROOT).wait()
     assert status == 5, out
-    assert "rankwise: rank 2 left with status 5, on node2" in out.splitlines()
+    assert "rankwise: rank 2 exited with status 5, on node2" in out.splitlines()
 
 
 def test_ctrl_c_below_mpirun_stops_all_ranks_after_one_step(hosts: Start, launch: New, mpirun: str) -> None:
@@ -97,8 +97,8 @@ def test_uneven_launchers_of_which_mpich_does_not_tell_are_one_error_or_told_to_
     started = ["mpirun.mpich", "-np", "3", "-hosts", "node1:1,node2:2"]
     status, out = launch(*started, *RUN, write(TELL)).wait()
     assert status == 1, out
-    line = "rankwise: node2 has 2 of the 3 agents of this run, and each would take all its devices; type --nproc 1 for one rank"
-    assert [said.partition(" each, or start")[0] for said in out.splitlines() if "rankwise: node2" in said] == [line]
+    line = "rankwise: node2 has 2 of the 3 agents of this run, and each would use all devices of the host; use --nproc 1"
+    assert [said.partition(" for one rank per agent")[0] for said in out.splitlines() if "rankwise: node2" in said] == [line]
     assert "Traceback" not in out
     assert not told()
     status, out = launch(*started, *RUN, "--nproc", "1", "--name", "each", "train.py", name="each").wait()

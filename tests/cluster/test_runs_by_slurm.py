@@ -184,8 +184,8 @@ def test_a_step_that_ends_before_all_its_agents_have_come_is_said_at_once(slurm:
     status, out = cut.wait()
     assert status in (143, 137), out  # what srun ends its other tasks by: SIGTERM, and SIGKILL where that takes long
     assert "srun: error: node2: task 1: Exited with exit code 2" in out  # what could not be started, 3 of 60 plain sruns lose
-    line = "before any rank was started; why is in the lines above"
-    assert f"rankwise: what starts the agents (slurm) ended with status {status} {line}" in out.splitlines()
+    line = "before any rank started; the reason is in the lines above"
+    assert f"rankwise: the launcher of the agents (slurm) exited with status {status} {line}" in out.splitlines()
     assert time.monotonic() < cut.began + 5 + 5  # salloc's own way in and out
     killing = "for i in $(seq 999); do p=$(pgrep -P $$ -x srun) && break; sleep 0.01; done; kill -KILL $p"
     killed = launch(
@@ -193,7 +193,7 @@ def test_a_step_that_ends_before_all_its_agents_have_come_is_said_at_once(slurm:
     )
     status, out = killed.wait()
     assert status == 137, out
-    assert "rankwise: what starts the agents (slurm) was killed by SIGKILL; its ranks were ended, nothing else is lost" in out
+    assert "rankwise: the launcher of the agents (slurm) was killed by SIGKILL, and its ranks with it" in out
 
 
 def test_a_step_of_uneven_tasks_is_one_world(slurm: Start, launch: New) -> None:
@@ -263,7 +263,7 @@ def test_a_lost_node_of_a_job_is_done_without(slurm: Start, launch: New) -> None
     finally:
         again = [HOSTS / "slurm-up", "2", "--gpus", "2", "--", "--no-ssh", "--debian-hosts"]
         subprocess.run(again, check=True, capture_output=True)
-    assert "rankwise: node 1, node2, was lost: it has said nothing for 15 s" in out.splitlines()
+    assert "rankwise: node 1, node2, was lost: no message came from it for 15 s" in out.splitlines()
     assert [attempt.ranks for attempt in run.run.attempts()] == [4, 2]
     assert told(1) == {0: ["node1", "0", "2", "0", "2", "0", "1"], 1: ["node1", "1", "2", "1", "2", "0", "1"]}
     assert status == 0

@@ -134,8 +134,8 @@ def test_a_host_that_loses_its_power_is_named_and_a_run_ends_or_goes_on_without_
         status, out = needs_both.wait()
         assert time.monotonic() < began + 22
         assert status == 1
-        assert "rankwise: node 0, node1, was lost: it has said nothing for 15 s" in out
-        assert "rankwise: rank 0 was lost with its node: it has said nothing for 15 s, on node1" in out.splitlines()
+        assert "rankwise: node 0, node1, was lost: no message came from it for 15 s" in out
+        assert "rankwise: rank 0 was lost with its node: no message came from it for 15 s, on node1" in out.splitlines()
         before = len(steps())
         goes_on.until(lambda: len(steps()) > before, "new steps")
         goes_on.signal(signal.SIGINT)
@@ -187,15 +187,15 @@ def test_each_host_may_have_a_folder_of_its_own_if_the_script_is_in_it(hosts: St
     assert status == 1
     assert out.splitlines()[1:] == [
         "rankwise: node 1 (node2) did not start: node2 has no /scratch/here (no such file or directory), the folder of "
-        "the script: every host needs it in the same place, by a shared file system or a copy"
+        "the script: every host needs it under the same path, on a shared file system or as a copy"
     ]
     subprocess.run(on("node2", "sh", "-c", "mkdir -p /scratch/here && cp $0 /scratch/here", script), check=True)
     status, out = launch(*on("node1", *words)).wait()
     assert status == 3, out
     folder = "/scratch/here/runs/train"
-    assert f"rankwise: node2: it does not see {folder}: the logs of its ranks stay there, in {folder}" in out.splitlines()
+    assert f"rankwise: node2: this host does not see {folder}: the logs of its ranks are here, in {folder}" in out.splitlines()
     assert out.splitlines()[-2:] == [
-        "rankwise: rank 1 left with status 3, on node2",
+        "rankwise: rank 1 exited with status 3, on node2",
         f"rankwise: its output is in {folder}/logs/rank-1.log on node2; exit status 3",
     ]
     there = subprocess.run(on("node2", "cat", f"{folder}/logs/rank-1.log"), capture_output=True, text=True)

@@ -102,10 +102,10 @@ def test_what_is_asked_for_arrives_word_by_word(sge: Start) -> None:
     [
         (
             {"pe": "nope", "slots": 2},
-            'qsub refuses the job: job rejected: the requested parallel environment "nope" does not exist; those there are: '
+            'qsub refuses the job: job rejected: the requested parallel environment "nope" does not exist; to list them: '
             "qconf -spl",
         ),
-        ({"resources": ("nope=1",)}, 'qsub refuses the job: unknown resource "nope"; those there are: qconf -sc'),
+        ({"resources": ("nope=1",)}, 'qsub refuses the job: unknown resource "nope"; to list them: qconf -sc'),
         (
             {"resources": ("h_rt=soon",)},
             'qsub refuses the job: attribute "h_rt" is not a time value; for example -l h_rt=10:00:00',
@@ -150,8 +150,8 @@ def test_a_job_whose_output_has_no_folder_says_that_it_will_never_start_and_why(
     state = until("stuck", job_id)
     assert state.reason == (
         f'Eqw: it will never start: can\'t open output file "{run.logs}/job-{job_id}.log": No such file or directory; '
-        "every host must see the run directory, under this path: --run-dir PATH, a folder on a file system that they share; "
-        f"mend that, then type: qmod -cj {job_id}"
+        "every host must see the run directory under this path; use --run-dir PATH with a folder that they share; "
+        f"repair that, then type: qmod -cj {job_id}"
     )
     scheduler.cancel({"id": job_id})
 

@@ -97,8 +97,8 @@ def test_a_run_that_is_waited_for_shows_its_output_and_leaves_the_exit_status_of
     done = cluster.run(SAYS + "raise SystemExit(3)", "--nodes", "1", "--nproc", "2", "--wait")
     assert done.returncode == 3, done.stdout + done.stderr
     assert "rank 0 of 2" in done.stdout
-    assert "rankwise: train.py by slurm (as asked) on 1 node, 2 ranks each, in runs/train" in done.stderr
-    assert " left with status 3, on node1\n" in done.stderr
+    assert "rankwise: train.py with slurm (--on) on 1 node, 2 ranks each, in runs/train" in done.stderr
+    assert " exited with status 3, on node1\n" in done.stderr
     found = cluster.comes_to("ended")
     assert (found["job"]["status"], found["alive"], found["lives"][0]["status"]) == (3, False, 3)
     assert [path.name for path in RunDir(Path("runs/train")).path.glob("lease.json")] == []
@@ -109,8 +109,8 @@ def test_a_submitted_run_is_told_followed_and_cancelled_and_is_not_submitted_twi
     assert done.returncode == 0, done.stderr
     job_id = done.stdout.strip()
     assert done.stdout == f"{job_id}\n"
-    assert f"rankwise: job {job_id} of slurm: " in done.stderr
-    assert "rankwise status train, rankwise logs -f train; to end it: rankwise cancel train" in done.stderr
+    assert f"rankwise: submitted job {job_id} of slurm: " in done.stderr
+    assert "rankwise status train, rankwise logs -f train; to stop it: rankwise cancel train" in done.stderr
     cluster.comes_to("running")
     again = cluster.run(WAITS, "--nodes", "1")
     assert again.returncode == 2
@@ -125,11 +125,11 @@ def test_a_submitted_run_is_told_followed_and_cancelled_and_is_not_submitted_twi
     assert "RUNNING on node1" in told
     ended = cluster("cancel", "train")
     assert ended.returncode == 0
-    assert ended.stdout.startswith(f"job {job_id} of slurm (RUNNING on node1) is cancelled; its ranks are asked to stop")
+    assert ended.stdout.startswith(f"job {job_id} of slurm (RUNNING on node1) is cancelled; its ranks save and stop")
     found = cluster.comes_to("ended")
     assert found["job"]["reason"].startswith("CANCELLED")
     assert not found["alive"]
-    assert cluster("cancel", "train").stdout.startswith("runs/train is not alive; ")
+    assert cluster("cancel", "train").stdout.startswith("runs/train is not running; ")
 
 
 def test_waiting_for_a_run_that_somebody_cancels_ends_with_a_failure(cluster: Cluster) -> None:
@@ -237,7 +237,7 @@ def test_inside_an_allocation_nothing_is_queued(cluster: Cluster) -> None:
     done = cluster.start("salloc", "-N1", "-w", "node2", "--ntasks-per-node=2", *words, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rank 0 of 2\non node2\n" in done.stdout
-    assert "train.py by slurm (this shell is in a job of it) on 1 node, 2 ranks each" in done.stderr
+    assert "train.py with slurm (this shell is in one of its jobs) on 1 node, 2 ranks each" in done.stderr
     failed = cluster.start("salloc", "-N1", *words[:-1], "--name", "other", "fail.py", OMP_NUM_THREADS="1")
     assert failed.returncode != 0
     Path("fail.py").write_text(SAYS + "raise ValueError('no')")
@@ -280,7 +280,7 @@ def test_in_a_batch_script_of_the_users_own_the_launcher_starts_the_ranks_of_its
     Path("own.sh").write_text(f"#!/bin/bash\n#SBATCH -N1 -c2 -o own.txt\n{command}\n")
     done = cluster.start("sbatch", "--wait", "own.sh", OMP_NUM_THREADS="1")
     assert done.returncode == 0, Path("own.txt").read_text()
-    assert "train.py by slurm (this shell is in a job of it) on 1 node, 2 ranks each" in Path("own.txt").read_text()
+    assert "train.py with slurm (this shell is in one of its jobs) on 1 node, 2 ranks each" in Path("own.txt").read_text()
     assert "\nrank 0 of 2\n" in Path("own.txt").read_text()
 
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cluster
 
 Launch = Callable[..., Launched]
 SAYS = "import os\nos.environ['X'] = '1'\nprint('rank', os.environ['RANK'], flush=True)\n"
-SHARE = "--run-dir PATH, a folder on a file system that"
+SHARE = "use --run-dir PATH with a folder that"
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ def test_a_run_directory_that_no_node_of_slurm_sees_is_named(slurm: Start, launc
     status, said = launch(*RUN, *words).wait()
     assert status not in (0, None)
     assert f"{SHARE} all nodes share" in said.splitlines()[-1]
-    assert "could not begin it: it does not see the run directory" in said.splitlines()[-1]
-    assert "what it printed" not in said
+    assert "could not start the job: it does not see the run directory" in said.splitlines()[-1]
+    assert "its output is in" not in said
 
 
 def test_a_folder_of_the_script_that_no_node_sees_is_named(slurm: Start, launch: Launch, own: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_python_that_the_nodes_of_slurm_do_not_have_is_named(slurm: Start, lau
     status, said = launch(own_python, *words).wait()
     assert status not in (0, None)
     assert f" has no Python {own_python}; install rankwise where all nodes see it" in said
-    assert "before any rank was started; what it printed: " in said.splitlines()[-1]
+    assert "before any rank started; its output is in  " in said.splitlines()[-1]
 
 
 def test_a_python_that_the_hosts_of_ssh_do_not_have_is_named(hosts: Start, launch: Launch, own_python: str) -> None:
@@ -76,7 +76,7 @@ def test_a_python_that_the_hosts_of_ssh_do_not_have_is_named(hosts: Start, launc
     status, said = launch(own_python, *words).wait()
     assert status == 1
     assert f"{own_python}: " in said
-    assert "; every host needs this Python, with rankwise, under this path" in said
+    assert "; every host needs this Python with rankwise, under the same path" in said
 
 
 @pytest.mark.parametrize("flavour", ["openmpi", "mpich"])
@@ -91,7 +91,7 @@ def test_a_run_directory_that_the_hosts_of_mpi_do_not_see_is_named(
     words = ["--on", "mpi", "--hosts", "node1,node2", "--nproc", "1", "--run-dir", str(own / "run"), write(SAYS)]
     status, said = launch(*RUN, *words, PATH=f"{Path('bin').absolute()}:{os.environ['PATH']}", **root).wait()
     assert status not in (0, None)
-    assert f"rankwise: {own}/run/plan.json: no plan can be read there on node" in said
+    assert f"rankwise: {own}/run/plan.json: on node" in said
     assert f"{SHARE} all nodes share" in said
 
 
@@ -106,7 +106,7 @@ def test_a_run_directory_that_no_host_of_grid_engine_sees_is_not_waited_for_with
     assert status == 1, said
     assert "Eqw: it will never start: " in said
     assert f"{SHARE} they share" in said
-    assert f"no longer waited for: job {job.id} does not start by itself" in said.splitlines()[-1]
+    assert f"stopped waiting: job {job.id} cannot start before it is repaired" in said.splitlines()[-1]
 
 
 def test_a_python_that_the_hosts_of_grid_engine_do_not_have_is_named(sge: Start, launch: Launch, own_python: str) -> None:

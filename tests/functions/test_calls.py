@@ -85,7 +85,7 @@ def test_what_is_no_call_is_an_error_with_what_to_give() -> None:
 
 
 def test_a_folder_that_a_host_does_not_see_is_said() -> None:
-    with pytest.raises(FunctionError, match="a function needs a run directory that all its hosts see"):
+    with pytest.raises(FunctionError, match="a function needs a run directory that all hosts see"):
         calls.load(Path("elsewhere/call"))
 
 
@@ -93,7 +93,7 @@ def test_an_answer_is_read_once() -> None:
     path = Path("rank-3")
     pickles.write(path, calls.answer({"loss": 0.5}, 3))
     assert calls.understand(path, 3) == {"loss": 0.5}
-    with pytest.raises(FunctionError, match="rank 3 ended without returning anything"):
+    with pytest.raises(FunctionError, match="rank 3 exited without returning anything"):
         calls.understand(path, 3)
 
 

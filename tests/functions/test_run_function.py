@@ -149,7 +149,7 @@ def test_a_rank_that_is_killed_is_an_error_of_ours() -> None:
 
 
 def test_a_rank_that_leaves_without_an_answer_is_named() -> None:
-    with pytest.raises(FunctionError, match="rank 0 ended without returning anything"):
+    with pytest.raises(FunctionError, match="rank 0 exited without returning anything"):
         rankwise.run_function(leaves_without_a_word, nproc=1)
 
 
@@ -164,14 +164,14 @@ def test_after_a_restart_the_answers_are_those_of_the_last_attempt() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"npoc": 2}, "npoc=2: that is no setting of a run; the settings: nproc, "),
+        ({"npoc": 2}, "npoc=2: not a setting of a run; the settings are: nproc, "),
         ({"nproc": 0}, 'run_function(nproc=0): give a whole number from 1 up, or "auto"'),
         ({"dry_run": True}, "dry_run=True: a function is run at once"),
         ({"array": "0-3"}, "submit each with a name of its own"),
         ({"node_rank": 1, "nodes": 2}, "node_rank=1: a function is started once, for all its nodes"),
-        ({"argv": ("x",)}, "argv=('x',): that is no setting of a run"),
+        ({"argv": ("x",)}, "argv=('x',): not a setting of a run"),
         ({"on": "nowhere"}, "there is no scheduler nowhere; choose local"),
-        ({"partition": "gpu"}, "knows no --partition"),
+        ({"partition": "gpu"}, "has no option --partition"),
     ],
 )
 def test_a_setting_that_cannot_work_is_an_exception_with_what_to_type(settings: dict[str, Any], said: str) -> None:
@@ -195,7 +195,8 @@ def test_without_cloudpickle_it_is_said_what_to_install(monkeypatch: pytest.Monk
 def test_a_run_belongs_to_one_function() -> None:
     rankwise.run_function(modes_of_its_files, nproc=1, name="one")
     with pytest.raises(
-        ConfigError, match=r"runs/one is of test_run_function\.mode.* and this is test_run_function\.leave.* name=\"NAME\""
+        ConfigError,
+        match=r"runs/one belongs to test_run_function\.mode.*, and this is test_run_function\.leave.* name=\"NAME\"",
     ):
         rankwise.run_function(leaves_without_a_word, nproc=1, name="one")
 
@@ -203,7 +204,7 @@ def test_a_run_belongs_to_one_function() -> None:
 def test_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(rankwise.RankwiseError, match="processes that were started together"):
+    with pytest.raises(rankwise.RankwiseError, match="processes of one job"):
         rankwise.run_function(modes_of_its_files, nproc=1)
 
 
@@ -231,7 +232,7 @@ def test_a_run_that_is_not_waited_for_can_be_asked_stopped_and_gone_on_with(
     run = in_background(trains_until_stopped, str(tmp_path / "mark"))
     wait_for((tmp_path / "mark").exists, "a step")
     assert not run.done()
-    with pytest.raises(TimeoutError, match=r"test_run_function.trains_until_stopped has not ended within 0.01 s"):
+    with pytest.raises(TimeoutError, match=r"test_run_function.trains_until_stopped did not finish within 0.01 s"):
         run.result(timeout_s=0.01)
     assert re.search("attempt 1 +2 ranks", run.status())
     run.cancel()
@@ -412,7 +413,7 @@ def test_a_function_that_is_queued_answers_when_its_job_has_ended(queue: Path) -
 
 def test_a_job_that_ends_before_it_began_is_told_with_its_log(queue: Path) -> None:
     (queue / "sbatch").write_text(f"#!/bin/sh\necho 'FAILED NonZeroExitCode 1:0' > {queue}/state; echo 12\n")
-    with pytest.raises(FunctionError, match=r"never began; job 12; what it printed is in .*job-12.log"):
+    with pytest.raises(FunctionError, match=r"never started; job 12; its output is in .*job-12.log"):
         rankwise.run_function(scaled_rank, (10,), nproc=2, on="slurm")
 
 

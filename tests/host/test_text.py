@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.host.text import clock, count, listed, numbered, seconds_of, short, size, stamp
+from rankwise.host.text import clock, count, folded, listed, numbered, seconds_of, short, size, stamp
 
 
 @pytest.mark.parametrize(
@@ -86,3 +86,17 @@ def test_a_path_is_shown_from_here_where_it_lies_below(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     assert short(tmp_path / "runs" / "train") == "runs/train"
     assert short(tmp_path.parent) == str(tmp_path.parent)
+
+
+def test_a_message_is_folded_between_words_and_keeps_a_command_on_one_line() -> None:
+    assert folded("short; type: ls", 40) == "short; type: ls"
+    text = "rankwise: rank 1 exited with status 3 at step 6 while rank 0 waited for it; to resume, type: run --nproc 2 x.py"
+    assert folded(text, 40).splitlines() == [
+        "rankwise: rank 1 exited with status 3 at",
+        "  step 6 while rank 0 waited for it; to",
+        "  resume, type:",
+        "  run --nproc 2 x.py",
+    ]
+    path = "/a/very/long/path/that/is/longer/than/the/line/x.py"
+    assert folded(f"cannot write {path}: File too large", 40).splitlines()[1] == f"  {path}:"
+    assert folded(f"{path}: syntax error\n    a  b\n    ^", 40).endswith("syntax error\n    a  b\n    ^")

@@ -33,7 +33,7 @@ def test_a_file_of_another_user_is_not_read() -> None:
     path = Path("theirs")
     pickles.write(path, b"data")
     os.chown(path, 65534, -1)
-    with pytest.raises(RunDirError, match=r"theirs \(of user 65534, mode 600\) is not read, as what is pickled there would"):
+    with pytest.raises(RunDirError, match=r"theirs \(of user 65534, mode 600\) is not loaded, because loading it runs code"):
         pickles.read(path)
 
 

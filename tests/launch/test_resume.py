@@ -103,10 +103,10 @@ def test_a_script_that_dies_of_an_option_of_ours_is_told_with_the_command_that_w
     Path("a b.py").write_text(PARSES)
     done = rankwise("run", "--tee", "all", "a b.py", "--nproc", "2", "--lr", "1")
     assert done.returncode == 2
-    said = "--nproc after a b.py is an option of the script; if meant for rankwise, type: "
+    said = "--nproc after a b.py is an option of the script; to give it to rankwise, type: "
     meant = "rankwise run --nproc 2 --start-method spawn --tee all 'a b.py' --lr 1"  # the site file of these tests says spawn
     assert f"rankwise: {said}{meant}\n" in done.stderr
-    assert "left with status 2" in done.stderr.splitlines()[-2]
+    assert "exited with status 2" in done.stderr.splitlines()[-2]
 
 
 def test_a_script_that_knows_the_option_and_dies_of_something_else_is_told_nothing_of_it(rankwise: Any) -> None:
@@ -129,6 +129,6 @@ def test_other_arguments_are_said_and_checkpoints_are_spoken_of_only_where_there
         (run.checkpoints / "step-00000004").mkdir(parents=True)
     compare_with_earlier_attempts(run, Program(("python",), ("x.py", "a b")))
     said = capsys.readouterr().err
-    assert "was last started as `x.py`, now as `x.py 'a b'`; " in said
+    assert "was last started as `x.py`, now as `x.py 'a b'`" in said
     assert ("it resumes from its checkpoints" in said) == saved
     assert said.endswith("To start a new run: --name NAME or --fresh\n")

@@ -31,17 +31,17 @@ def chosen(env: Env | None = None, **settings: Any) -> Choice:
     [
         ({}, {}, "local", "nothing else was asked for"),
         ({"nodes": "1"}, {}, "local", "nothing else was asked for"),
-        ({"on": "slurm"}, {}, "slurm", "as asked"),
-        ({"on": "local"}, SLURM_SALLOC, "local", "as asked"),
+        ({"on": "slurm"}, {}, "slurm", "--on"),
+        ({"on": "local"}, SLURM_SALLOC, "local", "--on"),
         ({"hosts": "a,b"}, SLURM_SALLOC, "ssh", "-H names hosts"),
         ({"hostfile": "a"}, {}, "ssh", "--hostfile names hosts"),
         ({"nodes": "2", "node_rank": 0, **AT}, SLURM_SALLOC, "manual", "--node-rank: each node is started manually"),
         ({"nodes": "1", "node_rank": 0}, {}, "local", "nothing else was asked for"),
-        ({}, SLURM_SALLOC, "slurm", "this shell is in a job of it"),
-        ({}, SLURM_BATCH_ONE, "slurm", "this shell is in a job of it"),
+        ({}, SLURM_SALLOC, "slurm", "this shell is in one of its jobs"),
+        ({}, SLURM_BATCH_ONE, "slurm", "this shell is in one of its jobs"),
         ({}, {**SLURM_STEP[0], "SLURM_STEP_NUM_TASKS": "1"}, "local", "nothing else was asked for"),
         ({"site": {"on": "slurm"}}, {}, "slurm", "the site file says so"),
-        ({"site": {"on": "ssh"}}, SLURM_SALLOC, "slurm", "this shell is in a job of it"),
+        ({"site": {"on": "ssh"}}, SLURM_SALLOC, "slurm", "this shell is in one of its jobs"),
     ],
 )
 def test_what_was_said_comes_before_where_this_is_and_that_before_the_sites_habit(
@@ -89,19 +89,19 @@ def test_an_mpirun_that_is_none_of_ours_or_not_there_is_an_error(
     [
         (
             {"partition": "gpu"},
-            r"^--partition gpu: local \(nothing else was asked for\) knows no --partition; .*--on slurm",
+            r"^--partition gpu: local \(nothing else was asked for\) has no option --partition; .*--on slurm",
         ),
         (
             {"nodes": "2"},
             r"^--nodes 2: nothing says where the other nodes are; type -H HOST1,HOST2 .* --on slurm ",
         ),
-        ({"node_rank": 1}, r"^--node-rank 1: of how many\? Type --nodes N too, on each node$"),
-        ({"nodes": "2", "node_rank": 2}, r"^--node-rank 2: of 2 nodes \(--nodes 2\) it lies between 0 and 1$"),
+        ({"node_rank": 1}, r"^--node-rank 1: the number of nodes is missing; add --nodes N, on each node$"),
+        ({"nodes": "2", "node_rank": 2}, r"^--node-rank 2: with --nodes 2 it must be between 0 and 1$"),
         ({"nodes": "2", "node_rank": -1}, r"^--node-rank -1: "),
-        ({"on": "slurm", "gpus": "0,2"}, r"^--gpus 0,2: slurm \(as asked\) knows no --gpus; local"),
+        ({"on": "slurm", "gpus": "0,2"}, r"^--gpus 0,2: slurm \(--on\) has no option --gpus; local"),
         (
             {"on": "slurm", "slots": 8},
-            r"^--slots 8: slurm \(as asked\) knows no --slots; sge does: type --on sge, or leave it out$",
+            r"^--slots 8: slurm \(--on\) has no option --slots; sge has: use --on sge, or leave --slots out$",
         ),
         ({"setup": ("a", "b")}, r"^--setup a, b: local "),
         ({"requeue": True}, r"^--requeue: local "),
@@ -127,13 +127,15 @@ def test_within_a_job_nothing_is_asked_of_the_queue_and_that_is_said(capsys: pyt
     choice = chosen(SLURM_SALLOC, time="5", requeue=True, setup=("a",), site={"partition": "gpu"})
     assert (choice.job, choice.attached, choice.nodes) == ({"within": True, "setup": ("a",)}, True, 2)
     assert capsys.readouterr().err == (
-        "rankwise: warning: this shell is in a job already: nothing is queued, and --time, --requeue are without effect\n"
+        "rankwise: warning: this shell is in a job already: nothing is queued, and --time, --requeue have no effect\n"
     )
     assert chosen(SLURM_SALLOC, nodes="1").nodes == 1
     assert capsys.readouterr().err == ""
 
 
 def test_more_nodes_than_the_job_has_or_than_hosts_are_named_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"^--nodes 3, and there are 2 nodes in this job; leave --nodes out for all of them$"):
+    with pytest.raises(
+        ConfigError, match=r"^--nodes 3, but there are 2 nodes in this job; leave --nodes out to use all of them$"
+    ):
         chosen(SLURM_SALLOC, nodes="3")
     assert (chosen(hosts="a,b").nodes, chosen(hosts="a,b").hosts) == (2, (Host("a", 0), Host("b", 0)))

@@ -16,7 +16,7 @@ def test_a_script_that_needs_torch_is_told_what_to_type_where_this_python_has_no
     monkeypatch.setattr(script, "_has_torch", lambda: False)
     found = script.find(RunConfig(argv=("train.py", "--lr", "1"))).no_torch
     assert found is not None
-    assert found.startswith("train.py, line 1: it imports torch, and ")
+    assert found.startswith("train.py, line 1: it imports torch, but ")
     assert found.endswith("rankwise run -- /path/to/python train.py --lr 1")
     Path("python3").write_text("#!/bin/sh\n")  # not the one that an activated environment has on the PATH
     Path("python3").chmod(0o755)

@@ -20,7 +20,10 @@ def keep_cold(source: str) -> str | None:
 def test_a_script_that_is_not_there_is_an_error_that_says_where_it_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         examine("trian.py")
-    assert str(caught.value) == f"the script trian.py cannot be read: No such file or directory (from {tmp_path})"
+    assert str(caught.value) == f"there is no script trian.py (in {tmp_path})"
+    Path("train.py").touch()
+    with pytest.raises(ConfigError, match=r"; did you mean train\.py\?$"):
+        examine("trian.py")
 
 
 @pytest.mark.parametrize("typed", ["folder", "folder/"])
@@ -206,7 +209,7 @@ def found(source: str) -> list[str]:
 def test_a_script_that_starts_processes_itself_is_told_with_its_line(source: str) -> None:
     (text,) = found(source)
     assert text.startswith(
-        "line 5 starts processes itself (torch.multiprocessing.spawn), and each rank does so again: type python"
+        "line 5 starts processes itself (torch.multiprocessing.spawn), and each rank would do so again: use python"
     )
 
 
@@ -215,12 +218,12 @@ def test_a_script_that_starts_processes_itself_is_told_with_its_line(source: str
 )
 def test_a_rank_that_is_read_from_another_starters_variable_is_told_with_its_first_line(name: str) -> None:
     (text,) = found(PROCID.replace("SLURM_PROCID", name))
-    assert text == f"line 2 takes a rank from {name}: here it is in RANK, and in LOCAL_RANK which of its node's it is"
+    assert text == f"line 2 reads a rank from {name}: rankwise sets RANK, and LOCAL_RANK for the rank within its node"
 
 
 def test_a_local_rank_that_is_an_argument_is_told_with_what_to_read() -> None:
     (text,) = found(ARGUMENT)
-    assert text == 'line 3 takes --local_rank, which nobody gives here: read int(os.environ["LOCAL_RANK"])'
+    assert text == 'line 3 expects --local_rank, which rankwise does not pass: read int(os.environ["LOCAL_RANK"])'
 
 
 @pytest.mark.parametrize("source", [PROCID + ARGUMENT, ARGUMENT, SPAWNS + PROCID])
@@ -243,7 +246,7 @@ def test_the_launcher_says_it_before_the_ranks_start(rankwise) -> None:
     done = rankwise("run", "--nproc", "2", "train.py")
     assert done.returncode == 1
     warning, headline = [line for line in done.stderr.splitlines() if line.startswith("rankwise: ")][:2]
-    assert warning.startswith("rankwise: warning: train.py, line 2 takes a rank from SLURM_PROCID")
+    assert warning.startswith("rankwise: warning: train.py, line 2 reads a rank from SLURM_PROCID")
     assert headline.startswith("rankwise: train.py on 2 ranks")
 
 

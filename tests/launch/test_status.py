@@ -60,7 +60,7 @@ def test_a_run_that_waits_in_a_queue_has_not_begun(rankwise: Run, run: RunDir, q
     assert lines[0] == f"run        train, in {run.path}"
     assert lines[1].startswith("job        12 of slurm, submitted ")
     assert lines[1].endswith(": PENDING (Resources)")
-    assert lines[2:] == ["attempt 1  has not begun"]
+    assert lines[2:] == ["attempt 1  not started yet"]
 
 
 def test_a_run_is_told_in_a_line_a_fact_and_as_a_record(rankwise: Run, run: RunDir, queued: Callable[[str], None]) -> None:
@@ -70,18 +70,18 @@ def test_a_run_is_told_in_a_line_a_fact_and_as_a_record(rankwise: Run, run: RunD
                            '{"life": 1, "step": 100, "eval_loss": 2.125}\n')  # fmt: skip
     told = rankwise("status").stdout.splitlines()  # the only run there is
     assert told[1].endswith(": RUNNING on node[1-2]")
-    assert told[2].startswith(f"attempt 1  4 ranks, first on {attempt.host}, began ")
+    assert told[2].startswith(f"attempt 1  4 ranks, first on {attempt.host}, started ")
     assert ", running for " in told[2]
     assert told[3].startswith("step       100, loss 2.25, lr 0.1, eval_loss 2.125, written ")
     found = json.loads(rankwise("status", "--json", "train").stdout)
     assert (found["alive"], found["job"]["phase"], found["job"]["id"], found["last"]["step"]) == (True, "running", "12", 100)
     queued(FAILED)
-    run.update_attempt(attempt, ended=attempt.started + 5, status=3, outcome="rank 1 left with status 3")
-    run.write_failure(Failure(1, "node2", "rank 1 left with status 3", 3, log="logs/rank-1.log"))
+    run.update_attempt(attempt, ended=attempt.started + 5, status=3, outcome="rank 1 exited with status 3")
+    run.write_failure(Failure(1, "node2", "rank 1 exited with status 3", 3, log="logs/rank-1.log"))
     told = rankwise("status", "train").stdout.splitlines()
     assert told[1].endswith(": FAILED (NonZeroExitCode), exit status 3")
-    assert told[2].endswith(", took 5.0 s, exit status 3: rank 1 left with status 3")
-    assert told[4] == "failed     rank 1 left with status 3, on node2; see logs/rank-1.log"
+    assert told[2].endswith(", took 5.0 s, exit status 3: rank 1 exited with status 3")
+    assert told[4] == "failed     rank 1 exited with status 3, on node2; see logs/rank-1.log"
     assert not json.loads(rankwise("status", "--json", "train").stdout)["alive"]
 
 
@@ -90,7 +90,7 @@ def test_a_run_whose_scheduler_has_forgotten_it_is_told_from_its_own_record(rank
     run.begin_attempt(1, ("train.py",))
     told = rankwise("status", "train").stdout
     assert ": there is no scheduler another here: neither rankwise nor an installed package" in told
-    assert "; killed, or its machine went down" in told
+    assert "; it was killed, or its machine went down" in told
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
@@ -102,7 +102,7 @@ def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(verb: str
     another = RunDir(run.path.with_name("another"))
     another.prepare(fresh=False)
     write_json(another.plan, {})
-    assert rankwise(verb).stderr == f"rankwise: which run? type: rankwise {verb} RUN; the runs here: another, train\n"
+    assert rankwise(verb).stderr == f"rankwise: which run? the runs here: another, train; type: rankwise {verb} RUN\n"
 
 
 def test_a_run_of_this_machine_is_told_and_ended(launch: Callable[..., Launched], rankwise: Run) -> None:
@@ -118,7 +118,7 @@ def test_a_run_of_this_machine_is_told_and_ended(launch: Callable[..., Launched]
     assert alive.run.attempts()[-1].outcome == "ended by SIGTERM"
     assert not json.loads(rankwise("status", "--json", "script").stdout)["alive"]
     again = rankwise("cancel", "script")
-    assert (again.returncode, again.stdout) == (0, "runs/script is not alive; its last attempt: ended by SIGTERM\n")
+    assert (again.returncode, again.stdout) == (0, "runs/script is not running; its last attempt: ended by SIGTERM\n")
 
 
 # --- cancel
@@ -131,18 +131,18 @@ def test_a_queued_run_is_cancelled_by_its_scheduler(
     assert rankwise("cancel", "train").stdout == "job 12 of slurm (PENDING (Resources)) is cancelled\n"
     queued(RUNNING)
     told = rankwise("cancel", "train").stdout
-    assert told == "job 12 of slurm (RUNNING on node[1-2]) is cancelled; its ranks are asked to stop and to save\n"
+    assert told == "job 12 of slurm (RUNNING on node[1-2]) is cancelled; its ranks save and stop\n"
     assert (tmp_path / "cancelled").read_text() == "12\n12\n"
     queued(FAILED)
-    assert rankwise("cancel", "train").stdout == "runs/train is not alive; it never began\n"
+    assert rankwise("cancel", "train").stdout == "runs/train is not running; it never started\n"
 
 
 def test_a_run_of_another_machine_is_ended_there(rankwise: Run, run: RunDir) -> None:
     write_json(run.lease, asdict(Holder("node7", "boot", 1, 1, time.time(), "x")))
     done = rankwise("cancel", "train")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "rankwise: runs/train is alive on node7 (pid 1), and this is " in done.stderr
-    assert done.stderr.endswith("; type there: rankwise cancel train\n")
+    assert "rankwise: runs/train runs on node7 (pid 1), and this is " in done.stderr
+    assert done.stderr.endswith("; type on node7: rankwise cancel train\n")
 
 
 def test_a_writer_elsewhere_that_was_not_heard_of_is_shown_with_since_when(rankwise: Run, run: RunDir) -> None:
@@ -163,7 +163,10 @@ def test_logs_are_those_of_rank_0_of_another_or_of_all(rankwise: Run, run: RunDi
     assert rankwise("logs", "--rank", "1").stdout == "c\n"
     assert sorted(rankwise("logs", "--all").stdout.splitlines()) == ["[rank 0] a", "[rank 0] b", "[rank 10] d", "[rank 1] c"]
     missing = rankwise("logs", "--rank", "3")
-    assert (missing.returncode, missing.stderr) == (2, "rankwise: runs/train has no log of rank 3; ranks with one: 0, 1, 10\n")
+    assert (missing.returncode, missing.stderr) == (
+        2,
+        "rankwise: runs/train has no log of rank 3; there are logs of: 0, 1, 10\n",
+    )
     assert rankwise("logs", "--rank", "3", "--all").returncode == 2
 
 
@@ -173,7 +176,7 @@ def test_what_a_job_printed_before_any_rank_began_is_shown(rankwise: Run, run: R
     run.job_log("12").write_text("srun: error: Unable to create step\n")
     done = rankwise("logs", "train")
     assert done.stdout == "srun: error: Unable to create step\n"
-    assert done.stderr == "rankwise: no rank has begun; this is what job 12 printed\n"
+    assert done.stderr == "rankwise: no rank has started yet; this is the output of job 12\n"
 
 
 def test_a_run_that_has_ended_is_not_waited_for(rankwise: Run, run: RunDir, queued: Callable[[str], None]) -> None:

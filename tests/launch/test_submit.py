@@ -91,9 +91,7 @@ def test_a_dry_run_needs_no_scheduler_prints_the_script_alone_and_leaves_what_a_
     assert done.returncode == 0, done.stderr
     assert done.stdout == train().job.read_text()
     assert done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=train\n#SBATCH --nodes=2\n")
-    assert done.stderr.startswith(
-        "rankwise: train.py by slurm (as asked) on 2 nodes, as many ranks each as it has devices, in "
-    )
+    assert done.stderr.startswith("rankwise: train.py with slurm (--on) on 2 nodes, one rank per device, in ")
     plan = json.loads(train().plan.read_text())
     assert (plan["on"], plan["nodes"], plan["min_nodes"], plan["nproc"], plan["threads"]) == ("slurm", 2, 2, 0, 0)
     assert (plan["job"], plan["launcher_pid"], plan["argv"]) == ({"partition": "gpu"}, 0, ["train.py", "--lr", "1"])
@@ -104,16 +102,16 @@ def test_a_dry_run_needs_no_scheduler_prints_the_script_alone_and_leaves_what_a_
 @pytest.mark.parametrize(
     ("words", "where"),
     [
-        ("-H a:2,b:3", "by ssh (-H names hosts) on 2 nodes (a:2, b:3), 5 ranks in all, in runs/train"),
+        ("-H a:2,b:3", "with ssh (-H names hosts) on 2 nodes (a:2, b:3), 5 ranks in all, in runs/train"),
         (
             "-H a,b,c,d,e",
-            "by ssh (-H names hosts) on 5 nodes (a, b, c, d, ...), as many ranks each as it has devices, in runs/train",
+            "with ssh (-H names hosts) on 5 nodes (a, b, c, d, ...), one rank per device, in runs/train",
         ),
         (
             "--on sge --pe mpi --slots 8",
-            "by sge (as asked) on the nodes of its 8 slots, as many ranks each as it has slots, in runs/train",
+            "with sge (--on) on the nodes of its 8 slots, one rank per slot, in runs/train",
         ),
-        ("--on sge", "by sge (as asked) on 1 node, as many ranks as it has devices, in runs/train"),
+        ("--on sge", "with sge (--on) on 1 node, one rank per device, in runs/train"),
     ],
 )
 def test_the_first_line_says_how_many_ranks_where(words: str, where: str, rankwise: Run) -> None:
@@ -156,8 +154,8 @@ def test_a_submitted_run_is_known_by_its_job(rankwise: Run, fake: FakeSlurm) -> 
     done = rankwise("run", "--on", "slurm", "--time", "10", "train.py")
     assert (done.returncode, done.stdout) == (0, "12\n")
     assert done.stderr.splitlines()[1:] == [
-        "rankwise: job 12 of slurm: PENDING (Resources)",
-        "rankwise: to follow it: rankwise status train, rankwise logs -f train; to end it: rankwise cancel train",
+        "rankwise: submitted job 12 of slurm: PENDING (Resources)",
+        "rankwise: to follow it: rankwise status train, rankwise logs -f train; to stop it: rankwise cancel train",
     ]
     assert (fake.folder / "submitted").read_text() == train().job.read_text()
     job = train().read_job()
@@ -175,7 +173,7 @@ def test_a_run_whose_job_waits_or_runs_is_neither_submitted_nor_started_again(ra
             again = rankwise("run", *words, "train.py")
             assert (again.returncode, again.stdout) == (2, "")
             assert "rankwise: the run in runs/train is job 12 of slurm, submitted " in again.stderr
-            assert "rankwise cancel train; or start another with --name NAME" in again.stderr
+            assert "rankwise cancel train; for another run: --name NAME" in again.stderr
     for state in ("COMPLETED", "GONE"):
         fake.says(state)
         assert rankwise("run", "--on", "slurm", "train.py").returncode == 0
@@ -214,7 +212,7 @@ def test_a_site_file_spares_the_researcher_all_but_the_nodes(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configuration"))
     done = rankwise("run", "--nodes", "2", "train.py")
     assert done.returncode == 0, done.stderr
-    assert "train.py by slurm (the site file says so) on 2 nodes" in done.stderr
+    assert "train.py with slurm (the site file says so) on 2 nodes" in done.stderr
     text = train().job.read_text()
     for line in ("#SBATCH --partition=gpu", "#SBATCH --gres=gpu:4", "#SBATCH --time=20:00:00", "module load cuda"):
         assert f"\n{line}\n" in text
@@ -225,7 +223,7 @@ def test_a_site_file_spares_the_researcher_all_but_the_nodes(
 def test_each_task_of_an_array_is_a_run(rankwise: Run, fake: FakeSlurm) -> None:
     done = rankwise("run", "--on", "slurm", "--array", "3,5", "train.py")
     assert (done.returncode, done.stdout) == (0, "12\n")
-    assert "rankwise: job 12 of slurm, 2 runs, runs/train-3 to train-5: PENDING (Resources)" in done.stderr
+    assert "rankwise: submitted job 12 of slurm, 2 runs, runs/train-3 to train-5: PENDING (Resources)" in done.stderr
     assert sorted(path.name for path in Path("runs").iterdir()) == ["train-3", "train-5"]
     for number in ("3", "5"):
         run = RunDir(Path(f"runs/train-{number}"))
@@ -259,7 +257,7 @@ def test_a_job_that_ends_before_it_begins_is_a_failure_with_its_reason(rankwise:
     done = rankwise("run", "--on", "slurm", "--wait", "train.py")
     assert done.returncode == 143
     assert done.stderr.splitlines()[-1] == (
-        "rankwise: job 12: CANCELLED, exit status 143 before any rank was started; it printed nothing"
+        "rankwise: job 12: CANCELLED, exit status 143 before any rank started; it printed nothing"
     )
 
 
@@ -269,7 +267,7 @@ def test_a_job_that_its_scheduler_will_never_start_is_not_waited_for_without_end
     done = rankwise("run", "--on", "slurm", "--wait", "train.py")
     assert (done.returncode, fake.cancelled) == (1, "")
     assert done.stderr.splitlines()[-1] == (
-        "rankwise: no longer waited for: job 12 does not start by itself; it stays in the queue, to be mended; to take it out: "
+        "rankwise: stopped waiting: job 12 cannot start before it is repaired, and stays in the queue; to remove it, type: "
         "rankwise cancel train"
     )
 
@@ -279,9 +277,9 @@ def test_a_job_whose_folder_no_node_sees_says_so_and_what_to_type(rankwise: Run,
     done = rankwise("run", "--on", "slurm", "--wait", "train.py")
     assert done.returncode == 181
     last = done.stderr.splitlines()[-1]
-    assert "its first node could not begin it: it does not see the run directory" in last
-    assert "type --run-dir PATH, a folder on a file system that all nodes share" in last
-    assert "what it printed" not in last
+    assert "its first node could not start the job: it does not see the run directory" in last
+    assert "use --run-dir PATH with a folder that all nodes share" in last
+    assert "its output is in" not in last
 
 
 SAVES = """

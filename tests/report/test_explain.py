@@ -102,7 +102,9 @@ def test_an_address_where_nobody_counts_ranks_is_half_a_triple(under: Env) -> No
 @pytest.mark.parametrize(("rank", "world_size"), [("0", "1"), ("0", "16")])
 def test_a_triple_that_one_shell_exported_for_all_tasks_is_an_error(under: Env, rank: str, world_size: str) -> None:
     exported = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-    with pytest.raises(WorldError, match=r"exported by a batch script: all tasks have the same rank; .*unset RANK WORLD_SIZE"):
+    with pytest.raises(
+        WorldError, match=r"the batch script exports them, so all tasks have the same rank; .*unset RANK WORLD_SIZE"
+    ):
         discover({**under, **exported}, allow_independent=True)
 
 
@@ -130,7 +132,7 @@ def test_numbers_given_by_half_are_an_error_that_names_what_is_missing() -> None
         discover(TRIPLE, rank=1, world_size=2)
     with pytest.raises(WorldError, match=r" as arguments, but not master_port; "):
         discover({}, rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="h")
-    with pytest.raises(WorldError, match=r"^the argument rank=2 and the argument world_size=2: a rank lies"):
+    with pytest.raises(WorldError, match=r"^the argument rank=2 and the argument world_size=2: a rank must be"):
         discover({}, rank=2, world_size=2, local_rank=0, local_world_size=2)
 
 
@@ -197,8 +199,8 @@ rank 2 of 4: local rank 0 of 2, node 1 (source: slurm)
   world size        4        SLURM_STEP_NUM_TASKS
   local world size  2        SLURM_GTIDS, counted
   node rank         1        SLURM_NODEID
-  master address    unknown  Slurm gives none: rank 0 announces it, or set MASTER_ADDR
-  master port       unknown  Slurm gives none: rank 0 announces it, or set MASTER_PORT
+  master address    unknown  Slurm gives none: rank 0 announces its own, or set  MASTER_ADDR
+  master port       unknown  Slurm gives none: rank 0 announces its own, or set  MASTER_PORT
 
 not taken
   torchrun    needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: not set
@@ -240,8 +242,8 @@ def test_the_whole_text(rankwise: Run) -> None:
             seen.SLURM_OVERLAP,
             "note: a step of one task in a job with SLURM_NTASKS_PER_NODE=2, SLURM_JOB_NUM_NODES=2: it trains",
         ),
-        (seen.SLURM_ARRAY, "note: task 3 of job array 15: each is a world of its own"),
-        (seen.SGE_ONE_HOST, "note: NSLOTS=3 slots on this host and one process"),
+        (seen.SLURM_ARRAY, "note: task 3 of job array 15: each task trains on its own"),
+        (seen.SGE_ONE_HOST, "note: NSLOTS=3 slots on this host, but one process"),
     ],
 )
 def test_who_knows_its_rank_is_told_it(rankwise: Run, env: Env, said: str) -> None:
@@ -253,8 +255,8 @@ def test_who_knows_its_rank_is_told_it(rankwise: Run, env: Env, said: str) -> No
 @pytest.mark.parametrize(
     ("env", "found", "cure"),
     [
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK=1, WORLD_SIZE=2 but not MASTER_ADDR, MASTER_PORT", "set all, or none"),
-        ({**TRIPLE, "RANK": "one"}, "RANK='one' is no whole number", "unset it"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK=1, WORLD_SIZE=2 but not MASTER_ADDR, MASTER_PORT", "set all, or unset all"),
+        ({**TRIPLE, "RANK": "one"}, "RANK='one' is not a whole number", "unset it"),
         ({**TRIPLE, "RANK": "8"}, "RANK=8 and WORLD_SIZE=8", "rankwise run script.py"),
         (
             {**seen.SLURM_STEP[2], **TRIPLE, "TORCHELASTIC_RUN_ID": None},
@@ -264,13 +266,13 @@ def test_who_knows_its_rank_is_told_it(rankwise: Run, env: Env, said: str) -> No
         (seen.SLURM_BATCH, "this is the batch shell on node1", "put srun before the command: srun python script.py"),
         (seen.SLURM_SALLOC, "this is salloc's shell", "put srun before the command: srun python script.py"),
         (seen.SGE_SCRIPT, "this is the job's script, on the first of its 2 hosts", "mpirun python script.py"),
-        (seen.SGE_TASK, "its rank must come from its starter", "qrsh -v"),
+        (seen.SGE_TASK, "which does not give it a rank", "qrsh -v"),
     ],
 )
 def test_who_does_not_is_told_what_was_found_and_what_to_type(rankwise: Run, env: Env, found: str, cure: str) -> None:
     done = told_under(rankwise, {name: value for name, value in env.items() if value is not None})
     assert done.returncode == 2
-    assert done.stdout.startswith("no rank can be told (source: ")
+    assert done.stdout.startswith("the rank is not known (source: ")
     assert "\nnot taken\n" in done.stdout
     assert done.stderr.startswith("rankwise: ")
     assert found in done.stderr

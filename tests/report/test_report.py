@@ -99,7 +99,7 @@ def test_each_attempt_is_a_line_with_its_time_and_how_it_ended(run: RunDir) -> N
             ranks=12,
             ended=1e9 + 9005,
             status=0,
-            outcome="all ranks ended with status 0",
+            outcome="all ranks exited with status 0",
             argv=("a b", "$x"),
         ),
     )
@@ -109,19 +109,19 @@ def test_each_attempt_is_a_line_with_its_time_and_how_it_ended(run: RunDir) -> N
     header, first, second = rows.splitlines()
     assert header.split() == ["attempt", "started", "took", "ranks", "how", "it", "ended"]
     assert re.match(r"      1  2001-09-\d\d \d\d:\d\d:\d\d  1:02:03      2  stopped by SIGTERM after step 40$", first)
-    assert re.match(r"      2  2001-09-\d\d \d\d:\d\d:\d\d  5.0 s       12  all ranks ended with status 0$", second)
+    assert re.match(r"      2  2001-09-\d\d \d\d:\d\d:\d\d  5.0 s       12  all ranks exited with status 0$", second)
 
 
 def test_a_long_end_is_shortened_so_that_its_line_fits_the_terminal(run: RunDir) -> None:
     said = "all 2 ranks raised RuntimeError: " + "its loss is\nnot finite, " * 20
-    live(run, attempt(1, ended=1e9 + 5, outcome=said), attempt(2, ended=1e9 + 5, outcome="all ranks ended with status 0"))
+    live(run, attempt(1, ended=1e9 + 5, outcome=said), attempt(2, ended=1e9 + 5, outcome="all ranks exited with status 0"))
     for columns in (80, 120):
         lines = report(run, columns).split("\n\n")[2].splitlines()
         assert len(lines) == 3
         assert len(lines[1]) <= columns
         assert lines[1].endswith("...")
         assert "  all 2 ranks raised RuntimeError:" in lines[1]
-    assert report(run, 20).split("\n\n")[2].splitlines()[2].endswith("  all ranks ended with status 0")  # never to nothing
+    assert report(run, 20).split("\n\n")[2].splitlines()[2].endswith("  all ranks exited with status 0")  # never to nothing
 
 
 def test_a_run_that_never_began_has_no_attempt(run: RunDir) -> None:
@@ -137,7 +137,7 @@ def test_a_life_without_an_end_was_killed_unless_its_holder_lives(run: RunDir) -
     assert holder is not None
     _, first, second = sections(run)[2].splitlines()
     assert first.endswith("killed, or its machine went down")
-    assert second.endswith(f"alive, pid {holder.pid} on {holder.host}")
+    assert second.endswith(f"running, pid {holder.pid} on {holder.host}")
     write_json(run.lease, {**asdict(holder), "start_time": holder.start_time - 1})  # that process is over
     assert "alive" not in report(run)
     write_json(run.lease, asdict(holder))
@@ -258,7 +258,7 @@ def test_columns_are_as_wide_as_their_widest_cell_figures_to_the_right_words_to_
 
 
 def test_the_only_run_needs_no_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RunDirError, match="which run\\? type: rankwise report RUN; the runs here: none"):
+    with pytest.raises(RunDirError, match=r"there is no run under .*/runs; type: rankwise report PATH$"):
         print_report(None)
     for name in ("first", "second"):
         run = RunDir(Path("runs", name))

@@ -27,11 +27,11 @@ OPTIONS = schedulers.options()
         ({"nproc": "1.5"}, r"^--nproc 1\.5: "),
         ({"nproc": ""}, "^--nproc : "),
         ({"nproc": "²"}, "^--nproc ²: "),
-        ({"name": "a/b"}, r"^--name 'a/b': a name is one folder; for another place type --run-dir PATH$"),
+        ({"name": "a/b"}, r"^--name 'a/b': a name is one folder; for another place use --run-dir PATH$"),
         ({"name": ""}, "^--name '': "),
         ({"name": "."}, r"^--name '\.': "),
         ({"name": ".."}, r"^--name '\.\.': "),
-        ({"name": "a\nb"}, r"^--name 'a\\nb': a newline or control character; take it out$"),
+        ({"name": "a\nb"}, r"^--name 'a\\nb': a newline or control character; remove it$"),
         ({"run_dir": "a\x00"}, r"^--run-dir 'a\\x00': "),
         ({"nproc": "1234567"}, "^--nproc 1234567: "),
         ({"nproc": "9" * 5000}, "^--nproc 999"),
@@ -113,7 +113,7 @@ def test_what_belongs_to_one_run_is_refused_in_a_site_file(text: str, tmp_path: 
 
 def test_a_malformed_site_file_is_named(tmp_path: Path) -> None:
     system = site(tmp_path / "etc", "nproc = = 2")
-    with pytest.raises(ConfigError, match=f"^{system}/rankwise.toml: it is not TOML: "):
+    with pytest.raises(ConfigError, match=f"^{system}/rankwise.toml: not valid TOML: "):
         site_settings({}, OPTIONS, system)
 
 
@@ -123,7 +123,7 @@ def test_a_malformed_site_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"nodes": "0"}, r"^--nodes 0: give a number of nodes, or the fewest and the most: 1:4$"),
+        ({"nodes": "0"}, r"^--nodes 0: give a number of nodes, or the minimum and the maximum: 1:4$"),
         ({"nodes": "4:2"}, r"^--nodes 4:2: "),
         ({"nodes": "two"}, r"^--nodes two: "),
         ({"gpus": "9" * 5000}, "^--gpus 999"),
@@ -134,9 +134,9 @@ def test_a_malformed_site_file_is_named(tmp_path: Path) -> None:
         ({"gpus_per_node": "many"}, r"^--gpus-per-node many: give a number, or a type and a number: a100:4$"),
         ({"cpus_per_task": 0}, r"^--cpus-per-task 0: give a number from 1 up$"),
         ({"slots": -1}, r"^--slots -1: "),
-        ({"partition": "a\nb"}, r"^--partition 'a\\nb': give words in one line$"),
-        ({"setup": ("module load x", "a\rb")}, r"^--setup 'a\\rb': give words in one line$"),
-        ({"sbatch_args": ("",)}, r"^--sbatch-arg '': give words in one line$"),
+        ({"partition": "a\nb"}, r"^--partition 'a\\nb': give it on one line$"),
+        ({"setup": ("module load x", "a\rb")}, r"^--setup 'a\\rb': give it on one line$"),
+        ({"sbatch_args": ("",)}, r"^--sbatch-arg '': give it on one line$"),
         ({"resources": ("h_rt=1\x00",)}, r"^-l 'h_rt=1\\x00': "),
         ({"wait": True, "dry_run": True}, r"^--wait and --dry-run: "),
     ],
@@ -174,7 +174,7 @@ def test_the_file_of_a_run_says_it_as_the_command_line_does(tmp_path: Path) -> N
         "hosts": "a:2,b:2",
     }
     path.write_text("setup = [1]\n")
-    with pytest.raises(ConfigError, match=r"--setup: 1 is no text; put it in quotes$"):
+    with pytest.raises(ConfigError, match=r"--setup: 1 is not text; put it in quotes$"):
         read_file(str(path), OPTIONS)
 
 

@@ -137,7 +137,7 @@ def test_fresh_with_no_older_run_has_nothing_to_move(tmp_path: Path) -> None:
 
 def test_fresh_leaves_a_run_that_is_alive_where_it_is(run: RunDir) -> None:
     lease = run.take()
-    with pytest.raises(RunDirError, match=f"is alive: pid {os.getpid()} on "):
+    with pytest.raises(RunDirError, match=f"is still running: pid {os.getpid()} on "):
         run.prepare(fresh=True)
     assert names(run.path.parent) == ["train"]
     lease.release()
@@ -147,13 +147,13 @@ def test_fresh_leaves_a_run_that_is_alive_where_it_is(run: RunDir) -> None:
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_folder_that_cannot_be_made_is_an_error_that_says_why_and_how_to_choose_another(fresh: bool, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunDirError, match=r"file/sub/train cannot be made or written \(Not a directory: .*--run-dir PATH$"):
+    with pytest.raises(RunDirError, match=r"file/sub/train cannot be created or written \(Not a directory: .*--run-dir PATH$"):
         RunDir(tmp_path / "file" / "sub" / "train").prepare(fresh)
 
 
 def test_a_file_where_the_folder_should_be_is_an_error_and_stays(tmp_path: Path) -> None:
     (tmp_path / "train").write_text("mine")
-    with pytest.raises(RunDirError, match=r"train cannot be made or written \(.*--run-dir PATH$"):
+    with pytest.raises(RunDirError, match=r"train cannot be created or written \(.*--run-dir PATH$"):
         RunDir(tmp_path / "train").prepare(fresh=False)
     assert (tmp_path / "train").read_text() == "mine"
 
@@ -236,6 +236,16 @@ def test_a_failure_is_read_as_it_was_written_and_forgotten_when_asked(run: RunDi
     assert not run.failure.exists()
 
 
+def test_the_end_of_a_log_is_not_of_an_earlier_attempt(run: RunDir) -> None:
+    run.logs.mkdir(parents=True, exist_ok=True)
+    run.log(1).write_text("one\ntwo\n")
+    os.utime(run.log(1), (100.0, 100.0))
+    assert run.log_tail(1, 4) == b"two\n"
+    assert run.log_tail(1, 4, since=99.0) == b"two\n"
+    assert run.log_tail(1, 4, since=101.0) == b""
+    assert run.log_tail(2, 4) == b""
+
+
 def test_each_rank_has_a_log_and_a_place_for_its_exception(run: RunDir) -> None:
     paths = {run.log(0), run.log(1), run.exception(0), run.exception(1)}
     assert len(paths) == 4
@@ -284,7 +294,7 @@ def test_a_folder_with_other_things_is_neither_written_to_nor_moved_aside(tmp_pa
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "train.py").touch()
     for fresh in (False, True):
-        with pytest.raises(RunDirError, match="holds other things than a run; choose an empty folder"):
+        with pytest.raises(RunDirError, match="is not empty and holds no run; choose an empty or a new folder"):
             RunDir(tmp_path / "project").prepare(fresh)
     assert names(tmp_path / "project") == ["train.py"]
 
@@ -309,7 +319,7 @@ def test_the_folder_one_stands_in_is_not_moved_away(run: RunDir, monkeypatch: py
 )  # fmt: skip
 def test_a_damaged_record_of_attempts_is_named_with_the_cure(run: RunDir, text: str) -> None:
     run.world.write_text(text)
-    with pytest.raises(RunDirError, match=r"world\.json, the record .* cannot be read \(.*\); remove it .*--fresh$"):
+    with pytest.raises(RunDirError, match=r"world\.json, the record .* cannot be read \(.*\); remove that file .*--fresh$"):
         run.attempts()
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from rankwise.errors import RunDirError
 from rankwise.host import processes
+from rankwise.host.text import short
 from rankwise.run import lease
 from rankwise.run.directory import RunDir, write_json
 from rankwise.run.lease import Fence, Holder, Lease
@@ -58,8 +59,8 @@ def test_the_second_to_take_a_run_is_refused_with_who_holds_it_and_what_to_do(ru
     holder = run.holder()
     assert holder is not None
     said = str(caught.value)
-    assert said.startswith(f"the run in {run.path} is alive: pid {os.getpid()} on {holder.host} since 2")
-    assert said.endswith("wait for it, stop it, or start another with --name NAME")
+    assert said.startswith(f"the run in {short(run.path)} is still running: pid {os.getpid()} on {holder.host} since 2")
+    assert said.endswith("wait for it, stop it, or start another run with --name NAME")
     assert names(run.path) == ["lease.json", "logs", "telemetry"]
 
 
@@ -77,7 +78,7 @@ def test_a_run_is_anothers_until_that_process_is_killed_and_then_is_taken_at_onc
     with subprocess.Popen([sys.executable, "-c", _HOLD, str(run.path)], stdin=-1, stdout=-1, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "taken\n"
-        with pytest.raises(RunDirError, match=f"is alive: pid {other.pid} on "):
+        with pytest.raises(RunDirError, match=f"is still running: pid {other.pid} on "):
             run.take()
         other.kill()
         other.wait()
@@ -216,7 +217,7 @@ def test_of_two_processes_that_want_one_run_at_once_exactly_one_gets_it(
             answers.append(contender.recv())
         assert answers.count(True) == 1, f"round {number}: {answers}"
         [refusal] = [answer for answer in answers if answer is not True]
-        assert "is alive: pid" in refusal
+        assert "is still running: pid" in refusal
         assert names(run.path) == ["lease.json", "logs", "telemetry"]
 
 
@@ -257,7 +258,7 @@ def test_a_holder_on_another_host_that_is_seen_to_live_is_not_disturbed(run: Run
     other = left_by(run, host="another-host", pid=dead_pid())
     alive = Alive(run.lease)
     try:
-        with pytest.raises(RunDirError, match=f"is alive: pid {other.pid} on another-host since"):
+        with pytest.raises(RunDirError, match=f"is still running: pid {other.pid} on another-host since"):
             run.take()
         with pytest.raises(RunDirError, match="on another-host"):
             run.prepare(fresh=True)
@@ -279,7 +280,7 @@ def test_a_holder_on_another_host_that_gives_no_sign_of_life_is_replaced_and_tha
     assert holder.pid == os.getpid()
     [waiting, taken] = said
     assert waiting.startswith(
-        f"waiting 0 s for a heartbeat of pid {other.pid} on another-host, which writes in {run.path} since "
+        f"waiting 0 s for a heartbeat of pid {other.pid} on another-host, which has written in {run.path} since "
     )
     assert taken == f"taken over from pid {other.pid} on another-host, which sent no heartbeat for 0 s"
     mine.release()
@@ -337,7 +338,7 @@ def test_a_real_process_with_another_host_name_and_other_pids_is_seen_alive_with
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "taken\n"
-        with pytest.raises(RunDirError, match=r"is alive: pid \d+ on elsewhere since"):
+        with pytest.raises(RunDirError, match=r"is still running: pid \d+ on elsewhere since"):
             run.take()
         other.kill()
         other.wait()
@@ -380,7 +381,7 @@ def test_where_a_file_has_one_name_alone_the_lock_keeps_others_out(run: RunDir, 
 
     monkeypatch.setattr(os, "link", refuse)
     held = run.take()
-    with pytest.raises(RunDirError, match="is alive"):
+    with pytest.raises(RunDirError, match="is still running"):
         run.take()
     held.release()
     assert run.holder() is None
@@ -406,7 +407,7 @@ def test_a_file_closed_elsewhere_in_the_process_does_not_free_it(run: RunDir) ->
     """As it does with locks of POSIX."""
     held = run.take()
     run.lease.open("r+").close()
-    with pytest.raises(RunDirError, match="is alive"):
+    with pytest.raises(RunDirError, match="is still running"):
         run.take()
     held.release()
 

@@ -44,14 +44,14 @@ def test_a_value_is_read_as_a_file_or_the_command_line_has_it(option: Option, va
     [
         (Option("a_b", ""), ["x"], "--a-b ['x']: it must be text in quotes"),
         (Option("a_b", ""), True, "--a-b True: it must be text in quotes"),
-        (Option("a_b", ""), "x\ny", "--a-b 'x\\ny': give words in one line"),
-        (Option("a_b", ""), " ", "--a-b ' ': give words in one line"),
+        (Option("a_b", ""), "x\ny", "--a-b 'x\\ny': give it on one line"),
+        (Option("a_b", ""), " ", "--a-b ' ': give it on one line"),
         (Option("a_b", "", kind=int), "3", "--a-b '3': it must be a whole number"),
         (Option("a_b", "", kind=int), True, "--a-b True: it must be a whole number"),
         (Option("a_b", "", kind=bool), "yes", "--a-b 'yes': it must be true or false"),
-        (Option("a_b", "", kind=list), [1], "--a-b: 1 is no text; put it in quotes"),
+        (Option("a_b", "", kind=list), [1], "--a-b: 1 is not text; put it in quotes"),
         (Option("a_b", "", kind=int, check=from_one), 0, "--a-b 0: give a number from 1 up"),
-        (Option("a", "", spellings=("-a", "--also")), "\x00", "-a '\\x00': give words in one line"),
+        (Option("a", "", spellings=("-a", "--also")), "\x00", "-a '\\x00': give it on one line"),
         (Option("a_b", "", check=matching("x+", "a number of x")), "y", "--a-b y: give a number of x"),
     ],
 )
@@ -70,7 +70,7 @@ def test_an_option_that_several_know_is_one_and_each_of_its_names_finds_it() -> 
 
 @pytest.mark.parametrize("theirs", [Option("queue", "Another."), Option("quick", "", spellings=("--quick", "-q"))])
 def test_one_word_for_two_things_is_an_error_that_names_both_packages(theirs: Option) -> None:
-    said = r"^(--queue|queue|-q) is an option of a \(of the package rankwise\) and another one of b \(of other\); uninstall one"
+    said = r"^(--queue|queue|-q) is an option of both a \(package rankwise\) and b \(package other\); uninstall one"
     with pytest.raises(ConfigError, match=said):
         Options([Knows("a", "A", "rankwise", (QUEUE,)), Knows("b", "", "other", (theirs,))])
 

@@ -65,7 +65,7 @@ def test_a_shell_runs_no_part_of_a_hostile_path(tmp_path: Path) -> None:
     done = subprocess.run(["/bin/sh", "-c", local.render(asked)], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith(f"rankwise: {asked.run_dir}/plan.json: no plan can be read there")
+    assert done.stderr.startswith(f"rankwise: {asked.run_dir}/plan.json: ")
     assert [path.name for path in tmp_path.rglob("*") if path.name in ("x", "y")] == []
     assert list(folder.iterdir()) == []
 

@@ -35,12 +35,12 @@ def test_the_index_of_the_node_is_not_known_and_that_is_said() -> None:
     for env in (*MPICH, *MPICH_ROUND_ROBIN):
         ranks = scheduler.ranks(env)
         assert ranks.node_rank is None
-        assert ranks.origin["node_rank"] == "MPICH does not tell it"
+        assert ranks.origin["node_rank"] == "MPICH does not say"
     assert scheduler.ranks(mpich(1, 2, 1, 2)).node_rank == 0
 
 
 def test_it_gives_no_address_and_takes_one_that_is_set() -> None:
-    assert scheduler.ranks(MPICH[0]).origin["master_port"] == "MPICH gives none: rank 0 announces it, or set MASTER_PORT"
+    assert scheduler.ranks(MPICH[0]).origin["master_port"] == "MPICH gives none: rank 0 announces its own, or set  MASTER_PORT"
     ranks = scheduler.ranks({**MPICH[0], "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
     assert (ranks.master_addr, ranks.master_port) == ("node1", 29500)
 
@@ -79,12 +79,12 @@ def test_a_part_of_its_variables_is_an_error_that_names_what_is_missing(name: st
 
 @pytest.mark.parametrize("name", SIZED)
 def test_a_value_that_is_no_number_is_an_error_that_shows_it(name: str) -> None:
-    with pytest.raises(WorldError, match=rf"^{name}='x' is no whole number"):
+    with pytest.raises(WorldError, match=rf"^{name}='x' is not a whole number"):
         scheduler.ranks({**MPICH[1], name: "x"})
 
 
 def test_a_rank_that_is_not_below_its_size_is_an_error_that_shows_both() -> None:
-    with pytest.raises(WorldError, match=r"^PMI_RANK=3 and PMI_SIZE=3: a rank lies"):
+    with pytest.raises(WorldError, match=r"^PMI_RANK=3 and PMI_SIZE=3: a rank must be"):
         scheduler.ranks({**MPICH[1], "PMI_RANK": "3"})
 
 

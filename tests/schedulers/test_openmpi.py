@@ -31,7 +31,7 @@ def test_the_index_of_the_node_is_not_known_and_that_is_said() -> None:
     for env in (*OPENMPI, *OPENMPI_BY_NODE):  # rank // local size would be wrong by node, OMPI_COMM_WORLD_NODE_RANK always
         ranks = scheduler.ranks(env)
         assert ranks.node_rank is None
-        assert ranks.origin["node_rank"] == "Open MPI does not tell it"
+        assert ranks.origin["node_rank"] == "Open MPI does not say"
 
 
 def test_on_one_node_the_index_of_the_node_is_known() -> None:
@@ -43,7 +43,7 @@ def test_on_one_node_the_index_of_the_node_is_known() -> None:
 def test_it_gives_no_address_and_takes_one_that_is_set() -> None:
     ranks = scheduler.ranks(OPENMPI[2])
     assert (ranks.master_addr, ranks.master_port) == (None, None)
-    assert ranks.origin["master_addr"] == "Open MPI gives none: rank 0 announces it, or set MASTER_ADDR"
+    assert ranks.origin["master_addr"] == "Open MPI gives none: rank 0 announces its own, or set  MASTER_ADDR"
     ranks = scheduler.ranks({**OPENMPI[2], "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
     assert (ranks.master_addr, ranks.master_port) == ("node1", 29500)
     assert (ranks.origin["master_addr"], ranks.origin["master_port"]) == ("MASTER_ADDR", "MASTER_PORT")
@@ -71,14 +71,14 @@ def test_a_part_of_its_variables_is_an_error_that_names_what_is_missing(name: st
 
 @pytest.mark.parametrize("name", SIZED)
 def test_a_value_that_is_no_number_is_an_error_that_shows_it(name: str) -> None:
-    with pytest.raises(WorldError, match=rf"^{name}='x' is no whole number"):
+    with pytest.raises(WorldError, match=rf"^{name}='x' is not a whole number"):
         scheduler.ranks({**OPENMPI[1], name: "x"})
 
 
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        ({"OMPI_COMM_WORLD_RANK": "3"}, "OMPI_COMM_WORLD_RANK=3 and OMPI_COMM_WORLD_SIZE=3: a rank lies"),
+        ({"OMPI_COMM_WORLD_RANK": "3"}, "OMPI_COMM_WORLD_RANK=3 and OMPI_COMM_WORLD_SIZE=3: a rank must be"),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "OMPI_COMM_WORLD_LOCAL_RANK=2 and OMPI_COMM_WORLD_LOCAL_SIZE=2: a local rank"),
     ],
 )

@@ -26,9 +26,9 @@ sge = GridEngine()
     ("env", "said"),
     [
         (SGE_SCRIPT, r"^NHOSTS=2, NSLOTS=3, PE_HOSTFILE=.*: this is the job's script, on the first of its 2 hosts"),
-        (SGE_TASK, r"^JOB_SCRIPT=QRSH, JOB_NAME=petask, JOB_ID=2: .*its rank must come from its starter, so"),
-        ({**SGE_SCRIPT, **SGE_TASK}, r"^JOB_SCRIPT=QRSH.*its rank must come from its starter"),
-        ({"JOB_SCRIPT": "QRSH"}, r"^JOB_SCRIPT=QRSH: .*its rank must come from its starter"),
+        (SGE_TASK, r"^JOB_SCRIPT=QRSH, JOB_NAME=petask, JOB_ID=2: .*which does not give it a rank, so"),
+        ({**SGE_SCRIPT, **SGE_TASK}, r"^JOB_SCRIPT=QRSH.*which does not give it a rank"),
+        ({"JOB_SCRIPT": "QRSH"}, r"^JOB_SCRIPT=QRSH: .*which does not give it a rank"),
         ({"PE_HOSTFILE": "x", "NSLOTS": "3"}, r"^PE_HOSTFILE=x, NSLOTS=3 but no NHOSTS"),
         ({"PE_HOSTFILE": "x"}, r"^PE_HOSTFILE=x but no NHOSTS"),
     ],
@@ -44,7 +44,7 @@ def test_a_process_of_a_parallel_job_that_was_not_joined_is_an_error(env: Env, s
 def test_several_slots_on_one_host_are_one_process_and_it_says_so() -> None:
     ranks = sge.ranks(SGE_ONE_HOST)
     assert (ranks.rank, ranks.world_size, ranks.node_rank) == (0, 1, 0)
-    assert ranks.note == "NSLOTS=3 slots on this host and one process; to use them all: rankwise run script.py"
+    assert ranks.note == "NSLOTS=3 slots on this host, but one process; to use them all: rankwise run script.py"
 
 
 def test_a_serial_job_is_single() -> None:
@@ -53,12 +53,12 @@ def test_a_serial_job_is_single() -> None:
 
 
 def test_a_task_of_a_job_array_is_a_world_of_its_own_and_says_so() -> None:
-    assert sge.ranks(SGE_ARRAY).note == "task 4 of job array 26: each is a world of its own"
+    assert sge.ranks(SGE_ARRAY).note == "task 4 of job array 26: each task trains on its own"
 
 
 @pytest.mark.parametrize("name", ["NHOSTS", "NSLOTS"])
 def test_a_count_that_is_no_number_is_an_error_that_shows_it(name: str) -> None:
-    with pytest.raises(WorldError, match=f"^{name}='x' is no whole number"):
+    with pytest.raises(WorldError, match=f"^{name}='x' is not a whole number"):
         sge.ranks({**SGE_SCRIPT, name: "x"})
 
 
@@ -159,9 +159,9 @@ def test_a_name_becomes_one_that_grid_engine_takes(name: str, job_name: str) -> 
     [
         ({"job": {"slots": 8}}, "^--slots 8 without --pe: .*qconf -spl"),
         ({"job": {"pe": "mpi"}}, "^--pe mpi without --slots: .*--pe mpi --slots 8"),
-        ({"job": {"resources": ("gpu=1\n#$ -now y",)}}, r"^-l 'gpu=1\\n#\$ -now y': .*cannot carry a newline"),
+        ({"job": {"resources": ("gpu=1\n#$ -now y",)}}, r"^-l 'gpu=1\\n#\$ -now y': .*cannot contain a newline"),
         ({"job": {"setup": ("a\nb",)}}, "^--setup 'a"),
-        ({"job": {"resources": ('a="it\'s"',)}}, "no way to write that; leave out one kind of quotes"),
+        ({"job": {"resources": ('a="it\'s"',)}}, "cannot take both kinds of quotes in one value"),
         ({"job": {"account": "a b"}}, "^-A 'a b': an account"),
         ({"cwd": "/home/a\n#$ -q x"}, "^the folder .*newline"),
         ({"run_dir": "/home/a\nb"}, "^--run-dir .*newline"),
@@ -181,22 +181,22 @@ def test_one_slot_needs_no_parallel_environment() -> None:
     [
         (
             'Unable to run job: job rejected: the requested parallel environment "nope" does not exist\nExiting.\n',
-            'qsub refuses the job: job rejected: the requested parallel environment "nope" does not exist; those there are: '
+            'qsub refuses the job: job rejected: the requested parallel environment "nope" does not exist; to list them: '
             "qconf -spl",
         ),
-        ('Unable to run job: unknown resource "nope"\nExiting.\n', "those there are: qconf -sc"),
+        ('Unable to run job: unknown resource "nope"\nExiting.\n', "to list them: qconf -sc"),
         ('Unable to run job: attribute "h_rt" is not a time value\nExiting.\n', "for example -l h_rt=10:00:00"),
         ('Unable to run job: Job was rejected because job requests unknown queue "nope"\nExiting.\n', "qconf -sql"),
         ("Unable to run job: error: no suitable queues\nExiting.\n", "no queue can ever run it: ask for fewer slots"),
         ('Unable to run job: "job" rejected: pe range must be greater than zero\nExiting.\n', "--slots is a number"),
-        ("Unable to run job: Error reading answer list from qmaster\nExiting.\n", "a name that Grid Engine cannot take"),
+        ("Unable to run job: Error reading answer list from qmaster\nExiting.\n", "a name has forbidden characters"),
         (
             "error: commlib error: got select error (Connection refused)\nUnable to run job: unable to send message to qmaster "
             'using port 1 on host "head": got send error\nExiting.\n',
             "server does not answer; is it up?",
         ),
         ("something new\n", "qsub refuses the job: something new"),
-        ("", "qsub refuses the job: it said nothing"),
+        ("", "qsub refuses the job: it printed no reason"),
     ],
 )
 def test_a_refusal_is_one_line_with_what_to_type(words: str, line: str) -> None:
@@ -259,7 +259,7 @@ def test_a_host_list_that_cannot_be_this_jobs_is_an_error_that_shows_it(tmp_path
 
 
 def test_a_host_list_that_is_on_another_host_is_an_error_that_says_where() -> None:
-    with pytest.raises(WorldError, match=r"^PE_HOSTFILE=/nosuch: No such file or directory; it is on the job's first"):
+    with pytest.raises(WorldError, match=r"^PE_HOSTFILE=/nosuch: No such file or directory; it exists only on the first host"):
         sge.hosts(plan(), {"PE_HOSTFILE": "/nosuch"})
 
 
@@ -389,7 +389,7 @@ def test_a_job_is_submitted_from_its_own_folder_where_a_folder_for_its_output_is
 
 def test_a_submission_that_is_refused_is_an_error(grid_engine: Callable[..., None], tmp_path: Path) -> None:
     grid_engine("qsub", 'Unable to run job: unknown resource "nope"\nExiting.\n', 1)
-    with pytest.raises(ConfigError, match=r'^qsub refuses the job: unknown resource "nope"; those there are: qconf -sc$'):
+    with pytest.raises(ConfigError, match=r'^qsub refuses the job: unknown resource "nope"; to list them: qconf -sc$'):
         sge.submit(str(tmp_path / "job.sh"), {})
 
 

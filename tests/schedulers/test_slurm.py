@@ -54,8 +54,8 @@ def test_a_task_of_a_step_finds_its_numbers(envs: list[Env], rank: int) -> None:
         "local_rank": "SLURM_LOCALID",
         "local_world_size": "SLURM_GTIDS, counted",
         "node_rank": "SLURM_NODEID",
-        "master_addr": "Slurm gives none: rank 0 announces it, or set MASTER_ADDR",
-        "master_port": "Slurm gives none: rank 0 announces it, or set MASTER_PORT",
+        "master_addr": "Slurm gives none: rank 0 announces its own, or set  MASTER_ADDR",
+        "master_port": "Slurm gives none: rank 0 announces its own, or set  MASTER_PORT",
     }
 
 
@@ -98,9 +98,9 @@ def test_an_address_that_is_set_completes_what_slurm_tells() -> None:
 def test_a_task_of_a_job_array_is_a_world_of_its_own_and_says_so() -> None:
     ranks = slurm.ranks(SLURM_ARRAY)
     assert (ranks.rank, ranks.world_size) == (0, 1)
-    assert ranks.note == "task 3 of job array 15: each is a world of its own"
+    assert ranks.note == "task 3 of job array 15: each task trains on its own"
     step = slurm.ranks({**SLURM_STEP[2], "SLURM_ARRAY_JOB_ID": "15", "SLURM_ARRAY_TASK_ID": "6"})
-    assert (step.rank, step.world_size, step.note) == (2, 4, "task 6 of job array 15: each is a world of its own")
+    assert (step.rank, step.world_size, step.note) == (2, 4, "task 6 of job array 15: each task trains on its own")
 
 
 @pytest.mark.parametrize(("text", "counts"), [("2", [2]), ("2(x2)", [2, 2]), ("3,1(x2)", [3, 1, 1]), ("1,3", [1, 3])])
@@ -110,7 +110,7 @@ def test_tasks_per_node_as_slurm_writes_them(text: str, counts: list[int]) -> No
 
 @pytest.mark.parametrize("text", ["", "2(x2", "2(3)", "two", "2,,1", "-1", "2(x2)1"])
 def test_tasks_per_node_as_slurm_never_writes_them_are_an_error(text: str) -> None:
-    with pytest.raises(WorldError, match="Slurm writes it like"):
+    with pytest.raises(WorldError, match="Slurm writes it as"):
         tasks_per_node(text)
 
 
@@ -122,12 +122,12 @@ def test_half_a_step_is_an_error_that_names_what_is_missing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS"])
 def test_a_value_that_is_no_number_is_an_error_that_shows_it(name: str) -> None:
-    with pytest.raises(WorldError, match=f"^{name}='x' is no whole number"):
+    with pytest.raises(WorldError, match=f"^{name}='x' is not a whole number"):
         slurm.ranks({**SLURM_STEP[1], name: "x"})
 
 
 def test_numbers_that_contradict_each_other_are_an_error_that_shows_them() -> None:
-    with pytest.raises(WorldError, match=r"^SLURM_PROCID=4 and SLURM_STEP_NUM_TASKS=4: a rank lies"):
+    with pytest.raises(WorldError, match=r"^SLURM_PROCID=4 and SLURM_STEP_NUM_TASKS=4: a rank must be"):
         slurm.ranks({**SLURM_STEP[1], "SLURM_PROCID": "4"})
     with pytest.raises(WorldError, match=r"^SLURM_NODEID=2, SLURM_STEP_TASKS_PER_NODE=2\(x2\): the step has no such node"):
         slurm.ranks({**SLURM_STEP[1], "SLURM_NODEID": "2", "SLURM_GTIDS": ""})
@@ -158,7 +158,7 @@ def test_in_a_larger_job_a_process_that_is_not_the_one_task_of_its_step_was_not_
 
 def test_a_rank_above_the_one_task_of_a_job_of_one_is_an_error() -> None:
     env = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "1"}
-    with pytest.raises(WorldError, match=r"^SLURM_PROCID=1, SLURM_STEP_NUM_TASKS=1: a rank lies"):
+    with pytest.raises(WorldError, match=r"^SLURM_PROCID=1, SLURM_STEP_NUM_TASKS=1: a rank must be"):
         slurm.ranks(env)
 
 
@@ -176,14 +176,14 @@ def test_a_job_of_one_task_is_single_without_srun(env: Env) -> None:
     [
         (
             SLURM_BATCH,
-            r"^SLURM_NTASKS=6, .*, SLURM_PROCID=0, no SLURM_STEP_ID: this is the batch shell on node1 and not a task",
+            r"^SLURM_NTASKS=6, .*, SLURM_PROCID=0, no SLURM_STEP_ID: this is the batch shell on node1, not a task",
         ),
         (
             SLURM_BATCH_WRAP,
             r"^SLURM_NNODES=2, SLURM_JOB_NUM_NODES=2, SLURM_PROCID=0, no SLURM_STEP_ID: this is the batch shell",
         ),
         ({**SLURM_BATCH_ONE, "SLURM_NTASKS_PER_NODE": "4"}, r"^SLURM_NTASKS_PER_NODE=4, .*this is the batch shell"),
-        (SLURM_SALLOC, r"^SLURM_NTASKS=4, .*, no SLURM_PROCID and no SLURM_STEP_ID: this is salloc's shell and not a task"),
+        (SLURM_SALLOC, r"^SLURM_NTASKS=4, .*, no SLURM_PROCID and no SLURM_STEP_ID: this is salloc's shell, not a task"),
         (
             SLURM_INTERACTIVE,
             r"^SLURM_NTASKS=4, .*, SLURM_STEP_ID=4294967290 \(Slurm's own\): this is the shell of the job itself",
@@ -210,7 +210,7 @@ def test_only_a_shell_on_the_jobs_own_node_is_told_to_use_that_node_alone() -> N
 
 @pytest.mark.parametrize("name", ["SLURM_NTASKS", "SLURM_JOB_NUM_NODES"])
 def test_a_count_that_is_no_number_is_an_error_that_shows_it(name: str) -> None:
-    with pytest.raises(WorldError, match=f"^{name}='six' is no whole number"):
+    with pytest.raises(WorldError, match=f"^{name}='six' is not a whole number"):
         slurm.ranks({**SLURM_BATCH, name: "six"})
 
 
@@ -257,7 +257,9 @@ def test_a_triple_that_fits_the_step_is_the_inner_one_and_is_believed(env: Env) 
     ],
 )
 def test_a_triple_that_the_batch_script_exported_is_an_error_that_says_so(exported: Env) -> None:
-    with pytest.raises(WorldError, match=r"SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=4: exported by a batch script: all tasks have"):
+    with pytest.raises(
+        WorldError, match=r"SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=4: the batch script exports them, so all tasks have"
+    ):
         discover({**SLURM_STEP[2], **exported})
 
 

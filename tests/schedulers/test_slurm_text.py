@@ -210,8 +210,8 @@ def test_a_job_is_known_by_its_number(answers: Callable[..., None], out: str) ->
         (
             "sbatch: error: invalid partition specified: x\n"
             "sbatch: error: Batch job submission failed: Invalid partition name specified",
-            "Slurm refuses the job: Invalid partition name specified (--partition=x); those that there are: sinfo -o %P; "
-            "then --partition NAME",
+            "Slurm refuses the job: Invalid partition name specified (--partition=x); to list them: sinfo -o %P; "
+            "then use --partition NAME",
         ),
         (
             "sbatch: error: Batch job submission failed: Requested node configuration is not available",
@@ -252,7 +252,7 @@ def shown(word: str, reason: str = "None", code: str = "0:0", nodes: str = "(nul
     [
         (shown("PENDING", "Resources"), "waiting", None, "PENDING (Resources)"),
         (shown("PENDING"), "waiting", None, "PENDING"),
-        (shown("PENDING", "PartitionConfig"), "stuck", None, "PENDING (PartitionConfig): no partition can ever give so much"),
+        (shown("PENDING", "PartitionConfig"), "stuck", None, "PENDING (PartitionConfig): no partition has so much"),
         (shown("RUNNING", nodes="node[1-2]"), "running", None, "RUNNING on node[1-2]"),
         (shown("COMPLETING", nodes="node1"), "running", None, "COMPLETING on node1"),
         (shown("COMPLETED"), "ended", 0, "COMPLETED"),
@@ -272,7 +272,7 @@ def test_what_became_of_a_job(answers: Callable[..., None], answer: str, phase: 
 
 def test_a_job_that_slurm_has_forgotten_is_unknown(answers: Callable[..., None]) -> None:
     answers("scontrol", error="slurm_load_jobs error: Invalid job id specified", status=1)
-    assert slurm.state({"id": "12"}) == State("unknown", "Slurm has forgotten it")
+    assert slurm.state({"id": "12"}) == State("unknown", "Slurm no longer knows it")
 
 
 def test_a_job_that_cannot_be_cancelled_is_an_error(answers: Callable[..., None]) -> None:
@@ -280,6 +280,6 @@ def test_a_job_that_cannot_be_cancelled_is_an_error(answers: Callable[..., None]
     slurm.cancel({"id": "12"})
     answers("scancel", error="scancel: error: Kill job error on job id 12: Access/permission denied", status=1)
     with pytest.raises(
-        ConfigError, match=r"^Slurm does not cancel job 12: Kill job error on job id 12: Access/permission denied$"
+        ConfigError, match=r"^Slurm did not cancel job 12: Kill job error on job id 12: Access/permission denied$"
     ):
         slurm.cancel({"id": "12"})

@@ -37,17 +37,17 @@ def test_hosts_are_read_as_they_are_written(text: str, hosts: tuple[Host, ...]) 
     [
         ("", r"no host is named; for example -H host1:2,host2:2"),
         (" , ", "no host is named"),
-        ("h1,,h2", "a host is missing beside a comma"),
-        ("h1:", "'h1:': the slots of a host are a number from 1 up"),
-        ("h1:0", "'h1:0': the slots"),
-        ("h1:-1", "'h1:-1': the slots"),
-        ("h1:²", "'h1:²': the slots"),
-        ("h1:2:3", "'h1:2:3' is no name of a host"),
-        ("-oProxyCommand=touch", "is no name of a host"),
-        ("me@-oProxyCommand=touch", "is no name of a host"),
-        ("h;touch", "is no name of a host"),
-        ("h1 h2", "is no name of a host"),
-        ("h1\nh2", "is no name of a host"),
+        ("h1,,h2", "a host is missing next to a comma"),
+        ("h1:", "'h1:': give the slots of a host as a number from 1 up"),
+        ("h1:0", "'h1:0': give the slots"),
+        ("h1:-1", "'h1:-1': give the slots"),
+        ("h1:²", "'h1:²': give the slots"),
+        ("h1:2:3", "'h1:2:3' is not the name of a host"),
+        ("-oProxyCommand=touch", "is not the name of a host"),
+        ("me@-oProxyCommand=touch", "is not the name of a host"),
+        ("h;touch", "is not the name of a host"),
+        ("h1 h2", "is not the name of a host"),
+        ("h1\nh2", "is not the name of a host"),
         ("fd88::1", r"an IPv6 address goes in brackets: \[fd88::1\] or \[fd88::1\]:2"),
         ("h1:2,h2,H1", "H1 is named twice; name it once, with all its slots"),
         ("h1:2,me@h1:2", "me@h1 is named twice"),
@@ -68,14 +68,14 @@ def test_a_hostfile_has_open_mpis_lines_ours_and_comments(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", ": no host is named there; write one a line: host slots=2"),
-        ("# nothing\n", ": no host is named there"),
+        ("", ": the file names no host; write one host per line: host slots=2"),
+        ("# nothing\n", ": the file names no host"),
         ("a\nb slot=2\n", ", line 2: 'slot=2' is not understood; write `host slots=2`"),
         ("a slots=\n", ", line 1: 'slots=' is not understood"),
-        ("a slots=two\n", ", line 1: 'slots=two': the slots of a host are a number"),
+        ("a slots=two\n", ", line 1: 'slots=two': give the slots of a host as a number"),
         ("a:2 slots=3\n", ", line 1: 'a:2' and 'slots=3' both give a number of slots"),
         ("a\nb\n\na slots=2\n", ", line 4: a is named twice"),
-        ("a,b\n", ", line 1: 'a,b' is no name of a host"),
+        ("a,b\n", ", line 1: 'a,b' is not the name of a host"),
     ],
 )
 def test_a_hostfile_that_cannot_be_meant_is_an_error_with_its_line(tmp_path: Path, text: str, said: str) -> None:
@@ -87,10 +87,10 @@ def test_a_hostfile_that_cannot_be_meant_is_an_error_with_its_line(tmp_path: Pat
 
 
 def test_a_hostfile_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^--hostfile nosuch: it cannot be read: No such file or directory$"):
+    with pytest.raises(ConfigError, match=r"^--hostfile nosuch: cannot be read: No such file or directory$"):
         host_names.read_hostfile("nosuch")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="it is no text"):
+    with pytest.raises(ConfigError, match="not a text file"):
         host_names.read_hostfile(str(tmp_path / "binary"))
 
 
@@ -128,7 +128,7 @@ CHANGED = "@@@\n@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\n@@@
         ("me@h2: Permission denied (publickey,password).\r\n", "none of your keys is accepted there; type: ssh-copy-id me@h2"),
         ("Host key verification failed.\r\n", "the key of me@h2 is not known here; type: ssh me@h2 true"),
         (CHANGED, "type: ssh-keygen -R h2; ssh me@h2 true"),
-        ("kex_exchange_identification: read: Connection reset by peer\r\n", "me@h2 ended the connection before the login"),
+        ("kex_exchange_identification: read: Connection reset by peer\r\n", "me@h2 closed the connection before the login"),
         ("Timeout, server h2 not responding.\r\n", "me@h2 does not answer"),
     ],
 )

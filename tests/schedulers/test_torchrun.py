@@ -52,7 +52,7 @@ def test_what_is_not_set_is_taken_for_one_node_and_that_is_said() -> None:
     ],
 )
 def test_a_half_set_triple_is_an_error_that_names_what_is_missing(missing: tuple[str, ...], found: str, named: str) -> None:
-    with pytest.raises(WorldError, match=f"^{found} but not {named}: .*set all, or none .*rankwise run script.py$"):
+    with pytest.raises(WorldError, match=f"^{found} but not {named}: .*set all, or unset all.*rankwise run script.py$"):
         torchrun.ranks(without(*missing))
 
 
@@ -61,17 +61,17 @@ def test_a_half_set_triple_is_an_error_that_names_what_is_missing(missing: tuple
 def test_a_value_that_is_no_number_is_an_error_that_shows_it(name: str, value: str) -> None:
     with pytest.raises(WorldError) as caught:
         torchrun.ranks({**QUAD, name: value})
-    assert str(caught.value).startswith(f"{name}={value!r} is no whole number; ")
+    assert str(caught.value).startswith(f"{name}={value!r} is not a whole number; ")
 
 
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        ({"RANK": "2"}, "RANK=2 and WORLD_SIZE=2: a rank lies"),
-        ({"RANK": "-1"}, "RANK=-1 and WORLD_SIZE=2: a rank lies"),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 and WORLD_SIZE=0: a rank lies"),
-        ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2: a local rank lies"),
-        ({"LOCAL_WORLD_SIZE": "1"}, "RANK, as LOCAL_RANK is not set=1 and LOCAL_WORLD_SIZE=1: a local rank lies"),
+        ({"RANK": "2"}, "RANK=2 and WORLD_SIZE=2: a rank must be"),
+        ({"RANK": "-1"}, "RANK=-1 and WORLD_SIZE=2: a rank must be"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 and WORLD_SIZE=0: a rank must be"),
+        ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2: a local rank must be"),
+        ({"LOCAL_WORLD_SIZE": "1"}, "RANK, as LOCAL_RANK is not set=1 and LOCAL_WORLD_SIZE=1: a local rank must be"),
     ],
 )
 def test_a_rank_that_is_not_below_its_size_is_an_error_that_shows_both(change: dict[str, str], found: str) -> None:

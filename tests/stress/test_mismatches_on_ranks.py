@@ -65,4 +65,4 @@ def test_the_rank_that_asks_something_else_is_named(launch, name: str, different
     assert run.wait() == 1
     said = f"the ranks do not match in collective 4: rank 1 calls {'all_reduce' if different in WHAT[4:] else name}("
     assert said in run.output()
-    assert f" where ranks 0, 2 call {name}(" in run.output()
+    assert f", but ranks 0, 2 call {name}(" in run.output()

@@ -21,7 +21,7 @@ from rankwise.training.state import TrainState
 
 
 class Moments:
-    """For one loop. Without a gate, this is also an action, after the log. `meet`: collective, before other collectives here."""
+    """For one loop. Without a gate, this is also an action, after the log. `meet`: collective, before others here."""
 
     def __init__(self, state: TrainState, actions: Sequence[Action], stop: StopSignal, meet: Callable[[], None]) -> None:
         self._state = state

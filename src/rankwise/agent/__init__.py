@@ -1,1 +1,1 @@
-"""During the job, one process a node: start, watch and stop the ranks, name the first failure. No torch here."""
+"""During the job, one process per node: start, watch and stop the ranks, report the first failure. No torch here."""

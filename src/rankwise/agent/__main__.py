@@ -16,12 +16,12 @@ def main() -> int:
     try:
         return bootstrap.begin(sys.argv[1:])
     except RankwiseError as error:
-        print(f"rankwise: {error}", file=sys.stderr)
+        print(terminal.message(str(error)), file=sys.stderr)
         return error.exit_status
     except OSError as error:
         if (shortage := processes.shortage(error)) is None:
             raise
-        print(f"rankwise: cannot start or watch the ranks: {error.strerror}: {shortage}", file=sys.stderr)
+        print(terminal.message(f"cannot start or watch the ranks: {error.strerror}: {shortage}"), file=sys.stderr)
         return 1
 
 

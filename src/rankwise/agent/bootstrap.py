@@ -1,4 +1,4 @@
-"""What an agent is when it begins: the head of a run, or a member; and how a member finds the head.
+"""How an agent starts: as the head of a run, or as a member that finds the head.
 
 status = begin(["runs/train"])
 """
@@ -46,7 +46,7 @@ _OF_THE_HOST = (
     "DISPLAY", "XAUTHORITY", "DBUS_SESSION_BUS_ADDRESS", "SSH_AUTH_SOCK", "SSH_AGENT_PID", "SSH_CONNECTION", "SSH_CLIENT",
     "SSH_TTY",
 )  # fmt: skip
-"""What is said of one host, and is not passed on to another (nor is XDG_*)."""
+"""Variables that describe one host; they are not passed on to another (nor is XDG_*)."""
 
 
 def begin(words: list[str]) -> int:
@@ -67,7 +67,7 @@ def _begin(words: list[str]) -> int:
     _enter(plan)
     scheduler = schedulers.queue(plan.on)
     if scheduler is None:
-        raise ConfigError(f"{platform.node()} has no scheduler {plan.on}: install here too the package that has it")
+        raise ConfigError(f"{platform.node()} has no scheduler {plan.on}: install the package that provides it there too")
     index = _index(plan, scheduler)
 
     def body(guard: int | None) -> int:
@@ -81,14 +81,14 @@ def _begin(words: list[str]) -> int:
 
 def _enter(plan: Plan) -> None:
     """Into the folder that the script runs in. Raises ConfigError for what of the run this host does not have."""
-    cure = "every host needs it in the same place, by a shared file system or a copy"
+    cure = "every host needs it under the same path, on a shared file system or as a copy"
     try:
         os.chdir(plan.cwd)
     except OSError as error:
         why = str(error.strerror).lower()
         raise ConfigError(f"{platform.node()} has no {plan.cwd} ({why}), the folder of the script: {cure}") from None
     if plan.interpreter and not Path(plan.interpreter[0]).exists() and shutil.which(plan.interpreter[0]) is None:
-        raise ConfigError(f"{platform.node()} has no Python {plan.interpreter[0]}, which is to run the script: {cure}")
+        raise ConfigError(f"{platform.node()} has no Python {plan.interpreter[0]}, which runs the script: {cure}")
     if plan.interpreter and plan.argv[0] != "-m" and not Path(plan.argv[0]).exists():
         raise ConfigError(f"{platform.node()} has no script {plan.argv[0]} in {plan.cwd}: {cure}")
 
@@ -102,9 +102,10 @@ def _index(plan: Plan, scheduler: Jobs) -> int:
 
 
 def _guarded(body: Callable[[int], int]) -> int:
-    """In a child of this process, which sweeps up what that leaves if it is killed: nothing above it would, on this host.
+    """Run `body` in a child of this process. If the child is killed, this process kills what the child leaves: no process above
+    it on this host would.
 
-    `body` gets a pipe on which the signals that come to this process are passed on.
+    `body` gets a pipe, on which the signals that come to this process are passed on.
     """
     processes.become_subreaper()
     guard = os.getpid()
@@ -180,15 +181,14 @@ def _head(plan: Plan, run: RunDir, scheduler: Jobs, events: EventLoop) -> int:
 
 
 def _greeting_of(plan: Plan, secret: str, there: int, host: Host) -> Message:
-    """What the head says first to the agent of node `there`, which it has started by ssh or qrsh."""
+    """The first message of the head to the agent of node `there`, which it has started over ssh or qrsh."""
     record = {**plan.record(), "launcher_pid": 0, "tee": plan.tee}
     return {"plan": record, "node": there, "ranks": host.slots, "secret": secret, "environment": _to_pass_on(os.environ)}
 
 
 def _told_to_the_starter(status: int, plan: Plan, run: RunDir, scheduler: Jobs) -> int:
-    """The agent's exit status. A queue that is to start the job once more has its own; in one that is not, a stop that has
-    saved is no failure of the job: what the run came to is in its own record.
-    """
+    """The agent's exit status. A queue that will start the job again has its own. In any other queue a stop that has saved is
+    not a failure of the job: the outcome of the run is in its own record."""
     if status != EXIT_PREEMPTED or plan.launcher_holds or "within" in plan.job or isinstance(scheduler, Foreground):
         return status
     if plan.job.get("requeue"):
@@ -207,11 +207,11 @@ def _open_door(plan: Plan, secret: str) -> Door:
     try:
         return Door(secret, port)
     except OSError as error:
-        raise port_taken(port, error, by_hand=bool(plan.master_addr)) from None
+        raise port_taken(port, error, manually=bool(plan.master_addr)) from None
 
 
 def _secret_of_all(plan: Plan) -> str:
-    """Where each node is started by hand, what the user has put on all of them; without it whoever reaches the port is
+    """If each node is started manually, the secret that the user has put on all of them; without it whoever reaches the port is
     believed, as torchrun does.
     """
     if not plan.master_addr:
@@ -250,7 +250,7 @@ def _calling(plan: Plan | None, run: RunDir, index: int, start: str, events: Eve
     record = _find_door(run, index, start, events)
     plan = Plan.load(run.plan)
     if plan.run_id != record["run_id"]:
-        raise RunDirError(f"{run.plan} is of another run than the head's; do all nodes see the same {run.path}?")
+        raise RunDirError(f"{run.plan} is not the plan of the first node; all nodes must see the same folder {run.path}")
     _enter(plan)
     return _join(plan, run, index, events, ways(record), int(record["port"]), str(record["secret"]))
 
@@ -269,7 +269,7 @@ def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, addresses: Seq
         node.sink = Wire(link)
         member = RemoteNode(node, link, events, secret)
         status = member.run()
-        # The head's status is the run's; what has started them both may end the head, before it is through, for another's.
+        # The head's status is the run's. The launcher of both may kill the head before it is done because another has failed.
         return status if plan.node_rank >= 0 or not member.dismissed else 0
     finally:
         node.close()
@@ -283,7 +283,7 @@ def _find_door(run: RunDir, index: int, start: str, events: EventLoop) -> Mappin
             record = read_door(run.door)
             if record["start"] == start:
                 return record
-            why = f"{run.door} is of another start"
+            why = f"{run.door} belongs to another start of this run"
         except NobodyThere as reason:
             why = str(reason)
         _wait_for_head(patience, index, events, why)
@@ -301,11 +301,11 @@ def _wait_for_head(patience: Patience, index: int, events: EventLoop, why: str) 
     name = f"node {index} ({platform.node()})"
     if patience.is_over:
         raise ConfigError(
-            f"{name} has not found the first node's agent within {_FIND_S:g} s: {why}; all nodes must see the run "
-            "directory under one path, and reach the first node"
+            f"{name} did not find the first node within {_FIND_S:g} s: {why}; all nodes must see the run directory under the "
+            "same path, and be able to connect to the first node"
         )
     if patience.due():
-        waited = f"{name} has waited {patience.waited_s:.0f} s for the first node: {why}"
+        waited = f"{name}: waiting for the first node for {patience.waited_s:.0f} s: {why}"
         print(f"rankwise: {waited}", file=sys.stderr, flush=True)
     events.wait(_POLL_S)
 
@@ -314,7 +314,7 @@ def _wait_for_head(patience: Patience, index: int, events: EventLoop, why: str) 
 
 
 def _called(guard: int) -> int:
-    """The head has started this agent by ssh or qrsh: what it must know comes first over stdin."""
+    """The head has started this agent over ssh or qrsh: its first message, over stdin, has all that this agent must know."""
     processes.become_subreaper()
     link = Link(os.dup(0), os.dup(1))
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -324,7 +324,7 @@ def _called(guard: int) -> int:
     events.register(link)
     greeting = _greeting(link, events)
     os.environ.update({name: value for name, value in greeting["environment"].items() if name not in _OF_THE_HOST})
-    plan = Plan.of(greeting["plan"], "what the head said")
+    plan = Plan.of(greeting["plan"], "the plan of the first node")
     index, secret = int(greeting["node"]), str(greeting["secret"])
     _enter(plan)
     node = Node(plan, RunDir(Path(plan.run_dir)), index, events, Wire(link), int(greeting["ranks"]))
@@ -350,4 +350,4 @@ def _greeting(link: Link, events: EventLoop) -> Message:
         for message in link.receive():
             return message
         if link.closed is not None or events.asked:
-            sys.exit(1)  # nobody is there to be told
+            sys.exit(1)  # nobody is left to read it

@@ -1,4 +1,4 @@
-"""Whether the ranks ask the same of each other (`--check-collectives`): each notes what it enters, here it is compared.
+"""`--check-collectives`: each rank notes the collectives that it enters, and here the notes of all ranks are compared.
 
     rings = Rings(ranks=4);  spec["notes"] = rings.place(row)      # collective_notes.py writes there
     ledger = Ledger(ranks=8);  ledger.add(rings.read());  mismatch = ledger.look()      # every tick
@@ -29,7 +29,7 @@ _RANK_BYTES = _HEADER_BYTES + SLOTS * SLOT_BYTES
 _DEFAULT_GROUP = "0"  # torch's name for it
 
 _EVIDENCE_S = 0.3
-"""From the first difference: what the other ranks enter instead tells who is the odd one."""
+"""How long to wait after the first difference: what the other ranks enter shows which rank differs."""
 
 _ANY_SITE = re.compile(r"(barrier|monitored_barrier|(broadcast|gather|scatter)(_object.*)?|reduce|broadcast by DDP|backward)\(")
 """`if rank == 0: barrier()` further down, and a root that calls from a line of its own, are usual and harmless; so are the
@@ -118,15 +118,15 @@ def _tell(notes: Mapping[int, Note]) -> Mismatch:
             groups.append([rank])
         else:
             group.append(rank)
-    groups.sort(key=lambda g: (len(g), -g[0]))  # the minority first; of two alike the one without rank 0
+    groups.sort(key=lambda g: (len(g), -g[0]))  # the minority first; of two of the same size the one without rank 0
     odd, others = groups[0], groups[-1]
     one, other = notes[odd[0]], notes[others[0]]
-    told = f"{_call(odd)} {one.what} at {one.place} where {_call(others)} "
+    told = f"{_call(odd)} {one.what} at {one.place}, but {_call(others)} "
     if one.what == other.what:
-        told += f"it at {other.place}: two different ones are mixed"
+        told += f"it at {other.place}: these are two different calls"
     else:
         told += f"{other.what} at {other.place}"
-    more = "" if len(groups) == 2 else f"; {_call([r for g in groups[1:-1] for r in g])} something else again"
+    more = "" if len(groups) == 2 else f"; {_call([r for g in groups[1:-1] for r in g])} something else"
     which = f"collective {one.number}" + ("" if one.group == _DEFAULT_GROUP else f" of group {one.group}")
     return Mismatch(odd[0], f"the ranks do not match in {which}: {told}{more}")
 
@@ -147,7 +147,7 @@ class Ledger:
             self._comparison.add(rank, Note.of(line))
 
     def look(self, at_end: bool = False) -> Mismatch | None:
-        """A difference is told once the other ranks have had the time to show what they enter instead."""
+        """A difference is reported after the other ranks have had the time to show what they enter instead."""
         if not self._comparison.differs:
             return None
         self._found = self._found or time.monotonic()

@@ -1,4 +1,4 @@
-"""What a rank's `torch.distributed` does besides its work: it counts collectives, and notes each before it is entered.
+"""What is added to a rank's `torch.distributed`: it counts collectives, and notes each one before the rank enters it.
 
     distributed = Distributed(notes=spec["notes"], count_mark=spec["count_mark"])
     distributed.prepare()        # torch is imported
@@ -38,7 +38,7 @@ line that calls them."""
 
 _OURS = (__file__, private_names.__file__)
 
-# Each collective: the parameter whose tensors must be alike on all ranks (None: they may differ), and that of the root.
+# Each collective: the parameter whose tensors must be the same on all ranks (None: they may differ), and that of the root.
 COLLECTIVES = {
     "all_reduce": ("tensor", None),
     "all_reduce_coalesced": ("tensors", None),

@@ -1,4 +1,4 @@
-"""What a person sees of the ranks: rank 0's log as it grows, or all of them line by line, and the progress line.
+"""What is shown of the ranks: the log of rank 0 as it grows, or all logs line by line, and the progress line.
 
 Ranks write into files, never into a pipe: none waits for a slow console, and nothing is lost when the agent ends.
 """
@@ -29,7 +29,7 @@ class LogFollower:
     def read(self) -> bytes:
         """At most one chunk of what is new.
 
-        The traceback of a rank that raised is kept back: at the end it is told once, if it is the cause.
+        The traceback of a rank that raised is kept back: it is printed once at the end, if that rank is the cause.
         """
         bound = self._raised_at() - self._position
         data = os.pread(self._fd, max(min(bound, _CHUNK), 0), self._position)

@@ -1,4 +1,4 @@
-"""What an agent waits for, all of it in one selector, and the signals that it is sent.
+"""All that an agent waits for, in one selector, and the signals that it gets.
 
 events = EventLoop(parent_pid);  events.register(link);  events.wait(0.05);  events.asked
 """
@@ -58,7 +58,7 @@ class EventLoop:
                 self._parent = os.pidfd_open(parent_pid)
                 self._selector.register(self._parent, selectors.EVENT_READ)
             except ProcessLookupError:
-                sys.exit(1)  # it is gone already: nobody wants this run
+                sys.exit(1)  # it is gone already: the run is given up
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         self._count(self._own, signum)

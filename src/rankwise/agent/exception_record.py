@@ -1,4 +1,4 @@
-"""What a rank leaves of the exception that ends it: a record for the agent, and a traceback in its log.
+"""When an exception ends a rank: a record for the agent, and a traceback in the log.
 
     status = exception_record.leave(error, spec)      # spec: see fork_server.py
 
@@ -125,7 +125,7 @@ def _of_a_dead_worker(error):
         if worker.sentinel in ended:
             worker.join(1.0)
             code = worker.exitcode
-            how = f"is killed by signal: {signal.strsignal(-code)}" if code and code < 0 else f"left with status {code}"
+            how = f"is killed by signal: {signal.strsignal(-code)}" if code and code < 0 else f"exited with status {code}"
             found = RuntimeError(f"DataLoader worker (pid {worker.pid}) {how}.").with_traceback(error.__traceback__)
             found.__cause__ = error
             return found
@@ -177,7 +177,7 @@ def _shortage(error):
     text = str(error)
     if "Too many open files" in text or "received 0 items of ancdata" in text:  # as multiprocessing says it
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"at most {limit} open files a process (ulimit -n), {len(os.listdir('/proc/self/fd')) - 1} here now"
+        return f"at most {limit} open files per process (ulimit -n), {len(os.listdir('/proc/self/fd')) - 1} here now"
     if "Resource temporarily unavailable" not in text and "can't start new thread" not in text:
         return None
     tasks = 0

@@ -1,4 +1,4 @@
-"""What an exception of a rank says, for a reader in a hurry: the user's own error, names for numbers, what to type.
+"""An exception of a rank in one line: the user's own error, names instead of numbers, what to type.
 
 told = reword(record, rank=1, script="pkg/train.py");  told.exception, told.where, told.remark
 
@@ -40,7 +40,7 @@ _OURS = f"{Path(__file__).parents[1]}/"
 
 @dataclass(frozen=True)
 class ExceptionText:
-    """An exception as a verdict tells it."""
+    """An exception as a verdict prints it."""
 
     exception: str
     """`Type: message`."""
@@ -72,14 +72,14 @@ def of_abort(log: str, checked: bool) -> str | None:
     own = [f" ({Path(file).name}:{line})" for file, line, _ in stack if _is_the_users(file)]
     calls = [name for file, _, name in stack if "/torch/distributed/" in file and name != "wrapper"]
     where = f"in {calls[-1] if calls else 'a collective'}{own[0] if own else ''}"
-    return f"{where} it received {sizes[1]} bytes where it expected {sizes[2]}: {_of_sizes(checked)}"
+    return f"{where} it received {sizes[1]} bytes but expected {sizes[2]}: {_of_sizes(checked)}"
 
 
 def _of_sizes(checked: bool) -> str:
     what = "the tensors of the ranks differ in shape or dtype, or the ranks are in different collectives"
     if checked:
-        return f"{what}; --check-collectives found no difference, but it compares no sends and receives"
-    return f"{what}; rankwise run --check-collectives names the ranks, their shapes and lines"
+        return f"{what}; --check-collectives found no difference, but it does not compare sends and receives"
+    return f"{what}; rankwise run --check-collectives shows which ranks, with their shapes and lines"
 
 
 def reword(record: Mapping[str, Any], rank: int, script: str, together: int = 1, checked: bool = False) -> ExceptionText:
@@ -92,7 +92,7 @@ def reword(record: Mapping[str, Any], rank: int, script: str, together: int = 1,
     if found := _ELSEWHERE.match(message):
         return _of_another_process(told, message, found[1])
     if found := _IN_SPAWNED.search(message):
-        return _of_another_process(told, message, f"in process {found[1]} that the script has spawned")
+        return _of_another_process(told, message, f"in process {found[1]}, which the script spawned")
     if found := _REMOTE.search(str(record.get("traceback") or "")):
         return replace(told, where=_within(found[1], "in a process of its pool"))
     if _SIZES_OF_GLOO.search(message):
@@ -103,12 +103,13 @@ def reword(record: Mapping[str, Any], rank: int, script: str, together: int = 1,
     if found := _SIZES.search(message):
         name = names.get(found[1], f"number {found[1]}")
         return replace(
-            told, exception=f"{record['type']}: its model is not that of rank 0: parameter {name} has sizes {found[2]} here"
+            told,
+            exception=f"{record['type']}: its model differs from that of rank 0: parameter {name} has shape {found[2]} here",
         )
     if "attempted relative import with no known parent package" in message:
-        return replace(told, remark=f"it belongs to a package: type `{_as_module(script)}`")
+        return replace(told, remark=f"the script belongs to a package; type `{_as_module(script)}`")
     if record["type"] == "EOFError" and rank > 0 and "reading a line" in message:
-        return replace(told, remark="only rank 0 has the terminal: ask on rank 0 alone, and broadcast the answer")
+        return replace(told, remark="only rank 0 can read from the terminal: ask on rank 0, and broadcast the answer")
     if _NO_DEVICE.search(message):
         return replace(told, remark=_of_devices(record.get("visible"), record.get("local_rank"), together))
     if (shortage := record.get("shortage")) is not None:
@@ -177,8 +178,8 @@ def _unused(told: ExceptionText, unused: str, names: Mapping[str, str]) -> Excep
     found = [names.get(word, f"number {word}" if word.isdecimal() else word) for word in words]
     return replace(
         told,
-        exception=f"{told.exception.partition(':')[0]}: its last loss did not use {listed(found, _MOST_NAMES)}",
-        remark="DDP waits for every gradient; if that is meant, pass find_unused_parameters=True to it",
+        exception=f"{told.exception.partition(':')[0]}: the last loss did not use {listed(found, _MOST_NAMES)}",
+        remark="DDP waits for every gradient; if they are unused on purpose, pass find_unused_parameters=True to DDP",
     )
 
 
@@ -188,12 +189,12 @@ def _of_devices(visible: str | None, local_rank: str | None, together: int) -> s
     sees = "fewer GPUs than that" if visible_gpus is None else f"{count(visible_gpus, 'GPU')} (CUDA_VISIBLE_DEVICES={visible})"
     if visible_gpus == 1 and together == 1:
         return (
-            f"it sees {sees}, whose index is 0 whatever LOCAL_RANK is (here {local_rank or 'not set'}): take "
-            "rankwise.local_device(world), or cuda:0 where torch.cuda.device_count() is 1; or start one task a node, with all "
+            f"this rank sees {sees}, so the index is 0 whatever LOCAL_RANK is (here {local_rank or 'not set'}); use "
+            "rankwise.local_device(world), or cuda:0 if torch.cuda.device_count() is 1; or start one task per node, with all "
             "its GPUs"
         )
     cure = f": type --nproc {visible_gpus}" if visible_gpus is not None and visible_gpus < together else ""
-    return f"LOCAL_RANK is {local_rank or 'not set'}, and it sees {sees}{cure}"
+    return f"LOCAL_RANK is {local_rank or 'not set'}, and this rank sees {sees}{cure}"
 
 
 def _as_module(script: str) -> str:

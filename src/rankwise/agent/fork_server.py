@@ -106,7 +106,7 @@ def _serve(channel, agent):
     """What the warm process does. Returns a spec in each rank; ends when the agent closes the channel."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent decides when this process ends
     _die_with(agent)
-    gc.disable()  # a collection during the imports only walks what lives for ever: a third of their time
+    gc.disable()  # a collection during the imports only walks what stays for ever: a third of their time
     try:
         import torch
 
@@ -123,7 +123,7 @@ def _serve(channel, agent):
         try:
             middle = os.fork()
         except OSError as error:
-            _send(channel, {"failed": f"it cannot fork: {error.strerror}"})
+            _send(channel, {"failed": f"cannot fork: {error.strerror}"})
             continue
         if middle == 0:
             spec = _fork_ranks(channel, json.loads(line)["ranks"])
@@ -133,7 +133,7 @@ def _serve(channel, agent):
             return spec
         status = os.waitpid(middle, 0)[1]
         if status != 0:
-            _send(channel, {"failed": f"the process that forks the ranks ended with status {status}"})
+            _send(channel, {"failed": f"the process that forks the ranks exited with status {status}"})
     return None
 
 
@@ -161,9 +161,9 @@ def _fork_ranks(channel, specs):
         try:
             pid = os.fork()
         except OSError as error:
-            for begun in pids:  # they wait for the agent's go, and it would not tell them from those it starts instead
+            for begun in pids:  # they wait for the agent, which could not distinguish them from those that it starts instead
                 os.kill(begun, signal.SIGKILL)
-            _send(channel, {"failed": f"it cannot fork: {error.strerror}"})
+            _send(channel, {"failed": f"cannot fork: {error.strerror}"})
             os._exit(0)
         if pid == 0:
             return spec
@@ -175,7 +175,7 @@ def _fork_ranks(channel, specs):
 def _send(channel, message):
     try:
         channel.sendall(json.dumps(message).encode() + b"\n")
-    except (BrokenPipeError, ConnectionResetError):  # the agent wants no ranks any more: it ends what is left
+    except (BrokenPipeError, ConnectionResetError):  # the agent is gone: it ends what is left
         os._exit(0)
 
 

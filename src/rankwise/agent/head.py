@@ -23,7 +23,7 @@ from rankwise.agent.nodes import NodeError, Nodes
 from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Observation
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
-from rankwise.host.terminal import Terminal
+from rankwise.host.terminal import Terminal, message
 from rankwise.host.text import clock, listed, numbered
 from rankwise.ipc.shared_page import FINISHED, JOIN_S
 from rankwise.run.directory import Attempt, Failure, NodeRecord, RunDir, write_text
@@ -34,11 +34,11 @@ EVIDENCE_S = 0.3  # from the first death: what the others say of it comes within
 TERM_TO_KILL_S = 3.0
 NEWS_S = 0.5  # what another node's ranks do is known here within this
 FINISH_S = 30.0  # to end what is left of an attempt, from the request until a node is given up
-STALLED_S = 5.0  # nodes that stand still say so within this of each other
+STALLED_S = 5.0  # nodes without progress report it within this of each other
 
 
 class Screen:
-    """The sink of the head: what any node tells goes to the terminal, or is kept for the head's judgement."""
+    """The sink of the head: what a node reports goes to the terminal, or is kept for the head's verdict."""
 
     busy = False
 
@@ -49,9 +49,9 @@ class Screen:
         """By node: when it said that nothing moves there (monotonic), since how long, where its ranks are, their stacks."""
 
     def say(self, text: str) -> None:
-        self._terminal.status("")  # the progress line comes again with the next figures
+        self._terminal.status("")  # the progress line comes again with the next numbers
         with contextlib.suppress(OSError):
-            print(f"rankwise: {text}", file=sys.stderr, flush=True)
+            print(message(text), file=sys.stderr, flush=True)
 
     def show(self, text: str) -> None:
         """What a person should read, as it is."""
@@ -63,7 +63,7 @@ class Screen:
         lost = self._terminal.lost
         self._terminal.write(data)
         if lost != self._terminal.lost:
-            self.say(f"the output of the ranks is no longer shown here ({self._terminal.lost}); read it in their logs")
+            self.say(f"the output of the ranks can no longer be shown here ({self._terminal.lost}); it is in their logs")
 
     def progress(self, text: str) -> None:
         self._terminal.progress(text)
@@ -122,7 +122,7 @@ class Head:
             self._say(f"{failure.summary}; restarting all ranks, {restart} of {self._plan.max_restarts}")
 
     def _compare(self, parts: Sequence[NodeView]) -> None:
-        """What all nodes should have alike."""
+        """Warn of versions that differ between nodes."""
         first = parts[0].introduction
         for what, value in first.versions.items():
             others: dict[str, list[str]] = {}
@@ -135,7 +135,7 @@ class Head:
     def _ended_before_it_began(self) -> int:
         if self._events.parent_ended or not self._stop_signal:
             return 1
-        self._say(f"stopped by {signal.Signals(self._stop_signal).name} before {self._nodes.missing()} had come")
+        self._say(f"stopped by {signal.Signals(self._stop_signal).name} before {self._nodes.missing()} joined")
         return self._agreed_status
 
     # --- one attempt
@@ -175,7 +175,7 @@ class Head:
         return status, failure
 
     def _record(self, attempt: Attempt, status: int, outcome: str, failure: Failure | None) -> None:
-        """For the launcher, which says it. Where the disk does not take it (it is full, it is away), it is said here."""
+        """For the launcher, which prints it. If the disk does not take it (full, or gone), it is printed here."""
         try:
             self._run.write_failure(failure)
             self._run.update_attempt(attempt, ended=time.time(), status=status, outcome=outcome)
@@ -183,7 +183,7 @@ class Head:
             if failure is not None and failure.traceback is not None:
                 self._screen.show(failure.traceback)
             self._say(f"{outcome}, on {failure.host}; its output is in {failure.log}" if failure is not None else outcome)
-            self._say(f"cannot record this end: {error}; exit status {status}")
+            self._say(f"cannot record how this attempt ended: {error}; exit status {status}")
 
     def _is_here(self, part: NodeView) -> bool:
         return part is self._nodes.own
@@ -197,7 +197,7 @@ class Head:
             self._nodes.look()
 
     def _watch(self, parts: Sequence[NodeView], attempt: Attempt) -> Attempt:
-        """The loop. Returns when no rank is left that can end, or when nobody wants them any more."""
+        """The loop. Returns when all ranks have ended, or when the run is given up."""
         first_failure = ended = 0.0
         lost: set[int] = set()
         while True:
@@ -255,7 +255,7 @@ class Head:
                 self._say(f"node {me.index}, {me.host}, was lost: {part.lost}")
 
     def _look_at_stall(self, parts: Sequence[NodeView]) -> None:
-        """Where nothing moves on any node: which rank keeps the others waiting."""
+        """If no node makes progress: report which rank blocks the others."""
         standing = self._screen.standing
         if not standing:
             return
@@ -281,7 +281,8 @@ class Head:
 
     @property
     def _requests(self) -> list[list[int]]:
-        """The stop signals that each agent was sent, this one first: one that mpirun passes on to all of them is no second."""
+        """The stop signals that each agent got, this one first. A Ctrl-C that mpirun passes on to all agents does not count
+        twice."""
         return [self._events.asked, *self._nodes.asked.values()]
 
     @property
@@ -355,8 +356,11 @@ class Head:
                 part.signal(self._stop_signal, outside)
                 found += outside
         if found and not self._signalled and not joined:
-            answer = "will stop at the first step" if _loses_nothing(parts) else f"{_has(found)} been sent it, and must end"
-            self._say(f"{name}: {numbered('rank', found)} {answer} {within}")
+            ranks = numbered("rank", found)
+            if _loses_nothing(parts):
+                self._say(f"{name}: {ranks} will stop at the first step {within}")
+            else:
+                self._say(f"{name} is passed on to {ranks}, which must exit {within}")
         self._signalled.update(found)
 
     # --- the end
@@ -372,7 +376,7 @@ class Head:
             return stopped[0], stopped[1] + root_cause.unkillable(ends), None
         culprit = root_cause.judge(ends)
         if culprit is None:
-            return 0, "all ranks ended with status 0" + self._strangers(parts, attempt.ranks), None
+            return 0, "all ranks exited with status 0" + self._strangers(parts, attempt.ranks), None
         failure = Failure(
             rank=culprit.rank,
             host=self._host(attempt, culprit.rank),
@@ -406,13 +410,13 @@ class Head:
         agreed = self._agreed_status
         name = signal.Signals(self._stop_signal).name
         if self._killed_as_asked:
-            return EXIT_INTERRUPTED, "ended by a second Ctrl-C, without a last checkpoint"
+            return EXIT_INTERRUPTED, "killed by a second Ctrl-C, without a last checkpoint"
         if len(ends) == ranks and all(end.exit_code == agreed for end in ends):
             return agreed, f"stopped by {name} after step {max(end.step or 0 for end in ends)}"
         if _loses_nothing(parts) and all(end.sent and end.signum for end in ends if end.failed):
             return agreed, f"stopped by {name} before the first step: nothing is lost"
         if self._grace_is_over:
-            return 128 + signal.SIGKILL, f"ended by {name}, but not within the grace of {self._plan.grace_s:g} s: killed"
+            return 128 + signal.SIGKILL, f"killed: it did not stop within {self._plan.grace_s:g} s of {name} (--grace)"
         if len(ends) < ranks:
             return agreed, f"stopped by {name} before all ranks had started"
         codes = [root_cause.exit_status(end) for end in ends if end.exit_code != 0]
@@ -430,7 +434,7 @@ class Head:
         """Ranks that never met were as many separate runs: hardly ever what was meant."""
         if ranks == 1 or not self._plan.interpreter or any(part.end is not None and part.end.groups for part in parts):
             return ""
-        return f"; none of the {ranks} ever made a process group: they were {ranks} separate runs of the same script"
+        return f"; no rank made a process group: the script ran {ranks} times, each time on its own"
 
     def _say(self, text: str) -> None:
         self._screen.say(text)
@@ -438,10 +442,6 @@ class Head:
 
 def _alive(parts: Sequence[NodeView]) -> list[int]:
     return [rank for part in parts for rank in part.facts.alive]
-
-
-def _has(ranks: Sequence[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
 
 
 def _loses_nothing(parts: Sequence[NodeView]) -> bool:

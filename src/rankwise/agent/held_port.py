@@ -1,4 +1,4 @@
-"""A port of this host that is held for rank 0's store, and who has it where it is taken.
+"""A port of this host that is reserved for rank 0's store; if it is taken, by whom.
 
 holder = hold_port(0);  holder.getsockname()[1]
 """
@@ -30,10 +30,10 @@ def hold_port(port: int) -> socket.socket:
     return holder
 
 
-def port_taken(port: int, error: OSError, by_hand: bool = False) -> ConfigError:
-    """`by_hand`: the user gives each node the port."""
+def port_taken(port: int, error: OSError, manually: bool = False) -> ConfigError:
+    """`manually`: the user gives each node the port."""
     why = os.strerror(error.errno).lower() if error.errno else str(error)
-    cure = "the same on all nodes" if by_hand else "or leave it out: then one is taken that is free"
+    cure = "the same on all nodes" if manually else "or leave the option out for a free one"
     return ConfigError(f"--master-port {port}: {why} ({_user_of(port)}); choose another, {cure}")
 
 
@@ -46,4 +46,4 @@ def _user_of(port: int) -> str:
             if connection.laddr and connection.laddr.port == port and connection.pid:
                 words = " ".join(psutil.Process(connection.pid).cmdline()[:4]).split()  # one line, whatever is in it
                 return f"by pid {connection.pid}, {' '.join(words)[:_LONGEST_COMMAND]}"
-    return "by another program, or until a minute ago by one that has ended"
+    return "by another program, or by one that exited less than a minute ago"

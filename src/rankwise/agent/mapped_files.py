@@ -1,7 +1,7 @@
-"""The files that a rank has mapped, looked at while it lives: when SIGBUS ends it, its maps have gone with it.
+"""The files that a rank has mapped, looked at while it runs: when SIGBUS kills it, its maps are gone.
 
 files = MappedFiles();  files.look([4711, 4712])      # now and then
-files.cut(4711)                                        # "/data/train.h5 was cut to 1 MB while it was mapped"
+files.cut(4711)                                        # "/data/train.h5 was truncated to 1 MB while it was mapped"
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MappedFiles:
             except OSError:
                 continue  # its bytes are there as long as it is mapped
             if found <= end - mmap.PAGESIZE:
-                return f"{path} was cut to {size(found)} while it was mapped"
+                return f"{path} was truncated to {size(found)} while it was mapped"
         return None
 
 

@@ -1,4 +1,4 @@
-"""One node's part of a run: its ranks, started, watched and ended as the head says.
+"""One node's part of a run: it starts, watches and stops its ranks as the head says.
 
     node = Node(plan, run, index, events, sink)
     node.start(orders);  node.look()          # every tick;  node.facts is what there is to know
@@ -135,17 +135,17 @@ class Introduction:
     """Held there for rank 0's store."""
 
     versions: Mapping[str, str]
-    """Of what all nodes should have alike: rankwise, Python, the script."""
+    """Versions that should be the same on all nodes: rankwise, Python, the script."""
 
     door: tuple[tuple[str, ...], int] | None = None
     """Addresses and port by which the other nodes try how to reach the first."""
 
     counted: bool = False
-    """Nobody has said how many ranks it has: it has one a device of its host."""
+    """The number of its ranks was not given: it has one per device of its host."""
 
 
 class Sink(Shown, Protocol):
-    """Where a node tells what a person should see, and what the head must judge together with the other nodes."""
+    """Takes what a node has for a person to see, and what the head must judge together with the other nodes."""
 
     def say(self, text: str) -> None: ...
     def notes(self, notes: Sequence[tuple[int, str]]) -> None: ...
@@ -184,7 +184,7 @@ class NodeView(Protocol):
         """Pass a request on to ranks that know nothing of a gate; to those below them too where they do not end by it."""
 
     def cut(self, signum: int, ranks: Sequence[int]) -> None:
-        """End what is left of an attempt that has failed, or had its time: this is no request."""
+        """End what is left of an attempt that has failed, or whose time is over: this is not a request to stop."""
 
     def hold(self, signum: int) -> None: ...
     def release(self, last: int) -> None: ...
@@ -224,7 +224,7 @@ class Node:
         """What proves at the first node's door that this one is of the same run."""
 
         self.kept: set[int] = set()
-        """Children of this process that are no ranks, and live on between attempts."""
+        """Children of this process that are not ranks, and keep running between attempts."""
         self._processes: RankProcesses | None = None
         self._console: Console | None = None
         self._rings: Rings | None = None
@@ -244,7 +244,7 @@ class Node:
         )  # fmt: skip
 
     def find(self, addresses: Sequence[str], port: int) -> None:
-        """Waits for an answer. What does not lead there is said."""
+        """Waits for an answer. Reports an address that does not lead there."""
         try:
             link, self.route, own = knock(addresses, port, self.secret, {"finds": self.index})
         except NobodyThere as reason:
@@ -290,7 +290,7 @@ class Node:
 
     @property
     def fresh(self) -> bool:
-        """Whether an older run's part is to be moved aside here."""
+        """Whether to move an older run's part aside on this host."""
         return self._plan.fresh
 
     def _spec(self, rank: int) -> Spec:
@@ -369,7 +369,7 @@ class Node:
             self._forget_channel()
             self._starter.close()
         elif "failed" in message:
-            self.sink.say(f"no warm start ({message['failed']}); each rank is started by itself")
+            self.sink.say(f"no warm start ({message['failed']}): each rank imports torch by itself")
             self._start_cold()
 
     def _start_cold(self) -> None:
@@ -441,7 +441,10 @@ class Node:
         self._starter.close()
         self._port.close()
         if not processes.end_tree(exclude=self._stuck | self.kept):
-            self.sink.say("a process of this run cannot be killed (state D: disk or driver); the host needs an operator")
+            self.sink.say(
+                "a process of this run cannot be killed: it waits for a disk or a driver (state D); ask the administrator of "
+                "the host"
+            )
 
 
 def _inherited(ranks: Ranks, per_node: str, is_only: bool) -> Mapping[str, str]:

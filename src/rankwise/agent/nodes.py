@@ -1,4 +1,4 @@
-"""The nodes of a run, as they come: the head's own, those that call at its door, those that it starts itself (ssh, qrsh).
+"""The nodes of a run: the head's own, those that connect to it, and those that it starts itself (ssh, qrsh).
 
 nodes = Nodes(plan, run, events, screen, own, door, commands)
 parts = nodes.gather(...)      # all that take part in the next attempt, in the order of their ranks
@@ -158,7 +158,8 @@ class Nodes:
         before = self._parts.get(introduction.index)
         if before is not None and before.lost is None:
             self._sink.say(
-                f"{introduction.host} came as node {introduction.index}, and so did {before.introduction.host}: it is sent away"
+                f"{introduction.host} is refused: it joined as node {introduction.index}, which is "
+                f"{before.introduction.host} already"
             )
             link.send({"refused": f"node {introduction.index} is {before.introduction.host} already"})
             link.drain(1.0)
@@ -207,7 +208,7 @@ class Nodes:
             if self._plan.min_nodes == self._plan.nodes:
                 raise NodeError(f"node {index} ({called.host.name}) did not start: {why}")
             if index not in self._again:
-                self._sink.say(f"node {index} ({called.host.name}) did not start: {why}; it is tried again")
+                self._sink.say(f"node {index} ({called.host.name}) did not start: {why}; trying again")
             self._again[index] = time.monotonic() + _START_AGAIN_S
 
     def _notice_end(self, called: _Called) -> None:
@@ -216,16 +217,16 @@ class Nodes:
             now = time.monotonic()
             called.ended = called.ended or now
             if now > called.ended + _LAST_WORDS_S:
-                called.link.close(f"{Path(called.command[0]).name} to it ended")
+                called.link.close(f"{Path(called.command[0]).name} to it exited")
 
     def _last_words(self, called: _Called) -> str:
         assert self._by is not None
         words = called.words.read_text(errors="replace").strip()
         status = called.process.poll() or 0
-        end = f"was killed by {signal.Signals(-status).name}" if status < 0 else "ended without a word"
+        end = f"was killed by {signal.Signals(-status).name}" if status < 0 else "exited without a message"
         own = words.splitlines()[-1].removeprefix("rankwise: ") if words else f"{called.command[0]} {end}"
         if self._command[0] in own:
-            own += "; every host needs this Python, with rankwise, under this path"
+            own += "; every host needs this Python with rankwise, under the same path"
         return self._by.refusal(called.host.name, words) or own
 
     def _drop_call(self, index: int) -> None:
@@ -259,9 +260,9 @@ class Nodes:
             if stopped():
                 return []
             if patience.is_over:
-                raise NodeError(f"{self.missing()} did not come within {self._plan.join_timeout_s:g} s{self._where()}")
+                raise NodeError(f"{self.missing()} did not join within {self._plan.join_timeout_s:g} s{self._where()}")
             if patience.due():
-                self._sink.say(f"waiting for {self.missing()}{self._where()}")
+                self._sink.say(f"waiting for {self.missing()} to join{self._where()}")
             self._events.wait(0.05)
             self.look()
             self._refuse_lost()
@@ -272,7 +273,7 @@ class Nodes:
         for index, part in self._parts.items():
             if part.lost is not None and self._plan.min_nodes == self._plan.nodes:
                 words = f"{part.lost}; {self._last_words(self._called[index])}" if index in self._called else part.lost
-                raise NodeError(f"node {index} ({part.introduction.host}) was lost before the ranks were started: {words}")
+                raise NodeError(f"node {index} ({part.introduction.host}) was lost before the ranks started: {words}")
         self._forget_lost()
 
     def _forget_lost(self) -> None:
@@ -302,7 +303,7 @@ class Nodes:
     def _where(self) -> str:
         if self._door is None:
             return ""
-        return f"; the first agent is on {', '.join(self._door.addresses)}, port {self._door.port}"
+        return f"; the first node listens on {', '.join(self._door.addresses)}, port {self._door.port}"
 
     # --- how they reach each other
 
@@ -328,9 +329,10 @@ class Nodes:
         for part in others:
             if not part.route:
                 raise NodeError(
-                    f"{part.introduction.host} does not reach {first.host}, where rank 0 is, by any of its addresses "
-                    f"({', '.join(first.door[0]) if first.door else 'none'}): a firewall, or networks that do not meet; "
-                    f"type on {part.introduction.host}: ping {first.door[0][0] if first.door and first.door[0] else first.host}"
+                    f"{part.introduction.host} cannot connect to {first.host}, the host of rank 0, at any of its addresses "
+                    f"({', '.join(first.door[0]) if first.door else 'none'}): a firewall, or separate networks; "
+                    f"to check, type on {part.introduction.host}: ping "
+                    f"{first.door[0][0] if first.door and first.door[0] else first.host}"
                 )
         return True
 
@@ -389,8 +391,9 @@ def _refuse_devices_counted_twice(parts: Sequence[NodeView]) -> None:
         here = [part.introduction for part in parts if part.introduction.home == home]
         if len(here) > 1:
             raise NodeError(
-                f"{here[0].host} has {len(here)} of the {len(parts)} agents of this run, and each would take all its devices; "
-                "type --nproc 1 for one rank each, or start one on each host (mpirun -ppn 1; -H with each host once)"
+                f"{here[0].host} has {len(here)} of the {len(parts)} agents of this run, and each would use all devices of "
+                "the host; "
+                "use --nproc 1 for one rank per agent, or start one agent per host (mpirun -ppn 1; -H with each host once)"
             )
 
 

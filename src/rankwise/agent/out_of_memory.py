@@ -1,4 +1,4 @@
-"""What the kernel says of memory: a rank killed by SIGKILL may have been killed for it.
+"""What the kernel says about memory: a rank killed by SIGKILL may have been killed because memory was full.
 
 before = oom_kills();  ...;  if oom_kills() > before: the kernel killed something of this job for memory
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-_NO_LIMIT = 1 << 60  # v1 has no word for it: the largest page-aligned number stands there
+_NO_LIMIT = 1 << 60  # v1 has no word for it: its value is the largest page-aligned number
 
 
 def oom_kills(proc: Path = Path("/proc")) -> int:

@@ -17,8 +17,8 @@ import threading
 
 NAMES = {
     "_run_module_as_main": "the module runs in a namespace that is cleared when it returns",
-    "_shutdown": "ranks take torch apart when they exit, which takes longer",
-    "_run_exitfuncs": "ranks take torch apart when they exit, which takes longer",
+    "_shutdown": "the exit of each rank takes longer",
+    "_run_exitfuncs": "the exit of each rank takes longer",
     "_world": "process groups other than the default one are neither counted nor kept until a rank exits",
     "_new_process_group_helper": "collectives are not counted as progress",
     "_device_types": "collectives are not counted as progress",
@@ -32,7 +32,7 @@ _said = set()
 
 
 def _find(owner, name):
-    """What a private name of this owner stands for, None if it is missing. All of this file is read through here."""
+    """The value of a private name of this owner, None if it is missing. All of this file reads private names through here."""
     found = getattr(owner, name, None)
     if found is None and name not in _said:
         _said.add(name)
@@ -90,7 +90,7 @@ def before_each_group(c10d, call):
 
 
 def begun(group):
-    """The collectives, sends and receives of this rank in a group, whoever has begun them; 0 if that cannot be told."""
+    """The number of collectives, sends and receives of this rank in a group, whoever has started them; 0 if it is not known."""
     number = 0
     devices, backend_of = _find(group, "_device_types"), _find(group, "_get_backend")
     for device in devices if devices is not None and backend_of is not None else ():

@@ -1,4 +1,4 @@
-"""The ranks of one attempt: their processes, their ends, and the evidence that these leave.
+"""The ranks of one attempt: their processes, how they end, and the evidence that they leave.
 
 processes = RankProcesses(range(4, 8), script, run, page);  processes.announce(pids)
 processes.reap();  processes.signal_all(SIGTERM);  evidence = processes.evidence()
@@ -58,7 +58,7 @@ class Rank:
     rank: int
     pid: int = 0
     status: int | None = None
-    """As waitpid gives it; None while it lives."""
+    """As waitpid gives it; None while it runs."""
 
     ended: float = 0.0
     sent: bool = False
@@ -168,8 +168,8 @@ class RankProcesses:
                 rank.stuck = _stuck(rank.pid, time.monotonic() - rank.killed)
 
     def end_strays(self, keep: Collection[int]) -> None:
-        """Kill what fell to this agent and is no living rank: a dead rank's loader workers keep its sockets open, and its
-        peers would wait for them."""
+        """Kill the orphans that this agent got and that are not running ranks: a dead rank's loader workers keep its sockets
+        open, and its peers would wait for them."""
         living = {rank.pid for rank in self.alive}
         for child in processes.children(os.getpid()):
             if child not in living and child not in keep:
@@ -274,7 +274,7 @@ class RankProcesses:
         if out_of_memory.oom_kills() <= self._oom_kills:
             return None
         limit = out_of_memory.limit_bytes()
-        return f"the kernel killed it for memory: {f'limit {_gb(limit)}, ' if limit else ''}{self._held(rank)}"
+        return f"the kernel killed it because memory was full: {f'limit {_gb(limit)}, ' if limit else ''}{self._held(rank)}"
 
     def _held(self, rank: Rank) -> str:
         """What a rank held in memory at most, and the others to compare with."""
@@ -282,7 +282,7 @@ class RankProcesses:
         listed = ", ".join(f"rank {r.rank}: {_gb(r.peak_bytes)}" for r in others)
         if len(others) > _MOST_COMPARED:
             listed = f"the others up to {_gb(max(r.peak_bytes for r in others))}"
-        return f"rank {rank.rank} held up to {_gb(rank.peak_bytes)}" + (f" ({listed})" if others else "")
+        return f"rank {rank.rank} used up to {_gb(rank.peak_bytes)}" + (f" ({listed})" if others else "")
 
     def _step(self, rank: int) -> int | None:
         """The step it was in, or after which it stopped; None if it never said."""

@@ -1,4 +1,4 @@
-"""How ranks come to be: forked from the warm process where that can be, each started by itself elsewhere.
+"""How ranks are started: forked from the warm process if possible, otherwise each as a new process.
 
 starter = Starter(plan);  starter.start(specs)       # asks; the pids come later
 started = starter.receive()                          # {"pids": [...]}, or None while nothing has come
@@ -82,7 +82,7 @@ class Starter:
 
     def receive(self) -> dict[str, Any] | None:
         """The next message of the warm process; {"failed": why} when it is gone, after which it is to be closed. Never waits
-        for one that lives.
+        for a running one.
         """
         if not self._inbox and self.channel is not None:
             self._read()
@@ -133,4 +133,4 @@ def _fill(fd: int, data: bytes) -> None:
         fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, max(65536, len(data)))
     os.set_blocking(fd, False)
     if os.write(fd, data) < len(data):
-        raise OSError(f"an environment of {len(data)} bytes does not fit into a pipe")
+        raise OSError(f"the environment is too large: {len(data)} bytes do not fit into a pipe")

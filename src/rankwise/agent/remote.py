@@ -263,7 +263,8 @@ class RemoteNode:
                     self._status = 1
 
     def settle(self, run_id: str, path: Path) -> None:
-        """Write where the head writes, if this host sees that folder; else in one of its own, which ranks must be told of."""
+        """Write where the head writes, if this host sees that folder; otherwise in a folder of its own, which the ranks must
+        know."""
         run = RunDir(path)
         try:
             self._shared = Plan.load(run.plan).run_id == run_id
@@ -273,7 +274,7 @@ class RemoteNode:
             self._node.run = run
         else:
             self._node.run.begin_copy(run_id, self._node.fresh)
-            self._link.send({"say": f"it does not see {path}: the logs of its ranks stay there, in {self._node.run.path}"})
+            self._link.send({"say": f"this host does not see {path}: the logs of its ranks are here, in {self._node.run.path}"})
 
     def _start(self, orders: Orders, attempt: Attempt) -> None:
         self._told, self._told_end, self._told_alarm = Facts(), None, (0, 0)

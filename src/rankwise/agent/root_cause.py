@@ -1,4 +1,4 @@
-"""Which rank is the cause. The order of deaths lies: evidence is ranked.
+"""Which rank is the cause. The order in which ranks die misleads, so the evidence is ranked.
 
 A rank that dies takes its peers with it within milliseconds, and a large process takes longer to go than a small one, so the
 first death seen is often a follower's. `judge` is pure: it reads what was collected and names one.
@@ -31,7 +31,7 @@ _PYTHONS_OWN = re.compile(r"\w*Error: \[Errno \d+\] ")
 _USUAL: dict[int, str] = {
     signal.SIGKILL: "often the kernel's out-of-memory killer",
     signal.SIGXCPU: "its CPU time limit (ulimit -t)",
-    signal.SIGBUS: "often a full /dev/shm, or a mapped file that was cut",
+    signal.SIGBUS: "often a full /dev/shm, or a mapped file that was truncated",
 }
 
 
@@ -121,7 +121,7 @@ def _with_the_odd_model(ends: Sequence[Evidence]) -> Evidence | None:
     odd, number = next((rank, number) for rank, number in sorted(counts.items(), reverse=True) if number != usual)
     other = min(rank for rank, number in counts.items() if number == usual)
     end = next((e for e in ends if e.rank == odd), None)
-    said = f"RuntimeError: its model is not that of rank {other}: {number} parameters instead of {usual}"
+    said = f"RuntimeError: its model differs from that of rank {other}: {number} parameters instead of {usual}"
     return replace(end, exception=said) if end is not None and end.exception is not None else None
 
 
@@ -136,7 +136,7 @@ def exit_status(end: Evidence) -> int:
 
 
 def summary(culprit: Evidence, ends: Sequence[Evidence] = ()) -> str:
-    """One line: what happened to which rank, where, at which step; `ends` tells whether it happened to all alike."""
+    """One line: what happened to which rank, where, at which step; `ends` shows whether the same happened to all."""
     stuck = unkillable([e for e in ends if e is not culprit or e.exception is not None])
     alike = culprit.exception is not None and len(ends) > 1 and all(e.exception == culprit.exception for e in ends)
     return (f"all {len(ends)} ranks" if alike else f"rank {culprit.rank}") + f" {_what(culprit)}{_missed(culprit, ends)}{stuck}"
@@ -149,7 +149,7 @@ def _missed(culprit: Evidence, ends: Sequence[Evidence]) -> str:
         return ""
     waiting = next((e for e in ends if e.follows and e.rank != culprit.rank), None)
     if waiting is None:
-        return " while the other ranks still expected it" if culprit.exit_code == 0 else ""
+        return " while other ranks still waited for it" if culprit.exit_code == 0 else ""
     collective = exception_text.collective_of(waiting.traceback or "")
     where = f" ({waiting.where})" if waiting.where else ""
     if aborted:
@@ -163,22 +163,22 @@ def unkillable(ends: Sequence[Evidence]) -> str:
 
 
 def _cannot_be_killed(end: Evidence) -> str:
-    return f"rank {end.rank} cannot be killed ({end.stuck}): the host needs an operator"
+    return f"rank {end.rank} cannot be killed ({end.stuck}): ask the administrator of the host"
 
 
 def _what(end: Evidence) -> str:
     at = f" at step {end.step}" if end.step else ""
     where = f" ({end.where})" if end.where else ""
     if end.signum is not None:
-        hint = end.remark or _USUAL.get(end.signum)
-        return f"was killed by {signal_name(end.signum)}{at}{f': {hint}' if hint else ''}"
+        usual = f" ({_USUAL[end.signum]})" if end.signum in _USUAL else ""
+        return f"was killed by {signal_name(end.signum)}{at}{f': {end.remark}' if end.remark else usual}"
     if end.exception is not None:
         return f"raised {_first_line(end.exception)}{at}{where}{f'; {end.remark}' if end.remark else ''}"
     if end.stuck:
-        return f"cannot be killed ({end.stuck}){at}: the host needs an operator"
+        return f"cannot be killed ({end.stuck}){at}: ask the administrator of the host"
     if end.lost:
         return f"was lost with its node: {end.lost}"
-    return f"left with status {end.exit_code}{at}"
+    return f"exited with status {end.exit_code}{at}"
 
 
 def signal_name(signum: int) -> str:

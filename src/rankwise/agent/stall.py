@@ -1,4 +1,4 @@
-"""A run that does not fail and does not go on: which rank keeps the others waiting, and where it is.
+"""A run that does not fail and makes no progress: which rank blocks the others, and where it is.
 
     watch = StallWatch(run, processes, warn_s=120.0, say=print, stalled=...);  watch.look()      # on each node, every tick
     line = judge(observed_on_all_nodes, sure)                                              # at the head
@@ -60,11 +60,11 @@ class Observation:
     """Commands of the processes that it has started."""
 
     sure: bool = False
-    """Whether it tells its steps, so that it is certain that it does not move."""
+    """Whether it reports its steps, so that it is certain that it does not move."""
 
     @property
     def waits_in(self) -> str | None:
-        """The collective it stands in, None if it is in none."""
+        """The collective that it is in, None if it is in none."""
         if not self.stacks or not self.stacks[-1]:
             return None
         inner = self.stacks[-1]
@@ -104,11 +104,11 @@ class Observation:
 
 
 def judge(ranks: Sequence[Observation], sure: bool, checked: bool = False) -> str | None:
-    """What holds the run up, in one line; None if nothing can be said.
+    """What blocks the run, in one line; None if it is not known.
 
-    `sure`: the ranks tell their steps, so that it is certain that nothing moves. Otherwise only ranks that stand in a
-    collective while another does not are a stall: a script may be silent for long. `checked`: what the ranks ask of each other
-    is compared already (--check-collectives).
+    `sure`: the ranks report their steps, so it is certain that nothing moves. Otherwise it is a stall only if some ranks are in
+    a collective and another is not: a script may print nothing for a long time. `checked`: the collectives of the ranks are
+    compared already (--check-collectives).
     """
     if any(rank.moves for rank in ranks):
         return None
@@ -121,9 +121,9 @@ def judge(ranks: Sequence[Observation], sure: bool, checked: bool = False) -> st
         if len({(rank.waits_in, rank.place) for rank in waiting}) > 1:
             return "the ranks are in different collectives: " + "; ".join(rank.told() for rank in waiting)
         why = (
-            "--check-collectives finds no difference between what they ask for, so the network does not answer"
+            "--check-collectives finds no difference between their calls, so the network does not answer"
             if checked
-            else "the network does not answer, or what they ask for does not match (rankwise run --check-collectives shows it)"
+            else "the network does not answer, or their calls do not match (rankwise run --check-collectives shows it)"
         )
         return f"all ranks wait in {waiting[0].waits_in} at {waiting[0].place}: {why}"
     return "; ".join(rank.told() for rank in late) if sure else None
@@ -137,7 +137,7 @@ def parse(dump: str) -> tuple[Frame, ...]:
 
 @dataclass
 class _HeldStacks:
-    """Since when the kernel has held a rank in one way, and whether that was told."""
+    """Since when the kernel has held a rank in one way, and whether that was reported."""
 
     since: float | None = None
     told: bool = False
@@ -190,20 +190,22 @@ class StallWatch:
             self._sample(now)
 
     def _is_stopped(self, rank: Rank, now: float) -> bool:
-        """Tell of a rank that the kernel does not let run: stopped, or in state D at every look (a short D is any disk)."""
+        """Report a rank that the kernel does not let run: stopped, or in state D at every look (a short D is any disk)."""
         watched, state = self._watched[rank.rank], processes.state(rank.pid)
         stopped = state in ("T", "t")
         if self._is_new(rank, watched.stopped, stopped, 0.0, now):
-            self._say(f"rank {rank.rank} is stopped (SIGSTOP); the others wait for it. To wake it, type: kill -CONT {rank.pid}")
+            self._say(
+                f"rank {rank.rank} is stopped (SIGSTOP); the others wait for it. To continue, type: kill -CONT {rank.pid}"
+            )
         if self._is_new(rank, watched.blocked, state == "D", _BLOCKED_S, now):
             self._say(
-                f"rank {rank.rank} has not come out of the kernel for {now - (watched.blocked.since or now):.0f} s (state D in "
+                f"rank {rank.rank} has been waiting in the kernel for {now - (watched.blocked.since or now):.0f} s (state D in "
                 f"{processes.blocked_in(rank.pid) or 'the kernel'}): a disk, a network file system or a driver does not answer"
             )
         return stopped
 
     def _is_new(self, rank: Rank, held: _HeldStacks, holds: bool, after_s: float, now: float) -> bool:
-        """Whether it is to be told now: once, at the first look after `after_s`. That a told rank goes on is said here."""
+        """Whether to report it now: once, at the first look after `after_s`. Reports, too, that such a rank runs again."""
         if not holds:
             if held.told and held.since is not None:
                 self._say(f"rank {rank.rank} runs again after {now - held.since:.0f} s")
@@ -216,7 +218,7 @@ class StallWatch:
         return False
 
     def hurry(self) -> None:
-        """All were asked to stop: if nothing moves, a person wants to know it soon."""
+        """All were asked to stop: if nothing moves, the user should know it soon."""
         if self._warn_s:
             self._warn_s = min(self._warn_s, _ASKED_S)
 
@@ -256,7 +258,7 @@ class StallWatch:
         stacks = "\n".join(f"# rank {r.rank}\n{self._read(r, 0)}" for r in self._processes.alive)
         self._stalled(now - self._moved, observed, stacks)
         self._sampling_since = 0.0
-        self._warn_s *= 2  # again, but not for ever
+        self._warn_s *= 2  # again, but not without end
 
     def _size(self, rank: Rank) -> int:
         try:

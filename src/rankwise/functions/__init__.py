@@ -1,4 +1,4 @@
-"""Functions in the place of scripts: `run_function` by our own launcher, `on_submitit` by Submitit's executors."""
+"""Functions instead of scripts: `run_function` by our own launcher, `on_submitit` by Submitit's executors."""
 
 from typing import TYPE_CHECKING
 

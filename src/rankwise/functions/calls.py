@@ -1,4 +1,4 @@
-"""A call as it travels to the ranks, and what they answer; both only ever in files of this user's own run directory.
+"""A function call sent to the ranks, and their results; both only in files of this user's own run directory.
 
 data = pack(fn, args, kwargs);  call = load(path, rank)          # caller, rank
 data = answer(value, rank);     value = understand(data, ...)    # rank, caller
@@ -35,7 +35,7 @@ def pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
     if not callable(given):
         raise ConfigError(f"fn={given!r:.60}: give the function itself, not what it returns: run_function(train, (0.1,))")
     if isinstance(args, str) or not hasattr(args, "__iter__"):
-        raise ConfigError(f"args={args!r}: give what the function is called with as a tuple: ({args!r},)")
+        raise ConfigError(f"args={args!r}: give the arguments as a tuple: ({args!r},)")
     parts = (fn, tuple(args), dict(kwargs))
     try:
         pickled = pickles.dumps(parts)
@@ -97,7 +97,7 @@ def load(path: Path) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any
         data = pickles.read(path)
     except FileNotFoundError:
         raise FunctionError(
-            f"there is no {path} on {platform.node()}: a function needs a run directory that all its hosts see; "
+            f"there is no {path} on {platform.node()}: a function needs a run directory that all hosts see; "
             'name one: run_dir="/a/shared/folder"'
         ) from None
     line, _, pickled = data.partition(b"\n")
@@ -137,7 +137,7 @@ def understand(path: Path, rank: int) -> Any:
     kind, content = _taken(path) or (None, None)
     if kind != _VALUE or content is None:
         raise FunctionError(
-            f"rank {rank} ended without returning anything (sys.exit or os._exit within the function?), and {path} is not there"
+            f"rank {rank} exited without returning anything (did the function call sys.exit or os._exit?): {path} is missing"
         )
     try:
         return pickle.loads(content)

@@ -1,4 +1,4 @@
-"""The launcher of a function, in a process of its own: what it does to signals and to processes is not for its caller's.
+"""The launcher of a function, in a process of its own: so it does not change the signals and processes of its caller.
 
     python -m rankwise.functions.launcher CALL_FD REPLY_FD
 
@@ -34,7 +34,7 @@ def main() -> int:
     try:
         if join.together(os.environ) is not None:
             raise WorldError(
-                "this is one of several processes that were started together, and each would start the function again; call it "
+                "this is one of several processes of one job, and each would start the function again; call it "
                 "from one process, or start a script: rankwise run script.py"
             )
         status = launch(_config(head["config"]), os.environ, call)

@@ -36,11 +36,11 @@ from rankwise.schedulers.job import slug
 _TICK_S = 0.02
 _LAST_OUTPUT_S = 5.0  # a process that the function has left behind may hold the pipe
 _OF_SCRIPTS = ("argv", "module", "command", "job", "site", "wait")
-_STARTED_ONCE = "a function is started once, for all its nodes; reach them by hosts=... or by a scheduler, or start a script"
+_STARTED_ONCE = "a function is started once, for all its nodes; use hosts=... or a scheduler, or start a script"
 _RANKS = FROM_ONE.or_(Argument(TEXT.accepts, '"auto"'))
 _NODES = FROM_ONE.or_(Argument(TEXT.accepts, 'the least and the most: "1:4"'))
 _OF_NO_FUNCTION = {
-    "dry_run": "a function is run at once, or queued; for a look at the job's text: rankwise run --dry-run script.py",
+    "dry_run": "a function is run at once, or queued; to see the text of a job, type: rankwise run --dry-run script.py",
     "array": "the results of several runs do not fit into one list; submit each with a name of its own",
     "node_rank": _STARTED_ONCE,
     "master_addr": _STARTED_ONCE,
@@ -65,18 +65,18 @@ def run_function(
     timeout_s: float | None = None,
     **settings: Any,
 ) -> Any:
-    """Call `fn(*args, **kwargs)` on every rank; return what each returned, in the order of the ranks.
+    """Call `fn(*args, **kwargs)` on every rank; return the results in the order of the ranks.
 
     The ranks are those of `rankwise run`, with all of its settings (`max_restarts=1`, `gpus_per_node=4`, `partition="gpu"`,
-    ...: the fields of RunConfig) and its logs, restarts, checkpoints and verdicts; the run is named after the function. What
-    the rank that failed first has raised is raised here, of the same type where that can be pickled, with its rank, host and
-    traceback as a note; FunctionError otherwise, and Stopped where the run was asked to stop. Ctrl-C stops all ranks.
+    ...: the fields of RunConfig), its logs, restarts, checkpoints and verdicts. The run is named after the function. If a rank
+    fails, the exception of the first one is raised here, with its rank, host and traceback as a note: of the same type if that
+    can be pickled, otherwise FunctionError. Stopped is raised if the run was asked to stop. Ctrl-C stops all ranks.
 
-    The function and the results travel pickled, in files of the run directory that this user alone can read; what pickle
-    cannot send (lambdas, closures, functions of `__main__`) needs `pip install 'rankwise[functions]'`.
+    The function and the results are pickled, in files of the run directory that only this user can read. What pickle cannot
+    send (lambdas, closures, functions of `__main__`) requires `pip install 'rankwise[functions]'`.
 
     With a queue (`on="slurm"`) this waits for the job. `wait=False` returns a FunctionRun at once instead of the results.
-    `timeout_s` bounds the wait: then the run is stopped, and TimeoutError raised.
+    `timeout_s` limits the wait: after it the run is stopped, and TimeoutError raised.
     """
     errors.without_traceback()
     given = {"nproc": nproc, "nodes": nodes, "on": on, "hosts": hosts, "name": name, **settings}
@@ -104,7 +104,7 @@ def _config(name: str, given: Mapping[str, Any], wait: bool) -> RunConfig:
         if key in _OF_NO_FUNCTION:
             raise ConfigError(f"{key}={found[key]!r}: {_OF_NO_FUNCTION[key]}")
         if key not in known:
-            raise ConfigError(f"{key}={found[key]!r}: that is no setting of a run; the settings: {', '.join(known)}")
+            raise ConfigError(f"{key}={found[key]!r}: not a setting of a run; the settings are: {', '.join(known)}")
     if type(found.get("nproc")) is int:  # a number is as good as its text
         found["nproc"] = str(found["nproc"])
     if "run_dir" in found:
@@ -121,7 +121,7 @@ def _config(name: str, given: Mapping[str, Any], wait: bool) -> RunConfig:
 class FunctionRun:
     """A function that runs, or waits in a queue.
 
-    A queued one goes on when this process ends; one on this machine, or on hosts that this process reaches, is stopped then.
+    A queued one continues when this process ends. One on this machine, or on hosts that this process reaches, is stopped then.
     """
 
     def __init__(self, config: RunConfig, call: bytes, name: str) -> None:
@@ -151,14 +151,12 @@ class FunctionRun:
         return self._outcome is not None or not self._goes_on()
 
     def result(self, timeout_s: float | None = None) -> list[Any]:
-        """What the function returned on each rank, in their order; raises as `run_function` does.
-
-        TimeoutError when it has not ended within `timeout_s`; it goes on then.
-        """
+        """The results of the function, in the order of the ranks; raises as `run_function` does. TimeoutError if it did not
+        finish within `timeout_s`; it continues then."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.done():
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"{self._name} has not ended within {timeout_s:g} s; its logs are in {self._run.logs}")
+                raise TimeoutError(f"{self._name} did not finish within {timeout_s:g} s; its logs are in {self._run.logs}")
             time.sleep(_TICK_S)
         if self._outcome is None:
             for pump in self._pumps:
@@ -228,7 +226,7 @@ class FunctionRun:
             raise _error(self._reply["error"], self._reply["message"])
         attempt = next(iter(self._run.attempts()[self._attempts :][-1:]), None)
         if attempt is None:
-            raise FunctionError(f"{self._name} never began; {self._told()}")
+            raise FunctionError(f"{self._name} never started; {self._told()}")
         code = attempt.status
         if code == 0:
             return [calls.understand(self._run.result(rank), rank) for rank in range(attempt.ranks)]
@@ -243,9 +241,9 @@ class FunctionRun:
     def _told(self) -> str:
         job = self._job()
         if job is None:
-            return f"exit status {self._process.returncode}; what it printed is in {self._run.logs}"
+            return f"exit status {self._process.returncode}; its output is in  {self._run.logs}"
         reason = self._end.reason if self._end is not None else ""
-        return f"job {job.id}{f' ({reason})' if reason else ''}; what it printed is in {self._run.job_log(job.id)}"
+        return f"job {job.id}{f' ({reason})' if reason else ''}; its output is in {self._run.job_log(job.id)}"
 
 
 def _error(kind: str, message: str) -> RankwiseError:

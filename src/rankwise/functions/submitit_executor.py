@@ -1,4 +1,4 @@
-"""A function for Submitit's executors: one rank a task, stopped, saved and requeued as Submitit does it.
+"""A function for Submitit's executors: one rank per task, stopped, saved and requeued as Submitit does it.
 
     from rankwise.functions import on_submitit
     executor = submitit.AutoExecutor("jobs");  executor.update_parameters(nodes=1, tasks_per_node=4, gpus_per_node=4)
@@ -21,9 +21,9 @@ from rankwise.errors import ConfigError, FunctionError, Stopped
 
 
 def on_submitit(fn: Callable[..., Any]) -> Submission:
-    """`fn` as a task of Submitit calls it: `rankwise.init()` and the Trainer in it join the other tasks, whatever the executor.
+    """`fn` for a task of Submitit: `rankwise.init()` and the Trainer in it connect to the other tasks, whatever the executor.
 
-    A Trainer that is given no run_dir writes in Submitit's folder, <job id>_run, in each start of the job the same.
+    A Trainer without a run_dir writes in Submitit's folder, <job id>_run, the same in each start of the job.
     """
     if find_spec("submitit") is None:
         raise ConfigError("on_submitit: Submitit is not installed; type: pip install 'rankwise[submitit]'")
@@ -31,7 +31,7 @@ def on_submitit(fn: Callable[..., Any]) -> Submission:
 
 
 class Submission:
-    """What is pickled; `checkpoint` is Submitit's name for the question what to submit next."""
+    """This is pickled. Submitit calls `checkpoint` to ask what to submit next."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
@@ -47,7 +47,7 @@ class Submission:
             ) from stopped
 
     def checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """The same call again: what it has reached is in its checkpoints. Called by Submitit, on rank 0."""
+        """The same call again: its progress is in its checkpoints. Called by Submitit, on rank 0."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, *args, **kwargs)
@@ -61,5 +61,5 @@ def _hand_over(signum: int) -> None:
     if not callable(handler) or signum != JobEnvironment._usr_sig():
         return
     handler(signum, None)  # on rank 0 it does not come back
-    # The other ranks have nothing left to do; any status but 0 could end rank 0's task before it is through (srun -K).
+    # The other ranks have nothing left to do; any status but 0 could end rank 0's task before it is done (srun -K).
     sys.exit(0)

@@ -1,4 +1,4 @@
-"""One rank of a function: `python -m rankwise.functions.worker NAME`, which its agent starts as it would any module.
+"""One rank of a function: `python -m rankwise.functions.worker NAME`, which its agent starts like any module.
 
 What the function raises leaves this process as it would leave a script: the evidence, and the line, are the user's.
 """

@@ -1,4 +1,4 @@
-"""Checks of what a caller gives to a public class or function: one line for what is wrong, before anything is done.
+"""Checks the arguments of a public class or function before anything is done; an error is one line.
 
 @takes(every=FROM_ONE.or_none, lr=ABOVE_ZERO, moved={"workers": "num_workers=..."})
 def __init__(self, every=None, *, lr=0.7): ...
@@ -219,7 +219,7 @@ def _unbound(
             return f"{name}({key}): {moved[key]}"
     if number > len(positional):
         first = _all([p.name for p in positional]) if positional else "no argument"
-        return f"{name} takes {first} without a name, and {number} were given: write the others as name=value"
+        return f"{name} takes {first} without a name, but {number} were given: write the others as name=value"
     missing = [p.name for p in positional[number:] if p.default is p.empty and p.name not in kwargs]
     missing += [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in kwargs]
     if missing:

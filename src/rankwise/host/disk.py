@@ -1,4 +1,4 @@
-"""What is to survive a power cut.
+"""Writes that survive a power cut.
 
 os.rename(temporary, final)
 fsync(final.parent)                # a name is its folder's

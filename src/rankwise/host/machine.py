@@ -1,4 +1,4 @@
-"""How many ranks this machine is for, without importing torch."""
+"""How many ranks fit this machine, without importing torch."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def visible(wanted: str | None, env: Mapping[str, str], dev: Path = _DEV, sys: P
     numbers = [int(n) for n in wanted.split(",")]
     if max(numbers) >= there:
         found = f"has {count(there, 'GPU')} (0 to {there - 1})" if there else "has no GPU"
-        raise ConfigError(f"--gpus {wanted}: this machine {found}; leave --gpus out, or give numbers that are there")
+        raise ConfigError(f"--gpus {wanted}: this machine {found}; leave --gpus out, or give numbers of GPUs that exist")
     # AMD's own variable outranks NVIDIA's there.
     name = "CUDA_VISIBLE_DEVICES" if _nvidia(dev) else "HIP_VISIBLE_DEVICES"
     return {name: ",".join(map(str, numbers))}

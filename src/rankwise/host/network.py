@@ -140,7 +140,7 @@ def is_here(name: str) -> bool:
 
 
 def refresh(path: Path) -> None:
-    """NFS asks the server anew what is in a folder when the folder is opened: without it a new file may stay unseen."""
+    """NFS asks the server again what is in a folder when the folder is opened: without it a new file may stay unseen."""
     for folder in (path.parent.parent, path.parent):
         with contextlib.suppress(OSError):
             os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))

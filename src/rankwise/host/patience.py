@@ -1,4 +1,4 @@
-"""A wait that says now and then what it waits for, and gives up.
+"""A wait that reports now and then what it waits for, and gives up at last.
 
 patience = Patience(give_up_s=300, say_after_s=10, say_every_s=10)
 while not here():
@@ -19,7 +19,7 @@ class Patience:
     def __init__(
         self, give_up_s: float, say_after_s: float, say_every_s: float = math.inf, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`say_every_s`: after the first time; never again if it is left out."""
+        """`say_every_s`: after the first time; never again without it."""
         self._give_up_s = give_up_s
         self._next_s = say_after_s
         self._every_s = say_every_s

@@ -104,7 +104,7 @@ def shortage(error: OSError) -> str | None:
     """Which limit of this user a refused file or process has met, and how near it is now; None for other errors."""
     if error.errno == errno.EMFILE:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return f"at most {limit} open files a process (ulimit -n)"
+        return f"at most {limit} open files per process (ulimit -n)"
     if error.errno == errno.EAGAIN:
         limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         if 0 < limit < 2 * (tasks := _tasks()) + 64:
@@ -124,7 +124,7 @@ def _tasks() -> int:
 
 
 def boot_id() -> str:
-    """The kernel's name for this boot: tells a pid of before a reboot from one of now."""
+    """The kernel's name for this boot: it separates a pid from before a reboot from one of now."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -161,7 +161,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def send(pid: int, signum: int) -> None:
-    """Send a signal; a process that is gone already is no error."""
+    """Send a signal; it is not an error if the process is gone already."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)
 

@@ -1,4 +1,4 @@
-"""Stores that fsspec reaches (s3://, gs://, sftp://, https://, a path), and what their clients say.
+"""Stores that fsspec reaches (s3://, gs://, sftp://, https://, a path), and the errors of their clients.
 
 fs, root = file_system("s3://bucket/run-7", "mirror='s3://bucket/run-7'")
 """

@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from rankwise.host.text import short
+from rankwise.host.text import folded, short
 
 _CLEAR_LINE = b"\r\x1b[K"
 
 
 def open_closed_streams() -> None:
-    """Put /dev/null in place of each standard stream that this process was started without (`<&-`).
+    """Open /dev/null for each standard stream that this process was started without (`<&-`).
 
     Otherwise the first file or socket that it opens gets that number, and every process below it takes it for the stream.
     """
@@ -66,6 +66,15 @@ def leave(status: int) -> NoReturn:
     if sys.flags.inspect and not sys.flags.interactive:
         os._exit(status)
     sys.exit(status)
+
+
+def message(text: str) -> str:
+    """`rankwise: ` and a text for the standard error: on a terminal its lines end between words, in a file it is one line."""
+    line = f"rankwise: {text}"
+    try:
+        return folded(line, os.get_terminal_size(sys.stderr.fileno()).columns - 1)
+    except (OSError, ValueError, AttributeError):  # a file, a pipe, nothing
+        return line
 
 
 class Terminal:

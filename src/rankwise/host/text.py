@@ -8,6 +8,7 @@ numbered("rank", [1, 4, 5, 6])         # ranks 1, 4, 5, 6
 from __future__ import annotations
 
 import re
+import textwrap
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -84,6 +85,24 @@ def clock(seconds: float) -> str:
         return f"{seconds:.1f} s"
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+_COMMAND = re.compile(r"(.*(?:[Tt]ype|[Tt]o try|stop it): )(\S.*)", re.DOTALL)
+"""The text, and the command at its end that a person may copy."""
+
+
+def folded(text: str, columns: int) -> str:
+    """A message in lines of at most `columns`, broken between words. A command at its end stays one line, to be copied.
+
+    Only the first line of `text` is folded: what follows is shown as it is (a line of source, a traceback).
+    """
+    first, newline, rest = text.partition("\n")
+    if len(first) <= columns:
+        return text
+    found = _COMMAND.fullmatch(first)
+    said, command = (found[1].rstrip(), ["  " + found[2]]) if found is not None and not rest else (first, [])
+    lines = textwrap.wrap(said, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join([*lines, *command]) + newline + rest
 
 
 def short(path: Path) -> str:

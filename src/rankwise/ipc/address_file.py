@@ -1,4 +1,4 @@
-"""The file in which a process says where it listens: whole or absent, and for its user alone.
+"""The file in which a process says where it listens: complete or absent, and only for its user.
 
 write(path, {"addresses": door.addresses, "port": door.port, "secret": secret, "home": network.home()})
 record = read(path);  ways(record);  remove(path, secret)

@@ -89,7 +89,7 @@ class Link:
             time.sleep(0.002)
 
     def beat(self) -> None:
-        """Say that this end lives, if nothing else was said for a while."""
+        """Send a heartbeat, if nothing else was sent for a while."""
         if time.monotonic() - self._spoke > BEAT_S:
             self.send({})
         else:
@@ -110,10 +110,10 @@ class Link:
             self._inbox += data
             self.heard = time.monotonic()
         if self.closed is None and time.monotonic() - self.heard > LOST_S:
-            self.close(f"it has said nothing for {LOST_S:g} s")
+            self.close(f"no message came from it for {LOST_S:g} s")
         *lines, self._inbox = self._inbox.split(b"\n")
         if len(self._inbox) > _LINE_BYTES:
-            self.close("it speaks without end")
+            self.close("its message is too long")
         messages, self._unread = self._unread, []
         for line in lines:
             try:
@@ -124,7 +124,7 @@ class Link:
                 if message:
                     messages.append(message)
             else:
-                self.close(f"it said what is no message: {line[:80].decode(errors='replace')}")
+                self.close(f"its message cannot be read: {line[:80].decode(errors='replace')}")
         return messages
 
     def unread(self, messages: list[Message]) -> None:
@@ -174,7 +174,7 @@ class Door:
         self._file = path
 
     def callers(self) -> list[tuple[Link, Message]]:
-        """Those that have proved to be of this run, with the first thing they said. Never waits."""
+        """The connections that have proved that they belong to this run, with their first message. Never waits."""
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -193,7 +193,7 @@ class Door:
                     self.seen_at = here
                 admitted.append((link, said[0]))
             elif said or link.closed is not None or time.monotonic() > deadline:
-                link.close("it does not know the secret")
+                link.close("it does not have the secret of this run")
             else:
                 waiting.append((link, nonce, deadline, here))
         self._coming = waiting
@@ -206,7 +206,7 @@ class Door:
         if self._file is not None:
             address_file.remove(self._file, self.secret)
         for link, *_ in self._coming:
-            link.close("the door was shut")
+            link.close("the port was closed")
         self._listener.close()
 
 
@@ -234,7 +234,7 @@ def knock(
     addresses: Sequence[str], port: int, secret: str, hello: Message, answer_s: float = _ANSWER_S
 ) -> tuple[Link, str, str]:
     """(link, the address that answered, this host's own address on the way there). Tries one address after the other; `hello`
-    is said with the one that answered as its route.
+    is sent with the one that answered as its route.
 
     Raises NobodyThere with what each of them said.
     """
@@ -249,7 +249,7 @@ def knock(
         link = Link.over(connection)
         if _is_proved(link, secret, {**hello, "route": address}, answer_s):
             return link, address, own
-        link.close("it does not know the secret")
+        link.close("it does not have the secret of this run")
         problems.append(f"{address}, port {port}: another program answers there, or another run")
     raise NobodyThere("; ".join(problems) or "no address")
 

@@ -1,4 +1,4 @@
-"""What travels pickled: values and exceptions for another process of the same user, in files that are that user's alone.
+"""Pickled values and exceptions for another process of the same user, in files that only this user can read.
 
 data = dumps(value);  write(path, data);  data = take(path)
 """
@@ -78,7 +78,7 @@ def dumps(value: Any) -> bytes:
 
 
 class _ByName(pickle.Pickler):
-    """Refuses what lives in `__main__`: in the process that reads it that is another module."""
+    """Refuses what is defined in `__main__`: in the process that reads it that is another module."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
@@ -90,7 +90,7 @@ class _ByName(pickle.Pickler):
 
 
 def write(path: Path, data: bytes) -> None:
-    """For this user alone, whole or not at all."""
+    """Only for this user; the file is complete or absent."""
     write_bytes(path, data, mode=0o600)
 
 
@@ -107,8 +107,8 @@ def read(path: Path) -> bytes:
         found = os.fstat(fd)
         if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode) or found.st_mode & 0o022:
             raise RunDirError(
-                f"{path} (of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}) is not read, as what is pickled "
-                f"there would be run: it must be a file of user {os.geteuid()} that nobody else can write; remove it"
+                f"{path} (of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}) is not loaded, because loading it "
+                f"runs code: it must belong to user {os.geteuid()}, and nobody else may write to it; remove it"
             )
         return file.read()
 

@@ -1,4 +1,4 @@
-"""The page of memory that an agent shares with its ranks: the gate of the agreed stop, the alarms, and the beat.
+"""The page of memory that an agent shares with its ranks: the gate of the agreed stop, the alarms, and the heartbeat.
 
     page = Page.create(4)                  # the agent
     page = Page.open(path)                 # a rank; the path is in world.json
@@ -80,7 +80,7 @@ class Page:
 
     @property
     def path(self) -> str:
-        """How other processes of this machine open it while this one lives."""
+        """How other processes of this machine open it while this one runs."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @property
@@ -91,7 +91,7 @@ class Page:
         return Row(self._words, self._map, local_rank)
 
     def reset(self) -> None:
-        """Before the ranks start anew: nobody has claimed, nobody is asked to stop."""
+        """Before the ranks start again: nobody has claimed, nobody is asked to stop."""
         ranks = self.ranks
         self._map[:] = bytes(len(self._map))
         self._words[_RANKS] = ranks
@@ -161,7 +161,7 @@ class Page:
         return max(self.row(r).claim for r in range(self.ranks))
 
     def release(self, last: int) -> None:
-        """All stop after step `last`; those at a gate up to there go on."""
+        """All stop after step `last`; ranks that wait at a gate before it continue."""
         self._words[_STOP] = last + 1
 
     def abandon(self) -> None:
@@ -230,7 +230,7 @@ class Row:
 
     @flag.setter
     def flag(self, signum: int) -> None:
-        """What the agent sends to end this rank after a failure is no request: nothing is noted."""
+        """A signal by which the agent ends this rank after a failure is not a request to stop: nothing is noted."""
         if not signum or signum != self._words[_ENDING]:
             self._words[self._base + _FLAG] = signum
 
@@ -239,7 +239,7 @@ class Row:
         return bool(self._words[self._base + _JOINED])
 
     def join(self) -> None:
-        """From now on this rank stops at the gate and wants no signal."""
+        """From now on this rank stops at the gate, and must not get a signal."""
         self._words[self._base + _JOINED] = 1
 
     @property
@@ -280,7 +280,7 @@ class Row:
     def pass_gate(self, step: int) -> bool:
         """Claim `step`, then look: True if this rank may enter it, False if all stop before it."""
         words = self._words
-        words[self._base + _CLAIM] = step  # claim, then look: this order is the whole trick
+        words[self._base + _CLAIM] = step  # claim, then look: correctness depends on this order
         if words[_HOLD] == self._quiet:
             return True
         return self._heed(step)
@@ -367,7 +367,7 @@ class Row:
         self._words[self._base + _JOINED] = 0
 
     def say(self, text: str) -> None:
-        """Leave one short line for the agent (the progress bar's figures); the newest replaces the one before."""
+        """Leave one short line for the agent (the numbers of the progress bar); the newest replaces the one before."""
         data = text.encode()[:_TEXT_BYTES]
         start = self._base * 8 + _TEXT_OFFSET
         self._words[self._base + _TEXT_COUNT] += 1  # odd while the text is being replaced
@@ -381,7 +381,7 @@ class Row:
         return self._words[self._base + _TEXT_COUNT]
 
     def heard(self, seen: int) -> tuple[int, str | None]:
-        """(count, line) if a line newer than count `seen` is there whole, else (seen, None)."""
+        """(count, line) if a complete line newer than count `seen` is there, else (seen, None)."""
         count = self._words[self._base + _TEXT_COUNT]
         if count == seen or count % 2:
             return seen, None

@@ -22,7 +22,7 @@ class Caller:
     """How another name is given."""
 
     fresh_option: str
-    """How an older run is moved aside."""
+    """The option that moves an older run aside."""
 
     reads: bool
     """Whether somebody reads what is printed. Code is given the exception, or the run."""

@@ -68,12 +68,12 @@ def show_logs(run: RunDir, ranks: Sequence[int] | None, follow: bool) -> None:
     if not any(path.exists() for path in paths):
         other = run.job_log(job.id) if job is not None else None
         if other is not None and other.exists() and not (ranks and ranks != (0,)):
-            say(f"no rank has begun; this is what job {job.id if job is not None else ''} printed")
+            say(f"no rank has started yet; this is the output of job {job.id if job is not None else ''}")
             paths = {other: ""}
         elif not follow or not status.is_alive(run, job):
             there = ", ".join(map(str, _ranks(run))) or "none"
             raise RunDirError(
-                f"{short(run.path)} has no log of rank {', '.join(map(str, chosen)) or '0'}; ranks with one: {there}"
+                f"{short(run.path)} has no log of rank {', '.join(map(str, chosen)) or '0'}; there are logs of: {there}"
             )
         elif not paths:
             paths = {run.log(0): "[rank 0] "}
@@ -119,7 +119,7 @@ def _show(tails: Sequence[LogTail], goes_on: Callable[[], bool]) -> None:
         terminal.write(tail.close())
     terminal.end_line()
     if terminal.lost is not None:
-        raise OutputError(f"what it prints cannot be written to the standard output: {terminal.lost}")
+        raise OutputError(f"cannot write to the standard output: {terminal.lost}")
     sys.stdout.flush()
 
 
@@ -147,25 +147,25 @@ def wait(run: RunDir, job: Job, attempts: int, config: RunConfig) -> int:
     exit_status = end.status if end.status is not None else newest[0].status if newest else None
     if end.stuck:
         say(
-            f"no longer waited for: job {job.id} does not start by itself; it stays in the queue, to be mended; to take it "
-            f"out: {typed('cancel', status.called(run))}"
+            f"stopped waiting: job {job.id} cannot start before it is repaired, and stays in the queue; to remove it, type: "
+            f"{typed('cancel', status.called(run))}"
         )
         return 1
     if newest and newest[0].status == EXIT_PREEMPTED and newest[0].outcome.startswith("stopped"):
         exit_status = EXIT_PREEMPTED  # to its scheduler a job that has stopped and saved has not failed, or was cancelled
     if exit_status is None:
-        say(f"job {job.id}: {end.reason}; how it ended is not known")
+        say(f"job {job.id}: {end.reason}; its exit status is not known")
         return 1
     if not newest or newest[0].status is None:
         log = run.job_log(job.id)
-        printed = f"what it printed: {short(log)}" if log.exists() else "it printed nothing"
-        say(f"job {job.id}: {end.reason}, exit status {exit_status} before any rank was started; {printed}")
+        printed = f"its output is in {short(log)}" if log.exists() else "it printed nothing"
+        say(f"job {job.id}: {end.reason}, exit status {exit_status} before any rank started; {printed}")
         return exit_status
     return conclude(run, exit_status, attempts, config)
 
 
 class JobEnd:
-    """Whether a job goes on; once it does not, the exit status if its scheduler knows it, and its word."""
+    """Whether a job continues; when it does not, its exit status if the scheduler knows it, and the scheduler's reason."""
 
     def __init__(self, run: RunDir, job: Job) -> None:
         self._run, self._job = run, job

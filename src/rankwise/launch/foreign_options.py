@@ -1,4 +1,4 @@
-"""The lines of other launchers, in words that were typed for this one: what to type in their place.
+"""Options of other launchers on our command line: what to type instead.
 
 found = translated(["-np", "4", "-x", "PATH", "python", "train.py"], ours={"--nproc": True})
 found.theirs, found.words        # ("-np 4", "-x PATH", "python"), ("--nproc", "4", "train.py")
@@ -30,7 +30,7 @@ class Translated:
 
 
 def refuse(words: Sequence[str], ours: Mapping[str, bool]) -> None:
-    """Raises ConfigError, with the whole line to type, where a word is another launcher's."""
+    """Raises ConfigError, with the whole command to type, if a word is an option of another launcher."""
     found = translated(words, ours)
     if found is not None:
         raise ConfigError(f"{', '.join(found.theirs)}: another launcher's words; type: {typed('run', *found.words)}")

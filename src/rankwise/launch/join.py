@@ -44,10 +44,9 @@ def together(env: Mapping[str, str]) -> Started | None:
     tasks, one_per_node = launcher.tasks(env), launcher.one_per_node(env)
     if tasks is None or one_per_node is None or not isinstance(launcher, Jobs):
         raise WorldError(
-            f"this is one of {found.world.world_size} processes that were started together (by what {found.source} looks like: "
+            f"this is one of {found.world.world_size} processes of one job ({found.source}: "
             f"{', '.join(f'{k}={v}' for k, v in found.found.items())}), and each would start a run of its own; start rankwise "
-            "once, or let that launcher start the script itself: python script.py (if separate runs are meant: "
-            "--allow-independent)"
+            "once, or start the script with that launcher: python script.py (for separate runs: --allow-independent)"
         )
     return Started(launcher, tasks, one_per_node)
 

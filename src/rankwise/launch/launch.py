@@ -132,7 +132,7 @@ def _run_here(
             sweep_s = 1.0  # an agent that ended by itself has left nothing but what nothing ends
         if status == EXIT_PREEMPTED and forward.interrupted:
             status = EXIT_INTERRUPTED  # the agents know only that they were asked
-        by = f"what starts the agents ({choice.name})" if choice.starts_agents else "the agent"
+        by = f"the launcher of the agents ({choice.name})" if choice.starts_agents else "the agent"
         return conclude(run, status, attempts, config, by, forward.asked)
     finally:
         processes.end_tree(bound_s=sweep_s)
@@ -225,14 +225,14 @@ def _headline(program: script.Program, plan: Plan, choice: Choice, attempts: int
     if each:
         ranks = f"{count(each, 'rank')} each"
     elif slots := plan.job.get("slots"):
-        nodes, ranks = f"the nodes of its {count(int(slots), 'slot')}", "as many ranks each as it has slots"
+        nodes, ranks = f"the nodes of its {count(int(slots), 'slot')}", "one rank per slot"
     elif plan.hosts and all(host.slots for host in plan.hosts):
         ranks = f"{count(sum(host.slots for host in plan.hosts), 'rank')} in all"
     else:
-        ranks = f"as many ranks {'each ' if plan.nodes > 1 else ''}as it has devices"
+        ranks = "one rank per device"
     ranks += f" ({each * plan.nodes} in all)" if each and plan.min_nodes == plan.nodes > 1 else ""
     going_on = f", attempt {attempts + 1}" if attempts else ""
-    return f"{program.name} by {plan.on} ({choice.why}) on {nodes}, {ranks}, in {short(Path(plan.run_dir))}{going_on}"
+    return f"{program.name} with {plan.on} ({choice.why}) on {nodes}, {ranks}, in {short(Path(plan.run_dir))}{going_on}"
 
 
 def _announce(program: script.Program, plan: Plan, choice: Choice, why: str, attempts: int, gpus: int) -> None:
@@ -247,12 +247,12 @@ def _announce(program: script.Program, plan: Plan, choice: Choice, why: str, att
     say(f"{program.name} on {count(nproc, 'rank')} ({why}), {count(plan.threads, 'thread')} each, "
          f"in {short(Path(plan.run_dir))}{going_on}")  # fmt: skip
     if 0 < gpus < nproc:
-        say(f"warning: {nproc} ranks share {count(gpus, 'GPU')}; NCCL refuses that. --nproc {gpus} is one per GPU")
+        say(f"warning: {nproc} ranks share {count(gpus, 'GPU')}; NCCL refuses that. Use --nproc {gpus} for one per GPU")
     elif nproc > machine.cores():
         say(f"warning: {nproc} ranks share {count(machine.cores(), 'core')}: each step waits for the slowest")
     if (files := machine.open_files()) < _FEW_FILES:
         say(
-            f"warning: only {files} open files a process (ulimit -n): loader workers may need more"
+            f"warning: only {files} open files per process (ulimit -n): loader workers may need more"
             + (f". Type: ulimit -n {cure}" if (cure := _advised(files, machine.open_files(at_most=True))) > files else "")
         )
 
@@ -264,12 +264,12 @@ def _refuse_what_this_machine_cannot_hold(nproc: int) -> None:
     if nproc > most:
         cure = f"give --nproc {most} or less, or more nodes" if most > 0 else "ask an administrator for more"
         raise ConfigError(
-            f"{count(nproc, 'rank')} are more than this machine can hold, {max(most, 0)}: a process may have {most_files} open "
-            f"files at most (ulimit -Hn), and there may be {machine.processes()} processes; {cure}"
+            f"{count(nproc, 'rank')} do not fit on this machine, at most {max(most, 0)}: the limits are {most_files} open "
+            f"files per process (ulimit -Hn), {machine.processes()} processes; {cure}"
         )
     if files < (needed := _FILES_TO_BEGIN + nproc):
         raise ConfigError(
-            f"a process may have only {files} files open (ulimit -n), and {count(nproc, 'rank')} need {needed} to begin; "
+            f"{count(nproc, 'rank')} need {needed} open files to start, and a process may have only {files} (ulimit -n); "
             f"type: ulimit -n {_advised(needed, most_files)}"
         )
 

@@ -1,6 +1,6 @@
-"""What is said of a run that has ended, and the exit status that it leaves.
+"""What is printed at the end of a run, and its exit status.
 
-return conclude(run, status, lives_before, config)
+return conclude(run, status, attempts_before, config)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rankwise import schedulers
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
-from rankwise.host.terminal import typed
+from rankwise.host.terminal import message, typed
 from rankwise.host.text import short
 from rankwise.launch.caller import caller_of
 from rankwise.run.config import RunConfig, misplaced, option
@@ -33,15 +33,15 @@ def conclude(
     attempt = attempts[-1] if len(attempts) > attempts_before else None
     failure = run.read_failure()
     if status < 0:
-        say(f"{by} was killed by {signal.Signals(-status).name}; its ranks were ended, nothing else is lost")
+        say(f"{by} was killed by {signal.Signals(-status).name}, and its ranks with it")
         return 128 - status
     if attempt is None or attempt.status is None:  # an agent that could not begin, or could not record the end, has said why
         if status > 128 and not asked:
-            when = "before any rank was started" if attempt is None else "and the end of the run is not recorded"
-            say(f"{by} ended with status {status} {when}; why is in the lines above")
+            when = "before any rank started" if attempt is None else "and did not record how the run ended"
+            say(f"{by} exited with status {status} {when}; the reason is in the lines above")
         return status
     if failure is not None:
-        _say_failure(run, failure, config)
+        _say_failure(run, failure, config, attempt.started)
     elif status in (EXIT_PREEMPTED, EXIT_INTERRUPTED) and attempt.outcome.startswith("stopped"):
         say(f"{attempt.outcome}; to resume, {caller.how_to_continue(_resume_command(config))}")
     elif status != 0 or (";" in attempt.outcome and caller.reads):
@@ -49,14 +49,14 @@ def conclude(
     return status
 
 
-def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
+def _say_failure(run: RunDir, failure: Failure, config: RunConfig, started: float) -> None:
     _show("")
     caller = caller_of(config.words)
     if failure.traceback is not None:
         if not _is_told(failure) and caller.reads:
             _show(failure.traceback.rstrip("\n"))
     elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # rank 0's are above
-        _show(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES)), end="")
+        _show(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES, started)), end="")  # not an earlier attempt's
     if (hint := _misplaced(run, failure, config)) is not None:
         say(hint)
     say(f"{failure.summary}, on {failure.host}")
@@ -78,7 +78,7 @@ def _misplaced(run: RunDir, failure: Failure, config: RunConfig) -> str | None:
         return None
     meant = typed("run", *ours, *_options(config), config.argv[0], *rest)
     are = "is an option" if len(names) == 1 else "are options"
-    return f"{' and '.join(names)} after {config.argv[0]} {are} of the script; if meant for rankwise, type: {meant}"
+    return f"{' and '.join(names)} after {config.argv[0]} {are} of the script; to give it to rankwise, type: {meant}"
 
 
 def _is_told(failure: Failure) -> bool:
@@ -116,7 +116,7 @@ def _options(config: RunConfig) -> list[str]:
 
 def say(text: str) -> None:
     """To the person who started the run; what is printed for programs goes to the standard output."""
-    _show(f"rankwise: {text}")
+    _show(message(text))
 
 
 def _show(text: str, end: str = "\n") -> None:

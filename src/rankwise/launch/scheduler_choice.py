@@ -55,7 +55,7 @@ class Choice:
 
     @property
     def starts_agents(self) -> bool:
-        """Whether another starter (srun, mpirun) stands between this process and the agents."""
+        """Whether another launcher (srun, mpirun) is between this process and the agents."""
         return bool(self.starter.stop_signals)
 
     @property
@@ -95,14 +95,14 @@ def choose(config: RunConfig, env: Mapping[str, str]) -> Choice:
 def _queue(config: RunConfig, env: Mapping[str, str]) -> tuple[Jobs, str]:
     """(it, why): what was said, then what follows from what was said, then where this is, then the site's habit."""
     if config.on is not None:
-        return _named(config.on, f"--on {config.on}"), "as asked"
+        return _named(config.on, f"--on {config.on}"), "--on"
     queues = schedulers.queues().values()
     for queue in queues:
         if (why := queue.claims(config.job)) is not None:
             return queue, why
     for queue in queues:
         if queue.allocated(env) is not None:
-            return queue, "this shell is in a job of it"
+            return queue, "this shell is in one of its jobs"
     if (on := config.site.get("on")) is not None:
         return _named(on, f"on = {on!r} in the site file"), "the site file says so"
     return schedulers.LOCAL, "nothing else was asked for"
@@ -122,7 +122,7 @@ def _job(config: RunConfig, queue: Jobs, why: str) -> dict[str, Any]:
     known = {option.name for option in queue.options}
     options = schedulers.options()
     given = dict(config.job)
-    if counts(given.get("nodes", "")) == (1, 1):  # as torchrun is told where there is but one
+    if counts(given.get("nodes", "")) == (1, 1):  # as people type for torchrun on one machine
         given = {key: value for key, value in given.items() if key in known or key not in ("nodes", "node_rank", "master_addr")}
     for key, value in given.items():
         if key not in known:
@@ -130,10 +130,10 @@ def _job(config: RunConfig, queue: Jobs, why: str) -> dict[str, Any]:
             if key in queue.cures:
                 raise ConfigError(f"{option.shown(value)}: {queue.cures[key]}")
             others = options.known_to(key)
-            do = "does" if len(others) == 1 else "do"
+            do = "has" if len(others) == 1 else "have"
             raise ConfigError(
-                f"{option.shown(value)}: {queue.name} ({why}) knows no {option.typed}; {' and '.join(others)} {do}: "
-                f"type --on {others[0]}, or leave it out"
+                f"{option.shown(value)}: {queue.name} ({why}) has no option {option.typed}; {' and '.join(others)} {do}: "
+                f"use --on {others[0]}, or leave {option.typed} out"
             )
     return {**{key: value for key, value in config.site.items() if key in known and is_given(value)}, **given}
 
@@ -143,8 +143,8 @@ def _within(queue: Jobs, job: dict[str, Any], config: RunConfig) -> dict[str, An
     keeps = [option.name for option in queue.options if option.within]
     vain = [option.typed for option in queue.options if option.name in config.job and option.name not in keeps]
     if vain:
-        verb = "is" if len(vain) == 1 else "are"
-        say(f"warning: this shell is in a job already: nothing is queued, and {', '.join(vain)} {verb} without effect")
+        verb = "has" if len(vain) == 1 else "have"
+        say(f"warning: this shell is in a job already: nothing is queued, and {', '.join(vain)} {verb} no effect")
     return {"within": True, **{key: value for key, value in job.items() if key in keeps}}
 
 
@@ -156,5 +156,5 @@ def _nodes(job: Mapping[str, Any], hosts: tuple[Host, ...], allocated: int | Non
     least, most = counts(job["nodes"])
     if there is not None and most > there:
         what = "hosts named" if hosts else "nodes in this job"
-        raise ConfigError(f"--nodes {job['nodes']}, and there are {there} {what}; leave --nodes out for all of them")
+        raise ConfigError(f"--nodes {job['nodes']}, but there are {there} {what}; leave --nodes out to use all of them")
     return least, most

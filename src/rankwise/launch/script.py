@@ -1,4 +1,4 @@
-"""What is to be run, and what can be known of it before anything is started.
+"""What to run, and what is known of it before anything starts.
 
 program = find(config)        # ConfigError: it is not there, or does not compile
 """
@@ -73,8 +73,8 @@ def find(config: RunConfig) -> Program:
     if facts.torch_line is not None and program.interpreter == ours and not _has_torch():
         there = shlex.join(program.argv)
         no_torch = (
-            f"{program.name}, line {facts.torch_line}: it imports torch, and {sys.executable}, which runs rankwise, has none; "
-            f"name the Python that has it: rankwise run -- /path/to/python {there}"
+            f"{program.name}, line {facts.torch_line}: it imports torch, but {sys.executable}, which runs rankwise, has none; "
+            f"use the Python that has it: rankwise run -- /path/to/python {there}"
         )
     return Program(program.interpreter, program.argv, facts.keep_cold, facts.nccl_line, facts.pitfalls, no_torch)
 
@@ -121,7 +121,7 @@ def _examine_module(program: Program) -> Program:
         main = [Path(folder, "__main__.py") for folder in spec.submodule_search_locations]
         origin = next((str(path) for path in main if path.exists()), None)
         if origin is None:
-            raise ConfigError(f"{name} is a package without __main__.py, which cannot be run")
+            raise ConfigError(f"{name} is a package without __main__.py and cannot be run")
     else:
         origin = spec.origin
     facts = examine(origin) if origin is not None and origin.endswith(".py") else ScriptFacts(None)

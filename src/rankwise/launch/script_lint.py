@@ -1,4 +1,4 @@
-"""What is read from a script's text before anything is started: whether it compiles, and what will go wrong in it.
+"""Reads the text of a script before anything starts: whether it compiles, and what will go wrong.
 
 facts = examine("train.py");  facts.pitfalls;  facts.nccl_line;  facts.torch_line;  facts.keep_cold
 """
@@ -6,6 +6,7 @@ facts = examine("train.py");  facts.pitfalls;  facts.nccl_line;  facts.torch_lin
 from __future__ import annotations
 
 import ast
+import difflib
 import os
 import re
 import shlex
@@ -40,8 +41,12 @@ def examine(script: str) -> ScriptFacts:
         raise ConfigError(f"{script} is a folder; give the script that trains, for example {example}")
     try:
         source = path.read_bytes()
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.py")], n=1)
+        meant = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        raise ConfigError(f"there is no script {script} (in {os.getcwd()}){meant}") from None
     except OSError as error:
-        raise ConfigError(f"the script {script} cannot be read: {error.strerror} (from {os.getcwd()})") from None
+        raise ConfigError(f"the script {script} cannot be read: {error.strerror} (in {os.getcwd()})") from None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python says them again when the ranks run it
@@ -93,18 +98,18 @@ def pitfalls(tree: ast.Module) -> list[str]:
     found = []
     if spawns:
         found.append(
-            f"line {spawns[-1]} starts processes itself (torch.multiprocessing.spawn), and each rank does so again: type "
-            "python instead of rankwise run, or call there what it spawns, with the rank that is in RANK"
+            f"line {spawns[-1]} starts processes itself (torch.multiprocessing.spawn), and each rank would do so again: use "
+            "python instead of rankwise run, or call the function that it spawns with int(os.environ['RANK'])"
         )
     if _imports_rankwise(tree):
         return found
     others = [(line, name) for name, line in words.items() if _OF_OTHERS.fullmatch(name)]
     if others:
         line, name = min(others)
-        found.append(f"line {line} takes a rank from {name}: here it is in RANK, and in LOCAL_RANK which of its node's it is")
+        found.append(f"line {line} reads a rank from {name}: rankwise sets RANK, and LOCAL_RANK for the rank within its node")
     if any(name in words for name in _ARGUMENTS):
         line = min(words[name] for name in _ARGUMENTS if name in words)
-        found.append(f'line {line} takes --local_rank, which nobody gives here: read int(os.environ["LOCAL_RANK"])')
+        found.append(f'line {line} expects --local_rank, which rankwise does not pass: read int(os.environ["LOCAL_RANK"])')
     return found
 
 

@@ -1,4 +1,4 @@
-"""What is known of a run, and the request to end it, whatever started it and wherever it is.
+"""The state of a run, and the request to stop it, whatever started it and wherever it runs.
 
 print(as_text(facts(run)));  print(cancel(run))
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import textwrap
 import time
 from dataclasses import asdict
 from typing import Any
@@ -29,7 +30,7 @@ def state_of(job: Job) -> State:
     queue = schedulers.queue(job.scheduler)
     if queue is None:
         return State(
-            "unknown", f"there is no scheduler {job.scheduler} here: neither rankwise nor an installed package has one"
+            "unknown", f"there is no scheduler {job.scheduler} here: neither rankwise nor an installed package provides it"
         )
     return queue.state(job.for_scheduler())
 
@@ -46,7 +47,7 @@ def _writer(run: RunDir) -> Holder | None:
 
 
 def facts(run: RunDir) -> dict[str, Any]:
-    """All of it, as a record for programs: run, path, alive, job, writer, lives, step, time, figures, failure."""
+    """All of it, as a record for programs: its keys are those of `rankwise status --json`."""
     job = run.read_job()
     state = state_of(job) if job is not None else None
     writer = _writer(run)
@@ -71,7 +72,7 @@ def _without_options(job: Job) -> dict[str, Any]:
 
 
 def _last(figures: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The figures of the last step that has any: those of the training and those of the evaluation are two lines."""
+    """The metrics of the last step that has any: those of training and those of evaluation are two lines."""
     of_step = [record for record in figures if record.get("step") == figures[-1].get("step")]
     return {name: value for record in of_step for name, value in record.items()} if figures else None
 
@@ -80,8 +81,8 @@ def _described(run: RunDir, writer: Holder) -> dict[str, Any]:
     return {"host": writer.host, "pid": writer.pid, "since": writer.since, "silent_s": lease.silent_s(run.lease)}
 
 
-def as_text(found: dict[str, Any]) -> str:
-    """A line for each fact."""
+def as_text(found: dict[str, Any], columns: int | None = None) -> str:
+    """A line for each fact; on a terminal of so many columns it ends between words."""
     rows = [("run", f"{found['run']}, in {found['path']}")]
     if (job := found["job"]) is not None:
         known = f": {job['reason'] or job['phase']}" + ("" if job["status"] is None else f", exit status {job['status']}")
@@ -98,7 +99,7 @@ def as_text(found: dict[str, Any]) -> str:
             )
         )
     if not attempts:
-        rows.append(("attempt 1", "has not begun" if found["alive"] else "never began"))
+        rows.append(("attempt 1", "not started yet" if found["alive"] else "never started"))
     if (last := found["last"]) is not None:
         told = [name for name in last if name in ("loss", "lr") or name.startswith("eval_")]
         numbers = [f"{name} {last[name]:.4g}" for name in told if isinstance(last[name], int | float)]
@@ -107,17 +108,23 @@ def as_text(found: dict[str, Any]) -> str:
     if found["failure"] is not None:
         rows.append(("failed", f"{found['failure']['summary']}, on {found['failure']['host']}; see {found['failure']['log']}"))
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)
+    lines = (f"{name.ljust(width)}  {text}" for name, text in rows)
+    if columns is None:
+        return "\n".join(lines)
+    indent = " " * (width + 2)
+    return "\n".join(
+        textwrap.fill(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) for line in lines
+    )
 
 
 def _course(attempt: dict[str, Any], found: dict[str, Any]) -> str:
-    began = f"began {stamp(attempt['started'])}"
+    began = f"started {stamp(attempt['started'])}"
     if attempt["ended"] is not None:
         status = f", exit status {attempt['status']}" if attempt["status"] else ""
         return f"{began}, took {clock(attempt['ended'] - attempt['started'])}{status}: {attempt['outcome']}"
     if found["alive"]:
         return f"{began}, running for {clock(time.time() - attempt['started'])}"
-    return f"{began}; killed, or its machine went down"
+    return f"{began}; it was killed, or its machine went down"
 
 
 def cancel(run: RunDir) -> str:
@@ -126,16 +133,16 @@ def cancel(run: RunDir) -> str:
     queue = schedulers.queue(job.scheduler) if job is not None else None
     if job is not None and queue is not None and (state := state_of(job)).phase in _ALIVE:
         queue.cancel(job.for_scheduler())
-        rest = "; its ranks are asked to stop and to save" if state.phase == "running" else ""
+        rest = "; its ranks save and stop" if state.phase == "running" else ""
         return f"job {job.id} of {job.scheduler} ({state.reason or state.phase}) is cancelled{rest}"
     writer = _writer(run)
     if writer is None:
         attempts = run.attempts()
-        return f"{short(run.path)} is not alive; {_end(attempts[-1]) if attempts else 'it never began'}"
+        return f"{short(run.path)} is not running; {_end(attempts[-1]) if attempts else 'it never started'}"
     if not writer.is_here():
         raise RunDirError(
-            f"{short(run.path)} is alive on {writer.host} (pid {writer.pid}), and this is {socket.gethostname()}; "
-            f"type there: {typed('cancel', called(run))}"
+            f"{short(run.path)} runs on {writer.host} (pid {writer.pid}), and this is {socket.gethostname()}; type on "
+            f"{writer.host}: {typed('cancel', called(run))}"
         )
     processes.send(writer.pid, signal.SIGTERM)
     return f"pid {writer.pid} is asked to stop: all ranks stop after the current step, and save"

@@ -1,4 +1,4 @@
-"""A run handed to a queue: its folders, its job, and what a person types next.
+"""A run submitted to a queue: its folders, its job, and the commands to type next.
 
 status = queue(choice, text, [(run, plan)], config, program)
 """
@@ -54,13 +54,13 @@ def refuse_if_queued(run: RunDir) -> None:
         return
     raise RunDirError(
         f"the run in {short(run.path)} is job {job.id} of {job.scheduler}, submitted {stamp(job.submitted)}: {state.reason}; "
-        f"follow it: {typed('logs', '-f', called(run))}; end it: {typed('cancel', called(run))}; or start another with "
+        f"to follow it: {typed('logs', '-f', called(run))}; to stop it: {typed('cancel', called(run))}; for another run: "
         "--name NAME"
     )
 
 
 def leave_records(run: RunDir, plan: Plan, text: str, config: RunConfig, call: bytes | None = None) -> None:
-    """config.json, plan.json, job.sh; and a function to call in place of a script, where nobody else can read it."""
+    """config.json, plan.json, job.sh; and the function to call instead of a script, which nobody else can read."""
     shutil.rmtree(run.function, ignore_errors=True)
     if call is not None:
         run.function.mkdir(mode=0o700)
@@ -79,19 +79,19 @@ def compare_with_earlier_attempts(run: RunDir, program: Program) -> None:
     caller = program.caller
     if Path(before[0]).name != Path(now[0]).name or (now[0] == "-m" and caller.identity(before) != caller.identity(now)):
         raise ConfigError(
-            f"the run in {short(run.path)} is of {caller_of(before).name_of(before)} and this is {program.name}; give this one "
-            f"another name with {caller.name_option}, or move the older aside with {caller.fresh_option}"
+            f"the run in {short(run.path)} belongs to {caller_of(before).name_of(before)}, and this is {program.name}; give "
+            f"this run another name with {caller.name_option}, or move the older run aside with {caller.fresh_option}"
         )
     if before[1:] != now[1:]:
+        resumes = "; it resumes from its checkpoints" if run.saved() else ""
         say(
-            f"warning: the run in {short(run.path)} was last started as `{shlex.join(before)}`, now as `{shlex.join(now)}`; "
-            f"{'it resumes from its checkpoints. ' if run.saved() else ''}To start a new run: --name NAME or "
-            "--fresh"
+            f"warning: the run in {short(run.path)} was last started as `{shlex.join(before)}`, now as `{shlex.join(now)}`"
+            f"{resumes}. To start a new run: --name NAME or --fresh"
         )
 
 
 def dry_run(text: str, found: Sequence[ArrayMember], config: RunConfig) -> int:
-    """Leave the records, print the text alone, start nothing; an older run is not moved aside."""
+    """Write the records, print only the job's script, start nothing; an older run is not moved aside."""
     for run, plan in found:
         refuse_if_queued(run)
         run.prepare(fresh=False)
@@ -115,7 +115,8 @@ def queue(
     """
     if len(found) > 1 and config.wait:
         raise ConfigError(
-            "--wait and --array: a job of several runs cannot be shown as one; follow one: rankwise logs -f RUN-0"
+            "--wait and --array: an array is several runs, and --wait follows one; leave --wait out, then type: rankwise "
+            "logs -f RUN-0"
         )
     described = code.describe(Path(program.name).absolute().parent)  # first: once submitted, the agents may come at any moment
     with contextlib.ExitStack() as leases:
@@ -153,13 +154,13 @@ def queue(
 
 
 def _tell(choice: Choice, job_id: str, job: Job, found: Sequence[ArrayMember], name: str) -> None:
-    """What became of the job at first, and how to go on from here. Raises ConfigError where it would never start."""
+    """The first state of the job, and how to follow it. Raises ConfigError if it would never start."""
     state = _first_look(job)
     if state.phase == "stuck":
         choice.queue.cancel(replace(job, id=job_id).for_scheduler())
         raise ConfigError(f"job {job_id} of {choice.name} would never start, and is cancelled: {state.reason}")
-    say(f"job {job_id} of {choice.name}{_and_runs(found)}: {state.reason or state.phase}")
-    say(f"to follow it: {typed('status', name)}, {typed('logs', '-f', name)}; to end it: {typed('cancel', name)}")
+    say(f"submitted job {job_id} of {choice.name}{_and_runs(found)}: {state.reason or state.phase}")
+    say(f"to follow it: {typed('status', name)}, {typed('logs', '-f', name)}; to stop it: {typed('cancel', name)}")
 
 
 def _and_runs(found: Sequence[ArrayMember]) -> str:

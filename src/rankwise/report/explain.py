@@ -1,4 +1,4 @@
-"""An Explanation of which rank a process is, as text for a person and as a record for a program.
+"""The explanation which rank a process is: as text for a person, as a record for a program.
 
 print(as_text(world.explain(os.environ)))
 """
@@ -26,7 +26,7 @@ def as_text(told: Explanation) -> str:
         if told.world.note is not None:
             sections.append(f"note: {told.world.note}")
     else:
-        sections = [f"no rank can be told (source: {told.source})"]
+        sections = [f"the rank is not known (source: {told.source})"]
         if told.found:
             sections.append("found\n" + _lines([(name, _short(value)) for name, value in told.found.items()]))
     sections.append("not taken\n" + _lines([(other.scheduler, _reason(other)) for other in told.not_taken]))

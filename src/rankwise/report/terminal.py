@@ -1,4 +1,4 @@
-"""What a run did, in a screenful of text.
+"""What a run did, on one screen of text.
 
 print_report("train")        # ./runs/train, or any folder
 """
@@ -60,10 +60,10 @@ def _shortened(text: str, columns: int) -> str:
 
 
 def _open_end(run: RunDir, attempt: Attempt, newest: Attempt) -> str:
-    """A attempt without a recorded end goes on, or was killed with its agent."""
+    """An attempt without a recorded end runs, or was killed with its agent."""
     holder = run.holder()
     alive = attempt is newest and holder is not None and not holder.is_gone()
-    return f"alive, pid {holder.pid} on {holder.host}" if alive and holder is not None else "killed, or its machine went down"
+    return f"running, pid {holder.pid} on {holder.host}" if alive and holder is not None else "killed, or its machine went down"
 
 
 def _course(figures: Sequence[dict[str, Any]]) -> str:
@@ -116,7 +116,7 @@ def _time(figures: Sequence[dict[str, Any]]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; figures to the right, words to the left."""
+    """Columns as wide as their widest cell; numbers to the right, words to the left."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     right = [all(_is_figure(cell) for cell in column[1:]) for column in columns]

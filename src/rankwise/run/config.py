@@ -29,82 +29,82 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run as it was asked for; the Plan made of it holds what was found."""
+    """The settings of one run; the Plan made from them has what was found."""
 
     argv: tuple[str, ...] = field(metadata=SEVERAL)
     """The script, module or command, and its own arguments, untouched."""
 
     module: bool = False
-    """argv[0] is the name of a module, as for `python -m`."""
+    """argv[0] is the name of a module, as with `python -m`."""
 
     command: bool = False
-    """argv is any command (what followed a `--`)."""
+    """argv is any command (it followed a `--`)."""
 
     nproc: str = "auto"
-    """Ranks on this machine: a number, or `auto` for one a GPU, or a physical core where there is no GPU."""
+    """Ranks on this machine: a number, or `auto` for one per GPU, or one per physical core if there is no GPU."""
 
     name: str | None = None
-    """Name of the run; the script's stem when None."""
+    """Name of the run; by default that of the script, without `.py`."""
 
     run_dir: str | None = None
-    """Where the run writes; ./runs/<name> when None."""
+    """Where the run writes; by default ./runs/<name>."""
 
     fresh: bool = False
-    """Move an older run of the same name aside and start from nothing, instead of going on with it."""
+    """Move an older run of the same name aside and start from scratch, instead of resuming it."""
 
     master_port: int = 0
-    """The port of the ranks' rendezvous; 0 is one that is free."""
+    """The port at which the ranks meet; 0 is a free one."""
 
     allow_independent: bool = False
-    """Start although another launcher has started several of this process, which makes several separate runs."""
+    """Start even if another launcher has started several of this process; each is then a separate run."""
 
     join_timeout_s: float = 300.0
-    """How long the other nodes may take to come."""
+    """How long to wait for the other nodes."""
 
     node_wait_s: float = 30.0
-    """How long a missing node is waited for where the run may do with fewer (--nodes MIN:MAX)."""
+    """How long to wait for a missing node if fewer nodes are enough (--nodes MIN:MAX)."""
 
     max_restarts: int = 0
-    """How often all ranks are started again after a failure."""
+    """How often to start all ranks again after a failure."""
 
     stop_after: str | None = None
-    """Stop all ranks after the step that they are in, and save, when the run has taken so long: `90m`, `12h`."""
+    """Save and stop all ranks after their current step, when the run has taken this long: `90m`, `12h`."""
 
     checkpoint_scope: str = "main"
-    """Who writes a Trainer's checkpoints: `main`, rank 0, or `node`, one rank a node, where disks are not shared."""
+    """Who writes a Trainer's checkpoints: `main`, rank 0, or `node`, one rank per node if the nodes share no disk."""
 
     sync: str | None = None
-    """How a script that does not say it itself synchronises its ranks: `local-sgd:16`; None for the exact gradient."""
+    """How the ranks are synchronised if the script does not set it: `local-sgd:16`; None for the exact gradient."""
 
     grace_s: float = 120.0
     """How long ranks may take to stop when asked, before they are killed."""
 
     stall_warn_s: float = 120.0
-    """After how long without any progress it is told which rank keeps the others waiting; 0 is never."""
+    """After how long without progress to report which rank blocks the others; 0 is never."""
 
     check_collectives: bool = False
-    """Compare what the ranks ask of each other (operation, shape, dtype, call site); the first difference ends the run."""
+    """Compare the collectives of all ranks (operation, shape, dtype, call site); the first difference stops the run."""
 
     start_method: str = "fork"
-    """`fork` from a warm process, or `spawn`: each rank is a process of its own."""
+    """`fork` from a warm process, or `spawn`: each rank is a new process."""
 
     tee: str = "main"
     """Whose output is shown: `main` (rank 0) or `all`, each line with its rank."""
 
     on: str | None = None
-    """What starts the agents: the name of a scheduler; None: found out."""
+    """What starts the agents: the name of a scheduler; None: rankwise finds out."""
 
     job: Mapping[str, Any] = field(default_factory=dict, metadata=TABLE)
-    """What it is asked for: settings that only some schedulers know, by the names of their options."""
+    """The options of the scheduler: settings that only some schedulers have, by their names."""
 
     dry_run: bool = False
-    """Leave the run directory as it would be, print the job's text, start nothing."""
+    """Write the run directory, print the job's script, start nothing."""
 
     wait: bool = False
-    """Follow a queued job to its end."""
+    """Follow a queued job until it has finished."""
 
     site: Mapping[str, Any] = field(default_factory=dict, metadata=TABLE)
-    """Defaults of a site file for `on` and `job`; a scheduler takes what it knows."""
+    """Defaults of a site file for `on` and `job`; a scheduler uses those that it has."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -117,12 +117,12 @@ class RunConfig:
             cure = "; auto is one per GPU, or one per core if there is none" if self.nproc in ("gpu", "cpu") else ""
             raise ConfigError(f"--nproc {self.nproc}: give a number of ranks from 1 up, or auto{cure}")
         if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
-            raise ConfigError(f"--name {self.name!r}: a name is one folder; for another place type --run-dir PATH")
+            raise ConfigError(f"--name {self.name!r}: a name is one folder; for another place use --run-dir PATH")
         if self.run_dir == "":
             raise ConfigError("--run-dir '': give the folder that the run may write in, for example --run-dir runs/first")
         for name in ("name", "run_dir"):
             if _CONTROL.search(getattr(self, name) or ""):
-                raise ConfigError(f"{option(name)} {getattr(self, name)!r}: a newline or control character; take it out")
+                raise ConfigError(f"{option(name)} {getattr(self, name)!r}: a newline or control character; remove it")
         for name in ("join_timeout_s", "node_wait_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{option(name)} {getattr(self, name):g}: give seconds, from 0 up")
@@ -144,11 +144,11 @@ class RunConfig:
             if value not in choices:
                 raise ConfigError(f"--{name} {value}: choose {' or '.join(choices)}")
         if self.wait and self.dry_run:
-            raise ConfigError("--wait and --dry-run: a dry run starts nothing that could be waited for; leave one out")
+            raise ConfigError("--wait and --dry-run: a dry run starts nothing to wait for; give one of the two")
 
     @classmethod
     def of(cls, options: Options, *layers: Mapping[str, Any]) -> Self:
-        """Later layers win; what is no field goes into `job`. Raises ConfigError for what a setting cannot be."""
+        """Later layers win; a setting that is not a field goes into `job`. Raises ConfigError for a value that does not fit."""
         given = {name: value for layer in layers for name, value in layer.items()}
         job = options.checked({name: value for name, value in given.items() if name in options})
         return cls(**{name: value for name, value in given.items() if name not in options}, job=_given(job))
@@ -253,14 +253,14 @@ def _read(path: Path, called: str, options: Options) -> dict[str, Any]:
         with open(path, "rb") as file:
             settings = tomllib.load(file)
     except OSError as error:
-        raise ConfigError(f"{called}: it cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{called}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{called}: it is not TOML: {error}") from None
+        raise ConfigError(f"{called}: not valid TOML: {error}") from None
     settings = {_setting(name, options): value for name, value in settings.items()}
     for name in settings:
         if name not in _OWN and name not in options:
             known = ", ".join(setting.removesuffix("_s").replace("_", "-") for setting in (*_OWN, *options))
-            raise ConfigError(f"{called}: {name} is no setting of a run; the settings: {known}")
+            raise ConfigError(f"{called}: {name} is not a setting of a run; the settings are: {known}")
     if type(settings.get("nproc")) is int:  # a number is as good as its text
         settings["nproc"] = str(settings["nproc"])
     try:

@@ -1,15 +1,15 @@
-"""The names and record types of all that a run leaves on disk, and the atomic writes behind them.
+"""All files of a run: their names, their record types, and the atomic writes behind them.
 
     run = RunDir(Path("runs/train"));  run.prepare(fresh=False);  lease = run.take()
 
-    config.json plan.json code.txt job.sh     what was asked for, planned, and of which code
+    config.json plan.json code.txt job.sh     the settings, the plan, the code, the job's script
     job.json                                   the job that was queued for it, if one was
     world.json                                 the attempts of the run: who ran where, and how it ended
     logs/rank-0.log ...                        what each rank printed, attempts one after the other
     logs/job-12.log                            what a queued job printed: its agents' lines, and what they showed of the ranks
-    metrics.jsonl telemetry/                   figures; TensorBoard's events
+    metrics.jsonl telemetry/                   metrics; TensorBoard's events
     checkpoints/ failure.json
-    .function/                                 a function in the place of a script, and what it returned; for this user alone
+    .function/                                 a function instead of a script, and what it returned; only for this user
 
 A reader never sees half a record: each is written under a unique name, flushed and renamed.
 """
@@ -39,7 +39,7 @@ from rankwise.run.lease import Holder, Lease
 ENV_RUN_DIR = "RANKWISE_RUN_DIR"
 
 _MOVED_ASIDE = re.compile(r"\.\d{4}-\d\d-\d\d-\d{6}(-\d+)?$")
-"""How the name of a run ends that --fresh has moved aside."""
+"""The end of the name of a run that --fresh has moved aside."""
 
 _MOST_NAMED = 8
 
@@ -51,7 +51,7 @@ def _say(text: str) -> None:
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write a file whole or not at all; it survives a power cut once this returns."""
+    """Write a file completely or not at all; it survives a power cut once this returns."""
     # Names of files need not be UTF-8: Python's stand-ins for their bytes go back as those bytes.
     write_bytes(path, text.encode(errors="surrogateescape"), mode)
 
@@ -82,7 +82,7 @@ class _Record:
 
     @classmethod
     def of(cls, record: Any) -> Self:
-        """Raises TypeError for what is no such object."""
+        """Raises TypeError for any other object."""
         if not isinstance(record, dict):
             raise TypeError(f"{type(record).__name__} instead of an object")
         known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]  # every subclass is a dataclass
@@ -137,7 +137,7 @@ class Attempt(_Record):
 
     ended: float | None = field(default=None, metadata=NUMBER)
     status: int | None = field(default=None, metadata=WHOLE)
-    """The exit status of the run; None while it lives, or when it was killed with its agent."""
+    """The exit status of the run; None while it runs, or when it was killed with its agent."""
 
     outcome: str = ""
     """How it ended, in one line."""
@@ -220,10 +220,12 @@ class RunDir:
     def log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
 
-    def log_tail(self, rank: int, most_bytes: int) -> bytes:
-        """The end of what a rank printed; empty where its host does not share this folder."""
+    def log_tail(self, rank: int, most_bytes: int, since: float = 0.0) -> bytes:
+        """The end of what a rank printed; empty if it printed nothing since then, or its host does not share this folder."""
         try:
             with open(self.log(rank), "rb") as file:
+                if os.fstat(file.fileno()).st_mtime < since:
+                    return b""
                 file.seek(max(file.seek(0, os.SEEK_END) - most_bytes, 0))
                 return file.read()
         except FileNotFoundError:
@@ -260,12 +262,12 @@ class RunDir:
         try:
             if self._is_something_else():
                 raise RunDirError(
-                    f"{self.path} holds other things than a run; choose an empty folder, or a new one, with --run-dir PATH"
+                    f"{self.path} is not empty and holds no run; choose an empty or a new folder with --run-dir PATH"
                 )
             if not fresh:
                 self._refuse_what_is_in_the_way()
             if fresh and self.path.is_dir() and self.path.samefile(Path.cwd()):
-                raise RunDirError(f"--fresh would move {self.path}, the folder you are in; run it from another")
+                raise RunDirError(f"--fresh would move {self.path}, the folder you are in; type the command in another folder")
             if fresh and self.path.is_dir():
                 if (holder := self.holder()) is not None and lease.is_alive(self.lease, holder, say):
                     raise lease.in_use(self.lease, holder)
@@ -275,7 +277,7 @@ class RunDir:
             self.telemetry.mkdir(exist_ok=True)
         except OSError as error:
             raise RunDirError(
-                f"the run directory {self.path} cannot be made or written ({error.strerror}: {error.filename}); "
+                f"the run directory {self.path} cannot be created or written ({error.strerror}: {error.filename}); "
                 "choose another with --run-dir PATH"
             ) from None
         if not os.access(self.path, os.W_OK):
@@ -292,7 +294,8 @@ class RunDir:
             write_text(self.copy_of, run_id)
 
     def _refuse_what_is_in_the_way(self) -> None:
-        """Raises RunDirError for a file in place of a folder, or the reverse: later it would be found after hours of work."""
+        """Raises RunDirError for a file where a folder must be, or the reverse: otherwise it would be found after hours of "
+        "work."""
         for path in (self.checkpoints, self.logs, self.telemetry):
             if path.exists() and not path.is_dir():
                 raise RunDirError(f"{path} is a file, and the run needs a folder there; move it away, or type --fresh")
@@ -301,7 +304,7 @@ class RunDir:
                 raise RunDirError(f"{path} is a folder, and the run needs a file there; move it away, or type --fresh")
 
     def _is_something_else(self) -> bool:
-        """A folder with content that no run has left: to write there, or to move it aside, would be a mistake."""
+        """A folder whose content is not from a run: to write there, or to move it aside, would be a mistake."""
         if not self.path.is_dir() or any(p.exists() for p in (self.world, self.config, self.checkpoints, self.logs)):
             return False
         return any(not p.name.startswith(".") for p in self.path.iterdir())
@@ -335,8 +338,8 @@ class RunDir:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunDirError(
-                f"{self.world}, the record of this run's attempts, cannot be read ({error}); remove it to resume from what "
-                "else is there, or start from scratch with --fresh"
+                f"{self.world}, the record of this run's attempts, cannot be read ({error}); remove that file to resume from "
+                "the checkpoints, or start from scratch with --fresh"
             ) from None
 
     def begin_attempt(
@@ -387,7 +390,7 @@ class RunDir:
             ) from None
 
     def write_job(self, job: Job | None) -> None:
-        """None: this run is no longer that of a queued job."""
+        """None: this run no longer belongs to a queued job."""
         if job is None:
             self.queued.unlink(missing_ok=True)
         else:
@@ -418,8 +421,10 @@ def find_run(run: str | None, verb: str) -> RunDir:
     here = [path for path in here if not _MOVED_ASIDE.search(path.name)] or here  # those can be had by their names
     names = listed((shlex.quote(path.name) for path in here), _MOST_NAMED) or "none"
     if run is None:
+        if not here:
+            raise RunDirError(f"there is no run under {Path('runs').absolute()}; type: {typed(verb, 'PATH')}")
         if len(here) != 1:
-            raise RunDirError(f"which run? type: {typed(verb, 'RUN')}; the runs here: {names}")
+            raise RunDirError(f"which run? the runs here: {names}; type: {typed(verb, 'RUN')}")
         return RunDir(here[0])
     for path in (Path(run), Path("runs", run)):
         if _is_run(path):

@@ -1,4 +1,4 @@
-"""Which values a field of a dataclass may hold where they come from a file: the kind in its metadata, else that of its default.
+"""Which values from a file a field of a dataclass may hold: the kind in its metadata, or that of its default.
 
 host: str = field(metadata=TEXT)         # no default says it
 ranks: int = 1                           # a whole number

@@ -1,9 +1,9 @@
-"""One writer for a run directory: a file that says who it is, and is touched for as long as that process lives.
+"""One writer for a run directory: a file that says who it is, and is touched as long as that process runs.
 
     lease = take(path, say=print);  ...;  lease.release()
     fence = Fence(path);  ...;  fence.check()         # in another process of that run, before it makes something final
 
-On the holder's own machine its process tells whether it lives. From another one, only the touches do: who sees one is refused,
+On the holder's own machine its process shows whether it runs. From another one, only the touches do: who sees one is refused,
 who sees none for `GONE_S` by its own clock takes over (no clock is compared with another host's). A holder that was frozen for
 so long finds at its next fence that it is no longer the writer.
 """
@@ -26,14 +26,14 @@ from pathlib import Path
 from rankwise.errors import RunDirError
 from rankwise.host import network, processes
 from rankwise.host.patience import Patience
-from rankwise.host.text import stamp
+from rankwise.host.text import short, stamp
 
 BEAT_S = 0.75
 GONE_S = 30.0
 
 _LOOK_S = 0.05
 _PATIENCE_S = 3 * BEAT_S
-"""From then on it is said what is waited for."""
+"""From then on the wait is reported."""
 
 _PIDS = "/proc/self/ns/pid"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -80,7 +80,7 @@ class Holder:
 
 
 def read(path: Path) -> Holder | None:
-    """Who writes there now, None if nobody. Raises RunDirError for what is no such record."""
+    """Who writes there now, None if nobody. Raises RunDirError if the file is not such a record."""
     try:
         record = json.loads(path.read_text())
         known = {field.name for field in fields(Holder)}
@@ -93,7 +93,7 @@ def read(path: Path) -> Holder | None:
 
 def take(path: Path, say: Callable[[str], None]) -> Lease:
     """Become the one writer. Raises RunDirError with who is: at once if that can be looked for here, else as soon as it is seen
-    to live, within a second. One that is gone is replaced: at once here, `GONE_S` after its last sign of life elsewhere."""
+    to live, within a second. One that is gone is replaced: at once here, `GONE_S` after its last heartbeat elsewhere."""
     mine = Holder.this_process()
     silent: Holder | None = None
     while True:
@@ -120,7 +120,7 @@ def take(path: Path, say: Callable[[str], None]) -> Lease:
 
 
 def is_alive(path: Path, holder: Holder, say: Callable[[str], None]) -> bool:
-    """Whether it lives, by its process or by its touches; takes up to `GONE_S`."""
+    """Whether it runs, by its process or by its touches; takes up to `GONE_S`."""
     return not holder.is_gone() and (holder.is_here() or not lasts(path, holder, say))
 
 
@@ -133,7 +133,7 @@ def lasts(path: Path, holder: Holder, say: Callable[[str], None]) -> bool:
         if patience.due():
             say(
                 f"waiting {GONE_S:.0f} s for a heartbeat of pid {holder.pid} on {holder.host}, "
-                f"which writes in {path.parent} since {stamp(holder.since)}"
+                f"which has written in {path.parent} since  {stamp(holder.since)}"
             )
         time.sleep(_LOOK_S)
     return True
@@ -157,8 +157,8 @@ def silent_s(path: Path) -> float:
 
 def in_use(path: Path, holder: Holder) -> RunDirError:
     return RunDirError(
-        f"the run in {path.parent} is alive: pid {holder.pid} on {holder.host} since {stamp(holder.since)}; "
-        "wait for it, stop it, or start another with --name NAME"
+        f"the run in {short(path.parent)} is still running: pid {holder.pid} on {holder.host} since {stamp(holder.since)}; "
+        "wait for it, stop it, or start another run with --name NAME"
     )
 
 
@@ -178,7 +178,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def _write(path: Path, holder: Holder, is_first: bool) -> int | None:
-    """The open file, whole from its first moment; None if another was first."""
+    """The open file, complete from its first moment; None if another process was first."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -256,5 +256,5 @@ class Fence:
         if self._holder is not None and now is not None and now.token != self._holder.token:
             raise RunDirError(
                 f"the run in {self._path.parent} was taken over by pid {now.pid} on {now.host} at {stamp(now.since)}, "
-                f"because this one ({self._holder.host}) sent no heartbeat for {GONE_S:.0f} s; this process stops"
+                f"because this process ({self._holder.host}) sent no heartbeat for {GONE_S:.0f} s; this process stops"
             )

@@ -1,4 +1,4 @@
-"""Settings that only some schedulers know: each is declared once, and the command, the files and the errors follow from that.
+"""Settings that only some schedulers have: each is declared once, and the command line, the files and the errors use that.
 
 PARTITION = Option("partition", "Where the job waits for nodes.", metavar="NAME", spellings=("--partition", "-p"))
 options = Options([Knows("slurm", "Slurm", "rankwise", (PARTITION, NODES)), Knows("ssh", "", "rankwise", (NODES,))])
@@ -86,9 +86,9 @@ class Option:
             raise ConfigError(f"{self.typed} {value!r}: it must be {expected.words}")
         for text in value if isinstance(value, tuple) else (value,) if isinstance(value, str) else ():
             if not isinstance(text, str):
-                raise ConfigError(f"{self.typed}: {text!r} is no text; put it in quotes")
+                raise ConfigError(f"{self.typed}: {text!r} is not text; put it in quotes")
             if not text.strip() or _CONTROL.search(text.replace("\t", " ")):
-                raise ConfigError(f"{self.typed} {text!r}: give words in one line")
+                raise ConfigError(f"{self.typed} {text!r}: give it on one line")
         if self.check is not None and (instead := self.check(value)) is not None:
             raise ConfigError(f"{self.shown(value)}: give {instead}")
         return str(Path(str(value)).absolute()) if self.kind is Path else value
@@ -132,8 +132,8 @@ class Options(Mapping[str, Option]):
                     other, before = taken.setdefault(word, (option, each))
                     if other != option:
                         raise ConfigError(
-                            f"{word} is an option of {before.scheduler} (of the package {before.package}) and another one of "
-                            f"{each.scheduler} (of {each.package}); uninstall one of the two until it has another name there"
+                            f"{word} is an option of both {before.scheduler} (package {before.package}) and {each.scheduler} "
+                            f"(package {each.package}); uninstall one of the two packages"
                         )
                 self._by_name.setdefault(option.name, option)
                 self._known_to.setdefault(option.name, []).append(each.scheduler)

@@ -40,7 +40,7 @@ class Plan:
     """The script, or `-m` and a module, or a command; and its arguments."""
 
     interpreter: tuple[str, ...]
-    """The Python that runs it, with its flags; empty for a command that is no Python script."""
+    """The Python that runs it, with its flags; empty for a command that is not a Python script."""
 
     environment: dict[str, str]
     """What ranks find in their environment beside the agent's own and torchrun's."""
@@ -55,7 +55,7 @@ class Plan:
     """The scheduler that starts the agents, one of `schedulers.BY_NAME`."""
 
     nodes: int
-    """Agents to wait for, one a node (or one a task where the scheduler was asked for one task a device)."""
+    """Agents to wait for, one per node (or one per task, if the scheduler starts one task per device)."""
 
     min_nodes: int
     """Fewer than `nodes`: a lost node may be done without down to so many."""
@@ -64,7 +64,7 @@ class Plan:
     """The nodes in the order of their ranks where the user names them; empty where the scheduler chooses them."""
 
     node_rank: int
-    """Which of the nodes this agent is where each is started by hand; -1 where the scheduler or the head says it."""
+    """Which of the nodes this agent is if each is started manually; -1 if the scheduler or the head says it."""
 
     nproc: int
     """Ranks on each node; 0 where each node counts its own devices, or has its own number in `hosts`."""
@@ -80,16 +80,16 @@ class Plan:
     """Fork the ranks from a warm process; otherwise each is started by itself."""
 
     master_addr: str
-    """The host of the first agent where the nodes are started by hand; else empty."""
+    """The host of the first agent if the nodes are started manually; else empty."""
 
     master_port: int
-    """Of the ranks' rendezvous, or where the nodes are started by hand of the agents'; 0 is one that is free."""
+    """Of the ranks' rendezvous, or of the agents' if the nodes are started manually; 0 is a free one."""
 
     join_timeout_s: float
     """How long the other nodes may take to come."""
 
     node_wait_s: float
-    """How long a node is waited for where the run may go on without it."""
+    """How long to wait for a node if the run may start without it."""
 
     max_restarts: int
     """How often all ranks are started again after a failure."""
@@ -101,7 +101,7 @@ class Plan:
     """From a request to stop until the ranks are killed."""
 
     stall_warn_s: float
-    """After how long without any progress it is told which rank keeps the others waiting; 0 is never."""
+    """After how long without progress to report which rank blocks the others; 0 is never."""
 
     check_collectives: bool
     """Compare what the ranks ask of each other."""
@@ -128,7 +128,7 @@ class Plan:
     """Whether somebody at a terminal sees what the agents say, and may type Ctrl-C."""
 
     launcher_holds: bool = False
-    """The launcher has the right to write in the run directory as long as the run lives; otherwise the head takes it."""
+    """The launcher has the right to write in the run directory as long as the run lasts; otherwise the head takes it."""
 
     def record(self) -> dict[str, Any]:
         """As it goes into plan.json: without `sync` if there is none, as it was before there was any."""
@@ -142,8 +142,8 @@ class Plan:
             record: Any = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise RunDirError(
-                f"{path}: no plan can be read there on {platform.node()} ({error}); every node must see the run directory "
-                "under one path: type --run-dir PATH, a folder on a file system that all nodes share"
+                f"{path}: {platform.node()} cannot read this plan ({error}); every node must see the run directory "
+                "under the same path; use --run-dir PATH with a folder that all nodes share"
             ) from None
         return cls.of(record, str(path))
 

@@ -1,4 +1,4 @@
-"""Each way to start processes, one file each; protocols.py describes what such a file contains.
+"""The ways to start processes, one file each; protocols.py describes what such a file contains.
 
 schedulers.queue("slurm")               # what a run can be handed to, by its name
 schedulers.launchers(os.environ)        # what may have started this process, in the order of belief
@@ -22,7 +22,7 @@ from rankwise.schedulers.horovodrun import Horovodrun
 from rankwise.schedulers.jsrun import Jsrun
 from rankwise.schedulers.local import ThisMachine
 from rankwise.schedulers.lsf import Lsf
-from rankwise.schedulers.manual import ByHand
+from rankwise.schedulers.manual import Manual
 from rankwise.schedulers.mpich import Mpich
 from rankwise.schedulers.mvapich import Mvapich
 from rankwise.schedulers.openmpi import OpenMpi
@@ -47,7 +47,7 @@ def _of_others() -> list[Scheduler]:
     for each in installed.schedulers():
         if each.name in _NAMES:
             package = installed.packages()[each.name]
-            raise ConfigError(f"the package {package} has a scheduler {each.name}, as rankwise has one; uninstall that package")
+            raise ConfigError(f"the package {package} provides a scheduler {each.name}, and so does rankwise; uninstall it")
     return list(installed.schedulers())
 
 
@@ -62,13 +62,13 @@ _LAUNCHERS: tuple[Launcher, ...] = (
 )  # fmt: skip
 """Ours, in the order of belief. Those of other packages come after them, and LOCAL at last."""
 
-_QUEUES: tuple[Jobs, ...] = (LOCAL, _SLURM, _SGE, _PBS, _LSF, Ssh(), _OPENMPI, _MPICH, ByHand())
+_QUEUES: tuple[Jobs, ...] = (LOCAL, _SLURM, _SGE, _PBS, _LSF, Ssh(), _OPENMPI, _MPICH, Manual())
 """Ours that take a run, in the order in which messages list them."""
 
 _NAMES = {each.name for each in (*_LAUNCHERS, *_QUEUES)}
 
 ALIASES: Mapping[str, Callable[[], str]] = {"mpi": mpi.installed}
-"""Other names that `--on` takes, each with a function that returns the scheduler that it stands for here."""
+"""Other names that `--on` takes, each with a function that returns the scheduler that it means here."""
 
 
 def queues() -> dict[str, Jobs]:
@@ -77,7 +77,7 @@ def queues() -> dict[str, Jobs]:
 
 
 def queue(name: str) -> Jobs | None:
-    """None where there is none of that name."""
+    """None if no scheduler has that name."""
     ours = next((each for each in _QUEUES if each.name == name), None)
     return ours if ours is not None else queues().get(name)
 
@@ -90,7 +90,7 @@ def launchers(env: Mapping[str, str]) -> dict[str, Launcher]:
 
 
 def launcher(name: str) -> Launcher:
-    """Raises KeyError where there is none of that name."""
+    """Raises KeyError if none has that name."""
     ours = next((each for each in (*_LAUNCHERS, LOCAL) if each.name == name), None)
     return ours if ours is not None else {each.name: each for each in _of_others() if isinstance(each, Launcher)}[name]
 

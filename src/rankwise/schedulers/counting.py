@@ -24,5 +24,6 @@ class Counting(Launcher):
         return tasks_of(env, rank, size) if self.detect(env) else None
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """Raises WorldError for a part of the variables, a value that is no number, a rank that is not below its size."""
+        """Raises WorldError if only some of the variables are set, if a value is not a number, or if a rank is not below its
+        size."""
         return counted(env, self.variables, self.called)

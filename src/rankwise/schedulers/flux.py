@@ -1,4 +1,4 @@
-"""Flux (`flux run`): what it sets for each task of a job. A batch script of Flux is none: there it sets nothing."""
+"""Flux (`flux run`): what it sets for each task of a job. A batch script of Flux is not a task: Flux sets nothing there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Flux(Launcher):
         if nodes < 1 or world_size % nodes:
             raise not_joined(
                 shown(env, self.variables),
-                "the tasks are not the same number on each node, and Flux does not tell how many are on this one",
+                "the nodes have different numbers of tasks, and Flux does not say how many this one has",
                 "start the same number on each: flux run -N NODES --tasks-per-node=N python script.py",
             )
         master_addr, master_port, where = address(env, "Flux")
@@ -44,7 +44,7 @@ class Flux(Launcher):
                 "world_size": "FLUX_JOB_SIZE",
                 "local_rank": "FLUX_TASK_LOCAL_ID",
                 "local_world_size": "FLUX_JOB_SIZE" if nodes == 1 else "FLUX_JOB_SIZE / FLUX_JOB_NNODES",
-                "node_rank": "all ranks are on one node" if nodes == 1 else "Flux does not tell it",
+                "node_rank": "all ranks are on one node" if nodes == 1 else "Flux does not say",
                 **where,
             },
         )

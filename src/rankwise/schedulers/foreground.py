@@ -1,4 +1,4 @@
-"""What runs below the launcher, in the session of the user, and is never queued: the agent itself, or a starter of agents."""
+"""What runs below the launcher, in the user's session, without a queue: the agent itself, or a launcher of agents."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     if not any(entries):
         raise ConfigError(f"{called}: no host is named; {_EXAMPLE}")
     if not all(entries):
-        raise ConfigError(f"{called}: a host is missing beside a comma; {_EXAMPLE}")
+        raise ConfigError(f"{called}: a host is missing next to a comma; {_EXAMPLE}")
     return _distinct([(_host(entry, called), called) for entry in entries])
 
 
@@ -45,15 +45,15 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
     try:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
-        raise ConfigError(f"{called}: it cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{called}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{called}: it is no text; write one host a line: host slots=2") from None
+        raise ConfigError(f"{called}: not a text file; write one host per line: host slots=2") from None
     found = []
     for number, line in enumerate(lines, 1):
         if words := line.partition("#")[0].split():
             found.append((_line(words, f"{called}, line {number}"), f"{called}, line {number}"))
     if not found:
-        raise ConfigError(f"{called}: no host is named there; write one a line: host slots=2")
+        raise ConfigError(f"{called}: the file names no host; write one host per line: host slots=2")
     return _distinct(found)
 
 
@@ -77,14 +77,14 @@ def _host(entry: str, called: str) -> Host:
     if match is None:
         if entry.count(":") > 1 and re.fullmatch(r"[0-9A-Fa-f:.]+", entry):
             raise ConfigError(f"{called}: {entry!r}: an IPv6 address goes in brackets: [{entry}] or [{entry}]:2")
-        raise ConfigError(f"{called}: {entry!r} is no name of a host; {_EXAMPLE}")
+        raise ConfigError(f"{called}: {entry!r} is not the name of a host; {_EXAMPLE}")
     name = match[1].replace("[", "").replace("]", "")
     return Host(name, 0 if match[2] is None else _slots(match[2], entry, called))
 
 
 def _slots(text: str, entry: str, called: str) -> int:
     if not (re.fullmatch(r"[0-9]{1,6}", text) and int(text) > 0):
-        raise ConfigError(f"{called}: {entry!r}: the slots of a host are a number from 1 up, one rank each")
+        raise ConfigError(f"{called}: {entry!r}: give the slots of a host as a number from 1 up, one for each rank")
     return int(text)
 
 

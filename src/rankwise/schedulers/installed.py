@@ -1,4 +1,4 @@
-"""Schedulers of other packages: each is a class that an entry point of the group `rankwise.schedulers` names.
+"""Schedulers of other packages: classes that the entry points of the group `rankwise.schedulers` name.
 
 # pyproject.toml of such a package
 [project.entry-points."rankwise.schedulers"]
@@ -35,12 +35,12 @@ def _found() -> tuple[tuple[Scheduler, str], ...]:
             except Exception as error:
                 raise ConfigError(
                     f"the scheduler {point.name} of the package {package} cannot be loaded: {type(error).__name__}: {error}; "
-                    f"mend it, or type: pip uninstall {package}"
+                    f"repair it, or type: pip uninstall {package}"
                 ) from error
             if not isinstance(scheduler, Scheduler) or scheduler.name != point.name:
                 raise ConfigError(
-                    f"the entry point {point.name} of the package {package} is {point.value}, which is no scheduler of that "
-                    "name: it must be a class of rankwise.schedulers.protocols, whose `name` is the entry point's"
+                    f"the entry point {point.name} of the package {package} is {point.value}, which is not a scheduler of "
+                    "that name: it must be a class of rankwise.schedulers.protocols, and its `name` that of the entry point"
                 )
             before = found.setdefault(point.name, (scheduler, package))
             if before[1] != package:

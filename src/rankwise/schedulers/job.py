@@ -1,4 +1,4 @@
-"""Shared by the schedulers that take jobs: the state of a job, the parts of its script, and values that are safe in it."""
+"""Shared by the schedulers with queues: the state of a job, the parts of its script, and which values are safe in it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def slug(name: str) -> str:
 def one_line(text: str, what: str) -> str:
     """The text itself. Raises ConfigError for a newline or another control character: it would begin a line of its own."""
     if re.search(r"[\x00-\x1f\x7f]", text):
-        raise ConfigError(f"{what} {text!r}: a job's script cannot carry a newline or another control character; take it out")
+        raise ConfigError(f"{what} {text!r}: a job script cannot contain a newline or another control character; remove it")
     return text
 
 
@@ -143,7 +143,7 @@ def stop_before(time: str | None, grace_s: float) -> int:
 def plain(option: str, value: str, queue: str) -> str:
     """The value itself. Raises ConfigError for one that a blank or a quote would end in the job's script."""
     if not re.fullmatch(r"[A-Za-z0-9_.,:=@/+-]+", one_line(value, option)):
-        raise ConfigError(f"{option} {value!r}: {queue} takes letters, digits and `_.,:=@/+-` there")
+        raise ConfigError(f"{option} {value!r}: {queue} takes only letters, digits and `_.,:=@/+-` here")
     return value
 
 
@@ -151,7 +151,7 @@ def limited_s(time: str, queue: str) -> int:
     """A limit of time in seconds, for a queue in which "unlimited" cannot be written. Raises ConfigError."""
     limit = limit_s(time)
     if limit is None:
-        raise ConfigError(f"--time {time}: {queue} cannot be asked for it; leave --time out, and its queue's limit holds")
+        raise ConfigError(f"--time {time}: {queue} has no such limit; leave --time out to get the limit of the queue")
     return limit
 
 

@@ -71,7 +71,7 @@ class Lsf(Launcher, Jobs):
                 "HOST1,HOST2",
             )
         task = self.array_task(env)
-        note = f"task {task} of a job array: each is a world of its own" if task is not None else None
+        note = f"task {task} of a job array: each task trains on its own" if task is not None else None
         return single("an LSF job on one host", note)
 
     def one_of_several(self, env: Mapping[str, str]) -> bool:
@@ -146,7 +146,7 @@ class Lsf(Launcher, Jobs):
         """The head is asked to stop; plain bkill would kill it after some seconds."""
         done = call(["bkill", "-s", "TERM", job["id"]], _MISSING)
         if done.returncode != 0:
-            raise ConfigError(f"LSF does not cancel job {job['id']}: {last_line(done)}")
+            raise ConfigError(f"LSF did not cancel job {job['id']}: {last_line(done)}")
 
 
 def _minutes(seconds: int) -> str:

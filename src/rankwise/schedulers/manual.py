@@ -17,7 +17,7 @@ from rankwise.schedulers.foreground import Foreground
 from rankwise.schedulers.options import GPUS, MASTER_ADDR, NODE_RANK, NODES, counts
 
 
-class ByHand(Foreground):
+class Manual(Foreground):
     name = "manual"
     options = (GPUS, NODES, NODE_RANK, MASTER_ADDR)
 
@@ -32,16 +32,16 @@ class ByHand(Foreground):
             return
         rank = f"{NODE_RANK.typed} {job['node_rank']}"
         if "nodes" not in job:
-            raise ConfigError(f"{rank}: of how many? Type {NODES.typed} N too, on each node")
+            raise ConfigError(f"{rank}: the number of nodes is missing; add {NODES.typed} N, on each node")
         _, most = counts(job["nodes"])
         if not 0 <= job["node_rank"] < most:
-            raise ConfigError(f"{rank}: of {most} nodes ({NODES.typed} {job['nodes']}) it lies between 0 and {most - 1}")
+            raise ConfigError(f"{rank}: with {NODES.typed} {job['nodes']} it must be between 0 and {most - 1}")
 
     def render(self, plan: Plan) -> str:
         """Raises ConfigError where the nodes could not meet."""
         if not (plan.master_addr and plan.master_port):
             raise ConfigError(
-                f"{NODE_RANK.typed} {plan.node_rank}: where do the nodes meet? Type the same on each of them: "
+                f"{NODE_RANK.typed} {plan.node_rank}: the nodes need an address to meet; add the same on each of them: "
                 f"{MASTER_ADDR.typed} HOST --master-port PORT, the host of node 0 and a port that is free there"
             )
         return super().render(plan)

@@ -1,4 +1,4 @@
-"""Which of the two `mpirun` is: Open MPI's and MPICH's take other options."""
+"""Which `mpirun` this is: those of Open MPI and MPICH have different options."""
 
 from __future__ import annotations
 

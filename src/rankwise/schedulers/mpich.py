@@ -1,4 +1,4 @@
-"""MPICH's and Intel MPI's mpirun (Hydra): what it tells each rank that it starts, and how it starts one agent a node."""
+"""MPICH's and Intel MPI's mpirun (Hydra): the variables of each rank that it starts, and how it starts one agent per node."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Mpich(Launcher, NamesHosts, Foreground):
         return tasks_of(env, "PMI_RANK", "PMI_SIZE") if self.detect(env) else None
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """Raises WorldError for a part of the variables, a value that is no number, a rank that is not below its size."""
+        """Raises WorldError if only some of the variables are set, if a value is not a number, or if a rank is not below its
+        size."""
         require(env, ("PMI_RANK", "PMI_SIZE"), "MPICH")
         if "MPI_LOCALRANKID" not in env and "MPI_LOCALNRANKS" not in env:
             return self._another_launcher(env)
@@ -60,7 +61,7 @@ class Mpich(Launcher, NamesHosts, Foreground):
         return "MPI_LOCALRANKID" not in env and env.get("PMI_SIZE") != "1"
 
     def one_per_node(self, env: Mapping[str, str]) -> bool:
-        """As far as this node shows: Hydra does not tell how many there are."""
+        """As far as this node shows: Hydra does not say how many there are."""
         return env.get("MPI_LOCALNRANKS") == "1"
 
     def rank_env(self, env: Mapping[str, str], ranks: Ranks, per_node: str) -> Mapping[str, str]:
@@ -78,10 +79,10 @@ class Mpich(Launcher, NamesHosts, Foreground):
         return None
 
     def render(self, plan: Plan) -> str:
-        """A shell script that becomes mpirun, which starts one agent a node with the whole environment."""
+        """A shell script that becomes mpirun, which starts one agent per node with the whole environment."""
         where = ["-hosts", ",".join(host.name for host in plan.hosts)] if plan.hosts else []
         mpirun = ["mpirun", "-np", str(plan.nodes), "-ppn", "1", *where]
-        # Not that it ends for all: agents above the first wait for ever for the end of their stdin.
+        # Not that it ends for all: agents above the first wait without end for the end of their stdin.
         return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\nexec {shlex.join(mpirun)} {agent(plan.run_dir)} </dev/null\n"
 
     def _another_launcher(self, env: Mapping[str, str]) -> Ranks:
@@ -90,6 +91,6 @@ class Mpich(Launcher, NamesHosts, Foreground):
             return single("PMI_SIZE")
         raise not_joined(
             f"{shown(env, self.variables)} but no MPI_LOCALRANKID",
-            "a launcher that is neither MPICH's nor Intel's, which does not tell the local rank",
+            "the launcher is neither MPICH nor Intel MPI, and does not give the local rank",
             "start it with mpirun, or set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
         )

@@ -83,6 +83,6 @@ def refuse_root(env: Mapping[str, str], uid: int) -> None:
     """Raises ConfigError where mpirun will refuse to run."""
     if uid == 0 and any(env.get(name) != "1" for name in _ROOT):
         raise ConfigError(
-            "Open MPI does not run as root unless two variables are set; be another user, or type before the command: "
+            "Open MPI does not run as root unless two variables are set; use another user, or put before the command: "
             + " ".join(f"{name}=1" for name in _ROOT)
         )

@@ -1,4 +1,4 @@
-"""What several schedulers may be asked for, each one object; in the order in which `rankwise run --help` has them."""
+"""The options that several schedulers share, one object each, in the order of `rankwise run --help`."""
 
 from __future__ import annotations
 
@@ -29,38 +29,40 @@ HOSTS = Option(
     "hosts", "Hosts to reach over ssh, and how many ranks on each.", metavar="A:2,B:2", spellings=("-H", "--host", "--hosts"),
     heading=_NODES,
 )  # fmt: skip
-HOSTFILE = Option("hostfile", "A file of them: `host slots=2` a line.", metavar="FILE", instead_of="hosts", heading=_NODES)
+HOSTFILE = Option(
+    "hostfile", "A file of hosts, one per line: `host slots=2`.", metavar="FILE", instead_of="hosts", heading=_NODES
+)  # fmt: skip
 NODES = Option(
     "nodes", "How many nodes; MIN:MAX continues while MIN of them are left.", metavar="N|MIN:MAX",
     spellings=("--nodes", "--nnodes"), within=True, heading=_NODES,
-    check=lambda value: None if counts(value) != (0, 0) else "a number of nodes, or the fewest and the most: 1:4",
+    check=lambda value: None if counts(value) != (0, 0) else "a number of nodes, or the minimum and the maximum: 1:4",
 )  # fmt: skip
 GPUS_PER_NODE = Option(
     "gpus_per_node", "GPUs of each node.", metavar="[TYPE:]N", heading=_NODES,
     check=matching(r"([A-Za-z0-9_.-]+:)?[0-9]+", "a number, or a type and a number: a100:4"),
 )  # fmt: skip
 NODE_RANK = Option(
-    "node_rank", "Started manually on each node: which of them this is, from 0.", kind=int, metavar="N",
+    "node_rank", "For nodes started manually: the number of this node, from 0.", kind=int, metavar="N",
     spellings=("--node-rank", "--node_rank"), site=False, heading=_NODES,
 )  # fmt: skip
 MASTER_ADDR = Option(
-    "master_addr", "Started manually: the first of the nodes.", metavar="HOST", spellings=("--master-addr", "--master_addr"),
-    heading=_NODES,
+    "master_addr", "For nodes started manually: the host of node 0.", metavar="HOST",
+    spellings=("--master-addr", "--master_addr"), heading=_NODES,
 )  # fmt: skip
 SETUP = Option(
-    "setup", "A line of shell for the job before it starts: \"module load cuda\". Repeatable.", kind=list, metavar="LINE",
+    "setup", "A shell command for the job to run first: \"module load cuda\". Repeatable.", kind=list, metavar="LINE",
     within=True, heading=_QUEUE,
 )  # fmt: skip
 REQUEUE = Option(
-    "requeue", "Back into the queue when the time is over or others need the nodes, until it is done.", kind=bool,
+    "requeue", "Queue the job again after its time limit or a preemption, until the run is done.", kind=bool,
     heading=_QUEUE,
 )  # fmt: skip
 TIME = Option(
-    "time", "The longest it may take: minutes, h:m:s, d-h:m:s.", metavar="TIME", spellings=("--time", "-t"), heading=_QUEUE
+    "time", "Time limit of the job: minutes, h:m:s, d-h:m:s.", metavar="TIME", spellings=("--time", "-t"), heading=_QUEUE
 )  # fmt: skip
-QUEUE = Option("queue", "Where the job waits.", metavar="NAME", spellings=("--queue", "-q"), heading=_QUEUE)
+QUEUE = Option("queue", "The queue in which the job waits.", metavar="NAME", spellings=("--queue", "-q"), heading=_QUEUE)
 ACCOUNT = Option(
-    "account", "Whose share of the cluster it is charged to.", metavar="NAME", spellings=("--account", "-A"), heading=_QUEUE
+    "account", "The account that the job is charged to.", metavar="NAME", spellings=("--account", "-A"), heading=_QUEUE
 )  # fmt: skip
 CPUS_PER_TASK = Option(
     "cpus_per_task", "Cores of each node, for all its ranks.", kind=int, metavar="N", spellings=("--cpus-per-task", "-c"),

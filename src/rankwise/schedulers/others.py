@@ -1,4 +1,4 @@
-"""Launchers and clouds that start one of several processes and do not say enough to join them: named, never trained alone.
+"""Launchers and clouds that do not say enough to connect their processes: recognised, so that no process trains alone.
 
 Each would be a launcher of its own if it gave rank, size, local rank and local size.
 """

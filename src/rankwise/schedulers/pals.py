@@ -28,11 +28,11 @@ class Pals(Launcher):
         return tasks_of(env, "PALS_RANKID", "PMI_SIZE") if self.detect(env) else None
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """Raises NotJoinedError where the number of ranks is not told, WorldError for another part of the variables."""
+        """Raises NotJoinedError if the number of ranks is not given, WorldError if other variables are missing."""
         if "PMI_SIZE" not in env:
             raise not_joined(
                 f"{shown(env, self.variables)} but no PMI_SIZE",
-                "one of the ranks that PALS has started, and PALS does not say how many there are",
+                "this is one of several ranks of PALS, and PALS does not say how many there are",
                 "set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
             )
         local_size = "PMI_LOCAL_SIZE" if "PALS_LOCAL_SIZE" not in env and "PMI_LOCAL_SIZE" in env else "PALS_LOCAL_SIZE"

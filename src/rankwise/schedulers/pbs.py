@@ -78,7 +78,7 @@ class Pbs(Launcher, Jobs):
                 "on all of them: rankwise run script.py, or rankwise run -H HOST1,HOST2",
             )
         task = self.array_task(env)
-        note = f"task {task} of a job array: each is a world of its own" if task is not None else None
+        note = f"task {task} of a job array: each task trains on its own" if task is not None else None
         return single("a PBS job on one host", note)
 
     def one_of_several(self, env: Mapping[str, str]) -> bool:
@@ -169,7 +169,7 @@ class Pbs(Launcher, Jobs):
         runs = self.state(job).phase == "running"
         done = call(["qsig", "-s", "TERM", job["id"]] if runs else ["qdel", job["id"]], _MISSING)
         if done.returncode != 0:
-            raise ConfigError(f"PBS does not cancel job {job['id']}: {last_line(done)}")
+            raise ConfigError(f"PBS did not cancel job {job['id']}: {last_line(done)}")
 
 
 def _clock(seconds: int) -> str:

@@ -1,4 +1,4 @@
-"""What a scheduler's variables say of one process."""
+"""What a scheduler's variables say about one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Ranks:
     local_rank: int
     local_world_size: int
     node_rank: int | None
-    """None where the launcher does not tell it and it cannot be derived."""
+    """None if the launcher does not say it and it cannot be derived."""
 
     master_addr: str | None = None
     master_port: int | None = None
@@ -34,8 +34,8 @@ class Ranks:
             if not 0 <= value < bound:
                 found = f"{self.origin.get(name, name)}={value} and {self.origin.get(size, size)}={bound}"
                 raise WorldError(
-                    f"{found}: a {name.replace('_', ' ')} lies between 0 and {size} - 1; "
-                    "start the script with one launcher alone, for example: rankwise run script.py"
+                    f"{found}: a {name.replace('_', ' ')} must be between 0 and {size} - 1; start the script with one "
+                    "launcher only, for example: rankwise run script.py"
                 )
 
 
@@ -73,7 +73,7 @@ def counted(env: Mapping[str, str], names: Sequence[str], launcher: str) -> Rank
     one_node = local_world_size == world_size
     master_addr, master_port, where = address(env, launcher)
     origin = dict(zip(("rank", "world_size", "local_rank", "local_world_size"), names, strict=True))
-    origin["node_rank"] = "all ranks are on one node" if one_node else f"{launcher} does not tell it"
+    origin["node_rank"] = "all ranks are on one node" if one_node else f"{launcher} does not say"
     node_rank = 0 if one_node else None
     return Ranks(
         rank, world_size, local_rank, local_world_size, node_rank, master_addr, master_port, origin={**origin, **where}
@@ -83,7 +83,7 @@ def counted(env: Mapping[str, str], names: Sequence[str], launcher: str) -> Rank
 def address(env: Mapping[str, str], launcher: str) -> tuple[str | None, int | None, dict[str, str]]:
     """Where rank 0 listens, for a launcher that counts ranks and gives no address: MASTER_ADDR, MASTER_PORT, the origins."""
     origin = {
-        field: name if name in env else f"{launcher} gives none: rank 0 announces it, or set {name}"
+        field: name if name in env else f"{launcher} gives none: rank 0 announces its own, or set  {name}"
         for field, name in (("master_addr", "MASTER_ADDR"), ("master_port", "MASTER_PORT"))
     }
     return env.get("MASTER_ADDR"), whole_number(env, "MASTER_PORT") if "MASTER_PORT" in env else None, origin
@@ -94,8 +94,8 @@ def require(env: Mapping[str, str], names: Sequence[str], launcher: str) -> None
     missing = [name for name in names if name not in env]
     if missing:
         raise WorldError(
-            f"{shown(env, names)} but not {', '.join(missing)}: {launcher} sets all of them, so this is not the environment "
-            "that it gave; start the script with it directly, or unset them all"
+            f"{shown(env, names)} but not {', '.join(missing)}: {launcher} sets all of them, so something has changed the "
+            f"environment; start the script with {launcher} directly, or unset them all"
         )
 
 
@@ -103,7 +103,7 @@ def not_joined(found: str, meaning: str, cure: str) -> NotJoinedError:
     """The error of a process that would train alone though several were asked for."""
     return NotJoinedError(
         f"{found}: {meaning}, so this process would train alone; {cure} "
-        "(if alone is meant: --allow-independent, in Python allow_independent=True)"
+        "(to train alone: --allow-independent, in Python allow_independent=True)"
     )
 
 
@@ -129,7 +129,7 @@ def whole_number(env: Mapping[str, str], name: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise WorldError(f"{name}={text!r} is no whole number; unset it, or let the launcher set it") from None
+        raise WorldError(f"{name}={text!r} is not a whole number; unset it, or let the launcher set it") from None
 
 
 def variables_of(ranks: Ranks, restart: int, max_restarts: int, run_id: str, nodes: int | None = None) -> dict[str, str]:

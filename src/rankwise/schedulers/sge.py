@@ -1,4 +1,4 @@
-"""Grid Engine (Son of Grid Engine and its kin): it counts hosts and slots and names no rank.
+"""Grid Engine (Son of Grid Engine and its kin): it counts hosts and slots, and gives no ranks.
 
     rankwise run --on sge --slots 8 --pe mpi -l h_rt=10:00:00 -l h_vmem=15G train.py
 
@@ -22,29 +22,30 @@ from rankwise.schedulers.options import ACCOUNT, QUEUE, REQUEUE, SETUP
 from rankwise.schedulers.protocols import Hosts, Jobs, Launcher
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single, whole_number
 
-_CURE = "start the ranks with what reads the job's host list: rankwise run script.py, or with MPI: mpirun python script.py"
+_CURE = "start the ranks with a launcher that reads the hosts of the job: rankwise run script.py, or mpirun python script.py"
 _RESERVED = ("none", "all", "template")
 _TIME = re.compile(r"(?:(?:(\d*):)?(\d*):)?(\d+)")
-_MISSING = "type this on a host from which jobs are submitted, after: source $SGE_ROOT/default/common/settings.sh"
+_MISSING = "type this on a submit host, after: source $SGE_ROOT/default/common/settings.sh"
 
 _CURES = (
-    (r'parallel environment ".*" does not exist', "those there are: qconf -spl"),
-    (r'unknown queue ".*"', "those there are: qconf -sql"),
-    (r'unknown resource ".*"', "those there are: qconf -sc"),
+    (r'parallel environment ".*" does not exist', "to list them: qconf -spl"),
+    (r'unknown queue ".*"', "to list them: qconf -sql"),
+    (r'unknown resource ".*"', "to list them: qconf -sc"),
     (r'attribute ".*" is not a', "for example -l h_rt=10:00:00 -l h_vmem=15G -l gpu=1"),
     (
         r"no suitable queues",
-        "no queue can ever run it: ask for fewer slots, less of a resource (-l), another --pe or -q; what there is: qhost -F",
+        "no queue can ever run it: ask for fewer slots, less of a resource (-l), another --pe or -q; to see what there is: "
+        "qhost -F",
     ),
     (r"range must be greater than zero|Numerical value invalid", "--slots is a number from 1 up"),
-    (r"Error reading answer list", "it holds a name that Grid Engine cannot take: letters, digits, `.`, `_` and `-` it can"),
+    (r"Error reading answer list", "a name has forbidden characters; use letters, digits, `.`, `_` and `-`"),
     (
         r"qmaster.*(?:send error|not running|no connection)|commlib error|unable to contact",
         "Grid Engine's server does not answer; is it up?",
     ),
 )
 
-_SHARED = "every host must see the run directory, under this path: --run-dir PATH, a folder on a file system that they share"
+_SHARED = "every host must see the run directory under this path; use --run-dir PATH with a folder that they share"
 
 # Of the states that qstat shows, those in which a job neither just waits nor just runs.
 _LETTERS = (
@@ -84,19 +85,19 @@ class GridEngine(Launcher, Jobs, Hosts):
         return "PE_HOSTFILE" in env or env.get("JOB_SCRIPT") == "QRSH" or "SGE_TASK_ID" in env
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """A single process. Raises NotJoinedError in a job of several hosts: Grid Engine tells no process its rank."""
+        """A single process. Raises NotJoinedError in a job of several hosts: Grid Engine gives no process its rank."""
         if env.get("JOB_SCRIPT") == "QRSH":
             # NSLOTS and NHOSTS are this host's here: they say 1 on the smallest part of the largest job.
             raise not_joined(
                 shown(env, ("JOB_SCRIPT", "JOB_NAME", "JOB_ID")),
-                "a task that qrsh started, and its rank must come from its starter",
+                "this is a task of qrsh, which does not give it a rank",
                 f"pass RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT with qrsh -v, or {_CURE}",
             )
         hosts, slots = (whole_number(env, name) if name in env else None for name in ("NHOSTS", "NSLOTS"))
         if hosts is None and "PE_HOSTFILE" in env and slots != 1:
             raise not_joined(
                 f"{shown(env, ('PE_HOSTFILE', 'NSLOTS'))} but no NHOSTS",
-                "a parallel job whose number of hosts is not told",
+                "this is a parallel job, and its number of hosts is not known",
                 _CURE,
             )
         if hosts is not None and hosts > 1:
@@ -107,9 +108,9 @@ class GridEngine(Launcher, Jobs, Hosts):
             )
         notes = []
         if slots is not None and slots > 1:
-            notes.append(f"NSLOTS={slots} slots on this host and one process; to use them all: rankwise run script.py")
+            notes.append(f"NSLOTS={slots} slots on this host, but one process; to use them all: rankwise run script.py")
         if (task := self.array_task(env)) is not None:
-            notes.append(f"task {task} of job array {env.get('JOB_ID', '?')}: each is a world of its own")
+            notes.append(f"task {task} of job array {env.get('JOB_ID', '?')}: each task trains on its own")
         return single("a Grid Engine job on one host", "; ".join(notes) or None)
 
     def array_task(self, env: Mapping[str, str]) -> str | None:
@@ -130,7 +131,7 @@ class GridEngine(Launcher, Jobs, Hosts):
         lines = ["#!/bin/bash", *(f"#$ {option}" for option in _options(plan)), ""]
         lines += setup_lines(plan)
         lines.append(enter(one_line(plan.cwd, "the folder")))
-        # No process stands between: Grid Engine asks this one to stop, and its exit status is the job's (99: once more).
+        # No process is between:  Grid Engine asks this one to stop, and its exit status is the job's (99: once more).
         lines.append(f"exec {agent(one_line(plan.run_dir, '--run-dir'))}")
         return "\n".join(lines) + "\n"
 
@@ -153,9 +154,8 @@ class GridEngine(Launcher, Jobs, Hosts):
         raise ConfigError(refused(f"{done.stdout}\n{done.stderr}"))
 
     def state(self, job: Mapping[str, Any]) -> State:
-        """By qstat, then by qacct: `unknown` in the seconds between the two, and for ever where a site keeps no accounts. Never
-        raises.
-        """
+        """By qstat, then by qacct: `unknown` in the seconds between the two, and always if a site keeps no accounts. Never
+        raises."""
         job_id: str = job["id"]
         try:
             listed = _listed(call(["qstat", "-xml"], _MISSING).stdout, job_id)
@@ -169,7 +169,7 @@ class GridEngine(Launcher, Jobs, Hosts):
         except ConfigError as error:
             return State("unknown", str(error))
         shared = f"; {_SHARED}" if re.search(r"No such file|Permission denied|can't (open|chdir|stat)", reason) else ""
-        return State("stuck", f"{listed}: it will never start: {reason}{shared}; mend that, then type: qmod -cj {job_id}")
+        return State("stuck", f"{listed}: it will never start: {reason}{shared}; repair that, then type: qmod -cj {job_id}")
 
     def cancel(self, job: Mapping[str, Any]) -> None:
         """qdel: with -notify the ranks are asked first. Nothing happens where the job is over."""
@@ -190,7 +190,8 @@ class GridEngine(Launcher, Jobs, Hosts):
             text = Path(path).read_text()
         except OSError as error:
             raise WorldError(
-                f"PE_HOSTFILE={path}: {error.strerror}; it is on the job's first host alone: start rankwise in the job's script"
+                f"PE_HOSTFILE={path}: {error.strerror}; it exists only on the first host of the job: start rankwise in the "
+                "job's script"
             ) from None
         slots: dict[str, int] = {}
         for line in text.splitlines():
@@ -223,8 +224,8 @@ class GridEngine(Launcher, Jobs, Hosts):
         if match is None:
             return None
         return (
-            f"qrsh cannot start a task on {host}: {match['why']}; a host of the job lets it only under a parallel environment "
-            f"with control_slaves TRUE (qconf -sp PE), while its execution daemon is up: qhost -h {host}"
+            f"qrsh cannot start a task on {host}: {match['why']}; the parallel environment must have control_slaves TRUE "
+            f"(qconf -sp PE), and the execution daemon of the host must be up: qhost -h {host}"
         )
 
 
@@ -234,10 +235,12 @@ def _options(plan: Plan) -> list[str]:
     slots, pe = job.get("slots"), job.get("pe")
     if slots is not None and str(slots) != "1" and pe is None:
         raise ConfigError(
-            f"--slots {slots} without --pe: a parallel environment gives them out; type --pe NAME too, one of qconf -spl"
+            f"--slots {slots} without --pe: only a parallel environment gives slots; add --pe NAME (to list them: qconf -spl)"
         )
     if pe is not None and slots is None:
-        raise ConfigError(f"--pe {pe} without --slots: how many slots? For example: --pe {shlex.quote(pe)} --slots 8")
+        raise ConfigError(
+            f"--pe {pe} without --slots: the number of slots is missing; for example: --pe {shlex.quote(pe)} --slots 8"
+        )
     name = slug(plan.name)
     if name.lower() in _RESERVED:
         name = f"run-{name}"
@@ -249,7 +252,7 @@ def _options(plan: Plan) -> list[str]:
         "-j y",
         f"-N {name}",
         "-v PATH",
-        "-w e",  # otherwise a job that no queue can ever run is taken, and waits for ever
+        "-w e",  # otherwise a job that no queue can ever run is accepted, and waits without end
         f"-r {'y' if job.get('requeue') else 'n'}",
         "-notify",
     ]
@@ -262,7 +265,7 @@ def _options(plan: Plan) -> list[str]:
         options.append(f"-q {_quoted(queue, '-q')}")
     if (account := job.get("account")) is not None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", account):  # qsub's own answer to another: "Error reading answer list"
-            raise ConfigError(f"-A {account!r}: an account of Grid Engine is of letters, digits, `.`, `_` and `-`")
+            raise ConfigError(f"-A {account!r}: an account of Grid Engine has only letters, digits, `.`, `_` and `-`")
         options.append(f"-A {account}")
     return options
 
@@ -275,7 +278,7 @@ def _quoted(value: str, what: str) -> str:
     for quote in "\"'":
         if quote not in value and value:
             return f"{quote}{value}{quote}"
-    raise ConfigError(f"{what} {value!r}: Grid Engine has no way to write that; leave out one kind of quotes")
+    raise ConfigError(f"{what} {value!r}: Grid Engine cannot take both kinds of quotes in one value; remove one kind")
 
 
 def _asked(resources: Sequence[str]) -> dict[str, str]:
@@ -294,7 +297,7 @@ def _lead_s(limit: str | None, grace_s: float) -> int:
 def refused(words: str) -> str:
     """What qsub said to a job that it does not take, in one line with what to type."""
     said = " ".join(words.split()).removesuffix("Exiting.").strip()
-    said = said.partition("Unable to run job: ")[2] or said or "it said nothing"
+    said = said.partition("Unable to run job: ")[2] or said or "it printed no reason"
     cure = next((f"; {cure}" for pattern, cure in _CURES if re.search(pattern, said)), "")
     return f"qsub refuses the job: {said.rstrip('. ')}{cure}"
 
@@ -306,7 +309,7 @@ def _listed(xml: str, job_id: str) -> str | None:
     try:
         jobs = list(ElementTree.fromstring(xml).iter("job_list"))
     except ElementTree.ParseError:
-        raise ConfigError(f"qstat -xml printed no XML but {xml[:80]!r}; is Grid Engine's server up?") from None
+        raise ConfigError(f"qstat -xml printed {xml[:80]!r} instead of XML; is Grid Engine's server up?") from None
     found = [job.findtext("state", "") for job in jobs if job.findtext("JB_job_number") == job_id]
     return min(found, key=lambda letters: ("q" in letters, "E" in letters), default=None)
 

@@ -1,4 +1,4 @@
-"""Slurm: what the tasks of a step are told; how a batch or salloc shell, which is none, looks like one; jobs for its queue."""
+"""Slurm: the variables of the tasks of a step; how a batch or salloc shell looks like a task and is not; jobs for its queue."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ class Slurm(Launcher, Jobs):
     options = (
         NODES,
         GPUS_PER_NODE,
-        Option("partition", "Where the job waits for nodes.", metavar="NAME", spellings=("--partition", "-p")),
+        Option("partition", "The partition in which the job waits.", metavar="NAME", spellings=("--partition", "-p")),
         TIME,
-        Option("nodelist", "Nodes that it must have.", metavar="A,B", spellings=("--nodelist", "-w")),
+        Option("nodelist", "Nodes that the job must get.", metavar="A,B", spellings=("--nodelist", "-w")),
         CPUS_PER_TASK,
         MEM,
         ACCOUNT,
         Option("qos", "Quality of service.", metavar="NAME"),
-        Option("constraint", "What its nodes must be.", metavar="FEATURES", spellings=("--constraint", "-C")),
+        Option("constraint", "Features that its nodes must have.", metavar="FEATURES", spellings=("--constraint", "-C")),
         Option(
-            "array", "As many runs, RUN-0 to RUN-7; each finds its number in SLURM_ARRAY_TASK_ID.", metavar="0-7",
+            "array", "Several runs, RUN-0 to RUN-7; each finds its number in SLURM_ARRAY_TASK_ID.", metavar="0-7",
             spellings=("--array", "-a"), site=False,
         ),
         Option(
@@ -110,7 +110,8 @@ class Slurm(Launcher, Jobs):
         return _task(env)
 
     def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
-        """Cluster, job, step, and how often the job was requeued: a requeued job keeps its number and counts its steps anew."""
+        """Cluster, job, step, and how often the job was requeued: a requeued job keeps its number and counts its steps from "
+        "0 again."""
         job = env.get("SLURM_HET_JOB_ID") or env.get("SLURM_JOB_ID")  # the parts of a heterogeneous job share the first
         if job is None or "SLURM_STEP_ID" not in env:
             return None
@@ -173,7 +174,7 @@ class Slurm(Launcher, Jobs):
             return State("unknown", str(error))
         match = re.search(r"\bJobState=(\S+) Reason=(.*?) Dependency=", done.stdout)
         if done.returncode != 0 or match is None:
-            return State("unknown", "Slurm has forgotten it" if "Invalid job id" in done.stderr else last_line(done))
+            return State("unknown", "Slurm no longer knows it" if "Invalid job id" in done.stderr else last_line(done))
         word, reason = match.groups()
         shown = word if reason == "None" else f"{word} ({reason})"
         if word in _WAITING:
@@ -186,8 +187,8 @@ class Slurm(Launcher, Jobs):
             host = re.search(r"\bBatchHost=(\S+)", done.stdout)
             where = host[1] if host is not None else "its first node"
             shown += (
-                f": {where} could not begin it: it does not see the run directory under that path, or may not write there; "
-                "type --run-dir PATH, a folder on a file system that all nodes share"
+                f": {where} could not start the job: it does not see the run directory under that path, or may not write "
+                "there; use --run-dir PATH with a folder that all nodes share"
             )
         return State("ended", shown, _exit_status(word, re.search(r"\bExitCode=([0-9]+):([0-9]+)", done.stdout)))
 
@@ -196,7 +197,7 @@ class Slurm(Launcher, Jobs):
         done = call(["scancel", job["id"]], _NOT_HERE)
         if done.returncode != 0 or "error:" in done.stderr:
             raise ConfigError(
-                f"Slurm does not cancel job {job['id']}: {last_line(done).removeprefix('scancel: ').removeprefix('error: ')}"
+                f"Slurm did not cancel job {job['id']}: {last_line(done).removeprefix('scancel: ').removeprefix('error: ')}"
             )
 
 
@@ -253,7 +254,7 @@ def tasks_per_node(text: str) -> list[int]:
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
         if match is None:
             raise WorldError(
-                f"SLURM_STEP_TASKS_PER_NODE={text}: Slurm writes it like 3,1(x2); "
+                f"SLURM_STEP_TASKS_PER_NODE={text}: Slurm writes it as 3,1(x2); "
                 "start the script with srun directly: srun python script.py"
             )
         counts += [int(match[1])] * int(match[2] or 1)
@@ -272,7 +273,7 @@ def _one_task(env: Mapping[str, str]) -> Ranks:
         )
     if env.get("SLURM_PROCID", "0") != "0":
         raise WorldError(
-            f"{shown(env, ('SLURM_PROCID', 'SLURM_STEP_NUM_TASKS'))}: a rank lies between 0 and world_size - 1; "
+            f"{shown(env, ('SLURM_PROCID', 'SLURM_STEP_NUM_TASKS'))}: a rank must be between 0 and world_size - 1; "
             "start the script with srun directly: srun python script.py"
         )
     notes = [f"a step of one task in a job with {several}: it trains alone"] if several else []
@@ -290,10 +291,10 @@ def _shell(env: Mapping[str, str]) -> Ranks:
         found, shell = f"SLURM_STEP_ID={env['SLURM_STEP_ID']} (Slurm's own)", "the shell of the job itself"
     elif "SLURM_PROCID" in env:
         found, shell = f"SLURM_PROCID={env['SLURM_PROCID']}, no SLURM_STEP_ID", "the batch shell"
-    else:  # on the host where salloc was typed, which is none of the job's
+    else:  # on the host where salloc was typed, which is not in the job
         found, shell, here = "no SLURM_PROCID and no SLURM_STEP_ID", "salloc's shell", ""
     where = f" on {env['SLURMD_NODENAME']}" if "SLURMD_NODENAME" in env else ""
-    raise not_joined(f"{several}, {found}", f"this is {shell}{where} and not a task of a step", cure + here)
+    raise not_joined(f"{several}, {found}", f"this is {shell}{where}, not a task of a step", cure + here)
 
 
 def _several(env: Mapping[str, str]) -> str:
@@ -305,7 +306,7 @@ def _array(env: Mapping[str, str]) -> str | None:
     """The tasks of a job array are jobs of their own, which share neither a job id nor a world."""
     if "SLURM_ARRAY_TASK_ID" not in env:
         return None
-    return f"task {env['SLURM_ARRAY_TASK_ID']} of job array {env.get('SLURM_ARRAY_JOB_ID', '?')}: each is a world of its own"
+    return f"task {env['SLURM_ARRAY_TASK_ID']} of job array {env.get('SLURM_ARRAY_JOB_ID', '?')}: each task trains on its own"
 
 
 # --- a job for its queue

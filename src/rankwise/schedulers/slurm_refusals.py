@@ -1,4 +1,4 @@
-"""What Slurm says of a job that it does not take, or will never start, and what to type then.
+"""Why Slurm refuses a job, or will never start it, and what to type then.
 
 why_refused(stderr, last_line, script);  cure_of_wait("PartitionTimeLimit")
 """
@@ -7,41 +7,41 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_NODES = 'what its nodes have shows: sinfo -o "%P %D %N %c %m %G" (partition, nodes, names, cores, MB, GPUs)'
+_NODES = 'to see what the nodes have: sinfo -o "%P %D %N %c %m %G" (partition, nodes, names, cores, MB, GPUs)'
 
 _REFUSALS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("partition name", ("partition",), "those that there are: sinfo -o %P; then --partition NAME"),
+    ("partition name", ("partition",), "to list them: sinfo -o %P; then use --partition NAME"),
     ("configuration is not available", ("nodes", "cpus-per-task", "gres", "mem", "constraint"), f"ask for less; {_NODES}"),
     ("more processors requested", ("nodes", "cpus-per-task"), f"ask for less; {_NODES}"),
     ("generic resource", ("gres",), f"there are no such GPUs here; {_NODES}"),
-    ("node name", ("nodelist",), "those that there are: sinfo -N; then --nodelist A,B"),
-    ("node count specification", ("nodes", "nodelist"), "--nodes and --nodelist contradict each other, or it is no number"),
-    ("feature specification", ("constraint",), "those that there are: sinfo -o %f; then --constraint FEATURES"),
+    ("node name", ("nodelist",), "to list them: sinfo -N; then use --nodelist A,B"),
+    ("node count specification", ("nodes", "nodelist"), "--nodes is not a number, or does not fit --nodelist"),
+    ("feature specification", ("constraint",), "to list them: sinfo -o %f; then use --constraint FEATURES"),
     ("memory specification", ("mem",), f"give --mem as a number and a unit: 64G; {_NODES}"),
     ("--mem specification", ("mem",), "give --mem as a number and a unit: 64G"),
-    ("array specification", ("array",), "give --array 0-7; the highest number: scontrol show config | grep MaxArraySize"),
+    ("array specification", ("array",), "give --array 0-7; for the highest number: scontrol show config | grep MaxArraySize"),
     ("dependency", ("dependency",), "give --dependency afterok:ID, with the number of a job"),
-    ("time limit", ("time", "partition"), "the longest that a partition allows: sinfo -o '%P %l'; then --time TIME"),
-    ("account", ("account", "partition"), "yours: sacctmgr show associations user=$USER format=account; then --account NAME"),
-    ("qos", ("qos",), "yours: sacctmgr show associations user=$USER format=qos; then --qos NAME"),
-    ("unrecognized option", (), "take that --sbatch-arg out, or correct it; those that there are: sbatch --help"),
-    ("invalid option", (), "take that --sbatch-arg out, or correct it; those that there are: sbatch --help"),
+    ("time limit", ("time", "partition"), "to see the limits: sinfo -o '%P %l'; then use --time TIME"),
+    ("account", ("account", "partition"), "yours: sacctmgr show associations user=$USER format=account; use --account NAME"),
+    ("qos", ("qos",), "yours: sacctmgr show associations user=$USER format=qos; use --qos NAME"),
+    ("unrecognized option", (), "correct or remove that --sbatch-arg; to list the options: sbatch --help"),
+    ("invalid option", (), "correct or remove that --sbatch-arg; to list the options: sbatch --help"),
     ("contact slurm controller", (), "Slurm's server does not answer; is it up? scontrol ping"),
 )  # fmt: skip
 """(what sbatch says, the lines of the script that it may speak of, what to type); the first that fits."""
 
 _NEVER = {
-    "PartitionConfig": f"no partition can ever give so much at once; ask for fewer nodes, cores or GPUs; {_NODES}",
+    "PartitionConfig": f"no partition has so much at once; ask for fewer nodes, cores or GPUs; {_NODES}",
     "PartitionNodeLimit": "the partition is down, or does not give so many nodes to one job: sinfo -o '%P %a %D %s'",
-    "PartitionTimeLimit": "the partition does not give so much time; what each gives: sinfo -o '%P %l'",
-    "BadConstraints": "no node is what --constraint asks for; those that there are: sinfo -o %f",
+    "PartitionTimeLimit": "the partition does not allow so much time; to see the limits: sinfo -o '%P %l'",
+    "BadConstraints": "no node has the features of --constraint; to list them: sinfo -o %f",
     "AccountNotAllowed": "the partition does not take this account; give another with --account or --partition",
     "QOSNotAllowed": "the partition does not take this quality of service; give another with --qos or --partition",
     "InvalidAccount": "there is no such account; give another with --account",
     "InvalidQOS": "there is no such quality of service; give another with --qos",
-    "DependencyNeverSatisfied": "what --dependency waits for will not come",
+    "DependencyNeverSatisfied": "the job that --dependency waits for cannot fulfil the condition any more",
 }
-"""Reasons for which a job waits for ever, and what to do."""
+"""Reasons why a job would wait without end, and what to do."""
 
 
 def why_refused(stderr: str, last: str, script: Path) -> str:
@@ -64,6 +64,6 @@ def cure_of_wait(reason: str) -> str | None:
 
 
 def _given(path: Path, name: str) -> str:
-    """That line of the job's text as it stands there, empty if there is none."""
+    """That line of the job's script, empty if there is none."""
     lines = [text.removeprefix("#SBATCH ") for text in path.read_text(errors="replace").splitlines()]
     return next((text for text in lines if text.startswith(f"--{name}=")), "")

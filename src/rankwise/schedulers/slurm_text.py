@@ -1,4 +1,4 @@
-"""The text of a job for Slurm's queue, and the values in it as Slurm reads them: times, arrays, further options."""
+"""The script of a job for Slurm, and its values as Slurm reads them: times, arrays, further options."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _output(folder: Path, run_dir: str, array: bool) -> tuple[str, list[str]]:
 
 
 def _asked(job: Mapping[str, Any], plan: Plan) -> list[str]:
-    """What the user asks of Slurm, a line each."""
+    """The user's options for Slurm, one per line."""
     lines = []
     if (cpus := _cpus(plan)) is not None:
         lines.append(_line("cpus-per-task", str(cpus)))
@@ -155,5 +155,5 @@ def array_tasks(array: str) -> tuple[str, ...]:
             raise ConfigError(f"--array {array}: give numbers, such as 0-7, or 1,3,5, or 0-99%4 for four at once")
         numbers.update(range(first, min(last, first + step * MOST_TASKS) + 1, step))
     if len(numbers) > MOST_TASKS:
-        raise ConfigError(f"--array {array}: each task is a run with a folder of its own, and there are at most {MOST_TASKS}")
+        raise ConfigError(f"--array {array}: each task is a run with its own folder, and there are at most {MOST_TASKS}")
     return tuple(map(str, sorted(numbers)))

@@ -1,4 +1,4 @@
-"""How other launchers spell what an option of `rankwise run` says; launch/foreign_options.py reads lines by it.
+"""How other launchers spell the options of `rankwise run`; launch/foreign_options.py uses it.
 
 SPELLINGS["--ntasks"]      # (1, "--nproc {0}"): it takes one value, which --nproc takes here
 """

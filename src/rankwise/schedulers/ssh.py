@@ -1,4 +1,4 @@
-"""Hosts that the user names, reached by their own ssh: no scheduler, the head's agent starts the others.
+"""Hosts that the user names, reached over the user's ssh: no scheduler, the head's agent starts the others.
 
     rankwise run -H host1:2,host2:2 train.py        rankwise run --hostfile hosts.txt train.py
 
@@ -31,7 +31,7 @@ _CONNECT = r"^ssh: connect to host \S+ port (?P<port>\S+): "
 _LAST_WORDS = (
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "{host} shows another key than the one that is known for it: it was reinstalled, or somebody intercepts it; "
+        "the key of {host} has changed: the host was reinstalled, or somebody intercepts the connection; "
         "if you know why, type: ssh-keygen -R {name}; ssh {host} true",
     ),
     (
@@ -61,11 +61,11 @@ _LAST_WORDS = (
     ),
     (
         r"^Connection to \S+ closed by remote host|^client_loop: send disconnect: |^Read from remote host .*: Connection reset",
-        "{host} ended the connection: it, or its ssh server, went down; to try: ssh {host} true",
+        "{host} closed the connection: the host, or its ssh server, went down; to try: ssh {host} true",
     ),
     (
         r"^(?:kex_exchange_identification: |Connection (?:closed|reset) by |banner exchange: )",
-        "{host} ended the connection before the login; its ssh server may be busy (MaxStartups); to try: ssh {host} true",
+        "{host} closed the connection before the login; its ssh server may be busy (MaxStartups); to try: ssh {host} true",
     ),
 )
 

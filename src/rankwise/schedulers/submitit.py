@@ -1,4 +1,4 @@
-"""Submitit's own variables: those of its local executor, which starts the tasks itself; and the folder of any of its jobs.
+"""Submitit's own variables: those of its local executor, which starts the tasks itself; and the folder of its jobs.
 
 Under its Slurm executor the tasks are those of srun, and slurm.py reads them.
 """
@@ -32,7 +32,7 @@ class Submitit(Launcher):
         return tasks_of(env, "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS") if self.detect(env) else None
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """Raises WorldError for a part of the variables, or a value that is no number. All tasks are on this host."""
+        """Raises WorldError if only some of the variables are set, or a value is not a number. All tasks are on this host."""
         require(env, self.variables, "Submitit's local executor")
         names = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")
         rank, world_size, local_rank, local_world_size = (whole_number(env, name) for name in names)

@@ -1,4 +1,4 @@
-"""torchrun's variables: its own contract with scripts, which rankwise's agent keeps too."""
+"""torchrun's variables: its contract with scripts, which rankwise's agent keeps, too."""
 
 from __future__ import annotations
 
@@ -22,22 +22,19 @@ class Torchrun(Launcher):
         self._starters = starters
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """True if any of the triple is set: a part of it is an error that `ranks` explains.
-
-        An address alone is no claim where a launcher that knows no address has counted the ranks: it completes theirs.
-        """
+        """True if any of the three is set: if only some are, `ranks` explains the error. An address alone does not count if
+        another launcher, which gives no address, has counted the ranks: the address completes theirs."""
         return "RANK" in env or "WORLD_SIZE" in env or ("MASTER_ADDR" in env and self._started(env) is None)
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """Raises WorldError for a half-set triple, a value that is no number, a rank that is not below the world size, and for
-        a triple that a batch script exported, so that all tasks have the same.
-        """
+        """Raises WorldError if only some of the three are set, if a value is not a number, if a rank is not below the world
+        size, and if a batch script exported the three, so that all tasks have the same."""
         missing = [name for name in (*_TRIPLE, "MASTER_PORT") if name not in env]
         if missing:
             found = ", ".join(f"{name}={env[name]}" for name in _TRIPLE if name in env)
             raise WorldError(
-                f"{found} but not {', '.join(missing)}: with a part of them this process would train alone; "
-                "set all, or none (unset them), or let a launcher do it: rankwise run script.py"
+                f"{found} but not {', '.join(missing)}: with only some of them this process would train alone; set all, or "
+                "unset all, or use a launcher: rankwise run script.py"
             )
         world_size = whole_number(env, "WORLD_SIZE")
         rank = whole_number(env, "RANK")
@@ -70,7 +67,7 @@ class Torchrun(Launcher):
         One rank a task: the world is the tasks, the rank the task's. An agent a task: the world is tasks x local world size.
         """
         tasks = self._started(env)
-        if tasks is None or tasks.count == 1 or "TORCHELASTIC_RUN_ID" in env:  # that one an agent sets, anew for each rank
+        if tasks is None or tasks.count == 1 or "TORCHELASTIC_RUN_ID" in env:  # that one an agent sets, for each rank
             return
         if ranks.world_size == tasks.count:
             fits = ranks.rank == tasks.index
@@ -80,7 +77,7 @@ class Torchrun(Launcher):
             fits = "LOCAL_RANK" in env and ranks.world_size % tasks.count == 0
         if not fits:
             raise WorldError(
-                f"RANK={ranks.rank} and WORLD_SIZE={ranks.world_size}, but {tasks.found}: exported by a batch script: "
-                "all tasks have the same rank; take RANK and WORLD_SIZE out of it (unset RANK WORLD_SIZE), "
-                "then each task takes its own from its launcher; MASTER_ADDR and MASTER_PORT may stay"
+                f"RANK={ranks.rank} and WORLD_SIZE={ranks.world_size}, but {tasks.found}: the batch script exports them, so "
+                "all tasks have the same rank; remove them there (unset RANK WORLD_SIZE), and each task gets its own from "
+                "its launcher; MASTER_ADDR and MASTER_PORT may stay"
             )

@@ -1,11 +1,11 @@
-"""The agents' part of the gate (shared_page.py) where no agent has started the ranks: a thread in the first rank of each node.
+"""The agents' part of the gate (shared_page.py) if no agent has started the ranks: a thread in the first rank of each node.
 
     row, keeper = open_gate(world)      # collective; the keeper is None on all but the first rank of a node
     keeper.start();  keeper.stop()
 
 The main rank's keeper is the head of the others: they say which signal has come, all hold their gates, they say how far their
 ranks are, and all stop after the furthest step. So it is with an alarm. No collective is made here, and until a signal comes,
-or an alarm is due, nothing is said.
+or an alarm is due, nothing is sent.
 
     {"asked": signal} {"due": [number, which]} {"claim": step} {"alarm": step}     to the head
     {"hold": signal} {"release": step} {"ring": number} {"rung": [step, which]}    from it
@@ -48,9 +48,9 @@ def open_gate(world: World) -> tuple[Row | None, Coordinator | None]:
     links, reason = _meet(world, len(nodes) - 1, page is not None)
     if not comm.all_agree(not reason):
         for link in links:
-            link.close("not all nodes meet")
+            link.close("not all nodes connected")
         for text in filter(None, comm.all_gather_object(reason)):
-            log.warn(f"the nodes cannot agree to stop, a signal ends a rank as ever: {text}")
+            log.warn(f"the nodes cannot agree where to stop, so a signal kills the rank that gets it: {text}")
         return None, None
     return row, Coordinator(page, links, world.is_main) if page is not None else None
 
@@ -70,13 +70,13 @@ def _meet(world: World, others: int, takes_part: bool) -> tuple[list[Link], str]
             links += [link for link, _ in door.callers()]
             time.sleep(0.002)
         door.close()
-        return links, "" if len(links) == others else f"{others - len(links)} of {others} nodes did not reach the first"
+        return links, "" if len(links) == others else f"{others - len(links)} of {others} nodes did not connect to the first"
     if not takes_part:
         return [], ""
     try:
         link, _, _ = knock(ways(where), where["port"], where["secret"], {"keeper": world.rank})
     except NobodyThere as problem:
-        return [], f"{network.home().split()[0]} does not reach the first node: {problem}"
+        return [], f"{network.home().split()[0]} cannot connect to the first node: {problem}"
     return [link], ""
 
 

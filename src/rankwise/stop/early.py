@@ -1,4 +1,4 @@
-"""A request to stop that comes before there is anything to answer it: remembered from `import rankwise` to the first step.
+"""A request to stop before the first step: it is remembered from `import rankwise` on.
 
     import rankwise                      # calls `listen`
     early.take(signum)                   # StopSignal, at its first step

@@ -1,4 +1,4 @@
-"""The agreed stop, seen from a rank: a signal to anyone stops all ranks after the same step.
+"""The agreed stop, seen from a rank: a signal to any rank stops all ranks after the same step.
 
     with StopSignal() as stop:
         for step, micro_batches in stop.steps(loader, done=0): ...
@@ -34,7 +34,7 @@ T = TypeVar("T")
 SIGNALS = (*early.requests(), signal.SIGINT)
 
 LATE_S = 10.0
-"""After a stop: how long a signal is still the request that was answered, to a rank that it reaches last."""
+"""After a stop: for how long a signal still counts as the request that was answered, for a rank that gets it last."""
 
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
@@ -67,7 +67,7 @@ class _Alarms:
 
 class StopSignal:
     """A context in which a signal to any rank stops all ranks after the same step. Inside it SIGTERM, SIGUSR1, SIGUSR2 and
-    SIGINT of this process are requests to stop; leaving it after one raises Stopped, which ends the script with 75, or with 130
+    SIGINT are requests to stop. After one, leaving the context raises Stopped, which ends the script with status 75, or 130
     after Ctrl-C.
 
     `with` and `steps` do all that is needed. Without `with`: `agreed` at the top of each step, `finish` after the loop, then
@@ -91,14 +91,14 @@ class StopSignal:
         self._left = 0.0
         self._before: dict[int, object] = {}
         self.signum = 0
-        """The signal for which all stop; 0 until they do, and where the script itself has asked."""
+        """The signal for which all stop; 0 until they do, and if the script itself has asked."""
         self.by_script = False
         """Whether all stop because a rank has called `ask`."""
         self._listening = False
         self._alarms = _Alarms()
 
     def open(self) -> None:
-        """Collective, after `init`. The way by which the ranks agree is made, if it is not yet there."""
+        """Collective, after `init`. Connects the ranks so that they can agree, unless that is done already."""
         if self._open:
             return
         self._open = True
@@ -117,7 +117,7 @@ class StopSignal:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """What the body has raised is raised on; else Stopped if all have stopped for a signal."""
+        """Passes on what the body has raised; otherwise raises Stopped if all have stopped for a signal."""
         if error is None and not self._finished:
             self.finish()
         self.leave()
@@ -260,5 +260,5 @@ class StopSignal:
 
 
 def _is_default(handler: object) -> bool:
-    """Python's own, or what an earlier StopSignal has left in its place."""
+    """Python's own handler, or the one that an earlier StopSignal has left."""
     return handler in _DEFAULTS or getattr(handler, "__func__", None) is StopSignal._on_late_signal
