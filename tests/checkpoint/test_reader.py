@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -386,3 +387,19 @@ def test_a_file_from_before_its_rest_had_a_sum_is_read(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="corrupted in tensor value"):
         reader.read(path, old)
+
+
+def test_a_tensor_that_ends_behind_its_storage_is_not_read() -> None:
+    typed: Any = SimpleNamespace(storage=SimpleNamespace(memory=torch.zeros(8, dtype=torch.uint8)), dtype=torch.float32)
+    assert reader._tensor(typed, 0, (2,), (1,), False, None).tolist() == [0.0, 0.0]
+    for offset, shape, stride in ((0, (3,), (1,)), (1, (2,), (1,)), (0, (2,), (2,)), (0, (2, 2), (1, 1))):
+        with pytest.raises(pickle.UnpicklingError):
+            reader._tensor(typed, offset, shape, stride, False, None)
+
+
+def test_the_ranks_of_a_node_share_its_cores_when_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifests, "cores", lambda: 4)
+    monkeypatch.setattr(comm, "local_world_size", lambda: 4)
+    monkeypatch.setattr(reader, "_jobs", lambda found: [[], []])
+    monkeypatch.setattr(reader, "ThreadPoolExecutor", None)  # one thread: none is asked for
+    assert reader._fill(-1, [], {}) == []

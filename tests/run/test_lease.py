@@ -387,6 +387,21 @@ def test_where_a_file_has_one_name_alone_the_lock_keeps_others_out(run: RunDir, 
     assert run.holder() is None
 
 
+def test_of_two_that_find_nobody_and_cannot_lock_the_second_finds_the_first(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = lease._write
+
+    def second(path: Path, mine: Holder, is_first: bool) -> int | None:
+        if run.holder() is None:  # between the look and the write
+            left_by(run, token="another")
+        return write(path, mine, is_first)
+
+    monkeypatch.setattr(lease, "_write", second)
+    with pytest.raises(RunDirError, match="is still running"):
+        run.take()
+
+
 # --- by accident
 
 
