@@ -559,7 +559,7 @@ def test_a_run_belongs_to_one_script_and_other_arguments_are_said(launch, rankwi
     (tmp_path / "other.py").write_text("print('other')")
     refused = rankwise("run", "--nproc", "1", "--name", "script", "other.py")
     assert refused.returncode == 2
-    assert "the run in runs/script is of " in refused.stderr
+    assert "the run in runs/script belongs to " in refused.stderr
     assert "--name NAME" in refused.stderr
     again = launch("print('first')", "--lr", "0.01")
     assert again.wait() == 0

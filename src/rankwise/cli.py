@@ -401,7 +401,7 @@ def list_checkpoints(run: str | None, verify: bool) -> None:
 @_WHICH
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 def show(run: str | None, name: str | None, as_json: bool) -> None:
-    """Show the parts of a checkpoint, and the type, shape and size of each tensor."""
+    """Show the parts of a checkpoint, and each tensor."""
     from rankwise.checkpoint import commands, folders
 
     path = folders.pick(folders.find(run), name)

@@ -116,7 +116,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_one_error_and_no_signal(tmp_path
             assert dataset[3999] == 3999
         os.truncate(tmp_path / name, 20_000)
         with pytest.raises(
-            DataError, match=rf"{name} was truncated to (20000|0) bytes since it was opened, and x ends at byte"
+            DataError, match=rf"{name} was cut to (20000|0) bytes since it was opened, and x ends at byte"
         ):
             dataset.read_batch(np.array([3999]))
 
