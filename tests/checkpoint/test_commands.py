@@ -122,12 +122,12 @@ def test_verify_names_each_damaged_file_and_tensor_and_ends_with_1(folder: Path,
     assert done.exit_code == 1
     short = Path("runs/a/checkpoints")
     assert done.output.splitlines() == [
-        "step-00000100 is whole",
+        "step-00000100 is intact",
         f"{short}/step-00000200/model.pt is corrupted in tensor 0.weight",
-        "step-00000300 is whole",
+        "step-00000300 is intact",
         f"{short}/step-00000400/model.pt is corrupted in tensor 0.weight",
         *[line for line in done.output.splitlines() if "rng.pt has 0 of" in line],
-        "step-00000500 is whole",
+        "step-00000500 is intact",
     ]
 
 
