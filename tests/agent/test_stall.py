@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from rankwise.agent import stall
 from rankwise.agent.stall import Frame, Observation, judge, parse
 
 ALL_REDUCE = (
@@ -52,6 +55,15 @@ def test_different_collectives_are_named_with_their_lines() -> None:
     assert judge([seen(0, ALL_REDUCE), seen(1, broadcast)], sure=False) == (
         "the ranks are in different collectives: rank 0 waits in all_reduce at train.py:88 in main; "
         "rank 1 waits in broadcast at train.py:90"
+    )
+
+
+def test_a_rank_that_waits_inside_of_rankwise_is_shown_at_the_users_line() -> None:
+    package = Path(stall.__file__).parents[1]
+    inside = (ALL_REDUCE[0], Frame(str(package / "sync" / "flat.py"), 103, "_exchange"), *ALL_REDUCE[2:])
+    assert judge([seen(0, inside), seen(1, LOOP, cpu=1.0)], sure=False) == (
+        "rank 1 is at train.py:61 in spin (100% CPU, the same in 3 samples); "
+        "rank 0 waits in all_reduce at train.py:88 in main (in rankwise/sync/flat.py:103)"
     )
 
 

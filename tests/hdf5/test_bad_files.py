@@ -115,9 +115,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_one_error_and_no_signal(tmp_path
         if opened_before:
             assert dataset[3999] == 3999
         os.truncate(tmp_path / name, 20_000)
-        with pytest.raises(
-            DataError, match=rf"{name} was cut to (20000|0) bytes since it was opened, and x ends at byte"
-        ):
+        with pytest.raises(DataError, match=rf"{name} was cut to (20000|0) bytes since it was opened, and x ends at byte"):
             dataset.read_batch(np.array([3999]))
 
 

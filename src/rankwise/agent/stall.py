@@ -31,6 +31,7 @@ _SAMPLE_EVERY_S = 0.3
 _LOOK_EVERY_S = 1.0
 _BLOCKED_S = 4.0
 _ASKED_S = 5.0  # without any progress, from a request to stop on
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _CURRENT = re.compile(r"^Current thread .*\n((?:  File .*\n)+)", re.MULTILINE)
 
@@ -43,6 +44,10 @@ class Frame:
 
     def __str__(self) -> str:
         return f"{Path(self.file).name}:{self.line}" + (f" in {self.function}" if self.function != "<module>" else "")
+
+
+def _is_of_a_library(frame: Frame) -> bool:
+    return any(part in frame.file for part in ("/site-packages/", "/lib/python", "<frozen"))
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,18 @@ class Observation:
         if not self.stacks:
             return None
         stack = self.stacks[-1]
-        own = [f for f in stack if "/site-packages/" not in f.file and "/lib/python" not in f.file and "<frozen" not in f.file]
+        own = [f for f in stack if f.file.startswith(_OURS) or not _is_of_a_library(f)]
         return own[0] if own else (stack[0] if stack else None)
+
+    @property
+    def where(self) -> str:
+        """The line of the user's script, and the file of ours that it is in."""
+        place = self.place
+        if place is None or not place.file.startswith(_OURS):
+            return str(place) if place is not None else ""
+        own = [f for f in self.stacks[-1] if not f.file.startswith(_OURS) and not _is_of_a_library(f)]
+        ours = f"rankwise/{place.file.removeprefix(_OURS)}:{place.line}"
+        return f"{own[0]} (in {ours})" if own else ours
 
     @property
     def moves(self) -> bool:
@@ -91,7 +106,7 @@ class Observation:
         return len(set(self.stacks)) > 1
 
     def told(self) -> str:
-        place = f" at {self.place}" if self.place is not None else ""
+        place = f" at {self.where}" if self.place is not None else ""
         if self.waits_in is not None:
             return f"rank {self.rank} waits in {self.waits_in}{place}"
         if not any(self.stacks):
@@ -125,7 +140,7 @@ def judge(ranks: Sequence[Observation], sure: bool, checked: bool = False) -> st
             if checked
             else "the network does not answer, or their calls do not match (rankwise run --check-collectives shows it)"
         )
-        return f"all ranks wait in {waiting[0].waits_in} at {waiting[0].place}: {why}"
+        return f"all ranks wait in {waiting[0].waits_in} at {waiting[0].where}: {why}"
     return "; ".join(rank.told() for rank in late) if sure else None
 
 
