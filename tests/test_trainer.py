@@ -619,7 +619,7 @@ def test_a_function_that_breaks_its_contract_is_told_what_to_return(tmp_path: Pa
         ({"log_every": 0}, r"Log\(every_steps=0\)"),
         ({"eval_data": [1], "eval_every": 0}, r"Evaluate\(every_steps=0\)"),
         ({"global_batch_size": None}, "give batch_size .*, global_batch_size .*, or batches"),
-        ({"batch_size": 4}, "batch_size and global_batch_size each say what a batch is: leave one out"),
+        ({"batch_size": 4}, "batch_size and global_batch_size all set the batch; keep one of them"),
         ({"global_batch_size": 0}, "global_batch_size=0"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"precision": "fp8"}, "precision='fp8'.: give one of 'fp32', 'bf16', 'fp16'"),
@@ -646,7 +646,7 @@ def data_errors(folder: Path, which: str) -> list[tuple[str, str]]:
 def test_data_without_samples_or_length_is_a_data_error_before_anything_is_made(which: str, tmp_path: Path) -> None:
     ((empty, endless),) = on_ranks(1, data_errors, tmp_path, which)
     assert endless[0] == "DataError"
-    assert "can be read once" in endless[1]
+    assert "can be read only once" in endless[1]
     assert empty[0] == "DataError"
     assert "empty" in empty[1]
     assert list(tmp_path.iterdir()) == []

@@ -164,9 +164,7 @@ def said_of_groups(folder: Path) -> list[str]:
 
 def test_an_unfrozen_layer_that_is_in_no_group_of_the_optimizer_is_warned_of(tmp_path: Path) -> None:
     forgotten, held = on_ranks(2, said_of_groups, tmp_path)[0]
-    assert (
-        "2 parameters require a gradient and are in no group of the optimizer, so they stay as they are: 0.weight" in forgotten
-    )
+    assert "2 parameters require a gradient but are in no group of the optimizer, so they do not change: 0.weight" in forgotten
     assert "in no group" not in held
 
 

@@ -67,6 +67,7 @@ def test_a_message_uses_plain_words(source: Path) -> None:
 PLAIN_INSIDE = {
     "__init__", "actions", "checkpoint", "checks", "dist", "evaluation", "files", "telemetry", "training",
     "errors", "cli", "host", "run", "ipc", "schedulers", "agent", "launch", "report", "functions", "stop",
+    "data", "hdf5", "sync", "trainer",
 }  # fmt: skip
 """Packages whose docstrings and comments are in plain words, too."""
 

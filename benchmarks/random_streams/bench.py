@@ -53,13 +53,13 @@ def their_own_way(key):
     torch.set_rng_state(cpu)
 
 
-aside = seed.Aside()
+saved = seed.SavedStreams()
 
 
-def put_aside(key):
-    aside.put()
+def saved_and_restored(key):
+    saved.save()
     seed.seed_streams(key)
-    aside.back()
+    saved.restore()
 
 
 keyed, quiet, drawing = (Fetch(rows, None, 0) for rows in (Rows(), QuietRows(), TorchRows()))
@@ -67,10 +67,10 @@ indices = np.arange(BATCH)
 CASES = {
     "rng_state, seed_everything, set_rng_state": all_the_same,
     "each generator's own get, seed and set": their_own_way,
-    "Aside.put, seed_streams, Aside.back": put_aside,
+    "SavedStreams.save, seed_streams, SavedStreams.restore": saved_and_restored,
     "torch.manual_seed": torch.manual_seed,
     "seed_streams": seed.seed_streams,
-    "Aside.put, Aside.back: nothing was drawn": lambda _: (aside.put(), aside.back()),
+    "SavedStreams.save, SavedStreams.restore: nothing was drawn": lambda _: (saved.save(), saved.restore()),
     f"a batch of {BATCH}, a dataset that draws nothing": lambda _: keyed((0, indices)),
     f"a batch of {BATCH}, one that says so": lambda _: quiet((0, indices)),
     f"a batch of {BATCH}, one that draws from torch": lambda _: drawing((0, indices)),

@@ -6,7 +6,7 @@
 
     Trainer(model, optimizer, step, dataset, global_batch_size=64, max_epochs=3).fit()
 
-`fit` is the whole loop, on one page; what it calls are parts that work without it.
+`fit` is the whole loop, on one page; the parts that it calls work without it, too.
 """
 
 from __future__ import annotations
@@ -97,19 +97,19 @@ _OF_BATCH = Argument(callable, "a function: trainer.predict(data, predict_fn)")
 
 
 class Trainer:
-    """Trains `model` with `optimizer` on `train_data`; every argument after these four is by name.
+    """Trains `model` with `optimizer` on `train_data`; all arguments after these four are keyword-only.
 
-    `model`: what holds all that is trained. `step_fn(model, batch)` -> (loss sum, the count it is over). `train_data`: a
-    `Loader`, or a dataset with `batch_size` (samples of one rank and micro-batch) or `global_batch_size` (of a step, over all
-    ranks), and `accumulate` micro-batches. Give `max_epochs` or `max_steps` or both. `scheduler` steps once an optimizer step,
-    and not for a skipped one; torch's ReduceLROnPlateau on eval_loss. `clip_norm`: the largest norm of the mean gradient.
-    `precision`: fp32, bf16, fp16, or a Precision. `sync`: a strategy or its name, "local-sgd:16"; by default what was typed
+    `model`: the module with all trained parameters. `step_fn(model, batch)` -> (loss sum, count). `train_data`: a
+    `Loader`, or a dataset with `batch_size` (samples per rank and micro-batch) or `global_batch_size` (of a step, over all
+    ranks), and `accumulate` micro-batches. Give `max_epochs` or `max_steps` or both. `scheduler` steps once per optimizer step,
+    but not after a skipped step; torch's ReduceLROnPlateau gets eval_loss. `clip_norm`: the largest norm of the mean gradient.
+    `precision`: fp32, bf16, fp16, or a Precision. `sync`: a strategy or its name, "local-sgd:16"; by default the name typed
     after --sync, or AllReduce(), the exact gradient. `evaluate`: an Evaluate, or a dataset: its loss after each epoch.
-    `checkpoints`: when the state is saved, and which checkpoints stay; by default every 300 seconds, and the last two.
+    `checkpoints`: when the state is saved, and which checkpoints are kept; by default every 300 seconds, the last two.
     `actions`: callables of the TrainState, run after each step, after the evaluation (rankwise.actions). `seed`: the order of
-    the samples and the ranks' random streams (0). `run_dir`: where to write if our launcher has not started the script.
+    the samples and the ranks' random streams (0). `run_dir`: where to write if the script was started without `rankwise run`.
 
-    A run directory that holds checkpoints is resumed; `fit(fresh=True)` starts over. Raises ConfigError for what does not fit.
+    A run directory with checkpoints is resumed; `fit(fresh=True)` starts from scratch. Raises ConfigError for wrong arguments.
     """
 
     @takes(
@@ -187,7 +187,7 @@ class Trainer:
         return self.run.path
 
     def _compare_ranks(self) -> None:
-        """Collective. Raises ConfigError on all ranks where one was given another training."""
+        """Collective. Raises ConfigError on all ranks if one got other settings."""
         loader = self.loader
         given: dict[str, Any] = {"max_epochs": loader.max_epochs, "max_steps": self.max_steps}
         given |= {"accumulate": loader.accumulate, "seed": self.seed, **self._settings.fixed}
@@ -200,7 +200,7 @@ class Trainer:
         compare(given if loader.is_split else given | {"the number of samples in train_data": loader.samples})
 
     def _sources(self) -> dict[str, Callable[[], float]]:
-        """What a step's time may go into, in seconds so far."""
+        """How the time of steps was spent so far, in seconds."""
         sources = {
             "data wait": lambda: self.loader.wait_s,
             "all-reduce": lambda: self.sync.wait_s,
@@ -211,7 +211,7 @@ class Trainer:
         return sources
 
     def _wire(self) -> None:
-        """What runs after each step, in its order, and what a checkpoint holds."""
+        """What runs after each step, in order, and what a checkpoint holds."""
         parts = self._actions
         self._weights = Weights()
         self._skipped = SkippedSteps(self._weights, self.progress.say)
@@ -243,12 +243,12 @@ class Trainer:
     def fit(self, fresh: bool = False) -> TrainState:
         """Collective. Train until the last step or an agreed stop; everything is saved when it returns, or raises Stopped.
 
-        What an earlier start has saved is resumed; with `fresh` it is set aside, and the training starts over.
+        Resumes from the last checkpoint of the run; with `fresh`, moves old checkpoints aside and starts from scratch.
         """
         with self._open(fresh) as state:
             batches = self._looked_at(iter(self.loader))
             while not self.stop.agreed(state.step) and not self._done(state):
-                micro_batches = next(batches)  # what one optimizer step takes: this rank's part of the global batch
+                micro_batches = next(batches)  # the data of one optimizer step: this rank's part of the global batch
                 for i, batch in enumerate(micro_batches, start=1):
                     loss_sum, count = self.forward(state.model, batch)
                     self.sync.backward(loss_sum, count, last=i == len(micro_batches))
@@ -258,7 +258,7 @@ class Trainer:
                     action(state)
             self._meet()
             self.stop.finish()
-            # What was saved of this step does not say that the script has stopped there.
+            # The checkpoint of this step does not record that the script has stopped there.
             self._saving.at_end(state, again=self._moments.end())
             if not self.stop.signum:
                 self.sync.finish()
@@ -272,14 +272,14 @@ class Trainer:
         self, data: Any, predict_fn: Callable[[Any, Any], Any], *, on: str = "main", into: Callable[..., object] | None = None
     ) -> Any:
         """Collective. What `predict_fn(model, batch)` returns for each sample of `data`, in its order, once: on the main
-        rank, None on the others (`on="all"`: there too), or handed to `into(indices, rows)`. `rankwise.predict` says more."""
+        rank, None on the others (`on="all"`: there too), or handed to `into(indices, rows)`. See `rankwise.predict`."""
         with self.sync.averaged():
             loader = data if isinstance(data, Loader) else self.loader.over(data)
             return predict(predict_fn, self.state.model, loader, on=on, into=into, precision=self.precision)
 
     def new_sync(self, model: nn.Module, optimizer: Optimizer, **given: Any) -> SyncStrategy:
-        """Collective. A strategy like this Trainer's, attached to copies of its model and optimizer (`given`: what else
-        `attach` takes)."""
+        """Collective. A strategy like this Trainer's, attached to copies of its model and optimizer (`given`: other arguments
+        of `attach`)."""
         return self._attach(copy.deepcopy(self._unattached), model, optimizer, **given)
 
     def forward(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
@@ -292,7 +292,7 @@ class Trainer:
         return loss_and_count(result)
 
     def _looked_at(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
-        """Collective at the first of all: step_fn is tried on it."""
+        """Collective at the first step of all: step_fn is tried on its batches."""
         if self.state.step == 0:
             for micro_batches in itertools.islice(batches, 1):
                 warn_of_means(self.forward, self.state.model, micro_batches)
@@ -306,7 +306,7 @@ class Trainer:
         state.last = self._done(state)
         state.skipped = False
         if not result.mine.stepped:
-            self.meters.forget(micro_batches)  # the NaN of a skipped step would be that of the whole interval
+            self.meters.forget(micro_batches)  # the NaN of a skipped step would make the whole interval NaN
         if result.shared is None:
             return
         if not result.shared.finite or result.shared.total <= 0:
@@ -321,7 +321,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _open(self, fresh: bool) -> Iterator[TrainState]:
-        """Collective. Begin; and, however the loop ends, close what is open."""
+        """Collective. Begin; and close what is open when the loop ends or raises."""
         attempt, lease = open_run(self.run, self.world, fresh)
         self.checkpoints.fence = Fence(self.run.lease) if self.world.is_main else None
         outcome, status = "ended by an exception", 1
@@ -341,12 +341,12 @@ class Trainer:
             if lease is not None:
                 try:
                     self.run.update_attempt(attempt, ended=time.time(), status=status, outcome=outcome)
-                except RunDirError as error:  # a full disk: it must not hide what has ended the loop
+                except RunDirError as error:  # a full disk: it must not hide the exception that ended the loop
                     log.warn(f"how this attempt ended is not recorded: {error}")
                 lease.release()
 
     def _begin(self, state: TrainState) -> None:
-        """Collective. Load the newest checkpoint if there is one, and say what will happen."""
+        """Collective. Load the newest checkpoint if there is one, and print the plan."""
         seed.seed_rank(self.seed, self.world.rank)
         if begin_training(state.model):
             log.say("the model was in evaluation mode (as from_pretrained leaves it), and is now in training mode")
@@ -355,7 +355,7 @@ class Trainer:
         if steps is not None:
             self.sync.check_length(steps)
         manifest = self.checkpoints.load_latest(state.parts, may_be_new=self._actions.named.keys())
-        self.sync.follow()  # what the checkpoint has frozen and unfrozen, and the script not yet
+        self.sync.follow()  # the checkpoint may freeze and unfreeze parameters
         if self._actions.stepped is not None and steps is not None:
             check_schedule(self._actions.stepped, steps)
         self._saving.begin(state.step, saved=manifest is not None)
@@ -388,16 +388,16 @@ class Trainer:
             return
         where = self._saving.folder
         if self.stop.signum:
-            argv = [] if self.world.run_dir is not None else sys.orig_argv  # a launcher will say it
+            argv = [] if self.world.run_dir is not None else sys.orig_argv  # the launcher prints it
             for line in messages.stopped(state, where or self.checkpoints.folder, argv):
                 self.progress.say(line)
-        elif where is not None:  # something was left to do
+        elif where is not None:  # there were steps left
             self.progress.say(messages.ended(state, self._begun_at, self.breakdown.since_start().text(), where))
             if self.checkpoints.keep_best is not None:
                 self.progress.say(messages.best(self.checkpoints.keep_best, self.checkpoints.best()))
 
     def _ready_to_save(self, state: TrainState) -> None:
-        """Collective. What is saved is measured, finite and the same on all ranks."""
+        """Collective. Before a save: the state is measured, finite and the same on all ranks."""
         self._meet()
         self._actions.log.reduce(state)
         self._actions.write(state)
@@ -405,7 +405,7 @@ class Trainer:
         self._actions.replicas.before_save(state)
 
     def _meet(self) -> None:
-        """Collective. A rank whose actions alone have changed what is trained is found before the ranks do anything else."""
+        """Collective. If actions have changed what is trained on one rank only, this is found before anything else is done."""
         if self._actions.given:
             self.sync.meet()
 

@@ -68,7 +68,7 @@ def test_tokens_of_one_rank_and_micro_batch_count_once_for_each_of_them() -> Non
         expected = all_of(Items(), 1, **by_tokens(40 * world_size * accumulate))
         assert all_of(Items(), world_size, global_batch_size=None, batches=batches, accumulate=accumulate) == expected
     for tokens in ({}, {"tokens": 5, "global_tokens": 9}):
-        with pytest.raises(ConfigError, match=r"give tokens \(of one rank and micro-batch\) or global_tokens"):
+        with pytest.raises(ConfigError, match=r"give tokens \(per rank and micro-batch\) or global_tokens"):
             LengthBatches(**tokens)  # type: ignore[arg-type]
 
 
@@ -284,18 +284,21 @@ def test_a_batch_sampler_goes_on_anywhere_on_another_number_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({}, r"give batch_size \(of one rank and micro-batch\), global_batch_size \(of all together\), or batches"),
-        (by_tokens(100, lengths=None), r"needs to know how long samples are: lengths=\[\.\.\.\].*give Items an attribute"),
-        (by_tokens(9) | {"drop_last": True}, "drop_last is for batches by count"),
+        ({}, r"give batch_size \(per rank and micro-batch\), global_batch_size \(of a whole step\), or batches"),
+        (
+            by_tokens(100, lengths=None),
+            r"needs to know how long samples are: give lengths=\[\.\.\.\].*add an attribute `lengths` to Items",
+        ),
+        (by_tokens(9) | {"drop_last": True}, "drop_last works only with batches by count"),
         (
             {"global_batch_size": 5, "batches": Batches()},
-            "global_batch_size and batches each say what a batch is: leave one out",
+            "global_batch_size and batches all set the batch; keep one of them",
         ),
-        ({"batches": iter([[1]])}, "list_iterator; give what can be iterated over each epoch"),
-        ({"batches": RandomSampler(range(9))}, r"yields int, not lists of indices; torch.utils.data.BatchSampler"),
+        ({"batches": iter([[1]])}, "list_iterator cannot be read once per epoch; give lists of indices"),
+        ({"batches": RandomSampler(range(9))}, r"yields int, not lists of indices; wrap it in torch.utils.data.BatchSampler"),
         (
             {"batches": BatchSampler(DistributedSampler(range(9), num_replicas=2, rank=0), 2, False)},  # type: ignore[arg-type]
-            "DistributedSampler shares the samples out over ranks, and so does the Loader",
+            "DistributedSampler divides the samples among ranks, and the Loader does this too",
         ),
     ],
 )
@@ -307,7 +310,9 @@ def test_what_cannot_work_is_said_with_the_cure(settings: dict[str, Any], text: 
 def test_a_stream_is_cut_by_count_alone() -> None:
     stream: Any = type("Stream", (), {"__iter__": lambda self: iter([1, 2, 3])})()
     for batches in (LengthBatches(5), [[1]]):
-        with pytest.raises(ConfigError, match="Stream is a stream, which is cut by count: give global_batch_size, not batches"):
+        with pytest.raises(
+            ConfigError, match="Stream is a stream, so batches must be by count; give global_batch_size, and remove batches"
+        ):
             loaders(stream, 1, global_batch_size=None, batches=batches)
 
 

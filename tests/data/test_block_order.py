@@ -112,7 +112,7 @@ def test_a_resume_anywhere_on_other_ranks_has_the_same_batches() -> None:
 @pytest.mark.parametrize(
     ("shuffle", "said"),
     [
-        ("blocks", "shuffle='blocks', but list does not say how its samples lie"),
+        ("blocks", "shuffle='blocks', but list has no attribute `blocks` (rows, window)"),
         ("block", "Loader(shuffle='block'): give True, False,"),
         (Blocks(0, 3), "Loader(shuffle=Blocks(rows=0, window=3)): give True, False"),
     ],

@@ -225,13 +225,13 @@ class NoLength:
 
 
 def test_what_cannot_be_trained_on_is_a_data_error() -> None:
-    with pytest.raises(DataError, match="empty"):
+    with pytest.raises(DataError, match="has no samples"):
         loaders(Items(0), 1)
-    with pytest.raises(DataError, match=r"NoLength cannot tell its length.*__len__.*iterable"):
+    with pytest.raises(DataError, match=r"NoLength has no length.*__len__.*iterable"):
         loaders(NoLength(), 1)
-    with pytest.raises(DataError, match="generator can be read once"):
+    with pytest.raises(DataError, match="generator can be read only once"):
         loaders((i for i in range(3)), 1)
-    with pytest.raises(DataError, match="drop_last leaves nothing: 4 samples are fewer than a global batch of 5"):
+    with pytest.raises(DataError, match="drop_last drops all samples: 4 samples are fewer than a global batch of 5"):
         loaders(Items(4), 1, drop_last=True)
 
 
@@ -401,9 +401,9 @@ def for_ranks(**given: Any) -> Loader:
 def test_a_size_of_one_rank_and_micro_batch_grows_with_the_ranks_and_one_of_all_does_not() -> None:
     assert for_ranks(batch_size=3).global_batch_size == 12
     assert for_ranks(global_batch_size=3).global_batch_size == 3
-    with pytest.raises(ConfigError, match=r"give batch_size \(of one rank and micro-batch\), global_batch_size"):
+    with pytest.raises(ConfigError, match=r"give batch_size \(per rank and micro-batch\), global_batch_size"):
         for_ranks()
-    with pytest.raises(ConfigError, match="batch_size and global_batch_size each say what a batch is"):
+    with pytest.raises(ConfigError, match="batch_size and global_batch_size all set the batch"):
         for_ranks(batch_size=3, global_batch_size=3)
 
 
@@ -463,8 +463,8 @@ def test_workers_that_give_no_batch_in_time_are_a_data_error_that_says_so() -> N
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"prefetch_factor": 2}, "prefetch_factor=2 is for workers: give num_workers too"),
-        ({"timeout": 5}, "timeout=5 is for workers"),
+        ({"prefetch_factor": 2}, "prefetch_factor=2 works only with workers; give num_workers"),
+        ({"timeout": 5}, "timeout=5 works only with workers"),
         ({"sampler": [3]}, r"Loader\(sampler=...\): give batches=torch.utils.data.BatchSampler"),
         ({"generator": 1}, r"Loader\(generator=...\): the order follows from seed"),
         ({"global_batch_tokens": 9}, r"it is now batches=LengthBatches\(global_tokens=...\)"),

@@ -130,7 +130,9 @@ class Draws(Dataset[Any]):
     ("dataset", "ways"), [(Draws(), {}), (list(range(9)), {"collate_fn": torch.tensor})], ids=["may draw", "a collate function"]
 )
 def test_what_may_draw_is_not_read_by_a_thread(dataset: Any, ways: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="prefetch_factor=2 is for workers: give num_workers too, or leave it out"):
+    with pytest.raises(
+        ConfigError, match="prefetch_factor=2 works only with workers; give num_workers, or remove prefetch_factor"
+    ):
         Loader(dataset, global_batch_size=2, prefetch_factor=2, **ways)
 
 

@@ -243,16 +243,18 @@ def test_the_length_of_a_stream_is_unknown_or_a_hint_alone() -> None:
 
 
 def test_a_stream_is_not_shuffled_and_says_so_when_asked_to() -> None:
-    with pytest.raises(ConfigError, match=r"shuffle=True, but Numbers is a stream.*own order.*leave shuffle out"):
+    with pytest.raises(ConfigError, match=r"shuffle=True, but Numbers is a stream.*own order.*remove shuffle"):
         loaders(Numbers(13), 1, shuffle=True)
     assert flat(all_of(Numbers(13), 2, shuffle=False)) == list(range(13))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_without_a_sample_is_a_data_error(workers: int) -> None:
-    with pytest.raises(DataError, match=r"Numbers.* is empty: its stream yields nothing"):
+    with pytest.raises(DataError, match=r"Numbers.* is empty: its stream yields no samples"):
         all_of(Numbers(0), 1, workers=workers)
-    with pytest.raises(DataError, match="drop_last leaves nothing: the stream of Numbers ends before a global batch of 5"):
+    with pytest.raises(
+        DataError, match="drop_last drops all samples: the stream of Numbers ends before a global batch of 5 is full"
+    ):
         all_of(Numbers(4), 2, drop_last=True, workers=workers)
 
 

@@ -161,8 +161,8 @@ def test_a_rank_without_a_sample_joins_and_is_named_where_it_cannot() -> None:
     assert none == [[], [], [[0]], []]
     assert some == [[[1000, 1001]], [[1002]], [[1000, 1001]], [[1002, 1003]]]
     for lengths, policy, text in (
-        ((0, 3), "stop", r"DataError: the stream of OfRank yields nothing on rank 0: uneven='stop' leaves nothing"),
-        ((3, 0), "pad", r"DataError: the stream of OfRank yields nothing on rank 1: there is nothing to repeat there"),
+        ((0, 3), "stop", r"DataError: the stream of OfRank yields nothing on rank 0, so uneven='stop' ends the epoch at once"),
+        ((3, 0), "pad", r"DataError: the stream of OfRank yields nothing on rank 1, so uneven='pad' has nothing to repeat"),
         ((0, 0), "join", r"DataError: the stream of OfRank yields nothing on ranks 0, 1"),
     ):
         with pytest.raises(RankError, match=text) as raised:
@@ -176,12 +176,12 @@ def test_another_number_of_ranks_goes_on_only_where_an_epoch_begins() -> None:
     middle = loader.state_dict()
     steps_of(loader, 1)
     (two, _) = loaders(OfRank((9, 9)), 2, max_epochs=2)
-    with pytest.raises(ConfigError, match=r"made on 1 ranks in the middle of an epoch .* resume with 1 ranks"):
+    with pytest.raises(ConfigError, match=r"made in the middle of an epoch .* 1 ranks .* resume on 1 ranks"):
         two.load_state_dict(middle)
     assert loader.position == 0
     two.load_state_dict(loader.state_dict())
     (padded,) = loaders(OfRank((9, 9)), 1, max_epochs=2, uneven="pad")
-    with pytest.raises(ConfigError, match=r"uneven=join and this run has uneven=pad; set it back"):
+    with pytest.raises(ConfigError, match=r"uneven=join and this run has uneven=pad; give uneven=join, or start a new run"):
         padded.load_state_dict(middle)
 
 
@@ -191,13 +191,19 @@ def test_a_policy_is_for_streams_that_say_they_are_split() -> None:
 
     for dataset, settings, text in (
         (OfRank((9,)), {"uneven": "wait"}, "uneven='wait'\\): give one of 'join', 'stop', 'pad'"),
-        (Whole((9,)), {"uneven": "join"}, "Whole is taken as the same on all, .* attribute split_by_rank = True"),
-        ([1, 2, 3], {"uneven": "join"}, "uneven='join' is for streams; list tells its length"),
-        (OfRank((9,)), {"uneven": "pad", "drop_last": True}, "uneven='pad' fills each step"),
+        (
+            Whole((9,)),
+            {"uneven": "join"},
+            "Whole is treated as the same on all; if Whole divides itself by rank, set split_by_rank = True",
+        ),
+        ([1, 2, 3], {"uneven": "join"}, "uneven='join' is only for streams, and list has a length; remove uneven"),
+        (OfRank((9,)), {"uneven": "pad", "drop_last": True}, "uneven='pad' fills every step"),
     ):
         with pytest.raises(ConfigError, match=text):
             loaders(dataset, 1, **settings)
-    with pytest.raises(ConfigError, match="global_batch_size=2 for 3 ranks: each takes from its own stream, at least one"):
+    with pytest.raises(
+        ConfigError, match="global_batch_size=2 is too small for 3 ranks: each rank needs at least one sample; give 3 or more"
+    ):
         next(iter(loaders(OfRank((9, 9, 9)), 3, global_batch_size=2)[0]))
     (loader,) = loaders(OfRank((9,)), 1)
     assert (loader.is_stream, loader.is_split, loader.samples, loader.fewest) == (True, True, None, 0)

@@ -101,18 +101,18 @@ def test_cheap_seeding_does_not_ask_after_a_gpu(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("drawn_between", [0, 1, 2, 700])
 def test_what_is_drawn_beside_streams_put_aside_does_not_move_them(gaussians: int, drawn_between: int) -> None:
     def numbers(beside: bool) -> list[list[float]]:
-        aside = seed.Aside()
+        saved = seed.SavedStreams()
         seed.seed_everything(3)
         told = []
         for turn in range(4):
             for _ in range(gaussians if turn != 1 else 0):  # a turn in which the training draws nothing
                 told.append([np.random.randn(), random.gauss(0, 1), *torch.randn(3).tolist()])
             if beside:
-                aside.put()
+                saved.save()
                 seed.seed_streams(turn)
                 for _ in range(drawn_between):
                     np.random.randn(), random.gauss(0, 1), torch.randn(3)
-                aside.back()
+                saved.restore()
         return [*told, draw()]
 
     assert numbers(True) == numbers(False)
@@ -144,14 +144,14 @@ def test_whatever_draws_moves_the_streams(draw_one: Callable[[], object], gaussi
     seed.seed_everything(3)
     for _ in range(gaussians):  # a second one is cached: what takes it moves no word of the generator
         np.random.randn(), random.gauss(0, 1), torch.randn(())
-    aside = seed.Aside()
-    aside.put()
-    assert not aside.moved()
+    saved = seed.SavedStreams()
+    saved.save()
+    assert not saved.moved()
     expected = seed.rng_state()
     draw_one()
-    assert aside.moved()
-    aside.back()
-    assert not aside.moved()
+    assert saved.moved()
+    saved.restore()
+    assert not saved.moved()
     assert str(seed.rng_state()) == str(expected)
     assert torch.equal(seed.rng_state()["torch"], expected["torch"])
 

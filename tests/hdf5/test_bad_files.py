@@ -60,26 +60,30 @@ def opaque(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "ways", "said"),
     [
-        (truncated, {}, "x.h5 is truncated, its end is missing: copy or make it again"),
+        (truncated, {}, "x.h5 is truncated; copy it or create it again"),
         (text, {}, "x.h5 is not an HDF5 file"),
         (empty, {}, "x.h5 is not an HDF5 file"),
         (lambda path: path, {}, "x.h5: there is no such file"),
-        (lambda path: path.mkdir(), {}, "x.h5 is a folder: name the files in it, for example '"),
-        (compound, {}, "x is of type [('a', '<i4'), ('b', '<f4')]: numbers, bool and strings are read, nothing else"),
+        (lambda path: path.mkdir(), {}, "x.h5 is a folder; give the files in it, for example '"),
+        (compound, {}, "x has the type [('a', '<i4'), ('b', '<f4')]; only numbers, bool and strings can be read"),
         (next_gen, {}, "is a file of RETURNN's NextGenHDFDataset"),
         (plain, {"fields": ["y"]}, "the dataset y is not there; there is x"),
         (opaque, {"fields": "group"}, "the dataset group is a group"),
-        (opaque, {}, "has no dataset at its top; there is group: name them, fields=['group/name']"),
+        (opaque, {}, "has no dataset at its top; there is group; give fields=['group/name']"),
         (lambda path: plain(path, x=3), {"fields": "x"}, "x is a single value"),
-        (lambda path: plain(path, x=np.zeros((0, 3))), {}, "there is no sample in it"),
+        (lambda path: plain(path, x=np.zeros((0, 3))), {}, "the dataset has no samples"),
         (lambda path: plain(path, x=np.arange(3), n=[1, -1, 3]), {"lengths": {"x": "n"}}, "the length of sample 1 of x is -1"),
         (
             lambda path: plain(path, x=np.arange(5), n=[1, 3]),
             {"lengths": {"x": "n"}},
-            "x has 5 rows (x), and the lengths of its",
+            "x has 5 rows (x), but the lengths of its",
         ),
-        (lambda path: plain(path, x=np.arange(5), n=[1.0, 4.0]), {"lengths": {"x": "n"}}, "n should have one integer a sample"),
-        (lambda path: plain(path, x=np.arange(5), y=np.arange(4)), {}, "differ in their samples: x 5, y 4; name those"),
+        (lambda path: plain(path, x=np.arange(5), n=[1.0, 4.0]), {"lengths": {"x": "n"}}, "n must have one integer per sample"),
+        (
+            lambda path: plain(path, x=np.arange(5), y=np.arange(4)),
+            {},
+            "have different numbers of samples: x 5, y 4; give fields",
+        ),
     ],
 )
 def test_a_file_that_does_not_hold_together_is_one_error(
@@ -93,7 +97,7 @@ def test_a_file_that_does_not_hold_together_is_one_error(
 
 
 def test_a_pattern_that_no_file_has_is_said(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no file is called like .*train-\*\.h5"):
+    with pytest.raises(DataError, match=r"no file matches .*train-\*\.h5"):
         HDF5Dataset(tmp_path / "train-*.h5")
 
 
@@ -115,7 +119,9 @@ def test_a_file_that_is_cut_while_it_is_read_is_one_error_and_no_signal(tmp_path
         if opened_before:
             assert dataset[3999] == 3999
         os.truncate(tmp_path / name, 20_000)
-        with pytest.raises(DataError, match=rf"{name} was cut to (20000|0) bytes since it was opened, and x ends at byte"):
+        with pytest.raises(
+            DataError, match=rf"{name} was shortened to (20000|0) bytes after it was opened, and x ends at byte"
+        ):
             dataset.read_batch(np.array([3999]))
 
 
@@ -139,7 +145,7 @@ def test_a_damaged_chunk_is_named(tmp_path: Path, how: dict[str, Any]) -> None:
         raw.write(bytes([byte[0] ^ 255]))
     read = HDF5Dataset(path, fields="x")
     assert read[299] >= 0
-    with pytest.raises(DataError, match=r"x\.h5: rows 300 to 399 of x cannot be read: copy or make the file again"):
+    with pytest.raises(DataError, match=r"x\.h5: rows 300 to 399 of x cannot be read; copy the file or create it again"):
         _ = read[300]
 
 

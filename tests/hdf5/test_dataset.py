@@ -203,7 +203,7 @@ def test_datasets_in_groups_and_others_beside_them(tmp_path: Path) -> None:
         file["of another length"] = np.arange(9)
         file["alone"] = 3
     assert HDF5Dataset(path, fields=["deep/er/x", "y"])[3] == (3, 3)
-    with pytest.raises(DataError, match="differ in their samples: of another length 9, y 4; name those that belong together"):
+    with pytest.raises(DataError, match="have different numbers of samples: of another length 9, y 4; give fields="):
         HDF5Dataset(path)
 
 
@@ -225,7 +225,7 @@ def test_indices_are_those_of_a_sequence(tmp_path: Path) -> None:
     assert dataset[1:4].tolist() == [1, 2, 3]
     assert dataset[torch.tensor([4, -5])].tolist() == [4, 0]
     for wrong in (5, -6, [0, 5]):
-        with pytest.raises(IndexError, match="of a dataset of 5"):
+        with pytest.raises(IndexError, match="not in a dataset of 5 samples"):
             dataset[wrong]
 
 
@@ -252,7 +252,7 @@ def test_several_files_are_one_dataset_in_the_order_of_their_names(tmp_path: Pat
 
 def test_files_of_different_kinds_are_not_one_dataset(tmp_path: Path) -> None:
     paths = [file_of(tmp_path / "a.h5", x=np.arange(3)), file_of(tmp_path / "b.h5", x=np.arange(3.0))]
-    with pytest.raises(DataError, match=r"x is int64 in .*a\.h5 and float64 in .*b\.h5: name files that are alike"):
+    with pytest.raises(DataError, match=r"x is int64 in .*a\.h5 and float64 in .*b\.h5; give files that have the same fields"):
         HDF5Dataset(paths)
     with pytest.raises(DataError, match=r"y is not there in .*a\.h5 and int64 in"):
         HDF5Dataset([paths[0], file_of(tmp_path / "c.h5", x=np.arange(3), y=np.arange(3))])
@@ -362,7 +362,7 @@ def test_a_collate_function_gets_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda path: HDF5Dataset(path, fields=["label", "label_lengths"]), "all samples of label are of one length"),
+        (lambda path: HDF5Dataset(path, fields=["label", "label_lengths"]), "all samples of label have the same length"),
         (lambda path: HDF5Dataset(path, length_of="label"), "length_of='label': the fields with lengths are features"),
         (lambda path: HDF5Dataset([]), "give a path, a pattern"),
         (lambda path: HDF5Dataset(path, pad="x"), "a number, or numbers by the fields' names"),

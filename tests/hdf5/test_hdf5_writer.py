@@ -87,7 +87,7 @@ def test_a_changed_byte_is_found_and_its_place_told(tmp_path: Path) -> None:
         raw.seek(at)
         raw.write(b"\xff")
     with pytest.raises(
-        DataError, match=r"x\.h5 is corrupted: of x the bytes \d+ to \d+ of the file are not those that were written"
+        DataError, match=r"x\.h5 is corrupted: bytes \d+ to \d+ of the file, .* into x, are not those that were written"
     ):
         dataset.verify()
 
@@ -113,7 +113,7 @@ def test_an_exception_a_discard_and_no_sample_leave_nothing(tmp_path: Path) -> N
 def test_a_file_that_is_there_is_kept_unless_it_may_be_replaced(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     written(path, [{"x": 1}])
-    with pytest.raises(ConfigError, match=r"x\.h5 is there already: choose another name, or replace it with overwrite=True"):
+    with pytest.raises(ConfigError, match=r"x\.h5 exists already; choose another name, or replace it with overwrite=True"):
         HDF5Writer(path)
     with pytest.raises(ZeroDivisionError), HDF5Writer(path, overwrite=True) as writer:
         writer.add(x=1 / 0)
@@ -155,7 +155,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
         pytest.skip("a small disk needs the right to mount")
     try:
         for size in (1_200_000, 3_000_000):  # no room for it twice; no room for it at all
-            with pytest.raises(DataError, match=r"cannot be written: (it needs 1\.2 MB, and .* are free|No space left)"):
+            with pytest.raises(DataError, match=r"cannot be written: (it needs 1\.2 MB, but only .* are free|No space left)"):
                 written(disk / "x.h5", [{"x": np.zeros(size // 4, "i4")}] * 1)
             assert list(disk.iterdir()) == []
     finally:
@@ -169,16 +169,16 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
     ("first", "second", "said"),
     [
         ({"x": np.zeros((2, 3))}, {"x": np.zeros((2, 4))},
-         "sample 1 does not fit those before it: x is 2 x 4 of float64, and they have any x 3 of"),
+         "sample 1 does not fit the samples before: x is 2 x 4 of float64, but was any x 3 of"),
         ({"x": np.zeros(3)}, {"x": np.zeros(3, "f4")}, "x is 3 of float32"),
-        ({"x": 1}, {"x": np.zeros(3)}, "x is 3 of float64, and they have a single value of int64"),
+        ({"x": 1}, {"x": np.zeros(3)}, "x is 3 of float64, but was a single value of int64"),
         ({"x": np.zeros(3)}, {"x": 2.0}, "x is a single value of float32"),
-        ({"x": 1}, {"y": 1}, "sample 1 has not the fields of those before it: x, y"),
+        ({"x": 1}, {"y": 1}, "sample 1 does not have the same fields as the samples before: x, y"),
         ({"x": "a"}, {"x": 1}, "x is a single value of int64"),
-        ({}, {}, "a sample has at least one field"),
+        ({}, {}, "a sample needs at least one field"),
         ({"a/b": 1}, {}, "a field cannot be called 'a/b'"),
-        ({"x": torch.zeros(2, dtype=torch.bfloat16)}, {}, "bfloat16, which HDF5 has not"),
-        ({"x": object()}, {}, "x is of object: give numbers, bool, or a str"),
+        ({"x": torch.zeros(2, dtype=torch.bfloat16)}, {}, "bfloat16, which HDF5 does not have"),
+        ({"x": object()}, {}, "x is of object; give numbers, bool, or a str"),
     ],
 )  # fmt: skip
 def test_samples_that_do_not_fit_are_refused(tmp_path: Path, first: Any, second: Any, said: str) -> None:
@@ -193,7 +193,7 @@ def test_samples_that_do_not_fit_are_refused(tmp_path: Path, first: Any, second:
     [
         (lambda path: HDF5Writer(path, layout="returnn", compress="gzip"), "written without compression"),
         (lambda path: HDF5Writer(path, compress="lz4"), "compress='lz4'"),
-        (lambda path: written(path, [{"x": 1}], variable=["y"]), "variable names y, which no sample has"),
+        (lambda path: written(path, [{"x": 1}], variable=["y"]), "variable has y, which samples do not have"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(tmp_path: Path, make: Callable[[Path], Any], said: str) -> None:

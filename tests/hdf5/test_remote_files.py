@@ -111,7 +111,7 @@ def test_a_cache_that_cannot_be_used_is_a_warning_and_the_files_are_read_there(
 def test_an_error_of_a_copy_names_the_file_it_is_of(tmp_path: Path, server: FileServer) -> None:
     os.truncate(server.folder / "train-050.h5", 9000)
     for where in ({}, {"cache": tmp_path / "here"}):
-        with pytest.raises(DataError, match=r"^http://127.0.0.1:\d+/train-050.h5 is truncated, its end is missing"):
+        with pytest.raises(DataError, match=r"^http://127.0.0.1:\d+/train-050.h5 is truncated; copy it or create it again"):
             HDF5Dataset(server.url("train-*.h5"), **where)  # type: ignore[arg-type]
 
 

@@ -87,7 +87,7 @@ def test_columns_in_the_wrong_order_are_found_by_their_sums(tmp_path: Path) -> N
         tmp_path / "x.hdf", {"classes": np.arange(8), "cz": np.arange(6)}, np.arange(8), [[3, 1, 3], [0, 2, 0], [5, 3, 5]]
     )
     with pytest.raises(
-        DataError, match=r"the columns of seqLengths stand in the wrong order: classes has 8 rows and lengths for 6"
+        DataError, match=r"the columns of seqLengths are in the wrong order: classes has 8 rows and lengths for 6"
     ):
         HDF5Dataset(path)
 
@@ -96,8 +96,8 @@ def test_columns_in_the_wrong_order_are_found_by_their_sums(tmp_path: Path) -> N
     ("columns", "said"),
     [
         ([[3], [0], [5]], "seqLengths has 1 columns for 2 datasets"),
-        ([[3, 3], [0, 0], [5, 4]], "classes has 8 rows (targets/data/classes), and the lengths of its samples add up to 7"),
-        ([[3, 3], [1, 0], [4, 5], [0, 0]], "differ in their samples"),
+        ([[3, 3], [0, 0], [5, 4]], "classes has 8 rows (targets/data/classes), but the lengths of its samples add up to 7"),
+        ([[3, 3], [1, 0], [4, 5], [0, 0]], "have different numbers of samples"),
     ],
 )
 def test_files_that_do_not_hold_together_are_one_error(tmp_path: Path, columns: Any, said: str) -> None:
@@ -109,7 +109,7 @@ def test_files_that_do_not_hold_together_are_one_error(tmp_path: Path, columns: 
 
 def test_a_field_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
     path = write(tmp_path / "x.hdf", {"classes": np.arange(8)}, np.arange(8), [[n, n] for n in LENGTHS])
-    with pytest.raises(DataError, match="has no field words; it is a file of RETURNN's with data, classes, tag"):
+    with pytest.raises(DataError, match="has no field words; the fields of this file of RETURNN are data, classes, tag"):
         HDF5Dataset(path, fields=["data", "words"])
 
 
@@ -134,7 +134,7 @@ def test_what_we_write_has_returnns_layout(tmp_path: Path) -> None:
 
 def test_each_sample_needs_a_tag_there(tmp_path: Path) -> None:
     with (
-        pytest.raises(DataError, match="layout='returnn': give each sample tag="),
+        pytest.raises(DataError, match="layout='returnn' needs tag="),
         HDF5Writer(tmp_path / "x.hdf", layout="returnn") as writer,
     ):
         writer.add(data=np.zeros(3))

@@ -108,7 +108,7 @@ def test_a_value_is_shown_on_one_short_line_even_if_its_repr_fails() -> None:
         ),
         (
             "rankwise.Loader([1, 2])",
-            "give batch_size (of one rank and micro-batch), global_batch_size (of all together), or batches",
+            "give batch_size (per rank and micro-batch), global_batch_size (of a whole step), or batches",
         ),
         (
             "rankwise.Checkpoints(keep_best='f1')",

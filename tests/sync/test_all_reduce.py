@@ -579,7 +579,7 @@ def test_of_many_parameters_without_a_gradient_four_are_named(capfd: pytest.Capt
 
 
 def test_an_overlap_that_is_no_truth_value_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"AllReduce\(overlap='ddp'\): give True \(.*\), False \(.*\), or leave it out"):
+    with pytest.raises(ConfigError, match=r"AllReduce\(overlap='ddp'\): give True \(.*\), False \(.*\), or None"):
         AllReduce(overlap="ddp")  # type: ignore[arg-type]
 
 
@@ -710,7 +710,7 @@ def test_a_model_that_is_left_on_the_cpu_beside_a_gpu_is_said(
         monkeypatch.setattr(accelerator, "current", lambda env, found=found: found)
         model = nn.Linear(1, 1)
         AllReduce().attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        warning = "warning: the model is on the CPU and will train there, beside a GPU: model.to(rankwise.local_device(world))"
+        warning = "warning: the model is on the CPU although there is a GPU; call model.to(rankwise.local_device(world))"
         assert (warning in capsys.readouterr().out) is said
 
 
@@ -742,6 +742,6 @@ def steps_after_a_users_own_backward(overlap: bool | None) -> list[str]:
 def test_gradients_that_came_by_loss_backward_alone_are_refused_and_a_rank_without_any_is_not(
     n: int, overlap: bool | None
 ) -> None:
-    refused = "gradients came by loss.backward(), which counts nothing; type sync.backward(loss_sum, count) instead"
+    refused = "loss.backward() does not count samples; call sync.backward(loss_sum, count) instead"
     for said in on_ranks(n, steps_after_a_users_own_backward, overlap):
         assert said == [refused, "", refused, ""]

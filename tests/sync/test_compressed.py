@@ -208,7 +208,7 @@ def near_the_end_of_fp16() -> str:
 
 
 def test_a_gradient_near_the_end_of_fp16_is_told_once() -> None:
-    assert on_ranks(2, near_the_end_of_fp16)[0].count("gradients come near 65504") == 1
+    assert on_ranks(2, near_the_end_of_fp16)[0].count("gradients are close to 65504") == 1
 
 
 def small_model() -> str:
@@ -222,12 +222,12 @@ def small_model() -> str:
 
 def test_powersgd_on_a_model_without_a_matrix_that_is_worth_it_is_refused() -> None:
     for told in on_ranks(2, small_model):
-        assert told.startswith("compress='powersgd:2': no parameter is a matrix that 2 columns make smaller")
+        assert told.startswith("compress='powersgd:2': no matrix parameter becomes smaller with 2 columns")
 
 
 def test_wrong_names_are_refused_before_anything_is_sent() -> None:
     for name in ("int4", "powersgd", "powersgd:0", "powersgd:x", ""):
         with pytest.raises(ConfigError, match="give one of 'bf16', 'fp16', 'int8', or 'powersgd:RANK' "):
             AllReduce(compress=name)
-    with pytest.raises(ConfigError, match="sent after the backward pass; leave one out"):
+    with pytest.raises(ConfigError, match="a compressed message is sent after the backward pass; remove one"):
         AllReduce(overlap=True, compress="bf16")

@@ -289,7 +289,7 @@ def test_a_replica_that_is_not_finite_is_named_and_takes_the_average_of_the_othe
         assert skipped == [4, 0]  # three steps of rank 1, and one of rank 2
     said = answers[0][2]
     assert "step 4: the replica of rank 1 is not finite and was replaced by the average of the others" in said
-    assert "steps skipped since the last average, as the gradient was not finite: " in said
+    assert "steps skipped since the last average because the gradient was not finite: " in said
     assert "1 on rank 2" in said
 
 
@@ -307,7 +307,7 @@ def all_poisoned() -> str:
 
 def test_replicas_none_of_which_is_finite_are_an_error_on_all_ranks() -> None:
     for told in on_ranks(2, all_poisoned):
-        assert told == "after step 1 no replica is finite: look at the learning rate and the data"
+        assert told == "after step 1 no replica is finite; check the learning rate and the data"
 
 
 def grown_apart() -> str:
@@ -383,7 +383,7 @@ def test_each_ranks_loss_scale_is_its_own_and_is_resumed() -> None:
         (lambda: LocalSGD(True), "LocalSGD(every=True)"),
         (lambda: LocalSGD(seconds=0), "LocalSGD(seconds=0): give a number of seconds above 0"),
         (lambda: LocalSGD(seconds=math.nan), "LocalSGD(seconds=nan)"),
-        (lambda: LocalSGD(4, seconds=3), "give one of every, seconds and at_steps"),
+        (lambda: LocalSGD(4, seconds=3), "every, seconds and at_steps each set when"),
         (lambda: LocalSGD(4, start=-1), "LocalSGD(start=-1)"),
         (
             lambda: LocalSGD(4, optimizer_state="mean"),
@@ -517,7 +517,7 @@ def test_ranks_with_other_strategies_or_settings_are_an_error_on_all_before_anyt
         (LocalSGD(100), ""),
         (LocalSGD(101), "LocalSGD(every=101): there are 100 local steps; replicas are averaged once, at the end"),
         (LocalSGD(50, start=60), "LocalSGD(every=50): there are 40 local steps; replicas are averaged once, at the end"),
-        (LocalSGD(at_steps=[5, 101]), "LocalSGD(at_steps=...): step 101 of 100: no average is made there"),
+        (LocalSGD(at_steps=[5, 101]), "LocalSGD(at_steps=...): no average after step 101: the training ends after step 100"),
         (LocalSGD(seconds=3600.0), ""),
         (DiLoCo(32), ""),
         (DiLoCo(32, momentum=0.9), "DiLoCo(momentum=0.9): the outer optimizer makes 3 steps in all, too few for this momentum"),
@@ -535,7 +535,7 @@ def test_a_training_too_short_for_its_strategy_is_warned_of(
 
 @pytest.mark.parametrize("start", [100, 1000])
 def test_a_training_that_ends_before_its_first_local_step_is_refused(start: int) -> None:
-    with pytest.raises(ConfigError, match=rf"LocalSGD\(start={start}\): the training ends after step 100, so that no step is"):
+    with pytest.raises(ConfigError, match=rf"LocalSGD\(start={start}\): the training ends after step 100, so no step is"):
         LocalSGD(start=start).check_length(100)
 
 

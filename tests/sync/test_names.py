@@ -48,20 +48,20 @@ def test_every_example_names_a_strategy() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("", "there is no such strategy; Examples of all: all-reduce, all-reduce:bf16, "),
-        ("ddp", "there is no such strategy; Examples of all: "),
-        ("locl-sgd:16", "there is no such strategy; did you mean local-sgd? Examples of all: "),
+        ("", "there is no such strategy; write one like all-reduce, all-reduce:bf16, "),
+        ("ddp", "there is no such strategy; write one like "),
+        ("locl-sgd:16", "there is no such strategy; did you mean local-sgd? write one like "),
         ("Local_SGD", "there is no such strategy; did you mean local-sgd? "),
-        ("local-sgd:0", "give it as in local-sgd:16 or local-sgd:30s"),
-        ("local-sgd:x", "give it as in local-sgd:16 or local-sgd:30s"),
-        ("local-sgd:1.5", "give it as in local-sgd:16 or local-sgd:30s"),
-        ("local-sgd:16:3", "give it as in local-sgd:16 or local-sgd:30s"),
-        ("post-local-sgd", "give it as in post-local-sgd:1000 or post-local-sgd:1000:16"),
-        ("post-local-sgd:0:4", "give it as in post-local-sgd:1000 or post-local-sgd:1000:16"),
-        ("diloco:1.5", "give it as in diloco:32 or diloco:32:int8"),
-        ("diloco:8:powersgd:2", "give it as in diloco:32 or diloco:32:int8"),
-        ("all-reduce:int4", "give it as in all-reduce or all-reduce:bf16 or all-reduce:fp16 or"),
-        ("all-reduce:powersgd:0", "give it as in all-reduce or "),
+        ("local-sgd:0", "write it like local-sgd:16 or local-sgd:30s"),
+        ("local-sgd:x", "write it like local-sgd:16 or local-sgd:30s"),
+        ("local-sgd:1.5", "write it like local-sgd:16 or local-sgd:30s"),
+        ("local-sgd:16:3", "write it like local-sgd:16 or local-sgd:30s"),
+        ("post-local-sgd", "write it like post-local-sgd:1000 or post-local-sgd:1000:16"),
+        ("post-local-sgd:0:4", "write it like post-local-sgd:1000 or post-local-sgd:1000:16"),
+        ("diloco:1.5", "write it like diloco:32 or diloco:32:int8"),
+        ("diloco:8:powersgd:2", "write it like diloco:32 or diloco:32:int8"),
+        ("all-reduce:int4", "write it like all-reduce or all-reduce:bf16 or all-reduce:fp16 or"),
+        ("all-reduce:powersgd:0", "write it like all-reduce or "),
     ],
 )
 def test_another_name_is_refused_with_what_to_give(name: str, said: str, tmp_path: Path) -> None:
@@ -88,5 +88,5 @@ def test_without_a_name_it_is_what_was_typed_and_a_script_that_has_its_own_keeps
     own = AllReduce()
     assert names.chosen(own) is own
     assert isinstance(names.chosen("diloco:3"), DiLoCo)
-    said = "--sync local-sgd:5 changes nothing: the script has a strategy of its own (sync=...)"
+    said = "--sync local-sgd:5 has no effect: the script sets its own strategy (sync=...)"
     assert capfd.readouterr().out.count(said) == 2

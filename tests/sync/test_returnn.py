@@ -20,7 +20,7 @@ SUMS = "RETURNN's Horovod summed the gradients"
         ({"use_horovod": True}, "AllReduce", {"_reduce": "sum"}, [SUMS]),
         ({"use_horovod": 1, "horovod_avg_grad": True}, "AllReduce", {"_reduce": "mean"}, []),
         ({"grad_sum": True}, "AllReduce", {"_reduce": "sum"}, [SUMS]),
-        ({"horovod_avg_grad": True, "horovod_param_sync_step": 5}, "AllReduce", {}, ["horovod_param_sync_step means nothing"]),
+        ({"horovod_avg_grad": True, "horovod_param_sync_step": 5}, "AllReduce", {}, ["horovod_param_sync_step has no effect"]),
         ({"horovod_reduce_type": "param"}, "LocalSGD", {"every": 1}, [AVERAGES]),
         ({"horovod_reduce_type": "param", "horovod_param_sync_step": 100}, "LocalSGD", {"every": 100}, [AVERAGES]),
         ({"horovod_reduce_type": "param", "horovod_param_sync_time_diff": 90.0}, "LocalSGD", {"seconds": 90.0}, [AVERAGES]),
@@ -31,7 +31,7 @@ SUMS = "RETURNN's Horovod summed the gradients"
         ({"torch_distributed": {}}, "AllReduce", {"_reduce": "mean", "overlap": None}, []),
         ({"torch_distributed": {"reduce_type": "grad_explicit"}}, "AllReduce", {"overlap": False}, []),
         ({"torch_distributed": {"reduce_type": "param", "param_sync_step": 7}}, "LocalSGD", {"every": 7}, [AVERAGES]),
-        ({"torch_distributed": {"param_sync_step": 7}}, "AllReduce", {}, ["param_sync_step means nothing"]),
+        ({"torch_distributed": {"param_sync_step": 7}}, "AllReduce", {}, ["param_sync_step has no effect"]),
         (
             {"torch_distributed": {"options": {"find_unused_parameters": True}, "backend": "gloo"}, "batch_size": 5},
             "AllReduce", {}, ["backend is not needed", "options is not needed"],
@@ -73,7 +73,7 @@ def test_a_scaled_learning_rate_is_multiplied_and_with_summed_gradients_that_is_
         ({"horovod_param_sync_step": 0}, "horovod_param_sync_step=0: give a whole number from 1 up"),
         (
             {"horovod_reduce_type": "param", "horovod_param_sync_step": 9, "horovod_param_sync_time_diff": 9.0},
-            "horovod_param_sync_step and horovod_param_sync_time_diff: give one of the two",
+            "horovod_param_sync_step and horovod_param_sync_time_diff are both set; remove one",
         ),
         ({"torch_distributed": 3}, "torch_distributed=3: give a dict"),
         ({"torch_distributed": {"reduce_type": "param"}}, "reduce_type='param' needs param_sync_step"),

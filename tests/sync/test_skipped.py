@@ -44,8 +44,8 @@ def test_the_first_three_are_printed_and_all_are_counted(skipped: SkippedSteps, 
     assert said == [
         "warning: step 1 is skipped on all ranks: the gradient is not finite (1 so far)",
         "warning: step 2 is skipped on all ranks: the gradient is not finite (2 so far)",
-        "warning: step 3 is skipped on all ranks: the gradient is not finite (3 so far); more are only counted, and 100 in a "
-        "row end the run",
+        "warning: step 3 is skipped on all ranks: the gradient is not finite (3 so far); later ones are only counted; "
+        "100 in a row stop the run",
     ]
 
 

@@ -71,7 +71,7 @@ def changed_on_rank_1(how: str, overlap: bool | None) -> list[str]:
         ("unfrozen", "0.weight is frozen on rank 0 and trained on rank 1"),
         ("frozen", "0.weight is trained on rank 0 and frozen on rank 1"),
         ("replaced", "2.weight has groups (0,) on rank 0 and (1,) on rank 1"),
-        ("replaced alike", "a layer was replaced on rank 1 alone"),
+        ("replaced alike", "a layer was replaced only on rank 1"),
     ],
 )
 def test_a_change_on_some_ranks_only_is_an_error_of_all_that_names_it(how: str, said: str, overlap: bool | None) -> None:
@@ -93,7 +93,7 @@ def replaced_without_word(overlap: bool | None) -> str:
 @pytest.mark.parametrize("overlap", WAYS)
 def test_a_new_layer_with_other_values_on_each_rank_is_an_error_that_says_what_to_call(overlap: bool | None) -> None:
     for told in on_ranks(2, replaced_without_word, overlap):
-        assert "what is new (2.weight, 2.bias) has had other values on other ranks" in told
+        assert "the new parameters (2.weight, 2.bias) had different values on the ranks" in told
         assert "sync.follow()" in told
 
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_trained_on_ranks_is_refused_with_what_to_do() -> None:
     lazy = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
     assert "1.weight has no shape yet (a lazy module)" in refused(lazy)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    assert "the optimizer holds no parameter of the model" in error_of(lambda: AllReduce().attach(nn.Linear(2, 2), other))
+    assert "the optimizer has no parameter of the model" in error_of(lambda: AllReduce().attach(nn.Linear(2, 2), other))
     assert "clip_norm=nan" in error_of(lambda: AllReduce().attach(*make(), clip_norm=math.nan))
     sync = AllReduce().attach(*make())
     assert "has a model already" in error_of(lambda: sync.attach(*make()))
@@ -196,11 +196,11 @@ def test_a_step_of_the_optimizer_itself_is_an_error_by_a_scaler_too() -> None:
     model, optimizer = make()
     sync = AllReduce().attach(model, optimizer)
     one_step(model, sync)
-    with pytest.raises(StepError, match=r"type sync.step\(\) instead"):
+    with pytest.raises(StepError, match=r"call sync.step\(\) instead"):
         optimizer.step()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(2, 4, dtype=torch.float64)).sum()).backward()
-    with pytest.raises(StepError, match=r"type sync.step\(\) instead"):
+    with pytest.raises(StepError, match=r"call sync.step\(\) instead"):
         scaler.step(optimizer)
 
 
@@ -338,12 +338,12 @@ def test_an_optimizer_of_other_groups_is_refused_with_the_names() -> None:
     model, optimizer = make()
     state = Trained(model, optimizer).state_dict()
     one = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"trains 2.weight, 2.bias, which the script's does not; where a run has changed"):
+    with pytest.raises(ConfigError, match=r"trains 2.weight, 2.bias, which the script's does not; if the run changed"):
         Trained(model, one).load_state_dict(state)
     with pytest.raises(ConfigError, match=r"trains not 2.weight, 2.bias, which the script's does;"):
         Trained(model, optimizer).load_state_dict(Trained(model, one).state_dict())
     two = torch.optim.SGD([{"params": model[2].parameters()}, {"params": model[0].parameters()}], lr=0.1)
-    with pytest.raises(ConfigError, match=r"in another order or in other groups \(of 4; in the script of 2, 2\)"):
+    with pytest.raises(ConfigError, match=r"in another order or in other groups \(sizes 4; in the script 2, 2\)"):
         Trained(model, two).load_state_dict(state)
 
 

@@ -1,10 +1,10 @@
-"""A dataset is told which samples come soon, so that it can have them read meanwhile.
+"""Tells a dataset which samples come soon, so that it can have them read meanwhile.
 
     for request in announced(requests, tell=dataset.read_ahead(rows=1), ahead=Ahead(samples=512)): ...
 
 `read_ahead(rows)` of a dataset returns a function of int64 indices: the samples with these indices come soon, and if `rows` is
-more than 1, those of the blocks of so many samples that they are in; or None, if it is of no use to tell. It changes nothing of
-what is read.
+more than 1, those of the blocks of so many samples that they are in; or None, if this does not help. What is read
+stays the same.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import numpy as np
 from rankwise.data.order import BlockOrder, Indices, Order
 
 _BATCHES = 4  # ahead; 16 were no faster, as the disk had enough to do
-_OF_A_BLOCK = 16  # samples that are told of a block, on average: then hardly one is forgotten
+_OF_A_BLOCK = 16  # samples of a block that the dataset gets to know, on average: then hardly one block is forgotten
 _MOST = 1 << 21  # samples ahead: 16 MB of indices
 
 Request = tuple[int, Indices]
 
 
 class Ahead(NamedTuple):
-    """How far ahead a dataset is told."""
+    """How far ahead a dataset knows its samples."""
 
     samples: int
     together: int = 1
-    """Samples that are told at once, or more."""
+    """Samples per call, or more."""
 
     skipped: int = 0
-    """Samples that are not told after these: they are in the same blocks."""
+    """Samples that are skipped after these: they are in the same blocks."""
 
     rows: int = 1
     """Samples of a block."""
@@ -49,8 +49,8 @@ def how_far(order: Order, batch: int, ranks: int) -> Ahead:
 
 
 def announced(requests: Iterable[Request], tell: Callable[[Indices], None], ahead: Ahead) -> Iterator[Request]:
-    """The same requests, each when those that come so far behind it were told. Of blocks, which are far ahead, the distance
-    grows while requests are taken: to look up all of a window first would take longer than the first batch."""
+    """The same requests, each after the dataset knows those that come so far behind it. For blocks, which are far ahead, the
+    distance grows while requests are taken: to look up a whole window first would take longer than the first batch."""
     held: deque[Request] = deque()
     news: list[Indices] = []
     waiting, untold, taken = 0, 0, 0

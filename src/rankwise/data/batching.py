@@ -1,10 +1,10 @@
-"""Which samples make a global batch: so many, as many as fit into so many tokens, or those a batch sampler names.
+"""Which samples make a global batch: a fixed number, as many as fit into a number of tokens, or those of a batch sampler.
 
     batching = ByTokens(Order(10_000, seed=0), lengths, tokens=50_000)
     for stop, micro_batches in batching.plan(epoch=0, start=0, rank=1, world_size=4, accumulate=2): ...
 
-The global batches are the same on any number of ranks. A position is a number of samples taken; all of them go on anywhere
-where a global batch ends.
+The global batches are the same on any number of ranks. A position is the number of samples taken. All batchings can
+resume wherever a global batch ends.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from rankwise.host.arguments import ABOVE_ZERO, FROM_ONE, Argument, takes
 
 Lengths = npt.NDArray[np.float64]
 _LENGTHS = Argument(
-    lambda v: callable(v) or (hasattr(v, "__len__") and not isinstance(v, str)), "one number a sample, or a function"
+    lambda v: callable(v) or (hasattr(v, "__len__") and not isinstance(v, str)), "one number per sample, or a function"
 )
 
 _PLANNED = 4096  # positions whose samples are looked up at once
 _POOL_STEPS = 32  # 1.2 % padding; 8 give 4 % (50 000 lengths from 50 to 1500)
-_ESTIMATED = 1024  # samples whose mean length stands for all
-_EXACT = 1e-3  # to which the least cost of the costliest part is sought
-_OTHER_LENGTHS = ": the lengths of the samples, or the tokens of a batch, are others than when the checkpoint was made"
+_ESTIMATED = 1024  # samples whose mean length is used for all
+_EXACT = 1e-3  # precision of the search for the least cost of the costliest part
+_OTHER_LENGTHS = ": the lengths of the samples, or the tokens of a batch, have changed since the checkpoint was made"
 
 
 class Batching(Protocol):
     """Global batches of a map-style dataset."""
 
     by: str
-    """By what they are cut, in a word: another one is another training."""
+    """How batches are cut, in a word. A checkpoint can be resumed only with the same."""
 
     size: int
-    """Samples of a global batch; about so many where they differ."""
+    """Samples of a global batch; the approximate number if they differ."""
 
     def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
         """(the position after it, the samples of each micro-batch of rank `rank`) for each global batch from position `start`
-        on. All ranks' cost is about the same. Micro-batches without a sample are left out."""
+        on. All ranks' cost is about the same. Micro-batches without a sample are skipped."""
 
     def leaves_nothing(self, epoch: int, stop: int) -> bool:
         """Whether the epoch ends at that position."""
 
     def steps_per_epoch(self) -> int | None:
-        """None where that is not known, or not the same in each epoch."""
+        """None if it is unknown, or not the same in each epoch."""
 
     def fewest(self) -> int:
         """Samples of the smallest global batch that may come."""
@@ -60,14 +60,14 @@ class Batching(Protocol):
         """A global batch, in a few words, for people."""
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on must share."""
+        """What a resumed run must share."""
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state` gave there."""
+        """Continue with what `state` returned in the earlier attempt."""
 
 
 class ByCount:
-    """`size` samples each; the last may be smaller, or is left out."""
+    """`size` samples each; the last one may be smaller, or is dropped."""
 
     by = "samples"
 
@@ -78,16 +78,16 @@ class ByCount:
 
     def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
         size, end = self.size, self._end(start)
-        planned = max(_PLANNED // size, 1) * size  # many steps at once cost what one does
+        planned = max(_PLANNED // size, 1) * size  # many steps at once cost the same as one
         for first in range(start, end, planned):
-            # A copy: torch makes no tensor of an array that must not be written to.
+            # A copy: torch does not make a tensor from a read-only array.
             indices = self._order.indices(epoch, first, min(first + planned, end)).copy()
             for begin in range(0, len(indices), size):
                 some = indices[begin : begin + size]
                 yield first + begin + len(some), even_share(some, rank, world_size, accumulate)
 
     def _end(self, start: int) -> int:
-        """Behind the last global batch of those from `start` on."""
+        """The end of the last global batch, counted from `start`."""
         samples = self._order.samples
         return samples - (samples - start) % self.size if self._drop_last else samples
 
@@ -111,11 +111,11 @@ class ByCount:
 
 
 class ByTokens:
-    """As many samples as fit: their number times the longest of them, as padding makes it, is `tokens` at most.
+    """As many samples as fit: their number times the longest length (as padded) is at most `tokens`.
 
     `pool` samples at a time, in the order of the epoch, are sorted by length and cut; then the global batches of a pool are
-    shuffled. A sample that is longer than `tokens` is a batch of its own. `most`: samples of a batch at most. No list of all is
-    made, and a resume costs one pool.
+    shuffled. A sample that is longer than `tokens` is a batch of its own. `most`: the largest number of samples of a batch. No
+    list of all batches is made, and a resume costs one pool.
     """
 
     by = "tokens"
@@ -147,7 +147,7 @@ class ByTokens:
         order = self._order
         indices = order.indices(epoch, number * self.pool, min((number + 1) * self.pool, order.samples))
         lengths = self._lengths.of(indices)
-        by_length = np.argsort(lengths, kind="stable")  # of equal ones, as the epoch has them
+        by_length = np.argsort(lengths, kind="stable")  # equal lengths stay in the order of the epoch
         runs = fitting_runs(lengths[by_length].tolist(), self.tokens, self.most)
         batches = [indices[by_length[start:stop]] for start, stop in runs]
         if order.shuffle:
@@ -178,9 +178,9 @@ class ByTokens:
 
 
 class BySampler:
-    """What a batch sampler of torch's kind names: an iterable of lists of indices, each a global batch.
+    """The batches of a batch sampler such as torch's: an iterable of lists of indices, each a global batch.
 
-    `set_epoch(epoch)` is called where there is one. What it draws at random is keyed by (seed, epoch), alike on all ranks. All
+    `set_epoch(epoch)` is called if it exists. Random numbers of the sampler are keyed by (seed, epoch), equal on all ranks. All
     batches of an epoch are listed when it begins.
     """
 
@@ -197,7 +197,7 @@ class BySampler:
         self.size = max(map(len, self._of(0)))
 
     def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
-        others = f" of {type(self._sampler).__name__}: it gives other batches than when the checkpoint was made"
+        others = f" of {type(self._sampler).__name__}: its batches have changed since the checkpoint was made"
         for stop, (samples,) in going_on([[some] for some in self._of(epoch)], 0, epoch, start, others):
             if self._lengths is None:
                 yield stop, even_share(samples, rank, world_size, accumulate)
@@ -209,13 +209,13 @@ class BySampler:
             return self._batches
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        aside = seeds.Aside()
-        aside.put()
+        saved = seeds.SavedStreams()
+        saved.save()
         try:
             seeds.seed_streams(seeds.derive(self._seed, epoch, "batches"))
             self._batches = [_indices(batch, self._sampler, self._samples) for batch in self._sampler]
         finally:
-            aside.back()
+            saved.restore()
         self._batches = [batch for batch in self._batches if len(batch)]
         if not self._batches:
             raise DataError(f"the batch sampler ({type(self._sampler).__name__}) yields no batch in epoch {epoch}")
@@ -244,7 +244,7 @@ class BySampler:
 class LengthBatches:
     """Loader(batches=...): as many samples of about the same length as fit, padded, into so many tokens (frames, seconds).
 
-    `tokens` of one rank and micro-batch, or `global_tokens` of a whole step over all ranks. `lengths`: numbers, one a sample,
+    `tokens` per rank and micro-batch, or `global_tokens` of a whole step over all ranks. `lengths`: numbers, one per sample,
     or a function of the index; by default the dataset's attribute `lengths`. `pool`: samples that are sorted together (by
     default those of about 32 steps). `max_samples`: samples of a global batch at most.
     """
@@ -263,12 +263,12 @@ class LengthBatches:
         max_samples: int | None = None,
     ) -> None:
         if (tokens is None) == (global_tokens is None):
-            raise ConfigError("LengthBatches: give tokens (of one rank and micro-batch) or global_tokens (of all together)")
+            raise ConfigError("LengthBatches: give tokens (per rank and micro-batch) or global_tokens (of a whole step)")
         self.tokens, self.global_tokens = tokens, global_tokens
         self.lengths, self.pool, self.max_samples = lengths, pool, max_samples
 
     def of_one_micro_batch(self, accumulate: int) -> LengthBatches:
-        """For other data, whose own lengths hold."""
+        """For other data, which has its own lengths."""
         if self.tokens is not None:
             return LengthBatches(self.tokens)
         assert self.global_tokens is not None
@@ -279,8 +279,8 @@ class LengthBatches:
         lengths = self.lengths if self.lengths is not None else getattr(dataset, "lengths", None)
         if lengths is None:
             raise ConfigError(
-                "LengthBatches needs to know how long samples are: lengths=[...], one a sample, or a function of the index; "
-                f"or give {type(dataset).__name__} an attribute `lengths`"
+                "LengthBatches needs to know how long samples are: give lengths=[...], one per sample, or a function of the "
+                f"index; or add an attribute `lengths` to {type(dataset).__name__}"
             )
         tokens = self.global_tokens if self.global_tokens is not None else (self.tokens or 0) * parts
         return by(order, LengthOf(lengths, order.samples), tokens, self.max_samples, self.pool)
@@ -295,7 +295,7 @@ def going_on(
     batches: Iterable[list[Indices]], position: int, epoch: int, start: int, others: str = _OTHER_LENGTHS
 ) -> Iterator[tuple[int, list[Indices]]]:
     """(the position after it, its samples) of each batch from `start` on, in whatever parts it has them; the first of `batches`
-    begins at `position`. Raises DataError if `start` is in the middle of one; `others`: of which that can be."""
+    begins at `position`. Raises DataError if `start` is in the middle of one; `others`: why that can be."""
     for parts in batches:
         before, position = position, position + sum(map(len, parts))
         if before >= start:
@@ -310,7 +310,7 @@ def as_given(name: str, of_one: float | None, of_all: float | None) -> dict[str,
 
 
 class LengthOf:
-    """How long samples are: numbers, one a sample, or a function of the index, which is asked once a sample."""
+    """How long samples are: numbers, one per sample, or a function of the index, which is called once per sample."""
 
     def __init__(self, lengths: Sequence[float] | Callable[[int], float], samples: int) -> None:
         self._ask: Callable[[int], float] | None = None
@@ -320,7 +320,7 @@ class LengthOf:
             return
         self._known = np.asarray(lengths, dtype=np.float64)
         if self._known.shape != (samples,):
-            raise DataError(f"lengths has the shape {self._known.shape} for {samples} samples: give one number a sample")
+            raise DataError(f"lengths has the shape {self._known.shape} for {samples} samples; give one number per sample")
         self._check(np.arange(samples))
 
     def of(self, indices: npt.NDArray[np.int64]) -> Lengths:
@@ -333,7 +333,7 @@ class LengthOf:
     def _check(self, indices: npt.NDArray[np.int64]) -> None:
         wrong = indices[~(self._known[indices] >= 0) | ~np.isfinite(self._known[indices])]
         if len(wrong):
-            raise DataError(f"the length of sample {wrong[0]} is {self._known[wrong[0]]:g}: it is a number from 0 up")
+            raise DataError(f"the length of sample {wrong[0]} is {self._known[wrong[0]]:g}; it must be 0 or more")
 
 
 def even_share(samples: Indices, rank: int, world_size: int, accumulate: int) -> list[Indices]:
@@ -345,7 +345,7 @@ def even_share(samples: Indices, rank: int, world_size: int, accumulate: int) ->
 
 
 def fitting_runs(lengths: Sequence[float], tokens: float, most: int | None) -> list[tuple[int, int]]:
-    """Runs of ascending lengths, as few as there can be: each fits into `tokens`, padded, and has `most` at most, or is one."""
+    """As few runs of ascending lengths as possible: each fits into `tokens`, padded, and has at most `most`, or has one."""
     runs, start = [], 0
     while start < len(lengths):
         stop = start + min(max(_fitting(lengths, start, tokens), 1), most or len(lengths))
@@ -408,14 +408,14 @@ def _fitting(lengths: Sequence[float], start: int, tokens: float) -> int:
 def _check_sampler(sampler: Any) -> None:
     if isinstance(sampler, Iterator) or not hasattr(sampler, "__iter__"):
         raise ConfigError(
-            f"batches: {type(sampler).__name__}; give what can be iterated over each epoch, like torch's BatchSampler: "
-            "each `iter()` starts again and yields lists of indices"
+            f"batches={type(sampler).__name__} cannot be read once per epoch; give lists of indices, or an object like torch's "
+            "BatchSampler: each `iter()` starts again and yields lists of indices"
         )
     for inner in (sampler, getattr(sampler, "sampler", None)):
         if getattr(inner, "num_replicas", 1) > 1:
             raise ConfigError(
-                f"batches: {type(inner).__name__} shares the samples out over ranks, and so does the Loader, which would "
-                "leave the rest out: give a sampler of all samples, each batch a global one"
+                f"batches: {type(inner).__name__} divides the samples among ranks, and the Loader does this too; give a "
+                "sampler over all samples whose batches are global batches"
             )
 
 
@@ -423,12 +423,12 @@ def _indices(batch: Any, sampler: Any, samples: int) -> Indices:
     if isinstance(batch, int) or not isinstance(batch, Iterable):
         raise ConfigError(
             f"batches: {type(sampler).__name__} yields {type(batch).__name__}, not lists of indices; "
-            "torch.utils.data.BatchSampler(sampler, batch_size, drop_last) makes these of it"
+            "wrap it in torch.utils.data.BatchSampler(sampler, batch_size, drop_last)"
         )
     indices = [int(index) for index in batch]
     if outside := [index for index in indices if not 0 <= index < samples]:
         raise DataError(
             f"batches: {type(sampler).__name__} yields the index {outside[0]}, and the dataset has {samples} samples, "
-            f"0 to {samples - 1}: make the sampler of this dataset"
+            f"0 to {samples - 1}; create the sampler with this dataset"
         )
     return np.array(indices, np.int64)

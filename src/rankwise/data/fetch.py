@@ -43,7 +43,7 @@ Key = Callable[..., None]
 
 
 class Fetcher(Protocol):
-    """Called in a worker; `here` does the same in this process, and leaves its random streams alone."""
+    """Called in a worker; `here` does the same in this process, and does not change its random streams."""
 
     @property
     def draws_nothing(self) -> bool:
@@ -66,23 +66,23 @@ class Workers(NamedTuple):
     timeout: float = 0
 
     def check(self, draws_nothing: bool) -> None:
-        """Raises ConfigError for what needs workers where there are none. `draws_nothing`: whether a thread may fetch, whose
-        random streams are those of the training."""
+        """Raises ConfigError for arguments that need workers if there are none. `draws_nothing`: whether a thread may fetch;
+        its random streams are those of the training."""
         if self.num_workers:
             return
         if self.timeout:
-            raise ConfigError(f"timeout={self.timeout} is for workers: give num_workers too, or leave timeout out")
+            raise ConfigError(f"timeout={self.timeout} works only with workers; give num_workers, or remove timeout")
         if self.prefetch_factor and not draws_nothing:
             raise ConfigError(
-                f"prefetch_factor={self.prefetch_factor} is for workers: give num_workers too, or leave it out. Without them "
-                "a thread fetches ahead, but only what is known to draw no random numbers: an HDF5Dataset, or a dataset with "
-                "draws_nothing = True, without collate_fn"
+                f"prefetch_factor={self.prefetch_factor} works only with workers; give num_workers, or remove prefetch_factor "
+                "(without workers, a thread fetches batches ahead only if they are known to draw no random numbers: an "
+                "HDF5Dataset, or a dataset with draws_nothing = True, without collate_fn)"
             )
 
     def advice(self, ranks: int) -> str | None:
         """What to change if this node has fewer cores than its `ranks` have workers; None if it has enough."""
         cores = machine.cores()
-        sharing = ranks if cores == os.cpu_count() else 1  # else the starter of this rank has bound it to its own
+        sharing = ranks if cores == os.cpu_count() else 1  # otherwise the launcher has bound this rank to its own cores
         total = sharing * self.num_workers
         if total <= cores:
             return None
@@ -94,7 +94,7 @@ class Workers(NamedTuple):
 
 
 def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool = False) -> Iterator[Any]:
-    """What the fetcher makes of each request, in their order; `workers` processes share them in turn. `pin`: whether memory
+    """The fetcher's result for each request, in their order; `workers` processes share them in turn. `pin`: whether memory
     is pinned if `workers` leaves it open.
 
     An exception in a worker is raised here, of the same type where it survives a pickle, a DataError with its traceback
@@ -110,7 +110,7 @@ def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bo
 
     if workers.prefetch_factor and fetcher.draws_nothing:
         return _by_thread(requests, made, workers.prefetch_factor)
-    # Not a map: it would end in silence where a dataset raises StopIteration.
+    # Not a map: it would end silently if a dataset raises StopIteration.
     return (made(request) for request in requests)
 
 
@@ -138,7 +138,7 @@ def _by_thread(requests: Iterator[Any], made: Callable[[Any], Any], ahead: int) 
 
     thread = threading.Thread(target=fetch, name="rankwise-prefetch", daemon=True)
     thread.start()
-    atexit.register(stop)  # where the loop is left open: no thread may be in the midst of a read when the interpreter ends
+    atexit.register(stop)  # if the loop is left open: no thread may be in the middle of a read when the interpreter exits
     under_way = 0
     try:
         for request in requests:
@@ -194,8 +194,8 @@ def _timeout_told(timeout_s: float) -> Iterator[None]:
         if not str(error).startswith("DataLoader timed out"):
             raise
         raise DataError(
-            f"no batch came from the loader workers for {timeout_s:g} s (timeout={timeout_s:g}): a worker waits or is slow; "
-            "py-spy dump --pid PID shows where, and a larger timeout, or 0 for none, waits longer"
+            f"no batch came from the loader workers for {timeout_s:g} s (timeout={timeout_s:g}): a worker hangs or is slow; "
+            "py-spy dump --pid PID shows where; timeout=SECONDS sets the limit (0: none)"
         ) from None
 
 
@@ -241,13 +241,13 @@ class Keyed:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._drawn: frozenset[str] | None = None
-        self._training = seeds.Aside()
-        self._keyed = seeds.Aside()  # as they are right after a key, in the first call
+        self._training = seeds.SavedStreams()
+        self._keyed = seeds.SavedStreams()  # as they are right after a key, in the first call
 
     def made(self, make: Callable[[Key | None], Made]) -> Made:
         """What `make` returns. Its argument, unless it is None, is a function: it is called with the words of a key before
         each draw that has this key."""
-        self._training.put()
+        self._training.save()
         if self._drawn is None:
             return self._first(make)
         while True:
@@ -257,7 +257,7 @@ class Keyed:
             except Exception as error:
                 failure = error
             finally:
-                moved = self._training.back()
+                moved = self._training.restore()
             if moved <= self._drawn:
                 if failure is not None:
                     raise failure
@@ -270,15 +270,15 @@ class Keyed:
         def key(*words: int | str) -> None:
             drawn.update(self._keyed.moved())
             self._key(seeds.CPU_STREAMS, *words)
-            self._keyed.put()
+            self._keyed.save()
 
-        self._keyed.put()
+        self._keyed.save()
         try:
             made = make(key)
             self._drawn = self._keyed.moved() | drawn
             return made
         finally:
-            self._training.back()
+            self._training.restore()
 
     def _key(self, streams: Set[str], *words: int | str) -> None:
         seeds.key_streams(seeds.derive(self._seed, *words), streams)
@@ -288,7 +288,7 @@ class Fetch:
     """(epoch, int64 array of indices) -> a batch of a map-style dataset.
 
     Random streams are keyed by (seed, epoch, sample) for each sample; under `__getitems__`, and for `collate_fn`, by the
-    batch's first sample. A true attribute `seed_each_sample` of the dataset has samples taken one by one in spite of
+    batch's first sample. A true attribute `seed_each_sample` of the dataset means that samples are read one by one in spite of
     `__getitems__`. A dataset with `draws_nothing` and `read_batch(indices)` makes the batch itself of the array, unless there
     is a `collate_fn`, which takes samples. `read_batch(indices, empty=None)` may make its arrays by `empty(shape, dtype)`, in
     memory of that batch alone: in a worker the batch need not be copied then.
@@ -308,8 +308,8 @@ class Fetch:
         self.draws_nothing = self.keyed_by_sample and self._samples_keyed is None and self._collate_keyed is None
 
     def advice(self, workers: int) -> str | None:
-        """What to change if so many workers make batches come later than none would: what one call reads from a map is there
-        sooner than what another process passes on."""
+        """What to change if batches come later with so many workers than without: one call that reads from a map is faster than
+        a transfer from another process."""
         if not workers or self._read is None or not promises(self._dataset, "faster_without_workers"):
             return None
         return (
@@ -381,12 +381,12 @@ class FetchByBatch(Fetch):
         return self._made(request[0], request[1].tolist(), each=True)
 
     def here(self, request: tuple[int, Indices]) -> Any:
-        aside = seeds.Aside()
-        aside.put()
+        saved = seeds.SavedStreams()
+        saved.save()
         try:
             return self._made(request[0], request[1].tolist(), each=promises(self._dataset, "seed_each_sample"))
         finally:
-            aside.back()
+            saved.restore()
 
     def _made(self, epoch: int, indices: list[int], each: bool) -> Any:
         def key(epoch: int, sample: int) -> None:
@@ -418,10 +418,10 @@ def collate(samples: Any) -> Any:
 
 
 class Noted:
-    """What is raised inside has a note that names the samples and the dataset."""
+    """An exception that is raised inside gets a note with the samples and the dataset."""
 
     def __init__(self, where: str, indices: Sequence[int] | Indices, dataset: Any, made: Sequence[Any] | None = None) -> None:
-        """`made`: what has been made of these samples, one after the other: the next one is named alone."""
+        """`made`: the results for these samples so far, one after the other: the note names only the next sample."""
         self._where = where
         self.indices = indices
         self._dataset = dataset
@@ -435,7 +435,7 @@ class Noted:
             return
         at = [int(index) for index in (self.indices if self._made is None else self.indices[len(self._made) :][:1])]
         text = f"{self._where} {numbered('sample', at, _SHOWN)} of {type(self._dataset).__name__}"
-        if isinstance(error, StopIteration):  # it would end a loop in silence
+        if isinstance(error, StopIteration):  # it would end a loop silently
             raise RuntimeError(f"StopIteration was raised {text}") from error
         with contextlib.suppress(Exception):  # a frozen exception takes no note
             error.add_note(text)

@@ -1,4 +1,4 @@
-"""What a Loader is given to read: a map-style dataset or a stream, how long it is, how it is read, and what it promises."""
+"""The data of a Loader: a map-style dataset or a stream, how long it is, how it is read, and what it promises."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ Read = Callable[..., Any]
 
 
 def length(dataset: Any) -> int | None:
-    """Samples in a map-style dataset; None for a stream. Raises DataError for what is neither, and for an empty one."""
+    """Samples in a map-style dataset; None for a stream. Raises DataError if it is neither, and for an empty dataset."""
     name = type(dataset).__name__
     if isinstance(dataset, DataLoader):
-        raise DataError("a DataLoader shards nothing by itself; give its dataset, and the batch size to the Trainer or Loader")
+        raise DataError(
+            "a DataLoader does not shard by itself; give its dataset, and give the batch size to the Trainer or Loader"
+        )
     if isinstance(dataset, IterableDataset):
         return None
     if isinstance(dataset, Iterator):
-        raise DataError(f"{name} can be read once; give an IterableDataset, of which each `iter()` reads from the beginning")
+        raise DataError(f"{name} can be read only once; give an IterableDataset whose iter() starts from the beginning")
     if hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__"):
         return None
     if not hasattr(dataset, "__len__"):
         raise DataError(
-            f"{name} cannot tell its length; give a dataset with __len__ and __getitem__ (or __getitems__), or an iterable one"
+            f"{name} has no length; give a dataset with __len__ and __getitem__ (or __getitems__), or an iterable one"
         )
     if len(dataset) < 1:
-        raise DataError(f"the dataset ({name}) is empty: it has no sample")
+        raise DataError(f"the dataset ({name}) has no samples")
     if promises(dataset, "seed_each_sample") and not hasattr(dataset, "__getitem__"):
-        raise DataError(f"{name} has seed_each_sample, so its samples are taken one by one: give it __getitem__ too")
+        raise DataError(f"{name} has seed_each_sample, so its samples are read one by one; add `__getitem__`")
     return len(dataset)
 
 
 def hinted_length(dataset: Any) -> int | None:
-    """What a stream says of its length; it is the total of a progress line and nothing else."""
+    """The length of a stream, if it has one; used only as the total of a progress line."""
     try:
         return len(dataset) or None
     except TypeError:
@@ -52,7 +54,7 @@ def hinted_length(dataset: Any) -> int | None:
 
 
 def reader_of(dataset: Any) -> Read | None:
-    """What makes a batch of int64 indices at once and draws nothing; None for a dataset that has no such thing."""
+    """The dataset's function that makes a batch of int64 indices at once and draws nothing; None if there is none."""
     if type(dataset) is TensorDataset:
         return partial(_rows, dataset.tensors)
     return _batch_reader(dataset) if promises(dataset, "draws_nothing") else None
@@ -71,9 +73,9 @@ def _without_empty(read: Callable[[Indices], Any], indices: Indices, empty: Empt
 
 
 def teller_of(dataset: Any, rows: int) -> Callable[[Indices], None] | None:
-    """What the dataset wants to be told of samples that come soon (data.ahead); None if it does not."""
+    """The dataset's function that takes the samples that come soon (data.ahead); None if there is none."""
     if type(dataset) is Subset:
-        tell = teller_of(dataset.dataset, 1)  # the blocks are not those of what it is a part of
+        tell = teller_of(dataset.dataset, 1)  # its blocks are not those of the whole dataset
         return partial(_tell_part, tell, np.asarray(dataset.indices, np.int64)) if tell is not None else None
     found: Callable[[Indices], None] | None = dataset.read_ahead(rows) if hasattr(dataset, "read_ahead") else None
     return found
@@ -94,24 +96,24 @@ def _rows(tensors: Sequence[torch.Tensor], indices: Indices, empty: Empty | None
 
 
 def draws_nothing(dataset: Any) -> bool:
-    """What it says of itself, or is known of its type."""
+    """Whether it says so itself, or its type is known."""
     return type(inside(dataset)) in (list, tuple, range, TensorDataset) or promises(dataset, "draws_nothing")
 
 
 def promises(dataset: Any, attribute: str) -> bool:
-    """Whether the dataset, or the one it wraps as `dataset` (torch's Subset), has that attribute, and true."""
+    """Whether the dataset, or the one it wraps as `dataset` (torch's Subset), has that attribute, with a true value."""
     while not hasattr(dataset, attribute) and hasattr(dataset, "dataset"):
         dataset = dataset.dataset
     return bool(getattr(dataset, attribute, False))
 
 
 def has_getitems(dataset: Any) -> bool:
-    """torch's Subset has `__getitems__` whether or not what it is a part of has."""
+    """torch's Subset has `__getitems__` whether or not the whole dataset has."""
     return hasattr(inside(dataset), "__getitems__")
 
 
 def inside(dataset: Any) -> Any:
-    """What torch's Subset is a part of."""
+    """The whole dataset of torch's Subset."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset

@@ -4,7 +4,7 @@
     body = laying.pickled((3, {"x": torch.ones(4)}))    # about 100 bytes; 16 of the buffer
     number, batch = loads(body, buffer)                 # batch["x"] is memory of the buffer
 
-What comes out is what torch's own queue would make of it: with the same types, strides, and memory shared by the same tensors.
+The result is the same as that of torch's own queue: the same types and strides, and memory shared by the same tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 _ALIGN = 64
 _SMALL = 1 << 10  # bytes: an array goes into the pickle
-_KINDS = "biufcMmSU"  # of NumPy's types those of which `dtype.str` says all
+_KINDS = "biufcMmSU"  # NumPy's types that `dtype.str` describes completely
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool, torch.uint8,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,

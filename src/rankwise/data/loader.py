@@ -1,7 +1,7 @@
 """Global batches, this rank's part of each, in one order for every world size.
 
     loader = Loader(dataset, global_batch_size=64, max_epochs=3)
-    for micro_batches in loader:          # what one optimizer step takes
+    for micro_batches in loader:          # the batches of one optimizer step
         for batch in micro_batches: ...
 
 (epoch, position in samples) is the whole state of the data: it resumes anywhere, on any number of ranks and workers.
@@ -36,7 +36,7 @@ from rankwise.host.arguments import ANYTHING, FLAG, FROM_ONE, FROM_ZERO, FUNCTIO
 
 _BATCHES = Argument(
     lambda value: isinstance(value, LengthBatches) or (hasattr(value, "__iter__") and not isinstance(value, str)),
-    "LengthBatches(...), or a batch sampler: what yields lists of indices, each a global batch",
+    "LengthBatches(...), or a batch sampler that yields lists of indices, each a global batch",
 )
 _DEVICE = Argument(
     lambda value: isinstance(value, torch.device) or (isinstance(value, str) and _is_device(value)), 'a device: "cpu", "cuda:0"'
@@ -62,36 +62,36 @@ class Loader:
 
     `dataset` has `__len__` and `__getitem__(index)`, or `__getitems__(indices: list[int])`, which returns a list of samples,
     or a batch already (a tensor, or a tuple or mapping of tensors). Samples of a list go through `collate_fn`, torch's
-    default_collate if None. `batch_size`: samples of one rank and micro-batch; `global_batch_size`: of a step, over all ranks
+    default_collate if None. `batch_size`: samples per rank and micro-batch; `global_batch_size`: of a step, over all ranks
     and its `accumulate` micro-batches. The last global batch of an epoch is split like any other: neither padded nor dropped,
-    unless `drop_last`. `shuffle`: True (the default), False, or "blocks", where samples that lie together are read together
-    (`data.order.BlockOrder` says more): for large compressed files. Tensors are put on `device`, by default the rank's own.
+    unless `drop_last`. `shuffle`: True (the default), False, or "blocks": samples that are stored together are read together
+    (see `data.order.BlockOrder`), for large compressed files. Tensors are moved to `device`, by default the rank's own.
 
-    Nothing is sent, and no world is needed, before the first use: an iteration, a size or the state.
+    Before the first use (an iteration, a size or the state) nothing is sent, and no world is needed.
 
     `num_workers` processes fetch ahead, as torch's DataLoader has them, with its `prefetch_factor`, `pin_memory` (by default
-    where the device is a GPU), `worker_init_fn` and `timeout` (seconds without a batch: DataError). Order and samples do not
-    depend on the workers. Without workers `prefetch_factor` batches are fetched ahead by a thread, where they draw no random
-    numbers (an HDF5Dataset, a dataset with `draws_nothing`): reads and copies leave the training its core.
+    if the device is a GPU), `worker_init_fn` and `timeout` (seconds without a batch: DataError). Order and samples do not
+    depend on the workers. Without workers `prefetch_factor` batches are fetched ahead by a thread, if they draw no random
+    numbers (an HDF5Dataset, a dataset with `draws_nothing`): reads and copies do not take the core of the training.
 
-    Or it is iterable (torch's IterableDataset): a stream of which an epoch is one pass. It must yield the same whole stream on
-    every rank and worker; each keeps its share (`data.stream` says more). Its order is its own: nothing shuffles it.
+    Or it is iterable (torch's IterableDataset): a stream, and an epoch is one pass of it. It must yield the same whole stream
+    on every rank and worker; each keeps its share (see `data.stream`). It has its own order: the Loader does not shuffle it.
 
-    A stream that splits itself by rank, and so is another one on each, says so by an attribute `split_by_rank = True`; then all
-    must iterate together, and `uneven` says what is done when one ends before the others: join, stop or pad (`data.uneven`).
+    A stream that divides itself by rank, and so differs between ranks, has an attribute `split_by_rank = True`; then all ranks
+    must iterate together, and `uneven` sets what is done if one ends before the others: join, stop or pad (`data.uneven`).
 
-    `batches`, in the place of a size: `LengthBatches(tokens=...)` for samples of uneven length, or a batch sampler, an iterable
-    of lists of indices, each a global batch (shared out by length if the dataset has an attribute `lengths`).
-    `data.batching` says more. Ranks get parts of about the same cost.
+    `batches`, instead of a size: `LengthBatches(tokens=...)` for samples of uneven length, or a batch sampler, an iterable
+    of lists of indices, each a global batch (divided by length if the dataset has an attribute `lengths`). Ranks get parts
+    of about the same cost. See `data.batching`.
 
-    `split="files"`: each rank reads one part of the dataset, always the same, a run of samples: with a dataset of many files it
-    opens its own alone. Parts differ by one sample at most, so a file may be cut between two ranks. Each sample comes once per
-    epoch, all ranks have the same number of steps, but which samples are a global batch depends on the number of ranks.
+    `split="files"`: each rank always reads the same part of the dataset, a run of samples: with a dataset of many files it
+    opens only its own files. Parts differ by one sample at most, so a file may be cut between two ranks. Each sample comes once
+    per epoch, all ranks have the same number of steps, but which samples make a global batch depends on the number of ranks.
 
     Random numbers that a dataset draws are keyed by (seed, epoch, sample), with any number of workers; under `__getitems__`,
-    and in `collate_fn`, by the batch's first sample (`seed_each_sample = True` in the dataset has its samples taken one by
-    one); those of a stream by (seed, epoch). None moves the streams of the training. A batch that is the first to draw from one
-    of the three generators, after others that did not, is made twice.
+    and in `collate_fn`, by the batch's first sample (with `seed_each_sample = True` in the dataset, its samples are read one by
+    one); those of a stream by (seed, epoch). None of them changes the streams of the training. A batch that is the first
+    to draw from one of the three generators, after others that did not, is made twice.
 
     Raises ConfigError for arguments that do not fit, DataError for a dataset that cannot be read.
     """
@@ -131,15 +131,16 @@ class Loader:
         _check_sizes(batch_size, global_batch_size, batches, drop_last, dataset if samples is None else None)
         if samples is None and shuffle:
             raise ConfigError(
-                f"shuffle={shuffle!r}, but {type(dataset).__name__} is a stream and comes in its own order: shuffle inside it "
-                "(a buffer, the order of its files), and leave shuffle out"
+                f"shuffle={shuffle!r}, but {type(dataset).__name__} is a stream with its own order; shuffle inside the "
+                "stream (a buffer, the order of its files), and remove shuffle"
             )
         check_split(split, dataset, samples is None, batches)
         self._split = split
         self._order = order_of(dataset, samples, seed, True if shuffle is None else shuffle) if samples is not None else None
         self._batch_size, self._asked_size, self._batches = batch_size, global_batch_size, batches
         self.accumulate = self._given_accumulate = accumulate
-        """Micro-batches of a rank and step; on another number of ranks than a checkpoint's it follows from their size there."""
+        """Micro-batches per rank and step. On another number of ranks than the checkpoint's it follows from their size in the
+        checkpoint."""
         self.drop_last, self.seed, self.max_epochs = drop_last, seed, max_epochs
         if workers is not None:  # its older name
             num_workers = max(num_workers, workers)
@@ -166,13 +167,15 @@ class Loader:
                 self._workers = Workers(0)
         else:
             if uneven is not None:
-                raise ConfigError(f"uneven={uneven!r} is for streams; {type(dataset).__name__} tells its length: leave it out")
+                raise ConfigError(
+                    f"uneven={uneven!r} is only for streams, and {type(dataset).__name__} has a length; remove uneven"
+                )
             self._fetch = Fetch(dataset, collate_fn, seed)
             self._workers.check(self._fetch.draws_nothing)
             if batch_size is None and not (isinstance(batches, LengthBatches) and batches.tokens is not None):
-                _ = self.global_batch_size  # an error now where the number of ranks does not matter
+                _ = self.global_batch_size  # an error now, because the number of ranks does not matter for it
 
-    # --- what follows from the number of ranks, taken at the first use
+    # --- what follows from the number of ranks, read at the first use
 
     @functools.cached_property
     def _world(self) -> World:
@@ -184,17 +187,17 @@ class Loader:
 
     @functools.cached_property
     def global_batch_size(self) -> int:
-        """Samples of a global batch; about so many where they differ (by length, by a batch sampler)."""
+        """Samples of a global batch; the approximate number if they differ (by length, by a batch sampler)."""
         return self._given_size
 
     @functools.cached_property
     def _given_size(self) -> int:
-        """As the constructor had it; a checkpoint may have another."""
+        """As given to the constructor; a checkpoint may have another."""
         if self._batching is None:
             return self._size_by_count()
         size = self._batching.size
         if self.drop_last and (samples := self.samples or 0) < size:
-            raise DataError(f"drop_last leaves nothing: {samples} samples are fewer than a global batch of {size}")
+            raise DataError(f"drop_last drops all samples: {samples} samples are fewer than a global batch of {size}")
         return size
 
     def _size_by_count(self) -> int:
@@ -225,15 +228,15 @@ class Loader:
         split, world = self.is_split, self._world
         if split and self.global_batch_size < world.world_size:
             raise ConfigError(
-                f"global_batch_size={self.global_batch_size} for {world.world_size} ranks: each takes from its own "
-                "stream, at least one"
+                f"global_batch_size={self.global_batch_size} is too small for {world.world_size} ranks: each rank needs at "
+                f"least one sample; give {world.world_size} or more"
             )
         rank, ranks = (0, 1) if split else (world.rank, world.world_size)
         pad = self._uneven == "pad"
         return Stream(self._dataset, self._collate_fn, self.seed, rank, ranks, self.drop_last, own=split, repeat=pad)
 
     def at(self, world: World) -> Loader:
-        """The same for a process that is this one of those ranks. Before the first use."""
+        """The same for a process that is this rank of that world. Before the first use."""
         other = copy.copy(self)
         other._world = world
         return other
@@ -262,7 +265,7 @@ class Loader:
 
     @property
     def sizes(self) -> dict[str, float | None]:
-        """What was given of the size of a batch, by its name: another one is another training."""
+        """The argument that sets the size of a batch, by its name. A checkpoint can be resumed only with the same."""
         if not isinstance(self._batches, LengthBatches):
             return as_given("batch_size", self._batch_size, self._asked_size) | {"global_batch_tokens": None}
         given = as_given("batch_tokens", self._batches.tokens, self._batches.global_tokens)
@@ -270,17 +273,17 @@ class Loader:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the dataset is iterable: then `samples` and `steps_per_epoch` are what it says of itself, if it says so."""
+        """Whether the dataset is iterable: then `samples` and `steps_per_epoch` are what the dataset reports, if anything."""
         return self._order is None
 
     @property
     def is_split(self) -> bool:
-        """Whether the dataset is a stream that is another one on each rank."""
+        """Whether the dataset is a stream that differs between ranks."""
         return self._uneven is not None
 
     @property
     def samples(self) -> int | None:
-        """Samples in the dataset; None if a stream does not tell."""
+        """Samples in the dataset; None for a stream without a length."""
         return self._hint if self._order is None else self._order.samples
 
     @property
@@ -300,7 +303,7 @@ class Loader:
 
     @property
     def indices(self) -> list[list[int]]:
-        """Which samples the micro-batches handed out last are made of: indices of the dataset, positions in a stream."""
+        """The samples of the micro-batches that were returned last: indices of the dataset, positions in a stream."""
         return [some.tolist() if isinstance(some, np.ndarray) else list(some) for some in self._indices]
 
     @property
@@ -308,7 +311,7 @@ class Loader:
         return self.max_epochs is not None and self.epoch >= self.max_epochs
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Go on where `epoch` and `position` stand. Both are those after a step as soon as its batches are handed out."""
+        """Continue at `epoch` and `position`. Both count a step as soon as its batches are returned."""
         is_elsewhere = self._device.type != "cpu"
         while not self.finished:
             began = time.perf_counter()
@@ -327,7 +330,7 @@ class Loader:
                 began = time.perf_counter()
                 if self.position == 0:
                     break
-            else:  # loaded from where the last batch was not yet dropped: nothing is left
+            else:  # loaded from a state in which the last batch was not dropped: nothing is left
                 self._end_epoch()
 
     def _end_epoch(self) -> None:
@@ -340,7 +343,7 @@ class Loader:
         return self._streamed() if self._uneven is None else self._in_step(self._uneven)
 
     def _ordered(self, batching: Batching) -> Iterator[Step]:
-        """The steps that are left of this epoch of a map-style dataset."""
+        """The remaining steps of this epoch of a map-style dataset."""
         epoch, world = self.epoch, self._world
         plan, ahead = itertools.tee(batching.plan(epoch, self.position, world.rank, world.world_size, self.accumulate))
         requests: Iterator[Any] = ((epoch, indices) for _, lists in ahead for indices in lists)
@@ -353,13 +356,13 @@ class Loader:
             yield Step(stop, batching.leaves_nothing(epoch, stop), [next(batches) for _ in lists], lists)
 
     def _streamed(self) -> Iterator[Step]:
-        """The steps that are left of this epoch of a stream: a request to a worker is a step."""
+        """The remaining steps of this epoch of a stream: a request to a worker is a step."""
         epoch, size = self.epoch, self.global_batch_size
         requests = (Request(epoch, start, size, self.accumulate) for start in itertools.count(self.position, size))
         yield from itertools.takewhile(lambda step: step is not None, self._fetched(requests, self._stream))
 
     def _in_step(self, policy: str) -> Iterator[Step]:
-        """Collective. The steps that are left of this epoch of streams that are another one on each rank."""
+        """Collective. The remaining steps of this epoch of streams that differ between ranks."""
         low, high = share(0, self.global_batch_size, self._world.rank, self._world.world_size)
         starts = itertools.count(self._steps * (high - low), high - low)
         requests = (Request(self.epoch, start, high - low, self.accumulate) for start in starts)
@@ -374,8 +377,8 @@ class Loader:
         return fetched(requests, fetcher, self._workers, pin=self._device.type == "cuda")
 
     def anew(self, world: World, accumulate: int, global_batch_size: int | None = None) -> Loader:
-        """The same data and order from the beginning, in this process, for any rank of any number of them: without `split`, by
-        which other ranks have other global batches."""
+        """The same data and order from the beginning, in this process, for any rank of any number of ranks: without `split`,
+        because with it the global batches depend on the number of ranks."""
         other = self.once()
         other.max_epochs = self.max_epochs
         other._world, other.accumulate, other._workers = world, accumulate, Workers(0)
@@ -395,7 +398,7 @@ class Loader:
         return other
 
     def describe(self) -> str:
-        """What there is to train on, in a few words, for people."""
+        """The data, in a few words, for people."""
         number = self.steps_per_epoch
         steps = f", {number} step{'s' * (number != 1)} an epoch" if number is not None else ""
         if not self.is_stream:
@@ -435,14 +438,14 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the recorded position. Raises ConfigError when the data or its order are not those of the record."""
+        """Continue at the recorded position. Raises ConfigError if the data or its order are not those of the record."""
         common = {"batches by": "samples", "uneven": None, "split": None}
         now, state = common | self.state_dict(), common | state
         for name in ("samples", "seed", "shuffle", "batches by", "uneven", "split"):
             if state[name] != now[name]:
                 raise ConfigError(
                     f"the checkpoint was made with {name}={state[name]} and this run has {name}={now[name]}; "
-                    "set it back, or start a new run with --fresh or --name NAME"
+                    f"give {name}={state[name]}, or start a new run with --fresh or --name NAME"
                 )
         name = "global_batch_tokens" if self._by == "tokens" else "global_batch_size"
         if state[name] != now[name]:
@@ -454,8 +457,8 @@ class Loader:
             self._fetch = self._fetch.by(sample=state.get("keyed by sample", False))
         if state["ranks"] != self._world.world_size and self._uneven is not None and state["position"]:
             raise ConfigError(
-                f"the checkpoint was made on {state['ranks']} ranks in the middle of an epoch of streams of which each had its "
-                f"own, and {self._world.world_size} split them otherwise: resume with {state['ranks']} ranks"
+                f"the checkpoint was made in the middle of an epoch in which each of {state['ranks']} ranks read its own "
+                f"stream, and this run has {self._world.world_size} ranks; resume on {state['ranks']} ranks"
             )
         self._steps = state.get("steps", 0)
         if state["ranks"] != self._world.world_size:
@@ -466,17 +469,19 @@ class Loader:
 
 
 def _check_sizes(of_one: int | None, of_all: int | None, batches: Any, drop_last: bool, stream: Any) -> None:
-    """Raises ConfigError unless it is said in one way how global batches are cut. `stream`: None for a map-style dataset."""
+    """Raises ConfigError unless exactly one argument sets how global batches are cut. `stream`: None if map-style."""
     given = {"batch_size": of_one, "global_batch_size": of_all, "batches": batches}
     names = [name for name, value in given.items() if value is not None]
     if not names:
-        raise ConfigError("give batch_size (of one rank and micro-batch), global_batch_size (of all together), or batches")
+        raise ConfigError("give batch_size (per rank and micro-batch), global_batch_size (of a whole step), or batches")
     if len(names) > 1:
-        raise ConfigError(f"{' and '.join(names)} each say what a batch is: leave one out")
+        raise ConfigError(f"{' and '.join(names)} all set the batch; keep one of them")
     if batches is not None and stream is not None:
-        raise ConfigError(f"{type(stream).__name__} is a stream, which is cut by count: give global_batch_size, not batches")
+        raise ConfigError(
+            f"{type(stream).__name__} is a stream, so batches must be by count; give global_batch_size, and remove batches"
+        )
     if batches is not None and drop_last:
-        raise ConfigError("drop_last is for batches by count: by length, or by a batch sampler, none is left over")
+        raise ConfigError("drop_last works only with batches by count; remove it")
 
 
 def _is_device(name: str) -> bool:

@@ -33,15 +33,15 @@ class Order:
     """The order of one dataset."""
 
     samples: int
-    """How many there are."""
+    """Number of samples."""
 
     seed: int = 0
     shuffle: bool | str = True
-    """Or in words how, where not every order is possible."""
+    """Or the kind of shuffle in words, if not every order is possible."""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
-            raise DataError("the dataset is empty: there is nothing to train on")
+            raise DataError("the dataset is empty")
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         """int64 sample indices at positions [start, stop) of an epoch; 0 <= start <= stop <= samples."""
@@ -61,34 +61,34 @@ class Order:
         return _run(self.samples, self.seed, epoch, k)
 
     def of_part(self, start: int, stop: int, seed: int) -> Order:
-        """The order of samples [start, stop) alone, which it counts from 0; of a seed of its own."""
+        """The order of samples [start, stop) alone, counted from 0, with its own seed."""
         return replace(self, samples=stop - start, seed=seed)
 
 
 @dataclass(frozen=True)
 class BlockOrder(Order):
-    """Samples that lie together are read together: blocks of `rows` samples in random order, `window` of them at a time, and
-    the samples of these in random order. A reader that keeps a window reads each block once.
+    """Samples that are stored together are read together: blocks of `rows` samples in random order, `window` of them at a time,
+    and the samples of these in random order. A reader that keeps a window reads each block once.
 
-    How good a shuffle it is depends on the number of blocks in a window, not on their size: of a file that is sorted by class,
-    batch means scatter 1.1 times as much as those of an exact shuffle with 2048 blocks, 1.2 with 512, 2.6 with 32.
+    The quality of the shuffle depends on the number of blocks in a window, not on their size: for a file that is sorted by
+    class, batch means scatter 1.1 times as much as those of an exact shuffle with 2048 blocks, 1.2 with 512, 2.6 with 32.
     """
 
     rows: int = 1
     window: int = 1
     lead: int = 0
-    """Samples of the first block that lie before the first sample, and are not here."""
+    """Samples of the first block that come before the first sample, and are not part of this order."""
 
     def _run(self, epoch: int, k: int) -> Indices:
         return _block_run(self.samples, self.seed, epoch, k, self.rows, self.window, self.lead)
 
     def of_part(self, start: int, stop: int, seed: int) -> BlockOrder:
-        """Its blocks are those of the whole: cut at its ends alone."""
+        """Its blocks are those of the whole, cut only at its ends."""
         return replace(self, samples=stop - start, seed=seed, lead=(self.lead + start) % self.rows)
 
 
 class Blocks(NamedTuple):
-    """Loader(shuffle=Blocks(rows, window)): samples that lie together in a file are read together. See BlockOrder."""
+    """Loader(shuffle=Blocks(rows, window)): samples that are stored together in a file are read together. See BlockOrder."""
 
     rows: int
     """Samples of a block."""
@@ -99,7 +99,7 @@ class Blocks(NamedTuple):
 
 SHUFFLE = Argument(
     lambda value: isinstance(value, bool) or value == "blocks" or (isinstance(value, Blocks) and min(value) > 0),
-    'True, False, "blocks" (where the dataset says how its samples lie), or rankwise.data.Blocks(rows, window)',
+    'True, False, "blocks" (if the dataset has an attribute `blocks`), or rankwise.data.Blocks(rows, window)',
 )
 
 
@@ -110,8 +110,8 @@ def order_of(dataset: object, samples: int, seed: int, shuffle: bool | str | Blo
     found = getattr(dataset, "blocks", None) if isinstance(shuffle, str) else shuffle
     if found is None:
         raise ConfigError(
-            f"shuffle='blocks', but {type(dataset).__name__} does not say how its samples lie (an attribute `blocks`: rows, "
-            "window); give shuffle=rankwise.data.Blocks(rows, window)"
+            f"shuffle='blocks', but {type(dataset).__name__} has no attribute `blocks` (rows, window); add it, or "
+            "give shuffle=rankwise.data.Blocks(rows, window)"
         )
     rows, window = found
     return BlockOrder(samples, seed, f"in blocks of {rows}, {window} at a time", rows, window)
@@ -124,7 +124,7 @@ def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def split(indices: Positions, parts: int) -> list[Positions]:
-    """Into `parts` runs of nearly equal length; those without a sample are left out."""
+    """Into `parts` runs of nearly equal length; those without a sample are skipped."""
     n = len(indices)
     if parts == 1:
         return [indices] if n else []
@@ -178,14 +178,14 @@ def _shuffled(positions: Indices, samples: int, keys: np.random.SeedSequence) ->
 
 
 def _keys(seed: int, epoch: int, *more: int) -> np.random.SeedSequence:
-    """Of a large seed numpy makes two words, and the second would be taken for the epoch of a small one."""
+    """numpy splits a large seed into two words, and would use the second like the epoch of a small seed."""
     if seed < 2**32:
         return np.random.SeedSequence([seed, epoch], spawn_key=(2, *more) if more else ())
     return np.random.SeedSequence([epoch, seed], spawn_key=(1, *more))
 
 
 def _read_only(indices: Indices) -> Indices:
-    """It is kept: whoever is given a part of it must not change it."""
+    """It is kept in a cache: who gets a part of it must not change it."""
     indices.flags.writeable = False
     return indices
 

@@ -1,10 +1,10 @@
-"""Loader(split="files"): each rank reads its own part of the dataset, a run of samples, and so opens its own files alone.
+"""Loader(split="files"): each rank reads its own part of the dataset, a run of samples, and so opens only its own files.
 
     division = Division(Order(1003, seed=0), ranks=4)
     division.indices(epoch=0, rank=1, start=0, stop=16)    # the first 16 samples of rank 1: of the 251 to 501, shuffled
 
 Position p of an epoch is a sample of rank p mod `ranks`. So all ranks have the same number of steps, a position is the whole
-state, and what is left at it can be divided again, among any number of ranks.
+state, and the rest of the epoch can be divided again, among any number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLANNED = 4096  # positions of a rank whose samples are looked up at once
 
 @dataclass(frozen=True)
 class Division:
-    """The samples of an epoch from `position` on, of which each rank has one run of what `before` has not handed out."""
+    """The samples of an epoch from `position` on, each rank has one run of those that `before` has not given to a rank."""
 
     order: Order
     ranks: int
@@ -116,7 +116,7 @@ class Cuts:
         return Cuts(self.epoch, (*self.cuts, Cut(position, ranks)))
 
     def division(self, order: Order) -> Division | None:
-        """What they make of it; None if there are none."""
+        """Their result; None if there are none."""
         division = None
         for position, ranks in self.cuts:
             division = Division(order, ranks, position, division)
@@ -131,7 +131,7 @@ class Cuts:
 
 
 class ByCountOfParts(ByCount):
-    """`size` samples each, of which each rank has the same number, or one less, from its own part."""
+    """`size` samples each: each rank has the same number, or one less, from its own part."""
 
     def __init__(self, order: Order, size: int, drop_last: bool = False) -> None:
         super().__init__(order, size, drop_last)
@@ -164,9 +164,9 @@ class ByCountOfParts(ByCount):
 class ByTokensOfParts(ByTokens):
     """As many samples as fit, of each rank's own part: so many tokens divided by the ranks are for one rank.
 
-    Of each pool each rank sorts its own samples and cuts them; all cut them into as many batches as the rank does that needs
-    most. Another number of ranks begins with a pool: of the one that was not finished it takes the global batches that were
-    planned, and shares them out.
+    Of each pool each rank sorts its own samples and cuts them; all cut them into as many batches as the rank that needs
+    most. Another number of ranks begins with a new pool: of the unfinished pool it takes the global batches that were
+    planned, and divides them.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -201,8 +201,8 @@ class ByTokensOfParts(ByTokens):
         last = min(first + self.pool, self._order.samples)
         if self.most is not None and self.most < division.ranks:
             raise ConfigError(
-                f"max_samples={self.most} with split='files' on {division.ranks} ranks, but each rank takes a sample or more; "
-                f"give max_samples={division.ranks} or more, or leave split out"
+                f"max_samples={self.most} with split='files' on {division.ranks} ranks, but each rank takes at least one "
+                f"sample; give max_samples={division.ranks} or more, or remove split"
             )
         most = self.most // division.ranks if self.most is not None else None
         found = []
@@ -238,15 +238,15 @@ def _cut_into(n: int, batches: list[Indices]) -> list[Indices]:
 
 
 def check_split(asked: str | None, dataset: Any, is_stream: bool, batches: Any) -> None:
-    """Raises ConfigError for what cannot be split."""
+    """Raises ConfigError if the data cannot be split."""
     name = type(dataset).__name__
     if asked is not None and is_stream:
         raise ConfigError(
-            f"split={asked!r}, but {name} is a stream, of which each rank reads all, or what it chooses itself: choose the "
-            "files by rank inside it, with an attribute split_by_rank = True, and leave split out"
+            f"split={asked!r}, but {name} is a stream, and rankwise cannot divide its files; choose the files by rank "
+            "inside the stream, set its attribute split_by_rank = True, and remove split"
         )
     if asked is not None and batches is not None and not isinstance(batches, LengthBatches):
         raise ConfigError(
             f"split={asked!r} gives each rank its own part of the samples, but {type(batches).__name__} chooses the samples of "
-            "all ranks: leave split out, or give a batch size or LengthBatches"
+            "all ranks; remove split, or give a batch size or LengthBatches"
         )

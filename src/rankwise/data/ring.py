@@ -3,9 +3,9 @@
     context = RingContext(multiprocessing.get_context(), failed=lambda error: error)
     DataLoader(dataset, num_workers=2, multiprocessing_context=context)
 
-torch's own way makes a file of shared memory for each tensor of each batch. Here a batch lies in a slot of one file without a
-name, which is gone with the last process. The training process gives a slot with each request, and gives it again when no
-tensor or array of its batch is left. What travels beside it is a message of about 100 bytes.
+torch's own way makes a file of shared memory for each tensor of each batch. Here a batch is in a slot of one file without a
+name, which the kernel removes with the last process. The training process sends a slot with each request, and uses it again
+when no tensor or array of its batch is left. The message beside it has about 100 bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rankwise.data.laying import CannotLieThereError, Laying, loads
 _FIRST = 1 << 24  # bytes of a slot before a batch was seen: pages that nobody writes cost nothing
 _SPARE = 1.25  # batches of uneven length grow
 _KEPT = 4  # more slots than are asked for ahead, though nobody holds them
-_LOOKED_AT = 16  # slots, to find one that nobody holds: who keeps all batches does not pay for each
+_LOOKED_AT = 16  # slots that are searched for one that nobody holds: a script that keeps all batches does not search them all
 _MAPPED = 64  # slots that a worker keeps mapped
 _MESSAGE = 1 << 15  # bytes: a longer one goes as torch's own queue would send it
 _WAIT_S = 0.1
@@ -45,7 +45,7 @@ _NO_SLOT = -1
 class RingContext(BaseContext):
     """A context of multiprocessing whose queues hand batches over in slots: for one iterator of a DataLoader.
 
-    `failed`: what comes out of the queue, of an exception, where no pickle can hold the batch.
+    `failed`: makes, of the exception, what comes out of the queue if the batch cannot be pickled.
     """
 
     def __init__(self, actual: BaseContext, failed: Callable[[Exception], Any]) -> None:
@@ -81,7 +81,7 @@ class Ring:
     def _begin(self, owner: int, over: Any, failed: Callable[[Exception], Any]) -> None:
         self._owner, self.failed = owner, failed
         self.over = over
-        """An event that is set when the workers shall end."""
+        """An event that is set when the workers must exit."""
         self.late: list[_Queue] = []
         """Those that once had more to send than a worker's socket has room for."""
         self._end = self._largest = 0
@@ -132,7 +132,7 @@ class Ring:
             elif is_held or (fits and len(self._given) < len(self._asked) + _KEPT):
                 self._given.append(slot)
             else:
-                slot.memory.madvise(mmap.MADV_REMOVE)  # its pages go back
+                slot.memory.madvise(mmap.MADV_REMOVE)  # returns its pages to the system
         if found is not None:
             return self._asked.setdefault(found.offset, found)
         try:
@@ -171,7 +171,7 @@ class Ring:
         return message
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """As np.empty: memory for the batch that is asked for, and for nothing that lives longer."""
+        """As np.empty: memory for the requested batch, and for nothing that is used longer."""
         return np.empty(shape, dtype) if self._laying is None else self._laying.empty(shape, dtype)
 
     def answer(self, message: Any) -> bytes:

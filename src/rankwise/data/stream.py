@@ -4,8 +4,8 @@
     step = stream(Request(epoch, start, size, accumulate=1))    # this rank's share of [start, start + size) in the stream
 
 Each rank and worker reads the whole stream and keeps its share, so that the batches do not depend on how many there are, the
-tail is split like any other batch, and all know by themselves where an epoch ends. What costs time belongs into `collate_fn`,
-which sees this rank's share alone: let the stream yield file names, offsets or bytes, and decode them there.
+last batch is split like any other, and all know without a message where an epoch ends. Slow work belongs in `collate_fn`,
+which sees only this rank's share: let the stream yield file names, offsets or bytes, and decode them there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SKIPPED_AT_ONCE = 16  # samples that are held while a resume or another worker'
 
 
 class Step(NamedTuple):
-    """What one optimizer step takes."""
+    """The data of one optimizer step."""
 
     stop: int
     """The position after it."""
@@ -36,10 +36,10 @@ class Step(NamedTuple):
     micro_batches: list[Any]
 
     indices: Sequence[Sequence[int] | Indices]
-    """Of each micro-batch, which samples it is made of."""
+    """The samples of each micro-batch."""
 
     fresh: bool = True
-    """Whether there are samples in it that the epoch has not had before."""
+    """Whether it has samples that the epoch did not have before."""
 
 
 class Request(NamedTuple):
@@ -57,12 +57,12 @@ class Request(NamedTuple):
 class Stream:
     """A Request -> this rank's part of that step; None if the epoch is over there.
 
-    `dataset.set_epoch(epoch)` is called, where there is one, before each pass. A pass draws from random streams that are keyed
-    by (seed, epoch) and alike on all ranks and workers: a shuffle buffer may use them. torch's get_worker_info() is None inside
-    the dataset, so that one which splits itself by workers yields the whole too.
+    `dataset.set_epoch(epoch)` is called before each pass, if it exists. A pass draws from random streams that are keyed
+    by (seed, epoch) and equal on all ranks and workers: a shuffle buffer may use them. torch's get_worker_info() is None inside
+    the dataset, so that a dataset that divides itself by workers yields the whole stream too.
 
-    `own`: the stream is that of this rank alone: one that has ended where others go on is no error. With `repeat` it begins
-    again when it has ended, and never ends; `Step.last` is then true from the step on with which all of it was had.
+    `own`: only this rank has this stream, and it is not an error if it ends before those of others. With `repeat` it starts
+    again when it has ended; `Step.last` is then true from the step on that completes the first pass.
     """
 
     draws_nothing = False
@@ -81,7 +81,7 @@ class Stream:
         self._dataset = dataset
         self._is_own = own
         self._repeat = repeat
-        self._length: int | None = None  # of a pass, once it has ended
+        self._length: int | None = None  # the number of samples of a pass, once it has ended
         self._own_collate = collate_fn
         self._seed = seed
         self._rank = rank
@@ -91,9 +91,9 @@ class Stream:
         self._iterator: Iterator[Any] = iter(())
         self._pulled = 0  # samples of this pass, and those of them that are read ahead
         self._ahead: list[Any] = []
-        self._training = seeds.Aside()
-        self._own = seeds.Aside()  # between two requests in this process
-        self._beside_collate = seeds.Aside()
+        self._training = seeds.SavedStreams()
+        self._own = seeds.SavedStreams()  # between two requests in this process
+        self._beside_collate = seeds.SavedStreams()
 
     def anew(self, rank: int, world_size: int) -> Stream:
         """The same from the beginning, for another rank."""
@@ -108,14 +108,14 @@ class Stream:
         return type(self._dataset).__name__
 
     def here(self, request: Request) -> Step | None:
-        self._training.put()
+        self._training.save()
         try:
             if self._continues(request):
-                self._own.back()
+                self._own.restore()
             return self(request)
         finally:
-            self._own.put()
-            self._training.back()
+            self._own.save()
+            self._training.restore()
 
     def __call__(self, request: Request, empty: Empty | None = None) -> Step | None:
         epoch, start, size, accumulate = request
@@ -142,9 +142,9 @@ class Stream:
     def _check_not_empty(self, start: int, size: int) -> None:
         name = self.name
         if self._pulled == 0:
-            raise DataError(f"the dataset ({name}) is empty: its stream yields nothing")
+            raise DataError(f"the dataset ({name}) is empty: its stream yields no samples")
         if start == 0:
-            raise DataError(f"drop_last leaves nothing: the stream of {name} ends before a global batch of {size}")
+            raise DataError(f"drop_last drops all samples: the stream of {name} ends before a global batch of {size} is full")
         if not self._drop_last:
             raise DataError(
                 f"the stream of {name} ends after {self._pulled} samples, before position {start} of the checkpoint"
@@ -167,7 +167,7 @@ class Stream:
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
         with private_names.hidden_worker():
-            # Not iter(): a dataset that is its own iterator would begin anew each time that islice asks it for one.
+            # Not iter(): a dataset that is its own iterator would start again at each call of islice.
             self._iterator = (sample for sample in self._dataset)
 
     def _take(self, n: int) -> list[Any]:
@@ -200,9 +200,9 @@ class Stream:
         with Noted("in the collate function, of", range(start, start + len(samples)), self._dataset):
             if self._own_collate is None:
                 return collate(samples)
-            self._beside_collate.put()  # what it draws must not move the pass, of which other ranks collate other samples
+            self._beside_collate.save()  # its draws must not move the streams of the pass: other ranks collate other samples
             try:
                 seeds.seed_streams(seeds.derive(self._seed, epoch, start))
                 return self._own_collate(samples)
             finally:
-                self._beside_collate.back()
+                self._beside_collate.restore()

@@ -1,9 +1,9 @@
-"""Streams that are another one on each rank, and do not tell how long they are: all ranks take the same number of steps.
+"""Streams that differ between ranks and have no known length: all ranks take the same number of steps.
 
     for step in in_step(own_steps, "join", position=0, name="Speech", world_size=4): ...
 
-Each rank holds its next 8 steps and one more; once in 8 steps one small message says what each of these has on all ranks. So
-where the epoch ends is known beforehand, and a step itself costs no message.
+Each rank holds its next 8 steps and one more. Every 8 steps one small message compares these steps on all ranks. So the end
+of the epoch is known in advance, and a step itself costs no message.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ from rankwise.dist import comm
 from rankwise.errors import ConfigError, DataError
 
 POLICIES = ("join", "stop", "pad")
-"""What is done when some rank's stream has ended. join: it takes part with nothing, until all have ended: each sample once.
-stop: the epoch ends for all, and what the others have left is left out. pad: it begins its stream again until all have ended:
-each step is full on each rank, and what comes again counts like the rest."""
+"""What happens when the stream of a rank has ended. join: the rank takes part without samples until all have ended: each sample
+once. stop: the epoch ends on all ranks, and the remaining samples of the others are skipped. pad: the rank starts its stream
+again until all have ended: each step is full on each rank, and repeated samples count like the others."""
 
 _AHEAD = 8  # steps between two messages
 
 
 def check(policy: str | None, split_by_rank: bool, name: str, drop_last: bool) -> str | None:
-    """The policy of a stream that is split by rank, None for any other dataset. Raises ConfigError for what cannot be."""
+    """The policy of a stream that is split by rank, None for any other dataset. Raises ConfigError for a contradiction."""
     if not split_by_rank:
         if policy is not None:
             raise ConfigError(
-                f"uneven={policy!r} is for streams that are another one on each rank, and {name} is taken as the same on all, "
-                "of which each keeps its share; if it splits itself by rank, give it an attribute split_by_rank = True, else "
-                "leave uneven out"
+                f"uneven={policy!r} is only for streams that differ between ranks, and {name} is treated as the same on all; "
+                f"if {name} divides itself by rank, set split_by_rank = True, otherwise remove uneven"
             )
         return None
     if policy == "pad" and drop_last:
-        raise ConfigError("uneven='pad' fills each step, so drop_last leaves nothing out: leave one of the two out")
+        raise ConfigError("uneven='pad' fills every step, so drop_last has no effect; remove one of them")
     return policy or "join"
 
 
 def in_step(own: Iterator[Step], policy: str, position: int, name: str, world_size: int) -> Iterator[Step]:
-    """Collective, once in 8 steps. `own`: this rank's steps; what comes is as long on all ranks, by `policy`.
+    """Collective, once in 8 steps. `own`: this rank's steps. The result has the same number of steps on all ranks, by `policy`.
 
     `position`: samples that all ranks have taken of this epoch. Raises DataError on all ranks if they cannot begin.
     """
@@ -75,5 +74,9 @@ def _check_not_empty(first: Step | None, policy: str, name: str) -> None:
     empty = [rank for rank, none in enumerate(told) if none]
     if empty and (policy != "join" or len(empty) == len(told)):
         ranks = f"rank{'s' * (len(empty) > 1)} {', '.join(map(str, empty))}"
-        why = {"join": "", "stop": ": uneven='stop' leaves nothing", "pad": ": there is nothing to repeat there"}[policy]
+        why = {
+            "join": "",
+            "stop": ", so uneven='stop' ends the epoch at once",
+            "pad": ", so uneven='pad' has nothing to repeat",
+        }[policy]
         raise DataError(f"the stream of {name} yields nothing on {ranks}{why}")

@@ -3,7 +3,7 @@
 seed_everything(7)               # model initialisation: equal on all ranks
 seed_rank(7, rank=world.rank)    # dropout, augmentation: different on each rank
 state = rng_state();  set_rng_state(state)
-aside.put();  seed_streams(derive(7, epoch, sample));  ...;  aside.back()     # other random numbers in between
+saved.save();  seed_streams(derive(7, epoch, sample));  ...;  saved.restore()     # other random numbers in between
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
             device.set_rng_state(state[name].cpu())
 
 
-class Aside:
+class SavedStreams:
     """The streams of this process's CPU generators: saved, while something else may draw from them, and restored.
 
     Takes 2 us if nothing draws, 20 us with a `seed_streams` in between, and 100 us with the generators' own functions, which
@@ -115,21 +115,21 @@ class Aside:
     def __init__(self) -> None:
         self._streams: dict[str, _Python | _Numpy | _Torch] = {"python": _Python(), "numpy": _Numpy(), "torch": _Torch()}
 
-    def put(self) -> None:
+    def save(self) -> None:
         """Save the streams."""
         for stream in self._streams.values():
-            stream.take()
+            stream.save()
 
     def moved(self) -> frozenset[str]:
-        """The streams that were used or seeded since `put`."""
+        """The streams that were used or seeded since `save`."""
         return frozenset([name for name, stream in self._streams.items() if stream.moved()])
 
-    def back(self) -> frozenset[str]:
-        """Restore the streams that were used since `put`, and return their names."""
+    def restore(self) -> frozenset[str]:
+        """Restore the streams that were used since `save`, and return their names."""
         moved = []
         for name, stream in self._streams.items():
             if stream.moved():
-                stream.back()
+                stream.restore()
                 moved.append(name)
         return frozenset(moved)
 
@@ -141,7 +141,7 @@ class _Python:
         self._gaussian: float | None = None
         self._state: Any = None
 
-    def take(self) -> None:
+    def save(self) -> None:
         if (memory := generator_memory.of_python()) is None:
             self._state = random.getstate()
             return
@@ -154,7 +154,7 @@ class _Python:
             return bool(random.getstate() != self._state)
         return memory.place() != self._place or generator_memory.PYTHON.gauss_next != self._gaussian
 
-    def back(self) -> None:
+    def restore(self) -> None:
         if (memory := generator_memory.of_python()) is None:
             random.setstate(self._state)
         else:
@@ -168,7 +168,7 @@ class _Numpy:
         self._state: Any = None
         self._gaussian = True  # True if a second gaussian is cached, or if this is not known
 
-    def take(self) -> None:
+    def save(self) -> None:
         memory = generator_memory.of_numpy()
         if self._gaussian or memory is None or memory.place() != self._place:  # else nothing was drawn since the last save
             self._state = np.random.get_state(legacy=True)
@@ -185,7 +185,7 @@ class _Numpy:
         _, words, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
         return rest != list(self._state[2:]) or not np.array_equal(words, self._state[1])
 
-    def back(self) -> None:
+    def restore(self) -> None:
         if self._gaussian or (memory := generator_memory.of_numpy()) is None:
             np.random.set_state(self._state)
         else:
@@ -198,7 +198,7 @@ class _Torch:
         self._place = b""
         self._state = torch.empty(0)
 
-    def take(self) -> None:
+    def save(self) -> None:
         memory = generator_memory.of_torch()
         if memory is None or memory.place() != self._place:
             self._state = torch.default_generator.get_state()
@@ -209,7 +209,7 @@ class _Torch:
             return memory.place() != self._place
         return not torch.equal(torch.default_generator.get_state(), self._state)
 
-    def back(self) -> None:
+    def restore(self) -> None:
         torch.default_generator.set_state(self._state)
         if (memory := generator_memory.of_torch()) is not None:
             self._place = memory.place()  # a used second gaussian may leave some bytes behind

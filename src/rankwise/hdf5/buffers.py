@@ -1,4 +1,4 @@
-"""Memory of batches that nobody holds any more, used again: the pages of a new array cost as much as the gather into it.
+"""Memory of batches, used again when nobody holds it: the pages of a new array cost as much as the gather into it.
 
 buffers = Buffers()
 out = buffers.empty((32, 1500, 40), np.dtype("float32"))     # as np.empty; may be given to torch.from_numpy
@@ -23,7 +23,7 @@ _SPARE = 1.25  # batches of uneven length grow
 
 class Buffers:
     """An array is free when its memory has no other holder: a tensor, a view or a slice of it is one. Threads may share it; a
-    forked process begins with none, as it would copy each page that it writes."""
+    forked process starts without arrays, because it would copy each page that it writes."""
 
     def __init__(self) -> None:
         self._begin()
@@ -63,4 +63,4 @@ def _holders(arrays: list[npt.NDArray[np.uint8]]) -> list[int]:
 
 
 _ALONE = _holders([np.empty(0, np.uint8)])[0]
-"""What it is for an array that only the list holds: interpreters count their own references differently."""
+"""The count of an array that only the list holds: interpreters count their own references differently."""

@@ -1,7 +1,7 @@
-"""CRC-32 of each 8 MB of a dataset, kept in the file: /rankwise/crc32/<dataset>. Rows that lie end to end have no other check.
+"""CRC-32 of each 8 MB of a dataset, kept in the file: /rankwise/crc32/<dataset>. Contiguous rows have no other check.
 
 sums = [crc32(piece) for piece in pieces(file, offset, length)]
-verify("train.h5")                     # DataError where a byte is not what was written
+verify("train.h5")                     # DataError if a byte is not what was written
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HOME = f"{OURS}/crc32"
 
 
 def pieces(file: Any, offset: int, length: int) -> Iterator[bytes]:
-    """Of a part of a file, one after the other; the last may be shorter, and shorter than it should be where the file ends."""
+    """Of a part of a file, one after the other; the last may be shorter, and too short if the file ends."""
     file.seek(offset)
     while length > 0:
         piece = file.read(min(PIECE, length))
@@ -30,7 +30,7 @@ def pieces(file: Any, offset: int, length: int) -> Iterator[bytes]:
 
 
 def verify(path: str) -> int:
-    """Read all that has checksums; the bytes read. Raises DataError for damage, by its dataset and place."""
+    """Read all that has checksums; returns the bytes read. Raises DataError for corrupted data, with its dataset and place."""
     with opened(path) as file:
         known: dict[str, Any] = {}
         if HOME in file:
@@ -47,7 +47,7 @@ def verify(path: str) -> int:
                 if number >= len(sums) or zlib.crc32(piece) != sums[number]:
                     at = place.offset + number * PIECE
                     raise DataError(
-                        f"{path} is corrupted: of {name} the bytes {at} to {at + len(piece) - 1} of the file are not those "
-                        f"that were written ({size(number * PIECE)} into it): copy or make it again"
+                        f"{path} is corrupted: bytes {at} to {at + len(piece) - 1} of the file, {size(number * PIECE)} into "
+                        f"{name}, are not those that were written; copy the file or create it again"
                     )
     return read

@@ -36,7 +36,7 @@ class Column(Protocol):
 
     @property
     def blocks(self) -> tuple[int, int] | None:
-        """(samples that are read together, how many such blocks are kept); None where rows are read one by one."""
+        """(samples that are read together, how many such blocks are kept); None if rows are read one by one."""
 
     @property
     def sample_bytes(self) -> float:
@@ -44,7 +44,7 @@ class Column(Protocol):
 
     @property
     def lengths(self) -> Lengths:
-        """Rows of each sample, over all files; only where `uneven`."""
+        """Rows of each sample, over all files; only if `uneven`."""
 
     def sample(self, index: int, file: int, within: int) -> tuple[Any, Any]:
         """(a sample, its length): its number over all files, and in its file."""
@@ -68,8 +68,8 @@ class Column(Protocol):
 
 
 def alike(layouts: Sequence[FileLayout]) -> list[FileLayout]:
-    """The same; a field with lengths in some file has them in all, though the samples of one happen to be of one length. Raises
-    DataError where a file has other fields than the first, or other types or shapes."""
+    """The same layouts; a field with lengths in some file gets them in all, even if all samples of a file have the same length.
+    Raises DataError if a file has other fields than the first, or other types or shapes."""
     uneven = {name for layout in layouts for name, field in layout.fields.items() if field.lengths is not None}
     found = []
     for layout in layouts:
@@ -81,7 +81,7 @@ def alike(layouts: Sequence[FileLayout]) -> list[FileLayout]:
             kinds = [_kind(each.fields.get(name)) for each in (first, other)]
             if kinds[0] != kinds[1]:
                 files = f"{kinds[0]} in {first.file} and {kinds[1]} in {other.file}"
-                raise DataError(f"{name} is {files}: name files that are alike")
+                raise DataError(f"{name} is {files}; give files that have the same fields")
     return found
 
 
@@ -118,7 +118,7 @@ def _dtype_of(stored: Stored) -> np.dtype[Any]:
 
 
 def _are_mapped(fields: Sequence[Field]) -> bool:
-    return any(field.stored.is_mapped and not field.stored.is_text for field in fields)  # of a file without rows it is none
+    return any(field.stored.is_mapped and not field.stored.is_text for field in fields)  # a file without rows has no map
 
 
 def _with_files(indices: Indices, parts: Parts) -> Iterator[tuple[int, int]]:
@@ -130,12 +130,12 @@ def _with_files(indices: Indices, parts: Parts) -> Iterator[tuple[int, int]]:
 
 
 def _tensor(array: Array) -> Any:
-    """Strings stay what they are, in lists."""
+    """Strings stay strings, in lists."""
     return array.tolist() if array.dtype == object else torch.from_numpy(array)
 
 
 class EvenColumn:
-    """One row a sample."""
+    """One row per sample."""
 
     uneven = False
 
@@ -182,7 +182,7 @@ class EvenColumn:
 
 
 class UnevenColumn:
-    """Several rows a sample, or none."""
+    """Any number of rows per sample."""
 
     uneven = True
 

@@ -30,10 +30,10 @@ from rankwise.host.arguments import MAPPING, PATH, TEXT, Argument, takes
 from rankwise.host.text import count, listed
 
 _TOGETHER_BYTES, _TOGETHER = 1 << 16, 1024
-"""Blocks of a file whose rows are read one by one: a disk reads so much at once as fast as it can."""
+"""Blocks of a file whose rows are read one by one: a disk reads as much at once at full speed."""
 
 _LARGE_BYTES = 4096
-"""Of a sample that is a page or more it is faster to ask the kernel for each than to wait for each."""
+"""From this size of a sample (a page) on, it is faster to ask the kernel for each sample than to wait for each."""
 
 _FILES = Argument(
     lambda v: isinstance(v, str | os.PathLike) or (isinstance(v, Sequence) and len(v) > 0),
@@ -47,20 +47,20 @@ class HDF5Dataset:
     """Samples of one or more files, in their order: of ordinary HDF5, of `HDF5Writer`'s, or of RETURNN's HDFDataset.
 
     `files`: a path, a pattern, or a list of paths. A sample and a batch are mappings of tensors by the names of the fields, and
-    lists of str where a field holds strings; with `fields`, a list of names, tuples in that order; with one name, the bare
-    tensor. A field of which samples have different lengths is padded in a batch (with `pad`, a number or numbers by field) to
-    samples x longest x ..., and `<name>_lengths`, int64, is a field beside it. Where these lengths are is known of our own
-    files and RETURNN's; elsewhere `lengths` says it: {"features": "feature_lengths"}. `length_of`: the field whose lengths
+    lists of str if a field holds strings; with `fields`, a list of names, tuples in that order; with one name, only the
+    tensor. A field whose samples have different lengths is padded in a batch (with `pad`, a number or numbers by field) to
+    samples x longest x ..., and `<name>_lengths`, int64, is another field. In files of HDF5Writer and RETURNN rankwise finds
+    these lengths; for other files give `lengths`: {"features": "feature_lengths"}. `length_of`: the field whose lengths
     `lengths` has, for batches by length; by default the first that has any. Paths may be URLs that fsspec reaches. `cache`: a
     folder of this machine to which each file is copied first, once for all processes (rankwise.files.FileCache): for slow file
-    systems, and for URLs, which without it are read as compressed files are.
+    systems, and for URLs, which are otherwise read like compressed files.
 
-    Rows that lie end to end in a file (as HDF5 stores what is neither chunked nor compressed) are gathered from a map of it;
-    others are read by whole chunks, of which the last 64 MB of each field are kept. In memory are 16 bytes for each sample and
-    field with lengths, up to four batches, whose memory is used again when nobody holds it, and all strings of a field that was
-    asked for. Any process and thread may read.
+    Contiguous rows of a file (HDF5 stores data so if it is neither chunked nor compressed) are gathered from a map of the file;
+    others are read by whole chunks, and the last 64 MB of each field are kept. Memory holds 16 bytes for each sample and field
+    with lengths, up to four batches (used again when nobody holds them), and all strings of a field that was read. Any process
+    and thread may read.
 
-    Raises DataError for files that do not hold together, when it is made; ConfigError for arguments that do not fit.
+    The constructor raises DataError for inconsistent files, and ConfigError for arguments that do not fit.
     """
 
     draws_nothing = True
@@ -86,7 +86,7 @@ class HDF5Dataset:
         self._starts = np.cumsum([0, *(layout.samples for layout in layouts)])
         self._samples = int(self._starts[-1])
         if self._samples == 0:
-            raise DataError(f"{listed((layout.file for layout in layouts), 3)}: there is no sample in it")
+            raise DataError(f"{listed((layout.file for layout in layouts), 3)}: the dataset has no samples")
         of = dict(pad) if isinstance(pad, Mapping) else dict.fromkeys(layouts[0].fields, pad)
         self._columns = {name: column(name, layouts, of.get(name, 0)) for name in layouts[0].fields}
         self._given = self._named(asked)
@@ -94,14 +94,14 @@ class HDF5Dataset:
 
     @contextlib.contextmanager
     def _named_by_source(self) -> Iterator[None]:
-        """An error that names a copy names the file that it is of."""
+        """An error about a cached copy names the original file."""
         try:
             yield
         except DataError as error:
             raise DataError(self._cache.sources_in(str(error)) if self._cache is not None else str(error)) from None
 
     def _named(self, asked: Sequence[str] | None) -> dict[str, tuple[str, bool]]:
-        """What a batch has, by its name: (the field, whether it is its lengths)."""
+        """The entries of a batch, by name: (the field, whether the entry is its lengths)."""
         if asked is None:
             every: dict[str, tuple[str, bool]] = {}
             for name, one in self._columns.items():
@@ -112,7 +112,7 @@ class HDF5Dataset:
         found = {name: (name, False) if name in self._columns else (name.removesuffix(LENGTHS_SUFFIX), True) for name in asked}
         for name, (field, is_lengths) in found.items():
             if is_lengths and not self._columns[field].uneven:
-                raise ConfigError(f"fields has {name}, and all samples of {field} are of one length: leave {name} out")
+                raise ConfigError(f"fields has {name}, but all samples of {field} have the same length; remove {name}")
         return found
 
     def _with_lengths(self, asked: str | None) -> Column | None:
@@ -126,9 +126,9 @@ class HDF5Dataset:
 
     @property
     def lengths(self) -> Lengths:
-        """One number a sample, int64. There is no such attribute where all samples are of one length."""
+        """One number per sample, int64. This attribute does not exist if all samples have the same length."""
         if self._length_of is None:
-            raise AttributeError("lengths: all samples of this dataset are of one length")
+            raise AttributeError("lengths: all samples of this dataset have the same length")
         return self._length_of.lengths
 
     @property
@@ -146,7 +146,7 @@ class HDF5Dataset:
         return max(int(_TOGETHER_BYTES // max(one.sample_bytes for one in self._columns.values())), 1), _TOGETHER
 
     def __getitem__(self, index: Any) -> Any:
-        """A sample as it is stored; of a list, an array or a slice a batch. Raises IndexError."""
+        """A sample as it is stored; for a list, an array or a slice a batch. Raises IndexError."""
         if isinstance(index, int | np.integer):
             [at] = self._checked(np.array([index]))
             file = int(np.searchsorted(self._starts, at, "right")) - 1
@@ -156,7 +156,7 @@ class HDF5Dataset:
         return self.read_batch(self._checked(np.asarray(index, dtype=np.int64).reshape(-1)))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """A list of samples, for a DataLoader of torch's; `collate` makes a batch of them."""
+        """A list of samples, for torch's DataLoader; `collate` makes a batch of them."""
         return [self[index] for index in indices]
 
     def read_batch(self, indices: Indices, empty: Empty | None = None) -> Any:
@@ -210,8 +210,8 @@ class HDF5Dataset:
         )
 
     def verify(self) -> int:
-        """Read all that has checksums, which `HDF5Writer` leaves; the bytes read. Raises DataError for what is not as it was
-        written, by its file and place."""
+        """Read all that has checksums (`HDF5Writer` writes them); returns the bytes read. Raises DataError for corrupted data,
+        with its file and place."""
         with self._named_by_source():
             return sum(verify(path) for path in self._files)
 
@@ -228,7 +228,7 @@ class HDF5Dataset:
     def _checked(self, indices: Indices) -> Indices:
         """Negative ones from the end on."""
         if len(indices) and not (-self._samples <= indices.min() and indices.max() < self._samples):
-            raise IndexError(f"samples {indices.min()} to {indices.max()} of a dataset of {self._samples}")
+            raise IndexError(f"samples {indices.min()} to {indices.max()} are not in a dataset of {self._samples} samples")
         return np.where(indices < 0, indices + self._samples, indices)
 
     def __repr__(self) -> str:
@@ -248,5 +248,5 @@ def _paths(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> 
     else:
         found = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - the whole path is a pattern
     if not found:
-        raise DataError(f"no file is called like {path}")
+        raise DataError(f"no file matches {path}")
     return found

@@ -1,11 +1,11 @@
-"""What an HDF5 file holds for training: its fields, how many samples, and where their rows lie.
+"""What an HDF5 file holds for training: its fields, the number of samples, and where their rows are.
 
     layout = read("train.h5", fields=None, lengths={})
     layout.samples, layout.fields["image"].stored.shape
 
-Two kinds of files are known: ordinary ones, of which each dataset is a field, and RETURNN's (returnn.py). Of a field whose
-samples have different lengths all rows lie end to end, and another dataset says how many each sample has. In files that
-HDF5Writer has written these are in a group of our own, /rankwise/lengths.
+There are two kinds of files: ordinary ones, in which each dataset is a field, and RETURNN's (returnn.py). If the samples of a
+field have different lengths, all its rows are stored end to end, and another dataset has the number of rows per sample. In
+files of HDF5Writer these datasets are in the group /rankwise/lengths.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from rankwise.files.remote import RemoteFile, is_remote
 from rankwise.host.text import count, listed
 
 OURS = "rankwise"
-"""The group of our own in a file."""
+"""The group of rankwise in a file."""
 
 LENGTHS_SUFFIX = "_lengths"
-"""`features_lengths` is what a batch calls the lengths of `features`."""
+"""In a batch, `features_lengths` are the lengths of `features`."""
 
 Lengths = npt.NDArray[np.int64]
 
@@ -51,10 +51,10 @@ class Stored:
     dtype: np.dtype[Any]
     is_text: bool
     offset: int | None
-    """In the file, where all rows lie end to end; None where they are in chunks or nowhere."""
+    """In the file, if all rows are stored end to end; None if they are in chunks or nowhere."""
 
     chunk_rows: int
-    """Rows of a chunk; 0 for what is not in chunks."""
+    """Rows per chunk; 0 if the dataset has no chunks."""
 
     rows_of_entry: int = 1
     """Of what the first axis of the dataset itself counts: more than one where a row here is part of a row there."""
@@ -82,14 +82,14 @@ class Stored:
 
 @dataclass(frozen=True)
 class Field:
-    """What a batch has under one name."""
+    """One entry of a batch."""
 
     stored: Stored
     lengths: Lengths | None = None
-    """How many rows each sample has; None: one row a sample."""
+    """How many rows each sample has; None: one row per sample."""
 
     ends: Lengths | None = None
-    """Behind which row each sample ends."""
+    """The row after which each sample ends."""
 
     axes: tuple[Stored, Lengths] | None = None
     """Where a sample's rows are several axes in one, row by row: the lengths of these axes, and how many each sample has."""
@@ -117,11 +117,11 @@ class FileLayout:
 
 
 def need_h5py() -> ModuleType:
-    """Raises ConfigError where it is not installed."""
+    """Raises ConfigError if it is not installed."""
     try:
         return import_module("h5py")
     except ImportError:
-        raise ConfigError("HDF5 files are read and written by h5py, which is not installed: pip install h5py") from None
+        raise ConfigError("HDF5 files need h5py, which is not installed; type: pip install h5py") from None
 
 
 def nbytes(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
@@ -130,13 +130,13 @@ def nbytes(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[Any]:
-    """An h5py.File to read. Raises DataError, which names the file, for what is none or has damage."""
+    """An h5py.File to read. Raises DataError, with the name of the file, if it is not an HDF5 file or is corrupted."""
     with explained(path), open_file(path) as file:
         yield file
 
 
 def open_file(path: str) -> Any:
-    """A file system without locks is no reason not to read."""
+    """Files on a file system without locks can be read, too."""
     h5py = need_h5py()
     if not is_remote(path):
         return h5py.File(path, "r", locking="best-effort", rdcc_nbytes=0)  # whole chunks are read, once
@@ -154,20 +154,20 @@ _remote: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @atexit.register
 def _close_remote() -> None:
-    """Those that are open when the interpreter has gone end the process by a signal (h5py 3.16)."""
+    """Files that are still open when the interpreter exits kill the process by a signal (h5py 3.16)."""
     for file in list(_remote):
         file.close()
 
 
 @contextlib.contextmanager
 def explained(path: str) -> Iterator[None]:
-    """What h5py raises inside is a DataError that names the file."""
+    """Turns h5py's exceptions into a DataError with the name of the file."""
     try:
         yield
     except BlockingIOError:
-        raise DataError(f"{path} is being written: another program has it open; wait until that has closed it") from None
+        raise DataError(f"{path} is being written: another program has it open; wait until it closes the file") from None
     except IsADirectoryError:
-        raise DataError(f"{path} is a folder: name the files in it, for example '{path}/*.h5'") from None
+        raise DataError(f"{path} is a folder; give the files in it, for example '{path}/*.h5'") from None
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such file") from None
     except (OSError, RuntimeError, KeyError, ValueError) as error:
@@ -179,16 +179,16 @@ def _explained(error: Exception) -> str:
     if "signature not found" in text:
         return "is not an HDF5 file"
     if "truncated file" in text:
-        return f"is truncated, its end is missing: copy or make it again ({text})"
+        return f"is truncated; copy it or create it again ({text})"
     if isinstance(error, OSError) and error.errno:
         return f"cannot be read: {errno.errorcode.get(error.errno, '')} {text}"
-    return f"is corrupted, or was not closed by what wrote it: copy or make it again ({text})"
+    return f"is corrupted, or its writer did not close it; copy it or create it again ({text})"
 
 
 def read(path: str, fields: Sequence[str] | None, lengths: Mapping[str, str]) -> FileLayout:
     """`fields`: the names of those to read (`features_lengths` stands for `features`), None for all. `lengths`: by the
-    name of a field, that of the dataset with its lengths. Nothing but lengths is read. Raises DataError for a file that does
-    not hold together."""
+    name of a field, the name of the dataset with its lengths. Only lengths are read. Raises DataError for an inconsistent
+    file."""
     from rankwise.hdf5 import returnn
 
     with opened(path) as file:
@@ -198,15 +198,15 @@ def read(path: str, fields: Sequence[str] | None, lengths: Mapping[str, str]) ->
             _check_lengths(path, name, field)
     if len(set(samples.values())) > 1:
         raise DataError(
-            f"{path}: its datasets differ in their samples: {listed((f'{k} {n}' for k, n in samples.items()), _SHOWN)}; name "
-            "those that belong together, fields=[...], and for one with many rows a sample where their numbers are, "
-            "lengths={'features': 'feature_lengths'}"
+            f"{path}: its datasets have different numbers of samples: "
+            f"{listed((f'{k} {n}' for k, n in samples.items()), _SHOWN)}; give fields=[...] that belong together; for several "
+            "rows per sample give lengths={'features': 'feature_lengths'}"
         )
     return FileLayout(path, next(iter(samples.values())), found)
 
 
 def stored(file: Any, path: str, name: str) -> Stored:
-    """Raises DataError for what is no dataset of numbers or strings."""
+    """Raises DataError if it is not a dataset of numbers or strings."""
     h5py = need_h5py()
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
@@ -214,21 +214,21 @@ def stored(file: Any, path: str, name: str) -> Stored:
         raise DataError(f"{path}: the dataset {name} is {what}; there {_there(file)}")
     is_text = dataset.dtype.kind == "S" or h5py.check_string_dtype(dataset.dtype) is not None
     if not is_text and dataset.dtype.newbyteorder("=") not in _NUMBERS:
-        raise DataError(f"{path}: {name} is of type {dataset.dtype}: numbers, bool and strings are read, nothing else")
+        raise DataError(f"{path}: {name} has the type {dataset.dtype}; only numbers, bool and strings can be read")
     if dataset.ndim == 0:
-        raise DataError(f"{path}: {name} is a single value: a field has one row a sample, or more")
+        raise DataError(f"{path}: {name} is a single value; a field has one or more rows per sample")
     chunk_rows = dataset.chunks[0] if dataset.chunks else 0
-    # Of an external or empty dataset there is no offset, or one that means nothing.
+    # An external or empty dataset has no offset, or a meaningless one.
     offset = dataset.id.get_offset() if not dataset.external and dataset.dtype.kind != "O" else None
     return Stored(path, name, dataset.shape, dataset.dtype, is_text, offset, chunk_rows)
 
 
 def lengths_in(file: Any, path: str, name: str) -> npt.NDArray[Any]:
-    """One number a sample."""
+    """One number per sample."""
     dataset = stored(file, path, name)
     if len(dataset.shape) != 1 or dataset.dtype.kind not in "iu":
         kind = "x".join(map(str, dataset.shape))
-        raise DataError(f"{path}: {name} should have one integer a sample, and is {kind} of {dataset.dtype}")
+        raise DataError(f"{path}: {name} must have one integer per sample, but is {kind} of {dataset.dtype}")
     found: npt.NDArray[Any] = file[name][...]
     return found
 
@@ -239,10 +239,10 @@ def _check_lengths(path: str, name: str, field: Field) -> None:
     rows = field.stored.shape[0]
     if len(field.lengths) and field.lengths.min() < 0:
         at = int(field.lengths.argmin())
-        raise DataError(f"{path}: the length of sample {at} of {name} is {field.lengths[at]}")
+        raise DataError(f"{path}: the length of sample {at} of {name} is {field.lengths[at]}; lengths must be 0 or more")
     if field.total != rows:
         raise DataError(
-            f"{path}: {name} has {count(rows, 'row')} ({field.stored.name}), and the lengths of its samples add up to "
+            f"{path}: {name} has {count(rows, 'row')} ({field.stored.name}), but the lengths of its samples add up to "
             f"{field.total}"
         )
 
@@ -258,7 +258,7 @@ def _plain(file: Any, path: str, fields: Sequence[str] | None, lengths: Mapping[
     of = {**_our_lengths(ours), **lengths}
     names = bases(fields, file.__contains__) if fields is not None else _names(file, ours, set(of.values()))
     if not names:
-        raise DataError(f"{path} has no dataset at its top; there {_there(file)}: name them, fields=['group/name']")
+        raise DataError(f"{path} has no dataset at its top; there {_there(file)}; give fields=['group/name']")
     return {name: _field(file, path, name, of.get(name)) for name in names}
 
 
@@ -272,7 +272,7 @@ def _our_lengths(ours: Any) -> dict[str, str]:
 
 
 def _names(file: Any, ours: Any, taken: set[str]) -> list[str]:
-    """As they were written, where we wrote them; else all datasets at the top with an axis."""
+    """As HDF5Writer wrote them; otherwise all datasets at the top that have an axis."""
     if ours is not None and "fields" in ours.attrs:
         return [str(name) for name in ours.attrs["fields"]]
     return [name for name, item in file.items() if getattr(item, "shape", ()) and name not in taken]

@@ -3,8 +3,8 @@
     tell = ReadAhead(lambda indices: [Ranges(rows, offsets, sizes)], in_blocks=False)
     tell(np.array([3, 1, 4]))
 
-Of random rows of a map each page that is missing stops the reader until the disk has it; of what was asked for the disk reads
-many at once. Nothing that is read depends on it.
+When random rows of a map are read, each missing page stops the reader until the disk has read it; the disk reads many pages
+at once if the kernel is asked before. The data that is read does not depend on it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 
 _PROBES = 4  # ranges that are looked at; 3 us each
-_BELIEVED = 16  # calls after one that found something missing: of a file that is half in the cache a look may find nothing
+_BELIEVED = 16  # calls after one that found something missing: if half of a file is in the cache, a look may find nothing
 _WARM, _SELDOM = 8, 16
 """After so many looks that found nothing missing, one call in so many looks."""
 
@@ -67,7 +67,7 @@ class ReadAhead:
         try:
             step = -(-len(ranges.offsets) // _PROBES)
             missing = is_missing(ranges.rows.path, ranges.offsets[self._turn % step :: step])
-        except OSError:  # a file system that does not tell what is cached; of a file that is gone the gather raises
+        except OSError:  # a file system that does not report what is cached; if the file is gone, the gather raises
             self._is_of_use, self._believed = False, 0
             return
         self._believed = _BELIEVED if missing else max(self._believed - 1, 0)
@@ -75,7 +75,7 @@ class ReadAhead:
 
 
 def is_missing(path: str, offsets: Numbers) -> bool:
-    """Whether one of these bytes of a file is not in the kernel's cache. Raises OSError where that cannot be told."""
+    """Whether one of these bytes of a file is not in the kernel's cache. Raises OSError if that is unknown."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # not kept: a dataset may have a thousand files
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # so that a look reads no neighbours of what is missing

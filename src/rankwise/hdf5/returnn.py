@@ -2,7 +2,7 @@
 
     /inputs  /targets/data/KEY  /targets/size (attributes)  /seqLengths (samples x keys)  /seqTags
 
-Fields are `data` (the inputs), the targets by their keys, and `tag`. Every one but `tag` has as many rows a sample as its
+Fields are `data` (the inputs), the targets by their keys, and `tag`. Every one but `tag` has as many rows per sample as its
 column of seqLengths says: the first is the inputs', then the targets' in the order of their sorted keys.
 """
 
@@ -26,8 +26,8 @@ def is_one(file: Any) -> bool:
     """Raises DataError for RETURNN's other kind of files."""
     if "seq_names" in file and "streams" in file:
         raise DataError(
-            f"{file.filename} is a file of RETURNN's NextGenHDFDataset, a dataset for each sequence, which is not read; write "
-            "it again with rankwise.hdf5.HDF5Writer, or by RETURNN as an HDFDataset"
+            f"{file.filename} is a file of RETURNN's NextGenHDFDataset (a dataset per sequence), which cannot be read; write "
+            "it again with rankwise.hdf5.HDF5Writer, or with RETURNN as an HDFDataset"
         )
     return "seqLengths" in file and ("inputs" in file or "targets/data" in file)
 
@@ -55,7 +55,7 @@ def fields_of(file: Any, path: str, fields: Sequence[str] | None) -> dict[str, F
 
 def _check_known(path: str, fields: Sequence[str] | None, known: Sequence[str]) -> None:
     if unknown := [name for name in fields or () if name not in known]:
-        raise DataError(f"{path} has no field {unknown[0]}; it is a file of RETURNN's with {listed(known)}")
+        raise DataError(f"{path} has no field {unknown[0]}; the fields of this file of RETURNN are {listed(known)}")
 
 
 def _columns(file: Any, path: str, keys: int) -> npt.NDArray[Any]:
@@ -65,20 +65,20 @@ def _columns(file: Any, path: str, keys: int) -> npt.NDArray[Any]:
     width = lengths.shape[1]
     is_dummy = "targets" not in file and width == keys + 1  # a column for `classes`, though there are no targets
     if width != keys and not is_dummy:
-        raise DataError(f"{path}: seqLengths has {width} columns for {keys} datasets: the file does not hold together")
+        raise DataError(f"{path}: seqLengths has {width} columns for {keys} datasets: the file is inconsistent; write it again")
     return lengths
 
 
 def _check_columns(path: str, found: dict[str, Field]) -> None:
-    """hdf_dump may order its columns by other names than readers do: their sums show it."""
+    """hdf_dump may sort its columns by other names than readers do: the sums of the columns show it."""
     rows = {key: field.stored.shape[0] for key, field in found.items()}
     sums = {key: field.total for key, field in found.items()}
     wrong = [key for key in found if rows[key] != sums[key]]
     if len(wrong) > 1 and sorted(rows[key] for key in wrong) == sorted(sums[key] for key in wrong):
         raise DataError(
-            f"{path}: the columns of seqLengths stand in the wrong order: "
-            f"{listed(f'{key} has {rows[key]} rows and lengths for {sums[key]}' for key in wrong)}; readers take the targets "
-            "in the order of their sorted names: write the file again with targets named so"
+            f"{path}: the columns of seqLengths are in the wrong order: "
+            f"{listed(f'{key} has {rows[key]} rows and lengths for {sums[key]}' for key in wrong)}; readers sort targets "
+            "by name: write the file again with sorted names"
         )
 
 

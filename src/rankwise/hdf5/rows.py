@@ -4,8 +4,8 @@
     rows.take(np.array([7, 3, 7]), out)           # three rows
     rows.copy([10, 40], [3, 5], out)              # rows 10 to 12 into out[0, :3], 40 to 44 into out[1, :5]
 
-Nothing is opened before the first row is asked for, in the process that asks. No handle of h5py's crosses a fork, and nothing
-that is open a pickle.
+Nothing is opened before the first row is asked for, in the process that asks. No handle of h5py is used after a fork, and no
+open file is pickled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rankwise.hdf5.read_ahead import Ranges
 
 Array = npt.NDArray[Any]
 
-_BLOCK_BYTES = 1 << 20  # read at once from what is neither mapped nor in chunks
+_BLOCK_BYTES = 1 << 20  # read at once if a dataset is neither mapped nor in chunks
 _KEPT_BYTES = 64 << 20  # of blocks that were read, for each dataset and process
 
 
@@ -38,10 +38,10 @@ class Rows(Protocol):
         """Rows by their numbers, which are within the dataset, into all of `out`, which is returned."""
 
     blocks: tuple[int, int] | None
-    """(rows that are read together, how many such blocks are kept); None where rows are read one by one."""
+    """(rows that are read together, how many such blocks are kept); None if rows are read one by one."""
 
     def copy(self, starts: Sequence[int], lengths: Sequence[int], out: Array | Sequence[Array]) -> None:
-        """So many rows from each start on, into the beginning of each of `out`."""
+        """The given number of rows from each start on, into the beginning of each of `out`."""
 
     def ranges(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> Ranges | None:
         """Where in the file these runs of rows are, in ascending order; None if they are not gathered from a map."""
@@ -63,8 +63,8 @@ def _block_rows(stored: Stored) -> int:
 
 
 class KeptBlocks:
-    """The blocks of rows that were used last, `most` of all files together. Threads may share it; there is no lock, as a fork
-    could leave one locked for ever."""
+    """The blocks of rows that were used last, `most` of all files together. Threads may share it; there is no lock, because
+    a fork could leave it locked for ever."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -119,8 +119,8 @@ class _Lazy(ABC):
 
 
 class MappedRows(_Lazy):
-    """Rows end to end in the file. Its length is looked at before each gather: to read a map behind the end of a file that was
-    cut meanwhile would end the process (SIGBUS)."""
+    """Rows end to end in the file. Its length is checked before each gather: if the file was shortened meanwhile, reading the
+    map behind its end would kill the process (SIGBUS)."""
 
     blocks: tuple[int, int] | None = None
 
@@ -157,7 +157,7 @@ class MappedRows(_Lazy):
             mapped.madvise(mmap.MADV_RANDOM)
         for offset, size in ranges:
             begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
-            with contextlib.suppress(OSError, ValueError):  # advice: of a file that was cut the gather raises
+            with contextlib.suppress(OSError, ValueError):  # only advice: if the file was shortened, the gather raises
                 mapped.madvise(mmap.MADV_WILLNEED, begin, offset + size - begin)
 
     def _checked(self) -> Array:
@@ -166,8 +166,8 @@ class MappedRows(_Lazy):
         if (size := mapped.size() if mapped is not None else 0) < self._end:
             stored = self._stored
             raise DataError(
-                f"{stored.file} was cut to {size} bytes since it was opened, and {stored.name} ends at byte {stored.end}: copy "
-                "or make it again, under another name and then renamed, so that nobody reads half of it"
+                f"{stored.file} was shortened to {size} bytes after it was opened, and {stored.name} ends at byte "
+                f"{stored.end}; make it again under another name and rename it, so nobody reads half a file"
             )
         return rows
 
@@ -184,8 +184,8 @@ class MappedRows(_Lazy):
 
 
 class BlockRows(_Lazy):
-    """Rows of a dataset in chunks (compressed, for example), or that was never written: read a block at a time, whole chunks,
-    of which those used last are kept."""
+    """Rows of a dataset in chunks (compressed, for example), or one that was never written: read one block of whole chunks at a
+    time; the blocks that were used last are kept."""
 
     _crosses_forks = False
 
@@ -201,7 +201,7 @@ class BlockRows(_Lazy):
         order = np.argsort(blocks, kind="stable")
         numbers, begins = np.unique(blocks[order], return_index=True)
         groups = zip(numbers.tolist(), begins.tolist(), np.append(begins, len(order))[1:].tolist(), strict=True)
-        # Those that are kept first: a new one may take the place of one that is needed still.
+        # First those that are kept: a new one may replace one that is still needed.
         for number, begin, end in sorted(groups, key=lambda group: (self._stored.file, group[0]) not in self._kept):
             here = order[begin:end]
             out[here] = self._block(number)[within[here]]
@@ -228,8 +228,8 @@ class BlockRows(_Lazy):
         except (OSError, RuntimeError) as error:
             text = " ".join(str(error).split())
             raise DataError(
-                f"{self._stored.file}: rows {start} to {stop - 1} of {self._stored.name} cannot be read: copy or make the file "
-                f"again ({text})"
+                f"{self._stored.file}: rows {start} to {stop - 1} of {self._stored.name} cannot be read; copy the file or "
+                f"create it again ({text})"
             ) from None
         block = block.astype(self._native, copy=False)
         self._kept.add((self._stored.file, number), block)

@@ -1,11 +1,11 @@
-"""HDF5 files of samples, written one sample at a time: whole under their name, or not there.
+"""HDF5 files of samples, written one sample at a time: the file is complete, or it does not exist.
 
     with HDF5Writer("train.h5") as writer:
         for image, label in images:
             writer.add(image=image, label=label)
 
-What was added lies in a folder beside the file until `close`, which puts the rows of each field end to end into one file, with
-checksums, and gives it its name. So a disk needs room for the data twice.
+Added samples are in a folder beside the file until `close`, which writes the rows of each field end to end into one file, with
+checksums, and renames it. So the disk needs space for the data twice.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from rankwise.host.disk import fsync
 from rankwise.host.text import count, listed, size
 
 _ALIGNED = {"alignment_threshold": 65536, "alignment_interval": 4096}
-_VERSIONS = ("earliest", "v110")  # what the h5dump of a stable Debian reads; of "latest" it does not
+_VERSIONS = ("earliest", "v110")  # h5dump of Debian stable reads these files, but not those of "latest"
 _CHUNK_BYTES = 1 << 19
 
 
 class HDF5Writer:
-    """Writes `path` when it is closed; a `with` that an exception ends writes nothing.
+    """Writes `path` when it is closed; nothing is written if the `with` block raises.
 
-    The first sample says which fields there are, and their types. Fields are arrays, tensors, numbers (int64, float32, bool) or
-    str. Where samples differ in the first axis of a field, its rows are stored end to end with the samples' lengths;
-    `variable` names fields that are stored so though they do not differ. `compress`: "gzip", read by whole chunks and slower by
-    far; None, and rows are read at the speed of memory. `layout`: "returnn" writes what RETURNN's HDFDataset reads: the field
+    The first sample sets the fields and their types. Fields are arrays, tensors, numbers (int64, float32, bool) or
+    str. If samples differ in the first axis of a field, its rows are stored end to end with the samples' lengths;
+    `variable` names fields that are stored so even if their samples do not differ. `compress`: "gzip", read by whole chunks and
+    much slower; None: rows are read at the speed of memory. `layout`: "returnn": for RETURNN's HDFDataset: the field
     `data` is its inputs, `tag` (a str) its sequence tag, others its targets; `dims`: the number of classes of sparse ones.
 
-    Raises ConfigError where the file exists already (`overwrite` replaces it) or arguments do not fit, DataError for a sample
-    that does not fit those before it, and where it cannot be written.
+    Raises ConfigError if the file exists already (`overwrite` replaces it) or arguments do not fit, DataError for a sample
+    that does not fit the samples before, and if the file cannot be written.
     """
 
     @takes(
@@ -67,9 +67,9 @@ class HDF5Writer:
         need_h5py()
         self._path = Path(path)
         if self._path.exists() and not overwrite:
-            raise ConfigError(f"{self._path} is there already: choose another name, or replace it with overwrite=True")
+            raise ConfigError(f"{self._path} exists already; choose another name, or replace it with overwrite=True")
         if layout == "returnn" and compress is not None:
-            raise ConfigError("layout='returnn' is written without compression: leave compress out")
+            raise ConfigError("layout='returnn' is written without compression; remove compress")
         self._variable, self._compress, self._dims = frozenset(variable), compress, dict(dims or {})
         self._is_returnn = layout == "returnn"
         self._fields: dict[str, _Spool] = {}
@@ -114,18 +114,20 @@ class HDF5Writer:
         self._open_folder()
         if self._fields and fields.keys() != self._fields.keys():
             odd = listed(sorted(fields.keys() ^ self._fields.keys()))
-            raise DataError(f"sample {self._samples} has not the fields of those before it: {odd}")
+            raise DataError(f"sample {self._samples} does not have the same fields as the samples before: {odd}")
         if not fields:
-            raise DataError("a sample has at least one field: writer.add(image=..., label=...)")
+            raise DataError("a sample needs at least one field; type writer.add(image=..., label=...)")
         if wrong := [name for name in fields if name == OURS or "/" in name or name.startswith(".")]:
             raise DataError(f"a field cannot be called {wrong[0]!r}: it is the name of a dataset in the file")
         if self._is_returnn and not isinstance(fields.get(returnn.TAG), str):
-            raise DataError("layout='returnn': give each sample tag=..., a str, its sequence tag")
+            raise DataError("layout='returnn' needs tag=..., the sequence tag (a str), in each sample")
         if unknown := self._variable - fields.keys():
-            raise ConfigError(f"variable names {listed(sorted(unknown))}, which no sample has; fields are {listed(fields)}")
+            raise ConfigError(
+                f"variable has {listed(sorted(unknown))}, which samples do not have; their fields are {listed(fields)}"
+            )
 
     def discard(self) -> None:
-        """Nothing is written, and nothing is left."""
+        """Write nothing, and remove what was added."""
         for spool in self._fields.values():
             spool.file.close()
         if self._folder is not None:
@@ -133,11 +135,11 @@ class HDF5Writer:
             self._folder = None
 
     def close(self) -> None:
-        """Write the file. Raises DataError where there is no sample, or no room; then nothing is left."""
+        """Write the file. Raises DataError if there is no sample, or not enough space; then nothing is left."""
         folder = self._open_folder()
         try:
             if not self._samples:
-                raise DataError(f"{self._path} is not written: no sample was added")
+                raise DataError(f"{self._path} is not written because no sample was added")
             self._write(folder / "whole.h5")
             read(str(folder / "whole.h5"), None, {})
             fsync(folder / "whole.h5")
@@ -155,7 +157,7 @@ class HDF5Writer:
             spool.file.flush()
         needed = sum(spool.bytes for spool in self._fields.values())
         if (free := shutil.disk_usage(path.parent).free) < needed:
-            raise DataError(f"{self._path} cannot be written: it needs {size(needed)}, and {size(free)} are free there")
+            raise DataError(f"{self._path} cannot be written: it needs {size(needed)}, but only {size(free)} are free there")
         with need_h5py().File(path, "w", libver=_VERSIONS, **_ALIGNED) as file:
             places = self._create(file)
         with path.open("r+b") as raw:
@@ -210,7 +212,7 @@ class _Spool:
         self.file: BinaryIO = path.open("w+b")
 
     def check(self, value: npt.NDArray[Any], sample: int) -> None:
-        """Raises DataError for what does not fit the samples before it."""
+        """Raises DataError if it does not fit the samples before."""
         shape = (1,) if self._is_long and value.ndim == 0 else value.shape
         fits = (len(shape) == 0) == self._is_scalar and shape[1:] == self.row_shape
         if value.dtype.newbyteorder("<") == self.dtype and fits:
@@ -218,7 +220,7 @@ class _Spool:
         ours = "a single value" if self._is_scalar else " x ".join(["any", *map(str, self.row_shape)])
         theirs = " x ".join(map(str, shape)) or "a single value"
         raise DataError(
-            f"sample {sample} does not fit those before it: {self.name} is {theirs} of {value.dtype}, and they have {ours} of "
+            f"sample {sample} does not fit the samples before: {self.name} is {theirs} of {value.dtype}, but was {ours} of "
             f"{self.dtype}"
         )
 
@@ -267,18 +269,18 @@ class _Spool:
 
 
 def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
-    """Strings as a single object. Raises DataError for what HDF5 holds no type for."""
+    """Strings as a single object. Raises DataError if HDF5 has no type for it."""
     if isinstance(value, str):
         return np.array(value, dtype=object)
     if isinstance(value, torch.Tensor):
         if value.dtype == torch.bfloat16:
-            raise DataError(f"{name} is of bfloat16, which HDF5 has not: give it as .half() or .float()")
+            raise DataError(f"{name} is of bfloat16, which HDF5 does not have; give it as .half() or .float()")
         value = value.detach().cpu().numpy()
     found = np.asarray(value)
     if isinstance(value, float) or (isinstance(value, list) and found.dtype == np.float64):
         found = found.astype(np.float32)  # as torch.tensor does
     if found.dtype.kind not in "biufc" or found.dtype.itemsize > 16 or found.dtype in (np.longdouble,):
-        raise DataError(f"{name} is of {found.dtype}: give numbers, bool, or a str")
+        raise DataError(f"{name} is of {found.dtype}; give numbers, bool, or a str")
     return found
 
 
@@ -343,7 +345,7 @@ def _dim(spool: _Spool, dims: Mapping[str, int]) -> int:
 
 
 def _make_folder(path: Path) -> Path:
-    """Beside the file; what killed writers have left there goes. Raises DataError."""
+    """Beside the file; folders that killed writers have left there are removed. Raises DataError."""
     host = platform.node()
     for left in path.parent.glob(f".{path.name}.writing-{host}-*") if path.parent.is_dir() else ():
         if not psutil.pid_exists(int(left.name.split("-")[-2])):

@@ -1,11 +1,10 @@
-"""Every step the exact gradient of the whole global batch.
+"""The exact gradient of the whole global batch in every step.
 
     sync = AllReduce().attach(model, optimizer, clip_norm=1.0)
     sync.backward(loss_sum, count);   sync.step()
 
-A loss sum is differentiated, not a mean: the sums of all ranks and the counts they are over add up, and one division gives the
-mean's gradient, for any number of ranks, micro-batches and samples. Ways of adding up: flat.py, ddp.py, and in_place.py for a
-rank alone.
+The loss is a sum, not a mean: the sums and the counts of all ranks are added, and one division gives the gradient of the mean,
+for any number of ranks, micro-batches and samples. Ways to add: flat.py, ddp.py, and in_place.py for a single rank.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from rankwise.training.precision import LossScale
 _LARGE = 1e18  # a float32 norm is exact between its inverse and this: squares neither overflow nor vanish
 _OVERLAP = Argument(
     lambda value: value is None or isinstance(value, bool),
-    "True (buckets during the backward pass), False (one message after it), or leave it out",
+    "True (buckets during the backward pass), False (one message after it), or None",
 )
 _FOLLOW = "call sync.follow() on all ranks after a layer is replaced or added, before the next forward pass"
 
@@ -48,17 +47,17 @@ class AllReduce:
     `overlap`: True sends the gradients in DDP's buckets during the backward pass, False in one message after it; None overlaps
     on GPUs if the gradients are more than one bucket holds. On a single rank nothing is sent.
 
-    `reduce`: "mean" over all samples; "sum": that times the number of ranks, as settings of Horovod ask for (each rank's mean
-    gradient summed, where ranks have equal counts). What is clipped and logged is this gradient.
+    `reduce`: "mean" over all samples; "sum": the mean times the number of ranks, as some settings of Horovod do (the sum of the
+    mean gradients of the ranks, if ranks have equal counts). This gradient is clipped and logged.
 
     `compress`: bf16, fp16, int8 or powersgd:RANK (codecs.py); one smaller message after the backward pass. What a message loses
-    is added to the next step's, so that gradients are rounded, but no part of them is lost for good.
+    is added to the next step's, so gradients are rounded, but nothing is lost.
 
     The gradients that are summed are divided by `typical_count`, a constant (a power of two near it changes no bit): a hook on
     a gradient that is not linear sees that scaled sum, not the mean.
 
-    A parameter that got no gradient on any rank in a step is left alone, as in a loop on one device, and named once. Buffers
-    are each rank's own: what is evaluated and saved is a copy, the main rank's.
+    A parameter that got no gradient on any rank in a step is not changed, as in a loop on one device, and reported once. Each
+    rank has its own buffers: a copy of the main rank's is evaluated and saved.
     """
 
     promise: Promise
@@ -68,10 +67,11 @@ class AllReduce:
     def __init__(self, overlap: bool | None = None, compress: str | None = None, reduce: str = "mean") -> None:
         if compress is not None and overlap:
             raise ConfigError(
-                f"AllReduce(overlap=True, compress={compress!r}): it is sent after the backward pass; leave one out"
+                f"AllReduce(overlap=True, compress={compress!r}): a compressed message is sent after the backward pass; "
+                "remove one"
             )
         if compress is not None and reduce == "sum":
-            raise ConfigError(f"AllReduce(reduce='sum', compress={compress!r}): what is compressed is the mean; leave one out")
+            raise ConfigError(f"AllReduce(reduce='sum', compress={compress!r}): only the mean can be compressed; remove one")
         self.overlap, self._compress, self._reduce = overlap, compress, reduce
         self.promise = "rounded" if compress is not None else "summed" if reduce == "sum" else "exact"
         self._memory = Memory({}, {})
@@ -79,9 +79,9 @@ class AllReduce:
         self._told_unused = False
         self._own_buffers: dict[str, torch.Tensor] | None = None
         self._inside = False
-        """Of `step`: what steps now is not the user's own call."""
+        """Whether `step` is running: then the optimizer's step is not a call of the user."""
         self._called = False
-        """Whether `backward` was, since the last step."""
+        """Whether `backward` was called since the last step."""
         self._waited_s = 0.0
         self._sent_before = 0
 
@@ -103,17 +103,17 @@ class AllReduce:
         typical_count: float = 1.0,
     ) -> Self:
         if hasattr(self, "_trained"):
-            raise ConfigError("this strategy has a model already; make another one: AllReduce().attach(model, optimizer)")
+            raise ConfigError("this strategy has a model already; create another one: AllReduce().attach(model, optimizer)")
         check_alike(self)
         check_unwrapped(model)
         if clip_norm is not None and math.isnan(clip_norm):
-            raise ConfigError("clip_norm=nan clips nothing and skips nothing; give a number, or None not to clip")
+            raise ConfigError("clip_norm=nan has no effect; give a number, or None to clip nothing")
         self._clip_norm = clip_norm if clip_norm is not None and clip_norm > 0 else math.inf
         self._nominal = 2.0 ** round(math.log2(typical_count))
         self._loss_scale = loss_scale
         self._trained = Trained(model, optimizer)
         if self._trained.parameters[0].device.type == "cpu" and accelerator.current(os.environ) is not None:
-            log.warn("the model is on the CPU and will train there, beside a GPU: model.to(rankwise.local_device(world)) first")
+            log.warn("the model is on the CPU although there is a GPU; call model.to(rankwise.local_device(world)) first")
         self._optimizer = optimizer
         self._factor = comm.world_size() if self._reduce == "sum" else 1
         self._agree(ConfigError)
@@ -148,7 +148,7 @@ class AllReduce:
         return wanted and self._together and is_possible()
 
     def check_length(self, steps: int) -> None:
-        """Any length will do."""
+        """Any length is fine."""
 
     def describe(self) -> str:
         summed = f", times {self._factor}, the number of ranks" if self._factor > 1 else ""
@@ -170,8 +170,8 @@ class AllReduce:
             self._agree(StepError)
 
     def _follow(self, told: bool) -> None:
-        """Announce it by a message of the old set, which a rank without a change takes for a step's: so it meets it there.
-        Then all compare what they train, and gradients go on in the new set. `told`: the values may be sent."""
+        """Announce the change with a message of the old set of parameters. A rank without a change takes it for a step's
+        message, and so takes part. Then all compare what they train, and use the new set. `told`: the values may be sent."""
         old = self._reduction
         gradients, count = old.take_home()
         home = {id(p): g for p, g in zip(old.parameters, gradients, strict=True)}
@@ -187,7 +187,7 @@ class AllReduce:
         comm.broadcast(list(new.values()))
         alike = all(_same_bits(a, b) for a, b in zip(before, new.values(), strict=True))
         if not told and not comm.all_agree(alike):
-            raise StepError(f"what is new ({some(list(new))}) has had other values on other ranks in this step; {_FOLLOW}")
+            raise StepError(f"the new parameters ({some(list(new))}) had different values on the ranks in this step; {_FOLLOW}")
         self._waited_s += old.wait_s
         self._sent_before += old.sent_bytes
         self._reduction = self._new_reduction()
@@ -199,10 +199,10 @@ class AllReduce:
         told = comm.all_gather_object((changed, self._trained.traits()))
         apart = first_apart([traits for _, traits in told])
         if apart is not None:
-            raise kind(f"the ranks do not train the same: {apart}; make and change the model alike on all ranks")
+            raise kind(f"the ranks do not train the same: {apart}; create and change the model in the same way on all ranks")
         if len({flag for flag, _ in told}) > 1:
             which = ", ".join(str(rank) for rank, (flag, _) in enumerate(told) if flag)
-            raise kind(f"a layer was replaced on rank {which} alone; replace it on all ranks after the same step")
+            raise kind(f"a layer was replaced only on rank {which}; replace it on all ranks after the same step")
 
     # --- a step
 
@@ -218,7 +218,7 @@ class AllReduce:
         self._reduction.expect(count, last)
         try:
             loss_sum.backward(seed)  # type: ignore[no-untyped-call]  # a seed costs no node in the graph, a division would
-        except BaseException:  # out of memory, say: where the script goes on without this micro-batch, its count goes too
+        except BaseException:  # out of memory, for example: a script that continues drops this count, too
             self._reduction.expect(-count, last=False)
             raise
 
@@ -232,14 +232,12 @@ class AllReduce:
         return torch.full((), scale / self._nominal, dtype=loss_sum.dtype, device=loss_sum.device)
 
     def step(self) -> StepResult:
-        """Collective: the gradient's reduction (one message, or DDP's buckets), in which all else rides, and nothing more.
+        """Collective: the gradient's reduction (one message, or DDP's buckets), which also carries everything else.
 
-        A gradient that is not finite, or over nothing, is left out on all ranks.
+        The step is skipped on all ranks if the gradient is not finite, or the count is 0.
         """
         if not self._called and self._reduction.has_gradients():
-            raise StepError(
-                "gradients came by loss.backward(), which counts nothing; type sync.backward(loss_sum, count) instead"
-            )
+            raise StepError("loss.backward() does not count samples; call sync.backward(loss_sum, count) instead")
         self._called = False
         self._inside = True
         try:
@@ -263,12 +261,12 @@ class AllReduce:
         return StepResult(Mine(shared.total, shared.grad_norm, stepped), shared)
 
     def _judge(self, gradients: list[torch.Tensor], read: Any) -> tuple[Shared, Sums]:
-        """Make the gradients those of the mean loss, clipped. All ranks see the same sums, so all decide alike."""
+        """Make the gradients those of the mean loss, clipped. All ranks see the same sums, so all make the same decision."""
         norm_there = _norm(gradients, torch.float32)
         sums: Sums = read()  # waits for the device, once a step
         norm = norm_there.item()
         if not 1 / _LARGE < norm < _LARGE:
-            norm = _norm(gradients, torch.float64).item()  # squares that a float32 does not hold
+            norm = _norm(gradients, torch.float64).item()  # squares that a float32 cannot hold
         finite = math.isfinite(norm) and math.isfinite(sums.total)
         loss_scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
         factor = self._factor * self._nominal / (loss_scale * sums.total) if sums.total > 0 else 0.0
@@ -292,20 +290,20 @@ class AllReduce:
             names = [self._trained.name(parameters[index]) for index in indices]
             log.warn(
                 f"{len(names)} of {len(parameters)} parameters got no gradient in this step, on any rank: "
-                f"{some(names)}; the optimizer leaves them alone (where that is meant, "
-                "requires_grad_(False) before the optimizer is made says so)"
+                f"{some(names)}; the optimizer does not change them (if this is intended, call "
+                "requires_grad_(False) before the optimizer is created)"
             )
 
-    # --- mistakes in a loop of one's own
+    # --- mistakes in the user's own loop
 
     def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if not self._inside:
             raise StepError(
-                "optimizer.step() (or scaler.step()) steps on this rank's own gradient; type sync.step() instead: it sums the "
+                "optimizer.step() (or scaler.step()) uses only this rank's gradient; call sync.step() instead: it sums the "
                 "gradients over all ranks, and calls the optimizer"
             )
 
-    # --- looking
+    # --- what evaluation and saves see
 
     @contextlib.contextmanager
     def averaged(self, module: nn.Module | None = None) -> Iterator[None]:
@@ -326,7 +324,7 @@ class AllReduce:
                 buffer.copy_(value)
 
     def finish(self) -> None:
-        """Collective. The main rank's buffers everywhere; the optimizer is the user's own again."""
+        """Collective. All ranks get the main rank's buffers; the user may call the optimizer again."""
         comm.broadcast(list(self._trained.model.buffers()))
         self._on_step.remove()
 
@@ -338,7 +336,7 @@ class AllReduce:
         return {"trained": self._trained.state_dict(), **scale, **rights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "trained" in state:  # not in checkpoints that are older than it
+        if "trained" in state:  # not in older checkpoints
             self._trained.load_state_dict(state["trained"])
         if self._loss_scale is not None and "loss_scale" in state:
             self._loss_scale.load_state_dict(state["loss_scale"])
@@ -365,12 +363,12 @@ class AllReduce:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Zeros of two signs are not, and two that are no numbers may be."""
+    """Zeros of different signs differ, and two NaNs may be the same."""
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
 def _norm(gradients: list[torch.Tensor], at_least: torch.dtype) -> torch.Tensor:
-    """Of all together; nothing waits for it here."""
+    """The norm of all gradients together; nothing waits for it here."""
     if not gradients:
         return torch.zeros((), dtype=at_least)
     if len(gradients) == 1:

@@ -1,4 +1,4 @@
-"""A weighted average of tensors over ranks, in one message per dtype and device; and what ranks say of themselves before it.
+"""A weighted average of tensors over ranks, in one message per dtype and device; and the numbers that ranks exchange before it.
 
 rows = tell([weight, 1.0])                              # every rank's numbers, on every rank
 average([p.data for p in parameters], weight / sum(row[0] for row in rows))
@@ -13,7 +13,7 @@ import torch
 from rankwise.dist import comm
 
 _CARRIERS = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-"""What a dtype travels as where its own digits are too few for a sum."""
+"""The dtype in which a tensor is sent, if its own has too few digits for a sum."""
 
 
 def tell(numbers: Sequence[float]) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""What makes a message smaller: 16 bits, 8 bits or few columns per matrix; what a message loses is added to the next one.
+"""Codecs that make a message smaller: 16 bits, 8 bits or few columns per matrix. What a message loses is added to the next one.
 
 codec = codec_of("int8", flat);   codec.sum_(flat)        # collective: the sum of all ranks' `flat`, as far as it is sent
 
@@ -33,8 +33,8 @@ CODEC_OF_MATRICES = CODEC.or_(Argument(_is_powersgd, "'powersgd:RANK' (powersgd:
 
 
 def codec_of(name: str, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> Codec:
-    """By its name, for messages like `flat`, in which tensors of these shapes lie end to end. Raises ConfigError where nothing
-    would be saved."""
+    """By its name, for messages like `flat`, in which tensors of these shapes lie end to end. Raises ConfigError if the
+    message would not be smaller."""
     if name.startswith("powersgd"):
         return PowerSGD(flat, int(name.partition(":")[2]), shapes)
     if name == "int8":
@@ -43,24 +43,24 @@ def codec_of(name: str, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> Cod
 
 
 class Codec:
-    """One message's."""
+    """The codec of one message."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.error = torch.zeros_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
         """What this rank's messages have lost so far; written in place."""
         self._work = torch.empty_like(self.error)
         self.rights: dict[int, torch.Tensor] = {}
-        """PowerSGD's, by the matrix's place among the shapes; written in place. Equal on all ranks."""
+        """The right factors of PowerSGD, by the index of the matrix's shape; written in place. Equal on all ranks."""
 
     @property
     def held_bytes(self) -> int:
-        """What it holds between two messages."""
+        """Its memory between two messages."""
         return sum(tensor.nbytes for tensor in (self.error, self._work, *self.rights.values()))
 
     def sum_(self, flat: torch.Tensor, remember: bool = True) -> torch.Tensor:
         """Collective. `flat` becomes the sum over ranks of `flat` plus `error`, as far as it was sent; the rest is the error
-        from now on. Without `remember`, and where what was sent is not finite, nothing of this is kept. Returns `flat`."""
-        # A buffer that stays: the pages of a new one cost more than what is written there.
+        from now on. Without `remember`, or if what was sent is not finite, nothing of this is kept. Returns `flat`."""
+        # A buffer that is kept: the pages of a new one cost more than the copy into it.
         wanted = torch.add(flat, self.error, out=self._work)
         total = flat if flat.dtype == wanted.dtype else torch.empty_like(wanted)
         rights = self._sum(wanted, total)
@@ -79,7 +79,7 @@ class Codec:
         raise NotImplementedError
 
     def sent_bytes(self, flat: torch.Tensor) -> int:
-        """What this rank hands over for one message."""
+        """The bytes that this rank sends in one message."""
         raise NotImplementedError
 
 
@@ -95,7 +95,7 @@ class Half(Codec):
         small = self._small.copy_(wanted)
         if small.dtype is torch.float16 and not self._told and max(map(abs, map(float, torch.aminmax(wanted)))) > _NEAR:
             self._told = True
-            log.warn("gradients come near 65504, the largest number of fp16, and steps may be skipped: bf16 has room")
+            log.warn("gradients are close to 65504, the largest fp16 number, so steps may be skipped; use bf16")
         wanted -= small
         if not comm.is_alone():
             dist.all_reduce(small, group=comm.group_for(small.device))
@@ -107,11 +107,11 @@ class Half(Codec):
 
 
 class Int8(Codec):
-    """Each element in 8 bits, a multiple of its block's scale. Every rank gets every other's message, so that sums are exact:
-    for few ranks."""
+    """Each element in 8 bits, a multiple of its block's scale. Every rank gets every other's message, so sums are exact.
+    For few ranks."""
 
     def _sum(self, wanted: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
-        # One piece is on its way while the next is encoded; a large message of gloo's goes one way after the other.
+        # One piece is sent while the next is encoded; gloo sends a large message in one direction at a time.
         gathering = [_gather(_encoded(piece)) for piece in torch.split(wanted, _PIECE)]
         for gathered, piece_sum in zip(gathering, torch.split(total.zero_(), _PIECE), strict=True):
             for message in gathered():
@@ -139,7 +139,7 @@ def _decoded(message: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _gather(message: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
-    """Collective. It begins to; what is returned waits for it, and gives each rank's."""
+    """Collective. Starts to gather; the returned function waits, and returns each rank's message."""
     if comm.is_alone():
         return lambda: [message]
     told = [torch.empty_like(message) for _ in range(comm.world_size())]
@@ -153,8 +153,8 @@ def _gather(message: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
 
 
 class PowerSGD(Codec):
-    """Of each matrix that is worth it the best `columns` directions, found by one power iteration a step that begins where the
-    last one ended; all else is sent whole."""
+    """For each matrix that becomes smaller, the best `columns` directions, found by one power iteration per step that continues
+    the last one; everything else is sent as it is."""
 
     def __init__(self, flat: torch.Tensor, columns: int, shapes: Sequence[torch.Size]) -> None:
         super().__init__(flat)
@@ -165,7 +165,7 @@ class PowerSGD(Codec):
         self._whole = [i for i in range(len(shapes)) if i not in self._matrices]
         if not self._matrices:
             raise ConfigError(
-                f"compress='powersgd:{columns}': no parameter is a matrix that {columns} columns make smaller; "
+                f"compress='powersgd:{columns}': no matrix parameter becomes smaller with {columns} columns; "
                 "choose bf16 or int8, or fewer columns"
             )
         for i, (_, k) in self._matrices.items():
@@ -202,5 +202,5 @@ def _summed(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """Its columns made orthonormal; what is not finite stays so, for the step to be judged."""
+    """Its columns made orthonormal; values that are not finite stay so, so that the step is skipped."""
     return torch.linalg.qr(matrix)[0] if bool(torch.isfinite(matrix).all()) else matrix * torch.nan

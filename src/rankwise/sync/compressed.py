@@ -1,4 +1,4 @@
-"""Gradients in smaller messages: flat.py's one message, sent by a codec; its tail is exact and apart.
+"""Gradients in smaller messages: flat.py's one message, sent by a codec; its tail is exact, in a separate message.
 
 reduction = CompressedReduction(parameters, "int8");   reduction.memory
 """
@@ -23,17 +23,17 @@ class Memory(NamedTuple):
     """What this rank's messages have lost so far, flat."""
 
     rights: dict[int, torch.Tensor]
-    """Where PowerSGD's iterations go on; equal on all ranks."""
+    """Where PowerSGD's iterations continue; equal on all ranks."""
 
     def put(self, other: Memory) -> None:
-        """Go on with the other's; what is of no parameter here is passed over."""
+        """Continue with the other's; entries without a parameter here are ignored."""
         for mine, theirs in ((self.errors, other.errors), (self.rights, other.rights)):
             for key in mine.keys() & theirs.keys():
                 if mine[key].shape == theirs[key].shape:
                     mine[key].copy_(theirs[key])
 
     def scale(self, factor: float) -> None:
-        """Gradients are in another unit from now on."""
+        """Gradients have another scale from now on."""
         for error in self.errors.values():
             error.mul_(factor)
 
@@ -53,7 +53,7 @@ class CompressedReduction(FlatReduction):
 
     def _exchange(self, changed: bool) -> None:
         for buffer, codec in zip(self._buffers, self._codecs, strict=True):
-            # An announcement holds no gradient; what was lost goes with the next that does.
+            # An announcement has no gradient; what was lost is added to the next message that has one.
             codec.sum_(buffer.flat, remember=not changed)
 
     def _gradient_bytes(self) -> int:

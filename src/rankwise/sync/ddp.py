@@ -1,9 +1,9 @@
 """Gradients by torch's DistributedDataParallel, in buckets while the backward pass goes on: for large models on GPUs.
 
 DDP's reducer is used, not its forward: the model stays the one it was (no `module.` prefix, its own methods), and a rank
-without a sample, or with a parameter that got no gradient, joins in with zeros instead of an error. Its buckets are settled at
-once, not by what the first step does: a resumed run would else add in another order than one that never stopped (seen on 3
-ranks and more), and the reducer would go on collecting that order for ever.
+without a sample, or with a parameter that got no gradient, joins in with zeros instead of an error. Its buckets are fixed at
+once, not by the first step: otherwise a resumed run would add in another order than one that never stopped (seen on 3 ranks
+and more), and the reducer would collect that order for ever.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rankwise.host.text import size
 from rankwise.sync.reduction import Count, RidingTail
 
 BUCKET_BYTES = 25 * 2**20
-"""DDP's own size of a bucket."""
+"""DDP's default size of a bucket."""
 
 _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False}
@@ -38,7 +38,7 @@ class DdpReduction:
     """A Reduction that overlaps with the backward pass of the last micro-batch."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        # The reducer takes its buckets in the order that it is given, and a backward pass has the last layers' gradients first.
+        # The reducer uses its buckets in the given order, and a backward pass has the last layers' gradients first.
         self.parameters = list(reversed(parameters))
         ddp = DistributedDataParallel(
             nn.ParameterList(self.parameters), init_sync=False, gradient_as_bucket_view=True, **_NO_BUFFERS
@@ -46,9 +46,9 @@ class DdpReduction:
         ddp.register_comm_hook(None, lambda _, bucket: self._on_bucket(bucket))  # DDP would refuse annotations as text
         self._reducer = ddp.reducer
         private_names.settle_buckets(self._reducer)
-        self._ddp = ddp  # the reducer lives with it
+        self._ddp = ddp  # kept as long as the reducer
         self._before: list[torch.Tensor | None] | None = None
-        """The gradients when the last backward pass began: what it replaced, it has given to the reducer. None: not begun."""
+        """The gradients when the last backward pass began: those that it replaced went to the reducer. None: not begun."""
         self._touched: list[bool] | None = None
         self._changed = False
         self._reduced = False
@@ -95,7 +95,7 @@ class DdpReduction:
         self._changed = changed
         if not self._reduced:
             self._touched = [p.grad is not None for p in self.parameters]
-            if self._before is None:  # no sample here, or a loop that did not say which micro-batch is the last
+            if self._before is None:  # no sample here, or a loop that did not mark its last micro-batch
                 self._expect_all()
             assert self._before is not None
             _add_nothing([p for p, before in zip(self.parameters, self._before, strict=True) if p.grad is before])

@@ -1,4 +1,4 @@
-"""DiLoCo: local steps, and an outer optimizer that steps along what they came to on average.
+"""DiLoCo: local steps, and an outer optimizer that steps along their average change.
 
     sync = DiLoCo(every=32, lr=0.7, momentum=0.9).attach(model, optimizer, clip_norm=1.0)
 
@@ -27,17 +27,17 @@ _RATE = Argument(lambda value: is_number(value) and value > 0, "the outer learni
 _MOMENTUM = Argument(lambda value: is_number(value) and 0 <= value < 1, "a number from 0 up and below 1 (0.9 is usual)")
 _MOMENTUM_OF_MANY, _MOMENTUM_OF_FEW = 0.9, 0.5
 _MANY_ROUNDS, _FEW_ROUNDS = 100, 30
-"""With fewer outer steps a larger momentum overshoots: 12 of them at 0.9 came to 8 times the loss, 13 to 0.25 nats more."""
+"""With fewer outer steps a larger momentum overshoots: at 0.9, 12 steps had 8 times the loss, and 13 steps 0.25 nats more."""
 
 
 class DiLoCo(LocalSGD):
     """Every `every` steps: d = (what all began with) - (the average of the replicas), b = momentum b + d, and all replicas
-    become what they began with, minus lr (d + momentum b). The inner optimizer's state is each rank's own and is kept.
+    become what they began with, minus lr (d + momentum b). Each rank keeps its own state of the inner optimizer.
 
-    The outer step is SGD with Nesterov's momentum: 0.9, or 0.5 where `check_length` has told of fewer than 100 outer steps,
-    unless `momentum` says another. lr=1 and momentum=0 is LocalSGD. A parameter that came in this period, and
+    The outer step is SGD with Nesterov's momentum: 0.9, or 0.5 if `check_length` got fewer than 100 outer steps,
+    unless `momentum` is given. lr=1 and momentum=0 is LocalSGD. A parameter that is new in this period, and
     buffers, are averaged. The outer state takes the memory of the trained parameters twice, and two more times with `compress`:
-    bf16, fp16 or int8 (codecs.py) for what is sent of d; what that loses is added to the next one.
+    bf16, fp16 or int8 (codecs.py) for d; what that loses is added to the next message.
     """
 
     _usual = 32
@@ -80,7 +80,7 @@ class DiLoCo(LocalSGD):
 
     def follow(self) -> None:
         super().follow()
-        for name, parameter in self._trained_now().items():  # what has come has rank 0's values
+        for name, parameter in self._trained_now().items():  # new parameters have rank 0's values
             if not self._holds_anchor(name, parameter):
                 self._anchors[name] = parameter.detach().clone()
                 self._velocities.pop(name, None)
@@ -132,7 +132,7 @@ class DiLoCo(LocalSGD):
         elif 0 < rounds < _FEW_ROUNDS and self._momentum > _MOMENTUM_OF_FEW:
             log.warn(
                 f"DiLoCo(momentum={self._momentum:g}): the outer optimizer makes {count(rounds, 'step')} in all, too few for "
-                f"this momentum; leave it out ({_MOMENTUM_OF_FEW:g} is taken then), or take a smaller every, or LocalSGD"
+                f"this momentum; remove momentum ({_MOMENTUM_OF_FEW:g} is then used), or use a smaller every, or LocalSGD"
             )
 
     def figures(self) -> dict[str, float]:
@@ -149,7 +149,9 @@ class DiLoCo(LocalSGD):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if "anchors" not in state:
-            raise ConfigError("the checkpoint was made with another strategy: set sync back, or start a new run with --fresh")
+            raise ConfigError(
+                "the checkpoint was made with another strategy; use that strategy (sync=...), or start a new run with --fresh"
+            )
         places = {name: p.device for name, p in self._local.named_parameters().items()}
         self._anchors = {name: t.to(places.get(name, t.device)).clone() for name, t in state["anchors"].items()}
         self._velocities = {name: t.to(places.get(name, t.device)).clone() for name, t in state["velocities"].items()}

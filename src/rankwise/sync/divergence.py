@@ -1,6 +1,6 @@
-"""Whether the ranks still hold the same, where their strategy promises it: digests, compared now and then.
+"""Whether the ranks are still equal, if their strategy promises it: digests, compared now and then.
 
-check = CheckReplicas("warn");  check.attach(trainer);  check(state)       # an action: at most a hundredth of the time
+check = CheckReplicas("warn");  check.attach(trainer);  check(state)       # an action: at most 1 % of the time
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class CheckReplicas:
             self._check(state)
 
     def before_save(self, state: TrainState) -> None:
-        """Collective. Unless saves follow each other so soon that it would take more than its share of the time."""
+        """Collective. Skipped if saves follow each other so soon that the check would take more than its share of the time."""
         if state.step >= self._earliest:
             self._check(state)
 
     def _check(self, state: TrainState) -> None:
-        """Collective. Warn, or raise StepError on all ranks: what differs first, by how much, on which rank, since when."""
+        """Collective. Warn, or raise StepError on all ranks: the first difference, its size, the rank, and since when."""
         if self._found or comm.is_alone():
             self._next = self._earliest = math.inf
             return
@@ -86,15 +86,15 @@ class CheckReplicas:
         rank = next(r for r, digests in enumerate(told) if digests.get(name) != told[0][name])
         far = max(comm.all_gather_object(self._distance(state, name)))
         text = (
-            f"the ranks no longer hold the same: {name} differs between rank 0 and rank {rank}, by {far:.3g} at most, after "
-            f"step {state.step}; all was alike after step {self._alike}; look for what only some ranks do, or do otherwise"
+            f"the ranks have diverged: {name} differs between rank 0 and rank {rank} by at most {far:.3g} after step "
+            f"{state.step}; they were equal after step {self._alike}; look for code that runs only on some ranks"
         )
         if self._raises:
             raise StepError(text)
         log.warn(text)
 
     def _distance(self, state: TrainState, name: str) -> float:
-        """Collective. Of this rank's from the main rank's; infinite where shapes differ."""
+        """Collective. The distance between this rank's value and the main rank's; infinite if shapes differ."""
         value = self._promised(state).get(name)
         kind = comm.broadcast_object(_kind(value))
         if any(each != kind for each in comm.all_gather_object(_kind(value))):

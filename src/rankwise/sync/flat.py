@@ -1,7 +1,7 @@
 """Gradients end to end in one buffer, and one all-reduce when all are there: for CPUs and for small models.
 
-Gradients are views of the buffer (one a dtype and device), laid out in memory as their parameters are: a fused kernel goes
-through both side by side. The order is the same on every step and after every resume, and with it that of additions. A rank
+Gradients are views of the buffer (one per dtype and device), laid out in memory as their parameters are: a fused kernel goes
+through both side by side. The order is the same in every step and after every resume, and so is the order of additions. A rank
 without a sample needs no forward pass: its buffer is zero.
 """
 
@@ -34,7 +34,7 @@ class FlatReduction:
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        # The most precise first: the tail rides in it.
+        # The most precise first: it carries the tail.
         order = sorted(kinds.items(), key=lambda item: -torch.finfo(item[0][0]).bits)
         self.parameters = [p for _, group in order for p in group]
         self._together = together
@@ -128,7 +128,8 @@ class _Buffer:
         self.clear()
 
     def collect(self) -> list[bool]:
-        """Bring home gradients that were put elsewhere (`optimizer.zero_grad()` unties them); which parameters have one."""
+        """Copy gradients that are elsewhere into the buffer (`optimizer.zero_grad()` unties them); returns which parameters
+        have one."""
         touched = list(map(ne, self._versions_now(), self._versions))
         if self._holds_all():
             return touched
@@ -143,7 +144,7 @@ class _Buffer:
         return touched
 
     def has_gradients(self) -> bool:
-        """The versions alone do not say: `optimizer.zero_grad(set_to_none=False)` writes into the views."""
+        """The versions alone do not show it: `optimizer.zero_grad(set_to_none=False)` writes into the views."""
         if self._holds_all():
             return bool(self.gradient.any())
         return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
@@ -167,7 +168,7 @@ class _Buffer:
 
 
 def _view(piece: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """Of the parameter's shape, and strides where autograd would give its gradient these too."""
+    """Of the parameter's shape, and with its strides if autograd would use them for its gradient."""
     # Not a plain view: `.data` gives each a version counter of its own, which tells whether autograd has added to it.
     data = piece.data
     return data.as_strided(parameter.shape, parameter.stride()) if is_dense(parameter) else data.view_as(parameter)

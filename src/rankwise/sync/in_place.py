@@ -1,7 +1,7 @@
-"""The gradients of a rank that sends none, where autograd makes them: for ranks that step by themselves, and large tensors.
+"""The gradients of a rank that sends none, where autograd makes them: for ranks that step alone, and large tensors.
 
-The first backward pass of a step hands its gradients over, as in a plain loop: nothing is added to zeros and nothing is
-cleared. Many small tensors are faster in one buffer (flat.py): each gradient of its own costs some 2 us a step.
+The first backward pass of a step sets the gradients, as in a plain loop: nothing is added to zeros and nothing is cleared.
+Many small tensors are faster in one buffer (flat.py): each separate gradient costs about 2 us per step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from rankwise.sync.reduction import Count, LocalTail, Tail
 
 _SMALL_BYTES = 32 << 10
-"""Where a tensor of the mean size costs as much here as in one buffer (benchmarks/sync_calls)."""
+"""From this mean size on, a tensor costs as much here as in one buffer (benchmarks/sync_calls)."""
 
 _grad = attrgetter("grad")
 _is_sparse = attrgetter("is_sparse")
@@ -64,7 +64,7 @@ class InPlaceReduction:
 
     def gradients(self) -> list[torch.Tensor]:
         found = [gradient for gradient in map(_grad, self.parameters) if gradient is not None]
-        if any(map(_is_sparse, found)):  # dense, as where ranks sum them: an optimizer may treat the two differently
+        if any(map(_is_sparse, found)):  # dense, as if ranks sum them: an optimizer may treat the two differently
             for parameter in self.parameters:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()

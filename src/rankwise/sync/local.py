@@ -1,4 +1,4 @@
-"""The steps of a rank by itself: what a strategy is made of whose ranks step alone and average now and then.
+"""The steps of a rank alone: a part of strategies whose ranks step alone and average now and then.
 
 local = Local().attach(model, optimizer, clip_norm=1.0)      # collective: all begin with rank 0's values
 local.step().mine
@@ -15,21 +15,21 @@ from rankwise.training.digest import digests
 
 
 class Local(AllReduce):
-    """Own mean, own clip, own loss scale; a gradient that is not finite skips this rank's step alone. Sends nothing but in
-    `attach` and `follow`. `exact_first`: until `part` it is an AllReduce."""
+    """Own mean, own clip, own loss scale; a gradient that is not finite skips only this rank's step. Sends only in `attach` and
+    `follow`. `exact_first`: until `part` it is an AllReduce."""
 
     def __init__(self, exact_first: bool = False) -> None:
         super().__init__()
         self.is_exact = exact_first
         self.came: dict[str, str] = {}
-        """Digests of tensors that came while this rank was by itself, by name: others may have others."""
+        """Digests of tensors that are new since this rank steps alone, by name: other ranks may have others."""
 
     @property
     def _together(self) -> bool:
         return self.is_exact and super()._together
 
     def part(self) -> None:
-        """Local, between two steps: from now on each rank steps by itself."""
+        """Local, between two steps: from now on each rank steps alone."""
         self.is_exact = False
         self._reduction.release()
         for parameter in self._reduction.parameters:

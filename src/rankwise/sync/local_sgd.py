@@ -1,4 +1,4 @@
-"""Local SGD: each rank steps by itself, and every few steps all replicas become their average.
+"""Local SGD: each rank steps alone, and every few steps all replicas become their average.
 
     sync = LocalSGD(every=16).attach(model, optimizer, clip_norm=1.0)
     sync.backward(loss_sum, count);   sync.step()            # every 16th step averages
@@ -39,11 +39,11 @@ _TOLD = 3  # warnings about skipped steps and replicas
 class LocalSGD:
     """Each rank steps with the mean gradient of its own samples and clips it itself; then replicas are averaged.
 
-    `every`: steps between two averages. `seconds`: averages so far apart in time instead; the first three follow one step each,
-    to measure. `start`: so many exact steps before (post-local SGD). `at_steps`: exactly after these steps, and at the end.
-    Replicas are weighted by the samples (counts) of their steps since the last average, so that ragged shares count as what
-    they are; floating buffers are averaged likewise, others are rank 0's. `optimizer_state`: keep (each rank its own), average,
-    or reset to zero at each average.
+    `every`: steps between two averages. `seconds`: the time between two averages instead; the first three follow one step each,
+    to measure. `start`: number of exact steps before (post-local SGD). `at_steps`: exactly after these steps, and at the end.
+    Replicas are weighted by the samples (counts) of their steps since the last average, so that uneven shares have the
+    right weight; floating buffers are averaged in the same way, others are rank 0's. `optimizer_state`: keep (each rank its
+    own), average, or reset to zero at each average.
 
     With one step between averages, plain SGD and no clipping this is AllReduce; with momentum only if all counts are equal,
     since each rank's momentum is its own.
@@ -67,14 +67,14 @@ class LocalSGD:
     ) -> None:
         name = type(self).__name__
         if sum((every is not None, seconds is not None, bool(at_steps))) > 1:
-            raise ConfigError(f"{name}: give one of every, seconds and at_steps; each says when replicas are averaged")
+            raise ConfigError(f"{name}: every, seconds and at_steps each set when replicas are averaged; give one of them")
         self.every = every if every is not None else self._usual
         self.seconds, self.start = seconds, start
         self._at_steps = sorted(at_steps)
         self._optimizer_state = optimizer_state
         self._local = Local(exact_first=start > 0)
         self._done = 0
-        self._weight = 0.0  # what this replica counts for: its steps since the last average
+        self._weight = 0.0  # the weight of this replica: its steps since the last average
         self._skipped = 0
         self._averages = 0
         self._next = 0
@@ -83,7 +83,7 @@ class LocalSGD:
         self._waited_s = 0.0
         self._sent_bytes = 0
         self.averaged_at: list[int] = []
-        """After which steps so far: `at_steps` of a training that is to average as this one did by the clock."""
+        """The steps of the averages so far: `at_steps` for a training that must average as this one did by the clock."""
         self.drift = math.nan
         """At the last average: the root of the weighted mean squared distance between replicas and their average."""
 
@@ -152,16 +152,16 @@ class LocalSGD:
         return shared
 
     def _survey(self, step_s: float) -> tuple[Shared, float]:
-        """Collective. What all ranks say of this period: (the result, this rank's share of the average). Plans the next
+        """Collective. Exchange the results of this period: (the result, this rank's share of the average). Plans the next
         average: all ranks compute the same."""
         finite = self._is_finite()
         rows = tell([self._weight if finite else 0.0, float(finite), float(self._skipped), step_s, self._layout()])
         if len({row[4] for row in rows}) > 1:
-            raise StepError(f"the replicas cannot be averaged: {self._apart()}; change the model alike on all ranks")
+            raise StepError(f"the replicas cannot be averaged: {self._apart()}; change the model in the same way on all ranks")
         bad = [rank for rank, row in enumerate(rows) if not row[1]]
         skipped = [int(row[2]) for row in rows]
         if len(bad) == len(rows):
-            raise StepError(f"after step {self._done} no replica is finite: look at the learning rate and the data")
+            raise StepError(f"after step {self._done} no replica is finite; check the learning rate and the data")
         self._warn(bad, skipped)
         self._next = self._after(self._done, max(row[3] for row in rows))
         if not finite:
@@ -176,7 +176,7 @@ class LocalSGD:
         if self._optimizer_state == "average":
             tensors += [value for _, value in self._optimizer_tensors()]
         apart = self._average(tensors, share)
-        apart = apart * share if share else 0.0  # a replica that is not finite counts for nothing
+        apart = apart * share if share else 0.0  # a replica that is not finite has no weight
         self.drift = math.sqrt(float(comm.all_reduce(torch.tensor(apart, dtype=torch.float64))))
         self._apply(tensors)
         comm.broadcast(_counted_buffers(self._model))
@@ -189,10 +189,10 @@ class LocalSGD:
         return average(tensors, share)
 
     def _apply(self, tensors: Sequence[torch.Tensor]) -> None:
-        """What is made of the average that these hold now; here nothing."""
+        """Called when these tensors hold the average; does nothing here."""
 
     def _after(self, step: int, step_s: float = 0.0) -> int:
-        """After which step the average that follows this step is made."""
+        """The step of the next average after this step."""
         self._began_period = step
         if self._at_steps:
             return next((at for at in self._at_steps if at > step), -1)
@@ -212,7 +212,7 @@ class LocalSGD:
             told.append(f"the replica of {numbered('rank', bad)} is not finite and was replaced by the average of the others")
         if any(skipped):
             where = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(skipped) if n)
-            told.append(f"steps skipped since the last average, as the gradient was not finite: {where}")
+            told.append(f"steps skipped since the last average because the gradient was not finite: {where}")
         for text in told:
             self._told += 1
             if self._told <= _TOLD:
@@ -250,13 +250,13 @@ class LocalSGD:
         return [*traits, *self._local.came.items()]
 
     def _apart(self) -> str:
-        """Collective. Where they differ, in words."""
+        """Collective. The difference, in words."""
         told = comm.all_gather_object(self._traits())
         rank = next(r for r, traits in enumerate(told) if traits != told[0])
         odd = sorted(set(told[0]) ^ set(told[rank])) or [("the order of the parameters",)]
         return f"{odd[0][0]} is not the same on rank 0 and rank {rank}"
 
-    # --- looking
+    # --- what evaluation and saves see
 
     @contextlib.contextmanager
     def averaged(self, module: nn.Module | None = None) -> Iterator[None]:
@@ -284,7 +284,7 @@ class LocalSGD:
     def _kept(
         self, tensors: Sequence[torch.Tensor], counted: Sequence[torch.Tensor], own: Sequence[torch.Tensor]
     ) -> dict[str, Any]:
-        """What this rank holds apart, by the names of the model; the optimizer's state is not touched by a look."""
+        """This rank's own values, by the names of the model; the optimizer's state is not changed here."""
         values = {id(t): value for t, value in zip((*tensors, *counted), own, strict=True)}
         named: dict[str, torch.Tensor] = {**self._local.named_parameters(), **dict(self._model.named_buffers())}
         return {name: values[id(t)] for name, t in named.items() if id(t) in values}
@@ -298,11 +298,11 @@ class LocalSGD:
         name, local = type(self).__name__, steps - self.start
         if local <= 0 and self.start:
             raise ConfigError(
-                f"{name}(start={self.start}): the training ends after step {steps}, so that no step is a local one; give a "
+                f"{name}(start={self.start}): the training ends after step {steps}, so no step is local; give a "
                 "smaller start, or sync='all-reduce'"
             )
         if late := [at for at in self._at_steps if at > steps]:
-            log.warn(f"{name}(at_steps=...): {numbered('step', late)} of {steps}: no average is made there")
+            log.warn(f"{name}(at_steps=...): no average after {numbered('step', late)}: the training ends after step {steps}")
         if not self._at_steps and self.seconds is None and self.every > local:
             log.warn(
                 f"{name}(every={self.every}): there are {count(local, 'local step')}; replicas are averaged once, at the end"
@@ -332,7 +332,9 @@ class LocalSGD:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "done" not in state:
-            raise ConfigError("the checkpoint was made with another strategy: set sync back, or start a new run with --fresh")
+            raise ConfigError(
+                "the checkpoint was made with another strategy; use that strategy (sync=...), or start a new run with --fresh"
+            )
         self._done, self._next, self._averages = state["done"], state["next"], state["averages"]
         self._began_period = state["began"]
         self.averaged_at = list(state.get("averaged_at", ()))
@@ -369,5 +371,5 @@ class LocalSGD:
 
 
 def _counted_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """Those that no average is made of."""
+    """Those that are not averaged."""
     return [buffer for buffer in module.buffers() if not buffer.is_floating_point()]

@@ -1,6 +1,6 @@
 """Strategies by short names: for `rankwise run --sync NAME`, and for a script's own command line.
 
-check("local-sgd:16", "--sync ")             # ConfigError for what names none; without torch
+check("local-sgd:16", "--sync ")             # ConfigError for an unknown name; without torch
 strategy = named("local-sgd:16")
 strategy = named()                           # what was typed after --sync, or all-reduce
 """
@@ -29,7 +29,7 @@ _CODEC_OF_MATRICES = re.compile("bf16|fp16|int8|powersgd:[1-9][0-9]*")
 
 @dataclass(frozen=True)
 class _Form:
-    """A strategy, and how what follows its name is read; `settings` raises ValueError for what cannot be."""
+    """A strategy, and how the words after its name are read; `settings` raises ValueError for wrong ones."""
 
     home: str
     settings: Callable[[list[str]], dict[str, Any]]
@@ -95,24 +95,24 @@ NAME = Argument(lambda value: isinstance(value, str), f"its name: {', '.join(EXA
 
 
 def check(name: str, given_as: str = "sync=") -> tuple[str, dict[str, Any]]:
-    """(the strategy's module and class, its arguments). Raises ConfigError for what names none; `given_as` begins it."""
+    """(the strategy's module and class, its arguments). Raises ConfigError for an unknown name, after `given_as`."""
     word, *rest = name.split(":")
     word = _ALSO.get(word, word)
     if word not in _KINDS:
         near = get_close_matches(word.lower().replace("_", "-"), _KINDS, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"{given_as}{name}: there is no such strategy; {meant}Examples of all: {', '.join(EXAMPLES)}")
+        raise ConfigError(f"{given_as}{name}: there is no such strategy; {meant}write one like {', '.join(EXAMPLES)}")
     kind = _KINDS[word]
     try:
         return kind.home, kind.settings(rest)
     except ValueError:
-        raise ConfigError(f"{given_as}{name}: give it as in {' or '.join(kind.examples)}") from None
+        raise ConfigError(f"{given_as}{name}: write it like {' or '.join(kind.examples)}") from None
 
 
 def named(name: str | None = None) -> SyncStrategy:
     """The strategy of this name: `all-reduce:bf16`, `local-sgd:16` (steps between two averages), `local-sgd:30s`,
-    `post-local-sgd:1000:16` (after 1000 exact steps), `diloco:32:int8`. None: what was typed as `rankwise run --sync NAME`, or
-    all-reduce. Raises ConfigError for another."""
+    `post-local-sgd:1000:16` (after 1000 exact steps), `diloco:32:int8`. None: the name typed as `rankwise run --sync NAME`, or
+    all-reduce. Raises ConfigError for an unknown name."""
     home, settings = check(name if name is not None else typed() or "all-reduce")
     module, _, kind = home.rpartition(".")
     strategy: SyncStrategy = getattr(import_module(module), kind)(**settings)
@@ -120,14 +120,14 @@ def named(name: str | None = None) -> SyncStrategy:
 
 
 def chosen(given: SyncStrategy | str | None) -> SyncStrategy:
-    """What a script gives, itself or its name, or else what was typed."""
+    """The script's strategy or its name, otherwise the typed one."""
     if given is not None and (name := typed()):
         from rankwise.dist import log
 
-        log.warn(f"--sync {name} changes nothing: the script has a strategy of its own (sync=...)")
+        log.warn(f"--sync {name} has no effect: the script sets its own strategy (sync=...)")
     return named(given) if given is None or isinstance(given, str) else given
 
 
 def typed() -> str:
-    """What was typed as `rankwise run --sync NAME`; empty for nothing."""
+    """The name typed as `rankwise run --sync NAME`; empty if none was typed."""
     return worlds.strategy_name(worlds.discover(os.environ, allow_independent=True))

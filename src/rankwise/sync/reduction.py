@@ -1,4 +1,4 @@
-"""The protocol of a way to add up gradients over ranks, and the tail that rides in its message."""
+"""The protocol of a way to add gradients over ranks, and the tail of its message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNITS = [2.0 ** (_BITS * k) for k in range(_LIMBS)]
 
 
 class Sums(NamedTuple):
-    """What rides behind the gradients, summed over ranks."""
+    """The numbers after the gradients, summed over ranks."""
 
     total: float
     """Of the counts."""
@@ -26,11 +26,11 @@ class Sums(NamedTuple):
     """Ranks that have a gradient for each parameter."""
 
     changed: float
-    """Ranks on which another set of parameters is trained now: this message is of the old one."""
+    """The number of ranks that now train another set of parameters: this message has the old set."""
 
 
 class Tail(Protocol):
-    """What a step was over, and which parameters got a gradient."""
+    """The count of a step, and which parameters got a gradient."""
 
     def write(self, count: Count, touched: Sequence[bool] | None, changed: bool) -> None:
         """This rank's part. `touched`: which parameters got a gradient; None for all."""
@@ -60,12 +60,12 @@ class LocalTail:
 class RidingTail:
     """The end of a gradient message: `[ranks with a gradient for parameter 0, 1, ..., complete, changed, the count in parts]`.
 
-    With it no message of its own says what a step was over, and a parameter that got no gradient on any rank is known. The
-    count is exact to 2^53 in a float32 too: its whole part rides in limbs of 12 bits, each of which is summed exactly.
+    So the count of a step needs no separate message, and a parameter that got no gradient on any rank is known. The count is
+    exact to 2^53 in a float32 too: its integer part is sent in limbs of 12 bits, each of which is summed exactly.
     """
 
     LENGTH = 2 + _LIMBS + 1
-    """Beside an element for each parameter."""
+    """In addition to one element for each parameter."""
 
     def __init__(self, view: torch.Tensor) -> None:
         self._view = view
@@ -103,7 +103,7 @@ class RidingTail:
 
 
 def _limbs(count: float) -> list[float]:
-    """Of the whole part, the least first, and what is behind the point; all that is not finite is in the last."""
+    """Limbs of the integer part, the least first, then the fraction; values that are not finite are in the last."""
     if not math.isfinite(count):
         return [0.0] * _LIMBS + [count]
     whole = math.floor(count)
@@ -112,7 +112,7 @@ def _limbs(count: float) -> list[float]:
 
 
 def _limbs_there(count: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
-    """The same on the device, where nothing waits for the count."""
+    """The same on the device, so that nothing waits for the count."""
     count = count.detach().to(torch.float64).reshape(())
     whole = count.floor()
     above = (whole / units).floor()
@@ -131,11 +131,11 @@ class Reduction(Protocol):
     """Seconds that `reduce` has taken so far."""
 
     sent_bytes: int
-    """What this rank has handed over in messages so far."""
+    """The bytes that this rank has sent so far."""
 
     @property
     def begun(self) -> bool:
-        """Whether a part of this step's message may be on its way already."""
+        """Whether a part of this step's message may be sent already."""
 
     def expect(self, count: Count, last: bool) -> None:
         """A backward pass follows, of a micro-batch of this count. `last`: of this rank's step, so that it may send."""
@@ -144,16 +144,16 @@ class Reduction(Protocol):
         """Whether a parameter has a gradient that is not zero since `release`. It may wait for the device."""
 
     def take_home(self) -> tuple[list[torch.Tensor | None], Count]:
-        """Copies of this rank's own gradients, None for a parameter without one, and its count; none of it is left here."""
+        """Copies of this rank's own gradients, None for a parameter without one, and its count; they are removed from here."""
 
     def put(self, gradients: Sequence[torch.Tensor | None], count: Count) -> None:
-        """As if a backward pass had given these; at the beginning of a step."""
+        """Set these gradients as if a backward pass had made them; at the beginning of a step."""
 
     def reduce(self, changed: bool = False) -> Tail:
         """Collective. Sum gradients and counts over ranks; parameters hold the sums as their gradients."""
 
     def gradients(self) -> list[torch.Tensor]:
-        """After `reduce`: all sums, in as few tensors as they lie in."""
+        """After `reduce`: all sums, in as few tensors as possible."""
 
     def release(self) -> None:
         """After the optimizer's step."""

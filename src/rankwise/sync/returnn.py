@@ -1,4 +1,4 @@
-"""The settings of RETURNN, and with them Horovod's, for several devices: what they asked for, in ours.
+"""The settings of RETURNN, and with them Horovod's, for several devices, translated into those of rankwise.
 
 sync, lr_factor, notes = from_returnn({"use_horovod": True, "horovod_reduce_type": "param", "horovod_param_sync_step": 100})
 sync, lr_factor, notes = from_returnn({"torch_distributed": {"reduce_type": "param", "param_sync_step": 100}})
@@ -43,8 +43,8 @@ _AVERAGES = (
     "use the average"
 )
 _NOT_NEEDED = {
-    "backend": "nccl on GPUs and gloo on CPUs are chosen by themselves",
-    "timeout_sec": "a rank that keeps the others waiting is named after `rankwise run --stall-warn SECONDS`",
+    "backend": "nccl and gloo are chosen automatically",
+    "timeout_sec": "`rankwise run --stall-warn SECONDS` reports the rank that blocks the others",
     "class": "the model is not wrapped",
     "options": "the model is not wrapped: unused parameters and changing graphs need no setting",
     "sync_on_cpu": "averages are made where the parameters are",
@@ -52,22 +52,22 @@ _NOT_NEEDED = {
 
 
 class FromReturnn(NamedTuple):
-    """What such settings become here."""
+    """The result of the translation."""
 
     sync: SyncStrategy
     lr_factor: float
-    """What the learning rates are to be multiplied by."""
+    """The factor by which to multiply the learning rates."""
 
     notes: list[str]
-    """What is not as it was, a sentence each."""
+    """The differences, one sentence each."""
 
 
 @takes(config=MAPPING)
 def from_returnn(config: Mapping[str, Any]) -> FromReturnn:
-    """Of a config of RETURNN those settings that are about several devices: `horovod_...`, `torch_distributed`, `grad_sum`;
-    others are passed over. Call it after `rankwise.init()`: a factor may be the number of ranks.
+    """Translate the settings for several devices of a RETURNN config: `horovod_...`, `torch_distributed`, `grad_sum`;
+    others are ignored. Call it after `rankwise.init()`: a factor may be the number of ranks.
 
-    Raises ConfigError where nothing, or both, or something unknown is set.
+    Raises ConfigError if nothing, or both, or something unknown is set.
     """
     given = {name: value for name, value in config.items() if name.startswith("horovod_") or name in _HOROVOD}
     torch_settings = config.get("torch_distributed")
@@ -84,9 +84,7 @@ def _check(given: Mapping[str, Any], known: Mapping[str, Argument], of: str) -> 
     for name, value in given.items():
         if name not in known:
             near = get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"{of}{name}: RETURNN has no such setting; {f'did you mean {near[0]}?' if near else 'take it out'}"
-            )
+            raise ConfigError(f"{of}{name}: RETURNN has no such setting; {f'did you mean {near[0]}?' if near else 'remove it'}")
         if not known[name].accepts(value):
             raise ConfigError(f"{of}{name}={value!r}: give {known[name].words}")
 
@@ -98,21 +96,22 @@ def _of_horovod(given: Mapping[str, Any]) -> FromReturnn:
     notes = []
     if given.get("horovod_dataset_distribution") == "random_seed_offset":
         notes.append(
-            "random_seed_offset let each rank see all data in another order; here one rank sees each sample once an epoch"
+            "random_seed_offset let each rank see all data in another order; here each sample is seen once per "
+            "epoch, by one rank"
         )
     if by_parameters:
         if seconds is not None and steps is not None and steps != 1:
-            raise ConfigError("horovod_param_sync_step and horovod_param_sync_time_diff: give one of the two")
+            raise ConfigError("horovod_param_sync_step and horovod_param_sync_time_diff are both set; remove one")
         notes.append(_AVERAGES)
         local = LocalSGD(steps or 1) if seconds is None else LocalSGD(seconds=seconds)
         return FromReturnn(local, lr_factor, notes)
     if useless := [name for name in ("horovod_param_sync_step", "horovod_param_sync_time_diff") if given.get(name) is not None]:
-        notes.append(f"{useless[0]} means nothing with horovod_reduce_type='grad': gradients are summed in each step")
+        notes.append(f"{useless[0]} has no effect with horovod_reduce_type='grad': gradients are summed in each step")
     summed = given.get("grad_sum", not given.get("horovod_avg_grad", False))
     if summed:
         notes.append(
             "RETURNN's Horovod summed the gradients of the ranks unless horovod_avg_grad was set, and so does "
-            f"AllReduce(reduce='sum'): {comm.world_size()} times the mean on as many ranks. AllReduce() alone takes the mean"
+            f"AllReduce(reduce='sum'): {comm.world_size()} times the mean on as many ranks. AllReduce() uses the mean"
         )
     if summed and lr_factor > 1:
         notes.append(
@@ -133,5 +132,5 @@ def _of_torch(given: Any) -> FromReturnn:
             raise ConfigError("torch_distributed: reduce_type='param' needs param_sync_step, the steps between two averages")
         return FromReturnn(LocalSGD(steps), 1.0, [_AVERAGES, *notes])
     if steps is not None:
-        notes.append("param_sync_step means nothing without reduce_type='param': gradients are summed in each step")
+        notes.append("param_sync_step has no effect without reduce_type='param': gradients are summed in each step")
     return FromReturnn(AllReduce(overlap=False if given.get("reduce_type") == "grad_explicit" else None), 1.0, notes)

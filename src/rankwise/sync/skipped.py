@@ -1,4 +1,4 @@
-"""Steps that are skipped on all ranks: each is counted, the first ones are printed, too many in a row end the run.
+"""Steps that are skipped on all ranks: each is counted, the first ones are printed, too many in a row stop the run.
 
 skipped = SkippedSteps(weights, progress.say);  skipped.begin(state.step);  skipped.add(state, result.shared)
 """
@@ -12,12 +12,12 @@ from rankwise.sync.strategy import Shared
 from rankwise.training.finite import Weights
 from rankwise.training.state import TrainState
 
-_MOST_IN_A_ROW = 100  # then it is no accident
+_MOST_IN_A_ROW = 100  # then it is not an accident
 _PRINTED = 3  # of them, one by one
 
 
 class SkippedSteps:
-    """`in_a_row`: how many of the steps done last were skipped; whoever has seen a step that was not sets it to 0."""
+    """`in_a_row`: how many of the last steps were skipped; the caller sets it to 0 after a step that was not."""
 
     def __init__(self, weights: Weights, say: Callable[[str], None]) -> None:
         self.in_a_row = 0
@@ -39,9 +39,9 @@ class SkippedSteps:
         state.skipped = True
         self.in_a_row += 1
         if self.in_a_row >= _MOST_IN_A_ROW:
-            raise StepError(f"{why}, for {_MOST_IN_A_ROW} steps in a row: look at the loss, the learning rate and the data")
+            raise StepError(f"{why}, for {_MOST_IN_A_ROW} steps in a row; check the loss, the learning rate and the data")
         if state.last and self.in_a_row == state.step - self._begun_at:
             raise StepError(f"{why}, in each of the {self.in_a_row} steps: nothing was trained")
         if self.in_a_row <= _PRINTED:
-            more = f"; more are only counted, and {_MOST_IN_A_ROW} in a row end the run" if self.in_a_row == _PRINTED else ""
+            more = f"; later ones are only counted; {_MOST_IN_A_ROW} in a row stop the run" if self.in_a_row == _PRINTED else ""
             self._say(f"warning: step {state.step} is skipped on all ranks: {why} ({state.steps_left_out} so far){more}")

@@ -1,4 +1,4 @@
-"""The protocol of a synchronisation strategy. A new one is one new file; the loop learns nothing of it.
+"""The protocol of a synchronisation strategy. A new strategy is one new file; the loop does not change.
 
 sync = AllReduce().attach(model, optimizer, clip_norm=1.0)
 sync.backward(loss_sum, count)               # for each micro-batch
@@ -23,7 +23,7 @@ Holding = Literal["same", "own", "shard"]
 
 
 class Held(NamedTuple):
-    """What ranks hold between two steps: the same, each its own, or each a share of one state."""
+    """What ranks hold between two steps: the same, their own, or a share of one state."""
 
     parameters: Holding
     buffers: Holding
@@ -31,23 +31,23 @@ class Held(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What a step was over all ranks. Equal on all ranks."""
+    """The result of a step over all ranks. Equal on all ranks."""
 
     total: float
-    """What the step's loss was over, all ranks together (samples, frames, tokens)."""
+    """The count of the step's loss over all ranks (samples, frames, tokens)."""
 
     grad_norm: float
     """Of the mean gradient, before clipping."""
 
     finite: bool
-    """False: the gradient was not, and the step was skipped."""
+    """False: the gradient was not finite, and the step was skipped."""
 
     skipped: int
-    """Steps that were skipped since the last such result, on all ranks together where each steps for itself."""
+    """Steps that were skipped since the last such result, on all ranks together if each steps alone."""
 
 
 class Mine(NamedTuple):
-    """What a step was on this rank: for logs only, since ranks may differ."""
+    """The result of a step on this rank: for logs only, because ranks may differ."""
 
     total: float
     grad_norm: float
@@ -57,11 +57,11 @@ class Mine(NamedTuple):
 class StepResult(NamedTuple):
     mine: Mine
     shared: Shared | None
-    """None: nothing was sent in this step, so that nothing can be decided by it."""
+    """None: nothing was sent in this step, so no decision may depend on it."""
 
 
 def check_alike(strategy: SyncStrategy) -> None:
-    """Collective. Raises ConfigError on all ranks where one was given another strategy, or another setting: an argument of
+    """Collective. Raises ConfigError on all ranks if one got another strategy, or another setting: an argument of
     its class that it keeps under that name, or under that name behind an underscore."""
     kind, held = type(strategy).__name__, vars(strategy)
     settings = {name: held.get(name, held.get(f"_{name}")) for name in inspect.signature(type(strategy)).parameters}
@@ -71,13 +71,13 @@ def check_alike(strategy: SyncStrategy) -> None:
 class SyncStrategy(Protocol):
     """A loss sum and its count go in on each rank; the optimizer steps.
 
-    `state_dict` is the part of the state that is equal on all ranks, `rank_state_dict` this rank's own. Whatever decides what
-    ranks do next follows from facts that all of them share.
+    `state_dict` is the part of the state that is equal on all ranks, `rank_state_dict` this rank's own. Decisions about what
+    ranks do next depend only on values that all ranks share.
     """
 
     promise: Promise
-    """exact: the mean gradient of the whole global batch, to the last digits; summed: times the number of ranks; rounded: but
-    for what compression loses, which is made up for later; averaged: replicas that differ between two averages."""
+    """exact: the mean gradient of the whole global batch, to the last digits; summed: times the number of ranks; rounded:
+    except for what compression loses, which is added later; averaged: replicas that differ between two averages."""
 
     held: Held
 
@@ -94,31 +94,32 @@ class SyncStrategy(Protocol):
         loss_scale: LossScale | None = None,
         typical_count: float = 1.0,
     ) -> Self:
-        """Collective, once. Rank 0's parameters and buffers everywhere, frozen ones too; `step` alone calls the optimizer now.
+        """Collective, once. All ranks get rank 0's parameters (also frozen ones) and buffers; then only `step` calls
+        the optimizer.
 
         `model`: a module that holds all that the optimizer trains. `clip_norm`: largest norm of the mean gradient; None or <= 0
-        does not clip. `typical_count`: the same on all ranks, near the count of a step. Raises ConfigError for what cannot be
-        trained so.
+        does not clip. `typical_count`: the same on all ranks, near the count of a step. Raises ConfigError if this cannot be
+        trained.
         """
 
     def check_length(self, steps: int) -> None:
-        """Local, before the first step of a training of so many. Warns of what makes little sense in so many, and raises
-        ConfigError for what makes none."""
+        """Local, before the first step of a training of `steps` steps. Warns of settings that make little sense in so many,
+        and raises ConfigError for those that make none."""
 
     def follow(self) -> None:
-        """Collective where the model or the optimizer has changed what is trained (unfrozen or new parameters, a new group):
-        call it when all ranks have changed it. What is new holds rank 0's values afterwards.
+        """Collective if the model or the optimizer has changed what is trained (unfrozen or new parameters, a new group):
+        call it when all ranks have changed it. New parameters have rank 0's values afterwards.
 
-        `step` follows too, but sends no values: it raises StepError where those of new parameters differ between ranks.
+        `step` follows too, but sends no values: it raises StepError if those of new parameters differ between ranks.
         """
 
     def meet(self) -> None:
-        """Collective, between two steps, before other collectives of the loop (a save). A rank that alone has changed what is
-        trained waits in `follow`: the others meet it here, and all raise StepError."""
+        """Collective, between two steps, before other collectives of the loop (a save). If only one rank has changed what is
+        trained, it waits in `follow`: the others meet it here, and all raise StepError."""
 
     def backward(self, loss_sum: torch.Tensor, count: float | torch.Tensor, *, last: bool = False) -> None:
-        """Add this micro-batch's gradient. `loss_sum`: scalar; `count`: what it is over. `last`: of this step on this rank, so
-        that it may begin to send. Never waits."""
+        """Add this micro-batch's gradient. `loss_sum`: scalar; `count`: what it sums over (samples, tokens). `last`: of this
+        step on this rank, so that sending may begin. Never waits."""
 
     def step(self) -> StepResult:
         """Collective. Reduce, judge, clip, step; gradients are zero afterwards. Raises on all ranks or on none."""
@@ -131,10 +132,10 @@ class SyncStrategy(Protocol):
         """Collective, once, after the last step: replicas become one."""
 
     def describe(self) -> str:
-        """How, in a few words, for what is printed at the start; empty if there is nothing to say."""
+        """The strategy in a few words, printed at the start; may be empty."""
 
     def figures(self) -> dict[str, float]:
-        """Local. For the log: `sent_bytes`, what this rank has handed to reductions so far, and what else there is."""
+        """Local. For the log: `sent_bytes`, what this rank has sent so far, and other metrics."""
 
     def state_dict(self) -> dict[str, Any]:
         """Local."""
@@ -143,8 +144,8 @@ class SyncStrategy(Protocol):
         """Local; before the model and the optimizer load theirs."""
 
     def rank_state_dict(self) -> dict[str, Any] | None:
-        """Local, within `averaged`. What this rank holds apart; None for nothing."""
+        """Local, within `averaged`. This rank's own state; None if it has none."""
 
     def load_rank_state_dict(self, state: dict[str, Any] | None, /) -> None:
         """Local; after the model and the optimizer have loaded theirs. None: no such state was saved, or on another number of
-        ranks: the rank begins with what all have."""
+        ranks: the rank starts with the common state."""

@@ -1,7 +1,7 @@
-"""What an optimizer trains of a model: asked at every step, never taken once.
+"""What an optimizer trains of a model: checked at every step, because it may change.
 
 trained = Trained(model, optimizer)
-if trained.changed(): ...            # unfrozen, added, replaced, laid out otherwise in memory
+if trained.changed(): ...            # unfrozen, added, replaced, another layout in memory
 trained.look();  trained.parameters
 """
 
@@ -25,7 +25,7 @@ _REFUSED = {
     LBFGS: "evaluates the loss several times in a step, by a function that it is given, and one reduction a step is not enough",
     SparseAdam: "requires sparse gradients, and gradients are summed over ranks as dense ones",
 }
-_NAMED = 4  # of many, those that are named one by one
+_NAMED = 4  # names that a message lists; the others are counted
 _requires_grad = attrgetter("requires_grad")
 _strides = torch.Tensor.stride
 _params = itemgetter("params")
@@ -40,10 +40,10 @@ class Trait(NamedTuple):
     dtype: str
     requires_grad: bool
     strides: tuple[int, ...]
-    """Those of more than one element a step: gradients are laid out in memory like their parameters."""
+    """Strides of axes with more than one element: gradients are laid out in memory like their parameters."""
 
     groups: tuple[int, ...]
-    """Of the optimizer's parameter groups, those that hold it."""
+    """The optimizer's parameter groups that hold it."""
 
 
 class Trained:
@@ -58,14 +58,14 @@ class Trained:
         self.look()
 
     def look(self) -> None:
-        """Take note of what is trained now. Raises ConfigError for what cannot be trained on several ranks."""
+        """Remember what is trained now. Raises ConfigError if it cannot be trained on several ranks."""
         self._refuse()
         self._modules = list(self.model.modules())
         self._homes = [home for module in self._modules for home in private_names.homes(module)]
         self._in_homes = list(chain.from_iterable(home.values() for home in self._homes))
         self._named = self.named()
         self._all = list(self._named.values())
-        self._known = {*map(id, self._all), *map(id, self._modules)}  # kept alive here: no id is taken again
+        self._known = {*map(id, self._all), *map(id, self._modules)}  # referenced here, so that no id is used again
         self._flags = list(map(_requires_grad, self._all))
         self._grouped = list(chain.from_iterable(group["params"] for group in self.optimizer.param_groups))
         self._sizes = [len(group["params"]) for group in self.optimizer.param_groups]
@@ -82,13 +82,13 @@ class Trained:
         names = [name for name, p in self._named.items() if p.requires_grad and id(p) not in grouped]
         if names:
             log.warning_once(
-                f"{len(names)} parameters require a gradient and are in no group of the optimizer, so they stay as they are: "
+                f"{len(names)} parameters require a gradient but are in no group of the optimizer, so they do not change: "
                 f"{some(names)}; add them (optimizer.add_param_group), or freeze them (requires_grad_(False))"
             )
 
     def changed(self) -> bool:
-        """Whether what is trained is another set than at the last look, or lies otherwise in memory. Local, and cheap: it is
-        asked at each step, for a thousand parameters, so that all of it is maps."""
+        """Whether what is trained has changed since the last look, in its parameters or their layout. Local, and cheap: it is
+        called at each step, for a thousand parameters, so it uses only maps."""
         if list(map(_requires_grad, self._all)) != self._flags or list(map(_strides, self.parameters)) != self._strides:
             return True
         groups = list(map(_params, self.optimizer.param_groups))
@@ -100,7 +100,7 @@ class Trained:
         return not self._is_as_it_was()
 
     def _is_as_it_was(self) -> bool:
-        """A layer was replaced, or is made again in each pass: has it other parameters?"""
+        """After a layer was replaced, or is created again in each pass: are the parameters the same?"""
         now = list(self.named().values())
         if len(now) != len(self._all) or not all(map(is_, now, self._all)):
             return False
@@ -127,7 +127,7 @@ class Trained:
         return next((name for name, p in self._named.items() if p is parameter), "a parameter")
 
     def traits(self) -> list[Trait]:
-        """As it is now; the same on all ranks, or they are not one training."""
+        """As it is now; it must be the same on all ranks."""
         groups: dict[int, list[int]] = {}
         for number, group in enumerate(self.optimizer.param_groups):
             for p in group["params"]:
@@ -145,23 +145,23 @@ class Trained:
         for name, p in names.items():
             if isinstance(p, nn.parameter.UninitializedParameter):
                 raise ConfigError(
-                    f"{name} has no shape yet (a lazy module): run one batch through the model first, so that ranks can begin "
-                    "with the same values: model(batch)"
+                    f"{name} has no shape yet (a lazy module): run one batch through the model first, model(batch), so that "
+                    "all ranks can start with the same values"
                 )
             if p.is_complex():
                 raise ConfigError(
                     f"{name} is complex ({p.dtype}): gradients are summed as real numbers; keep two real parameters, and "
-                    "put them together by torch.view_as_complex in forward"
+                    "join them with torch.view_as_complex in forward"
                 )
         mine = set(map(id, self.model.parameters()))
         if not any(id(p) in mine for group in self.optimizer.param_groups for p in group["params"]):
-            raise ConfigError("the optimizer holds no parameter of the model: make it of model.parameters(), after the model")
+            raise ConfigError("the optimizer has no parameter of the model; create it from model.parameters(), after the model")
 
     # --- what is saved of it
 
     def state_dict(self) -> dict[str, Any]:
-        """By name: what the groups hold, what is frozen, which modules are in evaluation mode, and the values of what the model
-        does not hold."""
+        """By name: what the groups hold, what is frozen, which modules are in evaluation mode, and the values of parameters
+        that the model does not hold."""
         named = self.named()
         names = {id(p): name for name, p in named.items()}
         return {
@@ -172,8 +172,8 @@ class Trained:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Freeze, unfreeze and set modes as they were, and add groups that the run has added. Raises ConfigError where the
-        optimizer held other parameters."""
+        """Freeze, unfreeze and set modes as they were, and add groups that the run has added. Raises ConfigError if the
+        optimizer had other parameters."""
         self._add_groups(state["groups"])
         now = self.state_dict()
         if state["groups"] != now["groups"]:
@@ -181,7 +181,7 @@ class Trained:
         frozen, evaluating = set(state["frozen"]), set(state["evaluating"])
         if frozen ^ set(now["frozen"]):
             told = _changes(now["frozen"], state["frozen"])
-            log.say(f"as the checkpoint has it, and not as the script begins: {told}")
+            log.say(f"from the checkpoint, and not as in the script: {told}")
         for name, parameter in self.named().items():
             parameter.requires_grad_(name not in frozen)
             if name in state["outside"]:
@@ -190,7 +190,7 @@ class Trained:
             module.training = name not in evaluating
 
     def _add_groups(self, saved: Sequence[Sequence[str]]) -> None:
-        """Those behind the script's, if the model has all their parameters; the optimizer's state sets their options."""
+        """Add groups after the script's, if the model has all their parameters; the optimizer's state sets their options."""
         now, named = self.state_dict()["groups"], self.named()
         new = saved[len(now) :]
         held = set(chain.from_iterable(now))
@@ -223,12 +223,12 @@ def _other_groups(before: Sequence[Sequence[str]], now: Sequence[Sequence[str]])
     else:
         counts = [", ".join(str(len(group)) for group in groups) for groups in (before, now)]
         what = (
-            f"the optimizer of the checkpoint has its parameters in another order or in other groups (of {counts[0]}; in the "
-            f"script of {counts[1]})"
+            f"the optimizer of the checkpoint has its parameters in another order or in other groups (sizes {counts[0]}; in "
+            f"the script {counts[1]})"
         )
     return (
-        f"{what}; where a run has changed it on its way (a layer replaced, a group added), let the script do so before the "
-        "training is resumed, or start again with --fresh, or beside it with --name NAME"
+        f"{what}; if the run changed this during training (a layer replaced, a group added), make the same change in the "
+        "script before resuming, or start a new run with --fresh or --name NAME"
     )
 
 
@@ -237,7 +237,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def first_apart(ranks: Sequence[Sequence[Trait]]) -> str | None:
-    """In words where ranks train other things than rank 0; None if all agree."""
+    """The first difference between a rank and rank 0, in words; None if all agree."""
     for rank, traits in enumerate(ranks):
         theirs = {trait.name: trait for trait in traits}
         own = {trait.name: trait for trait in ranks[0]}
@@ -246,7 +246,9 @@ def first_apart(ranks: Sequence[Sequence[Trait]]) -> str | None:
             if a == b:
                 continue
             if a is None or b is None:
-                return f"rank {0 if b is None else rank} has the parameter {name} and rank {rank if b is None else 0} has not"
+                return (
+                    f"only rank {0 if b is None else rank} has the parameter {name}, rank {rank if b is None else 0} does not"
+                )
             field, here, there = next((f, x, y) for f, x, y in zip(Trait._fields, a, b, strict=True) if x != y)
             words = {"requires_grad": ("trained", "frozen")}.get(field)
             if words is not None:
@@ -257,8 +259,8 @@ def first_apart(ranks: Sequence[Sequence[Trait]]) -> str | None:
 
 
 def is_dense(parameter: torch.Tensor) -> bool:
-    """Whether its elements lie in memory without gap or overlap, in whatever order: as autograd asks before it lays out a
-    gradient like its parameter."""
+    """Whether its elements are in memory without gap or overlap, in any order: autograd requires this before it gives a
+    gradient the layout of its parameter."""
     expected = 1
     for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda pair: pair[1]):
         if size == 1:
