@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise.dist import private_names
 from rankwise.host.text import size
-from rankwise.sync.reduction import Count, RidingTail
+from rankwise.sync.reduction import Count, RidingTail, SeparateGradients
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's default size of a bucket."""
@@ -34,7 +34,7 @@ def is_possible() -> bool:
     return private_names.can_settle_buckets(dist.Reducer)  # type: ignore[attr-defined]
 
 
-class DdpReduction:
+class DdpReduction(SeparateGradients):
     """A Reduction that overlaps with the backward pass of the last micro-batch."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -76,19 +76,11 @@ class DdpReduction:
         self._reducer.prepare_for_forward()
         self._reducer.prepare_for_backward([])
 
-    def has_gradients(self) -> bool:
-        return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
-
     def take_home(self) -> tuple[list[torch.Tensor | None], Count]:
         found = [p.grad.clone() if p.grad is not None else None for p in self.parameters]
         count, self._count = self._count, 0.0
         self.release()
         return found, count
-
-    def put(self, gradients: Sequence[torch.Tensor | None], count: Count) -> None:
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
-        self._count = count
 
     def reduce(self, changed: bool = False) -> RidingTail:
         began = time.perf_counter()
@@ -137,13 +129,6 @@ class DdpReduction:
         else:
             self._apart = torch.zeros(length, dtype=torch.float32, device=buffer.device)
             self._tail = RidingTail(self._apart)
-
-    def gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self.parameters if p.grad is not None]
-
-    def release(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
 
     def describe(self) -> str:
         return f"DDP, {size(self._gradient_bytes)} in buckets of {BUCKET_BYTES >> 20} MB during the backward pass"

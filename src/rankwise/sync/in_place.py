@@ -12,7 +12,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from rankwise.sync.reduction import Count, LocalTail, Tail
+from rankwise.sync.reduction import Count, LocalTail, SeparateGradients, Tail
 
 _SMALL_BYTES = 32 << 10
 """From this mean size on, a tensor costs as much here as in one buffer (benchmarks/sync_calls)."""
@@ -26,7 +26,7 @@ def pays(parameters: Sequence[nn.Parameter]) -> bool:
     return sum(p.numel() * p.element_size() for p in parameters) >= _SMALL_BYTES * len(parameters)
 
 
-class InPlaceReduction:
+class InPlaceReduction(SeparateGradients):
     """A Reduction over this rank alone."""
 
     begun = False
@@ -42,19 +42,11 @@ class InPlaceReduction:
     def expect(self, count: Count, last: bool) -> None:
         self._count = self._count + count
 
-    def has_gradients(self) -> bool:
-        return any(bool(gradient.any()) for gradient in self.gradients())
-
     def take_home(self) -> tuple[list[torch.Tensor | None], Count]:
         found, count = list(map(_grad, self.parameters)), self._count
         self._count = 0.0
         self.release()
         return found, count
-
-    def put(self, gradients: Sequence[torch.Tensor | None], count: Count) -> None:
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
-        self._count = count
 
     def reduce(self, changed: bool = False) -> Tail:
         touched = [gradient is not None for gradient in map(_grad, self.parameters)]
@@ -63,17 +55,13 @@ class InPlaceReduction:
         return self._tail
 
     def gradients(self) -> list[torch.Tensor]:
-        found = [gradient for gradient in map(_grad, self.parameters) if gradient is not None]
+        found = super().gradients()
         if any(map(_is_sparse, found)):  # dense, as if ranks sum them: an optimizer may treat the two differently
             for parameter in self.parameters:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
             return self.gradients()
         return found
-
-    def release(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
 
     def describe(self) -> str:
         return "this rank's own"

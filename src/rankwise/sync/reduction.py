@@ -160,3 +160,25 @@ class Reduction(Protocol):
 
     def describe(self) -> str:
         """In a few words, for people."""
+
+
+class SeparateGradients:
+    """For a Reduction in which each parameter's gradient is a tensor of its own."""
+
+    parameters: list[nn.Parameter]
+    _count: Count = 0.0
+
+    def has_gradients(self) -> bool:
+        return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
+
+    def put(self, gradients: Sequence[torch.Tensor | None], count: Count) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._count = count
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def release(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
