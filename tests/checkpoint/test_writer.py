@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rankwise.checkpoint import writer
+from rankwise.checkpoint import Checkpoints, writer
 from rankwise.errors import CheckpointError
 
 
@@ -39,3 +39,18 @@ def test_a_rank_that_is_not_heard_of_is_not_waited_for_for_ever(tmp_path: Path, 
     others.hurry()
     with pytest.raises(CheckpointError, match="is incomplete"):
         others.wait()
+
+
+def test_the_death_of_a_loaders_worker_that_is_raised_within_a_save_is_no_failure_to_write(tmp_path: Path) -> None:
+    class Interrupted:
+        def state_dict(self) -> dict[str, object]:
+            return {"x": self}
+
+        def __reduce__(self) -> object:  # while the file is written, as torch's handler of SIGCHLD does
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+        def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        Checkpoints(tmp_path, background=False).save({"part": Interrupted()}, 1)
+    assert list(tmp_path.iterdir()) == []

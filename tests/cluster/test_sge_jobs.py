@@ -114,7 +114,7 @@ def test_what_is_asked_for_arrives_word_by_word(sge: Start) -> None:
         ({"pe": "mpi", "slots": 999}, "qsub refuses the job: error: no suitable queues; no queue can ever run it"),
         (
             {"queue": "nope.q"},
-            'qsub refuses the job: Job was rejected because job requests unknown queue "nope.q"; those there are',
+            'qsub refuses the job: Job was rejected because job requests unknown queue "nope.q"; to list them: qconf -sql',
         ),
     ],
     ids=["pe", "resource", "time", "gpus", "slots", "queue"],

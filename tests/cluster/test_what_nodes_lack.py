@@ -68,7 +68,7 @@ def test_a_python_that_the_nodes_of_slurm_do_not_have_is_named(slurm: Start, lau
     status, said = launch(own_python, *words).wait()
     assert status not in (0, None)
     assert f" has no Python {own_python}; install rankwise where all nodes see it" in said
-    assert "before any rank started; its output is in  " in said.splitlines()[-1]
+    assert "before any rank started; its output is in " in said.splitlines()[-1]
 
 
 def test_a_python_that_the_hosts_of_ssh_do_not_have_is_named(hosts: Start, launch: Launch, own_python: str) -> None:
@@ -91,7 +91,8 @@ def test_a_run_directory_that_the_hosts_of_mpi_do_not_see_is_named(
     words = ["--on", "mpi", "--hosts", "node1,node2", "--nproc", "1", "--run-dir", str(own / "run"), write(SAYS)]
     status, said = launch(*RUN, *words, PATH=f"{Path('bin').absolute()}:{os.environ['PATH']}", **root).wait()
     assert status not in (0, None)
-    assert f"rankwise: {own}/run/plan.json: on node" in said
+    assert f"rankwise: {own}/run/plan.json: node" in said
+    assert "cannot read this plan" in said
     assert f"{SHARE} all nodes share" in said
 
 

@@ -86,6 +86,8 @@ class CheckpointWriter:
             os.rename(temporary, final)
             fsync(self._folder)
         except (OSError, RuntimeError) as error:  # RuntimeError: torch's form of an OSError
+            if _is_of_a_worker(error):
+                raise
             raise CheckpointError(explain_failure(final, states, error)) from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # does not exist any more after a success
@@ -293,6 +295,11 @@ def _size_of_others(state: Any) -> int:
     if isinstance(state, list | tuple | set):
         return sum(map(_size_of_others, state))
     return len(state) if isinstance(state, str | bytes) else 2
+
+
+def _is_of_a_worker(error: Exception) -> bool:
+    """torch's handler of SIGCHLD raises the death of a loader's worker wherever the main thread is, within a save too."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
 
 
 def explain_failure(final: Path, states: Mapping[str, Any], error: OSError | RuntimeError) -> str:
