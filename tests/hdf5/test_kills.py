@@ -29,7 +29,8 @@ EPOCHS = 2
 Settings = dict[str, Any]
 BY_COUNT: Settings = {"global_batch_size": 7}
 BY_LENGTH: Settings = {"global_batch_size": None, "batches": rankwise.LengthBatches(global_tokens=40)}
-WORKERS: Settings = {"num_workers": 2}
+WORKERS: Settings = {"num_workers": 2, "prefetch_factor": 1}
+"""Two batches ahead: a worker is killed while batches of its are needed yet. Of one that has made its last nobody may hear."""
 AHEAD: Settings = {"prefetch_factor": 4}
 BLOCKS: Settings = {"shuffle": "blocks"}
 
@@ -68,10 +69,10 @@ def attempt(folder: Path, ledger: Path, ways: Settings, killed: str | None, kill
 @pytest.mark.parametrize(
     ("ways", "before", "after", "killed", "kill_at"),
     [
-        ({**BY_COUNT, **WORKERS}, 2, 3, "worker", 5),
+        ({**BY_COUNT, **WORKERS}, 2, 3, "worker", 4),
         ({**BY_LENGTH, **AHEAD}, 3, 2, "rank", 10),
         pytest.param({**BY_COUNT, **BLOCKS, **AHEAD}, 3, 4, "rank", 4, marks=MORE),
-        pytest.param({**BY_LENGTH, **WORKERS}, 1, 2, "worker", 7, marks=MORE),
+        pytest.param({**BY_LENGTH, **WORKERS}, 1, 2, "worker", 4, marks=MORE),
         pytest.param({**BY_COUNT, **BLOCKS, **WORKERS}, 4, 1, "worker", 11, marks=MORE),
         pytest.param({**BY_LENGTH}, 2, 4, "rank", 13, marks=MORE),
     ],
@@ -83,7 +84,7 @@ def test_none_is_lost_and_none_comes_twice(
     write(tmp_path)
     expected = [
         sorted(int(k) for batch in step for k in batch["number"])
-        for [loader] in [loaders(HDF5Dataset(tmp_path / "x*.h5"), 1, **{**ways, "num_workers": 0}, max_epochs=EPOCHS, seed=5)]
+        for [loader] in [loaders(HDF5Dataset(tmp_path / "x*.h5"), 1, **{**ways, "num_workers": 0, "prefetch_factor": None}, max_epochs=EPOCHS, seed=5)]
         for step in loader
     ]
     assert sorted(k for step in expected for k in step) == sorted([*range(N)] * EPOCHS)
@@ -98,7 +99,7 @@ def test_none_is_lost_and_none_comes_twice(
 @pytest.mark.parametrize(
     ("ways", "before", "after", "killed", "kill_at"),
     [
-        ({**BY_COUNT, **WORKERS}, 3, 3, "worker", 5),
+        ({**BY_COUNT, **WORKERS}, 3, 3, "worker", 4),
         ({**BY_LENGTH, **AHEAD}, 2, 3, "rank", 5),
         pytest.param({**BY_COUNT, **BLOCKS}, 4, 2, "rank", 11, marks=MORE),
     ],
