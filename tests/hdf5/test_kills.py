@@ -31,6 +31,7 @@ BY_COUNT: Settings = {"global_batch_size": 7}
 BY_LENGTH: Settings = {"global_batch_size": None, "batches": rankwise.LengthBatches(global_tokens=40)}
 WORKERS: Settings = {"num_workers": 2, "prefetch_factor": 1}
 """Two batches ahead: a worker is killed while batches of its are needed yet. Of one that has made its last nobody may hear."""
+HERE: Settings = {"num_workers": 0, "prefetch_factor": None}
 AHEAD: Settings = {"prefetch_factor": 4}
 BLOCKS: Settings = {"shuffle": "blocks"}
 
@@ -84,7 +85,7 @@ def test_none_is_lost_and_none_comes_twice(
     write(tmp_path)
     expected = [
         sorted(int(k) for batch in step for k in batch["number"])
-        for [loader] in [loaders(HDF5Dataset(tmp_path / "x*.h5"), 1, **{**ways, "num_workers": 0, "prefetch_factor": None}, max_epochs=EPOCHS, seed=5)]
+        for [loader] in [loaders(HDF5Dataset(tmp_path / "x*.h5"), 1, **{**ways, **HERE}, max_epochs=EPOCHS, seed=5)]
         for step in loader
     ]
     assert sorted(k for step in expected for k in step) == sorted([*range(N)] * EPOCHS)
