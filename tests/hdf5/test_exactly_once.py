@@ -51,6 +51,16 @@ def steps_of(some: list[Any], most: int | None = None) -> list[list[int]]:
     return found
 
 
+def stopped_and_resumed(dataset: HDF5Dataset, before: int, after: int, stop: int, ways: dict[str, Any]) -> list[list[int]]:
+    """All steps: the first `stop` on `before` ranks, the others on `after`."""
+    first = loaders(dataset, before, **ways)
+    done = steps_of(first, stop)
+    rest = loaders(dataset, after, **ways)
+    for loader in rest:
+        loader.load_state_dict(first[0].state_dict())
+    return done + steps_of(rest)
+
+
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("before", RANKS)
 def test_none_is_lost_and_none_comes_twice_after_a_stop_on_other_ranks(dataset: HDF5Dataset, cut: str, before: int) -> None:
@@ -62,12 +72,8 @@ def test_none_is_lost_and_none_comes_twice_after_a_stop_on_other_ranks(dataset: 
     assert sorted(k for step in whole for k in step) == sorted([*range(N), *range(N)])
     for after in RANKS:
         for stop in (1, len(whole) // 2, len(whole) - 2):
-            first = loaders(dataset, before, **ways)
-            done = steps_of(first, stop)
-            rest = loaders(dataset, after, **ways)
-            for loader in rest:
-                loader.load_state_dict(first[0].state_dict())
-            assert [sorted(step) for step in done + steps_of(rest)] == each, (before, after, stop)
+            done = stopped_and_resumed(dataset, before, after, stop, ways)
+            assert [sorted(step) for step in done] == each, (before, after, stop)
 
 
 def files_that_are_read(paths: list[str], **ways: Any) -> tuple[list[str], list[int]]:
@@ -98,11 +104,6 @@ def test_the_same_where_each_rank_reads_its_own_files(dataset: HDF5Dataset, cut:
     whole = steps_of(loaders(dataset, before, **ways))
     for after in RANKS:
         for stop in (1, len(whole) // 2, len(whole) - 2):
-            first = loaders(dataset, before, **ways)
-            done = steps_of(first, stop)
-            rest = loaders(dataset, after, **ways)
-            for loader in rest:
-                loader.load_state_dict(first[0].state_dict())
-            done += steps_of(rest)
+            done = stopped_and_resumed(dataset, before, after, stop, ways)
             assert sorted(k for step in done for k in step) == sorted([*range(N), *range(N)]), (before, after, stop)
             assert before != after or done == whole
