@@ -90,7 +90,7 @@ def test_a_job_that_is_waited_for_prints_what_it_prints_and_ends_as_it_ends(spoo
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"rank 0 of 2 in {job_of('train')}\n"
     assert re.search(r"^rankwise: train.py with spool \(--on\) on 1 node, 2 ranks each, in runs/train$", done.stderr, re.M)
-    assert re.search(r"^rankwise: submitted job 94-\d+ of spool: (waiting|running|0)", done.stderr, re.M)
+    assert re.search(r"^rankwise: submitted job 94-\d+ of spool: (waiting|running|ended)", done.stderr, re.M)
     assert state(rankwise, "train") == ("ended", 0)
     assert "rank 1 of 2" in rankwise("logs", "--rank", "1", "train").stdout
 
