@@ -205,7 +205,7 @@ class Head:
             if self._events.parent_ended:
                 return attempt
             self._nodes.look()
-            asked = len(self._asked)
+            asked = self._asked  # before the ranks are looked at: what follows never uses facts that are older than a request
             for part in parts:
                 if self._is_here(part):
                     part.look()
@@ -213,15 +213,15 @@ class Head:
             if started and not attempt.pids:
                 pids = tuple(chain.from_iterable(part.facts.pids for part in parts))
                 attempt = self._run.update_attempt(attempt, pids=pids)
-            if len(self._asked) > asked:
-                continue  # a request that is newer than what is known of the ranks
+            if len(self._asked) > len(asked):
+                continue
             self._tell_lost(parts, lost)
             self._look_at_stall(parts)
             self._look_at_the_clock()
-            if self._asked and not started:
-                self._stop_signal = self._asked[0]
+            if asked and not started:
+                self._stop_signal = asked[0]
                 return attempt  # asked to stop before any rank was there
-            self._stop_if_asked(parts)
+            self._stop_if_asked(parts, asked)
             self._ring(parts)
             if not any(part.facts.awaited for part in parts):
                 return attempt
@@ -296,14 +296,15 @@ class Head:
             self._say(f"the time limit of this run, {clock(after_s)}, is over")
             self._events.asked.append(signal.SIGTERM)
 
-    def _stop_if_asked(self, parts: Sequence[NodeView]) -> None:
+    def _stop_if_asked(self, parts: Sequence[NodeView], asked: Sequence[int]) -> None:
         """The first request stops all at the gate; a second Ctrl-C kills."""
-        if not self._asked and (flag := next((part.facts.flag for part in parts if part.facts.flag), 0)):
+        if not asked and (flag := next((part.facts.flag for part in parts if part.facts.flag), 0)):
             self._events.asked.append(flag)
-        if not self._asked:
+            asked = [flag]
+        if not asked:
             return
         if not self._stop_signal:
-            self._stop_signal = self._asked[0]
+            self._stop_signal = asked[0]
             self._stop_began = time.monotonic()
         if not self._killed_as_asked and any(signal.SIGINT in signals[1:] for signals in self._requests):
             self._say("interrupted again: killing all ranks")
