@@ -76,6 +76,24 @@ def test_the_log_is_shown_as_it_grows_from_where_it_ended(piped: Watched) -> Non
     piped.console.close()
 
 
+def test_a_traceback_that_is_written_while_the_log_is_read_is_kept_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, record = tmp_path / "rank-0.log", tmp_path / "exception"
+    follower = LogFollower(log, record)
+    read = os.pread
+
+    def raise_then_read(fd: int, size: int, position: int) -> bytes:
+        record.write_text(json.dumps({"log_bytes": len(b"one\n")}))
+        log.write_bytes(b"one\nTraceback (most recent call last):\n")
+        return read(fd, size, position)
+
+    monkeypatch.setattr(os, "pread", raise_then_read)
+    assert follower.read() == b"one\n"
+    assert follower.read() == b""
+    follower.close()
+
+
 def test_a_log_that_is_not_there_yet_is_made_and_shown_from_its_start(tmp_path: Path) -> None:
     watched = Watched(tmp_path / "new.log", tty=False)
     watched.print(b"first\n")

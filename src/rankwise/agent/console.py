@@ -31,8 +31,8 @@ class LogFollower:
 
         The traceback of a rank that raised is kept back: it is printed once at the end, if that rank is the cause.
         """
-        bound = self._raised_at() - self._position
-        data = os.pread(self._fd, max(min(bound, _CHUNK), 0), self._position)
+        data = os.pread(self._fd, _CHUNK, self._position)
+        data = data[: max(self._raised_at() - self._position, 0)]  # after the read: the traceback may have just come
         self._position += len(data)
         return self._lines(data) if self._prefix else data
 
