@@ -217,6 +217,37 @@ def test_a_loader_worker_that_is_killed_is_the_cause_and_not_the_rank_that_lost_
     assert "is killed by signal: Killed. (script.py:" in run.output()
 
 
+HANDLER_AT_THE_CALL = """
+import sys
+
+def raise_as_a_handler_may(frame, event, arg):
+    if event == "call" and frame.f_code.co_name == "leave":
+        raise RuntimeError("SAID")
+
+sys.setprofile(raise_as_a_handler_may)
+raise ConnectionResetError(104, "Connection reset by peer")
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "DataLoader worker (pid 5) is killed by signal: Killed.",
+            "RuntimeError: DataLoader worker (pid 5) is killed by signal",
+        ),
+        ("something else", "ConnectionResetError: [Errno 104] Connection reset by peer"),
+    ],
+)
+def test_a_handler_that_raises_when_a_rank_begins_to_report_its_exception_hides_no_reason(
+    launch, said: str, reason: str
+) -> None:
+    run = launch(HANDLER_AT_THE_CALL.replace("SAID", said), options=("--nproc", "1"))
+    assert run.wait() == 1
+    assert f"rankwise: rank 0 raised {reason}" in run.output()
+    assert "(script.py:9)" in run.output()
+
+
 def test_tensors_of_different_shape_are_told_with_the_lines_of_both_ranks_and_the_flag_that_names_the_shapes(launch) -> None:
     run = launch(TOGETHER.replace("FAULT", "dist.all_reduce(torch.ones(800))").replace("ones(4)", "ones(400)"))
     assert run.wait() == 134

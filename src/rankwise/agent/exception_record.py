@@ -107,8 +107,12 @@ def _hold_signals(error):
                     signal.signal(signum, hold)
             return error, release
         except BaseException as later:
-            if str(later).startswith("DataLoader worker"):
-                error = later.with_traceback(error.__traceback__)
+            error = reason(error, later)
+
+
+def reason(error, later):
+    """`error`, or what a handler has raised since then, if that says which loader worker has died."""
+    return later.with_traceback(error.__traceback__) if str(later).startswith("DataLoader worker") else error
 
 
 def _of_a_dead_worker(error):

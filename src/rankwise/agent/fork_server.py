@@ -264,7 +264,10 @@ def _run(command, spec, distributed):
         exception_record.print_exception(error, exception_record.as_text(error), brief=False)
         interrupted = True
     except BaseException as error:
-        status = exception_record.leave(error, spec)
+        try:
+            status = exception_record.leave(error, spec)
+        except BaseException as later:  # of a handler of the script's, which may run at the call itself
+            status = exception_record.leave(exception_record.reason(error, later), spec)
     if distributed.made_a_group():
         _set_mark(*spec["group_mark"])
     if not private_names.end_python():
