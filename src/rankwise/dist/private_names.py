@@ -102,7 +102,7 @@ def scale(gradients: list[torch.Tensor], factor: float) -> None:
     """Multiply each in place. With public names only: one by one, which is one kernel per tensor on a GPU."""
     import torch
 
-    foreach = _find(torch, "_foreach_mul_")
+    foreach = _find(torch, "_foreach_mul_") if len(gradients) > 1 else None  # for one tensor it takes longer
     if foreach is not None:
         foreach(gradients, factor)
     else:

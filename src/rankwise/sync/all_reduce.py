@@ -373,7 +373,10 @@ def _norm(gradients: list[torch.Tensor], at_least: torch.dtype) -> torch.Tensor:
         return torch.zeros((), dtype=at_least)
     if len(gradients) == 1:
         [whole] = gradients
-        norm: torch.Tensor = torch.linalg.vector_norm(whole, dtype=torch.promote_types(whole.dtype, at_least))
+        is_exact = whole.dtype == at_least  # the common case: to name the type takes longer
+        norm: torch.Tensor = torch.linalg.vector_norm(
+            whole, dtype=None if is_exact else torch.promote_types(whole.dtype, at_least)
+        )
         return norm
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else at_least
     together: torch.Tensor = torch.linalg.vector_norm(torch.stack(private_names.norms(gradients, dtype)))

@@ -62,7 +62,9 @@ class Trained:
         self._refuse()
         self._modules = list(self.model.modules())
         self._homes = [home for module in self._modules for home in private_names.homes(module)]
-        self._in_homes = list(chain.from_iterable(home.values() for home in self._homes))
+        self._home_sizes = list(map(len, self._homes))
+        self._filled = list(filter(None, self._homes))  # half are empty: the parameters of containers, and children of layers
+        self._in_homes = list(chain.from_iterable(map(_values, self._filled)))
         self._named = self.named()
         self._all = list(self._named.values())
         self._known = {*map(id, self._all), *map(id, self._modules)}  # referenced here, so that no id is used again
@@ -94,8 +96,8 @@ class Trained:
         groups = list(map(_params, self.optimizer.param_groups))
         if list(map(len, groups)) != self._sizes or not all(map(is_, chain.from_iterable(groups), self._grouped)):
             return True
-        homes = chain.from_iterable(map(_values, self._homes))
-        if self._homes and sum(map(len, self._homes)) == len(self._in_homes) and all(map(is_, homes, self._in_homes)):
+        now = chain.from_iterable(map(_values, self._filled))
+        if self._homes and list(map(len, self._homes)) == self._home_sizes and all(map(is_, now, self._in_homes)):
             return False
         return not self._is_as_it_was()
 
