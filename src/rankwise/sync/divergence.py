@@ -37,6 +37,7 @@ class CheckReplicas:
         self._earliest: float = 0
         self._next: float = 0
         self._since = time.perf_counter()
+        self._exchange_s = math.inf
         self._found = False
 
     def attach(self, trainer: Any) -> None:
@@ -49,28 +50,33 @@ class CheckReplicas:
 
     def __call__(self, state: TrainState) -> None:
         if state.step >= self._next:
+            began = time.perf_counter()
             self._sync.meet()
-            self._check(state)
+            self._check(state, began)
 
     def before_save(self, state: TrainState) -> None:
         """Collective. Skipped if saves follow each other so soon that the check would take more than its share of the time."""
         if state.step >= self._earliest:
-            self._check(state)
+            self._check(state, time.perf_counter())
 
-    def _check(self, state: TrainState) -> None:
-        """Collective. Warn, or raise StepError on all ranks: the first difference, its size, the rank, and since when."""
+    def _check(self, state: TrainState, began: float) -> None:
+        """Collective. Warn, or raise StepError on all ranks: the first difference, its size, the rank, and since when. `began`:
+        when what this check takes began."""
         if self._found or comm.is_alone():
             self._next = self._earliest = math.inf
             return
-        began = time.perf_counter()
         mine = {
             name: digest(value) if isinstance(value, torch.Tensor) else repr(value)
             for name, value in self._promised(state).items()
         }
-        cost_s = time.perf_counter() - began
+        whole = xxhash.xxh3_128_hexdigest(repr(mine).encode())
+        ready = time.perf_counter()
+        # What the exchange takes is known after it; the fastest so far has waited least for other ranks.
+        cost_s = ready - began + (self._exchange_s if math.isfinite(self._exchange_s) else 0.0)
         step_s = (began - self._since) / max(state.step - self._looked, 1)
         steps = math.ceil(cost_s / (_SHARE * step_s)) if step_s > 0 else _FEWEST
-        told = comm.all_gather_object((xxhash.xxh3_128_hexdigest(repr(mine).encode()), steps))
+        told = comm.all_gather_object((whole, steps))
+        self._exchange_s = min(self._exchange_s, time.perf_counter() - ready)
         self._looked, self._earliest = state.step, state.step + told[0][1]  # the main rank's clock, for all
         self._next = max(self._earliest, state.step + _FEWEST)
         self._since = time.perf_counter()
