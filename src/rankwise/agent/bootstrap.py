@@ -50,7 +50,7 @@ _OF_THE_HOST = (
 
 
 def begin(words: list[str]) -> int:
-    """Returns the exit status."""
+    """Run an agent; returns its exit status."""
     status = _begin(words)
     for signum in STOP_SIGNALS:  # srun may end all tasks because one has ended: this must not change our exit status
         signal.signal(signum, signal.SIG_IGN)
@@ -94,7 +94,7 @@ def _enter(plan: Plan) -> None:
 
 
 def _index(plan: Plan, scheduler: Jobs) -> int:
-    """Which node this is; the first has the head."""
+    """The index of this node; node 0 runs the head."""
     if plan.node_rank >= 0:
         return plan.node_rank
     tasks = scheduler.tasks(os.environ) if plan.nodes > 1 and isinstance(scheduler, Launcher) else None
@@ -121,7 +121,7 @@ def _guarded(body: Callable[[int], int]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
     processes.end_tree()
-    # a status, never a signal: Grid Engine ends the whole job when a task dies of a signal
+    # A status, never a signal: Grid Engine ends the whole job when a task dies of a signal.
     os._exit(status if status >= 0 else 128 - status)
 
 
@@ -271,8 +271,8 @@ def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, addresses: Seq
         node.sink = Wire(link)
         member = RemoteNode(node, link, events, secret)
         status = member.run()
-        # The head reports the status of the run. If we returned it too, the launcher might kill the head because a task has
-        # failed.
+        # The head reports the status of the run. If members returned it too, the launcher might kill the head because a task
+        # has failed.
         return status if plan.node_rank >= 0 or not member.dismissed else 0
     finally:
         node.close()

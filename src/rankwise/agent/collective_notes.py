@@ -126,7 +126,7 @@ class Distributed:
         def count():
             if not self._counting:
                 self._counting = True
-                # _thread: the script does not see it in threading.enumerate()
+                # Not threading.Thread: the script would see it in threading.enumerate().
                 _thread.start_new_thread(_count, (c10d, *self._count_mark))
 
         private_names.before_each_group(c10d, count)

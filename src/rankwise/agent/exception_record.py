@@ -228,5 +228,5 @@ def print_exception(error, text, brief):
         with contextlib.suppress(Exception):
             sys.excepthook(type(error), error, error.__traceback__)
             return
-    with contextlib.suppress(OSError):  # its log is on a full disk
+    with contextlib.suppress(OSError):  # the disk of its log may be full
         print(text, end="", file=sys.stderr)

@@ -319,7 +319,7 @@ def _flush():
             status = 120  # as Python itself reports it
     # issubclass(type(f)), not isinstance(f): asking some objects for their class runs their code.
     files = [f for f in gc.get_objects() if issubclass(type(f), io.IOBase)]
-    # text files first: they write into the buffers of the binary ones
+    # Text files first: they write into the buffers of the binary ones.
     for file in sorted(files, key=lambda f: not isinstance(f, io.TextIOBase)):
         with contextlib.suppress(Exception):
             if not file.closed and file.writable():

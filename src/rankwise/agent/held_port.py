@@ -45,7 +45,7 @@ def _user_of(port: int) -> str:
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             if connection.laddr and connection.laddr.port == port and connection.pid:
-                # on one line, even if an argument has line breaks
+                # On one line, even if an argument has line breaks.
                 words = " ".join(psutil.Process(connection.pid).cmdline()[:4]).split()
                 return f"by pid {connection.pid}, {' '.join(words)[:_LONGEST_COMMAND]}"
     return "by another program, or by one that exited less than a minute ago"

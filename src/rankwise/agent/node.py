@@ -88,7 +88,7 @@ class Facts:
     """Ranks that stop at the gate."""
 
     flag: int = 0
-    """The signal that one of its ranks was sent directly."""
+    """A signal that one of its ranks got directly; 0 if none."""
 
     begun: bool = False
     """Whether one of its ranks has begun a step."""

@@ -147,7 +147,7 @@ class Nodes:
                 self._events.register(link)
 
     def _welcome(self, link: Link, hello: Message) -> None:
-        if "stop" in hello:  # a command, `rankwise cancel` for one
+        if "stop" in hello:  # from a command, such as `rankwise cancel`
             self.asked.setdefault(-1, []).append(int(hello["stop"]))
             link.drain(1.0)
             link.close("it has said all")

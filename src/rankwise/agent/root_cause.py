@@ -193,6 +193,6 @@ def signal_name(signum: int) -> str:
 
 def _first_line(text: str, width: int = 320) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
-    # torch's `Error(s) in loading ...:` has the reason on the next line
+    # The reason of torch's `Error(s) in loading ...:` is on the next line.
     line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return line if len(line) <= width else line[: width - 3] + "..."

@@ -1,4 +1,4 @@
-"""Facts about this host's network, and the proof that two ends know one secret.
+"""Facts about this host's network, and the proof that two ends know the same secret.
 
 own_addresses()              # at which other hosts may reach this one
 proof(secret, "door", nonce) # only those who know the secret can compute it

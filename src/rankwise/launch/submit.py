@@ -119,7 +119,7 @@ def queue(
             "--wait and --array: an array is several runs, and --wait follows one; leave --wait out, then type: rankwise "
             "logs -f RUN-0"
         )
-    # before the job is submitted: then its agents may start at any moment
+    # Before the job is submitted: after that, its agents may start at any moment.
     described = code.describe(Path(program.name).absolute().parent)
     with contextlib.ExitStack() as leases:
         for run, plan in found:

@@ -56,7 +56,7 @@ class RunConfig:
     """The port at which the ranks meet; 0 is a free one."""
 
     allow_independent: bool = False
-    """Start even if another launcher has started several of this process; each is then a separate run."""
+    """Start even if another launcher has started this process several times; each is then a separate run."""
 
     join_timeout_s: float = 300.0
     """How long to wait for the other nodes."""

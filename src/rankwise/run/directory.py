@@ -133,7 +133,7 @@ class Attempt(_Record):
     """See RunConfig."""
 
     fresh: bool = False
-    """Whether it was to start from scratch. Only the first attempt is."""
+    """Whether it was started with --fresh; only a first attempt can be."""
 
     ended: float | None = field(default=None, metadata=NUMBER)
     status: int | None = field(default=None, metadata=WHOLE)
@@ -418,7 +418,7 @@ def find_run(run: str | None, verb: str) -> RunDir:
     Raises RunDirError with the runs that exist, and what to type: `rankwise VERB RUN`.
     """
     here = [path for path in sorted(Path("runs").glob("*")) if _is_run(path)]
-    # runs that were moved aside are found only by their names
+    # Runs that were moved aside are found only by their names.
     here = [path for path in here if not _MOVED_ASIDE.search(path.name)] or here
     names = listed((shlex.quote(path.name) for path in here), _MOST_NAMED) or "none"
     if run is None:

@@ -114,7 +114,7 @@ def take(path: Path, say: Callable[[str], None]) -> Lease:
         silent = other if read(path) is not None else None  # None: it was released meanwhile
     lease = Lease(path, mine, fd)
     if silent is not None:
-        # another host may have waited too, and locks may not work between hosts: the last one to write holds it
+        # Another host may have waited too, and locks may not work between hosts: the last one to write holds the lease.
         time.sleep(2 * BEAT_S)
         if (now := read(path)) != mine:
             lease.release()
@@ -227,7 +227,7 @@ class Lease:
         self._fd = fd  # the file that this process wrote, even if another has its name later
         self._over = threading.Event()
         self._beat = threading.Thread(target=self._touch, name="rankwise-lease", daemon=True)
-        # no thread can be started: then no agent can either, and that error is reported
+        # If no thread can be started, no agent can be either, and that error is reported.
         with contextlib.suppress(RuntimeError):
             self._beat.start()
 

@@ -55,7 +55,7 @@ class Plan:
     """The name of the scheduler that starts the agents, a key of `schedulers.queues()`."""
 
     nodes: int
-    """Agents to wait for, one per node (or one per task, if the scheduler starts one task per device)."""
+    """The number of agents to wait for: one per node (or one per task, if the scheduler starts one task per device)."""
 
     min_nodes: int
     """If less than `nodes`: the run may continue after losing nodes, as long as this many are left."""
@@ -97,7 +97,7 @@ class Plan:
     """How long after the head's start all ranks stop, after their current step; 0 is never."""
 
     grace_s: float
-    """From a request to stop until the ranks are killed."""
+    """How long after a request to stop the ranks are killed."""
 
     stall_warn_s: float
     """After how long without progress to report which rank blocks the others; 0 is never."""

@@ -147,7 +147,7 @@ class GridEngine(Launcher, Jobs, Hosts):
     def submit(self, script: str, job: Mapping[str, Any]) -> str:
         """Returns the job's id. Raises ConfigError, in one line, if qsub refuses the job."""
         folder, name = Path(script).parent, Path(script).name
-        # if the folder of its output is missing, a job fails without a message (Eqw)
+        # If the folder of its output is missing, a job fails without a message (Eqw).
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         done = call(["qsub", "-terse", name], _MISSING, cwd=str(folder))
         numbers = re.findall(r"^\d+", done.stdout, re.MULTILINE)

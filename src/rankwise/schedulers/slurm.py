@@ -114,7 +114,7 @@ class Slurm(Launcher, Jobs):
     def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
         """Cluster, job, step, and how often the job was requeued: a requeued job keeps its number and counts its steps from 0
         again."""
-        # all parts of a heterogeneous job have the first variable in common
+        # All parts of a heterogeneous job have the first variable in common.
         job = env.get("SLURM_HET_JOB_ID") or env.get("SLURM_JOB_ID")
         if job is None or "SLURM_STEP_ID" not in env:
             return None

@@ -62,7 +62,7 @@ def _asked(job: Mapping[str, Any], plan: Plan) -> list[str]:
     if (cpus := _cpus(plan)) is not None:
         lines.append(_line("cpus-per-task", str(cpus)))
     if "gpus_per_node" in job:
-        # works in every version, with any plugin that selects resources
+        # --gres works in every version, with any plugin that selects resources.
         lines.append(_line("gres", f"gpu:{job['gpus_per_node']}"))
     if "time" in job:
         limit_s(job["time"])

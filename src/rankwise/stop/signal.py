@@ -67,8 +67,8 @@ class _Alarms:
 
 class StopSignal:
     """A context in which a signal to any rank stops all ranks after the same step. Inside it SIGTERM, SIGUSR1, SIGUSR2 and
-    SIGINT are requests to stop. After one, leaving the context raises Stopped, which ends the script with status 75, or 130
-    after Ctrl-C.
+    SIGINT are requests to stop. After such a request, leaving the context raises Stopped, which ends the script with status 75,
+    or 130 after Ctrl-C.
 
     `with` and `steps` do everything that is needed. Without `with`: call `agreed` at the top of each step and `finish` after
     the loop, then save, call `leave`, and `raise stopped()` if `signum`. Making a StopSignal sends nothing; `with`, or the
