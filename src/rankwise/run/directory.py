@@ -148,7 +148,7 @@ class Attempt(_Record):
         return replace(attempt, parts=tuple(NodeRecord.of(part) for part in attempt.parts))
 
     def record(self) -> dict[str, Any]:
-        """The record in world.json; without `sync` if it is empty, so that older versions of rankwise can read it."""
+        """The record in world.json; without `sync` if it is empty, as before this setting existed."""
         record = asdict(self)
         return record if self.sync else {name: value for name, value in record.items() if name != "sync"}
 

@@ -131,7 +131,7 @@ class Plan:
     """Whether the launcher holds the lease of the run directory during the run; otherwise the head takes it."""
 
     def record(self) -> dict[str, Any]:
-        """The record in plan.json; without `sync` if it is empty, so that older versions of rankwise can read it."""
+        """The record in plan.json; without `sync` if it is empty, as before this setting existed."""
         record = asdict(self)
         return record if self.sync else {name: value for name, value in record.items() if name != "sync"}
 
