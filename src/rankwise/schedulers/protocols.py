@@ -97,8 +97,8 @@ class Hosts(Scheduler):
         """The command that runs `command` on that host and connects its stdin and stdout. Pure."""
 
     def refusal(self, host: str, words: str) -> str | None:
-        """Why the command did not start on that host, and what to type. `words`: what was printed on stderr; None if these
-        words are the command's own. Pure."""
+        """Why the command did not start on that host, and what to type; None if the command itself printed `words`, the text on
+        stderr. Pure."""
         return None
 
 
