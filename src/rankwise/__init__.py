@@ -3,7 +3,7 @@
     import rankwise
     rankwise.Trainer(model, optimizer, step_fn, dataset, global_batch_size=64, max_epochs=3).fit()
 
-Public names are resolved on first use: importing rankwise costs nothing, and the launcher never imports torch. After the
+Public names are resolved on first use: importing rankwise costs almost nothing, and the launcher never imports torch. After the
 import, a rank remembers a request to stop until it can act on it (early.py).
 """
 

@@ -1,11 +1,12 @@
-"""The command from its first moment: `rankwise`, and `python -m rankwise`."""
+"""The start of the command: `rankwise`, and `python -m rankwise`."""
 
 import signal
 
 
 def start() -> None:
-    """Ctrl-C while our modules are imported ends it without a word: nothing was started, and our traceback is of no use."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else somebody has it ignored
+    """Run the command. Ctrl-C while our modules are imported ends it without a message: nothing was started, and a traceback
+    would not help."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise the caller has set it to be ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from rankwise.cli import main
 

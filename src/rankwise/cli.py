@@ -19,10 +19,10 @@ _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 class _Group(click.Group):
-    """Prints our own errors in one line; anything else is a bug and keeps its traceback."""
+    """Prints errors of rankwise on one line; any other exception is a bug and keeps its traceback."""
 
     def main(self, *args: Any, **options: Any) -> NoReturn:
-        """As click's, with standard streams that are closed or cannot be written, and under PYTHONINSPECT."""
+        """As click's, but also works if standard streams are closed or cannot be written, and under PYTHONINSPECT."""
         from rankwise.host import terminal
 
         terminal.open_closed_streams()
@@ -42,7 +42,7 @@ class _Group(click.Group):
         terminal.leave(status or (1 if lost is not None else 0))
 
     def invoke(self, ctx: click.Context) -> Any:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of __main__: verbs tidy up after Ctrl-C
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set in __main__; from here on, verbs clean up after Ctrl-C
             signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return super().invoke(ctx)
@@ -69,8 +69,8 @@ def main() -> None:
 
 
 class _Run(click.Command):
-    """Has the options of all schedulers beside its own. Notes whether the words to run came after a `--`: then they are any
-    command. Its help has the options by heading."""
+    """The command with the options of all schedulers besides its own. Notes whether the words to run came after a `--`: then
+    they may be any command. Its help lists the options under headings."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return [*_of_schedulers(), *super().get_params(ctx)]
@@ -100,7 +100,7 @@ class _Run(click.Command):
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
-        """An error names an option as it was typed, whichever of its spellings that was."""
+        """An error shows an option in the spelling that the user typed."""
         try:
             return super().invoke(ctx)
         except ConfigError as error:
@@ -110,7 +110,7 @@ class _Run(click.Command):
             raise ConfigError(text) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """A heading's first option of ours, then those of schedulers, then the rest of ours."""
+        """Under each heading: first `_BEFORE`, then the options of schedulers, then the other options of this command."""
         from rankwise.schedulers import options as of_schedulers
 
         known = of_schedulers()
@@ -129,10 +129,10 @@ _HEADINGS = {
     "on": "Several nodes", "join_timeout_s": "Several nodes", "node_wait_s": "Several nodes", "dry_run": "A job in a queue",
     "wait": "A job in a queue",
 }  # fmt: skip
-"""Of our own options, but for those of this run."""
+"""The headings of this command's own options, except those of "This run"."""
 
 _BEFORE = ("nproc",)
-"""Those of this run that come before what schedulers know of it."""
+"""The options of "This run" that come before those of schedulers."""
 
 
 def _heading(option: click.Parameter) -> str:
@@ -141,7 +141,8 @@ def _heading(option: click.Parameter) -> str:
 
 @functools.cache
 def _of_schedulers() -> list[click.Option]:
-    """`--on`, and what they have declared, for the command line: the same objects at every call, as click compares them."""
+    """`--on`, and the options that schedulers have declared. Cached: click compares the objects, so each call returns the same
+    ones."""
     from rankwise import schedulers
 
     names = ", ".join((*schedulers.queues(), *schedulers.ALIASES))

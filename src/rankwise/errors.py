@@ -1,9 +1,9 @@
-"""Every exception that rankwise raises on purpose: one tree; each message says what was set, what was found, what to type.
+"""All exceptions that rankwise raises on purpose, as one tree. Each message has what was set, what was found, and what to type.
 
-RankwiseError            exit status 2 unless a subclass says otherwise
+RankwiseError            exit status 2 unless a subclass has another
   ConfigError            a setting that cannot work
   WorldError             this process cannot tell which rank it is, or the ranks disagree
-    NotJoinedError       it is one of several that were asked for, and would train alone
+    NotJoinedError         it is one of several processes that were started, and would train alone
   DeviceError            torch cannot use a GPU of this machine
   RunDirError            the run directory cannot be used
   DataError              the dataset or its order
@@ -13,7 +13,7 @@ RankwiseError            exit status 2 unless a subclass says otherwise
   FunctionError          a rank of a function exited without a result, or with one that cannot be sent
   OutputError            the output of a command cannot be written
   SelftestError          a script that cannot be tested
-  MainProcessError       work that only some ranks do failed there, with an exception that no other rank can be given
+  MainProcessError       work that only some ranks do failed there, with an exception that cannot be sent to other ranks
 Stopped                  not an error: training stopped as asked, everything is saved
 """
 
@@ -36,7 +36,7 @@ EXIT_INTERRUPTED = 130
 
 
 class RankwiseError(Exception):
-    """Base of all. The launcher and the ranks print its message alone, without a traceback."""
+    """Base of all. The launcher and the ranks print only its message, without a traceback."""
 
     exit_status = EXIT_USAGE
 
@@ -46,7 +46,7 @@ class ConfigError(RankwiseError):
 
 
 class WorldError(RankwiseError):
-    """The environment does not say which rank this process is, or says it wrongly."""
+    """The environment does not show which rank this process is, or contradicts itself."""
 
 
 class NotJoinedError(WorldError):
@@ -67,7 +67,7 @@ class DataError(RankwiseError):
 
 
 class StepError(RankwiseError):
-    """A step or evaluation function returned something other than its contract says."""
+    """A step or evaluation function returned something else than its contract requires."""
 
 
 class CheckpointError(RankwiseError):
@@ -106,11 +106,11 @@ class Stopped(SystemExit):
     """Training stopped after an agreed step, and is saved. The script exits with status 75, or 130 after Ctrl-C."""
 
     signum = 0
-    """The signal for which it stopped; 0 if that is not known."""
+    """The signal because of which it stopped; 0 if that is not known."""
 
 
 def _without_frames(note: str) -> str:
-    """The first line of another process's traceback, and the last place in it that is not ours."""
+    """The first line of another process's traceback, and the last place in it that is not in rankwise."""
     frames = re.findall(r'^ +File "(.+)", line (\d+)', note, re.MULTILINE)
     if not frames:
         return note
@@ -119,7 +119,7 @@ def _without_frames(note: str) -> str:
 
 
 def _hides_one_of_the_scripts(error: BaseException) -> bool:
-    """Whether it was raised while the script handled an error of its own: try: train() finally: checkpoints.wait()."""
+    """Whether it was raised while the script handled another error of its own: try: train() finally: checkpoints.wait()."""
     first = error.__context__
     if error.__suppress_context__ or first is None or isinstance(first, RankwiseError) or first.__traceback__ is None:
         return False
@@ -127,7 +127,7 @@ def _hides_one_of_the_scripts(error: BaseException) -> bool:
 
 
 def _folded(text: str) -> str:
-    """On a terminal, in lines that end between words."""
+    """The text; on a terminal, in lines that are broken between words."""
     if "\n" in text or sys.stderr is None or not sys.stderr.isatty():
         return text
     columns = shutil.get_terminal_size().columns - 1
@@ -135,7 +135,8 @@ def _folded(text: str) -> str:
 
 
 def end_process(error: BaseException) -> None:
-    """For an exit function that finds a failure after the last line of the script. The exit status is always 1."""
+    """Print the error and exit: for an exit function that finds a failure after the last line of the script. The exit status is
+    always 1."""
     print(f"error: {error}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -144,8 +145,8 @@ def end_process(error: BaseException) -> None:
 
 
 def without_traceback() -> None:
-    """From now on an uncaught error of ours ends this process with its message, the place where it was raised, and the user's
-    line."""
+    """From now on, an uncaught error of rankwise ends this process with its message, the place where it was raised, and the
+    user's line."""
     before = sys.excepthook
     if getattr(before, "__module__", None) == __name__:
         return

@@ -1,4 +1,4 @@
-"""`python -m rankwise.agent RUN_DIR`: what job.sh becomes on a node.
+"""`python -m rankwise.agent RUN_DIR`: the process that job.sh starts on each node.
 
 python -m rankwise.agent RUN_DIR               the head, or a member: the plan and the scheduler's variables say which
 python -m rankwise.agent RUN_DIR --node 2      a member that its scheduler has started beside the head's launcher

@@ -37,7 +37,7 @@ from rankwise.run.plan import Host, Plan
 from rankwise.schedulers import Foreground, Hosts, Jobs, Launcher
 
 _SAY_EVERY_S = 10.0
-_FIND_S = 300.0  # until the head has said where it is; how long it waits itself is in the plan
+_FIND_S = 300.0  # how long a member looks for the head; how long the head waits for members is in the plan
 _POLL_S = 0.05
 _SECRET_FILE = "rankwise.secret"
 
@@ -50,9 +50,9 @@ _OF_THE_HOST = (
 
 
 def begin(words: list[str]) -> int:
-    """Returns the exit status."""
+    """Run an agent; returns its exit status."""
     status = _begin(words)
-    for signum in STOP_SIGNALS:  # a starter that ends all because one has ended (srun) must not change this one's status
+    for signum in STOP_SIGNALS:  # srun may end all tasks because one has ended: this must not change our exit status
         signal.signal(signum, signal.SIG_IGN)
     return status
 
@@ -80,7 +80,7 @@ def _begin(words: list[str]) -> int:
 
 
 def _enter(plan: Plan) -> None:
-    """Into the folder that the script runs in. Raises ConfigError for what of the run this host does not have."""
+    """Change to the folder of the script. Raises ConfigError if this host lacks the folder, the Python or the script."""
     cure = "every host needs it under the same path, on a shared file system or as a copy"
     try:
         os.chdir(plan.cwd)
@@ -94,7 +94,7 @@ def _enter(plan: Plan) -> None:
 
 
 def _index(plan: Plan, scheduler: Jobs) -> int:
-    """Which node this is; the first has the head."""
+    """The index of this node; node 0 runs the head."""
     if plan.node_rank >= 0:
         return plan.node_rank
     tasks = scheduler.tasks(os.environ) if plan.nodes > 1 and isinstance(scheduler, Launcher) else None
@@ -102,10 +102,10 @@ def _index(plan: Plan, scheduler: Jobs) -> int:
 
 
 def _guarded(body: Callable[[int], int]) -> int:
-    """Run `body` in a child of this process. If the child is killed, this process kills what the child leaves: no process above
-    it on this host would.
+    """Run `body` in a child of this process. If the child is killed, this process kills the child's descendants: nothing else
+    on this host would.
 
-    `body` gets a pipe, on which the signals that come to this process are passed on.
+    `body` gets the reading end of a pipe. This process writes to it the number of each stop signal that it receives.
     """
     processes.become_subreaper()
     guard = os.getpid()
@@ -121,11 +121,12 @@ def _guarded(body: Callable[[int], int]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
     processes.end_tree()
-    os._exit(status if status >= 0 else 128 - status)  # a status, never a signal: Grid Engine ends a whole job for one
+    # A status, never a signal: Grid Engine ends the whole job when a task dies of a signal.
+    os._exit(status if status >= 0 else 128 - status)
 
 
 def _pass_on(writer: int, signum: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # it is over
+    with contextlib.suppress(BrokenPipeError):  # the agent has exited
         os.write(writer, bytes([signum]))
 
 
@@ -181,14 +182,14 @@ def _head(plan: Plan, run: RunDir, scheduler: Jobs, events: EventLoop) -> int:
 
 
 def _greeting_of(plan: Plan, secret: str, there: int, host: Host) -> Message:
-    """The first message of the head to the agent of node `there`, which it has started over ssh or qrsh."""
+    """The head's first message to the agent of node `there`, which the head has started over ssh or qrsh."""
     record = {**plan.record(), "launcher_pid": 0, "tee": plan.tee}
     return {"plan": record, "node": there, "ranks": host.slots, "secret": secret, "environment": _to_pass_on(os.environ)}
 
 
 def _told_to_the_starter(status: int, plan: Plan, run: RunDir, scheduler: Jobs) -> int:
-    """The agent's exit status. A queue that will start the job again has its own. In any other queue a stop that has saved is
-    not a failure of the job: the outcome of the run is in its own record."""
+    """The exit status that the queue gets. A queue that will start the job again expects a status of its own. In other queues,
+    a run that stopped and saved is not a failed job: how the run ended is in its record."""
     if status != EXIT_PREEMPTED or plan.launcher_holds or "within" in plan.job or isinstance(scheduler, Foreground):
         return status
     if plan.job.get("requeue"):
@@ -197,7 +198,8 @@ def _told_to_the_starter(status: int, plan: Plan, run: RunDir, scheduler: Jobs) 
 
 
 def _slots(plan: Plan, index: int) -> int:
-    """Ranks here where the user has named the hosts and something else has started the agents; 0 where nobody has said."""
+    """The number of ranks on this host if the user has listed the hosts and something else has started the agents; 0 if not
+    given."""
     here = [host for host in plan.hosts if network.is_here(host.name)] or list(plan.hosts[index : index + 1])
     return here[0].slots if here else 0
 
@@ -211,8 +213,8 @@ def _open_door(plan: Plan, secret: str) -> Door:
 
 
 def _secret_of_all(plan: Plan) -> str:
-    """If each node is started manually, the secret that the user has put on all of them; without it whoever reaches the port is
-    believed, as torchrun does.
+    """If each node is started manually: the secret that the user has put on all of them. If the user has put none, whoever
+    reaches the port is trusted, as with torchrun. Otherwise: a random secret.
     """
     if not plan.master_addr:
         return secrets.token_hex(16)
@@ -223,7 +225,7 @@ def _secret_of_all(plan: Plan) -> str:
 
 
 def _start(scheduler: Jobs | Launcher, env: Mapping[str, str]) -> str:
-    """What all agents of this start have in common."""
+    """An identifier that all agents of this start of the job share; empty if the scheduler has none."""
     return (scheduler.start_id(env, processes.ancestors(os.getpid())) if isinstance(scheduler, Launcher) else None) or ""
 
 
@@ -235,7 +237,7 @@ def _start_of_this_job(env: Mapping[str, str]) -> str:
 
 
 def _to_pass_on(env: Mapping[str, str]) -> dict[str, str]:
-    """What an agent elsewhere is to find in its environment too: it is started by a login shell."""
+    """The variables to set for an agent on another host, which a login shell starts with an environment of its own."""
     return {name: value for name, value in env.items() if name not in _OF_THE_HOST and not name.startswith("XDG_")}
 
 
@@ -243,7 +245,7 @@ def _to_pass_on(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _calling(plan: Plan | None, run: RunDir, index: int, start: str, events: EventLoop) -> int:
-    """A member where something else has started every agent: it finds the head by the file in the run directory."""
+    """Run a member whose agent something else has started: it finds the head through a file in the run directory."""
     processes.become_subreaper()
     if plan is not None and plan.master_addr:
         return _join(plan, run, index, events, [plan.master_addr], plan.master_port, _secret_of_all(plan))
@@ -269,14 +271,15 @@ def _join(plan: Plan, run: RunDir, index: int, events: EventLoop, addresses: Seq
         node.sink = Wire(link)
         member = RemoteNode(node, link, events, secret)
         status = member.run()
-        # The head's status is the run's. The launcher of both may kill the head before it is done because another has failed.
+        # The head reports the status of the run. If members returned it too, the launcher might kill the head because a task
+        # has failed.
         return status if plan.node_rank >= 0 or not member.dismissed else 0
     finally:
         node.close()
 
 
 def _find_door(run: RunDir, index: int, start: str, events: EventLoop) -> Mapping[str, Any]:
-    """The record of the door, once the head of this very start has said where it is."""
+    """Wait until the head of this same start has published its address; returns that record."""
     patience = _patience()
     while True:
         try:
@@ -294,10 +297,10 @@ def _patience() -> Patience:
 
 
 def _wait_for_head(patience: Patience, index: int, events: EventLoop, why: str) -> None:
-    """A moment. Raises ConfigError when the wait has lasted too long; leaves when somebody asked to stop."""
+    """Wait a moment. Raises ConfigError if the wait has lasted too long; exits if a stop was requested."""
     if events.asked or events.parent_ended:
         asked = (events.asked or [signal.SIGTERM])[0]
-        sys.exit(EXIT_INTERRUPTED if asked == signal.SIGINT else EXIT_PREEMPTED)  # no rank has begun: nothing is lost
+        sys.exit(EXIT_INTERRUPTED if asked == signal.SIGINT else EXIT_PREEMPTED)  # no rank has started: nothing is lost
     name = f"node {index} ({platform.node()})"
     if patience.is_over:
         raise ConfigError(
@@ -318,7 +321,7 @@ def _called(guard: int) -> int:
     processes.become_subreaper()
     link = Link(os.dup(0), os.dup(1))
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # a rank that reads must not take the head's words
+    os.dup2(nothing, 0)  # a rank that reads stdin must not read the head's messages
     os.dup2(2, 1)
     events = EventLoop(0, guard)
     events.register(link)
@@ -330,7 +333,7 @@ def _called(guard: int) -> int:
     node = Node(plan, RunDir(Path(plan.run_dir)), index, events, Wire(link), int(greeting["ranks"]))
     door = None
     try:
-        if index == 0 or plan.min_nodes < plan.nodes:  # the first, or so once that is lost
+        if index == 0 or plan.min_nodes < plan.nodes:  # node 0, or a node that may become the first one when others are lost
             door = Door(secret)
             node.door = (tuple(door.addresses), door.port)
             events.register(door)
@@ -350,4 +353,4 @@ def _greeting(link: Link, events: EventLoop) -> Message:
         for message in link.receive():
             return message
         if link.closed is not None or events.asked:
-            sys.exit(1)  # nobody is left to read it
+            sys.exit(1)  # nobody would read a message

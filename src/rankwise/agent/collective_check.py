@@ -1,11 +1,11 @@
-"""`--check-collectives`: each rank notes the collectives that it enters, and here the notes of all ranks are compared.
+"""`--check-collectives`: each rank notes the collectives that it enters; this module compares the notes of all ranks.
 
     rings = Rings(ranks=4);  spec["notes"] = rings.place(row)      # collective_notes.py writes there
     ledger = Ledger(ranks=8);  ledger.add(rings.read());  mismatch = ledger.look()      # every tick
 
-gloo adds float32 to int32, and a sum to a maximum, without a word, and pairs whatever two reductions come at the same time:
-numbers are wrong and nothing says so. The ranks send nothing for this and wait for nobody: their notes lie in memory that
-they share with their agent.
+gloo adds float32 to int32, combines a sum with a maximum, and pairs any two reductions that come at the same time, all without
+an error: the numbers are wrong and nothing reports it. For this check, ranks send nothing and wait for nobody: they write their
+notes into memory that they share with their agent.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _RANK_BYTES = _HEADER_BYTES + SLOTS * SLOT_BYTES
 _DEFAULT_GROUP = "0"  # torch's name for it
 
 _EVIDENCE_S = 0.3
-"""How long to wait after the first difference: what the other ranks enter shows which rank differs."""
+"""How long to wait after the first difference: the notes of the other ranks show which rank differs."""
 
 _ANY_SITE = re.compile(r"(barrier|monitored_barrier|(broadcast|gather|scatter)(_object.*)?|reduce|broadcast by DDP|backward)\(")
-"""`if rank == 0: barrier()` further down, and a root that calls from a line of its own, are usual and harmless; so are the
-object variants of these. A backward pass may be another rank's last micro-batch."""
+"""Collectives that ranks may call from different lines. `if rank == 0: barrier()` matched by a barrier further down, and a root
+that calls from another line, are common and harmless; so are their object variants. A backward pass may be the last micro-batch
+of one rank only."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Note:
 
     group: str
     number: int
-    """Counts the collectives of this group on this rank, from 1."""
+    """The position of this collective among those of the group on this rank, from 1."""
 
     size: int
     """Ranks in the group."""
@@ -51,10 +52,10 @@ class Note:
     """`all_reduce(sum, float32[4])`"""
 
     site: str
-    """`/home/me/train.py:31`, the innermost line that is neither torch's nor of a collective of ours, such as `all_reduce`."""
+    """`/home/me/train.py:31`, the innermost line outside torch and outside rankwise's own collectives, such as `all_reduce`."""
 
     caller: str = ""
-    """`train.py:40`, the user's line, where the site is one of ours (a Trainer's)."""
+    """`train.py:40`, the user's line, if the site is inside rankwise (in the Trainer, for example)."""
 
     @classmethod
     def of(cls, line: str) -> Note:
@@ -73,16 +74,16 @@ class Note:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Ranks that met in one collective and did not mean the same."""
+    """Ranks that met in one collective but called different ones."""
 
     rank: int
-    """One that is in the minority; the highest where there is none."""
+    """A rank of the smallest group of ranks that agree; if groups are equally small, the one without rank 0."""
 
     summary: str
 
 
 class Comparison:
-    """Pure: notes go in, in any order of ranks; the first collective that differs comes out."""
+    """Pure: takes notes, in any order of ranks, and returns the first collective in which they differ."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -97,7 +98,7 @@ class Comparison:
             self._differs = key
         if len(notes) == min(note.size, self._ranks) and key != self._differs:
             del self._open[key]
-        elif len(self._open) > 2 * SLOTS and self._differs is None:  # of a group whose other ranks are on other nodes
+        elif len(self._open) > 2 * SLOTS and self._differs is None:  # the oldest, which other ranks have not noted
             self._open.popitem(last=False)
 
     @property
@@ -105,7 +106,7 @@ class Comparison:
         return self._differs is not None
 
     def mismatch(self) -> Mismatch:
-        """Only when it differs."""
+        """The first difference. Call it only if `differs`."""
         assert self._differs is not None
         return _tell(self._open[self._differs])
 
@@ -118,7 +119,7 @@ def _tell(notes: Mapping[int, Note]) -> Mismatch:
             groups.append([rank])
         else:
             group.append(rank)
-    groups.sort(key=lambda g: (len(g), -g[0]))  # the minority first; of two of the same size the one without rank 0
+    groups.sort(key=lambda g: (len(g), -g[0]))  # the smallest first; of two of the same size, the one without rank 0
     odd, others = groups[0], groups[-1]
     one, other = notes[odd[0]], notes[others[0]]
     told = f"{_call(odd)} {one.what} at {one.place}, but {_call(others)} "
@@ -136,7 +137,7 @@ def _call(ranks: list[int]) -> str:
 
 
 class Ledger:
-    """The notes of all ranks of one attempt, compared."""
+    """Compares the notes of all ranks of one attempt."""
 
     def __init__(self, ranks: int) -> None:
         self._comparison = Comparison(ranks)
@@ -147,7 +148,7 @@ class Ledger:
             self._comparison.add(rank, Note.of(line))
 
     def look(self, at_end: bool = False) -> Mismatch | None:
-        """A difference is reported after the other ranks have had the time to show what they enter instead."""
+        """The mismatch, if any. Without `at_end`, only once the other ranks have had time to note what they enter instead."""
         if not self._comparison.differs:
             return None
         self._found = self._found or time.monotonic()
@@ -158,7 +159,7 @@ class Rings:
     """The shared memory of one attempt on one node: a ring of notes for each rank, written by that rank alone."""
 
     def __init__(self, ranks: int) -> None:
-        self._fd = os.memfd_create("rankwise-collectives")  # without a name in any file system
+        self._fd = os.memfd_create("rankwise-collectives")  # it has no name in any file system
         os.ftruncate(self._fd, ranks * _RANK_BYTES)
         self._map = mmap.mmap(self._fd, ranks * _RANK_BYTES)
         self._counts = memoryview(self._map).cast("q")
@@ -166,7 +167,7 @@ class Rings:
         self._read = [0] * ranks
 
     def place(self, row: int) -> dict[str, str | int]:
-        """Where the rank of this row writes (collective_notes.py, which imports nothing of ours)."""
+        """Where the rank of this row writes: arguments for collective_notes.py, which imports nothing from rankwise."""
         return {
             "path": f"/proc/{os.getpid()}/fd/{self._fd}",
             "start": row * _RANK_BYTES,
@@ -176,17 +177,17 @@ class Rings:
         }
 
     def read(self) -> list[tuple[int, str]]:
-        """(row, note) of all that is new."""
+        """All new notes, as (row, note)."""
         return [(row, line) for row in range(self._ranks) for line in self._read_row(row)]
 
     def _read_row(self, row: int) -> list[str]:
         written = self._counts[row * _RANK_BYTES // 8]
         lines = []
-        # What was written over in the meantime is lost: the next notes are compared again.
+        # Notes that were overwritten before we read them are lost; comparing continues with the next.
         for number in range(max(self._read[row], written - SLOTS + 64), written):
             start = row * _RANK_BYTES + _HEADER_BYTES + number % SLOTS * SLOT_BYTES
             line = self._map[start : start + SLOT_BYTES].rstrip(b"\0").decode(errors="replace")
-            if self._counts[row * _RANK_BYTES // 8] < number + SLOTS:  # else it may have changed while it was read
+            if self._counts[row * _RANK_BYTES // 8] < number + SLOTS:  # otherwise the slot may have changed while it was read
                 lines.append(line)
         self._read[row] = written
         return lines

@@ -1,18 +1,19 @@
-"""What is added to a rank's `torch.distributed`: it counts collectives, and notes each one before the rank enters it.
+"""Wrappers around a rank's `torch.distributed`: they count collectives, and note each one before the rank enters it.
 
     distributed = Distributed(notes=spec["notes"], count_mark=spec["count_mark"])
-    distributed.prepare()        # torch is imported
-    distributed.prepare_later()  # the script may import it
+    distributed.prepare()        # if torch is imported already
+    distributed.prepare_later()  # if the script may import it
 
-fork_server.py loads this file by its path, in the script's own interpreter: it imports the standard library
-alone, and what lies beside it.
+fork_server.py loads this file by its path, in the script's own interpreter: it imports only the standard library and files of
+this folder.
 
-The count is for the agent, to which a collective that is entered is a sign of progress. It is torch's own sequence number, read
-twice a second by a thread: it costs a collective nothing, and holds what DDP's reducer sends, of which Python sees nothing.
+The count is for the agent, which takes a new collective as a sign of progress. It is torch's own sequence number, which a
+thread reads twice a second: it costs nothing per collective, and it includes what DDP's reducer sends from C++, which Python
+does not see.
 
-The notes are for `--check-collectives` (collective_check.py reads them). Beside the functions of `torch.distributed` they have
-the two of DDP's own that Python can see coming: a backward pass after which its reducer sends gradients, and the broadcast of
-its buffers in a forward pass.
+The notes are for `--check-collectives` (collective_check.py reads them). They contain the functions of `torch.distributed`, and
+two collectives of DDP that Python can predict: a backward pass in which DDP's reducer sends gradients, and the broadcast of its
+buffers in a forward pass.
 """
 
 import _thread
@@ -33,12 +34,12 @@ _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _COUNT_EVERY_S = 0.5
 _TRANSPARENT = ("rankwise.dist.comm", "rankwise.dist.guards", "rankwise.host.arguments")
-"""Modules of ours whose functions are collectives by the user's own will, and what checks their arguments: what is noted is the
-line that calls them."""
+"""rankwise modules whose functions are collectives that users call directly, and the module that checks their arguments: the
+note shows the line that calls them."""
 
 _OURS = (__file__, private_names.__file__)
 
-# Each collective: the parameter whose tensors must be the same on all ranks (None: they may differ), and that of the root.
+# For each collective: the parameter whose tensors must match on all ranks (None: they may differ), and the root's parameter.
 COLLECTIVES = {
     "all_reduce": ("tensor", None),
     "all_reduce_coalesced": ("tensors", None),
@@ -61,26 +62,27 @@ COLLECTIVES = {
     "scatter_object_list": (None, "src"),
 }
 _DTYPE_ALONE = {"all_to_all": "output_tensor_list", "all_to_all_single": "output"}
-"""Where shapes may differ between ranks: the parameter whose tensors must have one dtype."""
+"""For collectives whose shapes may differ between ranks: the parameter whose tensors must all have the same dtype."""
 
 
 class Distributed:
-    """One rank's. `notes`: where it notes (None: it does not). `count_mark`: a path, and the offset in it of the count."""
+    """The wrappers of one rank. `notes`: where to write notes (None: write none). `count_mark`: a path, and the offset of the
+    count in it."""
 
     def __init__(self, notes, count_mark):
         self._notes = Notes(**notes) if notes is not None else None
         self._count_mark = count_mark
         self._kept = []  # process groups that the script destroyed
         self._counting = False
-        self._armed = {}  # reducers of DDP that will send in the next backward pass: the group of each
+        self._armed = {}  # by DDP reducer that will send in the next backward pass: its group
 
     def made_a_group(self):
-        """Whether this rank ever met the others: N ranks that never did were N separate runs."""
+        """Whether this rank ever made a process group: N ranks that never did were N separate runs."""
         c10d = sys.modules.get(_C10D)
         return c10d is not None and (bool(self._kept) or bool(private_names.groups(c10d)))
 
     def prepare(self):
-        """In a process that has imported torch."""
+        """Call it in a process that has imported torch."""
         self._prepare_c10d(sys.modules[_C10D])
         for name in COLLECTIVES.keys() | {"destroy_process_group"}:
             if hasattr(sys.modules[_C10D], name):
@@ -89,7 +91,7 @@ class Distributed:
             self._prepare_ddp(sys.modules[_DDP])
 
     def prepare_later(self):
-        """In a process that may import torch by itself."""
+        """Call it in a process whose script may import torch later."""
         sys.meta_path.insert(0, AfterImport(_C10D, self._prepare_c10d))
         if self._notes is not None:
             sys.meta_path.insert(0, AfterImport(_DDP, self._prepare_ddp))
@@ -102,10 +104,10 @@ class Distributed:
                 setattr(c10d, name, self._noted(c10d, name, same, root))
 
     def _keep_process_groups(self, c10d):
-        """Keep what `destroy_process_group` drops alive until the process ends, which is by `_exit`.
+        """Keep destroyed process groups alive until the process exits, which it does with `_exit`.
 
-        The destructor of a gloo group joins its threads while it holds the GIL, and a thread of it may want the GIL: one in
-        three scripts that destroy their group and then drop a DDP model hung there (pytorch#56297, #190489).
+        The destructor of a gloo group joins its threads while it holds the GIL, and one of these threads may need the GIL: one
+        in three scripts that destroy their group and then drop a DDP model hung there (pytorch#56297, #190489).
         """
         destroy = c10d.destroy_process_group
 
@@ -119,19 +121,20 @@ class Distributed:
     # --- the count
 
     def _count_from_the_first_group(self, c10d):
-        """A rank that makes no group gets no thread."""
+        """Start the counting thread when the first group is made; a rank that makes none has no such thread."""
 
         def count():
             if not self._counting:
                 self._counting = True
-                _thread.start_new_thread(_count, (c10d, *self._count_mark))  # not one of those that the script can list
+                # Not threading.Thread: the script would see it in threading.enumerate().
+                _thread.start_new_thread(_count, (c10d, *self._count_mark))
 
         private_names.before_each_group(c10d, count)
 
     # --- the notes
 
     def _noted(self, c10d, name, same, root):
-        """The collective, noted by whoever calls it from outside of torch."""
+        """A wrapper that notes the collective when it is called from outside torch."""
         function, notes = getattr(c10d, name), self._notes
         parameters = inspect.signature(function).parameters
         names = list(parameters)
@@ -159,7 +162,7 @@ class Distributed:
         return noted
 
     def _prepare_ddp(self, ddp):
-        """Note the collectives of DDP's own, which its reducer sends from C++."""
+        """Note the collectives of DDP itself, which its reducer sends from C++."""
         dist, torch = sys.modules["torch.distributed"], sys.modules["torch"]
         if not hasattr(dist, "Reducer"):
             return
@@ -172,7 +175,8 @@ class Distributed:
         self._pass_over_joined(ddp.Join)
 
     def _pass_over_joined(self, join):
-        """Inside of `with model.join()` ranks that have no sample left answer the others from other lines, as they should."""
+        """Note nothing inside `with model.join()`: there, ranks without samples rightly answer the others from different
+        lines."""
         enter, leave, notes = join.__enter__, join.__exit__, self._notes
 
         @functools.wraps(enter)
@@ -190,7 +194,8 @@ class Distributed:
         join.__enter__, join.__exit__ = entered, left
 
     def _note_backward_passes(self, reducer, torch):
-        """Those in which a reducer sends: DDP's forward has prepared it for one, which it does not inside of `no_sync`."""
+        """Note the backward passes in which a reducer sends: those that DDP's forward prepares it for, which it does not in
+        `no_sync`."""
         make, prepare = reducer.__init__, reducer.prepare_for_backward
         groups = {}
 
@@ -220,7 +225,7 @@ class Distributed:
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """`prepare(module)` as soon as it is imported."""
+    """Calls `prepare(module)` as soon as the module `name` is imported."""
 
     def __init__(self, name, prepare):
         self._name = name
@@ -242,7 +247,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def _count(c10d, path, offset):
-    """The thread that counts. No signal is for it: the main thread's handlers answer those."""
+    """The thread that counts. It blocks all signals: the main thread's handlers answer them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     page = mmap.mmap(fd, 0)
@@ -265,12 +270,12 @@ class Notes:
         self._slots = slots
         self._slot_bytes = slot_bytes
         self._lock = threading.Lock()
-        self.inside = threading.local()  # object collectives call others
+        self.inside = threading.local()  # whether this thread is inside a noted collective: object collectives call others
         self.numbers = {}  # collectives so far, by group
         self.paused = False
 
     def add(self, group, size, what, site, caller=""):
-        """`site`: `file:line`; two that differ are two collectives. `caller`: the user's line, where that is another."""
+        """`site`: `file:line`; different sites are different calls. `caller`: the user's line, if it is another one."""
         if self.paused:
             return
         with self._lock:
@@ -279,7 +284,7 @@ class Notes:
             data = (head + site[len(head) - self._slot_bytes :]).encode()[: self._slot_bytes]
             start = self._first + self._count[0] % self._slots * self._slot_bytes
             self._map[start : start + self._slot_bytes] = data.ljust(self._slot_bytes, b"\0")
-            self._count[0] += 1  # last: the agent reads what is counted
+            self._count[0] += 1  # last: the agent reads as many notes as are counted
 
 
 def _described(value):
@@ -295,7 +300,7 @@ def _dtype(value):
 
 
 def _root(c10d, group, root, given):
-    """`src 0`, a rank of the whole world however the script has said it."""
+    """`src 0`: the rank in the world, also if the script gave its rank in the group."""
     if given.get(root) is not None:
         return f"{root} {given[root]}"
     inside = given.get(f"group_{root}")
@@ -303,9 +308,9 @@ def _root(c10d, group, root, given):
 
 
 def _site():
-    """Where the collective that is being noted is called: (`file:line`, the user's line where that is another).
+    """Where the script calls the collective: (`file:line`, the user's line if it is another one).
 
-    The innermost frame that is neither torch's nor this file's, nor of our functions that are collectives themselves.
+    `file:line` is the innermost frame outside torch, outside this file, and outside rankwise's own collectives.
     """
     frame = inspect.currentframe()
     torch = os.path.dirname(sys.modules["torch"].__file__) + os.sep

@@ -1,6 +1,6 @@
-"""What is shown of the ranks: the log of rank 0 as it grows, or all logs line by line, and the progress line.
+"""What the terminal shows of the ranks: the log of rank 0 as it grows, or all logs line by line, and the progress line.
 
-Ranks write into files, never into a pipe: none waits for a slow console, and nothing is lost when the agent ends.
+Ranks write into files, never into a pipe: no rank waits for a slow console, and nothing is lost when the agent exits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CHUNK = 1 << 16
 
 
 class LogFollower:
-    """One log file, from where it ends now: whole lines, each prefixed, or with no `prefix` bytes as they come."""
+    """Reads one log file from its current end on: complete lines, each with `prefix`; without a prefix, bytes as they come."""
 
     def __init__(self, log: Path, exception: Path, prefix: str = "") -> None:
         self._fd = os.open(log, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -27,17 +27,18 @@ class LogFollower:
         self._partial = b""
 
     def read(self) -> bytes:
-        """At most one chunk of what is new.
+        """At most one chunk of new output.
 
         The traceback of a rank that raised is kept back: it is printed once at the end, if that rank is the cause.
         """
         data = os.pread(self._fd, _CHUNK, self._position)
-        data = data[: max(self._raised_at() - self._position, 0)]  # after the read: the traceback may have just come
+        # Asked after the read: the traceback may have been written just before it.
+        data = data[: max(self._raised_at() - self._position, 0)]
         self._position += len(data)
         return self._lines(data) if self._prefix else data
 
     def _raised_at(self) -> int:
-        """Where in the log an exception begins; the rank writes that down before it prints the traceback."""
+        """Where in the log an exception begins; the rank records this before it prints the traceback."""
         try:
             return int(json.loads(self._exception.read_text())["log_bytes"])
         except FileNotFoundError:
@@ -48,14 +49,14 @@ class LogFollower:
         return b"".join(self._prefix + line + b"\n" for line in whole)
 
     def close(self) -> bytes:
-        """What is left of a line that was never ended."""
+        """Returns the last line if it has no line end."""
         os.close(self._fd)
         rest, self._partial = self._partial, b""
         return self._prefix + rest + b"\n" if rest else b""
 
 
 class Shown(Protocol):
-    """A terminal, or the way to one."""
+    """A terminal, or a link to the agent that has one."""
 
     def write(self, data: bytes) -> None: ...
     def progress(self, text: str) -> None: ...
@@ -63,7 +64,7 @@ class Shown(Protocol):
 
 
 class Console:
-    """Which logs are shown, and whose progress (None: of no rank of this node)."""
+    """Shows the logs of `followers`, and the progress line of the rank of `row` (None: no rank of this node)."""
 
     def __init__(self, followers: Sequence[LogFollower], row: Row | None, terminal: Shown) -> None:
         self._followers = followers
@@ -72,7 +73,7 @@ class Console:
         self._terminal = terminal
 
     def show(self) -> None:
-        """All that is new; ranks take turns, so that a busy one does not hide the others."""
+        """Show all new output; ranks take turns, so that a busy one does not hide the others."""
         busy = list(self._followers)
         while busy:
             for follower in list(busy):

@@ -1,4 +1,4 @@
-"""All that an agent waits for, in one selector, and the signals that it gets.
+"""Everything that an agent waits for, in one selector, and the signals that it gets.
 
 events = EventLoop(parent_pid);  events.register(link);  events.wait(0.05);  events.asked
 """
@@ -21,10 +21,11 @@ from rankwise.host.processes import STOP_SIGNALS
 
 
 class EventLoop:
-    """`asked`: the stop signals received, in order. `parent_pid`: the process whose end is this agent's too; 0 for none.
+    """`asked`: the stop signals received, in order. `parent_pid`: the process whose exit also ends this agent; 0 for none.
 
-    `guard`: a pipe, on which this agent's guard passes on the signals that it gets, a byte each. Hydra and Grid Engine signal a
-    whole group, this process and its guard: the same signal from both is one request, however long the second takes.
+    `guard`: a pipe on which this agent's guard process passes on the signals that it gets, one byte per signal. Hydra and Grid
+    Engine signal a whole process group, so both this process and its guard: the same signal from both is one request, however
+    much later the second comes.
     """
 
     def __init__(self, parent_pid: int, guard: int | None = None) -> None:
@@ -33,10 +34,10 @@ class EventLoop:
         self._passed_on: Counter[int] = Counter()
         self._guard = guard
         self.ready: set[int] = set()
-        """File descriptors at which something had come when `wait` last returned."""
+        """File descriptors that were ready when `wait` last returned."""
 
         self.pause_s = 0.0
-        """At least so long between two returns: what comes from many is taken together."""
+        """The least time between two returns: messages from many nodes are then handled together."""
 
         self._returned = 0.0
         self._selector = selectors.DefaultSelector()
@@ -47,7 +48,7 @@ class EventLoop:
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._on_signal)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher has had them wait until now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher blocked them until now
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         if guard is not None:
             os.set_blocking(guard, False)
@@ -58,7 +59,7 @@ class EventLoop:
                 self._parent = os.pidfd_open(parent_pid)
                 self._selector.register(self._parent, selectors.EVENT_READ)
             except ProcessLookupError:
-                sys.exit(1)  # it is gone already: the run is given up
+                sys.exit(1)  # the launcher has exited already: give up the run
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         self._count(self._own, signum)
@@ -69,8 +70,8 @@ class EventLoop:
             self.asked.append(signum)
 
     def register(self, source: Any) -> None:
-        """A file descriptor, or what has one: `wait` returns when something comes there. Twice is as once."""
-        self.unregister(source)  # its number may have been that of one that is closed
+        """`source`, a file descriptor or an object with one: `wait` returns when it is ready. Registering twice is harmless."""
+        self.unregister(source)  # its number may have belonged to a descriptor that is now closed
         self._selector.register(source, selectors.EVENT_READ)
 
     def unregister(self, source: Any) -> None:
@@ -88,7 +89,7 @@ class EventLoop:
                 self._wakeup.recv(4096)
         if self._guard is not None and self._guard in self.ready:
             passed_on = os.read(self._guard, 4096)
-            if not passed_on:  # it has been killed, and this process is about to be
+            if not passed_on:  # the guard was killed, and this process is about to be
                 self._selector.unregister(self._guard)
             for signum in passed_on:
                 self._count(self._passed_on, signum)

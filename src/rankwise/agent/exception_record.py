@@ -1,8 +1,8 @@
-"""When an exception ends a rank: a record for the agent, and a traceback in the log.
+"""When an exception ends a rank: writes a record for the agent, and prints the traceback into the log.
 
     status = exception_record.leave(error, spec)      # spec: see fork_server.py
 
-fork_server.py loads this file by its path, in the script's own interpreter: it imports the standard library alone.
+fork_server.py loads this file by its path, in the script's own interpreter: it imports only the standard library.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 def leave(error, spec):
-    """Report how this rank failed, whatever it lacks by now; returns the status to exit with."""
+    """Report how this rank failed, even without free descriptors or disk space; returns the status to exit with."""
     error, release = _hold_signals(error)
     error = _of_a_dead_worker(error)
-    status = getattr(error, "exit_status", 1)  # our own errors carry one, and need no traceback
+    status = getattr(error, "exit_status", 1)  # rankwise's errors have a status, and need no traceback
     brief = isinstance(status, int) and type(error).__module__.startswith("rankwise.")
     _free_a_descriptor()
     text = as_text(error, brief)
@@ -33,7 +33,7 @@ def leave(error, spec):
         with contextlib.suppress(Exception):
             stream.flush()
     record = {
-        "log_bytes": os.fstat(2).st_size,  # what comes after it is this exception, which others will tell
+        "log_bytes": os.fstat(2).st_size,  # the log after this point is this exception, which the launcher prints
         "type": type(error).__qualname__,
         "message": str(error),
         "traceback": text,
@@ -64,7 +64,8 @@ def leave(error, spec):
 
 
 def leave_in_memory(record, path, offset, size):
-    """Where the disk is full, which may be what has ended this rank: as much of the texts as there is room for."""
+    """Leave the record in shared memory if the disk is full, which may be why this rank failed. Texts are cut to fit into
+    `size`."""
     for longest in (size, 1000, 300, 100):
         short = {
             key: value[-longest:] if key == "traceback" else value[:longest] if isinstance(value, str) else value
@@ -79,10 +80,11 @@ def leave_in_memory(record, path, offset, size):
 
 
 def _hold_signals(error):
-    """(the error to tell, a function that gives the signals back): from here on nothing interrupts what tells it.
+    """Returns (the error to report, a function that restores the signals). Until then no signal interrupts the report.
 
-    A handler of the script's may raise at any line: torch's for SIGCHLD does, when a loader worker has died. One that was due
-    runs while it is replaced; if that says which worker has died, it says why `error` came.
+    A handler of the script may raise at any line: torch's handler of SIGCHLD does, when a loader worker has died. A pending
+    signal may still run its handler while we replace it; if that error names the worker that died, it is the reason for
+    `error`.
     """
     before, came = {}, []
 
@@ -91,7 +93,7 @@ def _hold_signals(error):
 
     def release():
         for signum, handler in before.items():
-            if signum != signal.SIGCHLD:  # all that it could still do is to raise a second error
+            if signum != signal.SIGCHLD:  # its handler could only raise a second error
                 signal.signal(signum, handler)
         for signum in set(came):
             if signum != signal.SIGCHLD:
@@ -111,19 +113,20 @@ def _hold_signals(error):
 
 
 def reason(error, later):
-    """`error`, or what a handler has raised since then, if that says which loader worker has died."""
+    """`error`, or `later`, which a signal handler raised since, if `later` says which loader worker has died."""
     return later.with_traceback(error.__traceback__) if str(later).startswith("DataLoader worker") else error
 
 
 def _of_a_dead_worker(error):
-    """An error that says how a loader worker has died, where all that came of it yet is a broken connection to it."""
-    unexpected = str(error).startswith("DataLoader worker (pid(s)")  # torch has not looked how
+    """If `error` is only a broken connection to a loader worker that has died: an error that says how it died. Otherwise
+    `error`."""
+    unexpected = str(error).startswith("DataLoader worker (pid(s)")  # torch did not find out how
     if not unexpected and not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)):
         return error
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     loaders = [f.f_locals.get("self") for f in frames if f.f_code.co_filename.endswith("torch/utils/data/dataloader.py")]
     workers = next((found for loader in reversed(loaders) if (found := _processes(loader))), [])
-    # Its connections break a moment before it can be seen to have ended.
+    # A worker's connections break a moment before its exit can be seen.
     ended = multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1.0) if workers else []
     for worker in workers:
         if worker.sentinel in ended:
@@ -137,7 +140,7 @@ def _of_a_dead_worker(error):
 
 
 def _processes(loader):
-    """The workers of an iterator of torch's DataLoader: it has one list of processes."""
+    """The workers of an iterator of torch's DataLoader: the list of processes among its attributes."""
     lists = [value for value in getattr(loader, "__dict__", {}).values() if isinstance(value, list)]
     return [item for items in lists for item in items if hasattr(type(item), "sentinel")]
 
@@ -168,7 +171,7 @@ def _is_the_users(file):
 
 
 def _free_a_descriptor():
-    """To tell an exception takes one: where none is left standard input is given up."""
+    """Reporting an exception needs a file descriptor: if none is left, close standard input."""
     try:
         os.close(os.dup(2))
     except OSError:
@@ -177,9 +180,9 @@ def _free_a_descriptor():
 
 
 def _shortage(error):
-    """Where files or processes were refused: how many there may be, and are now (some may have gone with what failed)."""
+    """If the system refused a file or a process: the limit, and how many there are now (some may be gone with what failed)."""
     text = str(error)
-    if "Too many open files" in text or "received 0 items of ancdata" in text:  # as multiprocessing says it
+    if "Too many open files" in text or "received 0 items of ancdata" in text:  # the second is how multiprocessing reports it
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"at most {limit} open files per process (ulimit -n), {len(os.listdir('/proc/self/fd')) - 1} here now"
     if "Resource temporarily unavailable" not in text and "can't start new thread" not in text:
@@ -191,12 +194,12 @@ def _shortage(error):
                 tasks += len(os.listdir(f"/proc/{name}/task"))
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if not 0 < limit < 2 * tasks + 64:
-        return None  # so far away that another limit must have been the reason
+        return None  # so far from the limit that another one must be the reason
     return f"at most {limit} processes and threads of this user (ulimit -u), {tasks} now"
 
 
 def _parameters_in(error):
-    """{number: "name (module)"} of the parameters that DDP has only numbers for in its message."""
+    """{number: "name (module)"} of the parameters that DDP's message lists by number only."""
     numbers = set(re.findall(r"\d+", str(error)))
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     models = [frame.f_locals.get("self") for frame in frames if frame.f_code.co_filename.endswith("nn/parallel/distributed.py")]
@@ -225,5 +228,5 @@ def print_exception(error, text, brief):
         with contextlib.suppress(Exception):
             sys.excepthook(type(error), error, error.__traceback__)
             return
-    with contextlib.suppress(OSError):  # its log is on a full disk
+    with contextlib.suppress(OSError):  # the disk of its log may be full
         print(text, end="", file=sys.stderr)

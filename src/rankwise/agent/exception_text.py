@@ -1,8 +1,8 @@
-"""An exception of a rank in one line: the user's own error, names instead of numbers, what to type.
+"""An exception of a rank in one line: the user's own error, names instead of numbers, and what to type.
 
 told = reword(record, rank=1, script="pkg/train.py");  told.exception, told.where, told.remark
 
-`record` is what exception_record.py leaves of an exception. Pure: it reads the record, nothing else.
+exception_record.py writes `record`. Pure: this module reads the record, nothing else.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _OURS = f"{Path(__file__).parents[1]}/"
 
 @dataclass(frozen=True)
 class ExceptionText:
-    """An exception as a verdict prints it."""
+    """An exception as the final message prints it."""
 
     exception: str
     """`Type: message`."""
 
     where: str | None
-    """The line of the script, `train.py:61`, and more of the place."""
+    """The line of the script, `train.py:61`, and which process raised it."""
 
     remark: str | None = None
-    """What to make of it."""
+    """What it means or what to do."""
 
 
 def collective_of(traceback: str) -> str | None:
@@ -59,15 +59,15 @@ def collective_of(traceback: str) -> str | None:
 
 
 def of_abort(log: str, checked: bool) -> str | None:
-    """What a C++ library said before it aborted the process, from the end of its log; None where it said nothing. `checked` as
-    in `reword`."""
+    """What a C++ library printed before it aborted the process, from the end of its log; None if it printed nothing. `checked`
+    as in `reword`."""
     said = re.findall(r"what\(\): *(.+)", log)
     if not said:
         return None
     sizes = _SIZES_OF_GLOO.search(said[-1])
     if sizes is None:
         return str(said[-1]).strip()
-    threads = _THREAD.findall(log.partition("Fatal Python error")[2])  # the main thread's is the last
+    threads = _THREAD.findall(log.partition("Fatal Python error")[2])  # the main thread is the last
     stack = _OF_STACK.findall(threads[-1] if threads else "")  # the innermost frame first
     own = [f" ({Path(file).name}:{line})" for file, line, _ in stack if _is_the_users(file)]
     calls = [name for file, _, name in stack if "/torch/distributed/" in file and name != "wrapper"]
@@ -83,8 +83,8 @@ def _of_sizes(checked: bool) -> str:
 
 
 def reword(record: Mapping[str, Any], rank: int, script: str, together: int = 1, checked: bool = False) -> ExceptionText:
-    """`script`: what the ranks run, as it was typed. `together`: the ranks of its agent, which all see the same devices.
-    `checked`: what they ask of each other is compared (--check-collectives)."""
+    """`script`: what the ranks run, as the user typed it. `together`: how many ranks its agent has, which all see the same
+    devices. `checked`: whether --check-collectives is on."""
     message = str(record["message"]).strip()
     told = ExceptionText(f"{record['type']}: {message}" if message else record["type"], record.get("where"), _note(record))
     if found := _IN_WORKER.search(message):
@@ -118,7 +118,7 @@ def reword(record: Mapping[str, Any], rank: int, script: str, together: int = 1,
 
 
 def parameter_counts(exceptions: Mapping[int, str]) -> dict[int, int]:
-    """How many parameters the model of each rank has, where DDP found that they differ; empty for any other trouble."""
+    """By rank, the number of parameters of its model, if DDP found that they differ; empty for any other error."""
     counts = {}
     for exception in exceptions.values():
         if found := _COUNTS.search(exception):
@@ -127,13 +127,13 @@ def parameter_counts(exceptions: Mapping[int, str]) -> dict[int, int]:
 
 
 def is_short_of_memory(exception: str) -> bool:
-    """Whether the machine's memory was refused (a GPU's is another matter)."""
+    """Whether the host ran out of memory (not a GPU)."""
     return exception.startswith("MemoryError") or "can't allocate memory" in exception or "Cannot allocate memory" in exception
 
 
 def _note(record: Mapping[str, Any]) -> str | None:
-    """The first line of what was noted on the exception (PEP 678), for example the sample; of a traceback that was noted, where
-    it was raised."""
+    """The first line of the exception's first note (PEP 678), for example the sample; if the note is a traceback, with the line
+    that raised."""
     notes = [str(note) for note in record.get("notes") or () if str(note).strip()]
     if not notes:
         return None
@@ -144,8 +144,8 @@ def _note(record: Mapping[str, Any]) -> str | None:
 
 
 def _of_another_process(told: ExceptionText, message: str, where: str) -> ExceptionText:
-    """What was raised in another process (a loader worker, a spawned one, another rank) comes in an exception whose message is
-    that traceback."""
+    """Reword an exception of another process (a loader worker, a spawned process, another rank): it comes as an exception whose
+    message is the traceback of that process."""
     lines = message.rpartition("Traceback (most recent call last):\n")[2].splitlines()
     last_of_frames = max((i for i, line in enumerate(lines) if line.startswith(" ")), default=-1)
     said = [line for line in lines[last_of_frames + 1 :] if line]
@@ -157,7 +157,7 @@ def _of_another_process(told: ExceptionText, message: str, where: str) -> Except
 
 
 def _place(traceback: str) -> str | None:
-    """`data.py:6`: the innermost line of the user's."""
+    """`data.py:6`: the innermost line of the user's code."""
     own = [f"{Path(file).name}:{line}" for file, line in _FRAME.findall(traceback) if _is_the_users(file)]
     return own[-1] if own else None
 
@@ -173,7 +173,7 @@ def _is_the_users(file: str) -> bool:
 
 
 def _unused(told: ExceptionText, unused: str, names: Mapping[str, str]) -> ExceptionText:
-    """torch has numbers, unless TORCH_DISTRIBUTED_DEBUG made it look for names."""
+    """`unused`: torch's list of parameters, by number, or by name with TORCH_DISTRIBUTED_DEBUG."""
     words = re.split(r"[, ]+", unused)
     found = [names.get(word, f"number {word}" if word.isdecimal() else word) for word in words]
     return replace(
@@ -184,7 +184,7 @@ def _unused(told: ExceptionText, unused: str, names: Mapping[str, str]) -> Excep
 
 
 def _of_devices(visible: str | None, local_rank: str | None, together: int) -> str:
-    """`visible`: its CUDA_VISIBLE_DEVICES."""
+    """`visible`: the rank's CUDA_VISIBLE_DEVICES."""
     visible_gpus = len(visible.split(",")) if visible else None
     sees = "fewer GPUs than that" if visible_gpus is None else f"{count(visible_gpus, 'GPU')} (CUDA_VISIBLE_DEVICES={visible})"
     if visible_gpus == 1 and together == 1:

@@ -1,25 +1,26 @@
-"""The warm process: imports torch once, then forks a rank whenever its agent asks. Also starts a single rank by itself.
+"""The warm process: imports torch once, then forks ranks when its agent asks. Or, without forking, becomes a single rank.
 
     python [flags] fork_server.py fork CHANNEL_FD AGENT_PID script.py args...     the warm process
     python [flags] fork_server.py once SPEC_FD    AGENT_PID script.py args...     one rank, nothing imported for it
     python         fork_server.py exec SPEC_FD    AGENT_PID command args...       one rank that is any command
 
-This file is run by path with the script's own interpreter, which may have no rankwise: it imports the standard library,
-torch, and what lies beside it and imports no more. Over CHANNEL go JSON lines; nothing executable crosses it.
+This file is run by its path with the script's own interpreter, which may have no rankwise: it imports only the standard
+library, torch, and files of rankwise that import no more than that. Messages on CHANNEL are JSON lines; no code is sent.
 
     warm -> agent    {"ready": true} or {"failed": "why"}            after the imports
     agent -> warm    {"ranks": [spec, ...]}                          fork them
     warm -> agent    {"pids": [pid, ...]} or {"failed": "why"}
 
 A spec: environment (all of it), log (path), exception (path), stacks (path), stdin (bool), threads (int or null), go_mark,
-group_mark and answers_mark (each a path and an offset in it: the byte there is set when the rank may begin; the rank sets it if
-it ever made a process group, and if its rankwise remembers a request to stop), last_words (a path, an offset and a size: memory
-for an exception that the disk does not take), count_mark (a place where the rank counts its collectives), notes (null, or where
-this rank notes each collective before it enters it: a path, the start of its part, and the sizes in it;
-agent/collective_check.py reads them).
+group_mark and answers_mark (each a path and the offset of one byte: the agent sets the first when the rank may begin; the rank
+sets the second if it made a process group, and the third if its rankwise remembers a request to stop), last_words (a path, an
+offset and a size: memory for an exception if the disk is full), count_mark (a path and an offset: where the rank counts its
+collectives), notes (null, or where this rank notes each collective before it enters it: a path, the start of its part, and the
+sizes in it; agent/collective_check.py reads them).
 
-The process stays single-threaded (OMP_NUM_THREADS=1, and it never runs a parallel region), as threads do not survive a
-fork. Ranks are forked twice: the middle process announces them and ends, they fall to the agent, which alone reaps them.
+The process stays single-threaded (OMP_NUM_THREADS=1, and it never runs a parallel region), because threads do not survive a
+fork. Ranks are forked twice: the middle process announces them and exits, so the agent becomes their parent and alone reaps
+them.
 """
 
 import contextlib
@@ -36,14 +37,14 @@ import sys
 import time
 import types
 
-if not __package__:  # run by its path: there is no package to import its few files from
+if not __package__:  # run by its path: make a package to import its few files from
     __package__ = "_rankwise.agent"
     folder = os.path.dirname(os.path.abspath(__file__))
     for package, path in (("_rankwise", os.path.dirname(folder)), (__package__, folder)):
         sys.modules[package] = types.ModuleType(package)
         sys.modules[package].__path__ = [path]
 
-from ..host import main_script  # noqa: TID252  # under either name
+from ..host import main_script  # noqa: TID252  # the package may have either name
 from . import collective_notes, exception_record, private_names
 
 _PR_SET_PDEATHSIG = 1
@@ -76,7 +77,7 @@ def _read_spec(fd):
 
 
 def _become_command(command):
-    """Death with the parent stays armed over an exec; what Python has done to signals does not suit other programs."""
+    """Exec `command`. Its death with the parent stays set over an exec; the signal settings of Python are undone first."""
     for signum in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
     faulthandler.disable()
@@ -103,20 +104,20 @@ def _look_like_the_script(command):
 
 
 def _serve(channel, agent):
-    """What the warm process does. Returns a spec in each rank; ends when the agent closes the channel."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent decides when this process ends
+    """The work of the warm process. Returns a spec in each rank; returns None when the agent closes the channel."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the agent ends this process
     _die_with(agent)
-    gc.disable()  # a collection during the imports only walks what stays for ever: a third of their time
+    gc.disable()  # a collection during the imports finds nothing to free, and takes a third of their time
     try:
         import torch
 
         if _may_compile(sys.argv):
-            # It imports the compiler, which else every rank does, for its first one.
+            # The first optimizer of a process imports the compiler: do it here, once, not in every rank.
             torch.optim.SGD([torch.zeros(1)], lr=0.0)
-    except BaseException as error:  # what a folder named like a library raises is the script's business
+    except BaseException as error:  # for example of a folder that is named like a library: the script will raise it too
         _send(channel, {"failed": f"{type(error).__name__}: {error}"})
         return None
-    gc.freeze()  # the ranks' collector never touches these pages: they stay shared
+    gc.freeze()  # the garbage collector of the ranks never touches these pages, so they stay shared
     _send(channel, {"ready": True})
     lines = channel.makefile("r")
     for line in lines:
@@ -138,9 +139,10 @@ def _serve(channel, agent):
 
 
 def _may_compile(command):
-    """Whether the ranks may import torch's compiler, which takes as long as torch itself: optimizers do, DDP, and the compiler.
+    """Whether the ranks may import torch's compiler, which takes as long as torch itself: optimizers, DDP and torch.compile do.
 
-    A guess from the script's text: where it is wrong each rank imports it by itself, or this process has for nothing.
+    A guess from the script's text. If it is wrong, each rank imports the compiler by itself, or this process imports it for
+    nothing.
     """
     if command[0] == "-m":
         return True
@@ -155,13 +157,13 @@ def _may_compile(command):
 
 
 def _fork_ranks(channel, specs):
-    """In the middle process: fork all, announce them, end. Returns in each rank with its spec."""
+    """In the middle process: fork all ranks, announce them, exit. Returns in each rank with its spec."""
     pids = []
     for spec in specs:
         try:
             pid = os.fork()
         except OSError as error:
-            for begun in pids:  # they wait for the agent, which could not distinguish them from those that it starts instead
+            for begun in pids:  # the agent could not tell them from the ranks that it starts instead
                 os.kill(begun, signal.SIGKILL)
             _send(channel, {"failed": f"cannot fork: {error.strerror}"})
             os._exit(0)
@@ -175,7 +177,7 @@ def _fork_ranks(channel, specs):
 def _send(channel, message):
     try:
         channel.sendall(json.dumps(message).encode() + b"\n")
-    except (BrokenPipeError, ConnectionResetError):  # the agent is gone: it ends what is left
+    except (BrokenPipeError, ConnectionResetError):  # the agent is gone
         os._exit(0)
 
 
@@ -188,8 +190,8 @@ def _die_with(agent):
 
 
 def _become_rank(spec, agent):
-    """All that makes a forked process a fresh one, and this rank."""
-    while os.getppid() != agent:  # armed before the adoption, death with the parent would come at once
+    """Make a forked process look like a fresh one, and like this rank."""
+    while os.getppid() != agent:  # until the agent is the parent: set earlier, death with the parent would come at once
         time.sleep(0.0002)
         if os.getppid() == 1:
             os._exit(1)
@@ -204,13 +206,13 @@ def _become_rank(spec, agent):
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
-    # Line by line: the agent shows what is in the file, and a rank that is killed leaves what it printed.
+    # Flush each line: the agent shows what is in the file, and the output of a rank that is killed is not lost.
     for name, fd in (("stdout", 1), ("stderr", 2)):
         getattr(sys, name).reconfigure(line_buffering=True)
         assert getattr(sys, name).fileno() == fd
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable(file=2)
-    # For the agent, when nothing moves. Not USR1 or USR2: those belong to schedulers and to scripts.
+    # The agent asks for stacks with this signal in a stall. Not USR1 or USR2: schedulers and scripts use those.
     stacks = os.open(spec["stacks"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
     faulthandler.register(signal.SIGRTMIN + 3, file=stacks, all_threads=True)
     _wait_for_go(*spec["go_mark"])
@@ -228,7 +230,8 @@ def _become_rank(spec, agent):
 
 
 def _note_answers(mark, package):
-    """As soon as a request to stop is remembered (rankwise/stop/early.py). A version without it remembers none."""
+    """Set the mark as soon as the script's rankwise remembers requests to stop (rankwise/stop/early.py). Old versions do
+    not."""
     if tell := getattr(getattr(package, "early", None), "tell", None):
         tell(functools.partial(_set_mark, *mark))
 
@@ -239,8 +242,8 @@ def _set_mark(page, offset):
 
 
 def _wait_for_go(page, offset):
-    """Until the agent knows this process: if the warm process dies before it has announced the ranks, they are killed and
-    started otherwise, and no script has run twice."""
+    """Wait until the agent knows this process. If the warm process dies before it has announced the ranks, the agent kills them
+    and starts others; because they waited here, no script runs twice."""
     fd = os.open(page, os.O_RDONLY | os.O_CLOEXEC)
     while os.pread(fd, 1, offset) != b"\1":
         time.sleep(0.0005)
@@ -248,12 +251,12 @@ def _wait_for_go(page, offset):
 
 
 def _run(command, spec, distributed):
-    """Run the script as Python would, leave evidence if it raises, and end this process as Python would."""
+    """Run the script as Python would, leave a record if it raises, and end this process as Python would."""
     _let_interrupts_in()
     interrupted, status = False, 0
     try:
         if command[0] == "-m":
-            # It takes what `__main__` is: this file, whose names the module's would replace.
+            # runpy runs the module in `__main__`, which is this file: the module would overwrite the names that we need.
             sys.modules["__main__"] = types.ModuleType("__main__")
             private_names.run_module(command[1])
         else:
@@ -266,7 +269,7 @@ def _run(command, spec, distributed):
     except BaseException as error:
         try:
             status = exception_record.leave(error, spec)
-        except BaseException as later:  # of a handler of the script's, which may run at the call itself
+        except BaseException as later:  # from a signal handler of the script, which may run before leave() holds signals
             status = exception_record.leave(exception_record.reason(error, later), spec)
     if distributed.made_a_group():
         _set_mark(*spec["group_mark"])
@@ -280,16 +283,16 @@ def _run(command, spec, distributed):
 
 
 def _leave_the_end_to_python(status, interrupted):
-    """It takes torch apart, too: seconds, and gloo can hang there."""
+    """Let the interpreter shut down. It also tears down torch: this takes seconds, and gloo can hang in it."""
     if interrupted:
-        sys.excepthook = lambda *_: None  # what it would print is printed
+        sys.excepthook = lambda *_: None  # the traceback is already printed
         raise KeyboardInterrupt
     sys.exit(status)
 
 
 def _let_interrupts_in():
-    """The agent has started this process with SIGINT blocked. One that came while it was made ready ends it here: there is no
-    line of the script that it could interrupt."""
+    """Unblock SIGINT, which the agent blocked when it started this process. A SIGINT that is pending kills the process here: no
+    line of the script has run yet."""
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, handler)
@@ -306,17 +309,18 @@ def _exit_status(end):
 
 
 def _flush():
-    """What the interpreter does after the exit functions, up to where it would take torch apart (seconds, and gloo can hang
-    there). Returns 120 if output is lost, 0 otherwise."""
+    """Flush all files, as the interpreter does after the exit functions. It would then tear down torch, which takes seconds and
+    can hang in gloo. Returns 120 if output is lost, 0 otherwise."""
     status = 0
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError, AttributeError):
             status = 120  # as Python itself reports it
-    # Of the type, not of the object: asking some objects for their class runs code of theirs.
+    # issubclass(type(f)), not isinstance(f): asking some objects for their class runs their code.
     files = [f for f in gc.get_objects() if issubclass(type(f), io.IOBase)]
-    for file in sorted(files, key=lambda f: not isinstance(f, io.TextIOBase)):  # texts first: they fill the buffers below
+    # Text files first: they write into the buffers of the binary ones.
+    for file in sorted(files, key=lambda f: not isinstance(f, io.TextIOBase)):
         with contextlib.suppress(Exception):
             if not file.closed and file.writable():
                 file.flush()

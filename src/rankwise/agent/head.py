@@ -1,8 +1,9 @@
-"""The head of a run: its decisions. Which ranks there are, when all stop, who is the cause, whether all begin again.
+"""The head of a run. It decides which ranks there are, when all stop, which rank is the cause, and whether all restart.
 
     status = Head(plan, run, events, screen, nodes).run()
 
-One thread, one selector. It knows nodes alone (node.py, remote.py): its own ranks and another host's look the same from here.
+One thread, one selector. It deals with nodes only (node.py, remote.py): ranks of its own host and of another look the same
+here.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from rankwise.run.directory import Attempt, Failure, NodeRecord, RunDir, write_t
 from rankwise.run.plan import Plan
 
 TICK_S = 0.05
-EVIDENCE_S = 0.3  # from the first death: what the others say of it comes within this
+EVIDENCE_S = 0.3  # after the first failure: the reports of the other ranks come within this time
 TERM_TO_KILL_S = 3.0
-NEWS_S = 0.5  # what another node's ranks do is known here within this
-FINISH_S = 30.0  # to end what is left of an attempt, from the request until a node is given up
-STALLED_S = 5.0  # nodes without progress report it within this of each other
+NEWS_S = 0.5  # the state of other nodes' ranks arrives within this time
+FINISH_S = 30.0  # how long a node may take to end what is left of an attempt
+STALLED_S = 5.0  # nodes without progress report it within this time of each other
 
 
 class Screen:
-    """The sink of the head: what a node reports goes to the terminal, or is kept for the head's verdict."""
+    """The sink of the head: what a node reports goes to the terminal, or is kept until the head judges it."""
 
     busy = False
 
@@ -46,15 +47,16 @@ class Screen:
         self._terminal = terminal
         self.ledger: Ledger | None = None
         self.standing: dict[int, tuple[float, float, Sequence[Observation], str]] = {}
-        """By node: when it said that nothing moves there (monotonic), since how long, where its ranks are, their stacks."""
+        """By node that reports a stall: when it reported (monotonic), for how many seconds, where its ranks are, their
+        stacks."""
 
     def say(self, text: str) -> None:
-        self._terminal.status("")  # the progress line comes again with the next numbers
+        self._terminal.status("")  # the progress line returns with the next numbers
         with contextlib.suppress(OSError):
             print(message(text), file=sys.stderr, flush=True)
 
     def show(self, text: str) -> None:
-        """What a person should read, as it is."""
+        """Print `text` unchanged, for a person to read."""
         self._terminal.status("")
         with contextlib.suppress(OSError):
             print(text.rstrip("\n"), file=sys.stderr, flush=True)
@@ -96,7 +98,7 @@ class Head:
         self._mismatch: Mismatch | None = None
 
     def run(self) -> int:
-        """Start the ranks, again after a failure if that was asked for."""
+        """Start the ranks; after a failure restart them, if the plan allows it."""
         restart = status = 0
         while True:
             try:
@@ -141,7 +143,7 @@ class Head:
     # --- one attempt
 
     def _live(self, restart: int, parts: Sequence[NodeView]) -> tuple[int, Failure | None]:
-        """From the start of the ranks to the end of the last: (exit status, the failure if there was one)."""
+        """Run one attempt, until its last rank has ended. Returns (exit status, the failure if there was one)."""
         orders = self._nodes.orders(parts, restart)
         world_size = orders[0].world_size
         self._screen.ledger = Ledger(world_size) if self._plan.check_collectives else None
@@ -158,7 +160,7 @@ class Head:
             for part, order in todo:
                 if self._is_here(part):
                     part.start(order, None)
-            plan = self._plan  # written while they are forked: disks are slow
+            plan = self._plan  # the record is written while the ranks are forked: disks are slow
             settings = {"checkpoint_scope": plan.checkpoint_scope, "sync": plan.sync}
             attempt = self._run.begin_attempt(world_size, plan.argv, records, plan.fresh, **settings)
             self._run.write_failure(None)
@@ -175,7 +177,7 @@ class Head:
         return status, failure
 
     def _record(self, attempt: Attempt, status: int, outcome: str, failure: Failure | None) -> None:
-        """For the launcher, which prints it. If the disk does not take it (full, or gone), it is printed here."""
+        """Record the end for the launcher, which prints it. If the disk is full or gone, print it here."""
         try:
             self._run.write_failure(failure)
             self._run.update_attempt(attempt, ended=time.time(), status=status, outcome=outcome)
@@ -197,7 +199,7 @@ class Head:
             self._nodes.look()
 
     def _watch(self, parts: Sequence[NodeView], attempt: Attempt) -> Attempt:
-        """The loop. Returns when all ranks have ended, or when the run is given up."""
+        """Watch the ranks. Returns when all have ended, or when the run is given up."""
         first_failure = ended = 0.0
         lost: set[int] = set()
         while True:
@@ -205,7 +207,7 @@ class Head:
             if self._events.parent_ended:
                 return attempt
             self._nodes.look()
-            asked = self._asked  # before the ranks are looked at: what follows never uses facts that are older than a request
+            asked = self._asked  # read before the ranks' state: the code below never combines a request with older facts
             for part in parts:
                 if self._is_here(part):
                     part.look()
@@ -220,7 +222,7 @@ class Head:
             self._look_at_the_clock()
             if asked and not started:
                 self._stop_signal = asked[0]
-                return attempt  # asked to stop before any rank was there
+                return attempt  # asked to stop before the ranks were started
             self._stop_if_asked(parts, asked)
             self._ring(parts)
             if not any(part.facts.awaited for part in parts):
@@ -238,7 +240,7 @@ class Head:
                 self._say(f"{numbered('rank', _alive(parts))} did not stop within {self._plan.grace_s:g} s: killed")
                 self._cut_all(parts, signal.SIGKILL)
             elif self._stop_began and _loses_nothing(parts) and any(part.facts.failed for part in parts):
-                self._cut_all(parts, signal.SIGKILL)  # the others would wait for it, and have done no step
+                self._cut_all(parts, signal.SIGKILL)  # the others would wait for the failed rank, and have done no step
 
     def _cut_all(self, parts: Sequence[NodeView], signum: int) -> None:
         for part in parts:
@@ -275,19 +277,19 @@ class Head:
                 self._say(f"no progress for {since_s:.0f} s{cannot}: {line}. {stacks}")
             standing.clear()
         elif time.monotonic() > first + STALLED_S:
-            standing.clear()  # elsewhere something moves
+            standing.clear()  # some node still makes progress
 
     # --- stopping
 
     @property
     def _requests(self) -> list[list[int]]:
-        """The stop signals that each agent got, this one first. A Ctrl-C that mpirun passes on to all agents does not count
-        twice."""
+        """The stop signals that each agent got, this one first. One list per agent: a Ctrl-C that mpirun passes on to all
+        agents is one request."""
         return [self._events.asked, *self._nodes.asked.values()]
 
     @property
     def _asked(self) -> list[int]:
-        """The first that each was sent."""
+        """The first stop signal of each agent that got one."""
         return [signals[0] for signals in self._requests if signals]
 
     def _look_at_the_clock(self) -> None:
@@ -297,7 +299,7 @@ class Head:
             self._events.asked.append(signal.SIGTERM)
 
     def _stop_if_asked(self, parts: Sequence[NodeView], asked: Sequence[int]) -> None:
-        """The first request stops all at the gate; a second Ctrl-C kills."""
+        """After the first request all ranks stop at the gate; a second Ctrl-C kills them."""
         if not asked and (flag := next((part.facts.flag for part in parts if part.facts.flag), 0)):
             self._events.asked.append(flag)
             asked = [flag]
@@ -316,9 +318,9 @@ class Head:
             alive = set(_alive(parts))
             asked_s = time.monotonic() - self._stop_began
             if joined and not alive <= joined and asked_s < JOIN_S:
-                return  # some are still on their way to the first gate
+                return  # some ranks have not reached their first gate yet
             if not joined and self._nodes.remotes and asked_s < NEWS_S:
-                return  # what other nodes know may be on its way
+                return  # news of the other nodes may be on its way
             self._hold(parts, joined)
         if self._held and not self._released and all(part.claim is not None for part in parts):
             self._released = True
@@ -327,10 +329,10 @@ class Head:
                 part.release(last)
 
     def _ring(self, parts: Sequence[NodeView]) -> None:
-        """What is due by the main rank's clock, or asked for by a script, is so on all ranks after the same step."""
+        """Alarms: make what is due by the main rank's clock, or requested by a script, due on all ranks after the same step."""
         if not self._due and not self._held:
             for number, due in (part.facts.due for part in parts):
-                self._due |= due if number == self._alarm + 1 else 0  # another number: it was answered
+                self._due |= due if number == self._alarm + 1 else 0  # another number is of an alarm that is already over
             if self._due:
                 self._alarm += 1
                 for part in parts:
@@ -342,7 +344,7 @@ class Head:
             self._due = 0
 
     def _hold(self, parts: Sequence[NodeView], joined: set[int]) -> None:
-        """Every node holds its gate; ranks that know nothing of a gate are sent the signal itself."""
+        """Make every node hold its gate; send the signal itself to ranks without a gate."""
         name = signal.Signals(self._stop_signal).name
         within = f"within {self._plan.grace_s:g} s" + ("; Ctrl-C again kills them" if self._plan.attended else "")
         self._held = bool(joined)
@@ -398,7 +400,7 @@ class Head:
         return part.host if part is not None else attempt.host
 
     def _failed_to_match(self, mismatch: Mismatch, attempt: Attempt) -> tuple[int, str, Failure]:
-        """It comes before all that the ranks say themselves: what they say follows from it."""
+        """A mismatch is the cause even if ranks report errors: those are its consequences."""
         failure = Failure(
             rank=mismatch.rank, host=self._host(attempt, mismatch.rank), summary=mismatch.summary, exit_status=1,
             log=str(self._run.log(mismatch.rank)), life=attempt.life,
@@ -422,17 +424,17 @@ class Head:
             return agreed, f"stopped by {name} before all ranks had started"
         codes = [root_cause.exit_status(end) for end in ends if end.exit_code != 0]
         ours = any(part.facts.joined or part.facts.answers for part in parts)
-        if not ours and codes:  # a script without our parts: its own way to end
+        if not ours and codes:  # a script that uses no rankwise function: it handles signals in its own way
             return (EXIT_INTERRUPTED if interrupted else codes[0]), f"ended by {name}"
         return None
 
     @property
     def _agreed_status(self) -> int:
-        """Of a run that has stopped as it was asked to, and has lost nothing."""
+        """The status of a run that stopped as requested, and lost nothing."""
         return EXIT_INTERRUPTED if self._stop_signal == signal.SIGINT else EXIT_PREEMPTED
 
     def _strangers(self, parts: Sequence[NodeView], ranks: int) -> str:
-        """Ranks that never met were as many separate runs: hardly ever what was meant."""
+        """A remark if no rank made a process group: N separate runs are hardly ever what the user wants."""
         if ranks == 1 or not self._plan.interpreter or any(part.end is not None and part.end.groups for part in parts):
             return ""
         return f"; no rank made a process group: the script ran {ranks} times, each time on its own"
@@ -446,5 +448,5 @@ def _alive(parts: Sequence[NodeView]) -> list[int]:
 
 
 def _loses_nothing(parts: Sequence[NodeView]) -> bool:
-    """Whether no rank has begun a step of a training that would have answered a request there."""
+    """Whether the ranks train with rankwise, so that they would stop at their first step, and none has begun it."""
     return any(part.facts.answers for part in parts) and not any(part.facts.begun for part in parts)

@@ -1,4 +1,4 @@
-"""A port of this host that is reserved for rank 0's store; if it is taken, by whom.
+"""A port of this host that is reserved for rank 0's store; if another process has the port, which one.
 
 holder = hold_port(0);  holder.getsockname()[1]
 """
@@ -15,10 +15,11 @@ _LONGEST_COMMAND = 120
 
 
 def hold_port(port: int) -> socket.socket:
-    """A port of this host that stays ours (0: any): bound, never listening, so that torch's TCPStore can listen on it with
-    SO_REUSEADDR while every other `bind(0)` passes it by. A crash leaves none of it behind.
+    """Reserve a port of this host (0: any free one). The socket is bound but never listens: torch's TCPStore can listen on the
+    port with SO_REUSEADDR, but the kernel gives it to no other `bind(0)`. The reservation ends with the process.
 
-    Bound before the option is set: two holders that both had it would both succeed. ConfigError when the port is taken.
+    The option is set after the bind: two holders that set it before would both succeed. Raises ConfigError if the port is
+    taken.
     """
     holder = socket.socket()
     try:
@@ -31,19 +32,20 @@ def hold_port(port: int) -> socket.socket:
 
 
 def port_taken(port: int, error: OSError, manually: bool = False) -> ConfigError:
-    """`manually`: the user gives each node the port."""
+    """`manually`: whether the user gives the port on each node."""
     why = os.strerror(error.errno).lower() if error.errno else str(error)
     cure = "the same on all nodes" if manually else "or leave the option out for a free one"
     return ConfigError(f"--master-port {port}: {why} ({_user_of(port)}); choose another, {cure}")
 
 
 def _user_of(port: int) -> str:
-    """Who listens there, if this user may know."""
+    """The process that listens there, if this user may see it."""
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             if connection.laddr and connection.laddr.port == port and connection.pid:
-                words = " ".join(psutil.Process(connection.pid).cmdline()[:4]).split()  # one line, whatever is in it
+                # On one line, even if an argument has line breaks.
+                words = " ".join(psutil.Process(connection.pid).cmdline()[:4]).split()
                 return f"by pid {connection.pid}, {' '.join(words)[:_LONGEST_COMMAND]}"
     return "by another program, or by one that exited less than a minute ago"

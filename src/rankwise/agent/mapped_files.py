@@ -1,4 +1,4 @@
-"""The files that a rank has mapped, looked at while it runs: when SIGBUS kills it, its maps are gone.
+"""The files that a rank has mapped. They are recorded while it runs: once SIGBUS has killed it, its maps are gone.
 
 files = MappedFiles();  files.look([4711, 4712])      # now and then
 files.cut(4711)                                        # "/data/train.h5 was truncated to 1 MB while it was mapped"
@@ -16,11 +16,12 @@ from pathlib import Path
 from rankwise.host.text import size
 
 _FIRST_S, _LAST_S = 1.0, 30.0
-"""From one look to the next: it doubles, as most is mapped soon after the start. A look takes 1 to 5 ms of each process."""
+"""The time between two looks. It doubles, because most files are mapped soon after the start. A look takes 1 to 5 ms per
+process."""
 
 
 class MappedFiles:
-    """`clock`: seconds that never go back."""
+    """`clock`: a monotonic clock, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -29,7 +30,7 @@ class MappedFiles:
         self._ends: dict[int, dict[str, int]] = {}
 
     def look(self, pids: Collection[int]) -> None:
-        """Cheap, if it is not time yet."""
+        """Record the files of these processes; does nothing until the next look is due."""
         now = self._clock()
         if now < self._next:
             return
@@ -39,19 +40,19 @@ class MappedFiles:
                 self._ends[pid] = ends
 
     def cut(self, pid: int) -> str | None:
-        """Which of them is shorter by now than what was mapped of it; None if none is."""
+        """Which mapped file of this process is now shorter than its mapped part; None if there is none."""
         for path, end in self._ends.get(pid, {}).items():
             try:
                 found = os.stat(path).st_size
             except OSError:
-                continue  # its bytes are there as long as it is mapped
+                continue  # a deleted file keeps its bytes as long as it is mapped
             if found <= end - mmap.PAGESIZE:
                 return f"{path} was truncated to {size(found)} while it was mapped"
         return None
 
 
 def _ends(pid: int) -> dict[str, int]:
-    """Up to where each file is mapped, in whole pages, by its path."""
+    """By path of each mapped file: the end of its mapped part, in complete pages."""
     found: dict[str, int] = {}
     libraries = set()
     try:
@@ -66,4 +67,4 @@ def _ends(pid: int) -> dict[str, int]:
             found[path] = max(found.get(path, 0), int(fields[2], 16) + stop - start)
             if b"x" in fields[1]:
                 libraries.add(path)
-    return {path: end for path, end in found.items() if path not in libraries}  # which are mapped beyond their ends
+    return {path: end for path, end in found.items() if path not in libraries}  # libraries may be mapped beyond their ends

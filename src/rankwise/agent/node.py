@@ -1,12 +1,12 @@
-"""One node's part of a run: it starts, watches and stops its ranks as the head says.
+"""One node's part of a run: it starts, watches and stops its ranks as the head orders.
 
     node = Node(plan, run, index, events, sink)
-    node.start(orders);  node.look()          # every tick;  node.facts is what there is to know
+    node.start(orders);  node.look()          # every tick;  node.facts describes its ranks
     node.hold(SIGTERM);  node.release(last)   # the gate of the agreed stop
-    node.ring(1);  node.rung(1, last, which)  # an alarm, which passes through the same gate
-    node.finish();  node.end                  # nothing of this attempt is left; how each rank ended
+    node.ring(1);  node.rung(1, last, which)  # an alarm, which uses the same gate
+    node.finish();  node.end                  # no process of this attempt is left; how each rank ended
 
-The head has one of these for its own ranks, and for every other node a `Remote`, which looks the same from there.
+The head has a `Node` for its own ranks, and a `Remote`, with the same methods, for every other node.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class Orders:
-    """What one attempt is for one node."""
+    """What one node must know of one attempt."""
 
     restart: int
     node_rank: int
-    """Hosts count in the order of their lowest rank."""
+    """The index of the host; hosts are numbered in the order of their lowest rank."""
 
     nodes: int
     """Hosts in the run."""
@@ -58,46 +58,46 @@ class Orders:
 
     world_size: int
     local_first: int
-    """The local rank of that rank: agents that share a host share its local ranks."""
+    """The local rank of `first`: agents that share a host share its local ranks."""
 
     local_world_size: int
     per_node: str
-    """The ranks of each host in their order, as `short_list` writes them."""
+    """The number of ranks of each host, in order, as `short_list` writes them."""
 
     master_addr: str
     master_port: int
     store: str
-    """The one address by which all nodes reach rank 0; empty where they do so by several."""
+    """The one address at which all nodes reach rank 0; empty if they use several."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the ranks of one node; changes are worth telling."""
+    """What is known of the ranks of one node; a member reports each change to the head."""
 
     pids: tuple[int, ...] = ()
-    """Of all its ranks, once they are there."""
+    """Of all its ranks, once they are started."""
 
     alive: tuple[int, ...] = ()
-    """Ranks that have not ended; those that have not begun are among them."""
+    """Ranks that have not ended, including those that have not started."""
 
     awaited: bool = True
-    """Whether one of those will end: SIGKILL does not reach a process that waits for a disk."""
+    """Whether one of those can still end: SIGKILL does not end a process that waits for a disk."""
 
     failed: bool = False
     joined: tuple[int, ...] = ()
     """Ranks that stop at the gate."""
 
     flag: int = 0
-    """The signal that one of its ranks was sent directly."""
+    """A signal that one of its ranks got directly; 0 if none."""
 
     begun: bool = False
     """Whether one of its ranks has begun a step."""
 
     answers: bool = False
-    """Whether one of its ranks remembers a request that comes before its first step."""
+    """Whether one of its ranks would remember a request to stop that comes before its first step."""
 
     due: tuple[int, int] = (0, 0)
-    """The number of the next alarm, and what its ranks ask for, a bit each; (0, 0) while they ask for nothing."""
+    """The number of the next alarm, and what its ranks ask for, one bit per kind; (0, 0) while they ask for nothing."""
 
 
 @dataclass(frozen=True)
@@ -105,86 +105,86 @@ class NodeEnd:
     """How one attempt ended on one node."""
 
     evidence: tuple[Evidence, ...]
-    """Of every rank that has ended, or that nothing can end."""
+    """Of every rank that has ended, or that cannot be killed."""
 
     groups: bool
     """Whether any rank ever made a process group."""
 
     stuck: bool
-    """Whether something of this attempt cannot be ended."""
+    """Whether a process of this attempt cannot be killed."""
 
     port: int
-    """Held there for the next attempt."""
+    """Reserved there for the next attempt."""
 
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a node says of itself."""
+    """What a node tells the head about itself."""
 
     index: int
     host: str
     home: str
-    """Which network it is in: nodes with the same one reach each other by loopback."""
+    """Its host and network namespace: nodes with the same one reach each other over loopback."""
 
     ranks: int
     why: str
-    """Why so many ranks."""
+    """Why it has this number of ranks."""
 
     page: str
     port: int
-    """Held there for rank 0's store."""
+    """Reserved there for rank 0's store."""
 
     versions: Mapping[str, str]
     """Versions that should be the same on all nodes: rankwise, Python, the script."""
 
     door: tuple[tuple[str, ...], int] | None = None
-    """Addresses and port by which the other nodes try how to reach the first."""
+    """Addresses and port at which the other nodes try to reach this one, if it is the first."""
 
     counted: bool = False
-    """The number of its ranks was not given: it has one per device of its host."""
+    """Whether the number of its ranks was not given: it then has one per device of its host."""
 
 
 class Sink(Shown, Protocol):
-    """Takes what a node has for a person to see, and what the head must judge together with the other nodes."""
+    """Takes what a node has to show to a person, and what the head judges together with the reports of other nodes."""
 
     def say(self, text: str) -> None: ...
     def notes(self, notes: Sequence[tuple[int, str]]) -> None: ...
     def stalled(self, index: int, since_s: float, observed: Sequence[Observation], stacks: str) -> None: ...
     @property
     def busy(self) -> bool:
-        """Whether output of ranks should wait."""
+        """Whether the output of ranks should wait."""
         ...
 
 
 class NodeView(Protocol):
-    """A node as the head sees it: its own, or another agent's."""
+    """A node as the head sees it: its own `Node`, or another agent's `Remote`."""
 
     facts: Facts
     claim: int | None
     """The highest step that its ranks have begun, once it holds its gate."""
 
     alarm: tuple[int, int]
-    """The last alarm that it holds its gate for, and the highest step that its ranks had begun then."""
+    """The last alarm for which it held its gate, and the highest step that its ranks had begun then."""
 
     end: NodeEnd | None
     lost: str | None
-    """Why its agent cannot be reached any more."""
+    """Why its agent can no longer be reached; None while it can."""
 
     route: str | None
-    """The address by which it reaches the first node; None until it is known, empty if there is none."""
+    """The address at which it reaches the first node; None until it is known, empty if none works."""
 
     @property
     def introduction(self) -> Introduction: ...
     def find(self, addresses: Sequence[str], port: int) -> None:
-        """Look for that route, to the first node's door."""
+        """Look for the route to the first node's door."""
 
     def start(self, orders: Orders, attempt: Attempt | None) -> None: ...
     def look(self) -> None: ...
     def signal(self, signum: int, ranks: Sequence[int]) -> None:
-        """Pass a request on to ranks that know nothing of a gate; to those below them too where they do not end by it."""
+        """Pass a request to stop on to ranks without a gate; later also to their descendants, if the ranks do not exit."""
 
     def cut(self, signum: int, ranks: Sequence[int]) -> None:
-        """End what is left of an attempt that has failed, or whose time is over: this is not a request to stop."""
+        """End the ranks of an attempt that has failed, or whose time is over: this is not a request to stop."""
 
     def hold(self, signum: int) -> None: ...
     def release(self, last: int) -> None: ...
@@ -194,12 +194,12 @@ class NodeView(Protocol):
 
 
 class Node:
-    """This host's part."""
+    """The ranks of this host."""
 
     lost: str | None = None
 
     def __init__(self, plan: Plan, run: RunDir, index: int, events: EventLoop, sink: Sink, ranks: int = 0) -> None:
-        """`ranks` 0: as many as the plan says, or as there are devices. ConfigError when the plan's port is taken."""
+        """`ranks` 0: the plan's number, or one per device. Raises ConfigError if the plan's port is taken."""
         self._plan = plan
         self._events = events
         self.run = run
@@ -211,7 +211,7 @@ class Node:
         self._page = Page.create(self.ranks)
         self._explicit = plan.master_port if index == 0 and not plan.master_addr else 0
         self._port = hold_port(self._explicit)
-        self._starter = Starter(plan)  # first of all: it imports torch while the rest is made ready
+        self._starter = Starter(plan)  # as early as possible: it imports torch while the rest is prepared
         if self._starter.channel is not None:
             events.register(self._starter.channel)
         self.index, self._why = index, why
@@ -221,14 +221,14 @@ class Node:
         self.door: tuple[tuple[str, ...], int] | None = None
         self.route: str | None = None
         self.secret = ""
-        """What proves at the first node's door that this one is of the same run."""
+        """Proves to the first node that this one belongs to the same run."""
 
         self.kept: set[int] = set()
         """Children of this process that are not ranks, and keep running between attempts."""
         self._processes: RankProcesses | None = None
         self._console: Console | None = None
         self._rings: Rings | None = None
-        self._stuck: set[int] = set()  # processes that nothing can end: nobody waits for them any more
+        self._stuck: set[int] = set()  # processes that cannot be killed: nobody waits for them any more
         self.facts = Facts()
         self.claim: int | None = None
         self.alarm = (0, 0)
@@ -244,7 +244,7 @@ class Node:
         )  # fmt: skip
 
     def find(self, addresses: Sequence[str], port: int) -> None:
-        """Waits for an answer. Reports an address that does not lead there."""
+        """Waits for an answer. Reports if no address leads there."""
         try:
             link, self.route, own = knock(addresses, port, self.secret, {"finds": self.index})
         except NobodyThere as reason:
@@ -258,7 +258,7 @@ class Node:
     # --- one attempt
 
     def start(self, orders: Orders, _attempt: Attempt | None) -> None:
-        """The ranks are asked for; they are there when `facts.pids` is."""
+        """Ask for the ranks; they have started when `facts.pids` is not empty."""
         self._page.reset()
         self._orders = orders
         self._threads = self._plan.threads or self._threads_of_each(orders)
@@ -275,7 +275,8 @@ class Node:
         self.facts = Facts(alive=tuple(numbers))
 
     def _threads_of_each(self, orders: Orders) -> int:
-        """Its cores are its own where its starter has bound it; else all ranks of the host share them."""
+        """If the launcher has bound this agent to some cores, its ranks share these; otherwise all ranks of the host share all
+        cores."""
         cores = machine.cores()
         return max(1, cores // (self.ranks if cores < (os.cpu_count() or 1) else orders.local_world_size))
 
@@ -327,7 +328,7 @@ class Node:
         self.sink.stalled(self.index, since_s, observed, stacks)
 
     def look(self) -> None:
-        """Take in what happened since the last time. Never waits."""
+        """Handle what happened since the last call. Never waits."""
         if self._processes is None or self.end is not None:
             return
         if (message := self._starter.receive()) is not None:
@@ -359,7 +360,7 @@ class Node:
         return (self._page.alarms + 1, which) if which else (0, 0)
 
     def _on_started(self, message: dict[str, Any]) -> None:
-        """What the starter says: the warm process is ready, the ranks are there, or there is no warm process any more."""
+        """Handle a message of the starter: the warm process is ready, the ranks are started, or the warm process has failed."""
         assert self._processes is not None
         if "pids" in message:
             self._processes.announce(message["pids"])
@@ -373,7 +374,8 @@ class Node:
             self._start_cold()
 
     def _start_cold(self) -> None:
-        """No rank is known yet: what a warm process has forked ends, and is reaped, before others take its place."""
+        """Start ranks without the warm process. No rank is announced yet: what the warm process has forked is killed and reaped
+        first."""
         self._forget_channel()
         self._starter.close()
         processes.end_tree(exclude=self._stuck | self.kept)
@@ -399,7 +401,7 @@ class Node:
 
     def hold(self, signum: int) -> None:
         self._stalls.hurry()
-        if self._to_ring > self._page.alarms:  # an alarm that is not begun here will never be, on no node
+        if self._to_ring > self._page.alarms:  # an alarm that has not begun on this node will never happen, on any node
             self.alarm, self._to_ring = (self._to_ring, FINISHED), 0
         self.claim = self._page.hold(signum)
 
@@ -419,7 +421,7 @@ class Node:
             self._page.rung(last, which)
 
     def finish(self) -> None:
-        """End what is left of this attempt; `end` says how each rank ended."""
+        """End what is left of this attempt; afterwards `end` shows how each rank ended."""
         if self._processes is None or self.end is not None:
             return
         self._processes.signal_all(signal.SIGKILL)
@@ -431,13 +433,13 @@ class Node:
             self.sink.notes([(self._orders.first + row, line) for row, line in self._rings.read()])
             self._rings.close()
         groups = any(self._page.row(row).groups for row in range(self.ranks))
-        if not self._explicit:  # a new port each time: a dead rank's children may hold the old
+        if not self._explicit:  # a new port each time: children of a dead rank may still hold the old one
             self._port.close()
             self._port = hold_port(0)
         self.end = NodeEnd(tuple(self._processes.evidence()), groups, bool(self._stuck), self._port.getsockname()[1])
 
     def close(self) -> None:
-        """Nothing below this process is left, but what nothing can end."""
+        """End all descendants of this process, except those that cannot be killed."""
         self._starter.close()
         self._port.close()
         if not processes.end_tree(exclude=self._stuck | self.kept):
@@ -448,8 +450,8 @@ class Node:
 
 
 def _inherited(ranks: Ranks, per_node: str, is_only: bool) -> Mapping[str, str]:
-    """This agent's environment, in which every scheduler that speaks says of the rank what RANK does. `is_only`: this agent has
-    no other rank.
+    """This agent's environment, with the rank variables of each detected scheduler changed to agree with RANK. `is_only`:
+    whether this agent has no other rank.
     """
     environment: Mapping[str, str] = os.environ
     for launcher in schedulers.launchers(os.environ).values():

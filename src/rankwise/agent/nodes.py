@@ -1,7 +1,7 @@
 """The nodes of a run: the head's own, those that connect to it, and those that it starts itself (ssh, qrsh).
 
-nodes = Nodes(plan, run, events, screen, own, door, commands)
-parts = nodes.gather(...)      # all that take part in the next attempt, in the order of their ranks
+nodes = Nodes(plan, run, events, screen, own, door, hosts, by, greeting, command)
+parts = nodes.gather(...)      # the nodes of the next attempt, in the order of their ranks
 nodes.look()                   # every tick
 """
 
@@ -35,25 +35,25 @@ _ROUTE_S = 60.0
 _LEAVE_S = 5.0
 _MOST_NAMES = 4
 _LOOK_EVERY_S = 0.2
-_PAUSE_S = 0.0002  # a link: with a thousand of them the head takes their words twenty times a second
+_PAUSE_S = 0.0002  # per link: with a thousand links the head reads their messages twenty times a second
 _LONGEST_PAUSE_S = 0.05
 _LAST_WORDS_S = 0.3
 
 
 class NodeError(RankwiseError):
-    """A node did not come, or cannot be reached."""
+    """A node did not join, or cannot be reached."""
 
 
 @dataclass
 class _Called:
-    """An agent that the head has started on another host, by a process of its own here."""
+    """An agent that the head has started on another host, through a process on this host (ssh or qrsh)."""
 
     host: Host
     command: list[str]
     process: subprocess.Popen[bytes]
     link: Link
     words: Path
-    """What it and what started it say beside the link."""
+    """The file with the stderr of the agent and of ssh or qrsh."""
 
     ended: float = 0.0
     """When that process was first seen to have ended (monotonic)."""
@@ -62,7 +62,8 @@ class _Called:
 
 
 class Nodes:
-    """`own` None: no rank is on the head's host. `hosts`: by index, those where the head starts the agent itself."""
+    """`own`: None if the head's host has no rank. `hosts`: by index, the hosts where the head starts the agent itself, over
+    `by`."""
 
     def __init__(
         self,
@@ -94,7 +95,8 @@ class Nodes:
         self._routes_to: int | None = None
         """The node that the known routes lead to."""
         self.asked: dict[int, list[int]] = {}
-        """Stop signals that other agents were sent, by their index, and those of commands, by -1; each in order."""
+        """Stop signals that other agents got, by their index, and those of commands (`rankwise cancel`), under -1; each in
+        order."""
 
         if door is not None:
             events.register(door)
@@ -108,7 +110,7 @@ class Nodes:
     # --- how they come
 
     def look(self) -> None:
-        """Let in who comes; take what they say."""
+        """Accept new members; handle messages of all."""
         if self._door is not None:
             self._open()
         for index, called in list(self._called.items()):
@@ -116,7 +118,7 @@ class Nodes:
                 self._hear(index, called)
             self._notice_end(called)
         now = time.monotonic()
-        all_of_them = now > self._looked + _LOOK_EVERY_S  # who is silent, and what is to be sent, needs no look each time
+        all_of_them = now > self._looked + _LOOK_EVERY_S  # finding silent nodes, and sending, need not happen on each tick
         if all_of_them:
             self._looked = now
         for part in self.remotes:
@@ -131,7 +133,7 @@ class Nodes:
         part.asked.clear()
 
     def _open(self) -> None:
-        """Let those in who prove that they belong here."""
+        """Accept callers that prove that they belong to this run."""
         assert self._door is not None
         before = self._door.coming
         for link, hello in self._door.callers():
@@ -145,7 +147,7 @@ class Nodes:
                 self._events.register(link)
 
     def _welcome(self, link: Link, hello: Message) -> None:
-        if "stop" in hello:  # a command, `rankwise cancel` for one
+        if "stop" in hello:  # from a command, such as `rankwise cancel`
             self.asked.setdefault(-1, []).append(int(hello["stop"]))
             link.drain(1.0)
             link.close("it has said all")
@@ -194,13 +196,13 @@ class Nodes:
 
     def _hear(self, index: int, called: _Called) -> None:
         called.link.flush()
-        called.link.heard = time.monotonic()  # until it has come it has its own, longer time
+        called.link.heard = time.monotonic()  # until it has joined, join_timeout_s applies, which is longer
         for message in called.link.receive():
             if "hello" in message and called.part is None:
                 called.part = Remote(called.link, _introduced(message["hello"]), self._sink)
                 self._parts[index] = called.part
                 self._again.pop(index, None)
-            elif called.part is not None:  # it came together with the first
+            elif called.part is not None:  # this message came together with its hello
                 called.part.take(message)
         if called.link.closed is not None and called.part is None:
             self._drop_call(index)
@@ -212,7 +214,7 @@ class Nodes:
             self._again[index] = time.monotonic() + _START_AGAIN_S
 
     def _notice_end(self, called: _Called) -> None:
-        """What carries the link has ended: nothing more comes, though something there may still hold its end of a pipe."""
+        """Close the link if ssh or qrsh has exited: nothing more comes, though another process may still hold the pipe open."""
         if called.link.closed is None and called.process.poll() is not None:
             now = time.monotonic()
             called.ended = called.ended or now
@@ -230,7 +232,7 @@ class Nodes:
         return self._by.refusal(called.host.name, words) or own
 
     def _drop_call(self, index: int) -> None:
-        """Nothing of a call that has ended is left here."""
+        """Remove everything that a call that has ended left on this host."""
         called = self._called.pop(index)
         self._events.unregister(called.link)
         called.link.close("it has ended")
@@ -247,7 +249,7 @@ class Nodes:
     # --- who takes part
 
     def gather(self, stopped: Callable[[], bool]) -> list[NodeView]:
-        """Wait for the nodes; empty when `stopped()` came first. Raises NodeError when too few come in time."""
+        """Wait for the nodes; empty if `stopped()` first. Raises NodeError if too few join in time."""
         patience = Patience(self._plan.join_timeout_s, say_after_s=_SAY_EVERY_S, say_every_s=_SAY_EVERY_S)
         self._forget_lost()
         while True:
@@ -269,7 +271,7 @@ class Nodes:
             self._call_again(time.monotonic())
 
     def _refuse_lost(self) -> None:
-        """A node that came and went again before the ranks were started: NodeError, unless others may take its place."""
+        """Raise NodeError if a node was lost before the ranks were started, unless others may replace it."""
         for index, part in self._parts.items():
             if part.lost is not None and self._plan.min_nodes == self._plan.nodes:
                 words = f"{part.lost}; {self._last_words(self._called[index])}" if index in self._called else part.lost
@@ -293,7 +295,7 @@ class Nodes:
                 self._call(index)
 
     def missing(self) -> str:
-        """The nodes that are not there, in words."""
+        """The nodes that have not joined, in words."""
         came = {index for index, part in self._parts.items() if part.lost is None}
         missing = [index for index in range(self._plan.nodes) if index not in came]
         names = [self._hosts[index].name for index in missing if index in self._hosts]
@@ -308,10 +310,10 @@ class Nodes:
     # --- how they reach each other
 
     def _routes_are_known(self, parts: Sequence[NodeView], stopped: Callable[[], bool]) -> bool:
-        """Every node knows by which address it reaches the first one. False when `stopped()` came first."""
+        """Wait until every node knows the address at which it reaches the first node. False if `stopped()` first."""
         first = parts[0].introduction
         others = [part for part in parts[1:] if part.introduction.home != first.home]
-        if self._routes_to not in (None, first.index):  # another was the first before, and is lost
+        if self._routes_to not in (None, first.index):  # the node that was first before is lost
             for part in others:
                 part.route = None
         self._routes_to = first.index
@@ -337,7 +339,7 @@ class Nodes:
         return True
 
     def orders(self, parts: Sequence[NodeView], restart: int) -> list[Orders]:
-        """Which ranks each node has; nodes in the order of their ranks."""
+        """The orders of each node, with its ranks; nodes in the order of their ranks."""
         first = parts[0].introduction
         homes = list(dict.fromkeys(part.introduction.home for part in parts))
         routes = {p.introduction.home: p.route for p in parts if p.introduction.home != first.home}
@@ -372,7 +374,7 @@ class Nodes:
     # --- the end
 
     def leave(self, status: int) -> None:
-        """The run is over: every other agent ends with this status, and nothing of them is left here."""
+        """End the run: every other agent exits with this status, and their ssh or qrsh processes here are ended."""
         for part in self.remotes:
             part.leave(status)
         deadline = time.monotonic() + _LEAVE_S
@@ -386,7 +388,7 @@ class Nodes:
 
 
 def _refuse_devices_counted_twice(parts: Sequence[NodeView]) -> None:
-    """NodeError for several agents on one host of which one takes all its devices (MPICH does not say how many it started)."""
+    """Raise NodeError for several agents on one host if one uses all its devices (MPICH does not tell how many it started)."""
     for home in dict.fromkeys(part.introduction.home for part in parts if part.introduction.counted):
         here = [part.introduction for part in parts if part.introduction.home == home]
         if len(here) > 1:
@@ -403,5 +405,5 @@ def _introduced(record: dict[str, Any]) -> Introduction:
 
 
 def introduced(introduction: Introduction) -> Message:
-    """The first thing that a member says."""
+    """The first message of a member."""
     return {"hello": asdict(introduction)}

@@ -1,6 +1,6 @@
-"""What the kernel says about memory: a rank killed by SIGKILL may have been killed because memory was full.
+"""What the kernel reports about memory: SIGKILL may mean that it killed a rank because memory was full.
 
-before = oom_kills();  ...;  if oom_kills() > before: the kernel killed something of this job for memory
+before = oom_kills();  ...;  if oom_kills() > before: the kernel killed a process of this job because memory was full
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-_NO_LIMIT = 1 << 60  # v1 has no word for it: its value is the largest page-aligned number
+_NO_LIMIT = 1 << 60  # v1 has no word for "no limit": the file has the largest page-aligned number
 
 
 def oom_kills(proc: Path = Path("/proc")) -> int:
-    """How many processes the kernel has killed for memory in this process's cgroup (v1 or v2).
+    """How many processes the kernel has killed in this process's cgroup (v1 or v2) because memory was full.
 
-    Outside any memory cgroup it is those of the whole machine; 0 where nothing can be read. The kernel counts a kill where
-    the killed process was, whichever limit above it was the reason.
+    Outside any memory cgroup, those of the whole machine; 0 if nothing can be read. The kernel counts a kill in the cgroup of
+    the killed process, also if the limit of a cgroup above it was the reason.
     """
     for folder in cgroups(proc):
         for name in ("memory.events", "memory.oom_control"):
@@ -26,7 +26,7 @@ def oom_kills(proc: Path = Path("/proc")) -> int:
 
 
 def limit_bytes(proc: Path = Path("/proc")) -> int | None:
-    """The memory that this process's cgroup may hold: the least limit of it and of those around it; None without one."""
+    """The memory that this process's cgroup may use: the lowest limit of it and its parents; None if there is no limit."""
     found = []
     for folder in cgroups(proc):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -37,12 +37,12 @@ def limit_bytes(proc: Path = Path("/proc")) -> int | None:
 
 
 def cgroups(proc: Path) -> Iterator[Path]:
-    """The folder of this process's memory cgroup, then those around it, as far out as they are mounted."""
+    """The folder of this process's memory cgroup, then those of its parents, as far up as they are mounted."""
     paths: dict[str, str] = {}
     for line in _read(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         paths.update(dict.fromkeys(controllers.split(","), path))
-    # Where both are mounted, memory belongs to v1 if v1 has it.
+    # If both versions are mounted, v1 manages memory if it lists the controller.
     kind, controller = ("cgroup", "memory") if "memory" in paths else ("cgroup2", "")
     if controller not in paths:
         return
@@ -72,7 +72,7 @@ def _upwards(folder: Path, top: Path) -> Iterator[Path]:
 
 
 def _field(path: Path, name: str) -> int | None:
-    """The number behind a word, in a file of such lines; None if it is not there."""
+    """The number after `name`, in a file of lines `name number`; None if it is missing."""
     for line in _read(path).splitlines():
         word, _, number = line.partition(" ")
         if word == name and number.isdecimal():

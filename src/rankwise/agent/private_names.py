@@ -1,10 +1,10 @@
-"""The private names of torch and of the standard library that ranks use before and after their script, each with what is done
+"""The private names of torch and of the standard library that ranks use before and after their script, each with what happens
 without it.
 
     for group in private_names.groups(c10d): ...
 
-The files that fork_server.py loads beside itself use no other; dist/private_names.py has those of the library. Any release may
-drop such a name: then one feature is off, and rank 0 says so once. This file imports the standard library alone.
+The files of this folder that fork_server.py loads use no others; dist/private_names.py has those of the library. Any release
+may drop such a name: then one feature is off, and rank 0 reports it once. This file imports only the standard library.
 """
 
 import atexit
@@ -26,18 +26,18 @@ NAMES = {
     "_get_sequence_number_for_group": "collectives are not counted as progress",
     "_broadcast_coalesced": "--check-collectives does not see DDP's broadcast of its buffers",
 }
-"""Each name, and what rank 0 prints of a release without it."""
+"""For each name, what rank 0 prints if a release lacks it."""
 
 _said = set()
 
 
 def _find(owner, name):
-    """The value of a private name of this owner, None if it is missing. All of this file reads private names through here."""
+    """The value of a private name of this owner, None if it is missing. This file reads private names only through here."""
     found = getattr(owner, name, None)
     if found is None and name not in _said:
         _said.add(name)
         if os.environ.get("RANK", "0") == "0":
-            with contextlib.suppress(OSError):  # its log is on a full disk
+            with contextlib.suppress(OSError):  # the disk of the log may be full
                 print(f"rankwise: warning: torch or Python has no {name}: {NAMES[name]}", file=sys.stderr)
     return found
 
@@ -46,7 +46,8 @@ def _find(owner, name):
 
 
 def run_module(name):
-    """As `python -m name` does. Public: runpy.run_module, which gives the module a namespace for the time that it runs."""
+    """Run a module as `python -m name` does. Public alternative: runpy.run_module, which clears the module's namespace after
+    the run."""
     run = _find(runpy, "_run_module_as_main")
     if run is not None:
         run(name)
@@ -55,7 +56,8 @@ def run_module(name):
 
 
 def end_python():
-    """Wait for threads and call exit functions, as the interpreter does at its end. False if it must do so itself."""
+    """Wait for threads and call exit functions, as the interpreter does at its end. False if the interpreter must do this
+    itself."""
     wait, call = _find(threading, "_shutdown"), _find(atexit, "_run_exitfuncs")
     if wait is None or call is None:
         return False
@@ -68,7 +70,7 @@ def end_python():
 
 
 def groups(c10d):
-    """The process groups that there are. Public: the default one."""
+    """All process groups. Public alternative: only the default one."""
     world = _find(c10d, "_world")
     if world is not None:
         return list(world.pg_map)
@@ -76,7 +78,7 @@ def groups(c10d):
 
 
 def before_each_group(c10d, call):
-    """From now on `call()` before each process group is made: all ways to one go through this function."""
+    """From now on, `call()` before each process group is made: all functions that make one use this private one."""
     make = _find(c10d, "_new_process_group_helper")
     if make is None:
         return
@@ -90,7 +92,7 @@ def before_each_group(c10d, call):
 
 
 def begun(group):
-    """The number of collectives, sends and receives of this rank in a group, whoever has started them; 0 if it is not known."""
+    """The number of collectives, sends and receives of this rank in a group, from Python or C++; 0 if it is not known."""
     number = 0
     devices, backend_of = _find(group, "_device_types"), _find(group, "_get_backend")
     for device in devices if devices is not None and backend_of is not None else ():
@@ -101,7 +103,7 @@ def begun(group):
 
 
 def before_each_broadcast(dist, call):
-    """From now on `call(group, tensors)` before DDP broadcasts its buffers."""
+    """From now on, `call(group, tensors)` before DDP broadcasts its buffers."""
     broadcast = _find(dist, "_broadcast_coalesced")
     if broadcast is None:
         return

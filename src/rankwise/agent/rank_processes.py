@@ -1,4 +1,4 @@
-"""The ranks of one attempt: their processes, how they end, and the evidence that they leave.
+"""The ranks of one attempt: their processes, how they end, and the evidence of the cause.
 
 processes = RankProcesses(range(4, 8), script, run, page);  processes.announce(pids)
 processes.reap();  processes.signal_all(SIGTERM);  evidence = processes.evidence()
@@ -23,11 +23,11 @@ from rankwise.host import processes
 from rankwise.ipc.shared_page import FINISHED, Page, Row
 from rankwise.run.directory import RunDir
 
-_LOG_TAIL_BYTES = 65536  # the modules that a crash lists come after what is looked for
+_LOG_TAIL_BYTES = 65536  # large: the list of modules that a crash prints comes after what we look for
 _MOST_COMPARED = 4
 _KILL_S = 3.0  # a process in state D that SIGKILL has not ended by then waits for a disk or a driver
-_BELOW_S = 3.0  # a rank that has not ended so long after a request: the processes that it has started are asked too
-_KILL_LARGE_S = 60.0  # to give hundreds of GB back may take long: no state D, and no reason to give up early
+_BELOW_S = 3.0  # how long after a request the processes that a rank has started are asked too, if the rank has not exited
+_KILL_LARGE_S = 60.0  # freeing hundreds of GB may take long, without state D: do not give up early
 
 
 def _bytes(path: Path) -> int:
@@ -42,7 +42,7 @@ def _gb(size: int) -> str:
 
 
 def _stuck(pid: int, since_s: float) -> str | None:
-    """Why a process that was sent SIGKILL `since_s` ago will not end, None while it may."""
+    """Why a process that got SIGKILL `since_s` ago will not end; None while it still may."""
     if since_s < _KILL_S:
         return None
     blocked = processes.blocked_in(pid)
@@ -58,23 +58,23 @@ class Rank:
     rank: int
     pid: int = 0
     status: int | None = None
-    """As waitpid gives it; None while it runs."""
+    """As waitpid returns it; None while the process runs."""
 
     ended: float = 0.0
     sent: bool = False
-    """Whether the agent sent it a signal while it lived."""
+    """Whether the agent sent it a signal while it ran."""
 
     asked: tuple[int, float] | None = None
-    """The request that it was passed, and when (monotonic); None if there was none, or all below it have it too."""
+    """The request that was passed on to it, and when (monotonic); None if there was none, or its descendants have it too."""
 
     killed: float | None = None
-    """When it was first sent SIGKILL (monotonic); None if never."""
+    """When it first got SIGKILL (monotonic); None if never."""
 
     stuck: str | None = None
-    """Why SIGKILL does not end it; None if it is not known to be so."""
+    """Why SIGKILL does not end it; None if it does, as far as is known."""
 
     peak_bytes: int = 0
-    """The most that it held in memory; known when it has ended."""
+    """Its peak memory use; known when it has ended."""
 
     @property
     def failed(self) -> bool:
@@ -82,10 +82,10 @@ class Rank:
 
 
 class RankProcesses:
-    """All ranks of this node; the rows of its page are theirs in order."""
+    """All ranks of this node; each has one row of the page, in the same order."""
 
     def __init__(self, numbers: range, script: str, run: RunDir, page: Page, checked: bool = False) -> None:
-        """`checked`: what the ranks ask of each other is compared (--check-collectives)."""
+        """`checked`: whether --check-collectives is on."""
         self.ranks = [Rank(number) for number in numbers]
         self._first = numbers.start
         self._run = run
@@ -104,12 +104,12 @@ class RankProcesses:
 
     @property
     def alive(self) -> list[Rank]:
-        """Those that have not ended; those that have not begun are among them."""
+        """Ranks that have not ended, including those that have not started."""
         return [rank for rank in self.ranks if rank.status is None]
 
     @property
     def awaited(self) -> list[Rank]:
-        """Those that live and will end: all but the ones that SIGKILL does not reach."""
+        """Ranks that run and can end: all except those that SIGKILL does not end."""
         return [rank for rank in self.alive if rank.stuck is None]
 
     @property
@@ -127,8 +127,8 @@ class RankProcesses:
                 self._note_end(rank, *self._dead_unknown.pop(pid))
 
     def reap(self, warm_pid: int | None, kept: Collection[int] = ()) -> None:
-        """Take the statuses of all that ended, but for the warm process; what a dead rank leaves behind ends with it, but for
-        those that are kept.
+        """Reap all children that ended, except the warm process; kill what dead ranks left behind, except the processes in
+        `kept`.
         """
         ended = False
         while True:
@@ -139,7 +139,7 @@ class RankProcesses:
             if dead is None:
                 break
             if dead.si_pid == warm_pid:
-                break  # its status is the starter's to take, which sees its channel end
+                break  # the starter reaps it when it sees the channel close
             _, status, usage = os.wait4(dead.si_pid, 0)
             peak_bytes = usage.ru_maxrss * 1024
             rank = next((r for r in self.ranks if r.pid == dead.si_pid), None)
@@ -157,18 +157,18 @@ class RankProcesses:
         rank.ended = time.time()
 
     def notice_maps(self) -> None:
-        """Of the living, now and then."""
+        """Record which files the running ranks have mapped."""
         if self.started:
             self._maps.look([rank.pid for rank in self.alive])
 
     def notice_stuck(self) -> None:
-        """Find the ranks that SIGKILL should have ended by now: nobody waits for them."""
+        """Find the ranks that SIGKILL should have ended by now: from then on nobody waits for them."""
         for rank in self.awaited:
             if rank.killed is not None:
                 rank.stuck = _stuck(rank.pid, time.monotonic() - rank.killed)
 
     def end_strays(self, keep: Collection[int]) -> None:
-        """Kill the orphans that this agent got and that are not running ranks: a dead rank's loader workers keep its sockets
+        """Kill the orphans that this agent adopted, except running ranks: the loader workers of a dead rank keep its sockets
         open, and its peers would wait for them."""
         living = {rank.pid for rank in self.alive}
         for child in processes.children(os.getpid()):
@@ -184,15 +184,16 @@ class RankProcesses:
             processes.send(rank.pid, signum)
 
     def ask(self, rank: Rank, signum: int) -> None:
-        """Pass a request to stop on to a rank that stops at no gate."""
+        """Pass a request to stop on to a rank without a gate."""
         if rank.pid and rank.status is None:
             rank.asked = signum, time.monotonic()
         self.signal(rank, signum)
 
     def pass_on_below(self) -> None:
-        """A rank that goes on may wait for processes of its own (mp.spawn): a terminal's Ctrl-C would have reached them too.
+        """Pass a request on to the descendants of ranks that have not exited: they may wait for processes of their own
+        (mp.spawn), which a terminal's Ctrl-C would have reached too.
 
-        One that will stop at its first gate ends what it has started itself.
+        A rank that will stop at its first gate ends its own children itself.
         """
         for rank in self.alive:
             row = self._row(rank.rank)
@@ -208,7 +209,7 @@ class RankProcesses:
             self.signal(rank, signum)
 
     def progress(self) -> Hashable:
-        """Differs from the last time if any rank has begun a step or a collective, left metrics, or printed something."""
+        """A value that changes if any rank has begun a step or a collective, recorded metrics, or printed something."""
         rows = [self._row(rank.rank) for rank in self.ranks]
         return tuple(
             (row.claim, row.collectives, row.said, _bytes(self._run.log(rank.rank)))
@@ -225,7 +226,7 @@ class RankProcesses:
     # --- what their ends say
 
     def evidence(self) -> list[Evidence]:
-        """Of every rank that has ended, or that nothing can end."""
+        """Of every rank that has ended, or that cannot be killed."""
         return [self._evidence(rank) for rank in self.ranks if rank.status is not None or rank.stuck is not None]
 
     def _evidence(self, rank: Rank) -> Evidence:
@@ -270,14 +271,14 @@ class RankProcesses:
         return told.remark
 
     def _killed_for_memory(self, rank: Rank) -> str | None:
-        """None if the kernel has killed nothing for memory in this attempt."""
+        """None if the kernel has killed no process for lack of memory in this attempt."""
         if out_of_memory.oom_kills() <= self._oom_kills:
             return None
         limit = out_of_memory.limit_bytes()
         return f"the kernel killed it because memory was full: {f'limit {_gb(limit)}, ' if limit else ''}{self._held(rank)}"
 
     def _held(self, rank: Rank) -> str:
-        """What a rank held in memory at most, and the others to compare with."""
+        """The peak memory of a rank, and of the others to compare with."""
         others = [r for r in self.ranks if r is not rank]
         listed = ", ".join(f"rank {r.rank}: {_gb(r.peak_bytes)}" for r in others)
         if len(others) > _MOST_COMPARED:
@@ -285,7 +286,7 @@ class RankProcesses:
         return f"rank {rank.rank} used up to {_gb(rank.peak_bytes)}" + (f" ({listed})" if others else "")
 
     def _step(self, rank: int) -> int | None:
-        """The step it was in, or after which it stopped; None if it never said."""
+        """The step it was in, or after which it stopped; None if it never reported one."""
         claim = self._row(rank).claim
         if claim in (0, FINISHED):
             return None

@@ -1,6 +1,6 @@
 """How ranks are started: forked from the warm process if possible, otherwise each as a new process.
 
-starter = Starter(plan);  starter.start(specs)       # asks; the pids come later
+starter = Starter(plan);  starter.start(specs)       # asks for them; the pids come later
 started = starter.receive()                          # {"pids": [...]}, or None while nothing has come
 """
 
@@ -24,7 +24,7 @@ _KILL_S = 3.0
 _FORK_SERVER = str(Path(__file__).with_name("fork_server.py"))
 
 Spec = dict[str, Any]
-"""What fork_server.py must know of one rank; its docstring lists it."""
+"""What fork_server.py must know of one rank; the docstring there lists the fields."""
 
 
 class Starter:
@@ -46,7 +46,7 @@ class Starter:
     def _python(self, mode: str, fd: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         interpreter = self._plan.interpreter or (sys.executable,)
         command = [*interpreter, _FORK_SERVER, mode, str(fd), str(os.getpid()), *self._plan.argv]
-        # Python's own start, and ours, would print their tracebacks at a Ctrl-C; it is the script's (unblocked by fork_server).
+        # Until the script runs, a Ctrl-C would print tracebacks of Python's start and of rankwise; fork_server unblocks it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return subprocess.Popen(command, env=environment, cwd=self._plan.cwd, pass_fds=[fd])
@@ -58,14 +58,14 @@ class Starter:
         return self._warm.pid if self._warm is not None else None
 
     def start(self, specs: list[Spec]) -> None:
-        """Ask for one rank a spec. What comes of it is received later."""
+        """Ask for one rank per spec; `receive` returns the answer later."""
         self._specs = specs
         if self.channel is None:
             self._inbox.append({"pids": [self._start_once(spec) for spec in specs]})
             return
         message = json.dumps({"ranks": specs}).encode() + b"\n"
         self.channel.setblocking(True)
-        with contextlib.suppress(OSError):  # a dead warm process shows as end of file below
+        with contextlib.suppress(OSError):  # if the warm process is dead, _read sees the end of the file
             self.channel.sendall(message)
         self.channel.setblocking(False)
 
@@ -77,12 +77,12 @@ class Starter:
             process = self._python("once" if self._plan.interpreter else "exec", reader, spec["environment"])
         finally:
             os.close(reader)
-        process.returncode = 0  # the agent reaps it itself: Popen must not wait for it
+        process.returncode = 0  # the agent reaps the process: Popen must not wait for it
         return process.pid
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message of the warm process; {"failed": why} when it is gone, after which it is to be closed. Never waits
-        for a running one.
+        """The next message of the warm process; {"failed": why} if it has exited, after which the caller closes the starter.
+        Never waits for a running process.
         """
         if not self._inbox and self.channel is not None:
             self._read()
@@ -103,7 +103,7 @@ class Starter:
         self._inbox += [json.loads(line) for line in lines]
 
     def _end(self) -> str:
-        """How the warm process ended, which has closed its end of the channel."""
+        """How the warm process ended, once it has closed its end of the channel."""
         status = None
         if self._warm is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -111,25 +111,25 @@ class Starter:
         return f"was killed by {signal_name(-status)}" if status is not None and status < 0 else "ended"
 
     def fall_back(self) -> None:
-        """Give up the warm process and start the ranks asked for by themselves."""
+        """Give up the warm process and start each requested rank as a new process."""
         self.close()
         self.start(self._specs)
 
     def close(self) -> None:
-        """End the warm process, if it is there."""
+        """End the warm process, if there is one."""
         if self.channel is not None:
             self.channel.close()
             self.channel = None
         if self._warm is not None:
             self._warm.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # state D: it waits for a disk, nobody waits for it
+            with contextlib.suppress(subprocess.TimeoutExpired):  # state D: it waits for a disk, so we do not wait for it
                 self._warm.wait(timeout=_KILL_S)
             self._warm = None
 
 
 def _fill(fd: int, data: bytes) -> None:
-    """Into a pipe before anyone reads it; it is made as large as it must be."""
-    with contextlib.suppress(OSError):  # above the system's limit for users: then 64 KiB is what there is
+    """Write into a pipe before anyone reads it; the pipe is made large enough."""
+    with contextlib.suppress(OSError):  # above the system's limit for users: then it stays at 64 KiB
         fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, max(65536, len(data)))
     os.set_blocking(fd, False)
     if os.write(fd, data) < len(data):

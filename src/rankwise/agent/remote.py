@@ -1,4 +1,4 @@
-"""Another node's agent: what the head sees of it, and what that agent does. The two ends of one link.
+"""The two ends of the link to another node's agent: `Remote` at the head, `RemoteNode` at that agent.
 
     part = Remote(link, introduction, sink)                     # at the head
     status = RemoteNode(node, link, events, secret).run()        # there
@@ -8,7 +8,7 @@ head -> member   {"welcome": run id, "run_dir": path} or {"refused": why}
                  {"hold": n} {"release": step} {"ring": number} {"rung": [number, step, which]}
                  {"find": {addresses, port}} {"bye": status}
 member -> head   {"facts": ...} {"claim": step} {"end": ...} {"say": text} {"write": text} {"progress": text} {"notes": [...]}
-                 {"stalled": ...} {"asked": signal} {"route": [address, interface]} {"alarm": [number, step]}
+                 {"stalled": ...} {"asked": signal} {"route": address} {"alarm": [number, step]}
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BYE_S = 5.0
 
 
 class Remote:
-    """A part that another agent has."""
+    """The ranks of another agent, as the head sees them."""
 
     def __init__(self, link: Link, introduction: Introduction, sink: Sink) -> None:
         self.link = link
@@ -48,7 +48,7 @@ class Remote:
         self.end: NodeEnd | None = None
         self.lost: str | None = None
         self.asked: list[int] = []
-        """Stop signals that its agent was sent."""
+        """Stop signals that its agent got."""
 
         self.route: str | None = None
 
@@ -69,7 +69,7 @@ class Remote:
         self.end = NodeEnd(tuple(ends), groups=True, stuck=False, port=0)
 
     def take(self, message: Message) -> None:
-        """What its agent has said."""
+        """Handle a message of its agent."""
         for kind, value in message.items():
             match kind:
                 case "facts":
@@ -133,7 +133,7 @@ class Remote:
         self.link.send({"find": {"addresses": list(addresses), "port": port}})
 
     def leave(self, status: int) -> None:
-        """The run is over; its agent ends with this status."""
+        """The run is over: make its agent exit with this status."""
         self.link.send({"bye": status})
         self.link.drain(_BYE_S)
 
@@ -164,7 +164,7 @@ class Wire:
         self._link.send({"progress": text})
 
     def end_line(self) -> None:
-        """The head ends its own lines."""
+        """Nothing to do: the head ends its own lines."""
 
     def notes(self, notes: Sequence[tuple[int, str]]) -> None:
         self._link.send({"notes": list(notes)})
@@ -178,10 +178,10 @@ class Wire:
 
 
 class RemoteNode:
-    """An agent that does what the head says. A head that is gone ends it, and its ranks with it."""
+    """An agent that follows the head's orders. If the head is lost, the agent ends its ranks and exits."""
 
     def __init__(self, node: Node, link: Link, events: EventLoop, secret: str, door: Door | None = None) -> None:
-        """`door`: by which others try whether they reach this node."""
+        """`door`: where other nodes try whether they can reach this one."""
         self._door = door
         self._node = node
         self._link = link
@@ -193,12 +193,12 @@ class RemoteNode:
         self._asked = 0
         self._status: int | None = None
         self.dismissed = False
-        """The head has said that the run is over."""
+        """Whether the head has reported that the run is over."""
 
         self._shared = False
 
     def run(self) -> int:
-        """Until the head says goodbye; returns the exit status of the run, 1 when the head was lost."""
+        """Run until the head sends "bye". Returns the exit status of the run; 1 if the head was lost."""
         self._events.register(self._link)
         try:
             while self._status is None:
@@ -263,8 +263,8 @@ class RemoteNode:
                     self._status = 1
 
     def settle(self, run_id: str, path: Path) -> None:
-        """Write where the head writes, if this host sees that folder; otherwise in a folder of its own, which the ranks must
-        know."""
+        """Write into the head's run directory if this host sees it; otherwise into a local copy, where the ranks find their
+        record."""
         run = RunDir(path)
         try:
             self._shared = Plan.load(run.plan).run_id == run_id
@@ -278,11 +278,11 @@ class RemoteNode:
 
     def _start(self, orders: Orders, attempt: Attempt) -> None:
         self._told, self._told_end, self._told_alarm = Facts(), None, (0, 0)
-        if not self._shared:  # ranks find their page in it
+        if not self._shared:  # the ranks find their page in this file
             write_json(self._node.run.world, {"lives": [attempt.record()]})
         self._node.start(orders, attempt)
 
     def _find(self, addresses: Sequence[str], port: int) -> None:
-        """Which of the first node's addresses leads there from here, and by which interface."""
+        """Find at which of the first node's addresses this host reaches it, and report it to the head."""
         self._node.find(addresses, port)
         self._link.send({"route": self._node.route})

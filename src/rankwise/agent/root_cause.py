@@ -1,7 +1,8 @@
-"""Which rank is the cause. The order in which ranks die misleads, so the evidence is ranked.
+"""Which rank is the cause. The order in which ranks die is misleading, so kinds of evidence are ranked instead.
 
-A rank that dies takes its peers with it within milliseconds, and a large process takes longer to go than a small one, so the
-first death seen is often a follower's. `judge` is pure: it reads what was collected and names one.
+When a rank dies, its peers fail within milliseconds, and a large process takes longer to exit than a small one. So the first
+death seen is often a follower's, a rank that failed because a peer was gone. `judge` is pure: it takes the evidence and returns
+one rank.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ FOLLOWER_SIGNS = (
     "failed to pass monitoredBarrier",
     "Failed to recv, got 0 bytes",
 )
-"""What a rank says whose peer is gone."""
+"""Messages of a rank whose peer is gone."""
 
 _PYTHONS_OWN = re.compile(r"\w*Error: \[Errno \d+\] ")
-"""An error of a connection that Python has made itself; those of process groups and of torch's store are torch's."""
+"""An error of a connection made in Python; connections of process groups and of torch's store are made by torch."""
 
 _USUAL: dict[int, str] = {
     signal.SIGKILL: "often the kernel's out-of-memory killer",
@@ -37,18 +38,18 @@ _USUAL: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Evidence:
-    """One rank's end."""
+    """How one rank ended."""
 
     rank: int
     exit_code: int | None
-    """None if a signal ended it, or nothing could."""
+    """None if a signal ended it, or if it cannot be killed."""
 
     signum: int | None
     sent: bool
     """Whether the agent had sent it a signal before it ended."""
 
     ended: float
-    """The agent's clock."""
+    """When, by the agent's clock."""
 
     exception: str | None = None
     """`Type: message` of the exception that ended it, if one did."""
@@ -56,26 +57,26 @@ class Evidence:
     where: str | None = None
     traceback: str | None = None
     raised: float | None = None
-    """The rank's own clock when it raised; better than the order of reaping."""
+    """When it raised, by the rank's own clock; more reliable than the order of reaping."""
 
     step: int | None = None
     remark: str | None = None
-    """What else is known of the reason."""
+    """What else is known about the reason."""
 
     stuck: str | None = None
-    """`state D in WCHAN` of a process that SIGKILL did not end; it has no exit code and no signal."""
+    """`state D in WCHAN` if SIGKILL did not end the process; it has no exit code and no signal."""
 
     lost: str | None = None
-    """Why its node cannot be reached any more; nothing else is known of such a rank."""
+    """Why its node can no longer be reached; nothing else is known of such a rank."""
 
     @property
     def follows(self) -> bool:
-        """Whether this end only says that a peer is gone."""
+        """Whether this end only shows that a peer is gone."""
         return self._says_so and not _PYTHONS_OWN.match(self.exception or "")
 
     @property
     def may_follow(self) -> bool:
-        """Whether it says that of a connection which need not be one between ranks: a download, a database."""
+        """Whether it shows this of a connection that may not be one between ranks: a download, a database."""
         return self._says_so and not self.follows
 
     @property
@@ -90,9 +91,9 @@ class Evidence:
 def judge(ends: Sequence[Evidence]) -> Evidence | None:
     """The cause among the ranks that have ended, None if none of them failed.
 
-    First a signal that was not ours, then an exception that is not a follower's, then a status other than 0, then a node that
-    was lost, then a rank that nothing can end, then one that left with 0 while others failed for want of it, then a broken
-    connection that was perhaps to no rank, then the earliest follower.
+    In this order: a signal that the agent did not send; an exception that is not a follower's; a status other than 0; a lost
+    node; a rank that cannot be killed; a rank that exited with 0 while others failed because it was missing; a broken
+    connection that may not be to a rank; the earliest follower.
     """
     failed = [e for e in ends if e.failed and (not e.sent or e.stuck)] or [e for e in ends if e.failed]
     if not failed:
@@ -113,7 +114,7 @@ def judge(ends: Sequence[Evidence]) -> Evidence | None:
 
 
 def _with_the_odd_model(ends: Sequence[Evidence]) -> Evidence | None:
-    """Where DDP found models of different size every rank raises: the cause is the rank that has another than most."""
+    """If DDP found models of different size, every rank raises: the cause is the rank whose model differs from most others."""
     counts = exception_text.parameter_counts({e.rank: e.exception for e in ends if e.exception is not None})
     if not counts:
         return None
@@ -126,9 +127,9 @@ def _with_the_odd_model(ends: Sequence[Evidence]) -> Evidence | None:
 
 
 def exit_status(end: Evidence) -> int:
-    """As a shell reports it; a rank that left early with 0 is a failure all the same.
+    """As a shell reports it; 1 for a rank that exited early with 0, which is a failure too.
 
-    A rank that raised and was still exiting when the agent's signal came exits with the status of its exception.
+    For a rank that raised and was still exiting when the agent's signal came: the status of its exception.
     """
     if end.signum is not None and not (end.sent and end.exception is not None):
         return 128 + end.signum
@@ -136,15 +137,16 @@ def exit_status(end: Evidence) -> int:
 
 
 def summary(culprit: Evidence, ends: Sequence[Evidence] = ()) -> str:
-    """One line: what happened to which rank, where, at which step; `ends` shows whether the same happened to all."""
+    """One line: what happened to which rank, where, at which step. `ends`: all ranks, to see whether the same happened to
+    all."""
     stuck = unkillable([e for e in ends if e is not culprit or e.exception is not None])
     alike = culprit.exception is not None and len(ends) > 1 and all(e.exception == culprit.exception for e in ends)
     return (f"all {len(ends)} ranks" if alike else f"rank {culprit.rank}") + f" {_what(culprit)}{_missed(culprit, ends)}{stuck}"
 
 
 def _missed(culprit: Evidence, ends: Sequence[Evidence]) -> str:
-    """Where the others were: `while rank 0 waited for it in all_reduce (train.py:88)`, of a rank that left."""
-    aborted = culprit.signum == signal.SIGABRT  # by gloo, for what another rank has sent
+    """Where the others were when the culprit exited: `while rank 0 waited for it in all_reduce (train.py:88)`."""
+    aborted = culprit.signum == signal.SIGABRT  # by gloo, because of what another rank has sent
     if not aborted and (culprit.exit_code is None or culprit.exception is not None):
         return ""
     waiting = next((e for e in ends if e.follows and e.rank != culprit.rank), None)
@@ -158,7 +160,7 @@ def _missed(culprit: Evidence, ends: Sequence[Evidence]) -> str:
 
 
 def unkillable(ends: Sequence[Evidence]) -> str:
-    """The ranks that nothing can end, each after a `; `; empty without any."""
+    """The ranks that cannot be killed, each after a `; `; empty if there are none."""
     return "".join(f"; {_cannot_be_killed(e)}" for e in ends if e.stuck)
 
 
@@ -191,5 +193,6 @@ def signal_name(signum: int) -> str:
 
 def _first_line(text: str, width: int = 320) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
-    line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # torch's own: `Error(s) in loading ...:`, and then what
+    # The reason of torch's `Error(s) in loading ...:` is on the next line.
+    line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return line if len(line) <= width else line[: width - 3] + "..."

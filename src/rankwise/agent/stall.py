@@ -3,9 +3,9 @@
     watch = StallWatch(run, processes, warn_s=120.0, say=print, stalled=...);  watch.look()      # on each node, every tick
     line = judge(observed_on_all_nodes, sure)                                              # at the head
 
-A stopped rank shows in /proc at once. For the rest, when nothing has moved for `warn_s` (no step, no figure, no output), the
-ranks' Python stacks are taken three times: those that stand in a collective wait, the others are what they wait for. It only
-tells; it ends nothing.
+A stopped rank is visible in /proc at once. Otherwise, if nothing has happened for `warn_s` (no step, no collective, no metrics,
+no output), the ranks' Python stacks are sampled three times: ranks inside a collective wait for the other ranks. This module
+only reports; it ends nothing.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rankwise.host.text import listed
 from rankwise.run.directory import RunDir
 
 STACK_SIGNAL = signal.SIGRTMIN + 3  # not USR1 or USR2: those belong to schedulers and to scripts
-"""At it a rank's faulthandler writes its stack (fork_server.py); it answers inside a C call and under a held GIL too."""
+"""On this signal a rank's faulthandler writes its stack (fork_server.py), also inside a C call or while the GIL is held."""
 
 _SAMPLES = 3
 _SAMPLE_EVERY_S = 0.3
 _LOOK_EVERY_S = 1.0
 _BLOCKED_S = 4.0
-_ASKED_S = 5.0  # without any progress, from a request to stop on
+_ASKED_S = 5.0  # without any progress, once a stop was requested
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _CURRENT = re.compile(r"^Current thread .*\n((?:  File .*\n)+)", re.MULTILINE)
@@ -56,20 +56,20 @@ class Observation:
 
     rank: int
     stacks: tuple[tuple[Frame, ...], ...]
-    """The main thread's, innermost frame first, once a sample; an empty one where no answer came."""
+    """The main thread's stack in each sample, innermost frame first; empty if the rank did not answer."""
 
     cpu_share: float
-    """Of one processor, over the samples."""
+    """The share of one processor that it used between the first and the last sample."""
 
     children: tuple[str, ...] = ()
     """Commands of the processes that it has started."""
 
     sure: bool = False
-    """Whether it reports its steps, so that it is certain that it does not move."""
+    """Whether it reports its steps: then it is certain that it makes no progress."""
 
     @property
     def waits_in(self) -> str | None:
-        """The collective that it is in, None if it is in none."""
+        """The collective that it is in, or None."""
         if not self.stacks or not self.stacks[-1]:
             return None
         inner = self.stacks[-1]
@@ -83,7 +83,7 @@ class Observation:
 
     @property
     def place(self) -> Frame | None:
-        """The innermost frame that is not a library's."""
+        """The innermost frame outside other libraries: the user's or rankwise's."""
         if not self.stacks:
             return None
         stack = self.stacks[-1]
@@ -92,7 +92,7 @@ class Observation:
 
     @property
     def where(self) -> str:
-        """The line of the user's script, and the file of ours that it is in."""
+        """The line of the user's script, and the file of rankwise that it has called."""
         place = self.place
         if place is None or not place.file.startswith(_OURS):
             return str(place) if place is not None else ""
@@ -102,7 +102,7 @@ class Observation:
 
     @property
     def moves(self) -> bool:
-        """Whether two samples differ: then it is at work."""
+        """Whether two samples differ: then it is working."""
         return len(set(self.stacks)) > 1
 
     def told(self) -> str:
@@ -121,9 +121,9 @@ class Observation:
 def judge(ranks: Sequence[Observation], sure: bool, checked: bool = False) -> str | None:
     """What blocks the run, in one line; None if it is not known.
 
-    `sure`: the ranks report their steps, so it is certain that nothing moves. Otherwise it is a stall only if some ranks are in
-    a collective and another is not: a script may print nothing for a long time. `checked`: the collectives of the ranks are
-    compared already (--check-collectives).
+    `sure`: the ranks report their steps, so it is certain that none makes progress. Otherwise it is a stall only if several
+    ranks are in collectives, or some are and another is not: a script may print nothing for a long time. `checked`: whether
+    --check-collectives is on.
     """
     if any(rank.moves for rank in ranks):
         return None
@@ -145,14 +145,14 @@ def judge(ranks: Sequence[Observation], sure: bool, checked: bool = False) -> st
 
 
 def parse(dump: str) -> tuple[Frame, ...]:
-    """The main thread's stack in what faulthandler wrote, innermost first; empty if there is none."""
+    """The main thread's stack in the output of faulthandler, innermost frame first; empty if there is none."""
     blocks = _CURRENT.findall(dump)
     return tuple(Frame(file, int(line), function) for file, line, function in _FRAME.findall(blocks[-1])) if blocks else ()
 
 
 @dataclass
 class _HeldStacks:
-    """Since when the kernel has held a rank in one way, and whether that was reported."""
+    """Since when the kernel has not let a rank run, for one of two reasons, and whether that was reported."""
 
     since: float | None = None
     told: bool = False
@@ -160,7 +160,7 @@ class _HeldStacks:
 
 @dataclass
 class _Watched:
-    """What is known of one rank between looks."""
+    """What is remembered of one rank from one look to the next."""
 
     stopped: _HeldStacks = field(default_factory=_HeldStacks)
     blocked: _HeldStacks = field(default_factory=_HeldStacks)
@@ -170,7 +170,7 @@ class _Watched:
 
 
 class StallWatch:
-    """`stalled(since_s, observations, stacks)`: nothing has moved here for so long, and this is where the ranks are."""
+    """Calls `stalled(since_s, observations, stacks)` if no rank here has made progress for `since_s`."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class StallWatch:
         self._sampling_since = 0.0
 
     def look(self) -> None:
-        """Cheap, and at most once a second, until there is something to look into."""
+        """Call it on each tick: it looks at the ranks once a second, and more often during a stall."""
         now = time.monotonic()
         if now < self._next_look or not self._processes.started:
             return
@@ -205,7 +205,8 @@ class StallWatch:
             self._sample(now)
 
     def _is_stopped(self, rank: Rank, now: float) -> bool:
-        """Report a rank that the kernel does not let run: stopped, or in state D at every look (a short D is any disk)."""
+        """Report a rank that the kernel does not let run: stopped, or in state D at every look (a short D is normal for any
+        disk). Returns whether it is stopped."""
         watched, state = self._watched[rank.rank], processes.state(rank.pid)
         stopped = state in ("T", "t")
         if self._is_new(rank, watched.stopped, stopped, 0.0, now):
@@ -220,7 +221,7 @@ class StallWatch:
         return stopped
 
     def _is_new(self, rank: Rank, held: _HeldStacks, holds: bool, after_s: float, now: float) -> bool:
-        """Whether to report it now: once, at the first look after `after_s`. Reports, too, that such a rank runs again."""
+        """Whether to report it now: once, at the first look after `after_s`. Reports itself when such a rank runs again."""
         if not holds:
             if held.told and held.since is not None:
                 self._say(f"rank {rank.rank} runs again after {now - held.since:.0f} s")
@@ -233,14 +234,14 @@ class StallWatch:
         return False
 
     def hurry(self) -> None:
-        """All were asked to stop: if nothing moves, the user should know it soon."""
+        """All ranks were asked to stop: if there is no progress, the user should know soon."""
         if self._warn_s:
             self._warn_s = min(self._warn_s, _ASKED_S)
 
     # --- stacks
 
     def _sample(self, now: float) -> None:
-        """One step of taking samples: read the answers to the last question, then ask again or judge."""
+        """One step of sampling: read the answers to the last request, then ask again or report."""
         if not self._sampling_since:
             self._sampling_since = now
             for rank in self._processes.alive:
@@ -273,7 +274,7 @@ class StallWatch:
         stacks = "\n".join(f"# rank {r.rank}\n{self._read(r, 0)}" for r in self._processes.alive)
         self._stalled(now - self._moved, observed, stacks)
         self._sampling_since = 0.0
-        self._warn_s *= 2  # again, but not without end
+        self._warn_s *= 2  # report again later, but less and less often
 
     def _size(self, rank: Rank) -> int:
         try:

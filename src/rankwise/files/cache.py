@@ -35,12 +35,12 @@ _POLL_S = 0.1
 _SAY_AFTER_S, _SAY_EVERY_S = 10.0, 60.0
 
 _UNUSED_S = 30 * 24 * 3600.0
-"""A copy that was not used for so long is removed when another is made."""
+"""A copy that was not used for this time is removed when another is made."""
 
 _FREE, _FREE_BYTES = 0.05, 10 << 30
-"""This share of the disk stays free, but at most so many bytes."""
+"""This share of the disk stays free, but at most this many bytes."""
 
-_COPY = re.compile(r".*-[0-9a-f]{16}(\.[^/]*)?")  # other files there are not ours
+_COPY = re.compile(r".*-[0-9a-f]{16}(\.[^/]*)?")  # other files there were not made by rankwise
 _PART = ".part"  # after the name of an incomplete copy
 
 
@@ -88,7 +88,7 @@ class FileCache:
         return [copies.get(source, source) for source in sources]
 
     def sources_in(self, text: str) -> str:
-        """The text, with the source instead of each copy's path."""
+        """`text`, with the source instead of the path of each copy."""
         for path, source in self._sources.items():
             text = text.replace(str(path), source)
         return text
@@ -136,7 +136,7 @@ class FileCache:
     # --- the folder
 
     def _check_folder(self) -> None:
-        """No other user may put a file there that we would train on."""
+        """Raises OSError if another user could put a file there, which we would train on."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = self._folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
@@ -155,7 +155,7 @@ class FileCache:
             raise OSError(errno.ENOSPC, f"the copy needs {size(needed)}, and the disk must have {size(missing)} more free")
 
     def _missing(self, needed: int) -> int:
-        """Bytes that must be removed before so many can be written."""
+        """The bytes that must be removed before `needed` bytes can be written."""
         disk = os.statvfs(self._folder)
         left_alone = min(int(disk.f_blocks * disk.f_frsize * _FREE), _FREE_BYTES)
         return needed + left_alone - disk.f_bavail * disk.f_frsize
@@ -229,7 +229,7 @@ def _locked(fd: int, how: int) -> bool:
 
 
 def _is_still(fd: int, path: Path) -> bool:
-    """Whether the name still is this file's: another process may have removed it before we had the lock."""
+    """Whether `path` is still this file: another process may have removed it before we had the lock."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:

@@ -27,16 +27,16 @@ from rankwise.host.stores import file_system, told
 T = TypeVar("T")
 
 STALLED_S = 120.0
-"""A call without an answer for so long, including its repetitions, has failed."""
+"""A call without an answer for this time, including its repetitions, has failed."""
 
 _PAUSES_S = (1.0, 5.0)
-"""Before the second and the third try: a connection may break."""
+"""Pauses before the second and the third try: a connection may break."""
 
 _FINAL = (RankwiseError, FileNotFoundError, PermissionError, IsADirectoryError, ImportError)
 """Errors for which a second try is useless."""
 
 _BLOCK, _BLOCKS = 1 << 18, 16
-"""Smallest request in bytes, and how many such blocks are kept: HDF5 reads many small pieces close to each other."""
+"""The smallest request in bytes, and how many such blocks are kept: HDF5 reads many small pieces close to each other."""
 
 _VERSION = {"etag", "lastmodified", "mtime", "modified", "md5hash", "contentmd5", "digest", "generation", "created"}
 """Names that the clients of stores use for the version of a file, in lower case and without - and _."""
@@ -153,7 +153,7 @@ class RemoteFile(io.RawIOBase):
     def _open(self) -> None:
         self._file_at = 0
         if not is_remote(self._path):
-            self._file = open(self._path, "rb", buffering=0)  # noqa: SIM115 - it is open as long as this is
+            self._file = open(self._path, "rb", buffering=0)  # noqa: SIM115 - it stays open as long as this object
             self._size = os.fstat(self._file.fileno()).st_size
             return
         fs, name = file_system(self._path, self._path)

@@ -1,4 +1,4 @@
-"""Functions instead of scripts: `run_function` by our own launcher, `on_submitit` by Submitit's executors."""
+"""Functions instead of scripts: `run_function` with rankwise's launcher, `on_submitit` with Submitit's executors."""
 
 from typing import TYPE_CHECKING
 

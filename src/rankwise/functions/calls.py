@@ -1,4 +1,4 @@
-"""A function call sent to the ranks, and their results; both only in files of this user's own run directory.
+"""A function call that is sent to the ranks, and their results; both are files in the run directory of this user.
 
 data = pack(fn, args, kwargs);  call = load(path, rank)          # caller, rank
 data = answer(value, rank);     value = understand(data, ...)    # rank, caller
@@ -26,10 +26,11 @@ _VALUE, _ERROR = "value", "error"
 
 
 def pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """One line of JSON, which is believed before anything is unpickled, then the pickle of (fn, args, kwargs).
+    """The call as bytes: a line of JSON, which a rank reads before it unpickles anything, then the pickle of (fn, args,
+    kwargs).
 
-    The line has what Python needs to find the modules of the function, and the source where there is no file of it (a
-    notebook). Raises ConfigError that names what cannot be sent.
+    The line has what Python needs to find the function's modules, and the function's source if it is in no file (a notebook).
+    Raises ConfigError, which names what cannot be sent.
     """
     given: Any = fn
     if not callable(given):
@@ -48,7 +49,7 @@ def pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _blame(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], otherwise: str) -> str:
-    """Which of them cannot be sent, and why."""
+    """Which part of the call cannot be sent, and why."""
     parts = [(f"the function {name_of(fn)}", fn)]
     parts += [(f"args[{i}] ({_kind(value)})", value) for i, value in enumerate(args)]
     parts += [(f"kwargs[{name!r}] ({_kind(value)})", value) for name, value in kwargs.items()]
@@ -66,7 +67,7 @@ def _kind(value: Any) -> str:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """What a person calls it: `train`, `digits.train`."""
+    """The function's name for people: `train`, `digits.train`."""
     inner = _inner(fn)
     name = str(getattr(inner, "__qualname__", type(inner).__qualname__)).rpartition("<locals>.")[2]
     module = getattr(inner, "__module__", None)
@@ -74,7 +75,7 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def _inner(fn: Callable[..., Any]) -> Any:
-    """The user's own, below decorators and partials."""
+    """The user's own function, inside decorators and partials."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return inspect.unwrap(fn)
@@ -89,9 +90,9 @@ def _file_of(fn: Callable[..., Any]) -> str | None:
 
 
 def load(path: Path) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """In a rank: the call, with Python's path as the caller has it; the function's file is now the script that runs.
+    """In a rank: read the call, and give Python the caller's path; the function's file now counts as the script.
 
-    From here on a request to stop is remembered, if that file names what answers it (stop/early.py).
+    From here on a request to stop is remembered, if that file names a Trainer or a StopSignal (stop/early.py).
     """
     try:
         data = pickles.read(path)
@@ -104,7 +105,7 @@ def load(path: Path) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any
     header = json.loads(line)
     sys.path[:] = [*header["path"], *(entry for entry in sys.path if entry not in header["path"])]
     if header["file"] is not None:
-        sys.modules["__main__"].__file__ = header["file"]  # where verdicts look for the line
+        sys.modules["__main__"].__file__ = header["file"]  # error messages look here for the user's line
     if header["lines"]:
         text = "".join(header["lines"])
         linecache.cache[header["file"]] = (len(text), None, header["lines"], header["file"])
@@ -114,11 +115,11 @@ def load(path: Path) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any
     return fn, args, kwargs
 
 
-# --- what a rank answers
+# --- the answer of a rank
 
 
 def answer(value: Any, rank: int) -> bytes:
-    """Raises FunctionError for what cannot be sent back."""
+    """The bytes of a result. Raises FunctionError if it cannot be sent back."""
     try:
         return pickle.dumps((_VALUE, pickles.dumps(value)))
     except pickles.NotPortableError as error:
@@ -133,7 +134,7 @@ def answer_error(error: BaseException) -> bytes:
 
 
 def understand(path: Path, rank: int) -> Any:
-    """In the caller: what the function returned on a rank; the file is gone then. Raises FunctionError where there is none."""
+    """In the caller: what the function returned on a rank; deletes the file. Raises FunctionError if there is none."""
     kind, content = _taken(path) or (None, None)
     if kind != _VALUE or content is None:
         raise FunctionError(
@@ -148,7 +149,7 @@ def understand(path: Path, rank: int) -> Any:
 
 
 def understand_error(path: Path, rank: int, host: str) -> BaseException | None:
-    """What the function raised on a rank, with that rank's traceback as a note; None where it left nothing."""
+    """What the function raised on a rank, with that rank's traceback as a note; None if the rank left nothing."""
     kind, content = _taken(path) or (None, None)
     if kind != _ERROR or content is None:
         return None

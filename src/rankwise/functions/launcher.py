@@ -1,9 +1,10 @@
-"""The launcher of a function, in a process of its own: so it does not change the signals and processes of its caller.
+"""The launcher of a function, in a separate process, so that it does not change the signals and processes of its caller.
 
     python -m rankwise.functions.launcher CALL_FD REPLY_FD
 
-By CALL_FD comes one line of JSON, {"config": RunConfig, "bytes": n}, then the n bytes of the call. The pipe stays open: when
-the caller ends, however it does, the run is asked to stop. By REPLY_FD goes {"status": n} or {"error": type, "message": text}.
+It reads from CALL_FD one line of JSON, {"config": RunConfig, "bytes": n}, and then the n bytes of the call. The pipe stays
+open: when the caller exits for any reason, the run is asked to stop. It writes to REPLY_FD {"status": n} or {"error": type,
+"message": text}.
 """
 
 import fcntl
@@ -51,7 +52,8 @@ def _config(record: dict[str, Any]) -> RunConfig:
 
 
 def _stop_with_the_caller(pipe: int) -> None:
-    """SIGTERM when the other end of the pipe is closed. Not by the death of the parent: that is the end of a thread."""
+    """Get SIGTERM when the other end of the pipe is closed. Not PR_SET_PDEATHSIG: that signal comes when the parent's thread
+    ends."""
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGTERM)
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)

@@ -1,6 +1,6 @@
 """A Python function on every rank, from a script, a notebook or `python -c`.
 
-losses = rankwise.run_function(train, (0.1,), nproc=4)                                    # what each rank returned
+losses = rankwise.run_function(train, (0.1,), nproc=4)                                    # the result of each rank
 run = rankwise.run_function(train, (0.1,), nodes=2, on="slurm", wait=False)
 run.status();  run.result(timeout_s=3600);  run.cancel()
 """
@@ -34,7 +34,7 @@ from rankwise.run.options import is_given
 from rankwise.schedulers.job import slug
 
 _TICK_S = 0.02
-_LAST_OUTPUT_S = 5.0  # a process that the function has left behind may hold the pipe
+_LAST_OUTPUT_S = 5.0  # a process that the function left running may hold the pipe
 _OF_SCRIPTS = ("argv", "module", "command", "job", "site", "wait")
 _STARTED_ONCE = "a function is started once, for all its nodes; use hosts=... or a scheduler, or start a script"
 _RANKS = FROM_ONE.or_(Argument(TEXT.accepts, '"auto"'))
@@ -68,12 +68,12 @@ def run_function(
     """Call `fn(*args, **kwargs)` on every rank; return the results in the order of the ranks.
 
     The ranks are those of `rankwise run`, with all of its settings (`max_restarts=1`, `gpus_per_node=4`, `partition="gpu"`,
-    ...: the fields of RunConfig), its logs, restarts, checkpoints and verdicts. The run is named after the function. If a rank
-    fails, the exception of the first one is raised here, with its rank, host and traceback as a note: of the same type if that
-    can be pickled, otherwise FunctionError. Stopped is raised if the run was asked to stop. Ctrl-C stops all ranks.
+    ...: the fields of RunConfig), its logs, restarts, checkpoints and error messages. The run is named after the function. If a
+    rank fails, the exception of the first one is raised here, with its rank, host and traceback as a note: of the same type if
+    that can be pickled, otherwise FunctionError. Stopped is raised if the run was asked to stop. Ctrl-C stops all ranks.
 
-    The function and the results are pickled, in files of the run directory that only this user can read. What pickle cannot
-    send (lambdas, closures, functions of `__main__`) requires `pip install 'rankwise[functions]'`.
+    The function and the results are pickled, in files of the run directory that only this user can read. Lambdas, closures and
+    functions of `__main__`, which pickle cannot send, require `pip install 'rankwise[functions]'`.
 
     With a queue (`on="slurm"`) this waits for the job. `wait=False` returns a FunctionRun at once instead of the results.
     `timeout_s` limits the wait: after it the run is stopped, and TimeoutError raised.
@@ -89,12 +89,12 @@ def run_function(
         run._stop(signal.SIGINT)
         raise
     except TimeoutError:
-        run._stop(signal.SIGTERM)  # where it is the function's own, the run is over and this does nothing
+        run._stop(signal.SIGTERM)  # if the function itself raised it, the run is over and this does nothing
         raise
 
 
 def _config(name: str, given: Mapping[str, Any], wait: bool) -> RunConfig:
-    """Raises ConfigError."""
+    """The settings of the run. Raises ConfigError."""
     options = schedulers.options()
     known = [
         key for key in (*(field.name for field in fields(RunConfig)), *options) if key not in (*_OF_SCRIPTS, *_OF_NO_FUNCTION)
@@ -105,7 +105,7 @@ def _config(name: str, given: Mapping[str, Any], wait: bool) -> RunConfig:
             raise ConfigError(f"{key}={found[key]!r}: {_OF_NO_FUNCTION[key]}")
         if key not in known:
             raise ConfigError(f"{key}={found[key]!r}: not a setting of a run; the settings are: {', '.join(known)}")
-    if type(found.get("nproc")) is int:  # a number is as good as its text
+    if type(found.get("nproc")) is int:  # a number is accepted, as well as its text
         found["nproc"] = str(found["nproc"])
     if "run_dir" in found:
         found["run_dir"] = os.fspath(found["run_dir"])
@@ -119,9 +119,9 @@ def _config(name: str, given: Mapping[str, Any], wait: bool) -> RunConfig:
 
 
 class FunctionRun:
-    """A function that runs, or waits in a queue.
+    """A run of a function; it may wait in a queue.
 
-    A queued one continues when this process ends. One on this machine, or on hosts that this process reaches, is stopped then.
+    A queued run continues when this process exits. A run on this machine, or on hosts that this process reaches, stops then.
     """
 
     def __init__(self, config: RunConfig, call: bytes, name: str) -> None:
@@ -143,16 +143,16 @@ class FunctionRun:
 
     @property
     def run_dir(self) -> Path:
-        """Where it writes: `rankwise status`, `logs` and `cancel` take it."""
+        """The run directory, as an argument for `rankwise status`, `logs` and `cancel`."""
         return self._run.path
 
     def done(self) -> bool:
-        """Whether it has ended: `result` then returns, or raises, at once."""
+        """Whether the run has ended: then `result` returns, or raises, at once."""
         return self._outcome is not None or not self._goes_on()
 
     def result(self, timeout_s: float | None = None) -> list[Any]:
-        """The results of the function, in the order of the ranks; raises as `run_function` does. TimeoutError if it did not
-        finish within `timeout_s`; it continues then."""
+        """The results of the function, in the order of the ranks; raises as `run_function` does. TimeoutError if the run did
+        not finish within `timeout_s`; the run continues then."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.done():
             if deadline is not None and time.monotonic() >= deadline:
@@ -168,20 +168,20 @@ class FunctionRun:
             shutil.rmtree(self._run.function, ignore_errors=True)
         results, raised = self._outcome
         if raised is not None:
-            raise raised.with_traceback(None)  # the note has the one that matters
+            raise raised.with_traceback(None)  # the note has the traceback that matters
         assert results is not None
         return results
 
     def status(self) -> str:
-        """What is known of it now, as `rankwise status` prints it."""
+        """The state of the run now, as `rankwise status` prints it."""
         return status.as_text(status.facts(self._run))
 
     def cancel(self) -> None:
-        """Ask it to stop after the step it is in, and to save; `result` then raises Stopped, or FunctionError."""
+        """Ask the run to stop after its current step, and to save; then `result` raises Stopped, or FunctionError."""
         self._ask(signal.SIGTERM)
 
     def _goes_on(self) -> bool:
-        """Whether it runs or waits; looks, and does not wait."""
+        """Whether the run still runs or waits in a queue. Returns at once."""
         if self._process.poll() is None:
             return True
         if self._reply is None:
@@ -196,7 +196,7 @@ class FunctionRun:
         return self._end.goes_on()
 
     def _job(self) -> Job | None:
-        """That of this call, if it was queued."""
+        """The job of this call, if it was queued."""
         job = self._run.read_job()
         return job if job is not None and job.submitted >= self._began else None
 
@@ -207,7 +207,7 @@ class FunctionRun:
             status.cancel(self._run)
 
     def _stop(self, signum: int) -> None:
-        """Ask it to stop, and wait until nothing of it is left here; once more at each further Ctrl-C."""
+        """Ask the run to stop, and wait until its launcher has exited; each further Ctrl-C asks again."""
         while True:
             try:
                 self._ask(signum)
@@ -217,10 +217,10 @@ class FunctionRun:
             except KeyboardInterrupt:
                 signum = signal.SIGINT
 
-    # --- how it ended
+    # --- how the run ended
 
     def _results(self) -> list[Any]:
-        """Raises what the function raised, or why there is nothing."""
+        """The results of all ranks. Raises what the function raised, or an error with the reason why there are no results."""
         assert self._reply is not None
         if "error" in self._reply:
             raise _error(self._reply["error"], self._reply["message"])
@@ -255,7 +255,7 @@ def _error(kind: str, message: str) -> RankwiseError:
 
 
 def _start(config: RunConfig, call: bytes) -> tuple[subprocess.Popen[bytes], int, int]:
-    """(the launcher, the pipe whose closing stops it, the pipe of its reply)."""
+    """(the launcher, a pipe that stops it when closed, the pipe of its reply)."""
     theirs_in, lifeline = os.pipe()
     replies, theirs_out = os.pipe()
     command = [
@@ -273,7 +273,7 @@ def _start(config: RunConfig, call: bytes) -> tuple[subprocess.Popen[bytes], int
             stdout=None if _is_descriptor(sys.stdout, 1) else subprocess.PIPE,
             stderr=None if _is_descriptor(sys.stderr, 2) else subprocess.PIPE,
             pass_fds=(theirs_in, theirs_out),
-            # Ctrl-C in a terminal, or in a notebook, is this process's to pass on, once.
+            # This process passes Ctrl-C on, once; the launcher must not get it from the terminal or the notebook too.
             start_new_session=True,
         )
     finally:
@@ -285,7 +285,8 @@ def _start(config: RunConfig, call: bytes) -> tuple[subprocess.Popen[bytes], int
 
 
 def _is_descriptor(stream: Any, fd: int) -> bool:
-    """Whether a stream is the process's own: in a notebook it is not, and a child's output would be shown elsewhere."""
+    """Whether the stream is this descriptor of the process. In a notebook it is not: output of a child would appear
+    elsewhere."""
     try:
         return bool(stream.fileno() == fd)
     except (AttributeError, OSError, ValueError):

@@ -1,6 +1,6 @@
-"""One rank of a function: `python -m rankwise.functions.worker NAME`, which its agent starts like any module.
+"""One rank of a function: `python -m rankwise.functions.worker NAME`, which the agent starts like any module.
 
-What the function raises leaves this process as it would leave a script: the evidence, and the line, are the user's.
+An exception of the function ends this process as it would end a script: the record of it shows the user's line.
 """
 
 import contextlib
@@ -12,13 +12,13 @@ from rankwise.functions import calls
 from rankwise.ipc import pickles
 from rankwise.run.directory import ENV_RUN_DIR, RunDir
 
-__tracebackhide__ = True  # agent/exception_record.py leaves the frames of this file out of tracebacks
+__tracebackhide__ = True  # agent/exception_record.py removes the frames of this file from tracebacks
 
 
 def main() -> None:
     run, rank = RunDir(Path(os.environ[ENV_RUN_DIR])), int(os.environ["RANK"])
     place = run.result(rank)
-    place.unlink(missing_ok=True)  # of an earlier attempt
+    place.unlink(missing_ok=True)  # from an earlier attempt
     try:
         fn, args, kwargs = calls.load(run.call)
         answer = calls.answer(fn(*args, **kwargs), rank)

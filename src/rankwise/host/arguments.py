@@ -1,4 +1,4 @@
-"""Checks the arguments of a public class or function before anything is done; an error is one line.
+"""Checks the arguments of a public class or function before it does anything; an error is one line.
 
 @takes(every=FROM_ONE.or_none, lr=ABOVE_ZERO, moved={"workers": "num_workers=..."})
 def __init__(self, every=None, *, lr=0.7): ...
@@ -30,7 +30,7 @@ _LONGEST = 60  # characters of a value in a message
 
 @dataclass(frozen=True)
 class Argument:
-    """What an argument takes: a test of its value, and the same in words, to follow "give "."""
+    """What an argument accepts: a test of its value, and the same in words, to follow "give "."""
 
     accepts: Callable[[Any], bool]
     words: str
@@ -45,12 +45,12 @@ class Argument:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is an integer, numpy's included; True is none."""
+    """Whether it is an integer, also one of numpy; True is not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number, numpy's included; True, nan and the infinities are none."""
+    """Whether it is a finite real number, also one of numpy; True is not."""
     return isinstance(value, int | float | Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -100,9 +100,9 @@ def instance(kind: type, words: str) -> Argument:
 
 
 def takes(*, moved: Mapping[str, str] | None = None, **kinds: Argument) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A function, or `__init__`, whose arguments are checked before its body runs: ConfigError with the argument's name, what
-    was given and what it takes. An argument that it does not have is an error with the nearest name, or, of `moved`, with what
-    to write in its place. An error of ours that leaves it ends a script without a traceback."""
+    """Decorate a function, or `__init__`: its arguments are checked before its body runs. Raises ConfigError with the
+    argument's name, the value and what it accepts. For an unknown argument, the error suggests the nearest name, or, if it is
+    in `moved`, what to write instead. If an error of rankwise leaves the function, the script ends without a traceback."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         signature = inspect.signature(function)
@@ -143,14 +143,14 @@ def takes(*, moved: Mapping[str, str] | None = None, **kinds: Argument) -> Calla
 
 @dataclass(frozen=True)
 class _Names:
-    """Of a signature's parameters."""
+    """The names of a signature's parameters."""
 
     in_order: tuple[str, ...]
-    """Those that are taken without a name."""
+    """Parameters that can be given without a name."""
     needed: frozenset[str]
     all: frozenset[str]
     is_fixed: bool
-    """No *args and no **kwargs."""
+    """Whether the signature has no *args and no **kwargs."""
 
     @classmethod
     def of(cls, signature: inspect.Signature) -> _Names:
@@ -164,7 +164,8 @@ class _Names:
 
 
 def _bound(signature: inspect.Signature, names: _Names, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What each argument was given. Raises TypeError for a call that does not fit. `bind` alone costs as much as 20 calls."""
+    """The value of each argument. Raises TypeError for a call that does not fit. Avoids `bind`, which costs as much as 20
+    calls."""
     given = {**dict(zip(names.in_order, args, strict=False)), **kwargs}
     if names.is_fixed and len(given) == len(args) + len(kwargs) and names.needed <= given.keys() <= names.all:
         return given
@@ -186,10 +187,10 @@ def refusal(name: str, argument: str, value: Any, kind: Argument) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value on one line, cut where it is long."""
+    """A value on one line, cut if it is long."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # a repr of the caller's own that fails
+    except Exception:  # a repr of the user's class that fails
         text = f"a {type(value).__name__}"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 

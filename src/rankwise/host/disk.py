@@ -1,7 +1,7 @@
 """Writes that survive a power cut.
 
 os.rename(temporary, final)
-fsync(final.parent)                # a name is its folder's
+fsync(final.parent)                # the folder holds the new name
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def fsync(path: Path) -> None:
-    """Of a file or a folder."""
+    """Write a file or a folder to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

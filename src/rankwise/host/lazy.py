@@ -1,4 +1,4 @@
-"""The names of a package, each imported at its first use: to import the package costs nothing, and no torch.
+"""The names of a package, each imported at its first use: importing the package costs almost nothing, and no torch.
 
 __getattr__ = lazy(__name__, {"Log": "rankwise.actions.log"})
 """

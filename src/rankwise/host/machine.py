@@ -17,20 +17,20 @@ from rankwise.host.text import count
 
 _DEV, _SYS = Path("/dev"), Path("/sys")
 _NVIDIA, _INTEL = "0x10de", "0x8086"
-_DISPLAY = ("0x0300", "0x0302")  # PCI classes: a graphics card, a card that computes alone
+_DISPLAY = ("0x0300", "0x0302")  # PCI classes: a graphics card, a card only for computing
 
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What this Python's torch is, read without importing it."""
+    """The torch of this Python, read without importing it."""
 
     version: str
     built_for: frozenset[str]
-    """Of cuda, hip (AMD), xpu (Intel)."""
+    """Some of cuda, hip (AMD), xpu (Intel)."""
 
 
 def torch_build() -> TorchBuild | None:
-    """None if there is no torch, or its version file says nothing."""
+    """None if there is no torch, or its version file cannot be understood."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -46,10 +46,11 @@ def torch_build() -> TorchBuild | None:
 
 
 def gpus(env: Mapping[str, str], dev: Path = _DEV, sys: Path = _SYS) -> int:
-    """GPUs that a rank would see: those that CUDA_VISIBLE_DEVICES names, else the device files of this host or container.
+    """The number of GPUs that a rank would see: those that CUDA_VISIBLE_DEVICES names, else the device files of this host or
+    container.
 
-    NVIDIA's; without one AMD's, if this Python's torch may be built for them. Intel's are not counted: how many devices torch
-    sees depends on their driver's settings.
+    Counts NVIDIA GPUs; if there are none, AMD GPUs, if this Python's torch may be built for them. Intel GPUs are not counted:
+    how many devices torch sees depends on settings of their driver.
     """
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and named(visible) == 0:
@@ -62,7 +63,7 @@ def gpus(env: Mapping[str, str], dev: Path = _DEV, sys: Path = _SYS) -> int:
 
 
 def named(visible: str) -> int:
-    """How many devices a list such as `0,2` or `GPU-8932f937,GPU-5eb` names: CUDA reads up to the first that is no device."""
+    """How many devices a list such as `0,2` or `GPU-8932f937,GPU-5eb` names: CUDA stops reading at the first invalid one."""
     names = [name.strip() for name in visible.split(",")]
     known = [re.match(r"\d|GPU-|MIG-", name) is not None for name in names]
     return known.index(False) if False in known else len(known)
@@ -73,7 +74,7 @@ def _nvidia(dev: Path) -> int:
 
 
 def _amd(dev: Path, sys: Path) -> int:
-    """As AMD's driver lists them, if this host or container has their device files."""
+    """GPUs that AMD's driver lists and whose device files this host or container has."""
     if not (dev / "kfd").exists():
         return 0
     found = 0
@@ -90,7 +91,7 @@ def _intel(dev: Path, sys: Path) -> int:
 
 
 def _without_driver(sys: Path) -> bool:
-    """Whether the bus has an NVIDIA GPU. Asked where there is no device file of one."""
+    """Whether the PCI bus has an NVIDIA GPU. Called when there is no device file of one."""
     cards = [card.parent for card in sys.glob("bus/pci/devices/*/vendor") if _read(card) == _NVIDIA]
     return any(_read(card / "class").startswith(_DISPLAY) for card in cards)
 
@@ -126,7 +127,7 @@ def open_files(at_most: bool = False) -> int:
 
 
 def processes(kernel: Path = Path("/proc/sys/kernel")) -> int:
-    """How many processes the kernel can hold, whoever has them."""
+    """How many processes the kernel can hold, of all users."""
     limits = []
     for name in ("pid_max", "threads-max"):
         with contextlib.suppress(OSError, ValueError):
@@ -135,7 +136,7 @@ def processes(kernel: Path = Path("/proc/sys/kernel")) -> int:
 
 
 def visible(wanted: str | None, env: Mapping[str, str], dev: Path = _DEV, sys: Path = _SYS) -> dict[str, str]:
-    """What --gpus 0,2 puts into the environment of the ranks. Raises ConfigError for a GPU that is not there."""
+    """The variables that --gpus 0,2 adds to the environment of the ranks. Raises ConfigError for a GPU that does not exist."""
     if wanted is None:
         return {}
     there = gpus({}, dev, sys)
@@ -143,16 +144,16 @@ def visible(wanted: str | None, env: Mapping[str, str], dev: Path = _DEV, sys: P
     if max(numbers) >= there:
         found = f"has {count(there, 'GPU')} (0 to {there - 1})" if there else "has no GPU"
         raise ConfigError(f"--gpus {wanted}: this machine {found}; leave --gpus out, or give numbers of GPUs that exist")
-    # AMD's own variable outranks NVIDIA's there.
+    # On AMD, its own variable has priority over CUDA_VISIBLE_DEVICES.
     name = "CUDA_VISIBLE_DEVICES" if _nvidia(dev) else "HIP_VISIBLE_DEVICES"
     return {name: ",".join(map(str, numbers))}
 
 
 def why_not_nccl(env: Mapping[str, str], interpreter: Sequence[str], dev: Path = _DEV) -> str | None:
-    """Why no rank can use NCCL here; None if one may."""
+    """Why no rank can use NCCL here; None if a rank may."""
     if env.get("CUDA_VISIBLE_DEVICES") is not None and gpus(env, dev) == 0:
         return f"CUDA_VISIBLE_DEVICES={env['CUDA_VISIBLE_DEVICES']} hides every GPU"
-    # AMD's driver, Jetson's and the one of Windows' Linux have other names than /dev/nvidia0.
+    # The device files of AMD, of Jetson and of WSL have other names than /dev/nvidia0.
     if not any(any(dev.glob(name)) for name in ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")):
         return "this machine has no GPU"
     build = torch_build() if interpreter[:1] == (sys.executable,) else None
@@ -162,7 +163,8 @@ def why_not_nccl(env: Mapping[str, str], interpreter: Sequence[str], dev: Path =
 
 
 def ranks_for(nproc: str, env: Mapping[str, str], dev: Path = _DEV, sys: Path = _SYS) -> tuple[int, str]:
-    """(ranks on this machine, why so many), for a number or `auto`. Raises ConfigError for GPUs that only torch can count."""
+    """(ranks on this machine, why this number), for a number or `auto`. Raises ConfigError for GPUs that only torch can
+    count."""
     if nproc != "auto":
         return int(nproc), "--nproc"
     count = gpus(env, dev, sys)
@@ -172,7 +174,7 @@ def ranks_for(nproc: str, env: Mapping[str, str], dev: Path = _DEV, sys: Path = 
 
 
 def _why_no_gpu(env: Mapping[str, str], dev: Path, sys: Path) -> str:
-    """Why `gpus` has found none: a GPU may be there and not be used."""
+    """Why `gpus` has found none: there may be a GPU that cannot be used."""
     hidden = env.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
         return f"CUDA_VISIBLE_DEVICES={hidden} hides every GPU" if _nvidia(dev) else "no GPU found"

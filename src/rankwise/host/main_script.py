@@ -1,8 +1,8 @@
-"""Runs a script in this process as Python would: it becomes the module `__main__`.
+"""Runs a script in this process as Python would: as the module `__main__`.
 
-main_script.run("train.py")     # sys.argv and sys.path[0] are the caller's business
+main_script.run("train.py")     # the caller sets sys.argv and sys.path[0]
 
-agent/fork_server.py loads this file by its path, in the script's own interpreter: it imports the standard library alone.
+agent/fork_server.py loads this file by its path, in the script's own interpreter: it imports only the standard library.
 """
 
 import builtins
@@ -12,7 +12,7 @@ import sys
 import types
 from typing import Any
 
-__tracebackhide__ = True  # agent/exception_record.py leaves the frames of this file out of tracebacks
+__tracebackhide__ = True  # agent/exception_record.py removes the frames of this file from tracebacks
 
 
 def run(path: str) -> None:

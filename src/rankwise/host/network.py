@@ -1,7 +1,7 @@
-"""Facts about this host's network, and the proof that two ends know one secret.
+"""Facts about this host's network, and the proof that two ends know the same secret.
 
-own_addresses()              # those by which other hosts may reach this one
-proof(secret, "door", nonce) # what only those who know the secret can say of a nonce
+own_addresses()              # at which other hosts may reach this one
+proof(secret, "door", nonce) # only those who know the secret can compute it
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from rankwise.host import processes
 
 
 def home() -> str:
-    """This host's network: processes with the same one reach each other by loopback. A container may have its own."""
+    """An identifier of this host's network: processes with the same one reach each other over loopback. A container may have
+    its own."""
     return f"{platform.node()} {processes.boot_id()} {inode('/proc/self/ns/net')}"
 
 
 def inode(path: str) -> int:
-    """Names a namespace; 0 where it cannot be read."""
+    """The inode of a file, which identifies a namespace; 0 if it cannot be read."""
     try:
         return os.stat(path).st_ino
     except OSError:
@@ -31,24 +32,24 @@ def inode(path: str) -> int:
 
 
 def listen(loopback: bool, port: int = 0) -> socket.socket:
-    """On `port`, or on one that the kernel chooses; on all interfaces only where other hosts must come in."""
+    """Listen on `port` (0: the kernel chooses one); on all interfaces, or with `loopback` only on 127.0.0.1."""
     if loopback:
         return socket.create_server(("127.0.0.1", port), backlog=1024)
-    with contextlib.suppress(OSError):  # no IPv6 here
+    with contextlib.suppress(OSError):  # this host has no IPv6
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", port), backlog=1024)
 
 
 def listen_at(address: str, port: int = 0) -> socket.socket:
-    """At one address of this host alone."""
+    """Listen only at this address of this host."""
     return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=1024)
 
 
 def own_address(host: str, one_host: bool) -> str | None:
-    """The address of this host that `host`, a name or an address, means to whoever calls it by that.
+    """The address of this host that `host`, a name or an address, stands for.
 
-    None where it is another's, and where others may take it for another one: a name may have several, and where not `one_host`
-    one that is 127.0.1.1 here is something else there.
+    None if it is not an address of this host, or if other hosts may resolve it differently: a name may have several addresses,
+    and without `one_host` a name that is 127.0.1.1 here is another address there.
     """
     found = {host} if _is_address(host) else _addresses_of(host)
     if one_host:
@@ -58,8 +59,8 @@ def own_address(host: str, one_host: bool) -> str | None:
 
 
 def own_addresses() -> list[str]:
-    """Those by which other hosts may reach this one, that of the default route first. Names are not asked: /etc/hosts may
-    have this host's own name at 127.0.1.1."""
+    """The addresses at which other hosts may reach this one, that of the default route first. Does not resolve this host's
+    name, which /etc/hosts may set to 127.0.1.1."""
     import psutil
 
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
@@ -72,18 +73,18 @@ def own_addresses() -> list[str]:
     ]
     found = [a for a in found if not is_loopback(a) and not ipaddress.ip_address(a).is_link_local]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # documentation's own network; nothing is sent
+        probe.connect(("192.0.2.1", 9))  # a network reserved for documentation; nothing is sent
         found.sort(key=lambda address: address != probe.getsockname()[0])
     return found
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this address, or one by which others reach this host if it is a name of its own."""
+    """The network interface that has this address; for a name of this host, one at which others reach it."""
     import psutil
 
     if not _is_address(address):
         own, named = own_addresses(), _addresses_of(address)
-        here = own[:1] if is_here(address) else []  # its own name may be 127.0.1.1 there
+        here = own[:1] if is_here(address) else []  # /etc/hosts may have its own name as 127.0.1.1
         address = next(iter([a for a in own if a in named] or here), "")
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
@@ -92,10 +93,11 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface by which this host reaches that one, or others reach it where it is that one; None where neither."""
+    """The interface over which this host reaches `host`; if `host` is this one, one at which others reach it; None if
+    unknown."""
     if is_loopback(host):
         return None
-    with contextlib.suppress(OSError):  # a name that is known nowhere
+    with contextlib.suppress(OSError):  # an unknown name
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
                 probe.connect(address)  # nothing is sent
@@ -106,17 +108,17 @@ def interface_towards(host: str) -> str | None:
 
 
 def plain(address: str) -> str:
-    """An IPv4 address as itself where an IPv6 socket shows it as ::ffff:10.0.0.1."""
+    """An address without decoration: IPv4 without the ::ffff: of an IPv6 socket, IPv6 without its interface."""
     return address.removeprefix("::ffff:") if "." in address else address.partition("%")[0]
 
 
 def is_loopback(address: str) -> bool:
-    """Of a name, whether it is that of no address but loopback's on every host."""
+    """Whether an address is a loopback address. For a name: whether it is loopback on every host."""
     return ipaddress.ip_address(address).is_loopback if _is_address(address) else address == "localhost"
 
 
 def _addresses_of(name: str) -> set[str]:
-    """Empty for a name that is known nowhere, or to ssh's own configuration alone."""
+    """Empty for an unknown name, or one that only the configuration of ssh knows."""
     try:
         return {plain(str(entry[4][0])) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
     except OSError:
@@ -132,7 +134,7 @@ def _is_address(text: str) -> bool:
 
 
 def is_here(name: str) -> bool:
-    """Whether this host goes by that name, or has that address."""
+    """Whether this host has that name or address."""
     if name in ("localhost", platform.node(), platform.node().partition(".")[0]):
         return True
     found = _addresses_of(name)
@@ -140,7 +142,7 @@ def is_here(name: str) -> bool:
 
 
 def refresh(path: Path) -> None:
-    """NFS asks the server again what is in a folder when the folder is opened: without it a new file may stay unseen."""
+    """Open the folders of `path`, so that NFS asks the server for their contents: otherwise a new file may stay unseen."""
     for folder in (path.parent.parent, path.parent):
         with contextlib.suppress(OSError):
             os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
@@ -151,5 +153,5 @@ def proof(secret: str, *words: str) -> str:
 
 
 def is_proof(said: object, secret: str, *words: str) -> bool:
-    """Whether what the other end has said is what `proof` makes of these. The time it takes shows nothing of that."""
+    """Whether `said`, from the other end, is the `proof` of these words. Takes constant time."""
     return hmac.compare_digest(str(said), proof(secret, *words))

@@ -1,7 +1,7 @@
-"""Facts and acts about Linux processes: subreaper, death with the parent, liveness, whole trees.
+"""Linux processes: subreaper, death with the parent, states, limits, and killing a tree of processes.
 
-become_subreaper()              # orphans below this process fall to it, not to init
-end_tree(exclude={warm_pid})    # nothing below this process is left
+become_subreaper()              # orphans below this process become its children, not init's
+end_tree(exclude={warm_pid})    # kills everything below this process
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""To a launcher or an agent each of them is a request to stop the run. A rank answers fewer (stop/signal.py)."""
+"""For a launcher or an agent each of them is a request to stop the run. A rank handles fewer (stop/signal.py)."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -36,28 +36,28 @@ def become_subreaper() -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel send SIGKILL to this process when its parent ends; leave at once if it has ended already."""
+    """Make the kernel send SIGKILL to this process when its parent ends; exit at once if the parent has ended already."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def start_time(pid: int) -> int | None:
-    """Clock ticks after boot at which `pid` started; None if there is none. With the pid it names a process for good."""
+    """When `pid` started, in clock ticks after boot; None if it does not run. Pid and start time identify a process."""
     fields = _stat(pid)
     return None if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def state(pid: int) -> str:
-    """The kernel's letter for what `pid` does (R, S, D, T, Z, ...); empty when it is gone."""
+    """The kernel's letter for the state of `pid` (R, S, D, T, Z, ...); empty if it is gone."""
     fields = _stat(pid)
     return fields[0].decode() if fields else ""
 
 
 def blocked_in(pid: int) -> str | None:
-    """The kernel's function in which a thread of `pid` sleeps uninterruptibly (state D), None if none does.
+    """The kernel's function in which a thread of `pid` sleeps uninterruptibly (state D); None if no thread does.
 
-    All threads are looked at: the first may be a zombie while another waits for a disk.
+    Looks at all threads: the first may be a zombie while another waits for a disk.
     """
     for thread in _listdir(f"/proc/{pid}/task"):
         fields = _stat(int(thread))
@@ -69,13 +69,13 @@ def blocked_in(pid: int) -> str | None:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor seconds that `pid` has used; 0 when it is gone."""
+    """Processor seconds that `pid` has used; 0 if it is gone."""
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 def command(pid: int) -> str:
-    """The program that `pid` runs, as `ps` has it; empty when it is gone."""
+    """The program that `pid` runs, as `ps` shows it; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
@@ -83,7 +83,7 @@ def command(pid: int) -> str:
 
 
 def ancestors(pid: int) -> list[list[str]]:
-    """The command lines of those above `pid`, its parent's first, as far as they can be read."""
+    """The command lines of the ancestors of `pid`, its parent first, as far as they can be read."""
     found = []
     while (fields := _stat(pid)) and (pid := int(fields[1])) > 0:
         with contextlib.suppress(OSError):
@@ -92,7 +92,7 @@ def ancestors(pid: int) -> list[list[str]]:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat after the command, which may hold anything."""
+    """The fields of /proc/PID/stat after the command, which may contain any character."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -101,7 +101,7 @@ def _stat(pid: int) -> list[bytes]:
 
 
 def shortage(error: OSError) -> str | None:
-    """Which limit of this user a refused file or process has met, and how near it is now; None for other errors."""
+    """The limit of this user that has caused the error, and how near it is; None if the error has another cause."""
     if error.errno == errno.EMFILE:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"at most {limit} open files per process (ulimit -n)"
@@ -124,12 +124,12 @@ def _tasks() -> int:
 
 
 def boot_id() -> str:
-    """The kernel's name for this boot: it separates a pid from before a reboot from one of now."""
+    """The kernel's identifier of this boot: it distinguishes a pid from before a reboot from a current one."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def machine_id() -> str:
-    """This installation's own name, the same after a reboot; empty where there is none, as in some containers."""
+    """The identifier of this installation, the same after a reboot; empty if there is none, as in some containers."""
     try:
         return Path("/etc/machine-id").read_text().strip()
     except OSError:
@@ -137,7 +137,7 @@ def machine_id() -> str:
 
 
 def children(pid: int) -> list[int]:
-    """Direct children of `pid`, zombies included; empty when it is gone."""
+    """Direct children of `pid`, including zombies; empty if it is gone."""
     found: list[int] = []
     for thread in _listdir(f"/proc/{pid}/task"):
         with contextlib.suppress(OSError):
@@ -155,7 +155,7 @@ def _listdir(path: str) -> list[str]:
 def descendants(pid: int) -> list[int]:
     """All processes below `pid`, parents before their children."""
     found = children(pid)
-    for child in found:  # grows while it is walked: breadth first
+    for child in found:  # the list grows in this loop: breadth first
         found += children(child)
     return found
 
@@ -169,8 +169,8 @@ def send(pid: int, signum: int) -> None:
 def end_tree(exclude: Collection[int] = (), bound_s: float = 5.0) -> bool:
     """SIGKILL and reap every process below this one, except `exclude` and what is below those.
 
-    This process must be a subreaper: what is orphaned while the tree is killed falls to it and is killed in the next
-    round. Returns whether nothing is left; a process in uninterruptible sleep (state D) can outlive `bound_s`.
+    This process must be a subreaper: it inherits processes that are orphaned while the tree is killed, and kills them in the
+    next round. Returns whether nothing is left; a process in uninterruptible sleep (state D) can outlive `bound_s`.
     """
     deadline = time.monotonic() + bound_s
     while True:

@@ -1,8 +1,8 @@
-"""The source of a program, as far as it is the user's own: its script, and the modules that it imports from their folders.
+"""The user's own source of a program: its script, and the modules that it imports from the folders of `sys.path`.
 
 any("Trainer" in text for text in texts(["train.py"], sys.path))
 
-stop/early.py reads it during `import rankwise`, in a rank: the standard library alone.
+stop/early.py imports this file during `import rankwise`, in a rank: only the standard library here.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _MOST_BYTES = 1_000_000
 
 
 def texts(files: Iterable[str], folders: Iterable[str]) -> Iterator[str]:
-    """Of these files, and then of each module that they import, at any depth, from one of these folders (as in sys.path) that
-    is neither Python's own nor one of installed packages: up to 200 files."""
+    """The texts of these files, and of the modules that they import, at any depth, from `folders` (as in sys.path). Skips
+    folders of Python itself and of installed packages. Reads up to 200 files."""
     found = _Modules(folders)
     todo = list(dict.fromkeys(files))
     seen = set(todo)
-    for file in todo:  # grows below
+    for file in todo:  # the list grows in this loop
         text = _text(file)
         yield text
         new = [other for other in found.imported_by(file, text) if other not in seen]
@@ -32,7 +32,7 @@ def texts(files: Iterable[str], folders: Iterable[str]) -> Iterator[str]:
 
 
 def _text(file: str) -> str:
-    """Empty if it cannot be read. A notebook's cell is in the cache of lines alone."""
+    """Empty if the file cannot be read. A notebook's cell exists only in linecache."""
     try:
         with open(file, encoding="utf-8", errors="replace") as source:
             return source.read(_MOST_BYTES)
@@ -41,7 +41,7 @@ def _text(file: str) -> str:
 
 
 class _Modules:
-    """Which files are behind the names of modules."""
+    """Finds the files of modules by their names."""
 
     def __init__(self, folders: Iterable[str]) -> None:
         python = os.path.dirname(os.__file__)
@@ -60,7 +60,7 @@ class _Modules:
                 yield from self._files(module, os.path.dirname(file))
 
     def _files(self, module: str, folder: str) -> Iterator[str]:
-        """Of the module and of the packages around it."""
+        """The files of the module and of its parent packages."""
         name = module.lstrip(".")
         dots = len(module) - len(name)
         parts = name.split(".") if name else []

@@ -1,4 +1,4 @@
-"""Stores that fsspec reaches (s3://, gs://, sftp://, https://, a path), and the errors of their clients.
+"""Stores that fsspec can access (s3://, gs://, sftp://, https://, a path), and the errors of their clients.
 
 fs, root = file_system("s3://bucket/run-7", "mirror='s3://bucket/run-7'")
 """
@@ -11,15 +11,15 @@ from rankwise.errors import ConfigError
 
 
 def file_system(url: str, what: str) -> tuple[Any, str]:
-    """(the fsspec file system, the path in it). Raises ConfigError, which begins with `what`, where nothing here speaks the
-    protocol."""
+    """(the fsspec file system, the path in it). Raises ConfigError, which begins with `what`, if no installed client supports
+    the protocol."""
     try:
         import fsspec
     except ImportError:
         raise ConfigError(f"{what} needs fsspec: pip install 'rankwise[remote]'") from None
     try:
         fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
-    except (ImportError, ValueError) as error:  # the client of that store is not installed, or there is none
+    except (ImportError, ValueError) as error:  # the client of that store is not installed or does not exist
         raise ConfigError(
             f"{what}: {told(error)}; give a path, or a URL such as s3://BUCKET/NAME or gs://BUCKET/NAME, "
             "and install what fsspec needs for that store (pip install s3fs, gcsfs, ...)"
@@ -28,5 +28,5 @@ def file_system(url: str, what: str) -> tuple[Any, str]:
 
 
 def told(error: Exception) -> str:
-    """An error of whatever type, on one line."""
+    """An error of any type, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

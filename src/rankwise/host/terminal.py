@@ -1,4 +1,4 @@
-"""A terminal with lines that scroll and one status line below them; a file or a pipe gets the lines alone.
+"""A terminal with lines that scroll and one status line below them; a file or a pipe gets only the lines.
 
 terminal = Terminal(sys.stdout)
 terminal.status(progress_line({"done": 120, "total": 800, "elapsed_s": 14.2, "text": "loss 2.31"}, 80))
@@ -26,24 +26,24 @@ _CLEAR_LINE = b"\r\x1b[K"
 def open_closed_streams() -> None:
     """Open /dev/null for each standard stream that this process was started without (`<&-`).
 
-    Otherwise the first file or socket that it opens gets that number, and every process below it takes it for the stream.
+    Otherwise the first file or socket that this process opens gets that number, and its child processes use it as the stream.
     """
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(fd)
         except OSError:
-            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+            null = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: fd
             os.set_inheritable(null, True)
-            stream = open(null, mode, closefd=False)  # noqa: SIM115  # as long as this process
+            stream = open(null, mode, closefd=False)  # noqa: SIM115  # stays open as long as this process runs
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
 
 
 def unwritten(stream: TextIO, after: OSError | None = None) -> str | None:
-    """Why what was printed there cannot be written, None if it is; empty where its reader has gone (`| head -1`).
+    """Why output to `stream` cannot be written; None if it was written; empty if the reader is gone (`| head -1`).
 
-    What is left of it is dropped, so that the end of Python does not fail on it. `after`: an error that may have come from
-    there; of an unbuffered stream nothing is left that could tell, so an empty line is tried.
+    Drops the unwritten output, so that Python does not fail on it at exit. `after`: an error that may have come from this
+    stream. An unbuffered stream has nothing left to flush, so this writes an empty line as a test.
     """
     try:
         if after is not None:
@@ -59,8 +59,8 @@ def unwritten(stream: TextIO, after: OSError | None = None) -> str | None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process with that status, though what it printed cannot be written (Python's own is 120 then), and under
-    PYTHONINSPECT, to which SystemExit is an error to be looked into."""
+    """Exit with that status, also if output cannot be written (Python would exit with 120), and also under PYTHONINSPECT
+    (Python would start its prompt at SystemExit)."""
     for stream in (sys.stdout, sys.stderr):
         unwritten(stream)
     if sys.flags.inspect and not sys.flags.interactive:
@@ -69,20 +69,20 @@ def leave(status: int) -> NoReturn:
 
 
 def message(text: str) -> str:
-    """`rankwise: ` and a text for the standard error: on a terminal its lines end between words, in a file it is one line."""
+    """`rankwise: ` and a text for stderr: on a terminal, lines are broken between words; in a file it is one line."""
     line = f"rankwise: {text}"
     try:
         return folded(line, os.get_terminal_size(sys.stderr.fileno()).columns - 1)
-    except (OSError, ValueError, AttributeError):  # a file, a pipe, nothing
+    except (OSError, ValueError, AttributeError):  # a file, a pipe, or no stderr
         return line
 
 
 class Terminal:
-    """The one writer of an output stream. Bytes go through untouched: what a script prints is its own business."""
+    """The only writer of an output stream. Bytes are written unchanged: a script may print anything."""
 
     def __init__(self, stream: TextIO | None, plain: bool = False) -> None:
-        """None, as Python has it for a stream that this process was started without: nothing is printed. `plain`: lines alone,
-        whatever the stream is."""
+        """`stream` None (Python's value if the process was started without that stream): nothing is printed. `plain`: no status
+        line, even on a terminal."""
         self._fd = stream.fileno() if stream is not None else -1
         self.is_tty = stream is not None and os.isatty(self._fd) and not plain
         self._status = b""
@@ -90,14 +90,14 @@ class Terminal:
         self._at_line_start = True
         self.closed = stream is None
         self.lost: str | None = None
-        """Why nothing can be printed any more, where it is not that its reader has gone."""
+        """Why nothing can be printed any more; None if the reader is gone."""
 
     @property
     def columns(self) -> int:
         return shutil.get_terminal_size().columns
 
     def write(self, data: bytes) -> None:
-        """Print above the status line. A reader that has gone (`| head -1`) silences this terminal, nothing else."""
+        """Print above the status line. If the reader is gone (`| head -1`), nothing more is printed."""
         if not data:
             return
         prefix = _CLEAR_LINE if self._shown else b""
@@ -108,7 +108,7 @@ class Terminal:
             self._show()
 
     def status(self, text: str) -> None:
-        """Replace the status line; empty removes it. Does nothing unless a person can see it."""
+        """Replace the status line; empty removes it. Does nothing if the stream is not a terminal."""
         if not self.is_tty or self.closed:
             return
         self._status = text.encode()
@@ -117,19 +117,20 @@ class Terminal:
             self._show()
 
     def progress(self, text: str) -> None:
-        """The status line of what `progress_line` takes, as JSON; empty removes it. What cannot be read is passed over."""
-        with contextlib.suppress(ValueError):  # too long for the page, and cut
+        """Show the progress as the status line. `text`: the argument of `progress_line` as JSON; empty removes the line;
+        ignored if invalid."""
+        with contextlib.suppress(ValueError):  # it was too long for the page and was cut
             self.status(progress_line(json.loads(text), self.columns) if text else "")
 
     def end_line(self) -> None:
-        """What is printed next, by whomever, begins a line."""
+        """Make sure that the next output begins a new line."""
         if not self._at_line_start:
             self.write(b"\n")
 
     def _show(self) -> None:
         self._shown = bool(self._status)
         if self._shown:
-            # The cursor goes back to the first column, so that what others print overwrites the line.
+            # The cursor returns to the first column, so that output of other processes overwrites the line.
             self._put(_CLEAR_LINE + self._status + b"\r")
 
     def _put(self, data: bytes) -> None:
@@ -145,9 +146,10 @@ class Terminal:
 
 
 def typed(*words: str) -> str:
-    """A command line of ours that can be pasted into the shell in which this one was typed: `rankwise status train`.
+    """A rankwise command that can be pasted into the shell in which this command was typed: `rankwise status train`.
 
-    `rankwise` where the shell finds this very command by that name; else the path by which it was typed, or where it lies.
+    Begins with `rankwise` if the shell finds this same installation under that name; else with its path, or `python -m
+    rankwise`.
     """
     script = Path(sys.argv[0])
     beside = Path(sys.executable).with_name("rankwise")
@@ -164,7 +166,7 @@ def typed(*words: str) -> str:
 
 
 def progress_line(progress: Mapping[str, Any], columns: int) -> str:
-    """One line no wider than `columns`: what is done of how much, elapsed and remaining time, rate, and the text.
+    """One line of at most `columns`: steps done and total, elapsed and remaining time, rate, and the text.
 
     `progress`: done and total (steps; total None if unknown), elapsed_s and initial (steps done when the clock
     started), text, label.
@@ -173,7 +175,7 @@ def progress_line(progress: Mapping[str, Any], columns: int) -> str:
 
     line: str = tqdm.format_meter(
         n=progress["done"],
-        total=progress.get("total") or 0,  # tqdm's word for unknown
+        total=progress.get("total") or 0,  # 0 means unknown to tqdm
         elapsed=progress["elapsed_s"],
         ncols=max(columns - 1, 20),
         prefix=progress.get("label", ""),

@@ -1,4 +1,4 @@
-"""How numbers, times, paths and lists are printed, the same in every message.
+"""How messages print numbers, times, paths and lists.
 
 count(2, "rank")                       # 2 ranks
 listed(["a", "b", "c"], most=2)        # a, b and 1 more
@@ -69,18 +69,18 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
 def seconds_of(text: str) -> float | None:
-    """Of `90s`, `30m`, `12h`, `7d`, `2w`; None for anything else."""
+    """The seconds of `90s`, `30m`, `12h`, `7d`, `2w`; None for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
     return float(found[1]) * _UNITS[found[2]] if found is not None else None
 
 
 def stamp(seconds: float) -> str:
-    """A time since the epoch, as this machine's clock and date."""
+    """A time since the epoch, as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def clock(seconds: float) -> str:
-    """`4.2 s`, from a minute up `h:mm:ss`."""
+    """`4.2 s`; from one minute on, `h:mm:ss`."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -88,13 +88,13 @@ def clock(seconds: float) -> str:
 
 
 _COMMAND = re.compile(r"(.*(?:[Tt]ype|[Tt]o try|stop it): )(\S.*)", re.DOTALL)
-"""The text, and the command at its end that a person may copy."""
+"""A text, and the command at its end that a person may copy."""
 
 
 def folded(text: str, columns: int) -> str:
     """A message in lines of at most `columns`, broken between words. A command at its end stays one line, to be copied.
 
-    Only the first line of `text` is folded: what follows is shown as it is (a line of source, a traceback).
+    Only the first line of `text` is folded: the rest stays unchanged (a line of source, a traceback).
     """
     first, newline, rest = text.partition("\n")
     if len(first) <= columns:
@@ -106,7 +106,7 @@ def folded(text: str, columns: int) -> str:
 
 
 def short(path: Path) -> str:
-    """Relative to here where that is possible: shorter to read."""
+    """The path relative to the current folder if possible: shorter to read."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -1,1 +1,1 @@
-"""How processes of rankwise speak to each other: agents over a channel, an agent and its ranks through a shared page."""
+"""How processes of rankwise communicate: agents over a channel, an agent with its ranks through a shared page."""

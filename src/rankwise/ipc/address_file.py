@@ -1,4 +1,4 @@
-"""The file in which a process says where it listens: complete or absent, and only for its user.
+"""The file with the address at which a process listens: complete or absent, and only its user can read it.
 
 write(path, {"addresses": door.addresses, "port": door.port, "secret": secret, "home": network.home()})
 record = read(path);  ways(record);  remove(path, secret)
@@ -18,7 +18,7 @@ from rankwise.run.directory import write_text
 
 
 class OtherUserError(Exception):
-    """The file is another user's: nothing in it is believed."""
+    """The file belongs to another user: nothing in it is trusted."""
 
     def __init__(self, owner: int) -> None:
         super().__init__(owner)
@@ -26,12 +26,13 @@ class OtherUserError(Exception):
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
-    """Raises RunDirError. `record`: addresses, port, secret and home (see `network.home`), and what else its reader needs."""
+    """Raises RunDirError. `record`: addresses, port, secret, home (see `network.home`), and whatever else the reader needs."""
     write_text(path, json.dumps(record), mode=0o600)
 
 
 def read(path: Path, flags: int = 0) -> dict[str, Any]:
-    """Raises OSError without such a file, OtherUserError, and ValueError for what is no such record. `flags`: for `os.open`."""
+    """Raises OSError if there is no such file, OtherUserError, and ValueError if it is not such a record. `flags`: for
+    `os.open`."""
     network.refresh(path)
     with open(os.open(path, os.O_RDONLY | flags), encoding="utf-8") as file:
         if (owner := os.fstat(file.fileno()).st_uid) != os.geteuid():
@@ -43,12 +44,12 @@ def read(path: Path, flags: int = 0) -> dict[str, Any]:
 
 
 def remove(path: Path, secret: str, flags: int = 0) -> None:
-    """Ours alone: a later start may have written its own. `flags`: as for `read`."""
+    """Remove the file if it has this secret: a later start may have written its own. `flags`: as for `read`."""
     with contextlib.suppress(OSError, OtherUserError, ValueError):
         if read(path, flags).get("secret") == secret:
             path.unlink()
 
 
 def ways(record: Mapping[str, Any]) -> list[str]:
-    """The addresses to try, in this order: loopback first where who listens is on this host."""
+    """The addresses to try, in order: loopback first if the listener is on this host."""
     return [*(["127.0.0.1"] if record.get("home") == network.home() else []), *record["addresses"]]

@@ -1,13 +1,13 @@
-"""How agents speak to each other: JSON lines over a connection that both ends have proved to be of the same run.
+"""How agents communicate: JSON lines over a connection on which both ends have proved that they belong to the same run.
 
-    door = Door(secret, loopback=False);  door.publish(run, start)     # the head
+    door = Door(secret, loopback=False);  door.publish(path, run_id, start)    # the head
     for link, hello in door.callers(): ...
-    link = knock(addresses, port, secret, {"node": 1})                 # another agent, or a command that asks something
+    link, _, _ = knock(addresses, port, secret, {"node": 1})           # another agent, or a command
     link.send({"facts": ...});  for message in link.receive(): ...
 
-A link never waits: what cannot be written yet is kept, what has not come is not there. Nothing executable crosses it: an agent
-learns which rank it starts, never what. ssh and qrsh carry a link in the stdin and stdout of what they start; everywhere else
-the other agents call the head, whose address, port and secret lie in the run directory in a file that its user alone may read.
+A link never waits: it keeps what cannot be written yet, and returns only messages that have arrived. No code is sent over it.
+With ssh and qrsh, the link is the stdin and stdout of the command that they start. Otherwise the other agents connect to the
+head, whose address, port and secret are in a file in the run directory that only its user can read.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rankwise.ipc import address_file
 
 BEAT_S = 1.0
 LOST_S = 15.0
-"""An agent that has said nothing for so long is lost; no TCP error comes from a host that lost its power or its cable."""
+"""An agent that has sent nothing for this time is lost: a host without power or network causes no TCP error."""
 
 FULL_BYTES = 1 << 20
-"""With so much unsent a link takes no output of ranks: their logs are files and can wait."""
+"""With more unsent bytes, a link takes no output of ranks: the logs are files and can wait."""
 
 _LINE_BYTES = 64 << 20
 _ANSWER_S = 5.0
@@ -38,12 +38,12 @@ Message = dict[str, Any]
 
 
 class Link:
-    """Both ends of a conversation have one. `closed` says why there is nobody at the other end, None while there is."""
+    """One end of a connection. `closed`: why the other end is gone; None while it is there."""
 
     def __init__(self, reader: int, writer: int, own: Sequence[socket.socket] = ()) -> None:
         self._reader = reader
         self._writer = writer
-        self._own = own  # kept from being collected: the descriptors are theirs
+        self._own = own  # kept alive: these sockets own the descriptors
         self._inbox = b""
         self._unread: list[Message] = []
         self._outbox = b""
@@ -59,7 +59,7 @@ class Link:
         return cls(connection.fileno(), connection.fileno(), [connection])
 
     def fileno(self) -> int:
-        """To wait for what comes."""
+        """The descriptor to wait on for messages."""
         return self._reader
 
     def send(self, message: Message) -> None:
@@ -68,7 +68,7 @@ class Link:
         self.flush()
 
     def flush(self) -> None:
-        """Write what can be written now."""
+        """Write what can be written without waiting."""
         while self._outbox and self.closed is None:
             try:
                 self._outbox = self._outbox[os.write(self._writer, self._outbox) :]
@@ -82,7 +82,7 @@ class Link:
         return len(self._outbox) > FULL_BYTES
 
     def drain(self, bound_s: float) -> None:
-        """Wait until all is written, for so long at most."""
+        """Wait until everything is written, at most `bound_s`."""
         deadline = time.monotonic() + bound_s
         while self._outbox and self.closed is None and time.monotonic() < deadline:
             self.flush()
@@ -96,7 +96,7 @@ class Link:
             self.flush()
 
     def receive(self) -> list[Message]:
-        """What has come since. Notices a dead or silent end."""
+        """The messages that have arrived since the last call. Closes the link if the other end is dead or silent."""
         while self.closed is None:
             try:
                 data = os.read(self._reader, 1 << 16)
@@ -128,7 +128,7 @@ class Link:
         return messages
 
     def unread(self, messages: list[Message]) -> None:
-        """They were received, and are so once more next time."""
+        """Put messages back: the next `receive` returns them again."""
         self._unread = messages
 
     def close(self, why: str) -> None:
@@ -142,10 +142,10 @@ class Link:
 
 
 class Door:
-    """Where the other agents come in. Whoever does not know the secret is not let in."""
+    """The port to which other agents connect. Callers that do not know the secret are refused."""
 
     def __init__(self, secret: str, port: int = 0, loopback: bool = False) -> None:
-        """`port` 0 is one that the kernel chooses. OSError when it is taken."""
+        """`port` 0: the kernel chooses one. Raises OSError if the port is taken."""
         self.secret = secret
         self._listener = network.listen(loopback, port)
         self._listener.setblocking(False)
@@ -154,18 +154,18 @@ class Door:
         self.port: int = self._listener.getsockname()[1]
         self.addresses = ["127.0.0.1"] if loopback else network.own_addresses()
         self.seen_at: str | None = None
-        """An address of this host, not loopback, by which somebody came in."""
+        """An address of this host, not loopback, at which a caller has connected."""
 
     def fileno(self) -> int:
         return self._listener.fileno()
 
     @property
     def coming(self) -> list[Link]:
-        """Those that have not said yet who they are."""
+        """The callers that have not proved yet who they are."""
         return [link for link, *_ in self._coming]
 
     def publish(self, path: Path, run_id: str, start: str) -> None:
-        """Say in a file where the door is; `start` is what the agents of this very start have in common."""
+        """Write the address of the door into a file. `start`: an identifier that all agents of this start share."""
         record = {
             "run_id": run_id, "start": start, "addresses": self.addresses, "port": self.port, "secret": self.secret,
             "home": network.home(),
@@ -174,7 +174,8 @@ class Door:
         self._file = path
 
     def callers(self) -> list[tuple[Link, Message]]:
-        """The connections that have proved that they belong to this run, with their first message. Never waits."""
+        """The connections that have proved since the last call that they belong to this run, with their first message. Never
+        waits."""
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -213,12 +214,12 @@ class Door:
 # --- the others call
 
 
-class NobodyThere(Exception):  # noqa: N818  it is no error: one tries again
-    """No door of this run was found by this address, or not yet."""
+class NobodyThere(Exception):  # noqa: N818  # not an error: the caller tries again
+    """No door of this run was found at these addresses, or not yet."""
 
 
 def read_door(path: Path) -> Mapping[str, Any]:
-    """The record that `publish` wrote. Raises NobodyThere while there is none that can be read."""
+    """The record that `publish` wrote. Raises NobodyThere while there is no readable one."""
     try:
         record = address_file.read(path)
         return {key: record[key] for key in ("run_id", "start", "addresses", "port", "secret", "home")}
@@ -233,10 +234,10 @@ def read_door(path: Path) -> Mapping[str, Any]:
 def knock(
     addresses: Sequence[str], port: int, secret: str, hello: Message, answer_s: float = _ANSWER_S
 ) -> tuple[Link, str, str]:
-    """(link, the address that answered, this host's own address on the way there). Tries one address after the other; `hello`
-    is sent with the one that answered as its route.
+    """Connect to a door: (link, the address that answered, this host's own address on that route). Tries one address after the
+    other; adds the address that answered to `hello`, as "route".
 
-    Raises NobodyThere with what each of them said.
+    Raises NobodyThere with the reason for each address.
     """
     problems = []
     for address in dict.fromkeys(addresses):
@@ -255,7 +256,7 @@ def knock(
 
 
 def _is_proved(link: Link, secret: str, hello: Message, answer_s: float) -> bool:
-    """Prove, and have proved, that both know the secret."""
+    """Prove to the door that we know the secret, and check that it does too."""
     challenge = _next(link, answer_s)
     nonce = secrets.token_hex(16)
     link.send({**hello, "nonce": nonce, "proof": network.proof(secret, "caller", str(challenge.get("challenge")))})
@@ -263,7 +264,7 @@ def _is_proved(link: Link, secret: str, hello: Message, answer_s: float) -> bool
 
 
 def _next(link: Link, bound_s: float) -> Message:
-    """One message, or an empty one when none comes in time."""
+    """The next message, or an empty one if none comes in time."""
     deadline = time.monotonic() + bound_s
     while time.monotonic() < deadline and link.closed is None:
         if said := link.receive():

@@ -21,7 +21,7 @@ from rankwise.host.network import refresh
 from rankwise.run.directory import write_bytes
 
 Packed = tuple[bytes | None, str]
-"""An exception for another process: its pickle, None where that would not bring back the same; its traceback."""
+"""An exception for another process: its pickle, or None if unpickling would not restore it; its traceback."""
 
 
 def pack_error(error: BaseException, dumps: Callable[[Any], bytes] = pickle.dumps) -> Packed:
@@ -29,15 +29,16 @@ def pack_error(error: BaseException, dumps: Callable[[Any], bytes] = pickle.dump
     try:
         pickled = dumps(error)
         back = pickle.loads(pickled)
-        back.add_note("")  # a frozen one takes none
+        back.add_note("")  # fails for a frozen exception
         same = type(back) is type(error) and str(back) == str(error)
-    except BaseException:  # whatever a class of the user's raises on its way
+    except BaseException:  # a user's class may raise anything here
         same = False
     return (pickled if same else None), text
 
 
 def unpack_error(packed: Packed, where: str, otherwise: type[Exception]) -> BaseException:
-    """The exception, with the traceback that it had in the other process; `otherwise`, of that text, if it did not survive."""
+    """The exception, with the traceback that it had in the other process as a note; if it could not be pickled, `otherwise`
+    with that text."""
     pickled, text = packed
     if pickled is not None:
         with contextlib.suppress(BaseException):
@@ -51,18 +52,18 @@ def unpack_error(packed: Packed, where: str, otherwise: type[Exception]) -> Base
 
 
 class NotPortableError(Exception):
-    """It cannot be pickled for another process; the text says why, and what to type where that helps."""
+    """A value cannot be pickled for another process; the text gives the reason, and what to type if that helps."""
 
 
 def dumps(value: Any) -> bytes:
-    """As pickle does; what pickle cannot send, or only as a name in `__main__`, by cloudpickle where that is installed.
+    """As pickle does; with cloudpickle, if installed, what pickle cannot send, or could send only as a name in `__main__`.
 
     Raises NotPortableError.
     """
     buffer = io.BytesIO()
     try:
         _ByName(buffer).dump(value)
-    except Exception as error:  # whatever a class of the user's raises on its way
+    except Exception as error:  # a user's class may raise anything here
         why = f"{type(error).__name__}: {error}"
     else:
         return buffer.getvalue()
@@ -78,7 +79,7 @@ def dumps(value: Any) -> bytes:
 
 
 class _ByName(pickle.Pickler):
-    """Refuses what is defined in `__main__`: in the process that reads it that is another module."""
+    """Refuses what is defined in `__main__`, which is another module in the process that reads the pickle."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
@@ -90,12 +91,12 @@ class _ByName(pickle.Pickler):
 
 
 def write(path: Path, data: bytes) -> None:
-    """Only for this user; the file is complete or absent."""
+    """Only this user can read the file; it is complete or absent."""
     write_bytes(path, data, mode=0o600)
 
 
 def read(path: Path) -> bytes:
-    """Raises FileNotFoundError; RunDirError unless it is a file of this user's that nobody else can write."""
+    """Raises FileNotFoundError; RunDirError unless the file belongs to this user and nobody else can write it."""
     refresh(path)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -114,7 +115,7 @@ def read(path: Path) -> bytes:
 
 
 def take(path: Path) -> bytes:
-    """`read`, and the file is gone."""
+    """`read`, then delete the file."""
     data = read(path)
     path.unlink(missing_ok=True)
     return data

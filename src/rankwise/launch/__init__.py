@@ -1,1 +1,1 @@
-"""Before the job: make the plan, hand it to a scheduler, follow it. No torch here: a login node needs none."""
+"""Before the job: make the plan, give it to a scheduler, follow it. No torch here: a login node needs none."""

@@ -13,30 +13,30 @@ from rankwise.run.config import WORKER
 
 @dataclass(frozen=True)
 class Caller:
-    """What it is called that was started, how the caller continues it, and whether the caller reads what is printed."""
+    """How to name what was started, what to tell the caller to do next, and whether the caller reads what is printed."""
 
     again: str
-    """What starts the run once more: the same `command`, the same `call`."""
+    """The word for what starts the run again: the same "command", the same "call"."""
 
     name_option: str
-    """How another name is given."""
+    """How the caller gives the run another name."""
 
     fresh_option: str
     """The option that moves an older run aside."""
 
     reads: bool
-    """Whether somebody reads what is printed. Code is given the exception, or the run."""
+    """Whether somebody reads what is printed. Code gets an exception, or the run, instead."""
 
     def name_of(self, argv: Sequence[str]) -> str:
-        """What a person calls a script, a module, a command or a function."""
+        """The name that a person uses for the script, module, command or function."""
         return self.identity(argv)[-1]
 
     def identity(self, argv: Sequence[str]) -> tuple[str, ...]:
-        """The first words of `argv`, which say what is run; the others are its arguments."""
+        """The first words of `argv`, which show what is run; the others are its arguments."""
         return tuple(argv[:2] if argv[0] == "-m" else argv[:1])
 
     def how_to_continue(self, command: str) -> str:
-        """`command`: what a person would type."""
+        """What to print after "to resume,". `command`: what a person would type."""
         return f"type: {command}"
 
 
@@ -53,5 +53,5 @@ CODE = _Code("call", 'name="NAME"', "fresh=True", reads=False)
 
 
 def caller_of(argv: Sequence[str]) -> Caller:
-    """`argv`: a script, or `-m` and a module, or a command; and its arguments."""
+    """`argv`: a script, or `-m` and a module, or a command; then its arguments."""
     return CODE if tuple(argv[:2]) == ("-m", WORKER) else PERSON

@@ -1,4 +1,4 @@
-"""code.txt, the code of a run: the commit, what differs from it, and the installed versions."""
+"""code.txt, the code of a run: the commit, the differences from it, and the versions of packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DIFF_BYTES = 1_000_000
 
 
 def describe(folder: Path) -> str:
-    """For the folder that holds the script. Never fails: it says what cannot be known."""
+    """The text for the script's folder. Never fails: without git, the text says so."""
     commit = _git(folder, "rev-parse", "HEAD").strip()
     lines = [f"python {sys.version.split()[0]} ({sys.executable})"]
     lines.append(f"commit {commit}" if commit else "commit none (not in a git repository)")

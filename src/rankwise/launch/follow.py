@@ -1,4 +1,4 @@
-"""What a run prints, as it grows: the logs of its ranks, or the output of its job.
+"""Shows what a run prints while it runs: the logs of its ranks, or the output of its job.
 
 show_logs(run, ranks=(0,), follow=True);  status = wait(run, job, attempts, config)
 """
@@ -22,14 +22,15 @@ from rankwise.run.directory import Job, RunDir
 
 _TICK_S = 0.2
 _ASK_S = (1.0, 15.0)
-"""A scheduler is asked this often at first, and at last: its answers cost it something, and most jobs are long."""
+"""The first and the longest interval between two questions to a scheduler: questions load it, and most jobs are long."""
 
 _CHUNK = 1 << 16
 _FORGOTTEN_S = 60.0
 
 
 class LogTail:
-    """A file from its beginning, which may not be there yet: what is new, each line with a prefix if there is one."""
+    """Reads what is new in a file, which need not exist yet; adds a prefix to each line if there is one. `end`: skip what is
+    there now."""
 
     def __init__(self, path: Path, prefix: str = "", end: bool = False) -> None:
         self._path = path
@@ -52,15 +53,15 @@ class LogTail:
         return b"".join(self._prefix + line + b"\n" for line in whole)
 
     def close(self) -> bytes:
-        """What is left of a line that was never ended."""
+        """Returns the last line if it has no line end."""
         rest, self._partial = self._partial, b""
         return self._prefix + rest + b"\n" if rest else b""
 
 
 def show_logs(run: RunDir, ranks: Sequence[int] | None, follow: bool) -> None:
-    """Print the logs of these ranks (None: of all), and with `follow` what comes, until the run has ended.
+    """Print the logs of these ranks (None: of all). With `follow`, print new output too, until the run has ended.
 
-    Where no rank has written anything, what the job itself printed. Raises RunDirError where there is neither.
+    If no rank has a log yet, print the output of the job. Raises RunDirError if there is neither.
     """
     chosen = _ranks(run) if ranks is None else ranks
     paths = {run.log(rank): f"[rank {rank}] " if ranks is None else "" for rank in chosen}
@@ -82,7 +83,7 @@ def show_logs(run: RunDir, ranks: Sequence[int] | None, follow: bool) -> None:
 
 
 def _ranks(run: RunDir) -> list[int]:
-    """Those that have a log."""
+    """The ranks that have a log."""
     found = [re.fullmatch(r"rank-([0-9]+)\.log", path.name) for path in run.logs.glob("rank-*.log")]
     return sorted(int(match[1]) for match in found if match is not None)
 
@@ -101,10 +102,10 @@ def _until_it_ended(run: RunDir, job: Job | None) -> Callable[[], bool]:
 
 
 def _show(tails: Sequence[LogTail], goes_on: Callable[[], bool]) -> None:
-    """All that is new, until `goes_on` is false, and what came until then."""
+    """Print new output until `goes_on` returns False; then print the last of it."""
     terminal = Terminal(sys.stdout)
     while not terminal.closed:
-        last = not goes_on()  # asked first: what was written before it ended is read after
+        last = not goes_on()  # asked before reading: so nothing that was written before the end is missed
         busy = list(tails)
         while busy and not terminal.closed:
             for tail in list(busy):
@@ -124,7 +125,7 @@ def _show(tails: Sequence[LogTail], goes_on: Callable[[], bool]) -> None:
 
 
 class _Interval:
-    """When to ask a scheduler again: soon at first, ever more seldom."""
+    """When to ask a scheduler again: after a second at first, then less and less often."""
 
     def __init__(self) -> None:
         self._pause, self._longest = _ASK_S
@@ -152,7 +153,7 @@ def wait(run: RunDir, job: Job, attempts: int, config: RunConfig) -> int:
         )
         return 1
     if newest and newest[0].status == EXIT_PREEMPTED and newest[0].outcome.startswith("stopped"):
-        exit_status = EXIT_PREEMPTED  # to its scheduler a job that has stopped and saved has not failed, or was cancelled
+        exit_status = EXIT_PREEMPTED  # for the scheduler, a job that stopped and saved has succeeded, or was cancelled
     if exit_status is None:
         say(f"job {job.id}: {end.reason}; its exit status is not known")
         return 1
@@ -165,7 +166,7 @@ def wait(run: RunDir, job: Job, attempts: int, config: RunConfig) -> int:
 
 
 class JobEnd:
-    """Whether a job continues; when it does not, its exit status if the scheduler knows it, and the scheduler's reason."""
+    """Whether a job continues; once it has ended, its exit status if the scheduler knows it, and the scheduler's reason."""
 
     def __init__(self, run: RunDir, job: Job) -> None:
         self._run, self._job = run, job
@@ -174,7 +175,7 @@ class JobEnd:
         self.status: int | None = None
         self.reason = ""
         self.stuck = False
-        """It would be waited for without end."""
+        """Whether the job cannot start: waiting for it would never end."""
         self._seen_stuck = False
 
     def goes_on(self) -> bool:
@@ -184,14 +185,14 @@ class JobEnd:
         if state.reason != self.reason and state.phase in ("waiting", "stuck"):
             say(f"job {self._job.id}: {state.reason}")
         self.reason, self.status = state.reason, state.status
-        # Twice: what a scheduler says of a job between two of its states need not last.
+        # Seen twice: what a scheduler reports while a job changes its state may be temporary.
         self.stuck, self._seen_stuck = state.phase == "stuck" and self._seen_stuck, state.phase == "stuck"
         if self.stuck:
             return False
         if state.phase != "unknown":
             self._forgotten_since = None
             return state.phase != "ended"
-        # The scheduler is down for a while, or has forgotten the job: then the run's own record is all there is.
+        # The scheduler is down for a while, or has forgotten the job: rely on the run's own record.
         now = time.monotonic()
         self._forgotten_since = self._forgotten_since or now
         newest = self._run.attempts()[-1:]

@@ -1,4 +1,4 @@
-"""Options of other launchers on our command line: what to type instead.
+"""Options of other launchers on the command line of rankwise: what to type instead.
 
 found = translated(["-np", "4", "-x", "PATH", "python", "train.py"], ours={"--nproc": True})
 found.theirs, found.words        # ("-np 4", "-x PATH", "python"), ("--nproc", "4", "train.py")
@@ -17,16 +17,16 @@ from rankwise.schedulers.spellings import COMMANDS, MODULES, SPELLINGS
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _COUNT_ALL = ("-np", "--np", "-n", "--num-proc")
-"""The ranks of all hosts together, which a list of hosts says already."""
+"""Options for the total number of ranks, which a list of hosts gives already."""
 
 
 @dataclass(frozen=True)
 class Translated:
-    """Words that were meant for another launcher."""
+    """A command line with words that belong to another launcher."""
 
     theirs: tuple[str, ...]
     words: tuple[str, ...]
-    """All of them, theirs replaced."""
+    """The complete command line, with the other launcher's words replaced."""
 
 
 def refuse(words: Sequence[str], ours: Mapping[str, bool]) -> None:
@@ -37,7 +37,8 @@ def refuse(words: Sequence[str], ours: Mapping[str, bool]) -> None:
 
 
 def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | None:
-    """None where no word is another launcher's, or an option is nobody's. `ours`: each option, and whether a value follows."""
+    """None if no word belongs to another launcher, or if an option is unknown. `ours`: each option, and whether a value
+    follows."""
     hosts_named = any(word.partition("=")[0] in ("-H", "--host", "--hosts", "--hostfile") for word in words)
     theirs: list[str] = []
     typed: list[str] = []
@@ -68,7 +69,7 @@ def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | N
 
 
 def _peeled(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(what begins another launcher's line, the rest). An interpreter with options of its own stays, after a `--`."""
+    """(the first words of another launcher's command, the rest). An interpreter that has options is kept, after a `--`."""
     line = list(words[1:] if words[:1] == ["--"] else words)
     python = 1 if line and _PYTHON.fullmatch(line[0]) else 0
     if line[python : python + 1] == ["-m"] and line[python + 1 : python + 2] and line[python + 1] in MODULES:

@@ -1,6 +1,6 @@
-"""`srun rankwise run train.py`: one of several launchers that something else has started together is a part of one run.
+"""`srun rankwise run train.py`: several rankwise processes that another launcher starts together are one run.
 
-started = together(os.environ);  started.tasks.index     # None where this process was started alone
+started = together(os.environ);  started.tasks.index     # None if this process was started alone
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from rankwise.schedulers.ranks import Tasks
 
 @dataclass(frozen=True)
 class Started:
-    """What has started this process beside others, and which of them it is."""
+    """What has started this process together with others, and which of them this one is."""
 
     queue: Jobs
     tasks: Tasks
     one_per_node: bool
-    """Each is for all devices of its node; otherwise each is one rank."""
+    """Whether each process is for all devices of its node; otherwise each is one rank."""
 
 
 def together(env: Mapping[str, str]) -> Started | None:
-    """None where this process is alone. Raises WorldError under a launcher whose processes are ranks already (torchrun), or
-    which does not say which of them this is."""
+    """None if this process is alone. Raises WorldError under a launcher whose processes are ranks already (torchrun), or which
+    does not tell a process its index."""
     found = explain(env)
     launcher = schedulers.launchers(env)[found.source]
     if found.error is not None and launcher.one_of_several(env):
@@ -52,7 +52,7 @@ def together(env: Mapping[str, str]) -> Started | None:
 
 
 def choice(started: Started, config: RunConfig) -> Choice:
-    """The first of them has the head's agent: the others find it in the run directory."""
+    """The choice of the first process, which runs the head: the others find the head through the run directory."""
     return Choice(
         queue=started.queue,
         why=f"one of {started.tasks.count} that it has started",
@@ -70,8 +70,8 @@ def choice(started: Started, config: RunConfig) -> Choice:
 
 
 def follow(started: Started, run: RunDir) -> int:
-    """Any but the first: its agent does what the first one's says. Returns 0, unless the first was lost: the run's exit
-    status is the first one's."""
+    """Run any process except the first: its agent follows the head's orders. Returns 0 unless the head was lost: the first
+    process returns the exit status of the run."""
     processes.become_subreaper()
     words = [sys.executable, "-m", "rankwise.agent", str(run.path), "--node", str(started.tasks.index)]
     agent = os.posix_spawn(words[0], words, os.environ, setsid=True)

@@ -27,18 +27,18 @@ from rankwise.run.plan import Plan
 from rankwise.schedulers import Foreground, foreground
 from rankwise.sync import names as strategies
 
-_FEW_FILES = 1024  # what a login shell has
+_FEW_FILES = 1024  # the usual limit of a login shell
 _MANY_FILES = 4096
 _FILES_TO_BEGIN = 32
 _LOG_TAIL_BYTES = 4096
-_NAMED = 4  # hosts, in the first line; all are in plan.json
+_NAMED = 4  # hosts named in the first line; plan.json has all of them
 
 
 def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None) -> int:
-    """Run the script on the devices of this machine, or hand it to what starts it elsewhere.
+    """Run the script on the devices of this machine, or give it to the scheduler that starts it elsewhere.
 
-    `call`: what is left in the run directory for ranks that run a function (`rankwise.functions`).
-    Returns the exit status, having said what became of the run; of a queued job that is not waited for: that it was queued.
+    `call`: written into the run directory for ranks that run a function (`rankwise.functions`). Prints how the run ended, and
+    returns its exit status. If the job is queued and not waited for, prints the job and returns 0.
     """
     started = None if config.allow_independent else join.together(env)
     program = script.find(config)
@@ -48,18 +48,18 @@ def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None)
     if started is not None and started.tasks.index > 0:
         return join.follow(started, run)
     choice = choose(config, env) if started is None else join.choice(started, config)
-    if choice.node_rank > 0:  # the run's own folder is the first node's; where it is seen from here its logs go there too
+    if choice.node_rank > 0:  # only the first node owns the run directory; the agent logs there too if it can see it
         run = RunDir(run.path.with_name(f".{run.path.name}-node-{choice.node_rank}"))
     if program.no_torch is not None:
         if choice.is_here:
             raise ConfigError(program.no_torch)
-        say(f"warning: {program.no_torch}")  # what the job sets up first may give it one
+        say(f"warning: {program.no_torch}")  # the setup commands of the job may provide torch
     if choice.is_here:
         environment = machine.visible(choice.gpus, env)
         nproc, why = machine.ranks_for(config.nproc, {**env, **environment})
         _refuse_what_this_machine_cannot_hold(nproc)
         _refuse_nccl_without_gpu(program, {**env, **environment})
-    else:  # each node counts its own devices, and the cores for them
+    else:  # each node counts its own devices and cores
         environment = {} if choice.gpus is None else {"CUDA_VISIBLE_DEVICES": choice.gpus}
         nproc, why = (0, "auto") if config.nproc == "auto" else (int(config.nproc), "as asked")
         if started is not None and config.nproc == "auto" and not started.one_per_node:
@@ -81,7 +81,8 @@ def launch(config: RunConfig, env: Mapping[str, str], call: bytes | None = None)
 
 
 def _check_strategy(name: str, program: script.Program) -> None:
-    """Before it waits in a queue. Raises ConfigError for a name that is none; warns where nobody asks for it."""
+    """Check --sync before the job waits in a queue. Raises ConfigError for an unknown name; warns if the script would not use
+    it."""
     strategies.check(name, "--sync ")
     if not program.interpreter or program.argv[0] == "-m":
         return
@@ -103,8 +104,8 @@ def _run_here(
     announce: Callable[[int], None],
     call: bytes | None,
 ) -> int:
-    """Run the text below this process, pass signals on to it, and say how it ended."""
-    processes.become_subreaper()  # if the agent is killed, what it leaves falls to this process
+    """Run the job's text as a child of this process, pass signals on to it, and print how it ended."""
+    processes.become_subreaper()  # if the agent is killed, this process inherits its children
     submit.refuse_if_queued(run)
     aside = run.prepare(config.fresh, say)
     lease = run.take(say)
@@ -123,21 +124,21 @@ def _run_here(
             write_text(run.code, code.describe(Path(program.name).absolute().parent))
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
         if choice.starts_agents and (newest := run.attempts()[attempts:][-1:]) and newest[0].status is not None:
-            status = newest[0].status  # what starts the agents may have a word of its own (MPICH: 0 after a signal)
-        # The signal came before what starts the agents could hear it.
+            status = newest[0].status  # the launcher of the agents may return another status (MPICH: 0 after a signal)
+        # The signal came before the launcher of the agents could handle it.
         if status < 0 and forward.asked and len(run.attempts()) == attempts:
             say("stopped before any rank had started")
             return EXIT_INTERRUPTED if forward.interrupted else EXIT_PREEMPTED
         if status >= 0:
-            sweep_s = 1.0  # an agent that ended by itself has left nothing but what nothing ends
+            sweep_s = 1.0  # an agent that exited by itself has left only processes that cannot be killed
         if status == EXIT_PREEMPTED and forward.interrupted:
-            status = EXIT_INTERRUPTED  # the agents know only that they were asked
+            status = EXIT_INTERRUPTED  # the agents got another signal than the Ctrl-C of this process
         by = f"the launcher of the agents ({choice.name})" if choice.starts_agents else "the agent"
         return conclude(run, status, attempts, config, by, forward.asked)
     finally:
         processes.end_tree(bound_s=sweep_s)
         lease.release()
-        for signum in processes.STOP_SIGNALS:  # the run is over: one Ctrl-C more must not make this process look killed
+        for signum in processes.STOP_SIGNALS:  # the run is over: another Ctrl-C must not make this process look killed
             signal.signal(signum, signal.SIG_IGN)
 
 
@@ -178,7 +179,7 @@ def _plan(
         stall_warn_s=config.stall_warn_s,
         check_collectives=config.check_collectives,
         tee=config.tee,
-        # An agent that another starter starts may be on another host, where this number is somebody else's.
+        # An agent that another launcher starts may be on another host, where this pid belongs to another process.
         launcher_pid=os.getpid() if choice.attached and not config.dry_run and not choice.starts_agents else 0,
         fresh=config.fresh,
         checkpoint_scope=config.checkpoint_scope,
@@ -190,14 +191,15 @@ def _plan(
 
 
 def _stop_after_s(config: RunConfig, choice: Choice) -> float:
-    """What the user says and what the job's limit leaves, whichever is earlier; 0 for never."""
+    """The earlier of --stop-after and what the job's time limit leaves; 0 for never."""
     asked = seconds_of(config.stop_after) if config.stop_after else None
     limit = choice.queue.stop_after_s(choice.job, config.grace_s)
     return float(min(filter(None, (asked, limit)), default=0.0))
 
 
 def _threads(env: Mapping[str, str], nproc: int) -> int:
-    """OMP_NUM_THREADS of each rank: as it is set, else this machine's cores shared; 0 where the ranks are elsewhere."""
+    """OMP_NUM_THREADS of each rank: as the user set it, else an equal share of this machine's cores; 0 if the ranks are
+    elsewhere."""
     asked = env.get("OMP_NUM_THREADS", "")
     if asked.isdecimal():
         return max(1, int(asked))
@@ -215,7 +217,7 @@ def _start(run: RunDir, choice: Choice) -> int:
 
 
 def _headline(program: script.Program, plan: Plan, choice: Choice, attempts: int = 0) -> str:
-    """What is started elsewhere, by whom, and why by them."""
+    """What is started on which nodes, by which scheduler, and why that one."""
     nodes = count(plan.nodes, choice.word) if plan.min_nodes == plan.nodes else f"{plan.min_nodes} to {plan.nodes} nodes"
     if plan.hosts:
         names = [f"{host.name}:{host.slots}" if host.slots else host.name for host in plan.hosts]
@@ -236,7 +238,7 @@ def _headline(program: script.Program, plan: Plan, choice: Choice, attempts: int
 
 
 def _announce(program: script.Program, plan: Plan, choice: Choice, why: str, attempts: int, gpus: int) -> None:
-    """What will run where; and what of this machine will be too little for it."""
+    """Print what will run where, and warn if this machine has too little for it."""
     if program.keep_cold is not None:
         say(f"{program.keep_cold}: each rank imports torch by itself")
     if not choice.is_here:
@@ -258,7 +260,8 @@ def _announce(program: script.Program, plan: Plan, choice: Choice, why: str, att
 
 
 def _refuse_what_this_machine_cannot_hold(nproc: int) -> None:
-    """Each rank is a process, and holds a connection to every other beside what Python, torch and the agent need to begin."""
+    """Each rank is a process. It has a connection to every other rank, besides the files that Python, torch and the agent
+    need."""
     files, most_files = machine.open_files(), machine.open_files(at_most=True)
     most = min(most_files - _FILES_TO_BEGIN, machine.processes())
     if nproc > most:
@@ -275,7 +278,7 @@ def _refuse_what_this_machine_cannot_hold(nproc: int) -> None:
 
 
 def _advised(needed: int, most: int) -> int:
-    """A limit of open files that will do, and that a user may set."""
+    """A limit of open files that is enough, and that the user may set."""
     return min(max(_MANY_FILES, 2 * needed), most)
 
 
@@ -288,9 +291,10 @@ def _refuse_nccl_without_gpu(program: script.Program, env: Mapping[str, str]) ->
 
 
 class _Forward:
-    """Passes the signals that the launcher gets on to what runs the text, those that came before it was there too.
+    """Passes signals of this process on to the child that runs the job's text, including those that came before the child was
+    started.
 
-    `passed` is what another starter (srun) takes for a request to stop; a second Ctrl-C ends it.
+    `passed`: by signal, the one that another launcher (srun) takes as a request to stop; a second Ctrl-C sends SIGTERM to it.
     """
 
     def __init__(self, passed: Mapping[int, int]) -> None:
@@ -303,7 +307,7 @@ class _Forward:
             signal.signal(signum, self._on_signal)
 
     def to(self, child: int) -> int:
-        """From now on to this process, the launcher's child."""
+        """From now on, pass signals on to `child`."""
         self._child = child
         for signum in self._early:
             processes.send(child, signum)

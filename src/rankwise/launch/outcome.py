@@ -25,9 +25,9 @@ _LOG_TAIL_BYTES = 4096
 def conclude(
     run: RunDir, status: int, attempts_before: int, config: RunConfig, by: str = "the agent", asked: bool = False
 ) -> int:
-    """Say how it ended. The failure's lines are the last that the run prints.
+    """Print how the run ended. The lines of a failure are the last that it prints.
 
-    `by`: what this process has started, and `status` is of. `asked`: it was asked to stop.
+    `status`: of the child of this process; `by`: the child's name. `asked`: whether the run was asked to stop.
     """
     attempts, caller = run.attempts(), caller_of(config.words)
     attempt = attempts[-1] if len(attempts) > attempts_before else None
@@ -35,7 +35,7 @@ def conclude(
     if status < 0:
         say(f"{by} was killed by {signal.Signals(-status).name}, and its ranks with it")
         return 128 - status
-    if attempt is None or attempt.status is None:  # an agent that could not begin, or could not record the end, has said why
+    if attempt is None or attempt.status is None:  # an agent that could not start the ranks, or record the end, has printed why
         if status > 128 and not asked:
             when = "before any rank started" if attempt is None else "and did not record how the run ended"
             say(f"{by} exited with status {status} {when}; the reason is in the lines above")
@@ -55,8 +55,8 @@ def _say_failure(run: RunDir, failure: Failure, config: RunConfig, started: floa
     if failure.traceback is not None:
         if not _is_told(failure) and caller.reads:
             _show(failure.traceback.rstrip("\n"))
-    elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # rank 0's are above
-        _show(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES, started)), end="")  # not an earlier attempt's
+    elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # the log of rank 0 is above
+        _show(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES, started)), end="")  # not the output of an earlier attempt
     if (hint := _misplaced(run, failure, config)) is not None:
         say(hint)
     say(f"{failure.summary}, on {failure.host}")
@@ -65,12 +65,12 @@ def _say_failure(run: RunDir, failure: Failure, config: RunConfig, started: floa
         say(f"saved: {saved[-1]}; the same {again} resumes from there" if saved else
              f"nothing was saved yet: the same {again} starts from the beginning")  # fmt: skip
     log = Path(failure.log or "")
-    where = short(log) if log.exists() else f"{log} on {failure.host}"  # a folder that only that host sees
+    where = short(log) if log.exists() else f"{log} on {failure.host}"  # the log is in a folder that only that host sees
     say(f"its output is in {where}; exit status {failure.exit_status}")
 
 
 def _misplaced(run: RunDir, failure: Failure, config: RunConfig) -> str | None:
-    """Where the script has complained of options that are ours, and follow its name: the command that was meant."""
+    """A hint if the script has failed because of options of rankwise after its name: the command with the options in front."""
     ours, rest = misplaced(config.argv[1:], schedulers.options())
     names = [word.partition("=")[0] for word in ours if word.startswith("--")]
     said = (failure.traceback or "") + run.log_tail(failure.rank, _LOG_TAIL_BYTES).decode(errors="replace")
@@ -82,13 +82,13 @@ def _misplaced(run: RunDir, failure: Failure, config: RunConfig) -> str | None:
 
 
 def _is_told(failure: Failure) -> bool:
-    """Whether all that the traceback says is in the summary: an error of ours, which is one line and a place."""
+    """Whether the summary contains all of the traceback: for an error of rankwise, which is one line and a place."""
     first, _, _ = (failure.traceback or "").partition("\n")
     return first.startswith("error: ") and first.removeprefix("error: ") in failure.summary
 
 
 def _last_lines(log: bytes, count: int = 5) -> str:
-    """Why a rank left without an exception is often there."""
+    """The last lines of a log: they often show why a rank exited without an exception."""
     return "".join(f"  {line}\n" for line in log.decode(errors="replace").splitlines()[-count:])
 
 
@@ -98,7 +98,7 @@ def _resume_command(config: RunConfig) -> str:
 
 
 def _options(config: RunConfig) -> list[str]:
-    """Those of the command that say what is set here, up to the script."""
+    """The words of the command that give these settings, up to the script."""
     words: list[str] = []
     own = {field.name: field.default for field in fields(config) if field.name not in ("argv", "job", "site")}
     own = {name: getattr(config, name) for name, default in own.items() if getattr(config, name) != default}
@@ -107,7 +107,7 @@ def _options(config: RunConfig) -> list[str]:
         for each in value if isinstance(value, tuple) else (value,):
             if each is True:
                 words.append(name)
-            elif name.startswith("--") and str(each).startswith("-"):  # not an option by itself
+            elif name.startswith("--") and str(each).startswith("-"):  # with "=", so that the value is not taken as an option
                 words.append(f"{name}={each}")
             else:
                 words += [name, f"{each:g}" if isinstance(each, float) else str(each)]
@@ -115,7 +115,7 @@ def _options(config: RunConfig) -> list[str]:
 
 
 def say(text: str) -> None:
-    """To the person who started the run; what is printed for programs goes to the standard output."""
+    """Print a message for the person who started the run, on stderr; stdout is for output that programs read."""
     _show(message(text))
 
 

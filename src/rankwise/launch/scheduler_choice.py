@@ -1,4 +1,4 @@
-"""Which scheduler starts the agents, why, and which of the settings are its own.
+"""Which scheduler starts the agents, why, and which settings are options of that scheduler.
 
 choice = choose(config, os.environ);  print(choice.name, choice.why)
 """
@@ -19,7 +19,7 @@ from rankwise.schedulers import LOCAL, Foreground, Jobs
 from rankwise.schedulers.options import counts
 
 _IN_PLAN = ("gpus", "hosts", "hostfile", "nodes", "node_rank", "master_addr")
-"""They have places of their own in the Plan; what is left is the scheduler's `job`."""
+"""These settings have their own fields in the Plan; the others are the scheduler's `job`."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Choice:
     """In a few words, for a person."""
 
     attached: bool
-    """The agents run below this process; otherwise a job is queued."""
+    """Whether the agents run below this process; otherwise a job is queued."""
 
     nodes: int
     min_nodes: int
@@ -39,18 +39,18 @@ class Choice:
     node_rank: int
     master_addr: str
     gpus: str | None
-    """Those to use, by number; None for all."""
+    """The numbers of the GPUs to use; None for all."""
 
     job: dict[str, Any]
     joined: bool = False
-    """The scheduler has started this process and its like already: each has an agent below it, nothing is left to start."""
+    """Whether the scheduler has started this process and others like it already: each starts only the agent below it."""
 
     word: str = "node"
-    """What it has one agent for."""
+    """The word for what has one agent each: node or task."""
 
     @property
     def starter(self) -> Jobs:
-        """Whose text is run: this machine's own where nothing but the agent here is left to start."""
+        """The scheduler whose text is run: the local one if only the agent on this host is left to start."""
         return LOCAL if self.joined else self.queue
 
     @property
@@ -64,12 +64,12 @@ class Choice:
 
     @property
     def is_here(self) -> bool:
-        """This machine alone: what it has can be looked at now."""
+        """Whether only this machine is used: its devices can then be counted now."""
         return self.queue.this_machine
 
 
 def choose(config: RunConfig, env: Mapping[str, str]) -> Choice:
-    """Raises ConfigError for a scheduler that is none, and for a setting that it does not know."""
+    """Raises ConfigError for an unknown scheduler, and for a setting that the scheduler does not know."""
     queue, why = _queue(config, env)
     job = _job(config, queue, why)
     attached = queue.attached(env)
@@ -93,7 +93,8 @@ def choose(config: RunConfig, env: Mapping[str, str]) -> Choice:
 
 
 def _queue(config: RunConfig, env: Mapping[str, str]) -> tuple[Jobs, str]:
-    """(it, why): what was said, then what follows from what was said, then where this is, then the site's habit."""
+    """(the scheduler, why): --on first, then what the other options imply, then the job that this shell is in, then the site
+    file."""
     if config.on is not None:
         return _named(config.on, f"--on {config.on}"), "--on"
     queues = schedulers.queues().values()
@@ -118,11 +119,12 @@ def _named(on: str, typed: str) -> Jobs:
 
 
 def _job(config: RunConfig, queue: Jobs, why: str) -> dict[str, Any]:
-    """What it is asked for: what was given, then the site's. Raises ConfigError for an option that it does not know."""
+    """The scheduler's options: those given, then those of the site file. Raises ConfigError for an option that it does not
+    know."""
     known = {option.name for option in queue.options}
     options = schedulers.options()
     given = dict(config.job)
-    if counts(given.get("nodes", "")) == (1, 1):  # as people type for torchrun on one machine
+    if counts(given.get("nodes", "")) == (1, 1):  # what people type for torchrun on one machine
         given = {key: value for key, value in given.items() if key in known or key not in ("nodes", "node_rank", "master_addr")}
     for key, value in given.items():
         if key not in known:
@@ -139,7 +141,7 @@ def _job(config: RunConfig, queue: Jobs, why: str) -> dict[str, Any]:
 
 
 def _within(queue: Jobs, job: dict[str, Any], config: RunConfig) -> dict[str, Any]:
-    """Without what is asked of a queue: the nodes are there already."""
+    """The options without those of a queue: inside a job, the nodes are allocated already."""
     keeps = [option.name for option in queue.options if option.within]
     vain = [option.typed for option in queue.options if option.name in config.job and option.name not in keeps]
     if vain:
@@ -149,7 +151,7 @@ def _within(queue: Jobs, job: dict[str, Any], config: RunConfig) -> dict[str, An
 
 
 def _nodes(job: Mapping[str, Any], hosts: tuple[Host, ...], allocated: int | None) -> tuple[int, int]:
-    """(fewest, most): as asked for, or as many as there are."""
+    """(fewest, most) nodes: as requested, or as many as there are."""
     there = len(hosts) or allocated
     if "nodes" not in job:
         return there or 1, there or 1

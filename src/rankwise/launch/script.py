@@ -1,6 +1,6 @@
-"""What to run, and what is known of it before anything starts.
+"""What to run, and what is known about it before anything starts.
 
-program = find(config)        # ConfigError: it is not there, or does not compile
+program = find(config)        # ConfigError if it does not exist, or does not compile
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class Program:
     """Why its ranks cannot be forked from a warm process; None if they can."""
 
     nccl_line: int | None = None
-    """The line where it is certain to ask for NCCL; None if it may not."""
+    """The line that certainly asks for NCCL; None if there is none."""
 
     pitfalls: tuple[str, ...] = ()
-    """What in it goes wrong with more ranks than one, a sentence each."""
+    """What goes wrong with more than one rank, one sentence each."""
 
     no_torch: str | None = None
-    """Where it is certain to import torch, and which Python has none; None if that may go well."""
+    """A message if the script certainly imports torch and its Python has none; otherwise None."""
 
     @property
     def name(self) -> str:
-        """What a person calls it."""
+        """The name that a person uses for it."""
         return self.caller.name_of(self.argv)
 
     @property
@@ -58,7 +58,7 @@ class Program:
 
 
 def find(config: RunConfig) -> Program:
-    """Raises ConfigError in one line for what cannot run at all."""
+    """Raises ConfigError, in one line, for a program that cannot run at all."""
     ours = (sys.executable, *_interpreter_flags())
     if config.command:
         program = _python_command(config.argv) or Program((), config.argv)
@@ -80,7 +80,8 @@ def find(config: RunConfig) -> Program:
 
 
 def _python_command(argv: tuple[str, ...]) -> Program | None:
-    """`python -u train.py --lr 1` after a `--`: another interpreter's script, which can be forked warm like any other."""
+    """`python -u train.py --lr 1` after a `--`: a script of another interpreter, whose ranks can be forked like those of any
+    script."""
     if not _PYTHON.fullmatch(Path(argv[0]).name):
         return None
     found = shutil.which(argv[0])
@@ -94,7 +95,7 @@ def _python_command(argv: tuple[str, ...]) -> Program | None:
 
 
 def _interpreter_flags() -> list[str]:
-    """What this Python was started with (-O -u -W -X), for the ranks; not -P and -I, which hide the script's folder."""
+    """The options of this Python (-O -u -W -X), for the ranks; not -P and -I, which hide the script's folder."""
     return [flag for flag in private_names.interpreter_flags() if flag not in ("-P", "-I")]
 
 

@@ -1,4 +1,4 @@
-"""Reads the text of a script before anything starts: whether it compiles, and what will go wrong.
+"""Reads the text of a script before anything starts: finds out whether it compiles, and what will go wrong.
 
 facts = examine("train.py");  facts.pitfalls;  facts.nccl_line;  facts.torch_line;  facts.keep_cold
 """
@@ -23,7 +23,7 @@ _LONGEST_SHOWN = 120
 
 @dataclass(frozen=True)
 class ScriptFacts:
-    """What is read from a script's text; Program says what each means."""
+    """What the script's text shows; Program explains each field."""
 
     keep_cold: str | None
     nccl_line: int | None = None
@@ -32,7 +32,7 @@ class ScriptFacts:
 
 
 def examine(script: str) -> ScriptFacts:
-    """Raises ConfigError in one line for a script that cannot run at all."""
+    """Raises ConfigError, in one line, for a script that cannot run at all."""
     path = Path(script)
     if not script:
         raise ConfigError("the name of the script is empty; type: rankwise run script.py [its arguments]")
@@ -49,7 +49,7 @@ def examine(script: str) -> ScriptFacts:
         raise ConfigError(f"the script {script} cannot be read: {error.strerror} (in {os.getcwd()})") from None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python says them again when the ranks run it
+            warnings.simplefilter("ignore")  # Python prints the warnings when the ranks run the script
             tree = ast.parse(source, filename=script)
     except (SyntaxError, ValueError) as error:
         where = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
@@ -60,7 +60,7 @@ def examine(script: str) -> ScriptFacts:
     line = _environment_write_before_torch(tree)
     return ScriptFacts(
         keep_cold=f"line {line} sets environment variables before torch is imported" if line else None,
-        # What it sees of the machine may be its own choice.
+        # A script that sets *_VISIBLE_DEVICES may choose its devices itself.
         nccl_line=asks_for_nccl(tree) if b"VISIBLE_DEVICES" not in source else None,
         pitfalls=tuple(pitfalls(tree)),
         torch_line=_import_of_torch(tree),
@@ -68,7 +68,7 @@ def examine(script: str) -> ScriptFacts:
 
 
 def _shown(error: SyntaxError | ValueError) -> str:
-    """The line of the source with a mark below the place, as Python shows it; empty where that is not known."""
+    """The line of the source with a mark below the place, as Python shows it; empty if the place is not known."""
     if not isinstance(error, SyntaxError) or not error.text or not error.offset:
         return ""
     text = error.text.rstrip("\n")
@@ -79,7 +79,7 @@ def _shown(error: SyntaxError | ValueError) -> str:
     return f"\n    {text[begin:]}\n    {' ' * (place - begin)}^"
 
 
-# --- what another launcher's manual has left in it
+# --- habits of other launchers
 
 _READS_ITS_RANK = ("RANK", "LOCAL_RANK")
 _OF_OTHERS = re.compile(r"SLURM_(PROC|LOCAL)ID|OMPI_COMM_WORLD_(LOCAL_)?RANK|PMI_RANK|MPI_LOCALRANKID|HOROVOD_(LOCAL_)?RANK")
@@ -88,7 +88,8 @@ _ARGUMENTS = ("--local_rank", "--local-rank")
 
 
 def pitfalls(tree: ast.Module) -> list[str]:
-    """A sentence each. None for a script that takes its rank from torchrun's variables, or from rankwise, somewhere."""
+    """What goes wrong with several ranks, one sentence each. A script that reads torchrun's variables has no pitfalls; one that
+    imports rankwise can only have that of starting processes."""
     words = {node.value: node.lineno for node in _walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     names = _imported_from(tree)
     calls = [node for node in _walk(tree) if isinstance(node, ast.Call)]
@@ -114,7 +115,7 @@ def pitfalls(tree: ast.Module) -> list[str]:
 
 
 def _walk(tree: ast.Module) -> list[ast.AST]:
-    """In the order of the source, the first use last: a dict of lines then holds that."""
+    """All nodes, from the last line of the source to the first: a dict of lines then keeps the first use."""
     return sorted(ast.walk(tree), key=lambda node: -getattr(node, "lineno", 0))
 
 
@@ -130,11 +131,11 @@ def _imports_rankwise(tree: ast.Module) -> bool:
     return any(name.split(".")[0] == "rankwise" for name in names)
 
 
-# --- whether it is certain to ask for NCCL, which a machine without a GPU, or a torch without CUDA, cannot give
+# --- whether it certainly asks for NCCL, which a machine without a GPU, or a torch without CUDA, does not have
 #
-# Certain is what runs whatever happens: the module's own statements, what stands under `if __name__ == "__main__"`, and the
-# functions of the script that these call. Nothing under a condition, a loop, a `try` or a `with`, and nothing behind a place
-# where the script may leave, counts: there it may well know what it does.
+# Certain is what always runs: the module's own statements, those under `if __name__ == "__main__"`, and the functions of the
+# script that these call. Code under a condition, a loop, a `try` or a `with` does not count, nor code after a place where the
+# script may exit: the script may have checked the machine there.
 
 _CALL = re.compile(r"((torch\.)?(distributed|dist)\.)?init_process_group")
 _BRANCHES = (
@@ -147,7 +148,7 @@ _LEAVING_CALL = re.compile(r"(sys\.)?exit|quit|os\._exit|os\.exec\w+|os\.abort")
 
 
 def asks_for_nccl(tree: ast.Module) -> int | None:
-    """The line of a call of init_process_group with the backend nccl that is certain to run; None without one."""
+    """The line of a call of init_process_group with the backend nccl that certainly runs; None if there is none."""
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if "init_process_group" in functions:
         return None
@@ -166,7 +167,7 @@ def _backend(call: ast.Call) -> str | None:
 def _certain_calls(
     body: Sequence[ast.stmt], functions: Mapping[str, ast.FunctionDef], inside: tuple[str, ...]
 ) -> Iterator[ast.Call]:
-    """The calls that are certain to be made, in no exact order within a statement, up to where the script may leave."""
+    """The calls that are certainly made, up to where the script may exit; within a statement, in no exact order."""
     for statement in body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
@@ -198,13 +199,13 @@ def _is_main_guard(statement: ast.stmt) -> bool:
 
 
 def _is_plain(function: ast.FunctionDef) -> bool:
-    """Whether to call it is to run it: no generator, and no decorator but torch's `record`."""
+    """Whether calling it runs its body: it is no generator, and has no decorator except torch's `record`."""
     decorated = [d for d in function.decorator_list if ast.unparse(d).rpartition(".")[2] != "record"]
     return not decorated and not any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function))
 
 
 def _may_leave(statement: ast.stmt, functions: Mapping[str, ast.FunctionDef]) -> bool:
-    """Whether what follows it may not run: it returns, or it or a function of the script that it calls may raise or exit."""
+    """Whether the code after it may not run: it returns, or it or a function of the script that it calls may raise or exit."""
     if any(isinstance(node, ast.Return) for node in ast.walk(statement)):
         return True
     seen: set[str] = set()
@@ -220,11 +221,11 @@ def _may_leave(statement: ast.stmt, functions: Mapping[str, ast.FunctionDef]) ->
     return False
 
 
-# --- where it imports torch, and what it changes in the environment before
+# --- where the script imports torch, and whether it changes the environment before
 
 
 def _import_of_torch(tree: ast.Module) -> int | None:
-    """The line of one that is certain to run: a statement of the module itself."""
+    """The line of an import of torch that certainly runs: a statement of the module itself."""
     for node in tree.body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -235,8 +236,8 @@ def _import_of_torch(tree: ast.Module) -> int | None:
 
 
 def _environment_write_before_torch(tree: ast.Module) -> int | None:
-    """The line of a write to os.environ that runs before the first import of torch: torch reads its variables when it is
-    imported, and in a forked rank it has been."""
+    """The line of a write to os.environ that runs before the first import of torch. torch reads its variables when it is
+    imported, and in a forked rank it is imported already."""
     for node in _executed(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
@@ -248,7 +249,7 @@ def _environment_write_before_torch(tree: ast.Module) -> int | None:
 
 
 def _executed(node: ast.AST) -> Iterator[ast.AST]:
-    """What runs when the module does, in its order: not the bodies of functions."""
+    """The nodes that run when the module runs, in order: not the bodies of functions."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):

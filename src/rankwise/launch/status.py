@@ -1,4 +1,4 @@
-"""The state of a run, and the request to stop it, whatever started it and wherever it runs.
+"""The state of a run, and the request to stop it, for any scheduler and host.
 
 print(as_text(facts(run)));  print(cancel(run))
 """
@@ -26,7 +26,7 @@ _ALIVE = ("waiting", "stuck", "running")
 
 
 def state_of(job: Job) -> State:
-    """What its scheduler knows of it now."""
+    """The job's state now, as its scheduler reports it."""
     queue = schedulers.queue(job.scheduler)
     if queue is None:
         return State(
@@ -36,18 +36,18 @@ def state_of(job: Job) -> State:
 
 
 def is_alive(run: RunDir, job: Job | None) -> bool:
-    """Whether somebody writes there, or a job is going to."""
+    """Whether a process writes into the run directory, or a job of the run waits or runs."""
     return _writer(run) is not None or (job is not None and state_of(job).phase in _ALIVE)
 
 
 def _writer(run: RunDir) -> Holder | None:
-    """Who holds the run directory, unless that process is certain to be over."""
+    """The process that holds the run directory, unless it is certainly gone."""
     holder = run.holder()
     return None if holder is None or holder.is_gone() else holder
 
 
 def facts(run: RunDir) -> dict[str, Any]:
-    """All of it, as a record for programs: its keys are those of `rankwise status --json`."""
+    """The complete state, as a record for programs: the keys are those of `rankwise status --json`."""
     job = run.read_job()
     state = state_of(job) if job is not None else None
     writer = _writer(run)
@@ -72,7 +72,7 @@ def _without_options(job: Job) -> dict[str, Any]:
 
 
 def _last(figures: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The metrics of the last step that has any: those of training and those of evaluation are two lines."""
+    """The metrics of the last step that has any, merged: training and evaluation write separate lines."""
     of_step = [record for record in figures if record.get("step") == figures[-1].get("step")]
     return {name: value for record in of_step for name, value in record.items()} if figures else None
 
@@ -82,7 +82,7 @@ def _described(run: RunDir, writer: Holder) -> dict[str, Any]:
 
 
 def as_text(found: dict[str, Any], columns: int | None = None) -> str:
-    """A line for each fact; on a terminal of so many columns it ends between words."""
+    """One line per fact. `columns`: the width of the terminal; lines are broken between words to fit."""
     rows = [("run", f"{found['run']}, in {found['path']}")]
     if (job := found["job"]) is not None:
         known = f": {job['reason'] or job['phase']}" + ("" if job["status"] is None else f", exit status {job['status']}")
@@ -128,7 +128,7 @@ def _course(attempt: dict[str, Any], found: dict[str, Any]) -> str:
 
 
 def cancel(run: RunDir) -> str:
-    """Ask what is alive of this run to end; returns what was done. Raises RankwiseError where that is not possible."""
+    """Ask the run's job or process to stop; returns what was done. Raises RankwiseError if that is not possible."""
     job = run.read_job()
     queue = schedulers.queue(job.scheduler) if job is not None else None
     if job is not None and queue is not None and (state := state_of(job)).phase in _ALIVE:
@@ -153,7 +153,7 @@ def _end(attempt: Attempt) -> str:
 
 
 def called(run: RunDir) -> str:
-    """What names this run on a command line that is typed here."""
+    """How to name this run on a command line that is typed in this folder."""
     path = short(run.path.absolute())
     word = run.path.name if path == f"runs/{run.path.name}" else path
-    return word if not word.startswith("-") else f"./{path}"  # else it would be an option
+    return word if not word.startswith("-") else f"./{path}"  # otherwise it would look like an option

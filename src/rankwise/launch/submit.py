@@ -32,14 +32,14 @@ from rankwise.run.plan import Plan
 from rankwise.schedulers.job import State
 
 _LOOK_S = 1.0
-"""A scheduler needs a moment to see that a job can never start."""
+"""How long to look at a new job: a scheduler needs a moment to find out that a job can never start."""
 
 ArrayMember = tuple[RunDir, Plan]
-"""One run of a job: it has one, but for a job array."""
+"""One run of a job. Only a job array has several."""
 
 
 def members(choice: Choice, run: RunDir, plan: Plan) -> list[ArrayMember]:
-    """The runs of the job; each task of a job array is one of its own, RUN-<number>. Raises ConfigError."""
+    """The runs of the job; each task of a job array is a separate run, RUN-<number>. Raises ConfigError."""
     found = []
     for number in choice.queue.array_tasks(choice.job):
         path = run.path.with_name(f"{run.path.name}-{number}")
@@ -48,7 +48,7 @@ def members(choice: Choice, run: RunDir, plan: Plan) -> list[ArrayMember]:
 
 
 def refuse_if_queued(run: RunDir) -> None:
-    """Raises RunDirError while a job of this run waits or runs: two would write in one folder."""
+    """Raises RunDirError while a job of this run waits or runs: two jobs would write into one folder."""
     job = run.read_job()
     if job is None or (state := state_of(job)).phase not in ("waiting", "stuck", "running"):
         return
@@ -60,7 +60,7 @@ def refuse_if_queued(run: RunDir) -> None:
 
 
 def leave_records(run: RunDir, plan: Plan, text: str, config: RunConfig, call: bytes | None = None) -> None:
-    """config.json, plan.json, job.sh; and the function to call instead of a script, which nobody else can read."""
+    """Write config.json, plan.json and job.sh; and for a run of a function, the function, which no other user can read."""
     shutil.rmtree(run.function, ignore_errors=True)
     if call is not None:
         run.function.mkdir(mode=0o700)
@@ -71,7 +71,7 @@ def leave_records(run: RunDir, plan: Plan, text: str, config: RunConfig, call: b
 
 
 def compare_with_earlier_attempts(run: RunDir, program: Program) -> None:
-    """A run is one training. Raises ConfigError when its directory belongs to another script; other arguments are said."""
+    """A run is one training. Raises ConfigError if its directory belongs to another script; warns if the arguments differ."""
     attempts = run.attempts()
     if not attempts:
         return
@@ -91,7 +91,7 @@ def compare_with_earlier_attempts(run: RunDir, program: Program) -> None:
 
 
 def dry_run(text: str, found: Sequence[ArrayMember], config: RunConfig) -> int:
-    """Write the records, print only the job's script, start nothing; an older run is not moved aside."""
+    """Write the records, print only the job's script, start nothing; does not move an older run aside."""
     for run, plan in found:
         refuse_if_queued(run)
         run.prepare(fresh=False)
@@ -101,7 +101,7 @@ def dry_run(text: str, found: Sequence[ArrayMember], config: RunConfig) -> int:
         finally:
             lease.release()
     sys.stdout.flush()
-    sys.stdout.buffer.write(text.encode(errors="surrogateescape"))  # a folder's name need not be UTF-8
+    sys.stdout.buffer.write(text.encode(errors="surrogateescape"))  # names of folders need not be UTF-8
     sys.stdout.buffer.flush()
     return 0
 
@@ -109,16 +109,18 @@ def dry_run(text: str, found: Sequence[ArrayMember], config: RunConfig) -> int:
 def queue(
     choice: Choice, text: str, found: Sequence[ArrayMember], config: RunConfig, program: Program, call: bytes | None = None
 ) -> int:
-    """Submit, say how to follow it; with --wait follow it. Returns the exit status. Ctrl-C ends the following, and not the job.
+    """Submit the job, print how to follow it, and with --wait follow it. Returns the exit status. Ctrl-C stops following, not
+    the job.
 
-    The right to write in the run directories is given up before the job is there: its agents take it, maybe at once.
+    Releases the leases of the run directories before submitting: the job's agents take them, maybe at once.
     """
     if len(found) > 1 and config.wait:
         raise ConfigError(
             "--wait and --array: an array is several runs, and --wait follows one; leave --wait out, then type: rankwise "
             "logs -f RUN-0"
         )
-    described = code.describe(Path(program.name).absolute().parent)  # first: once submitted, the agents may come at any moment
+    # Before the job is submitted: after that, its agents may start at any moment.
+    described = code.describe(Path(program.name).absolute().parent)
     with contextlib.ExitStack() as leases:
         for run, plan in found:
             refuse_if_queued(run)
@@ -154,7 +156,7 @@ def queue(
 
 
 def _tell(choice: Choice, job_id: str, job: Job, found: Sequence[ArrayMember], name: str) -> None:
-    """The first state of the job, and how to follow it. Raises ConfigError if it would never start."""
+    """Print the first state of the job, and how to follow it. Raises ConfigError if it would never start."""
     state = _first_look(job)
     if state.phase == "stuck":
         choice.queue.cancel(replace(job, id=job_id).for_scheduler())
@@ -168,7 +170,7 @@ def _and_runs(found: Sequence[ArrayMember]) -> str:
 
 
 def _first_look(job: Job) -> State:
-    """The state of a job that was just submitted, as soon as it says more than that it waits."""
+    """The state of a job that was just submitted, once it is more than "waiting", or after a second."""
     deadline = time.monotonic() + _LOOK_S
     while (state := state_of(job)).phase == "waiting" and time.monotonic() < deadline:
         time.sleep(_LOOK_S / 4)

@@ -1,1 +1,1 @@
-"""Run directories -> terminal and HTML. No torch here."""
+"""Shows run directories, and the rank of a process, as text. No torch here."""

@@ -1,4 +1,4 @@
-"""The explanation which rank a process is: as text for a person, as a record for a program.
+"""Explains which rank a process is: as text for a person, as a record for a program.
 
 print(as_text(world.explain(os.environ)))
 """
@@ -13,13 +13,13 @@ from rankwise.schedulers.ranks import shown
 
 _NUMBERS = ("rank", "local_rank", "world_size", "local_world_size", "node_rank", "master_addr", "master_port")
 _LONGEST = 60
-"""Characters of a variable's value: SLURM_GTIDS of a large node would fill the screen."""
+"""The most characters of a variable's value: SLURM_GTIDS of a large node would fill the screen."""
 
 
 def as_text(told: Explanation) -> str:
-    """The whole text: the ranks, where each number comes from, what a person should know, and what was not taken.
+    """The complete text: the ranks, where each number comes from, what a person should know, and what was not used.
 
-    An error's own words are left to whoever prints errors; what was found and was not enough is here.
+    Does not contain the message of an error, which the caller prints, but what was found and was not enough.
     """
     if told.world is not None:
         sections = [f"{_headline(told.world)} (source: {told.source})", _numbers(told.world)]
@@ -34,7 +34,7 @@ def as_text(told: Explanation) -> str:
 
 
 def as_record(told: Explanation) -> dict[str, Any]:
-    """The same for a program. The numbers are null where an error stands, and where a number is not known."""
+    """The same for a program. Numbers are null if there is an error, or if a number is not known."""
     world = told.world
     return {
         **{name: getattr(world, name, None) for name in _NUMBERS},

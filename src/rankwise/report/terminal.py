@@ -1,4 +1,4 @@
-"""What a run did, on one screen of text.
+"""A report of what a run did, on one screen of text.
 
 print_report("train")        # ./runs/train, or any folder
 """
@@ -19,12 +19,12 @@ _LEAST_ROOM = 30
 
 
 def print_report(run: str | None) -> None:
-    """Raises RunDirError when there is no run of that name, or several and none is named."""
+    """Raises RunDirError if there is no run of that name, or if no name is given and there are several runs."""
     print(report(find_run(run, "report"), shutil.get_terminal_size().columns))
 
 
 def report(run: RunDir, columns: int = _COLUMNS) -> str:
-    """The whole text. How an attempt ended is shortened to fit `columns`; nothing else is that long."""
+    """The complete text. How an attempt ended is shortened to fit into `columns`; nothing else is that long."""
     attempts = run.attempts()
     sections = [f"run {run.path.name} in {run.path}", _attempts(run, attempts, columns)]
     figures = run.read_metrics()
@@ -54,24 +54,24 @@ def _attempts(run: RunDir, attempts: Sequence[Attempt], columns: int) -> str:
 
 
 def _shortened(text: str, columns: int) -> str:
-    """In one line of `columns`; the beginning says most."""
+    """On one line of `columns`, with the end cut: the beginning is more important."""
     line = " ".join(text.split())
     return line if len(line) <= columns else line[: columns - 3].rstrip() + "..."
 
 
 def _open_end(run: RunDir, attempt: Attempt, newest: Attempt) -> str:
-    """An attempt without a recorded end runs, or was killed with its agent."""
+    """The outcome of an attempt without a recorded end: it runs, or was killed together with its agent."""
     holder = run.holder()
     alive = attempt is newest and holder is not None and not holder.is_gone()
     return f"running, pid {holder.pid} on {holder.host}" if alive and holder is not None else "killed, or its machine went down"
 
 
 def _course(figures: Sequence[dict[str, Any]]) -> str:
-    """The loss and its companions at ten moments, and the last."""
+    """The loss and other metrics at ten steps and the last one, and at steps with an evaluation."""
     names = [n for n in dict.fromkeys(k for f in figures for k in f) if not n.startswith("share/")]
     names = [n for n in names if n not in ("life", "step", "epoch", "clock_s")]
     steps: dict[int, dict[str, Any]] = {}
-    for record in figures:  # a later attempt may repeat steps of one that was killed: the later holds
+    for record in figures:  # a later attempt may repeat steps of one that was killed: the later one counts
         steps.setdefault(record["step"], {}).update(record)
     order = sorted(steps)
     shown = sorted({order[round(k * (len(order) - 1) / _MOMENTS)] for k in range(_MOMENTS + 1)} | _with_evaluation(steps))
@@ -91,7 +91,7 @@ def _figure(value: Any) -> str:
 
 
 def _time(figures: Sequence[dict[str, Any]]) -> str:
-    """Where the time went: each interval's shares, weighted with its seconds."""
+    """How the time was spent: the shares of each interval, weighted by its seconds."""
     total = 0.0
     parts: dict[str, float] = {}
     clocks: dict[str, float] = {}

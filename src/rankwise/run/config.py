@@ -21,7 +21,7 @@ from rankwise.run.kinds import SEVERAL, TABLE, fits, kind_of
 from rankwise.run.options import Options, is_given
 
 WORKER = "rankwise.functions.worker"
-"""The module that ranks run which run a function; its name follows, for people."""
+"""The module that ranks run instead of a script to call a function; the function's name follows, for people."""
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -29,10 +29,10 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The settings of one run; the Plan made from them has what was found."""
+    """The settings of one run, as the user gave them; the Plan made from them also has what rankwise found out."""
 
     argv: tuple[str, ...] = field(metadata=SEVERAL)
-    """The script, module or command, and its own arguments, untouched."""
+    """The script, module or command, and its own arguments, unchanged."""
 
     module: bool = False
     """argv[0] is the name of a module, as with `python -m`."""
@@ -56,7 +56,7 @@ class RunConfig:
     """The port at which the ranks meet; 0 is a free one."""
 
     allow_independent: bool = False
-    """Start even if another launcher has started several of this process; each is then a separate run."""
+    """Start even if another launcher has started this process several times; each is then a separate run."""
 
     join_timeout_s: float = 300.0
     """How long to wait for the other nodes."""
@@ -148,19 +148,20 @@ class RunConfig:
 
     @classmethod
     def of(cls, options: Options, *layers: Mapping[str, Any]) -> Self:
-        """Later layers win; a setting that is not a field goes into `job`. Raises ConfigError for a value that does not fit."""
+        """Later layers override earlier ones; a setting that is not a field goes into `job`. Raises ConfigError for an invalid
+        value."""
         given = {name: value for layer in layers for name, value in layer.items()}
         job = options.checked({name: value for name, value in given.items() if name in options})
         return cls(**{name: value for name, value in given.items() if name not in options}, job=_given(job))
 
     def record(self, options: Options) -> dict[str, Any]:
-        """As it goes into config.json: each setting by its name, also those that say nothing."""
+        """The content of config.json: each setting by its name, also those that are not set."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "job"}
         return own | {name: self.job.get(name, option.unset) for name, option in options.items()}
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What is run, and its arguments: `argv`, with `-m` before a module."""
+        """What to run, and its arguments: `argv`, with `-m` before a module."""
         return ("-m", *self.argv) if self.module else self.argv
 
     def path(self, name: str) -> Path:
@@ -181,12 +182,12 @@ _SPELLED = {
 
 
 def option(name: str) -> str:
-    """A setting as it is typed: `--max-restarts`."""
+    """A setting as the user types it: `--max-restarts`."""
     return _SPELLED.get(name, f"--{name.replace('_', '-')}")
 
 
 def misplaced(words: Sequence[str], options: Options) -> tuple[list[str], list[str]]:
-    """(options of ours among a script's own words, each with its value; the other words)."""
+    """(rankwise options among a script's arguments, each with its value; the other arguments)."""
     ours: list[str] = []
     rest = list(words)
     position = 0
@@ -211,22 +212,22 @@ def default_run_dir(name: str) -> Path:
 
 
 _OWN = [each.name for each in fields(RunConfig) if each.name not in ("argv", "module", "command", "job", "site")]
-"""What a file may hold beside the options of schedulers: all but what is to be run."""
+"""The settings that a file may contain besides the options of schedulers: everything except what to run."""
 
 _OF_ONE_RUN = ("name", "run_dir", "fresh", "dry_run")
-"""What a site file may not hold: all runs would share it."""
+"""The settings that a site file may not contain: all runs would share them."""
 
 
 def _is_switch(setting: str, options: Options) -> bool:
-    """It takes no value."""
+    """Whether the setting takes no value."""
     return options[setting].kind is bool if setting in options else isinstance(getattr(RunConfig, setting), bool)
 
 
 def site_settings(env: Mapping[str, str], options: Options, system: Path = Path("/etc")) -> list[dict[str, Any]]:
-    """The settings of the system's and of the user's `rankwise.toml`, as far as there are such: a cluster's defaults, once.
+    """The settings of the system's and of the user's `rankwise.toml`, if they exist: the defaults of a cluster.
 
-    /etc/rankwise.toml, then rankwise.toml in $XDG_CONFIG_HOME (~/.config where it is not set), which wins. What only some
-    schedulers know is apart, in `site`: it holds where one of them is used.
+    /etc/rankwise.toml, then rankwise.toml in $XDG_CONFIG_HOME (~/.config if it is not set), which overrides it. Options that
+    only some schedulers know are separate, in `site`: they apply if one of these schedulers is used.
     """
     user = Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME", "/"), ".config"))
     layers: list[dict[str, Any]] = []
@@ -244,7 +245,7 @@ def site_settings(env: Mapping[str, str], options: Options, system: Path = Path(
 
 
 def read_file(path: str, options: Options) -> dict[str, Any]:
-    """The settings of a TOML file: `nproc = 4`, `fresh = true`, ... ConfigError says which line it fails on."""
+    """The settings of a TOML file: `nproc = 4`, `fresh = true`, ... Raises ConfigError, which names the line with the error."""
     return _read(Path(path), f"--config {path}", options)
 
 
@@ -261,7 +262,7 @@ def _read(path: Path, called: str, options: Options) -> dict[str, Any]:
         if name not in _OWN and name not in options:
             known = ", ".join(setting.removesuffix("_s").replace("_", "-") for setting in (*_OWN, *options))
             raise ConfigError(f"{called}: {name} is not a setting of a run; the settings are: {known}")
-    if type(settings.get("nproc")) is int:  # a number is as good as its text
+    if type(settings.get("nproc")) is int:  # a number is accepted, as well as its text
         settings["nproc"] = str(settings["nproc"])
     try:
         config = RunConfig.of(options, {"argv": ("checked",)}, settings)
@@ -271,7 +272,8 @@ def _read(path: Path, called: str, options: Options) -> dict[str, Any]:
 
 
 def _setting(name: str, options: Options) -> str:
-    """`max-restarts` and `grace`, as on the command line, or `max_restarts` and `grace_s`; `nnodes`, or `nodes`."""
+    """The name of a setting, spelled as on the command line (`max-restarts`, `grace`, `nnodes`) or not (`max_restarts`,
+    `grace_s`)."""
     plain = name.replace("-", "_")
     if (option := options.named(plain)) is not None:
         return option

@@ -6,12 +6,12 @@
     job.json                                   the job that was queued for it, if one was
     world.json                                 the attempts of the run: who ran where, and how it ended
     logs/rank-0.log ...                        what each rank printed, attempts one after the other
-    logs/job-12.log                            what a queued job printed: its agents' lines, and what they showed of the ranks
+    logs/job-12.log                            the output of a queued job: its agents' messages, and what they show of ranks
     metrics.jsonl telemetry/                   metrics; TensorBoard's events
     checkpoints/ failure.json
     .function/                                 a function instead of a script, and what it returned; only for this user
 
-A reader never sees half a record: each is written under a unique name, flushed and renamed.
+A reader never sees an incomplete record: each is written under a unique name, flushed and renamed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rankwise.run.lease import Holder, Lease
 ENV_RUN_DIR = "RANKWISE_RUN_DIR"
 
 _MOVED_ASIDE = re.compile(r"\.\d{4}-\d\d-\d\d-\d{6}(-\d+)?$")
-"""The end of the name of a run that --fresh has moved aside."""
+"""The end of the folder name of a run that --fresh has moved aside."""
 
 _MOST_NAMED = 8
 
@@ -52,7 +52,7 @@ def _say(text: str) -> None:
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
     """Write a file completely or not at all; it survives a power cut once this returns."""
-    # Names of files need not be UTF-8: Python's stand-ins for their bytes go back as those bytes.
+    # File names need not be UTF-8: Python's surrogates for invalid bytes are written as the original bytes.
     write_bytes(path, text.encode(errors="surrogateescape"), mode)
 
 
@@ -78,7 +78,7 @@ def write_json(path: Path, record: Any) -> None:
 
 
 class _Record:
-    """A frozen dataclass as a JSON object; keys of a later version are passed over."""
+    """A frozen dataclass that is stored as a JSON object; keys of a later version are ignored."""
 
     @classmethod
     def of(cls, record: Any) -> Self:
@@ -95,7 +95,7 @@ class _Record:
 
 @dataclass(frozen=True)
 class NodeRecord(_Record):
-    """What one agent has of an attempt."""
+    """The part of an attempt on one node."""
 
     host: str = field(metadata=TEXT)
     first: int = field(metadata=WHOLE)
@@ -103,15 +103,15 @@ class NodeRecord(_Record):
 
     ranks: int = field(metadata=WHOLE)
     page: str = field(metadata=TEXT)
-    """Where these ranks find the page shared with their agent."""
+    """Where these ranks find the page that they share with their agent."""
 
     store: str = ""
-    """The one address by which all nodes reach rank 0; empty where they do so by several."""
+    """The one address at which all nodes reach rank 0; empty if they use several."""
 
 
 @dataclass(frozen=True)
 class Attempt(_Record):
-    """One start of the ranks: a run has several when it was stopped or restarted."""
+    """One start of the ranks: a run has several if it was stopped or restarted."""
 
     life: int = field(metadata=WHOLE)
     """Counts from 1."""
@@ -133,11 +133,11 @@ class Attempt(_Record):
     """See RunConfig."""
 
     fresh: bool = False
-    """Whether it was to start from scratch. Only the first attempt is."""
+    """Whether it was started with --fresh; only a first attempt can be."""
 
     ended: float | None = field(default=None, metadata=NUMBER)
     status: int | None = field(default=None, metadata=WHOLE)
-    """The exit status of the run; None while it runs, or when it was killed with its agent."""
+    """The exit status of the run; None while it runs, or if it was killed together with its agent."""
 
     outcome: str = ""
     """How it ended, in one line."""
@@ -148,7 +148,7 @@ class Attempt(_Record):
         return replace(attempt, parts=tuple(NodeRecord.of(part) for part in attempt.parts))
 
     def record(self) -> dict[str, Any]:
-        """As it goes into world.json: without `sync` if there is none, as it was before there was any."""
+        """The record in world.json; without `sync` if it is empty, as before this setting existed."""
         record = asdict(self)
         return record if self.sync else {name: value for name, value in record.items() if name != "sync"}
 
@@ -186,10 +186,10 @@ class Job(_Record):
     """Seconds since 1970."""
 
     host: str = field(metadata=TEXT)
-    """Where that was typed."""
+    """The host on which the user typed the command."""
 
     options: Mapping[str, Any] = field(default_factory=dict, metadata=TABLE)
-    """What its scheduler was asked for."""
+    """The options for its scheduler."""
 
     def for_scheduler(self) -> dict[str, Any]:
         """What a scheduler's `state` and `cancel` take: the options, and its `id`."""
@@ -221,7 +221,7 @@ class RunDir:
         return self.logs / f"rank-{rank}.log"
 
     def log_tail(self, rank: int, most_bytes: int, since: float = 0.0) -> bytes:
-        """The end of what a rank printed; empty if it printed nothing since then, or its host does not share this folder."""
+        """The end of a rank's output; empty if it printed nothing after `since`, or if its host does not share this folder."""
         try:
             with open(self.log(rank), "rb") as file:
                 if os.fstat(file.fileno()).st_mtime < since:
@@ -232,11 +232,11 @@ class RunDir:
             return b""
 
     def saved(self) -> list[str]:
-        """The names of its checkpoints, the oldest first. Not verified."""
+        """The names of its checkpoints, oldest first. Not verified."""
         return sorted(path.name for path in self.checkpoints.glob("step-*"))
 
     def job_log(self, job_id: str) -> Path:
-        """What a queued job prints itself."""
+        """The output of a queued job."""
         return self.logs / f"job-{job_id}.log"
 
     def stacks(self, rank: int) -> Path:
@@ -244,20 +244,20 @@ class RunDir:
         return self.logs / f".rank-{rank}.stacks"
 
     def exception(self, rank: int) -> Path:
-        """Where a rank that dies of an exception leaves it for its agent."""
+        """Where a rank that fails with an exception writes it for its agent."""
         return self.logs / f".rank-{rank}.exception.json"
 
     @property
     def call(self) -> Path:
-        """The function that its ranks run, pickled, where they run no script."""
+        """The pickled function that its ranks call, if they run no script."""
         return self.function / "call"
 
     def result(self, rank: int) -> Path:
-        """What that function returned or raised on a rank, pickled."""
+        """The pickled result or exception of that function on a rank."""
         return self.function / f"rank-{rank}"
 
     def prepare(self, fresh: bool, say: Say = _say) -> Path | None:
-        """Make the folders; with `fresh` move an older run aside first and return where it is now. `say`: see `lease.take`."""
+        """Make the folders; with `fresh`, first move an older run aside and return its new path. `say`: see `lease.take`."""
         aside = None
         try:
             if self._is_something_else():
@@ -285,17 +285,17 @@ class RunDir:
         return aside
 
     def begin_copy(self, run_id: str, fresh: bool) -> None:
-        """As `prepare`, on a host that does not see where the run `run_id` writes and keeps its own part of it. With `fresh` an
-        older run's part is moved aside; not again when that same run comes back to this host."""
+        """As `prepare`, on a host that does not see the run directory of run `run_id`, and keeps its own part of it. With
+        `fresh` an older run's part is moved aside, but not a part of this same run."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with lease.alone_in(self.path.parent):  # several agents may be here
+        with lease.alone_in(self.path.parent):  # this host may have several agents
             known = self.copy_of.read_text() if self.copy_of.exists() else ""
             self.prepare(fresh and known != run_id)
             write_text(self.copy_of, run_id)
 
     def _refuse_what_is_in_the_way(self) -> None:
-        """Raises RunDirError for a file where a folder must be, or the reverse: otherwise it would be found after hours of "
-        "work."""
+        """Raises RunDirError for a file where a folder must be, or the reverse: otherwise the run would fail after hours of
+        work."""
         for path in (self.checkpoints, self.logs, self.telemetry):
             if path.exists() and not path.is_dir():
                 raise RunDirError(f"{path} is a file, and the run needs a folder there; move it away, or type --fresh")
@@ -304,7 +304,7 @@ class RunDir:
                 raise RunDirError(f"{path} is a folder, and the run needs a file there; move it away, or type --fresh")
 
     def _is_something_else(self) -> bool:
-        """A folder whose content is not from a run: to write there, or to move it aside, would be a mistake."""
+        """Whether the folder has content that is not from a run: writing into it, or moving it aside, would be a mistake."""
         if not self.path.is_dir() or any(p.exists() for p in (self.world, self.config, self.checkpoints, self.logs)):
             return False
         return any(not p.name.startswith(".") for p in self.path.iterdir())
@@ -321,11 +321,11 @@ class RunDir:
     # --- one writer
 
     def holder(self) -> Holder | None:
-        """Who writes here now, None if nobody."""
+        """The process that writes here now; None if there is none."""
         return lease.read(self.lease)
 
     def take(self, say: Say = _say) -> Lease:
-        """Become the one writer of this run directory, or raise RunDirError with who is: see `lease.take`."""
+        """Become the only writer of this run directory, or raise RunDirError that names the writer: see `lease.take`."""
         return lease.take(self.lease, say)
 
     # --- attempts
@@ -350,7 +350,7 @@ class RunDir:
         fresh: bool = False,
         **settings: Any,
     ) -> Attempt:
-        """`settings`: those of RunConfig that the ranks ask for."""
+        """Add the record of a new attempt. `settings`: settings of RunConfig that the ranks read."""
         attempts = self.attempts()
         now, host = time.time(), socket.gethostname()
         number = len(attempts) + 1
@@ -359,7 +359,7 @@ class RunDir:
         return attempt
 
     def update_attempt(self, attempt: Attempt, **changes: Any) -> Attempt:
-        """Replace the record of `attempt`: the newest, unless another run has taken over here."""
+        """Change the record of `attempt`, found by its number: it is the newest, unless another run has taken over here."""
         changed = replace(attempt, **changes)
         self._write_attempts([changed if other.life == attempt.life else other for other in self.attempts()])
         return changed
@@ -368,7 +368,7 @@ class RunDir:
         write_json(self.world, {"lives": [attempt.record() for attempt in attempts]})
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl that are a step's; others, such as half a line of a killed attempt, are passed over."""
+        """The lines of metrics.jsonl that have a step; skips others, such as an incomplete line of a killed attempt."""
         records = []
         if self.metrics.exists():
             for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -379,7 +379,7 @@ class RunDir:
         return records
 
     def read_job(self) -> Job | None:
-        """The last job that was queued for this run; None if none was."""
+        """The last job that was queued for this run; None if there was none."""
         try:
             return Job.of(json.loads(self.queued.read_text()))
         except (FileNotFoundError, NotADirectoryError):
@@ -405,7 +405,7 @@ class RunDir:
             raise RunDirError(f"{self.failure} cannot be read ({error}); remove it") from None
 
     def write_failure(self, failure: Failure | None) -> None:
-        """None removes that of an earlier attempt."""
+        """None removes the failure of an earlier attempt."""
         if failure is None:
             self.failure.unlink(missing_ok=True)
         else:
@@ -413,12 +413,13 @@ class RunDir:
 
 
 def find_run(run: str | None, verb: str) -> RunDir:
-    """The run directory of a name under ./runs, or of a folder; None is the only one there is under ./runs.
+    """The run directory with this name under ./runs, or at this path; for None, the only one under ./runs.
 
-    Raises RunDirError with those that there are, and what to type: `rankwise VERB RUN`.
+    Raises RunDirError with the runs that exist, and what to type: `rankwise VERB RUN`.
     """
     here = [path for path in sorted(Path("runs").glob("*")) if _is_run(path)]
-    here = [path for path in here if not _MOVED_ASIDE.search(path.name)] or here  # those can be had by their names
+    # Runs that were moved aside are found only by their names.
+    here = [path for path in here if not _MOVED_ASIDE.search(path.name)] or here
     names = listed((shlex.quote(path.name) for path in here), _MOST_NAMED) or "none"
     if run is None:
         if not here:
@@ -434,4 +435,4 @@ def find_run(run: str | None, verb: str) -> RunDir:
 
 def _is_run(path: Path) -> bool:
     run = RunDir(path)
-    return run.world.exists() or run.plan.exists()  # one that waits in a queue has not lived yet
+    return run.world.exists() or run.plan.exists()  # a run that waits in a queue has only a plan

@@ -1,6 +1,6 @@
-"""Which values from a file a field of a dataclass may hold: the kind in its metadata, or that of its default.
+"""Which values from a file a field of a dataclass may have: the kind in its metadata, or that of its default.
 
-host: str = field(metadata=TEXT)         # no default says it
+host: str = field(metadata=TEXT)         # it has no default that shows the kind
 ranks: int = 1                           # a whole number
 status: int | None = field(default=None, metadata=WHOLE)
 fits(value, field_of_it);  kind_of(field_of_it).words
@@ -35,20 +35,20 @@ _KINDS = {
 _KINDS[type(None)] = _KINDS[str]
 
 TEXT, WHOLE, NUMBER, SEVERAL, TABLE = ({_METADATA: _KINDS[t]} for t in (str, int, float, tuple, dict))
-"""Metadata of a field. One whose default is None is text without it."""
+"""Metadata of a field. A field without it whose default is None is text."""
 
 
 def kind_of(field: dataclasses.Field[Any]) -> Kind:
-    """Raises KeyError for a field whose metadata and default say nothing: a mistake in its class."""
+    """Raises KeyError for a field whose kind neither its metadata nor its default shows: a mistake in its class."""
     metadata: Mapping[str, Any] = field.metadata
     return metadata[_METADATA] if _METADATA in metadata else _KINDS[type(field.default)]
 
 
 def kind_of_type(kind: type) -> Kind:
-    """Of the values of one type. Raises KeyError for a type that no file has."""
+    """The kind of values of this type. Raises KeyError for a type that a file cannot contain."""
     return _KINDS[kind]
 
 
 def fits(value: object, field: dataclasses.Field[Any]) -> bool:
-    """Whether it may hold this value; None where its default is None."""
+    """Whether the field may have this value; None is allowed if its default is None."""
     return isinstance(value, kind_of(field).types) or (value is None and field.default is None)

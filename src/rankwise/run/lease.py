@@ -1,11 +1,11 @@
-"""One writer for a run directory: a file that says who it is, and is touched as long as that process runs.
+"""One writer for a run directory: a file that names the writer, which touches the file as long as it runs.
 
     lease = take(path, say=print);  ...;  lease.release()
-    fence = Fence(path);  ...;  fence.check()         # in another process of that run, before it makes something final
+    fence = Fence(path);  ...;  fence.check()         # in another process of that run, before it writes something final
 
-On the holder's own machine its process shows whether it runs. From another one, only the touches do: who sees one is refused,
-who sees none for `GONE_S` by its own clock takes over (no clock is compared with another host's). A holder that was frozen for
-so long finds at its next fence that it is no longer the writer.
+On the holder's own machine, its process shows whether it is alive. On another machine, only the touches do: a process that sees
+one is refused; a process that sees none for `GONE_S`, by its own clock, takes over (clocks of different hosts are never
+compared). A holder that was frozen for that long finds out at its next fence that it is no longer the writer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GONE_S = 30.0
 
 _LOOK_S = 0.05
 _PATIENCE_S = 3 * BEAT_S
-"""From then on the wait is reported."""
+"""After this time the wait is reported."""
 
 _PIDS = "/proc/self/ns/pid"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -41,7 +41,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True)
 class Holder:
-    """Who writes in a run directory."""
+    """The process that writes in a run directory."""
 
     host: str
     boot: str
@@ -53,7 +53,7 @@ class Holder:
     token: str
     machine: str = ""
     pids: int = 0
-    """The namespace that its pid is of: a container may have its own."""
+    """The namespace of its pid: a container may have its own."""
 
     @classmethod
     def this_process(cls) -> Holder:
@@ -70,17 +70,19 @@ class Holder:
         )
 
     def is_here(self) -> bool:
-        """Whether its process can be looked for from here: not where another container or a namesake has its own pids."""
+        """Whether this process can look for the holder's pid: not if it is in another container, or on another host of that
+        name."""
         same_machine = self.boot == processes.boot_id() or (bool(self.machine) and self.machine == processes.machine_id())
         return same_machine and self.host == socket.gethostname() and self.pids == network.inode(_PIDS)
 
     def is_gone(self) -> bool:
-        """True only when that is certain at once: it ran on this machine, and its process (or that boot) is over."""
+        """True only if this is certain without waiting: it ran on this machine, and its process has ended or the machine was
+        rebooted."""
         return self.is_here() and (self.boot != processes.boot_id() or processes.start_time(self.pid) != self.start_time)
 
 
 def read(path: Path) -> Holder | None:
-    """Who writes there now, None if nobody. Raises RunDirError if the file is not such a record."""
+    """The process that writes there now; None if there is none. Raises RunDirError if the file is not such a record."""
     try:
         record = json.loads(path.read_text())
         known = {field.name for field in fields(Holder)}
@@ -92,26 +94,28 @@ def read(path: Path) -> Holder | None:
 
 
 def take(path: Path, say: Callable[[str], None]) -> Lease:
-    """Become the one writer. Raises RunDirError with who is: at once if that can be looked for here, else as soon as it is seen
-    to live, within a second. One that is gone is replaced: at once here, `GONE_S` after its last heartbeat elsewhere."""
+    """Become the only writer. Raises RunDirError that names the present one: at once if its process is on this machine, else
+    with its next heartbeat, within a second. A holder that is gone is replaced: at once on this machine, else after `GONE_S`
+    without a heartbeat."""
     mine = Holder.this_process()
     silent: Holder | None = None
     while True:
         with alone_in(path.parent):
-            # Reading who is there and taking its place are one act: of two that find a dead holder, one would else move the
-            # other's new lease away.
+            # Reading the holder and replacing it are one step under the lock: otherwise, of two processes that find a dead
+            # holder, one would replace the other's new lease.
             other = read(path)
             if other is None or other.is_gone() or other == silent:
                 fd = _write(path, mine, is_first=other is None)
                 if fd is not None:
                     break
-                continue  # somebody was first, where nothing can be locked
+                continue  # another process was first: this file system has no locks
         if other.is_here() or not lasts(path, other, say):
             raise in_use(path, read(path) or other)
-        silent = other if read(path) is not None else None  # None: it has ended meanwhile
+        silent = other if read(path) is not None else None  # None: it was released meanwhile
     lease = Lease(path, mine, fd)
     if silent is not None:
-        time.sleep(2 * BEAT_S)  # another host may have waited beside us, and locks may not reach so far: the last one has it
+        # Another host may have waited too, and locks may not work between hosts: the last one to write holds the lease.
+        time.sleep(2 * BEAT_S)
         if (now := read(path)) != mine:
             lease.release()
             raise in_use(path, now or silent)
@@ -120,16 +124,17 @@ def take(path: Path, say: Callable[[str], None]) -> Lease:
 
 
 def is_alive(path: Path, holder: Holder, say: Callable[[str], None]) -> bool:
-    """Whether it runs, by its process or by its touches; takes up to `GONE_S`."""
+    """Whether the holder runs, by its process or its heartbeats; takes up to `GONE_S`."""
     return not holder.is_gone() and (holder.is_here() or not lasts(path, holder, say))
 
 
 def lasts(path: Path, holder: Holder, say: Callable[[str], None]) -> bool:
-    """Whether its silence lasts for `GONE_S`. False with its first touch, and where it is no longer the writer."""
+    """Whether the holder is silent for `GONE_S`. Returns False at its first heartbeat, or if another process has become the
+    writer; True if the lease was released."""
     patience, touched = Patience(GONE_S, say_after_s=_PATIENCE_S), _touched(path)
     while not patience.is_over:
         if _touched(path) != touched:
-            return read(path) is None  # released meanwhile: as good as silent
+            return read(path) is None  # released meanwhile: the same as silent
         if patience.due():
             say(
                 f"waiting {GONE_S:.0f} s for a heartbeat of pid {holder.pid} on {holder.host}, "
@@ -140,7 +145,8 @@ def lasts(path: Path, holder: Holder, say: Callable[[str], None]) -> bool:
 
 
 def _touched(path: Path) -> tuple[int, int] | None:
-    """Changes with each touch, and with each writer. It is opened as a network's file system only then asks its server."""
+    """A value that changes with each heartbeat, and with each writer. Opens the file: only then does a network file system ask
+    its server."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         found = os.fstat(file.fileno())
         return found.st_ino, found.st_mtime_ns
@@ -148,7 +154,7 @@ def _touched(path: Path) -> tuple[int, int] | None:
 
 
 def silent_s(path: Path) -> float:
-    """Since its last touch, by two hosts' clocks: to be shown, not to be judged by."""
+    """Seconds since the last heartbeat, computed from the clocks of two hosts: to show, not to decide with."""
     try:
         return max(0.0, time.time() - path.stat().st_mtime)
     except OSError:
@@ -164,7 +170,7 @@ def in_use(path: Path, holder: Holder) -> RunDirError:
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """As far as this file system knows locks."""
+    """Hold a lock on the folder, if its file system supports locks."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
@@ -178,7 +184,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def _write(path: Path, holder: Holder, is_first: bool) -> int | None:
-    """The open file, complete from its first moment; None if another process was first."""
+    """Write the lease file atomically; returns it open, or None if another process was first."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -200,14 +206,14 @@ def _write(path: Path, holder: Holder, is_first: bool) -> int | None:
 
 
 def _name(temporary: Path, path: Path, is_first: bool) -> None:
-    """Raises FileExistsError if it is not the first, and was to be."""
+    """Give the file its final name. Raises FileExistsError if `is_first` and another process was first."""
     if is_first:
         try:
             os.link(temporary, path)
             return
         except FileExistsError:
             raise
-        except OSError:  # no second names here: the lock alone keeps others out
+        except OSError:  # this file system has no hard links: only the lock keeps others out
             pass
     os.replace(temporary, path)
 
@@ -218,19 +224,20 @@ class Lease:
     def __init__(self, path: Path, holder: Holder, fd: int) -> None:
         self._path = path
         self._holder = holder
-        self._fd = fd  # its own file, whatever has that name later
+        self._fd = fd  # the file that this process wrote, even if another has its name later
         self._over = threading.Event()
         self._beat = threading.Thread(target=self._touch, name="rankwise-lease", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no more threads: nor can there be an agent then, and that will be said
+        # If no thread can be started, no agent can be either, and that error is reported.
+        with contextlib.suppress(RuntimeError):
             self._beat.start()
 
     def _touch(self) -> None:
         while not self._over.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # a server that is away: it may come back
+            with contextlib.suppress(OSError):  # a file server that does not answer may come back
                 os.utime(self._fd)
 
     def release(self) -> None:
-        """Does nothing in a process that was forked from the holder, and where another has taken over."""
+        """Does nothing in a process that was forked from the holder; keeps the file if another process has taken over."""
         if os.getpid() != self._holder.pid or self._over.is_set():
             return
         self._over.set()
@@ -244,14 +251,15 @@ class Lease:
 
 
 class Fence:
-    """Whether a run directory's writer is still the one that it was when this was made; nobody is one too."""
+    """Checks that a run directory still has the writer that it had when this object was made; passes if it had none, or has
+    none now."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._holder = read(path)
 
     def check(self) -> None:
-        """Raises RunDirError once another run writes there."""
+        """Raises RunDirError if another run has become the writer."""
         now = read(self._path)
         if self._holder is not None and now is not None and now.token != self._holder.token:
             raise RunDirError(

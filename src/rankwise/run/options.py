@@ -1,8 +1,8 @@
-"""Settings that only some schedulers have: each is declared once, and the command line, the files and the errors use that.
+"""Settings that only some schedulers have: each is declared once, for the command line, the files and the errors.
 
 PARTITION = Option("partition", "Where the job waits for nodes.", metavar="NAME", spellings=("--partition", "-p"))
 options = Options([Knows("slurm", "Slurm", "rankwise", (PARTITION, NODES)), Knows("ssh", "", "rankwise", (NODES,))])
-options.checked({"nodes": 2})      # {"nodes": "2"}; ConfigError for what it cannot be
+options.checked({"nodes": 2})      # {"nodes": "2"}; ConfigError for an invalid value
 options.known_to("nodes")          # ["slurm", "ssh"]
 """
 
@@ -22,62 +22,63 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 @dataclass(frozen=True)
 class Option:
-    """One setting of a scheduler. Those that several of them know are one object."""
+    """One setting of a scheduler. Schedulers that share an option share the object."""
 
     name: str
-    """Of the setting: in a run's `job`, and in files, where `-` is as good as `_`."""
+    """The name of the setting, in a run's `job` and in files (where `-` may replace `_`)."""
 
     help: str
     """A sentence for `rankwise run --help`."""
 
     kind: type = str
-    """str, int, bool (a switch), Path (absolute in a run's `job`, from where it was typed), or list: words, repeatable on the
-    command line, a tuple of them in a run's `job`."""
+    """str, int, bool (a switch), Path (made absolute in a run's `job`), or list: words, repeatable on the command line, a tuple
+    in a run's `job`."""
 
     metavar: str = ""
-    """A word for the value: NAME. A list in a file is as good as the text `a,b` where this has a comma: A,B."""
+    """A word for the value: NAME. If it has a comma (A,B), a file may have a list instead of the text `a,b`."""
 
     spellings: tuple[str, ...] = ()
-    """On the command line, `--name` when empty. Errors name it by the first; each long one is its name in files too."""
+    """The spellings on the command line; `--name` if empty. Errors use the first; long ones are valid names in files too."""
 
     check: Callable[[Any], str | None] | None = None
-    """What to give instead of this value: "a number from 1 up"; None where the value can be."""
+    """What to give instead of this value: "a number from 1 up"; None if the value is valid."""
 
     instead_of: str = ""
-    """The option that says the same in another way: both together are an error."""
+    """The name of an option for the same thing: giving both is an error."""
 
     within: bool = False
-    """It means something within an allocation too, where nothing is asked of a queue."""
+    """Whether it also applies inside an allocation, where no job is queued."""
 
     site: bool = True
-    """A site file may hold it; else it belongs to one run."""
+    """Whether a site file may contain it; otherwise it belongs to one run."""
 
     heading: str = ""
-    """Under which it is in `--help`; the title of the scheduler that declares it when empty."""
+    """Its heading in `--help`; if empty, the title of the scheduler that declares it."""
 
     @property
     def typed(self) -> str:
-        """As it is typed: `--partition`."""
+        """As the user types it: `--partition`."""
         return self.words[0]
 
     @property
     def unset(self) -> Any:
-        """Its value when it is not given."""
+        """Its value if it is not given."""
         return () if self.kind is list else False if self.kind is bool else None
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Every spelling of it."""
+        """All its spellings."""
         return self.spellings or (f"--{self.name.replace('_', '-')}",)
 
     def shown(self, value: Any) -> str:
-        """With its value, as a person would type it."""
+        """The option with its value, as a person would type it."""
         if value is True:
             return self.typed
         return f"{self.typed} {', '.join(map(str, value)) if isinstance(value, tuple) else value}"
 
     def checked(self, value: Any) -> Any:
-        """The value as a run's `job` has it. Raises ConfigError for what it cannot be, and for text that is not of one line."""
+        """The value as a run's `job` has it. Raises ConfigError for an invalid value, and for text that is empty or not on one
+        line."""
         value = self._read(value)
         if value is None:
             return None
@@ -94,7 +95,7 @@ class Option:
         return str(Path(str(value)).absolute()) if self.kind is Path else value
 
     def _read(self, value: Any) -> Any:
-        """What a file may hold in its place: a number for its text, a list, or one word of a list."""
+        """Convert what a file may contain instead: a number for text, a list for `a,b`, or one word for a list."""
         if self.kind is list:
             return tuple(value) if isinstance(value, list | tuple) else value if value is None else (value,)
         if self.kind is str and type(value) is int:
@@ -106,21 +107,21 @@ class Option:
 
 @dataclass(frozen=True)
 class Knows:
-    """A scheduler, as far as options go."""
+    """A scheduler and the options that it knows."""
 
     scheduler: str
     title: str
     package: str
-    """Whose it is: `rankwise`, or another distribution."""
+    """The package that provides it: `rankwise`, or another distribution."""
 
     options: tuple[Option, ...]
 
 
 class Options(Mapping[str, Option]):
-    """The options of all schedulers, by their names; in the order of `--help`."""
+    """The options of all schedulers, by name, in the order of `--help`."""
 
     def __init__(self, schedulers: Sequence[Knows], first: Sequence[Option] = ()) -> None:
-        """`first`: those that `--help` has before all others. Raises ConfigError where two have a word in common."""
+        """`first`: options that `--help` lists before all others. Raises ConfigError if two options share a spelling."""
         self._by_name: dict[str, Option] = {option.name: option for option in first}
         self._known_to: dict[str, list[str]] = {}
         self._headings: dict[str, str] = {}
@@ -151,8 +152,8 @@ class Options(Mapping[str, Option]):
         return len(self._by_name)
 
     def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The values as a run's `job` has them. Raises ConfigError for what one of them cannot be, and for two of which
-        each excludes the other."""
+        """The values as a run's `job` has them. Raises ConfigError for an invalid value, and for two options that exclude each
+        other."""
         found = {name: self[name].checked(value) for name, value in given.items()}
         for name, value in found.items():
             other = self[name].instead_of
@@ -161,28 +162,28 @@ class Options(Mapping[str, Option]):
         return found
 
     def known_to(self, name: str) -> list[str]:
-        """The schedulers that know it."""
+        """The schedulers that know this option."""
         return self._known_to[name]
 
     def heading(self, name: str) -> str:
-        """Under which `--help` has it."""
+        """The option's heading in `--help`."""
         return self._headings[name]
 
     def named(self, word: str) -> str | None:
-        """The option that is meant by a name in a file, or by a long spelling without its dashes; None for none."""
+        """The option with this name in a file, or with this long spelling without its dashes; None if there is none."""
         return self._setting.get(word.replace("-", "_"))
 
 
 def is_given(value: Any) -> bool:
-    """Whether a setting says anything: 0 does."""
+    """Whether a setting was given a value: 0 is one."""
     return value is not None and value is not False and value != ()
 
 
 def from_one(value: int) -> str | None:
-    """A check: whole numbers from 1 up."""
+    """A check for whole numbers from 1 up."""
     return None if value >= 1 else "a number from 1 up"
 
 
 def matching(pattern: str, words: str) -> Callable[[str], str | None]:
-    """A check: text of this form, in words for a person."""
+    """Returns a check for text that matches `pattern`. `words`: the pattern in words, for the error."""
     return lambda value: None if re.fullmatch(pattern, value) else words

@@ -1,10 +1,10 @@
 """The ways to start processes, one file each; protocols.py describes what such a file contains.
 
-schedulers.queue("slurm")               # what a run can be handed to, by its name
-schedulers.launchers(os.environ)        # what may have started this process, in the order of belief
-schedulers.options()                    # what those may be asked for
+schedulers.queue("slurm")               # a scheduler that takes runs, by its name
+schedulers.launchers(os.environ)        # what may have started this process, the most credible first
+schedulers.options()                    # the options of all of them
 
-Those of other packages are found by their entry points (installed.py).
+Schedulers of other packages are found by their entry points (installed.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OPENMPI, _MPICH, _SLURM, _SGE, _PBS, _LSF = OpenMpi(), Mpich(), Slurm(), GridEn
 
 
 def _of_others() -> list[Scheduler]:
-    """Raises ConfigError as `installed.schedulers` does, and for one that has a name of ours."""
+    """The schedulers of other packages. Raises ConfigError as `installed.schedulers` does, and if one has the name of ours."""
     for each in installed.schedulers():
         if each.name in _NAMES:
             package = installed.packages()[each.name]
@@ -60,19 +60,19 @@ _LAUNCHERS: tuple[Launcher, ...] = (
     Torchrun(_starters), Jsrun(), _OPENMPI, Horovodrun(), Mvapich(), Pals(), Flux(), _MPICH, Submitit(), _SLURM, _SGE,
     _PBS, _LSF, OtherLaunchers(),
 )  # fmt: skip
-"""Ours, in the order of belief. Those of other packages come after them, and LOCAL at last."""
+"""Our launchers, the most credible first. Those of other packages follow, and LOCAL is the last."""
 
 _QUEUES: tuple[Jobs, ...] = (LOCAL, _SLURM, _SGE, _PBS, _LSF, Ssh(), _OPENMPI, _MPICH, Manual())
-"""Ours that take a run, in the order in which messages list them."""
+"""Our schedulers that take runs, in the order in which messages list them."""
 
 _NAMES = {each.name for each in (*_LAUNCHERS, *_QUEUES)}
 
 ALIASES: Mapping[str, Callable[[], str]] = {"mpi": mpi.installed}
-"""Other names that `--on` takes, each with a function that returns the scheduler that it means here."""
+"""Other names for `--on`, each with a function that returns the scheduler that it means on this host."""
 
 
 def queues() -> dict[str, Jobs]:
-    """The schedulers that take a run, by name. Raises ConfigError as `installed.schedulers` does."""
+    """The schedulers that take runs, by name. Raises ConfigError as `installed.schedulers` does."""
     return {each.name: each for each in (*_QUEUES, *_of_others()) if isinstance(each, Jobs)}
 
 
@@ -83,8 +83,8 @@ def queue(name: str) -> Jobs | None:
 
 
 def launchers(env: Mapping[str, str]) -> dict[str, Launcher]:
-    """What may have started a process with this environment, by their names, in the order of belief. Those of other packages
-    are looked for where none of ours speaks."""
+    """The launchers that may have started a process with this environment, by name, the most credible first. Looks for those of
+    other packages only if none of ours is detected."""
     others = [] if any(each.detect(env) for each in _LAUNCHERS) else _of_others()
     return {each.name: each for each in (*_LAUNCHERS, *others, LOCAL) if isinstance(each, Launcher)}
 
@@ -97,7 +97,7 @@ def launcher(name: str) -> Launcher:
 
 @cache
 def options() -> Options:
-    """What all queues may be asked for. Raises ConfigError where two packages call different things by one word."""
+    """The options of all schedulers. Raises ConfigError if two packages use one word for different options."""
     package = installed.packages()
     return Options(
         [Knows(each.name, each.title, package.get(each.name, "rankwise"), each.options) for each in queues().values()], SHARED
@@ -105,12 +105,13 @@ def options() -> Options:
 
 
 def job_folder(env: Mapping[str, str]) -> Path | None:
-    """The folder that the job of this process has for itself, over all its starts; None if it has none."""
+    """The folder of this process's job, the same in each start of the job; None if it has none."""
     return next(filter(None, (each.job_folder(env) for each in launchers(env).values())), None)
 
 
 def named_by_task(name: str, env: Mapping[str, str]) -> str:
-    """The default name of a run: in a task of the user's own job array with its number, for each task is a run of its own."""
+    """The default name of a run. In a task of the user's own job array it gets the number of the task, because each task is a
+    separate run."""
     task = next(filter(None, (each.array_task(env) for each in launchers(env).values())), None)
     return name if task is None else f"{name}-{task}"
 

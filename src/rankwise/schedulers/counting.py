@@ -1,4 +1,4 @@
-"""Launchers that give each rank four numbers and nothing else: its rank, how many there are, and the same within its node."""
+"""Launchers that give each rank only four numbers: its rank, the number of ranks, and both within its node."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Counting(Launcher):
     """`variables` are the four, in this order: rank, size, local rank, local size."""
 
     called: ClassVar[str]
-    """What a person calls it in an error: "Open MPI"."""
+    """Its name for people, in errors: "Open MPI"."""
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """True if it names a rank or a size; a part of its variables is an error that `ranks` explains."""
+        """True if a rank or a size is set. If only some of the variables are set, `ranks` raises an error that explains it."""
         return any(name in env for name in self.variables[:2])
 
     def tasks(self, env: Mapping[str, str]) -> Tasks | None:

@@ -1,4 +1,4 @@
-"""Flux (`flux run`): what it sets for each task of a job. A batch script of Flux is not a task: Flux sets nothing there."""
+"""Flux (`flux run`): the variables that it sets for each task of a job. It sets none in a batch script, which is not a task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Flux(Launcher):
         return tasks_of(env, "FLUX_TASK_RANK", "FLUX_JOB_SIZE")
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """Raises NotJoinedError where the tasks of a node cannot be counted, WorldError for a part of the variables."""
+        """Raises NotJoinedError if the tasks of a node cannot be counted, WorldError if only some of the variables are set."""
         names = ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES")
         require(env, names, "Flux")
         rank, world_size, local_rank, nodes = (whole_number(env, name) for name in names)
@@ -50,6 +50,6 @@ class Flux(Launcher):
         )
 
     def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
-        """The job's place among the instances of Flux, and the job of Slurm in which the outermost runs, if it does."""
+        """The job's path among the instances of Flux, and the Slurm job in which the outermost instance runs, if any."""
         job = env.get("FLUX_JOB_ID_PATH") or env.get("FLUX_JOB_ID")
         return "-".join(["flux", *([env["SLURM_JOB_ID"]] if "SLURM_JOB_ID" in env else []), job]) if job else None

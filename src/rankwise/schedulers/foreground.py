@@ -1,4 +1,4 @@
-"""What runs below the launcher, in the user's session, without a queue: the agent itself, or a launcher of agents."""
+"""Runs below `rankwise run`, without a queue: the agent itself, or a launcher of agents (mpirun, srun)."""
 
 from __future__ import annotations
 
@@ -38,22 +38,23 @@ class Foreground(Jobs):
 
 
 def start(queue: Jobs, script: str) -> str:
-    """Run the text that `queue` has rendered, by the shell that its first line names; returns the id of that process. It has a
-    session of its own: what the terminal sends to its foreground reaches the launcher alone."""
+    """Run the script that `queue` has rendered, with the shell that its first line names; returns the process id. The process
+    has its own session: a signal from the terminal (Ctrl-C) reaches only the launcher."""
     return _start_bound(script) if queue.stop_signals else _start(script)
 
 
 def _start(path: str) -> str:
-    """For an agent. Requests to stop wait until it unblocks their signals (agent/event_loop.py)."""
+    """Start a script that becomes an agent. Stop signals are blocked until the agent unblocks them (agent/event_loop.py)."""
     command = _command(path)
-    # Not by subprocess: what it forgets it reaps behind our back, and the agent's status would be lost.
+    # Not with subprocess: it may reap the agent itself once the Popen object is gone, and we would lose the status.
     return str(os.posix_spawn(command[0], command, os.environ, setsid=True, setsigmask=processes.STOP_SIGNALS))
 
 
 def _start_bound(path: str) -> str:
-    """For another starter: killed when this process ends, which an agent would see itself."""
+    """Start a script that becomes another launcher: the kernel kills it when this process ends (an agent would notice that
+    itself)."""
     command, parent = _command(path), os.getpid()
-    reader, writer = os.pipe()  # the exec closes it
+    reader, writer = os.pipe()  # exec closes the writing end
     pid = os.fork()
     if pid == 0:
         try:
@@ -63,7 +64,7 @@ def _start_bound(path: str) -> str:
         finally:
             os._exit(127)
     os.close(writer)
-    os.read(reader, 1)  # until then a signal would meet this program's own handlers
+    os.read(reader, 1)  # wait for the exec: until then the child has the signal handlers of this program
     os.close(reader)
     return str(pid)
 

@@ -1,4 +1,4 @@
-"""The hosts that a user names, on the command line or in a file: the names, and how many ranks on each."""
+"""The hosts that a user lists, on the command line or in a file, and how many ranks each has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = r"(?:[A-Za-z0-9_.][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-
 
 
 class NamesHosts(Jobs):
-    """What the user may name the hosts to."""
+    """A scheduler for which the user may list the hosts."""
 
     options: ClassVar[tuple[Option, ...]] = (HOSTS, HOSTFILE)
 
@@ -29,7 +29,7 @@ class NamesHosts(Jobs):
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """`h1:2,h2` of -H. A host without a number has as many ranks as it has devices. Raises ConfigError."""
+    """The hosts of `-H h1:2,h2`. A host without a number gets one rank per device. Raises ConfigError."""
     called = f"-H {text if text and text.isprintable() else repr(text)}"
     entries = [entry.strip() for entry in text.split(",")]
     if not any(entries):
@@ -40,7 +40,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
-    """One host a line: `host slots=2`, `host:2` or `host`; what follows a # is a comment. Raises ConfigError."""
+    """One host per line: `host slots=2`, `host:2` or `host`; a # begins a comment. Raises ConfigError."""
     called = f"--hostfile {path}"
     try:
         lines = Path(path).read_text().splitlines()
@@ -58,7 +58,8 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 
 
 def _line(words: list[str], called: str) -> Host:
-    """As in Open MPI's hostfile: `host slots=2 max_slots=4`. More ranks than slots there never are: max_slots says nothing."""
+    """A line as in Open MPI's hostfile: `host slots=2 max_slots=4`. max_slots is ignored: there are never more ranks than
+    slots."""
     host = _host(words[0], called)
     for word in words[1:]:
         key, _, value = word.partition("=")
@@ -89,7 +90,7 @@ def _slots(text: str, entry: str, called: str) -> int:
 
 
 def _distinct(found: list[tuple[Host, str]]) -> tuple[Host, ...]:
-    """Two agents on one host would count its devices twice."""
+    """The hosts. Raises ConfigError if one is listed twice: two agents on one host would both use all its devices."""
     seen = set()
     for host, called in found:
         name = host.name.rpartition("@")[2].lower()

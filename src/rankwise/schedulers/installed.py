@@ -1,11 +1,11 @@
-"""Schedulers of other packages: classes that the entry points of the group `rankwise.schedulers` name.
+"""Schedulers of other packages: the classes in their entry points of the group `rankwise.schedulers`.
 
 # pyproject.toml of such a package
 [project.entry-points."rankwise.schedulers"]
 spool = "rankwise_spool:Spool"
 
-A scan of all installed metadata by importlib takes 50 to 70 ms, in each process. Here a file in which the group is not named is
-not parsed: that takes a tenth of it.
+importlib takes 50 to 70 ms to scan all installed metadata, in each process. This module parses only files that contain the name
+of the group: that takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GROUP = "rankwise.schedulers"
 def _found() -> tuple[tuple[Scheduler, str], ...]:
     found: dict[str, tuple[Scheduler, str]] = {}
     for path in _metadata():
-        from importlib.metadata import PathDistribution  # it takes its time, and is for few
+        from importlib.metadata import PathDistribution  # slow to import, and rarely needed
         from pathlib import Path
 
         distribution = PathDistribution(Path(path))
@@ -51,17 +51,17 @@ def _found() -> tuple[tuple[Scheduler, str], ...]:
 
 
 def schedulers() -> tuple[Scheduler, ...]:
-    """One of each. Raises ConfigError for one that cannot be loaded, and for two of one name."""
+    """One object per scheduler. Raises ConfigError if one cannot be loaded, or if two have the same name."""
     return tuple(scheduler for scheduler, _ in _found())
 
 
 def packages() -> dict[str, str]:
-    """By scheduler, the package that it is of."""
+    """By scheduler, the package that provides it."""
     return {scheduler.name: package for scheduler, package in _found()}
 
 
 def _metadata() -> list[str]:
-    """The folders of metadata, where the group is named."""
+    """The metadata folders of the packages that name the group."""
     found, seen = [], set()
     for folder in sys.path:
         try:
@@ -69,7 +69,7 @@ def _metadata() -> list[str]:
         except OSError:
             continue
         for name in names:
-            if name.endswith((".dist-info", ".egg-info")) and name not in seen:  # as importlib: the first on the path counts
+            if name.endswith((".dist-info", ".egg-info")) and name not in seen:  # as in importlib: the first on the path counts
                 seen.add(name)
                 try:
                     with open(os.path.join(folder, name, "entry_points.txt"), "rb") as file:

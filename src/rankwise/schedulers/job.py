@@ -1,4 +1,4 @@
-"""Shared by the schedulers with queues: the state of a job, the parts of its script, and which values are safe in it."""
+"""What the schedulers with queues share: the state of a job, the parts of its script, and checks of values for it."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class State:
-    """What became of a job, as far as its scheduler still knows."""
+    """The state of a job, as far as its scheduler still knows it."""
 
     phase: str
     """`waiting`, `running`, `stuck` (it will never start by itself), `ended`, or `unknown`: the scheduler has forgotten it."""
 
     reason: str = ""
-    """In the scheduler's own words; for a stuck job also what to type."""
+    """The reason in the scheduler's own words; for a stuck job also what to type."""
 
     status: int | None = None
-    """The exit status of an ended job where the scheduler kept it: 128 + n for signal n."""
+    """The exit status of an ended job, if the scheduler has kept it: 128 + n for signal n."""
 
 
 def slug(name: str) -> str:
-    """The name as a job may have it: ASCII letters, digits, `.`, `_` and `-`, a letter first."""
+    """A valid job name made from `name`: ASCII letters, digits, `.`, `_` and `-`, beginning with a letter."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")
     return plain if plain[:1].isalpha() else f"run-{plain}".rstrip("-")
 
 
 def one_line(text: str, what: str) -> str:
-    """The text itself. Raises ConfigError for a newline or another control character: it would begin a line of its own."""
+    """Returns the text. Raises ConfigError for a control character: a newline would begin another line of the script."""
     if re.search(r"[\x00-\x1f\x7f]", text):
         raise ConfigError(f"{what} {text!r}: a job script cannot contain a newline or another control character; remove it")
     return text
@@ -49,31 +49,30 @@ _CHECK = (
 
 
 def agent(run_dir: str = "") -> str:
-    """The words that start an agent on a node, for a shell to read: a node without this Python says so, in words of ours.
+    """The shell command that starts an agent on a node. A node without this Python prints a message of rankwise.
 
-    What starts processes there has its own, and some lose them: of plain srun's a twentieth never come. `run_dir` empty: it
-    follows.
+    The launcher's own message may be lost: with plain srun, one in twenty never arrives. `run_dir` empty: the caller adds it.
     """
     words = [sys.executable, "-m", "rankwise.agent", *([run_dir] if run_dir else [])]
     return f"{shlex.join(['/bin/sh', '-c', _CHECK, 'sh'])} \\\n  {shlex.join(words)}"
 
 
 def enter(folder: str) -> str:
-    """The line of a job's text that enters the folder of the script. The shell's own words name it where it is not there."""
+    """The line of the job's script that changes to the script's folder. If that fails, the shell's error names the folder."""
     why = "does not see the script's folder; use one on a file system that all nodes share"
     return f'cd {shlex.quote(folder)} || {{ echo "rankwise: $(uname -n) {why}" >&2; exit 2; }}'
 
 
 def setup_lines(plan: Plan) -> list[str]:
-    """What the user asked for by --setup. Raises ConfigError for what would begin a line of its own."""
+    """The lines of --setup. Raises ConfigError for one with a newline or another control character."""
     return [one_line(line, "--setup") for line in plan.job.get("setup", ())]
 
 
 def batch_script(plan: Plan, asked: Sequence[str], job_id: str, others: str, start: str) -> str:
-    """The text of a job whose script becomes the head's agent, on the first of its nodes. Raises ConfigError.
+    """A job script that becomes the head's agent on the first node. Raises ConfigError.
 
-    On the others this script is started once more, with the number of the node: by the words `start`, for each of `others`.
-    `job_id`, `others` and `start` are for a shell to read, the last with "$node", the number, and "$host", which of `others`.
+    On each of the other nodes, `others`, the command `start` runs this same script with the number of the node. `job_id`,
+    `others` and `start` are shell code; `start` may use "$node", the number, and "$host", the item of `others`.
     """
     run_dir = shlex.quote(one_line(plan.run_dir, "--run-dir"))
     lines = ["#!/bin/bash", *asked, ""]
@@ -93,7 +92,7 @@ def batch_script(plan: Plan, asked: Sequence[str], job_id: str, others: str, sta
 
 
 def cores(plan: Plan) -> int | None:
-    """The cores of each node to ask for: --cpus-per-task, else one per rank; None where the number of ranks is unknown."""
+    """The cores to request per node: --cpus-per-task, else one per rank; None if the number of ranks is unknown."""
     gpus = str(plan.job.get("gpus_per_node") or "").rpartition(":")[2]
     return int(plan.job.get("cpus_per_task") or plan.nproc or gpus or 0) or None
 
@@ -103,10 +102,9 @@ _TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
 
 
 def limit_s(time: str) -> int | None:
-    """A limit of time as --time takes it: minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s, as Slurm. None for UNLIMITED. Raises
-    ConfigError.
+    """The seconds of a --time: minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s, as in Slurm. None for UNLIMITED. Raises ConfigError.
 
-    Slurm itself takes -5 for 2982611 days, and 0 for no limit.
+    Slurm itself would accept -5 as 2982611 days, and 0 as no limit.
     """
     if time == "UNLIMITED":
         return None
@@ -130,25 +128,26 @@ def limit_s(time: str) -> int | None:
 
 
 def stop_at_s(limit_s: int | None, grace_s: float) -> int:
-    """How many seconds after the start of a job with this limit its ranks are asked to stop: `grace_s` before the limit, but
-    not before half of it. 0 without a limit."""
+    """How many seconds after the start of a job its ranks are asked to stop: `grace_s` before the limit, but not in its first
+    half. 0 without a limit."""
     return max(limit_s - int(grace_s), limit_s // 2) if limit_s is not None else 0
 
 
 def stop_before(time: str | None, grace_s: float) -> int:
-    """The same for a limit as --time takes it; 0 for None."""
+    """The same for the value of --time; 0 for None."""
     return stop_at_s(limit_s(time) if time is not None else None, grace_s)
 
 
 def plain(option: str, value: str, queue: str) -> str:
-    """The value itself. Raises ConfigError for one that a blank or a quote would end in the job's script."""
+    """Returns the value. Raises ConfigError for characters, such as blanks and quotes, that would need quoting in the job's
+    script."""
     if not re.fullmatch(r"[A-Za-z0-9_.,:=@/+-]+", one_line(value, option)):
         raise ConfigError(f"{option} {value!r}: {queue} takes only letters, digits and `_.,:=@/+-` here")
     return value
 
 
 def limited_s(time: str, queue: str) -> int:
-    """A limit of time in seconds, for a queue in which "unlimited" cannot be written. Raises ConfigError."""
+    """A time limit in seconds, for a queue that has no "unlimited". Raises ConfigError."""
     limit = limit_s(time)
     if limit is None:
         raise ConfigError(f"--time {time}: {queue} has no such limit; leave --time out to get the limit of the queue")
@@ -156,8 +155,8 @@ def limited_s(time: str, queue: str) -> int:
 
 
 def call(command: Sequence[str], missing: str, cwd: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Ask a scheduler, whose answer is short. Raises ConfigError where its command does not answer, or is not there:
-    `missing` says what to type then.
+    """Run a command of a scheduler. Raises ConfigError if it does not answer, or does not exist: `missing` is what to type
+    then.
     """
     try:
         return subprocess.run(

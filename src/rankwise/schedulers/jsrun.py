@@ -1,4 +1,4 @@
-"""jsrun, of IBM's Job Step Manager: what it sets for each rank that it starts."""
+"""jsrun, of IBM's Job Step Manager: the variables that it sets for each rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Jsrun(Counting):
     needs = "JSM_NAMESPACE_RANK"
 
     def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
-        """The job of LSF, and which of its steps: PMIx names each step of a job."""
+        """The LSF job and its step: PMIx names each step of a job."""
         if "LSB_JOBID" not in env or "PMIX_NAMESPACE" not in env:
             return None
         return f"jsrun-{env['LSB_JOBID']}.{env.get('LSB_JOBINDEX', '0')}-{env['PMIX_NAMESPACE']}"

@@ -1,4 +1,4 @@
-"""This machine alone: no scheduler; one process, or an agent and its ranks started right here."""
+"""Only this machine, no scheduler: one process, or an agent and its ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ThisMachine(Launcher, Foreground):
     }
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """Always: what nobody else claims is a single process."""
+        """Always: a process that no other launcher claims is a single process."""
         return True
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:

@@ -1,8 +1,9 @@
-"""LSF: jobs for its queue, and the variables of its processes. Written from its manuals (10.1); never run on a real one.
+"""LSF: jobs for its queue, and the variables of its processes. Written from its manuals (10.1); never run on a real cluster.
 
     rankwise run --on lsf --nodes 2 --gpus-per-node 4 --time 10:00:00 -q gpu train.py
 
-The job's script becomes the head's agent on the first host; blaunch starts the others, which find it by the run directory.
+The job's script becomes the head's agent on the first host; blaunch starts the others, which find the head through the run
+directory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rankwise.schedulers.protocols import Jobs, Launcher
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single
 
 _MISSING = "type the command where LSF is; --dry-run prints the job's text anywhere"
-_PREEMPTED = 75  # the head's exit status when the run is saved and is to be resumed
+_PREEMPTED = 75  # the head's exit status if the run was saved and shall be resumed
 _PHASES = {
     "PEND": "waiting", "WAIT": "waiting", "PSUSP": "waiting", "RUN": "running", "USUSP": "running", "SSUSP": "running",
     "PROV": "running", "UNKWN": "running", "ZOMBI": "running", "DONE": "ended", "EXIT": "ended",
@@ -81,7 +82,7 @@ class Lsf(Launcher, Jobs):
         return f"lsf-{env['LSB_JOBID']}.{env.get('LSB_JOBINDEX', '0')}" if "LSB_JOBID" in env else None
 
     def array_task(self, env: Mapping[str, str]) -> str | None:
-        """A job without an array has the index 0."""
+        """A job that is not an array has the index 0."""
         return env["LSB_JOBINDEX"] if env.get("LSB_JOBINDEX", "0") != "0" else None
 
     # --- a queue of jobs
@@ -96,7 +97,7 @@ class Lsf(Launcher, Jobs):
         return self.allocated(env) is not None
 
     def render(self, plan: Plan) -> str:
-        """Raises ConfigError for what LSF cannot be asked for."""
+        """Raises ConfigError for options that LSF cannot express."""
         job, each = plan.job, cores(plan) or 1
         kind, _, gpus = str(job.get("gpus_per_node", "")).rpartition(":")
         model = f":gmodel={kind}" if kind else ""
@@ -112,13 +113,13 @@ class Lsf(Launcher, Jobs):
             *([f"-P {plain('-A', job['account'], 'LSF')}"] if "account" in job else []),
             *([f'-Q "{_PREEMPTED}"'] if job.get("requeue") else []),
             *(one_line(argument, "--bsub-arg") for argument in job.get("bsub_args", ())),
-            "-o /dev/null",  # LSF brings it at the end; this script writes it as it comes
+            "-o /dev/null",  # LSF would deliver the output at the end; this script writes it at once
         ]
         others = "$(echo $LSB_MCPU_HOSTS | awk '{ for (i = 3; i <= NF; i += 2) print $i }')"
         return batch_script(plan, [f"#BSUB {option}" for option in asked], '"$LSB_JOBID"', others, 'blaunch "$host"')
 
     def stop_after_s(self, job: Mapping[str, Any], grace_s: float) -> float:
-        """LSF ends a job at its limit with a few seconds' notice: the head looks at the clock itself."""
+        """LSF ends a job at its limit with only a few seconds' notice, so the head watches the time itself."""
         return stop_before(job.get("time"), grace_s)
 
     def submit(self, script: str, job: Mapping[str, Any]) -> str:
@@ -128,7 +129,7 @@ class Lsf(Launcher, Jobs):
         raise ConfigError(f"LSF refuses the job: {last_line(done)}" + (f"; {_MISSING}" if done.returncode == 127 else ""))
 
     def state(self, job: Mapping[str, Any]) -> State:
-        """By bjobs, which knows a job that has ended for an hour (CLEAN_PERIOD)."""
+        """From bjobs, which shows a job for an hour after its end (CLEAN_PERIOD)."""
         try:
             done = call(["bjobs", "-noheader", "-o", "stat exit_code pend_reason delimiter='|'", job["id"]], _MISSING)
         except ConfigError as error:
@@ -143,7 +144,7 @@ class Lsf(Launcher, Jobs):
         return State(phase, reason, status)
 
     def cancel(self, job: Mapping[str, Any]) -> None:
-        """The head is asked to stop; plain bkill would kill it after some seconds."""
+        """Sends SIGTERM to the head; plain bkill would kill it after a few seconds."""
         done = call(["bkill", "-s", "TERM", job["id"]], _MISSING)
         if done.returncode != 0:
             raise ConfigError(f"LSF did not cancel job {job['id']}: {last_line(done)}")

@@ -1,9 +1,9 @@
-"""Nodes that the user starts one by one, as torchrun is started: the same command on each, with its node rank.
+"""Nodes that the user starts one by one, as with torchrun: the same command on each, with its node rank.
 
     rankwise run --nnodes 2 --node_rank 0 --nproc_per_node 4 --master_addr host1 --master_port 29500 train.py     on host1
     rankwise run --nnodes 2 --node_rank 1 --nproc_per_node 4 --master_addr host1 --master_port 29500 train.py     on host2
 
-The agents meet at that address; the ranks' own rendezvous gets a free port beside it.
+The agents meet at that address; the ranks' own rendezvous gets another, free port.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Manual(Foreground):
     options = (GPUS, NODES, NODE_RANK, MASTER_ADDR)
 
     def claims(self, asked: Mapping[str, Any]) -> str | None:
-        """With a node rank, unless there is one node: torchrun takes --node_rank 0 for a single machine too."""
+        """Claims a run with a node rank, unless it has one node: people type torchrun's --node_rank 0 for a single machine
+        too."""
         if "node_rank" not in asked or ("nodes" in asked and counts(asked["nodes"]) == (1, 1)):
             return None
         return f"{NODE_RANK.typed}: each node is started manually"
@@ -38,7 +39,7 @@ class Manual(Foreground):
             raise ConfigError(f"{rank}: with {NODES.typed} {job['nodes']} it must be between 0 and {most - 1}")
 
     def render(self, plan: Plan) -> str:
-        """Raises ConfigError where the nodes could not meet."""
+        """Raises ConfigError if the nodes have no address to meet."""
         if not (plan.master_addr and plan.master_port):
             raise ConfigError(
                 f"{NODE_RANK.typed} {plan.node_rank}: the nodes need an address to meet; add the same on each of them: "

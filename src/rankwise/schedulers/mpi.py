@@ -1,4 +1,4 @@
-"""Which `mpirun` this is: those of Open MPI and MPICH have different options."""
+"""Which `mpirun` is installed: those of Open MPI and MPICH have different options."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _MISSING = "install Open MPI or MPICH, or type first what the site says: module 
 
 
 def installed() -> str:
-    """`openmpi` or `mpich`, by what `mpirun --version` prints. Raises ConfigError where it is neither, or not there."""
+    """`openmpi` or `mpich`, from `mpirun --version`. Raises ConfigError if it is neither, or if there is no mpirun."""
     done = call(["mpirun", "--version"], _MISSING)
     return flavour(f"{done.stdout}\n{done.stderr}")
 
 
 def flavour(version: str) -> str:
-    """From the text of `mpirun --version`. Raises ConfigError."""
+    """The same from the output of `mpirun --version`. Raises ConfigError."""
     if "Open MPI" in version or "OpenRTE" in version or "PRRTE" in version:
         return "openmpi"
     if "HYDRA" in version or "MPICH" in version or "Intel(R) MPI" in version:

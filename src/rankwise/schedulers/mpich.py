@@ -35,12 +35,13 @@ class Mpich(Launcher, NamesHosts, Foreground):
     variables = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     needs = "PMI_RANK and MPI_LOCALRANKID"
     options = (NODES, *NamesHosts.options)
-    # These two would end mpirun itself, and the agents with it; SIGINT, SIGTERM and SIGUSR1 it passes on. After any of these
-    # its exit status is 0, whatever the agents' is: what became of the run is in the run directory alone.
+    # These two signals would end mpirun and the agents; it passes SIGINT, SIGTERM and SIGUSR1 on to them. After any of these it
+    # exits with 0, whatever the agents' status is: only the run directory shows how the run ended.
     stop_signals: ClassVar = {signal.SIGHUP: signal.SIGTERM, signal.SIGUSR2: signal.SIGUSR1}
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """True for what Hydra sets. `srun --mpi=pmi2` sets PMI_RANK too: within a Slurm step it takes a local rank as well."""
+        """True if Hydra's variables are set. `srun --mpi=pmi2` sets PMI_RANK too, so inside a Slurm step a local rank is
+        required."""
         if "MPI_LOCALRANKID" in env:
             return True
         return ("PMI_RANK" in env or "PMI_SIZE" in env) and "SLURM_STEP_ID" not in env
@@ -57,20 +58,20 @@ class Mpich(Launcher, NamesHosts, Foreground):
         return counted(env, self.variables, "MPICH")
 
     def one_of_several(self, env: Mapping[str, str]) -> bool:
-        """Under another launcher that speaks PMI."""
+        """True under another launcher that uses PMI."""
         return "MPI_LOCALRANKID" not in env and env.get("PMI_SIZE") != "1"
 
     def one_per_node(self, env: Mapping[str, str]) -> bool:
-        """As far as this node shows: Hydra does not say how many there are."""
+        """Decided from this node only: Hydra does not give the number of nodes."""
         return env.get("MPI_LOCALNRANKS") == "1"
 
     def rank_env(self, env: Mapping[str, str], ranks: Ranks, per_node: str) -> Mapping[str, str]:
-        """Without its identity, which belongs to one process."""
+        """The environment without MPI's identity, which belongs to one process."""
         return without(env, _IDENTITY)
 
     def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
-        """Where mpirun listens for its proxies: Hydra puts no name of the job into the environment, but each proxy, the process
-        above a node's ranks, is given mpirun's HOST:PORT as an argument.
+        """The address where mpirun listens for its proxies. Hydra sets no variable that identifies the job, but each proxy, the
+        parent of a node's ranks, has mpirun's HOST:PORT as an argument.
         """
         for command in ancestors:
             for word, value in pairwise(command):
@@ -79,14 +80,16 @@ class Mpich(Launcher, NamesHosts, Foreground):
         return None
 
     def render(self, plan: Plan) -> str:
-        """A shell script that becomes mpirun, which starts one agent per node with the whole environment."""
+        """A shell script that becomes mpirun, which starts one agent per node with the complete environment."""
         where = ["-hosts", ",".join(host.name for host in plan.hosts)] if plan.hosts else []
         mpirun = ["mpirun", "-np", str(plan.nodes), "-ppn", "1", *where]
-        # Not that it ends for all: agents above the first wait without end for the end of their stdin.
+        # </dev/null does not give every agent an end of file: those after the first would wait for the end of their stdin
+        # forever.
         return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\nexec {shlex.join(mpirun)} {agent(plan.run_dir)} </dev/null\n"
 
     def _another_launcher(self, env: Mapping[str, str]) -> Ranks:
-        """PMI's rank and size without a local rank: another launcher that speaks PMI, and nobody knows which device is ours."""
+        """PMI's rank and size without a local rank: another launcher that uses PMI. Nothing shows which device this process may
+        use."""
         if whole_number(env, "PMI_SIZE") == 1:
             return single("PMI_SIZE")
         raise not_joined(

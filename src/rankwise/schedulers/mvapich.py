@@ -1,4 +1,4 @@
-"""MVAPICH2's mpirun_rsh: what it sets for each rank. Its mpirun is Hydra, which mpich.py reads."""
+"""MVAPICH2's mpirun_rsh: the variables that it sets for each rank. MVAPICH2's mpirun is Hydra: see mpich.py."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Mvapich(Counting):
     needs = "MV2_COMM_WORLD_RANK"
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """True if it names a rank or a size, and Hydra has not set its own variables, which say the same."""
+        """True if a rank or a size is set, and Hydra's own variables, which have the same values, are not."""
         return super().detect(env) and "MPI_LOCALRANKID" not in env
 
     def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
-        """The host and process id of mpirun_rsh, which its daemons pass on to their ranks."""
+        """The host and process id of mpirun_rsh, which its daemons pass on to the ranks."""
         host, process = env.get("MPISPAWN_MPIRUN_HOST"), env.get("MPISPAWN_MPIRUN_ID")
         return f"mvapich-{host}-{process}" if host and process else None

@@ -18,7 +18,7 @@ from rankwise.schedulers.job import agent
 from rankwise.schedulers.options import NODES
 from rankwise.schedulers.ranks import Ranks, without
 
-# What MPI_Init would take for this process. OMPI_MCA_* in general is what a user sets.
+# Variables from which MPI_Init learns which process it is. Other OMPI_MCA_* variables are settings of the user.
 _IDENTITY = (
     "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_SIZE", "OMPI_APP_CTX_NUM_PROCS", "OMPI_NUM_APP_CTX", "OMPI_FIRST_RANKS",
     "OMPI_COMMAND", "OMPI_ARGV", "OMPI_FILE_LOCATION", "OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix",
@@ -31,7 +31,7 @@ _ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 class OpenMpi(Counting, NamesHosts, Foreground):
     name = "openmpi"
     called = "Open MPI"
-    # _NODE_RANK is not among them: it is the local rank under another name, not the index of the node.
+    # Without _NODE_RANK: it is another name for the local rank, not the index of the node.
     variables = (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -51,36 +51,38 @@ class OpenMpi(Counting, NamesHosts, Foreground):
         return env.get("OMPI_MCA_orte_num_nodes") == env.get("OMPI_COMM_WORLD_SIZE")
 
     def rank_env(self, env: Mapping[str, str], ranks: Ranks, per_node: str) -> Mapping[str, str]:
-        """Without its identity, which belongs to one process: several ranks that call MPI_Init with the same one hang."""
+        """The environment without MPI's identity, which belongs to one process: several ranks that call MPI_Init with the same
+        one hang."""
         return without(env, _IDENTITY)
 
     def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
-        """The job's name and a part of its random key. The name alone is 16 bits of a hash of mpirun's host and process."""
+        """The job's name and a hash of its random key: the name is only 16 bits of a hash of mpirun's host and process."""
         job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
         if job is None:
             return None
-        # Open MPI 5 has none: its name holds host and process in full.
+        # Open MPI 5 has no key: the job's name contains host and process in full.
         key = env.get("OMPI_MCA_orte_precondition_transports", "")
         return "-".join(["openmpi", job, *([hashlib.sha256(key.encode()).hexdigest()[:12]] if key else [])])
 
     def render(self, plan: Plan) -> str:
-        """A shell script that becomes mpirun, which starts one agent per node; those share the node's cores out themselves."""
+        """A shell script that becomes mpirun, which starts one agent per node. It binds no cores: the agents divide them among
+        their ranks."""
         where = ["-H", ",".join(host.name for host in plan.hosts)] if plan.hosts else []
         mpirun = ["mpirun", "-np", str(plan.nodes), "--map-by", "ppr:1:node", "--bind-to", "none", *where]
-        # PATH goes along by itself. What a Python needs to start and to find rankwise goes where it is set; elsewhere mpirun
-        # warns.
+        # mpirun passes PATH on by itself. -x passes the variables that a Python may need to start and to find rankwise, only if
+        # they are set: otherwise mpirun warns.
         export = " ".join(f"${{{name}:+-x {name}}}" for name in ("PYTHONPATH", "LD_LIBRARY_PATH"))
         start = f"exec {shlex.join(mpirun)} \\\n  {export} \\\n  {agent(plan.run_dir)} </dev/null"
         return f"#!/bin/sh\ncd {shlex.quote(plan.cwd)} || exit 2\n{start}\n"
 
     def submit(self, script: str, job: Mapping[str, Any]) -> str:
-        """Raises ConfigError for root, whom Open MPI refuses unless two variables are set."""
+        """Raises ConfigError for root: Open MPI refuses to run as root unless two variables are set."""
         refuse_root(os.environ, os.geteuid())
         return super().submit(script, job)
 
 
 def refuse_root(env: Mapping[str, str], uid: int) -> None:
-    """Raises ConfigError where mpirun will refuse to run."""
+    """Raises ConfigError if mpirun would refuse to run as this user."""
     if uid == 0 and any(env.get(name) != "1" for name in _ROOT):
         raise ConfigError(
             "Open MPI does not run as root unless two variables are set; use another user, or put before the command: "

@@ -16,7 +16,7 @@ def _numbers(gpus: str) -> str | None:
 
 
 def counts(nodes: str) -> tuple[int, int]:
-    """(fewest, most) of `2` or `1:4`; (0, 0) for what says neither."""
+    """(fewest, most) of `2` or `1:4`; (0, 0) for any other text."""
     match = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", nodes)
     least, most = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, 0)
     return (least, most) if 0 < least <= most else (0, 0)

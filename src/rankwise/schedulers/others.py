@@ -1,6 +1,6 @@
-"""Launchers and clouds that do not say enough to connect their processes: recognised, so that no process trains alone.
+"""Launchers and clouds that do not give enough to connect their processes. They are detected so that no process trains alone.
 
-Each would be a launcher of its own if it gave rank, size, local rank and local size.
+Each would have its own file if it gave rank, size, local rank and local size.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _STARTERS = {
     "MPT_LRANK": "mpiexec of HPE MPT",
     "PMI_ID": "mpirun_rsh",
 }
-"""The variable that each sets for every process that it starts."""
+"""By the variable that it sets for every process: a launcher."""
 
 _HOSTS = {
     "SM_HOSTS": "a SageMaker job",
     "AWS_BATCH_JOB_NUM_NODES": "an AWS Batch job",
 }
-"""The variable that names or counts the hosts of a job."""
+"""By the variable that names or counts the hosts of a job: the kind of job."""
 
 
 _VARIABLES_OF_RANKS = "RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
@@ -35,14 +35,14 @@ class OtherLaunchers(Launcher):
     needs = "PMIX_RANK, PMI_ID, ... (one of several processes) or SM_HOSTS, ... (several hosts)"
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """True in one of several processes of such a launcher, and in a job of several hosts."""
+        """True in a process of such a launcher, and in a job with several hosts."""
         return self.one_of_several(env) or _job_of_several(env) is not None
 
     def one_of_several(self, env: Mapping[str, str]) -> bool:
         return any(name in env for name in _STARTERS)
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """Raises NotJoinedError: nothing says which rank this is."""
+        """Raises NotJoinedError, because the rank is unknown, unless the job has only one host."""
         if self.one_of_several(env):
             variable = next(name for name in _STARTERS if name in env)
             raise not_joined(
@@ -62,7 +62,7 @@ class OtherLaunchers(Launcher):
 
 
 def _job_of_several(env: Mapping[str, str]) -> tuple[str, int] | None:
-    """(the variable that says so, how many hosts); None for one host, and where nothing says so."""
+    """(the variable, how many hosts) of a job with several hosts; None for one host, or if no variable is set."""
     counts = {
         "SM_HOSTS": _length(env.get("SM_HOSTS")),
         "AWS_BATCH_JOB_NUM_NODES": _number(env.get("AWS_BATCH_JOB_NUM_NODES")),

@@ -1,4 +1,4 @@
-"""mpiexec and aprun of HPE's PALS (Cray EX): what they set for each rank."""
+"""mpiexec and aprun of HPE's PALS (Cray EX): the variables that they set for each rank."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ class Pals(Launcher):
         return "PMI_SIZE" not in env
 
     def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
-        """The identity that PALS gives each application that it starts."""
+        """The identifier that PALS gives each application that it starts."""
         return f"pals-{env['PALS_APID']}" if env.get("PALS_APID") else None

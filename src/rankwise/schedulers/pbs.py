@@ -1,9 +1,10 @@
 """PBS Professional and OpenPBS: jobs for their queue, and the variables of their processes. Written from their manuals and
-sources (2022.1, 23.06); never run on a real one.
+sources (2022.1, 23.06); never run on a real cluster.
 
     rankwise run --on pbs --nodes 2 --gpus-per-node 4 --time 10:00:00 -q gpu train.py
 
-The job's script becomes the head's agent on the first host; pbsdsh starts the others, which find it by the run directory.
+The job's script becomes the head's agent on the first host; pbsdsh starts the others, which find the head through the run
+directory.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Pbs(Launcher, Jobs):
         return single("a PBS job on one host", note)
 
     def one_of_several(self, env: Mapping[str, str]) -> bool:
-        """The job's own script has the number 1."""
+        """The job's own script has task number 1."""
         return env.get("PBS_TASKNUM", "1") != "1"
 
     def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
@@ -94,7 +95,7 @@ class Pbs(Launcher, Jobs):
     # --- a queue of jobs
 
     def allocated(self, env: Mapping[str, str]) -> int | None:
-        """It reads the file of the job's hosts."""
+        """Reads the file that lists the job's hosts."""
         if not self.detect(env) or self.one_of_several(env):
             return None
         if env.get("PBS_NUM_NODES", "").isdecimal():
@@ -108,7 +109,7 @@ class Pbs(Launcher, Jobs):
         return self.allocated(env) is not None
 
     def render(self, plan: Plan) -> str:
-        """Raises ConfigError for what PBS cannot be asked for."""
+        """Raises ConfigError for options that PBS cannot express."""
         if plan.min_nodes != plan.nodes:
             raise ConfigError(
                 f"--nodes {plan.min_nodes}:{plan.nodes}: PBS gives a job a fixed number of nodes; give one number"
@@ -131,14 +132,14 @@ class Pbs(Launcher, Jobs):
             *([f"-A {plain('-A', job['account'], 'PBS')}"] if "account" in job else []),
             *(one_line(argument, "--qsub-arg") for argument in job.get("qsub_args", ())),
             "-j oe",
-            "-o /dev/null",  # PBS brings it at the end; this script writes it as it comes
+            "-o /dev/null",  # PBS would deliver the output at the end; this script writes it at once
             "-r n",
         ]
         others = f"$(seq {plan.nodes - 1})"
         return batch_script(plan, [f"#PBS {option}" for option in asked], '"$PBS_JOBID"', others, 'pbsdsh -n "$node" --')
 
     def stop_after_s(self, job: Mapping[str, Any], grace_s: float) -> float:
-        """PBS ends a job at its limit with a few seconds' notice: the head looks at the clock itself."""
+        """PBS ends a job at its limit with only a few seconds' notice, so the head watches the time itself."""
         return stop_before(job.get("time"), grace_s)
 
     def submit(self, script: str, job: Mapping[str, Any]) -> str:
@@ -148,7 +149,7 @@ class Pbs(Launcher, Jobs):
         raise ConfigError(f"PBS refuses the job: {last_line(done)}")
 
     def state(self, job: Mapping[str, Any]) -> State:
-        """By qstat -x, which knows a job that has ended as long as the site keeps their history."""
+        """From qstat -x, which shows a job after its end for as long as the site keeps the history."""
         try:
             done = call(["qstat", "-x", "-f", "-F", "json", job["id"]], _MISSING)
             found: dict[str, Any] = next(iter(json.loads(done.stdout)["Jobs"].values()))
@@ -165,7 +166,7 @@ class Pbs(Launcher, Jobs):
         return State("ended", reason, _exit_status(found.get("Exit_status")))
 
     def cancel(self, job: Mapping[str, Any]) -> None:
-        """A job that runs is asked to stop; qdel would kill it after some seconds."""
+        """Sends SIGTERM to a running job; qdel would kill it after a few seconds."""
         runs = self.state(job).phase == "running"
         done = call(["qsig", "-s", "TERM", job["id"]] if runs else ["qdel", job["id"]], _MISSING)
         if done.returncode != 0:
@@ -177,7 +178,7 @@ def _clock(seconds: int) -> str:
 
 
 def _exit_status(status: Any) -> int | None:
-    """PBS writes 256 + n for signal n, and a negative number where the job itself never began."""
+    """PBS writes 256 + n for signal n, and a negative number if the job never began."""
     if not isinstance(status, int):
         return None
     return 1 if status < 0 else 128 + status - 256 if status > 256 else status

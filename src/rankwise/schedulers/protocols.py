@@ -1,9 +1,9 @@
-"""What a scheduler can be: three small classes. Whatever is optional has its default here; a capability is a class.
+"""What a scheduler can do: three small classes, one per capability. Optional methods have their defaults here.
 
-class Slurm(Launcher, Jobs): ...       # says who a process is, and takes jobs
-class Ssh(Foreground, Hosts): ...      # foreground.py: runs below the launcher, and reaches the other hosts
+class Slurm(Launcher, Jobs): ...       # finds the rank of a process, and takes jobs
+class Ssh(Foreground, Hosts): ...      # runs below the launcher (foreground.py), and starts agents on other hosts
 
-`env` is an environment. What takes one is pure, asks no program and no file, unless its docstring names one.
+`env` is an environment. A method that takes one is pure: it runs no program and reads no file, unless its docstring says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Scheduler(ABC):
 
 
 class Launcher(Scheduler):
-    """Which rank a process is, by its environment."""
+    """Finds the rank of a process from its environment."""
 
     variables: ClassVar[tuple[str, ...]] = ()
     """The variables that it sets, in the order in which `rankwise explain` lists them."""
@@ -36,7 +36,7 @@ class Launcher(Scheduler):
     """What must be set for `detect`, for `rankwise explain`."""
 
     has_store: ClassVar[bool] = False
-    """Whether the address that it gives may be that of a torch store which listens there already."""
+    """Whether a torch store may listen already at the address that it gives."""
 
     when_bound: ClassVar[str] = ""
     """A sentence for people, with {cores} for the number of cores, if it binds each process to a single core by default."""
@@ -51,7 +51,7 @@ class Launcher(Scheduler):
         processes that nothing connects, WorldError for variables that contradict each other."""
 
     def tasks(self, env: Mapping[str, str]) -> Tasks | None:
-        """How many processes it started, and which of them this is, for a launcher that gives no address of rank 0. Never
+        """For a launcher that gives no address of rank 0: how many processes it started, and which of them this is. Never
         raises."""
         return None
 
@@ -61,8 +61,8 @@ class Launcher(Scheduler):
         return None
 
     def one_of_several(self, env: Mapping[str, str]) -> bool:
-        """Whether this process is one of several that `ranks` cannot connect, because it does not say how many: then a launcher
-        must not start in each of them either."""
+        """Whether this process is one of several that `ranks` cannot connect, because their number is unknown: then `rankwise
+        run` must not start in each of them either."""
         return False
 
     def one_per_node(self, env: Mapping[str, str]) -> bool | None:
@@ -71,9 +71,9 @@ class Launcher(Scheduler):
         return None
 
     def rank_env(self, env: Mapping[str, str], ranks: Ranks, per_node: str) -> Mapping[str, str]:
-        """`env` describes our agent; return it as a rank of that agent needs it: variables of the agent's own place are set for
-        the rank, or removed, so that a program that reads them instead of RANK finds the same. Variables of the job stay.
-        `per_node`: the ranks of each node, as `short_list` writes them. Not called if the task is the rank."""
+        """Change the agent's environment `env` for one of its ranks: variables with the agent's own index are set for the rank,
+        or removed, so that a program that reads them instead of RANK finds the same rank. Variables of the job stay.
+        `per_node`: the number of ranks of each node, as `short_list` writes them. Not called if the task itself is the rank."""
         return env
 
     def array_task(self, env: Mapping[str, str]) -> str | None:
@@ -86,65 +86,65 @@ class Launcher(Scheduler):
 
 
 class Hosts(Scheduler):
-    """The hosts: the head's agent starts the agents of the other nodes itself."""
+    """A scheduler with which the head starts the agents of the other nodes itself."""
 
     @abstractmethod
     def hosts(self, plan: Plan, env: Mapping[str, str]) -> tuple[Host, ...]:
-        """The nodes in the order of their ranks. It may read the file that `env` names. Raises WorldError."""
+        """The nodes in the order of their ranks. May read a file that `env` names. Raises WorldError."""
 
     @abstractmethod
     def reach(self, host: str, command: list[str]) -> list[str]:
-        """The command that runs `command` there, its stdin and stdout passed through. Pure."""
+        """The command that runs `command` on that host and connects its stdin and stdout. Pure."""
 
     def refusal(self, host: str, words: str) -> str | None:
-        """Why the command did not get there, by what it printed on stderr, and what to type; None if the command itself printed
-        that. Pure."""
+        """Why the command did not start on that host, and what to type; None if the command itself printed `words`, the text on
+        stderr. Pure."""
         return None
 
 
 class Jobs(Scheduler):
-    """A queue that takes runs. A `job` is what the run's job.json holds of it: `id`, and its options."""
+    """A scheduler that takes runs. A `job` is the scheduler's part of job.json: `id`, and its options."""
 
     title: ClassVar[str] = ""
-    """The heading of its own options in `--help`; its name when empty."""
+    """The heading of its own options in `--help`; its name if empty."""
 
     options: ClassVar[tuple[Option, ...]] = ()
     """Its options, in the order of `--help`."""
 
     stop_signals: ClassVar[Mapping[int, int]] = {}
-    """If another launcher (srun, mpirun) runs the script instead of the agent: which signal makes it ask the agents to stop,
-    for each signal that our launcher gets."""
+    """If the script becomes another launcher (srun, mpirun) instead of the agent: for each signal that `rankwise run` gets, the
+    signal that makes that launcher ask the agents to stop."""
 
     requeue_status: ClassVar[int | None] = None
-    """If `requeue` is an option, and the script leaves it to the head's agent: the exit status with which the agent puts the
-    job back into the queue."""
+    """If `requeue` is an option, and the head's agent does it instead of the script: the exit status that puts the job back
+    into the queue."""
 
     cures: ClassVar[Mapping[str, str]] = {}
-    """By the name of an option that it does not have: what to type, if the answer is not another scheduler."""
+    """By the name of an option that it does not have: what to type, if the advice is not to use another scheduler."""
 
     this_machine: ClassVar[bool] = False
-    """It starts ranks only on this machine, so the devices of this machine can be looked at now."""
+    """Whether it starts ranks only on this machine, so that its devices can be counted now."""
 
     @abstractmethod
     def render(self, plan: Plan) -> str:
-        """The whole script that starts the agents. Pure, and compared with a golden file; raises ConfigError. The output of a
-        queued job goes to logs/job-<its id>.log in the run directory."""
+        """The complete script that starts the agents. Pure, and tests compare it with a golden file; raises ConfigError. The
+        script writes the output of a queued job to logs/job-<its id>.log in the run directory."""
 
     @abstractmethod
     def submit(self, script: str, job: Mapping[str, Any]) -> str:
-        """Submit that script, which is at the path `script`; returns the job's id (if attached: the process id of a shell).
-        `job` has only the options. Raises ConfigError, in one line, if the queue refuses it."""
+        """Submit the script at the path `script`; returns the job's id (if attached: the process id of a shell). `job` has only
+        the options. Raises ConfigError, in one line, if the queue refuses it."""
 
     @abstractmethod
     def state(self, job: Mapping[str, Any]) -> State:
-        """The state of the job; asks the queue, which may have no record of it any more. Never raises."""
+        """The state of the job. Asks the queue, which may no longer know the job. Never raises."""
 
     @abstractmethod
     def cancel(self, job: Mapping[str, Any]) -> None:
-        """Ask it to stop. Raises ConfigError."""
+        """Ask the job to stop. Raises ConfigError."""
 
     def claims(self, asked: Mapping[str, Any]) -> str | None:
-        """Why this scheduler is meant although its name was not given, by the options that were given; None if it is not."""
+        """Why the given options mean this scheduler, if the user did not name one; None if they do not."""
         return None
 
     def check(self, job: Mapping[str, Any]) -> None:
@@ -159,15 +159,15 @@ class Jobs(Scheduler):
         return None
 
     def named_hosts(self, job: Mapping[str, Any]) -> tuple[Host, ...]:
-        """The hosts that the user has named, in the order of their ranks; they may be in a file. Raises ConfigError."""
+        """The hosts that the user has listed, maybe in a file, in the order of their ranks. Raises ConfigError."""
         return ()
 
     def stop_after_s(self, job: Mapping[str, Any], grace_s: float) -> float:
-        """If its own notice before a time limit kills some of the agents: after how long the head stops the run by itself; 0
-        for never. Pure."""
+        """How long after its start the head stops the run by itself, if the scheduler's own notice before a time limit comes
+        too late or kills some of the agents; 0 for never. Pure."""
         return 0.0
 
     def array_tasks(self, job: Mapping[str, Any]) -> tuple[str, ...]:
-        """The numbers of the tasks of a job array: each is a run of its own in the run directory <run_dir>-<number>, as the job
+        """The numbers of the tasks of a job array: each task is a separate run, in <run_dir>-<number>, and the job
         <id>_<number>. Empty if the job is not an array. Pure; raises ConfigError."""
         return ()

@@ -1,4 +1,4 @@
-"""What a scheduler's variables say about one process."""
+"""What a scheduler's variables tell about one process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Ranks:
     local_rank: int
     local_world_size: int
     node_rank: int | None
-    """None if the launcher does not say it and it cannot be derived."""
+    """None if the launcher does not give it and it cannot be derived."""
 
     master_addr: str | None = None
     master_port: int | None = None
     origin: Mapping[str, str] = field(default_factory=dict)
-    """For each number the variable that it came from, or how it was derived."""
+    """For each number, the variable that it came from, or how it was derived."""
 
     note: str | None = None
-    """What a person should know of these numbers; None where they speak for themselves."""
+    """What a person should know about these numbers; None if there is nothing to explain."""
 
     def __post_init__(self) -> None:
         for name, size in (("rank", "world_size"), ("local_rank", "local_world_size")):
@@ -41,7 +41,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Tasks:
-    """How many processes a launcher started, and which of them this is, as its variables say."""
+    """How many processes a launcher started, and which of them this is, from its variables."""
 
     index: int
     count: int
@@ -50,26 +50,27 @@ class Tasks:
 
 
 def single(origin: str, note: str | None = None) -> Ranks:
-    """A process that is alone; `origin` says how that is known."""
+    """A process that is alone. `origin`: how that is known."""
     names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank")
     return Ranks(0, 1, 0, 1, 0, origin=dict.fromkeys(names, origin), note=note)
 
 
 def tasks_of(env: Mapping[str, str], index: str, count: str) -> Tasks | None:
-    """The two variables as numbers; None unless both are. Never raises: who asks believes another launcher more."""
+    """The values of the two variables; None unless both are numbers. Never raises: the caller trusts another launcher more."""
     if not (env.get(index, "").isdecimal() and env.get(count, "").isdecimal()):
         return None
     return Tasks(int(env[index]), int(env[count]), shown(env, (index, count)))
 
 
 def counted(env: Mapping[str, str], names: Sequence[str], launcher: str) -> Ranks:
-    """By the four variables of a launcher that counts ranks and gives no address: rank, size, local rank, local size.
+    """The ranks from the four variables of a launcher that gives no address: rank, size, local rank, local size.
 
-    Raises WorldError for a part of them, a value that is no number, a rank that is not below its size.
+    Raises WorldError if only some of them are set, if a value is not a number, or if a rank is not below its size.
     """
     require(env, names, launcher)
     rank, world_size, local_rank, local_world_size = (whole_number(env, name) for name in names)
-    # Neither rank // local size nor rank % nodes is the node: ranks may be dealt out in turn, and nodes have uneven numbers.
+    # Neither rank // local size nor rank % nodes is the node: ranks may be placed round-robin, and nodes may have uneven
+    # numbers.
     one_node = local_world_size == world_size
     master_addr, master_port, where = address(env, launcher)
     origin = dict(zip(("rank", "world_size", "local_rank", "local_world_size"), names, strict=True))
@@ -81,7 +82,8 @@ def counted(env: Mapping[str, str], names: Sequence[str], launcher: str) -> Rank
 
 
 def address(env: Mapping[str, str], launcher: str) -> tuple[str | None, int | None, dict[str, str]]:
-    """Where rank 0 listens, for a launcher that counts ranks and gives no address: MASTER_ADDR, MASTER_PORT, the origins."""
+    """(MASTER_ADDR, MASTER_PORT, their origins) for a launcher that gives no address: where rank 0 listens, if the user has set
+    it."""
     origin = {
         field: name if name in env else f"{launcher} gives none: rank 0 announces its own, or set  {name}"
         for field, name in (("master_addr", "MASTER_ADDR"), ("master_port", "MASTER_PORT"))
@@ -90,7 +92,7 @@ def address(env: Mapping[str, str], launcher: str) -> tuple[str | None, int | No
 
 
 def require(env: Mapping[str, str], names: Sequence[str], launcher: str) -> None:
-    """WorldError unless every one of the variables is set, which this launcher sets together."""
+    """Raises WorldError unless all of these variables are set: this launcher always sets them together."""
     missing = [name for name in names if name not in env]
     if missing:
         raise WorldError(
@@ -100,7 +102,7 @@ def require(env: Mapping[str, str], names: Sequence[str], launcher: str) -> None
 
 
 def not_joined(found: str, meaning: str, cure: str) -> NotJoinedError:
-    """The error of a process that would train alone though several were asked for."""
+    """The error for a process that would train alone although several were started."""
     return NotJoinedError(
         f"{found}: {meaning}, so this process would train alone; {cure} "
         "(to train alone: --allow-independent, in Python allow_independent=True)"
@@ -108,7 +110,7 @@ def not_joined(found: str, meaning: str, cure: str) -> NotJoinedError:
 
 
 def shown(env: Mapping[str, str], names: Iterable[str]) -> str:
-    """Those of the variables that are set, as NAME=value."""
+    """The variables that are set, as NAME=value."""
     return ", ".join(f"{name}={env[name]}" for name in names if name in env)
 
 
@@ -119,12 +121,12 @@ def short_list(counts: Iterable[int]) -> str:
 
 
 def without(env: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
-    """`env` but for the variables whose names begin so. PMIX_MCA_* is what a user sets."""
+    """`env` without the variables whose names begin with one of `names`. Keeps PMIX_MCA_*, which are settings of the user."""
     return {name: value for name, value in env.items() if not name.startswith(names) or name.startswith("PMIX_MCA_")}
 
 
 def whole_number(env: Mapping[str, str], name: str) -> int:
-    """The value of a variable that must hold one; WorldError says which does not."""
+    """The value of a variable that must be a whole number. Raises WorldError, which names the variable."""
     text = env[name]
     try:
         return int(text)
@@ -133,9 +135,9 @@ def whole_number(env: Mapping[str, str], name: str) -> int:
 
 
 def variables_of(ranks: Ranks, restart: int, max_restarts: int, run_id: str, nodes: int | None = None) -> dict[str, str]:
-    """What a rank finds in its environment: all that torchrun sets. `ranks` as an agent makes them: nothing is None.
+    """The variables of a rank: all those that torchrun sets. `ranks`: as an agent makes them, so no field is None.
 
-    `nodes` None: all nodes have as many ranks.
+    `nodes` None: all nodes have the same number of ranks.
     """
     nodes = nodes or max(1, ranks.world_size // ranks.local_world_size)
     return {

@@ -1,8 +1,8 @@
-"""Grid Engine (Son of Grid Engine and its kin): it counts hosts and slots, and gives no ranks.
+"""Grid Engine (Son of Grid Engine and similar ones): it gives hosts and slots, but no ranks.
 
     rankwise run --on sge --slots 8 --pe mpi -l h_rt=10:00:00 -l h_vmem=15G train.py
 
-One agent a host. The job's script is the head's; it starts the others by `qrsh -inherit`, one rank a slot.
+One agent per host, one rank per slot. The job's script becomes the head, which starts the other agents with `qrsh -inherit`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CURES = (
 
 _SHARED = "every host must see the run directory under this path; use --run-dir PATH with a folder that they share"
 
-# Of the states that qstat shows, those in which a job neither just waits nor just runs.
+# Letters that qstat shows for a job that does not simply wait or run.
 _LETTERS = (
     ("d", "being deleted"),
     ("h", "held"),
@@ -81,13 +81,13 @@ class GridEngine(Launcher, Jobs, Hosts):
     requeue_status = 99
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """True in a job's script, on its first host, and in what `qrsh -inherit` started on the others."""
+        """True in a job's script, on its first host, and in a process that `qrsh -inherit` started on the others."""
         return "PE_HOSTFILE" in env or env.get("JOB_SCRIPT") == "QRSH" or "SGE_TASK_ID" in env
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
         """A single process. Raises NotJoinedError in a job of several hosts: Grid Engine gives no process its rank."""
         if env.get("JOB_SCRIPT") == "QRSH":
-            # NSLOTS and NHOSTS are this host's here: they say 1 on the smallest part of the largest job.
+            # Here NSLOTS and NHOSTS describe only this host: they may be 1 even in a large job.
             raise not_joined(
                 shown(env, ("JOB_SCRIPT", "JOB_NAME", "JOB_ID")),
                 "this is a task of qrsh, which does not give it a rank",
@@ -117,36 +117,38 @@ class GridEngine(Launcher, Jobs, Hosts):
         return None if (task := env.get("SGE_TASK_ID", "undefined")) == "undefined" else task
 
     def attached(self, env: Mapping[str, str]) -> bool:
-        """True inside a job: in its script, in what that started, in a shell of qrsh or qlogin."""
+        """True inside a job: in its script, in a process that the script started, in a shell of qrsh or qlogin."""
         return "PE_HOSTFILE" in env or all(name in env for name in ("JOB_ID", "QUEUE", "SGE_ROOT"))
 
     def allocated(self, env: Mapping[str, str]) -> int | None:
-        """The hosts of the job whose script this is; None outside of one, and in a task on another host."""
+        """The number of hosts of the job whose script this is; None outside of a job, and in a task on another host."""
         if not self.attached(env) or env.get("JOB_SCRIPT") == "QRSH":
             return None
         return max(1, whole_number(env, "NHOSTS")) if "NHOSTS" in env else 1
 
     def render(self, plan: Plan) -> str:
-        """The job's script: `cd RUN_DIR && qsub job.sh`. Raises ConfigError for what such a script cannot hold."""
+        """The job's script, for `cd RUN_DIR && qsub job.sh`. Raises ConfigError for values that such a script cannot
+        contain."""
         lines = ["#!/bin/bash", *(f"#$ {option}" for option in _options(plan)), ""]
         lines += setup_lines(plan)
         lines.append(enter(one_line(plan.cwd, "the folder")))
-        # No process is between:  Grid Engine asks this one to stop, and its exit status is the job's (99: once more).
+        # exec: Grid Engine must signal the agent itself, and take its exit status as the job's (99: start again).
         lines.append(f"exec {agent(one_line(plan.run_dir, '--run-dir'))}")
         return "\n".join(lines) + "\n"
 
     def stop_after_s(self, job: Mapping[str, Any], grace_s: float) -> float:
         """In a parallel environment Grid Engine kills the tasks on other hosts at s_rt, and only then asks the job's script to
-        stop (execd, sge_kill_petasks): the head looks at the clock itself, before either limit."""
+        stop (execd, sge_kill_petasks). So the head watches the time itself, before either limit."""
         if job.get("pe") is None:
             return 0.0
         asked = _asked([str(item) for item in job.get("resources", ())])
         return min(filter(None, (_lead_s(asked.get(name), grace_s) for name in ("h_rt", "s_rt"))), default=0.0)
 
     def submit(self, script: str, job: Mapping[str, Any]) -> str:
-        """Returns the job's id. Raises ConfigError, one line, for what qsub refuses."""
+        """Returns the job's id. Raises ConfigError, in one line, if qsub refuses the job."""
         folder, name = Path(script).parent, Path(script).name
-        (folder / "logs").mkdir(parents=True, exist_ok=True)  # a job whose output has no folder fails without a word (Eqw)
+        # If the folder of its output is missing, a job fails without a message (Eqw).
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
         done = call(["qsub", "-terse", name], _MISSING, cwd=str(folder))
         numbers = re.findall(r"^\d+", done.stdout, re.MULTILINE)
         if done.returncode == 0 and numbers:
@@ -154,8 +156,8 @@ class GridEngine(Launcher, Jobs, Hosts):
         raise ConfigError(refused(f"{done.stdout}\n{done.stderr}"))
 
     def state(self, job: Mapping[str, Any]) -> State:
-        """By qstat, then by qacct: `unknown` in the seconds between the two, and always if a site keeps no accounts. Never
-        raises."""
+        """From qstat, then from qacct. `unknown` in the seconds between the two, and always if the site keeps no accounts.
+        Never raises."""
         job_id: str = job["id"]
         try:
             listed = _listed(call(["qstat", "-xml"], _MISSING).stdout, job_id)
@@ -172,15 +174,15 @@ class GridEngine(Launcher, Jobs, Hosts):
         return State("stuck", f"{listed}: it will never start: {reason}{shared}; repair that, then type: qmod -cj {job_id}")
 
     def cancel(self, job: Mapping[str, Any]) -> None:
-        """qdel: with -notify the ranks are asked first. Nothing happens where the job is over."""
+        """qdel; because of -notify the ranks are asked to stop first. Does nothing if the job has ended."""
         done = call(["qdel", job["id"]], _MISSING)
         if done.returncode != 0 and "does not exist" not in f"{done.stdout}{done.stderr}":
             raise ConfigError(f"qdel {job['id']}: {last_line(done)}")
 
     def hosts(self, plan: Plan, env: Mapping[str, str]) -> tuple[Host, ...]:
-        """Those of PE_HOSTFILE with their slots, this one first: the head is where the job's script runs.
+        """The hosts of PE_HOSTFILE with their slots, this one first: the head runs where the job's script runs.
 
-        A host that gives slots of several queues has several lines. Raises WorldError.
+        A host with slots of several queues has several lines there. Raises WorldError.
         """
         here = env.get("HOSTNAME") or socket.gethostname()
         if "PE_HOSTFILE" not in env:
@@ -201,25 +203,26 @@ class GridEngine(Launcher, Jobs, Hosts):
                 case [_, *_]:
                     raise WorldError(f"PE_HOSTFILE={path}: {line!r} is not `host slots queue processors`")
         own = [name for name in slots if name.lower() == here.lower()]
-        own = own or [name for name in slots if _short(name) == _short(here)]  # one of them with its domain
+        own = own or [name for name in slots if _short(name) == _short(here)]  # one of the two names may have a domain
         if len(own) != 1:
             raise WorldError(
                 f"PE_HOSTFILE={path} names {', '.join(slots) or 'no host'}, and this is {here}; start rankwise in the job's "
                 "script"
             )
-        names = sorted(slots, key=lambda name: name != own[0])  # stable: the others keep Grid Engine's order
+        names = sorted(slots, key=lambda name: name != own[0])  # the sort is stable: the others keep Grid Engine's order
         return tuple(Host(name, slots[name]) for name in names)
 
     def reach(self, host: str, command: list[str]) -> list[str]:
-        """A shell there reads the line again. Another one stands above the command: if a task that qrsh has started dies by a
-        signal, Grid Engine kills the whole job, and a shell ends with a status of 128 + n instead. What Grid Engine sends to
-        all of a job (-notify, s_rt) must not end that shell: the command is asked to stop, and says when it has.
+        """Words are quoted because a shell on the host parses the line again. A second shell is the parent of the command: if a
+        task of qrsh is killed by a signal, Grid Engine kills the whole job, but this shell exits with status 128 + n instead.
+        Signals that Grid Engine sends to the whole job (-notify, s_rt) must not end this shell: it waits until the command has
+        stopped.
         """
         words = ["/bin/sh", "-c", f"trap : USR1 USR2 XCPU; {shlex.join(command)}; exit $?"]
         return ["qrsh", "-inherit", host, *(shlex.quote(word) for word in words)]
 
     def refusal(self, host: str, words: str) -> str | None:
-        """Why qrsh did not get there, in one line with what to type; None where its last words are not its own."""
+        """Why qrsh could not start the command, in one line with what to type; None if the last error is not one of qrsh."""
         match = re.search(r"^error: executing task of job (?P<job>\S+) failed: (?P<why>.*\S)", words, re.MULTILINE)
         if match is None:
             return None
@@ -246,13 +249,13 @@ def _options(plan: Plan) -> list[str]:
         name = f"run-{name}"
     options = [
         "-S /bin/bash",
-        # Output goes beside this script by a relative path: in an absolute one `:` and `,` would have a meaning.
+        # A relative path for the output, next to this script: in an absolute one, `:` and `,` would have a special meaning.
         "-cwd",
         "-o logs/job-$JOB_ID.log",
         "-j y",
         f"-N {name}",
         "-v PATH",
-        "-w e",  # otherwise a job that no queue can ever run is accepted, and waits without end
+        "-w e",  # without it, Grid Engine accepts a job that no queue can ever run, and the job waits forever
         f"-r {'y' if job.get('requeue') else 'n'}",
         "-notify",
     ]
@@ -264,14 +267,14 @@ def _options(plan: Plan) -> list[str]:
     if (queue := job.get("queue")) is not None:
         options.append(f"-q {_quoted(queue, '-q')}")
     if (account := job.get("account")) is not None:
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", account):  # qsub's own answer to another: "Error reading answer list"
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", account):  # otherwise qsub only prints "Error reading answer list"
             raise ConfigError(f"-A {account!r}: an account of Grid Engine has only letters, digits, `.`, `_` and `-`")
         options.append(f"-A {account}")
     return options
 
 
 def _quoted(value: str, what: str) -> str:
-    """One word in a `#$` line, where quotes hold blanks together and nothing can quote a quote."""
+    """One word for a `#$` line, in which quotes keep blanks together, but a quote cannot be escaped."""
     one_line(value, what)
     if re.fullmatch(r"[A-Za-z0-9_.,:=@/*+%-]+", value):
         return value
@@ -286,7 +289,7 @@ def _asked(resources: Sequence[str]) -> dict[str, str]:
 
 
 def _lead_s(limit: str | None, grace_s: float) -> int:
-    """When ranks are asked to stop: `grace_s` before that limit; 0 where it is none."""
+    """How long after the start ranks are asked to stop: `grace_s` before `limit`; 0 if there is no limit."""
     match = _TIME.fullmatch(limit or "")
     if match is None:
         return 0
@@ -295,7 +298,7 @@ def _lead_s(limit: str | None, grace_s: float) -> int:
 
 
 def refused(words: str) -> str:
-    """What qsub said to a job that it does not take, in one line with what to type."""
+    """The message of qsub that refuses a job, in one line with what to type."""
     said = " ".join(words.split()).removesuffix("Exiting.").strip()
     said = said.partition("Unable to run job: ")[2] or said or "it printed no reason"
     cure = next((f"; {cure}" for pattern, cure in _CURES if re.search(pattern, said)), "")
@@ -303,8 +306,9 @@ def refused(words: str) -> str:
 
 
 def _listed(xml: str, job_id: str) -> str | None:
-    """The letters that `qstat -xml` shows of a job; of an array those of its most lively task. None: it is not there."""
-    from xml.etree import ElementTree  # an agent starts without it
+    """The state letters of a job in `qstat -xml`; for an array, those of a running task if there is one. None if the job is not
+    listed."""
+    from xml.etree import ElementTree  # not at the top: agents do not need it
 
     try:
         jobs = list(ElementTree.fromstring(xml).iter("job_list"))
@@ -315,7 +319,7 @@ def _listed(xml: str, job_id: str) -> str | None:
 
 
 def _error_reason(text: str) -> str:
-    """From `qstat -j`: why a job is in the state Eqw."""
+    """Why a job is in the state Eqw, from the output of `qstat -j`."""
     match = re.search(r"^error reason[^:]*:\s*(?:[\d/]+ [\d:]+ \[[\d:]*\]: )?(?:error: )?(.*\S)", text, re.MULTILINE)
     return match[1] if match else "qstat -j does not say why"
 

@@ -1,4 +1,5 @@
-"""Slurm: the variables of the tasks of a step; how a batch or salloc shell looks like a task and is not; jobs for its queue."""
+"""Slurm: the variables of a step's tasks, and of batch and salloc shells, which look like a task but are not; jobs for its
+queue."""
 
 from __future__ import annotations
 
@@ -31,10 +32,10 @@ from rankwise.schedulers.slurm_refusals import cure_of_wait, why_refused
 
 _MARKS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
 _ASKED = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-"""Any of them above 1: the job is of several tasks. SLURM_TASKS_PER_NODE is not one: it may count cores."""
+"""If any of these is above 1, the job has several tasks. Without SLURM_TASKS_PER_NODE, which may count cores."""
 
-# Slurm's own steps (slurm.h): ...a is the shell that salloc starts on the first node where sites ask for it
-# (use_interactive_step), ...b the batch script, ...c what ssh adopts into. Their "step of one task" is nobody's training.
+# Slurm's own steps (slurm.h): ...a is the shell that salloc starts on the first node if the site sets use_interactive_step,
+# ...b the batch script, ...c the step of ssh logins. They are steps of one task, but not a task of a training.
 _FIRST_SPECIAL_STEP = 0xFFFFFFFA
 
 
@@ -84,16 +85,16 @@ class Slurm(Launcher, Jobs):
         ),
         REQUEUE,
     )  # fmt: skip
-    # srun keeps INT and TERM to itself (a second INT, or the first TERM, ends the step at once), and passes USR1 on to the
+    # srun does not pass INT and TERM on (a second INT, or the first TERM, ends the step at once), but passes USR1 on to the
     # agents.
     stop_signals: ClassVar = {signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR1, signal.SIGHUP: signal.SIGUSR1}
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """True anywhere inside a job: in a task of a step, in a batch shell, in salloc's."""
+        """True anywhere inside a job: in a task of a step, in a batch shell, in a shell of salloc."""
         return any(name in env for name in _MARKS)
 
     def tasks(self, env: Mapping[str, str]) -> Tasks | None:
-        """Those of the step. None outside of one, and in a step of one task within a larger job, which proves nothing."""
+        """The tasks of the step. None outside of a step, and in a step of one task within a larger job, which shows nothing."""
         if not _in_step(env):
             return None
         found = tasks_of(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
@@ -101,7 +102,8 @@ class Slurm(Launcher, Jobs):
         return None if lonely else found
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """Raises NotJoinedError in the shell of a job of several tasks, WorldError for a step that contradicts itself."""
+        """Raises NotJoinedError in the shell of a job with several tasks, WorldError if the variables of a step contradict each
+        other."""
         if not _in_step(env):
             return _shell(env)
         require(env, ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"), "srun")
@@ -110,9 +112,10 @@ class Slurm(Launcher, Jobs):
         return _task(env)
 
     def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
-        """Cluster, job, step, and how often the job was requeued: a requeued job keeps its number and counts its steps from "
-        "0 again."""
-        job = env.get("SLURM_HET_JOB_ID") or env.get("SLURM_JOB_ID")  # the parts of a heterogeneous job share the first
+        """Cluster, job, step, and how often the job was requeued: a requeued job keeps its number and counts its steps from 0
+        again."""
+        # All parts of a heterogeneous job have the first variable in common.
+        job = env.get("SLURM_HET_JOB_ID") or env.get("SLURM_JOB_ID")
         if job is None or "SLURM_STEP_ID" not in env:
             return None
         cluster, restart = env.get("SLURM_CLUSTER_NAME", "cluster"), env.get("SLURM_RESTART_COUNT", "0")
@@ -125,8 +128,9 @@ class Slurm(Launcher, Jobs):
         return env.get("SLURM_ARRAY_TASK_ID")
 
     def rank_env(self, env: Mapping[str, str], ranks: Ranks, per_node: str) -> Mapping[str, str]:
-        """As if srun had started each rank as a task of its own. Taken out, they would be missed: with SLURM_JOB_ID, which a
-        script needs, Ignite asks for all of them. What `srun --mpi` says of the agent is taken out: MPI_Init would believe it.
+        """The environment as if srun had started each rank as a task. The variables are changed, not removed: if SLURM_JOB_ID
+        is set, which scripts need, Ignite requires them all. The PMI variables of `srun --mpi` are removed: they describe the
+        agent, and MPI_Init would use them.
         """
         counts = tasks_per_node(per_node)
         every = {"NTASKS": ranks.world_size, "NPROCS": ranks.world_size, "NNODES": len(counts), "TASKS_PER_NODE": per_node}
@@ -142,32 +146,33 @@ class Slurm(Launcher, Jobs):
         return {**stays, **{f"SLURM_{name}": str(value) for name, value in said.items()}}
 
     def allocated(self, env: Mapping[str, str]) -> int | None:
-        """The nodes of the allocation that this shell (salloc's, or a batch script's) holds; None outside, and in a step."""
+        """The number of nodes of the allocation of this shell (of salloc, or a batch script); None outside of one, and in a
+        step."""
         if "SLURM_JOB_ID" not in env or _in_step(env):
             return None
         name = "SLURM_JOB_NUM_NODES" if "SLURM_JOB_NUM_NODES" in env else "SLURM_NNODES"
         return max(1, whole_number(env, name)) if name in env else 1
 
     def attached(self, env: Mapping[str, str]) -> bool:
-        """Within an allocation srun starts the agents there, and nothing is queued."""
+        """True within an allocation: srun starts the agents there, and nothing is queued."""
         return self.allocated(env) is not None
 
     def render(self, plan: Plan) -> str:
-        """A batch script; run in an allocation's shell it does the same there. Raises ConfigError for what cannot work."""
+        """A batch script, which works in the shell of an allocation too. Raises ConfigError for options that cannot work."""
         return slurm_text.render(plan)
 
     def array_tasks(self, job: Mapping[str, Any]) -> tuple[str, ...]:
         return slurm_text.array_tasks(job["array"]) if "array" in job else ()
 
     def submit(self, script: str, job: Mapping[str, Any]) -> str:
-        """Raises ConfigError in one line when Slurm refuses the job."""
+        """Raises ConfigError, in one line, if Slurm refuses the job."""
         done = call(["sbatch", "--parsable", script], _NOT_HERE)
         if done.returncode == 0 and (match := re.search(r"^([0-9]+)(?:;.*)?$", done.stdout, re.MULTILINE)):
             return match[1]
         raise ConfigError(f"Slurm refuses the job: {why_refused(done.stderr, last_line(done), Path(script))}")
 
     def state(self, job: Mapping[str, Any]) -> State:
-        """By scontrol, which needs no accounting and forgets a job some minutes after its end (MinJobAge)."""
+        """From scontrol, which needs no accounting and forgets a job some minutes after its end (MinJobAge)."""
         try:
             done = call(["scontrol", "-o", "show", "job", job["id"]], _NOT_HERE)
         except ConfigError as error:
@@ -193,7 +198,7 @@ class Slurm(Launcher, Jobs):
         return State("ended", shown, _exit_status(word, re.search(r"\bExitCode=([0-9]+):([0-9]+)", done.stdout)))
 
     def cancel(self, job: Mapping[str, Any]) -> None:
-        """The agents get TERM, and what is left after Slurm's KillWait (often 30 s) is killed. Raises ConfigError."""
+        """The agents get TERM; Slurm kills what is left after its KillWait (often 30 s). Raises ConfigError."""
         done = call(["scancel", job["id"]], _NOT_HERE)
         if done.returncode != 0 or "error:" in done.stderr:
             raise ConfigError(
@@ -207,7 +212,8 @@ def _in_step(env: Mapping[str, str]) -> bool:
 
 
 def _task(env: Mapping[str, str]) -> Ranks:
-    """One of several tasks of a step. What sbatch set (NTASKS, JOB_NODELIST) may be the job's: STEP_* is the step's."""
+    """One of several tasks of a step. Variables of sbatch (NTASKS, JOB_NODELIST) may describe the job; STEP_* describe the
+    step."""
     require(env, ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS"), "srun")
     local_world_size, counted = _local_world_size(env)
     master_addr, master_port, where = address(env, "Slurm")
@@ -232,7 +238,7 @@ def _task(env: Mapping[str, str]) -> Ranks:
 
 
 def _local_world_size(env: Mapping[str, str]) -> tuple[int, str]:
-    """The tasks of this step on this node, and how they were counted."""
+    """The number of tasks of this step on this node, and how it was found."""
     here = env.get("SLURM_GTIDS", "").split(",")
     if env["SLURM_PROCID"] in here:  # the ranks on this node
         return len(here), "SLURM_GTIDS, counted"
@@ -262,7 +268,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def _one_task(env: Mapping[str, str]) -> Ranks:
-    """A step of one task, maybe within a larger job (`srun --overlap`, `srun -n1`): nobody is there to be joined."""
+    """A step of one task, maybe within a larger job (`srun --overlap`, `srun -n1`): there are no other ranks."""
     several = _several(env)
     if several and env.get("SLURM_PROCID") != "0":
         found = shown(env, ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
@@ -281,7 +287,7 @@ def _one_task(env: Mapping[str, str]) -> Ranks:
 
 
 def _shell(env: Mapping[str, str]) -> Ranks:
-    """A batch shell or salloc's: SLURM_PROCID=0 and all, it looks like rank 0 of nobody."""
+    """A batch shell or one of salloc: its variables, such as SLURM_PROCID=0, make it look like rank 0."""
     several = _several(env)
     if not several:
         return single("a Slurm job of one task", _array(env))
@@ -291,19 +297,19 @@ def _shell(env: Mapping[str, str]) -> Ranks:
         found, shell = f"SLURM_STEP_ID={env['SLURM_STEP_ID']} (Slurm's own)", "the shell of the job itself"
     elif "SLURM_PROCID" in env:
         found, shell = f"SLURM_PROCID={env['SLURM_PROCID']}, no SLURM_STEP_ID", "the batch shell"
-    else:  # on the host where salloc was typed, which is not in the job
+    else:  # the host where the user typed salloc, which is not in the job
         found, shell, here = "no SLURM_PROCID and no SLURM_STEP_ID", "salloc's shell", ""
     where = f" on {env['SLURMD_NODENAME']}" if "SLURMD_NODENAME" in env else ""
     raise not_joined(f"{several}, {found}", f"this is {shell}{where}, not a task of a step", cure + here)
 
 
 def _several(env: Mapping[str, str]) -> str:
-    """The variables that say that the job is of several tasks or nodes; empty if it is of one."""
+    """The variables which show that the job has several tasks or nodes; empty if it has one."""
     return shown(env, [name for name in _ASKED if name in env and whole_number(env, name) > 1])
 
 
 def _array(env: Mapping[str, str]) -> str | None:
-    """The tasks of a job array are jobs of their own, which share neither a job id nor a world."""
+    """A note for a task of a job array: such tasks are separate jobs, which share neither a job id nor a world."""
     if "SLURM_ARRAY_TASK_ID" not in env:
         return None
     return f"task {env['SLURM_ARRAY_TASK_ID']} of job array {env.get('SLURM_ARRAY_JOB_ID', '?')}: each task trains on its own"
@@ -320,7 +326,7 @@ _RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE
 
 
 def _exit_status(word: str, code: re.Match[str] | None) -> int | None:
-    """128 + n for signal n. A job that Slurm ended before its script could has the status 0 and did not succeed."""
+    """128 + n for signal n. If Slurm ended a job before its script exited, the exit code is 0: this returns 1."""
     if code is None:
         return None
     status = int(code[1]) or (128 + int(code[2]) if int(code[2]) else 0)

@@ -28,7 +28,7 @@ _REFUSALS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("invalid option", (), "correct or remove that --sbatch-arg; to list the options: sbatch --help"),
     ("contact slurm controller", (), "Slurm's server does not answer; is it up? scontrol ping"),
 )  # fmt: skip
-"""(what sbatch says, the lines of the script that it may speak of, what to type); the first that fits."""
+"""(a part of sbatch's message, the options of the script that it may mean, what to type); the first that matches counts."""
 
 _NEVER = {
     "PartitionConfig": f"no partition has so much at once; ask for fewer nodes, cores or GPUs; {_NODES}",
@@ -41,11 +41,12 @@ _NEVER = {
     "InvalidQOS": "there is no such quality of service; give another with --qos",
     "DependencyNeverSatisfied": "the job that --dependency waits for cannot fulfil the condition any more",
 }
-"""Reasons why a job would wait without end, and what to do."""
+"""Reasons why a job would wait forever, and what to do."""
 
 
 def why_refused(stderr: str, last: str, script: Path) -> str:
-    """What sbatch said, the lines of the script that it may speak of, and what to type. `last`: what it said last."""
+    """The message of sbatch, the options of the script that it may mean, and what to type. `last`: the last line that it
+    printed."""
     names: tuple[str, ...] = ()
     hint = ""
     for phrase, about, cure in _REFUSALS:
@@ -59,11 +60,11 @@ def why_refused(stderr: str, last: str, script: Path) -> str:
 
 
 def cure_of_wait(reason: str) -> str | None:
-    """What to do about a job that waits for this reason; None if its turn may come."""
+    """What to do about a job that waits for this reason; None if it may still start."""
     return _NEVER.get(reason.partition(":")[0])
 
 
 def _given(path: Path, name: str) -> str:
-    """That line of the job's script, empty if there is none."""
+    """The line of the job's script with this option; empty if there is none."""
     lines = [text.removeprefix("#SBATCH ") for text in path.read_text(errors="replace").splitlines()]
     return next((text for text in lines if text.startswith(f"--{name}=")), "")

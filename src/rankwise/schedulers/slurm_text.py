@@ -1,4 +1,4 @@
-"""The script of a job for Slurm, and its values as Slurm reads them: times, arrays, further options."""
+"""The script of a job for Slurm, and how Slurm reads its values: times, arrays, other options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rankwise.schedulers.job import agent, cores, enter, limit_s, one_line, setu
 
 
 def render(plan: Plan) -> str:
-    """A batch script; run in an allocation's shell it does the same there. Raises ConfigError for what cannot work."""
+    """A batch script, which works in the shell of an allocation too. Raises ConfigError for options that cannot work."""
     job = {name: value for name, value in plan.job.items() if value not in (None, False)}
     array = "array" in job
     one_line(plan.cwd, "the folder")
@@ -27,7 +27,7 @@ def render(plan: Plan) -> str:
         "#!/bin/bash",
         _line("job-name", slug(plan.name)),
         _line("nodes", str(plan.nodes) if plan.min_nodes == plan.nodes else f"{plan.min_nodes}-{plan.nodes}"),
-        # Of a range Slurm gives the fewest, unless there are as many tasks as nodes: then the most that are free now.
+        # From a range of nodes Slurm gives the fewest; with as many tasks as nodes it gives as many nodes as are free now.
         _line("ntasks-per-node", "1") if plan.min_nodes == plan.nodes else _line("ntasks", str(plan.nodes)),
         *_asked(job, plan),
         _line("chdir", str(folder.parent if array else folder)),
@@ -45,10 +45,10 @@ def render(plan: Plan) -> str:
 
 
 def _output(folder: Path, run_dir: str, array: bool) -> tuple[str, list[str]]:
-    """(--output, lines): where the job prints, and what the script does for it itself.
+    """(--output, lines): where Slurm writes the job's output, and the lines with which the script redirects it instead.
 
-    Slurm takes the working folder and the name together for one pattern: a `%` of a folder's is one of Slurm's then, and after
-    a backslash there are none. For such a folder the shell opens the file.
+    Slurm reads the working folder and the file name as one pattern: a `%` in the folder's name would be replaced too, and after
+    a backslash nothing is replaced. For such a folder the shell opens the file.
     """
     if not set("%\\") & set(str(folder)):
         return (f"{folder.name}-%a/logs/job-%A_%a.log" if array else "logs/job-%j.log"), []
@@ -62,7 +62,8 @@ def _asked(job: Mapping[str, Any], plan: Plan) -> list[str]:
     if (cpus := _cpus(plan)) is not None:
         lines.append(_line("cpus-per-task", str(cpus)))
     if "gpus_per_node" in job:
-        lines.append(_line("gres", f"gpu:{job['gpus_per_node']}"))  # every version knows it, whatever selects resources
+        # --gres works in every version, with any plugin that selects resources.
+        lines.append(_line("gres", f"gpu:{job['gpus_per_node']}"))
     if "time" in job:
         limit_s(job["time"])
     for name in ("partition", "time", "nodelist", "mem", "account", "qos", "constraint", "array", "dependency"):
@@ -74,14 +75,14 @@ def _asked(job: Mapping[str, Any], plan: Plan) -> list[str]:
 
 
 def _cpus(plan: Plan) -> int | None:
-    """The cores of each node to ask for; Slurm by itself gives the agent one. Within an allocation without --cpus-per-task the
-    agent has all that the allocation has there."""
+    """The cores to request per node: by default Slurm gives the agent one. Within an allocation, without --cpus-per-task, None:
+    the agent uses all cores that the allocation has on its node."""
     return plan.job.get("cpus_per_task") if "within" in plan.job else cores(plan)
 
 
 def _start(plan: Plan, job: Mapping[str, Any], run_dir: str) -> list[str]:
-    """srun, an agent a node. Its own cores are said again: a step does not inherit them. --export: sbatch --export=NONE would
-    be inherited, and the agents have no PATH.
+    """The srun command, which starts one agent per node. It repeats the number of cores, because a step does not inherit it.
+    --export=ALL: otherwise sbatch --export=NONE would be inherited, and the agents would have no PATH.
     """
     several = plan.min_nodes < plan.nodes
     counts = '"$nodes"' if several else str(plan.nodes)
@@ -92,11 +93,11 @@ def _start(plan: Plan, job: Mapping[str, Any], run_dir: str) -> list[str]:
         words.append("$bind")
     words.append("--kill-on-bad-exit=1" if _ends_with_the_first(plan) else "--kill-on-bad-exit=0 --no-kill")
     command = f"{' '.join(words)} \\\n  {agent()} {run_dir}"
-    # Slurm gave the job from MIN to MAX; the user's own allocation may have more.
+    # Slurm gave the job MIN to MAX nodes; the user's own allocation may have more.
     there = ["nodes=${SLURM_JOB_NUM_NODES:-$SLURM_NNODES}", f"nodes=$((nodes < {plan.nodes} ? nodes : {plan.nodes}))"]
     there = there if several else []
     if "$bind" in words:
-        # srun would give the agent one core. Where nothing binds it needs no word of this, and has one against it.
+        # srun would bind the agent to one core. Without an affinity plugin it binds nothing, and rejects the option.
         there.append("bind=$(scontrol show config | grep -q '^TaskPlugin .*affinity' && echo --cpu-bind=none)")
     if not job.get("requeue"):
         return [*there, f"exec {command}"]
@@ -111,12 +112,12 @@ def _start(plan: Plan, job: Mapping[str, Any], run_dir: str) -> list[str]:
 
 
 def _ends_with_the_first(plan: Plan) -> bool:
-    """Whether the first agent to fail ends the job: nothing is started again, and no node may be lost."""
+    """Whether the first agent that fails ends the job: there are no restarts, and no node may be lost."""
     return plan.max_restarts == 0 and plan.min_nodes == plan.nodes
 
 
 def _line(name: str, value: str) -> str:
-    """Quoted as sbatch reads it. A plain value stays plain."""
+    """An #SBATCH line, with the value quoted for sbatch if necessary."""
     one_line(value, f"--{name}")
     if re.fullmatch(r"[A-Za-z0-9._:@/%,=+\[\]-]+", value):
         return f"#SBATCH --{name}={value}"
@@ -125,7 +126,7 @@ def _line(name: str, value: str) -> str:
 
 
 def _argument(text: str) -> str:
-    """`--exclusive`, `--comment=a b`, `-p main`."""
+    """The #SBATCH line of a --sbatch-arg: `--exclusive`, `--comment=a b`, `-p main`."""
     match = re.fullmatch(r"(?:--([A-Za-z][A-Za-z-]*)(?:[= ](.*))?|-([A-Za-z])(?: ?(.+))?)", text)
     if match is None:
         raise ConfigError(f"--sbatch-arg {text!r}: give one option of sbatch, such as --sbatch-arg=--exclusive")
@@ -136,7 +137,8 @@ def _argument(text: str) -> str:
 
 
 def _lead_s(time: str | None, grace_s: float) -> int:
-    """How long before its limit the job is asked to stop: the grace and a reserve, at most a quarter of a short limit."""
+    """How many seconds before its limit the job is asked to stop: the grace and a reserve, but at most a quarter of the
+    limit."""
     lead = math.ceil(min(grace_s, 60000)) + 30
     limit = limit_s(time) if time is not None else None
     return lead if limit is None else max(1, min(lead, limit // 4))
@@ -146,7 +148,7 @@ MOST_TASKS = 1000
 
 
 def array_tasks(array: str) -> tuple[str, ...]:
-    """The numbers of `0-3,7` or `3-9:3%2` (at most two at once). Raises ConfigError."""
+    """The task numbers of `0-3,7` or `3-9:3%2` (at most two at once). Raises ConfigError."""
     numbers: set[int] = set()
     for part in array.partition("%")[0].split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?", part)

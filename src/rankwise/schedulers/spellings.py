@@ -1,17 +1,17 @@
 """How other launchers spell the options of `rankwise run`; launch/foreign_options.py uses it.
 
-SPELLINGS["--ntasks"]      # (1, "--nproc {0}"): it takes one value, which --nproc takes here
+SPELLINGS["--ntasks"]      # (1, "--nproc {0}"): one value, which becomes that of --nproc
 """
 
 from __future__ import annotations
 
 COMMANDS = ("torchrun", "horovodrun", "mpirun", "mpiexec", "srun")
 MODULES = ("torch.distributed.launch", "torch.distributed.run")
-"""What begins a line of theirs: a command, or what `python -m` runs."""
+"""How a command line of another launcher begins: with a command, or with a module after `python -m`."""
 
 SPELLINGS: dict[str, tuple[int, str]] = {
     # torch.distributed.launch, torchrun
-    "--use-env": (0, ""),  # each rank's numbers are in its environment
+    "--use-env": (0, ""),  # rankwise always sets the variables
     "--local-rank": (1, ""),
     "--standalone": (0, ""),
     "--rdzv-backend": (1, ""),
@@ -27,7 +27,7 @@ SPELLINGS: dict[str, tuple[int, str]] = {
     "--np": (1, "--nproc {0}"),
     "-n": (1, "--nproc {0}"),
     "--num-proc": (1, "--nproc {0}"),
-    "-x": (1, ""),  # ranks have the environment of the command, on other hosts too
+    "-x": (1, ""),  # ranks get the environment of the command, on other hosts too
     "-bind-to": (1, ""),
     "--bind-to": (1, ""),
     "-map-by": (1, ""),
@@ -69,4 +69,4 @@ SPELLINGS: dict[str, tuple[int, str]] = {
     "-slurm-timeout": (1, "--time {0}"),
     "-gpus": (1, "--gpus {0}"),
 }
-"""By spelling (`_` is `-`): how many values it takes, and what says the same here; nothing where it need not be said."""
+"""By spelling (with `-` for `_`): how many values the option takes, and the same option here; empty if none is needed."""

@@ -1,8 +1,8 @@
-"""Hosts that the user names, reached over the user's ssh: no scheduler, the head's agent starts the others.
+"""Hosts that the user lists, reached over ssh: no scheduler, the head starts the other agents.
 
     rankwise run -H host1:2,host2:2 train.py        rankwise run --hostfile hosts.txt train.py
 
-The client is the user's own, with their configuration, keys and agent; host keys are checked as that configuration says.
+It uses the user's ssh client, with their configuration, keys and agent. Host keys are checked as that configuration requires.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rankwise.schedulers.host_names import NamesHosts
 from rankwise.schedulers.options import HOSTFILE, HOSTS, NODES
 from rankwise.schedulers.protocols import Hosts
 
-# BatchMode: a question that nobody sees is a hang. ControlMaster=no: an open master connection is used, but none is opened
-# that would outlive the run. What a configuration adds for people at a terminal would break, or leak into, a second connection.
+# BatchMode: a prompt that nobody sees would block forever. ControlMaster=no: an open master connection is used, but none is
+# opened that would outlive the run. The others turn off what a configuration adds for interactive use (forwarding, commands).
 _CLIENT = (
     "ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3",
     "-o", "ForwardAgent=no", "-o", "ForwardX11=no", "-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none",
@@ -79,17 +79,17 @@ class Ssh(NamesHosts, Foreground, Hosts):
         return f"{given.typed} names hosts" if given is not None else None
 
     def hosts(self, plan: Plan, env: Mapping[str, str]) -> tuple[Host, ...]:
-        """As the user wrote them."""
+        """The hosts as the user wrote them."""
         return plan.hosts
 
     def reach(self, host: str, command: list[str]) -> list[str]:
-        """The words arrive there as they are: ssh joins them with blanks, and a login shell reads the line."""
+        """The words arrive unchanged: ssh joins them with blanks, and a login shell parses the line, so they are quoted."""
         return [*_CLIENT, "--", host, shlex.join(command)]
 
     def refusal(self, host: str, words: str) -> str | None:
-        """Why ssh did not get there, in one line with what to type; None where its last words are not ssh's own.
+        """Why ssh could not connect, in one line with what to type; None if the output has no error of ssh.
 
-        `words` is what it printed to stderr. Its status says nothing: 255 is also that of a command that a signal has ended.
+        `words`: what it printed on stderr. Its status shows nothing: it is 255 also if a signal has killed the command.
         """
         for pattern, meaning in _LAST_WORDS:
             if match := re.search(pattern, words, re.MULTILINE):

@@ -1,6 +1,6 @@
-"""Submitit's own variables: those of its local executor, which starts the tasks itself; and the folder of its jobs.
+"""Submitit: the variables of its local executor, which starts the tasks itself, and the folder of its jobs.
 
-Under its Slurm executor the tasks are those of srun, and slurm.py reads them.
+With its Slurm executor, srun starts the tasks: see slurm.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Submitit(Launcher):
     needs = "SUBMITIT_EXECUTOR=local and SUBMITIT_LOCAL_GLOBALID"
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """True in a task of the local executor. A Slurm job that such a task submits inherits them, and says `slurm`."""
+        """True in a task of the local executor. A Slurm job that such a task submits inherits the variables, but its executor
+        is `slurm`."""
         return env.get("SUBMITIT_EXECUTOR") == "local" and "SUBMITIT_LOCAL_GLOBALID" in env
 
     def tasks(self, env: Mapping[str, str]) -> Tasks | None:
@@ -42,11 +43,12 @@ class Submitit(Launcher):
         return Ranks(rank, world_size, local_rank, local_world_size, 0, master_addr, master_port, origin=origin)
 
     def start_id(self, env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str | None:
-        """Host and job, whose number is the process id of its controller. At a later start of it the earlier tasks are gone."""
+        """Host and job; the job's number is the process id of its controller. When a job starts again, its earlier tasks are
+        gone."""
         return f"submitit-{platform.node()}-{env['SUBMITIT_LOCAL_JOB_ID']}"
 
     def job_folder(self, env: Mapping[str, str]) -> Path | None:
-        """A folder that a job of any of its executors has for itself, over all its starts; None in no such job."""
+        """A folder of the job, with any executor, the same in each of its starts; None outside of such a job."""
         folder = env.get("SUBMITIT_FOLDER")
         array = env.get("SLURM_ARRAY_JOB_ID")
         job = {

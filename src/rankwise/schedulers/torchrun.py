@@ -1,4 +1,4 @@
-"""torchrun's variables: its contract with scripts, which rankwise's agent keeps, too."""
+"""torchrun's variables: its contract with scripts, which rankwise's agent keeps too."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Torchrun(Launcher):
     has_store = True
 
     def __init__(self, starters: Callable[[], Iterable[Launcher]]) -> None:
-        """`starters`: the launchers that start one process a task and may give no address, the innermost first."""
+        """`starters`: returns the launchers that start one process per task and may give no address, the innermost first."""
         self._starters = starters
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """True if any of the three is set: if only some are, `ranks` explains the error. An address alone does not count if
-        another launcher, which gives no address, has counted the ranks: the address completes theirs."""
+        """True if any of the three variables is set; if only some are, `ranks` raises an error. MASTER_ADDR alone does not
+        count if another launcher, which gives no address, has set the ranks: the address belongs to those."""
         return "RANK" in env or "WORLD_SIZE" in env or ("MASTER_ADDR" in env and self._started(env) is None)
 
     def ranks(self, env: Mapping[str, str]) -> Ranks:
-        """Raises WorldError if only some of the three are set, if a value is not a number, if a rank is not below the world
-        size, and if a batch script exported the three, so that all tasks have the same."""
+        """Raises WorldError if only some of the variables are set, if a value is not a number, if a rank is not below the world
+        size, or if a batch script has exported them, so that all tasks have the same rank."""
         missing = [name for name in (*_TRIPLE, "MASTER_PORT") if name not in env]
         if missing:
             found = ", ".join(f"{name}={env[name]}" for name in _TRIPLE if name in env)
@@ -58,16 +58,17 @@ class Torchrun(Launcher):
         return claimed
 
     def _started(self, env: Mapping[str, str]) -> Tasks | None:
-        """What the innermost launcher that starts one process a task says of this one."""
+        """The tasks of the innermost launcher that started this process."""
         return next((tasks for starter in self._starters() if (tasks := starter.tasks(env)) is not None), None)
 
     def _check_not_exported(self, env: Mapping[str, str], ranks: Ranks) -> None:
-        """WorldError if the tasks of a launcher cannot have been given this triple one by one.
+        """Raises WorldError if the tasks of a launcher cannot each have their own RANK and WORLD_SIZE.
 
-        One rank a task: the world is the tasks, the rank the task's. An agent a task: the world is tasks x local world size.
+        With one rank per task, world size and rank are those of the tasks. With one agent per task, the world size is tasks x
+        local world size.
         """
         tasks = self._started(env)
-        if tasks is None or tasks.count == 1 or "TORCHELASTIC_RUN_ID" in env:  # that one an agent sets, for each rank
+        if tasks is None or tasks.count == 1 or "TORCHELASTIC_RUN_ID" in env:  # an agent sets this one for each of its ranks
             return
         if ranks.world_size == tasks.count:
             fits = ranks.rank == tasks.index

@@ -1,11 +1,11 @@
-"""The agents' part of the gate (shared_page.py) if no agent has started the ranks: a thread in the first rank of each node.
+"""The gate (shared_page.py) if no agent has started the ranks: a thread in the first rank of each node replaces the agent.
 
     row, keeper = open_gate(world)      # collective; the keeper is None on all but the first rank of a node
     keeper.start();  keeper.stop()
 
-The main rank's keeper is the head of the others: they say which signal has come, all hold their gates, they say how far their
-ranks are, and all stop after the furthest step. So it is with an alarm. No collective is made here, and until a signal comes,
-or an alarm is due, nothing is sent.
+The main rank's keeper is the head of the others. They report the signal that has come, all hold their gates, they report the
+highest step of their ranks, and all stop after the highest of these. Alarms work in the same way. This needs no collective, and
+nothing is sent until a signal comes or an alarm is due.
 
     {"asked": signal} {"due": [number, which]} {"claim": step} {"alarm": step}     to the head
     {"hold": signal} {"release": step} {"ring": number} {"rung": [step, which]}    from it
@@ -31,8 +31,8 @@ _MEET_S = 30.0
 
 
 def open_gate(world: World) -> tuple[Row | None, Coordinator | None]:
-    """Collective. (this rank's row in its node's page, that page's keeper where this is the node's first rank); (None, None) on
-    all ranks if one does not see its node's page (containers of their own), or a node does not reach the first.
+    """Collective. (this rank's row in its node's page, that page's keeper if this is the node's first rank). (None, None) on
+    all ranks if a rank does not see its node's page (it is in another container), or a node does not reach the first.
     """
     nodes = comm.nodes()
     mine = next(ranks for ranks in nodes if world.rank in ranks)
@@ -56,7 +56,7 @@ def open_gate(world: World) -> tuple[Row | None, Coordinator | None]:
 
 
 def _meet(world: World, others: int, takes_part: bool) -> tuple[list[Link], str]:
-    """Collective. (the keepers' links to each other: all to the main rank's, why there are not all)."""
+    """Collective. Connect all keepers to the main rank's: (the links of this one, why some are missing)."""
     door = Door(secrets.token_hex(16)) if world.is_main else None
     where: Message | None = None
     if door is not None:
@@ -81,7 +81,7 @@ def _meet(world: World, others: int, takes_part: bool) -> tuple[list[Link], str]
 
 
 class Coordinator:
-    """One node's. `links`: of the head to all others, of another to the head."""
+    """The keeper of one node. `links`: from the head to all others, or from another keeper to the head."""
 
     def __init__(self, page: Page, links: Sequence[Link] = (), is_head: bool = True) -> None:
         self._page = page
@@ -104,13 +104,14 @@ class Coordinator:
             else:
                 self._follow()
         finally:
-            self._page.abandon()  # the first rank has left, or the head: no rank waits for it
+            self._page.abandon()  # this rank or the head has finished: no rank must wait for them
             for link in self._links:
                 link.drain(1.0)
                 link.close("the loop is over")
 
     def _hold(self, signum: int) -> int:
-        """Once all ranks of this node are at the gate: those that never come must not keep the others from stopping."""
+        """Hold the gate once all ranks of this node have joined it, or after `JOIN_S`: ranks that never come must not prevent
+        the stop."""
         deadline = time.monotonic() + JOIN_S
         while len(self._page.joined()) < self._page.ranks and time.monotonic() < deadline and not self._over.is_set():
             time.sleep(_BEAT_S)
@@ -138,7 +139,7 @@ class Coordinator:
         number, which = self._page.alarms + 1, self._page.due(time.monotonic_ns())
         for link in self._links:
             self._take(link)
-        which |= self._due[1] if self._due[0] == number else 0  # another number: it was answered
+        which |= self._due[1] if self._due[0] == number else 0  # another number is of an alarm that is already over
         if not which or (claim := self._page.ring()) is None:
             return True
         claims = [claim]
@@ -155,12 +156,12 @@ class Coordinator:
         return True
 
     def _answer(self, link: Link, kind: str) -> int | None:
-        """What the node at the other end answers, None while it has not; 0 if it is gone."""
+        """The answer of the node at the other end; None until it comes; 0 if that node is gone."""
         answer = self._take(link, kind)
         return 0 if answer is None and link.closed is not None else answer
 
     def _take(self, link: Link, kind: str = "") -> int | None:
-        """Note what another node asks for; returns its answer of this kind, if that has come."""
+        """Note the requests of another node; returns its answer of this kind, if it has come."""
         answer = None
         for message in self._heard(link):
             self._asked = self._asked or int(message.get("asked", 0))
@@ -196,12 +197,12 @@ class Coordinator:
             if to_ring > self._page.alarms and (claim := self._page.ring()) is not None:
                 link.send({"alarm": claim})
             if link.closed is not None:
-                if signum:  # nobody is left to agree with
+                if signum:  # the head is gone: this node stops by itself
                     self._page.stop(signum)
                 return
 
     def _heard(self, link: Link) -> list[Message]:
-        """What has come. Nobody beats here: only a connection that closes is an end."""
+        """The messages that have come. There is no heartbeat here: a node is lost only when its connection closes."""
         link.heard = time.monotonic()
         link.flush()
         return link.receive()

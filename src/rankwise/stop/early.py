@@ -1,11 +1,11 @@
-"""A request to stop before the first step: it is remembered from `import rankwise` on.
+"""Remembers a request to stop that comes before the first step, from `import rankwise` on.
 
     import rankwise                      # calls `listen`
     early.take(signum)                   # StopSignal, at its first step
 
-Only in a rank that a launcher has started, and only where the script, or a module of the user's that it imports, names what
-answers (a Trainer or a StopSignal): to all other scripts a signal does what it always did. The standard library
-alone, for it is part of the import.
+Only in a rank that a launcher has started, and only if the script, or one of the user's modules that it imports, names a
+Trainer or a StopSignal, which handle requests. In all other scripts signals keep their usual effect. This file imports only the
+standard library, because it is part of the import of rankwise.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _told: Callable[[], None] | None = None
 
 
 def listen(file: str = "") -> None:
-    """Remember the first SIGTERM, SIGUSR1 or SIGUSR2 from now on, where that can be answered later and nobody else does.
+    """Remember the first SIGTERM, SIGUSR1 or SIGUSR2 from now on, if the script can handle it later and has no handler of its
+    own.
 
-    `file`: what runs in this process, where it is not on the way to this call (a function's, functions/calls.py).
+    `file`: the user's file, if it is not among the callers of this function (functions/calls.py).
     """
     global listening, _pid
     if listening or not any(name in os.environ for name in _OF_A_RANK) or _is_a_child():
@@ -59,19 +60,19 @@ def tell(told: Callable[[], None]) -> None:
 
 
 def requests() -> tuple[int, ...]:
-    """The signals that are remembered. A StopSignal answers Ctrl-C too."""
+    """The signals that are remembered. A StopSignal handles Ctrl-C too."""
     import signal
 
     return signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
 
 def remembers(handler: object) -> bool:
-    """Whether this handler of a signal is the one that remembers."""
+    """Whether this signal handler is the one of this module."""
     return handler is _on_signal
 
 
 def take() -> int:
-    """The request that was remembered, 0 for none. From now on somebody else answers, or a signal does what it always did."""
+    """The remembered request, 0 if there is none. From now on, signals have their usual effect, or another handler."""
     global _heard, listening
     if not listening or os.getpid() != _pid:
         return 0
@@ -91,7 +92,7 @@ def _on_signal(signum: int, _frame: FrameType | None) -> None:
         return
     import signal
 
-    signal.signal(signum, signal.SIG_DFL)  # a process that this rank has forked: it ends as ever
+    signal.signal(signum, signal.SIG_DFL)  # a process that this rank has forked: the signal ends it as usual
     os.kill(os.getpid(), signum)
 
 
@@ -102,11 +103,11 @@ def _is_a_child() -> bool:
 
 
 def _can_answer(files: list[str]) -> bool:
-    """Whether one of these, or a module of the user's that they import, names a Trainer or a StopSignal that is not its own. A
-    module must name rankwise too: a Trainer of another house answers nothing."""
+    """Whether one of these files, or one of the user's modules that they import, names a Trainer or a StopSignal that it does
+    not define itself. A module must also name rankwise: the Trainer of another library handles no requests."""
     import re
 
-    from rankwise.host import sources  # the launcher's own start is not to pay for it
+    from rankwise.host import sources  # not at the top: the launcher does not need it
 
     names = re.compile(r"\b(Trainer|StopSignal)\b")
     own = re.compile(r"^[ \t]*class[ \t]+(Trainer|StopSignal)\b", re.MULTILINE)
@@ -117,7 +118,7 @@ def _can_answer(files: list[str]) -> bool:
 
 
 def _importers() -> list[str]:
-    """The files on the way to this import: the script, and the modules that imported each other up to rankwise."""
+    """The files that led to this import: the script, and the modules that imported each other up to rankwise."""
     import inspect
 
     files = []

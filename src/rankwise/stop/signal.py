@@ -1,12 +1,12 @@
-"""The agreed stop, seen from a rank: a signal to any rank stops all ranks after the same step.
+"""The agreed stop, in a rank: a signal to any rank stops all ranks after the same step.
 
     with StopSignal() as stop:
         for step, micro_batches in stop.steps(loader, done=0): ...
         checkpoints.save(parts, step)         # signals are still held; leaving the block raises Stopped after a signal
 
-A step costs one store and one load in a shared page; nothing is sent until somebody was signalled (shared_page.py has the
-proof). The page is that of our agent; where another launcher has started the ranks of one node, it is one of theirs, and a
-thread of the first rank plays the agent's part.
+A step costs one store and one load in a shared page; nothing is sent until a rank gets a signal (shared_page.py has the proof).
+The page belongs to rankwise's agent. If another launcher has started the ranks, each node's first rank makes a page, and a
+thread of it replaces the agent.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ T = TypeVar("T")
 SIGNALS = (*early.requests(), signal.SIGINT)
 
 LATE_S = 10.0
-"""After a stop: for how long a signal still counts as the request that was answered, for a rank that gets it last."""
+"""For how long after a stop a signal still counts as the same request: some ranks may get it later than others."""
 
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class _Alarms:
-    """What is due when, by this process's clock."""
+    """When each alarm is due, by this process's clock."""
 
     def __init__(self, seconds: Sequence[float] = (), call: Callable[[list[int]], None] | None = None) -> None:
         self._every_ns = [int(s * 1e9) for s in seconds]
@@ -52,7 +52,7 @@ class _Alarms:
         self._next_ns = [now + each for each in self._every_ns]
 
     def next(self) -> tuple[int, int]:
-        """(when something is due next, what: a bit each); (0, 0) for never."""
+        """(when the next alarm is due, which ones: one bit each); (0, 0) for never."""
         first = min(self._next_ns, default=0)
         return first, sum(1 << place for place, at in enumerate(self._next_ns) if at == first)
 
@@ -67,12 +67,12 @@ class _Alarms:
 
 class StopSignal:
     """A context in which a signal to any rank stops all ranks after the same step. Inside it SIGTERM, SIGUSR1, SIGUSR2 and
-    SIGINT are requests to stop. After one, leaving the context raises Stopped, which ends the script with status 75, or 130
-    after Ctrl-C.
+    SIGINT are requests to stop. After such a request, leaving the context raises Stopped, which ends the script with status 75,
+    or 130 after Ctrl-C.
 
-    `with` and `steps` do all that is needed. Without `with`: `agreed` at the top of each step, `finish` after the loop, then
-    save, `leave`, and `raise stopped()` if `signum`. Making one sends nothing; `with`, or the first `agreed`, is collective,
-    after `init`.
+    `with` and `steps` do everything that is needed. Without `with`: call `agreed` at the top of each step and `finish` after
+    the loop, then save, call `leave`, and `raise stopped()` if `signum`. Making a StopSignal sends nothing; `with`, or the
+    first `agreed`, is collective, after `init`.
     """
 
     @takes(moved={"world": "leave it out; it asks rankwise.init() when it is used"})
@@ -86,19 +86,19 @@ class StopSignal:
         self._pid = os.getpid()
         self._received = 0
         self.asks = False
-        """Whether this rank has called `ask`, and waits for the answer."""
+        """Whether this rank has called `ask` and has no answer yet."""
         self._due_ns = 0
         self._left = 0.0
         self._before: dict[int, object] = {}
         self.signum = 0
-        """The signal for which all stop; 0 until they do, and if the script itself has asked."""
+        """The signal because of which all ranks stop; 0 until they do, and if the script itself has asked."""
         self.by_script = False
-        """Whether all stop because a rank has called `ask`."""
+        """Whether all ranks stop because a rank has called `ask`."""
         self._listening = False
         self._alarms = _Alarms()
 
     def open(self) -> None:
-        """Collective, after `init`. Connects the ranks so that they can agree, unless that is done already."""
+        """Collective, after `init`. Connects the ranks so that they can agree, unless they are connected already."""
         if self._open:
             return
         self._open = True
@@ -110,14 +110,14 @@ class StopSignal:
         self._alone, self._is_main = world.world_size == 1, world.is_main
 
     def __enter__(self) -> Self:
-        """Collective. From here on signals are held."""
+        """Collective. From here on, signals are requests to stop."""
         self.open()
         if not self._listening:
             self._listen()
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Passes on what the body has raised; otherwise raises Stopped if all have stopped for a signal."""
+        """An exception of the body passes through; otherwise raises Stopped if all ranks have stopped because of a signal."""
         if error is None and not self._finished:
             self.finish()
         self.leave()
@@ -126,8 +126,8 @@ class StopSignal:
 
     @takes(batches=Argument(lambda value: hasattr(value, "__iter__"), "a Loader, or another iterable"), done=FROM_ZERO)
     def steps(self, batches: Iterable[T], done: int = 0) -> Iterator[tuple[int, T]]:
-        """(number of the step, what it takes) for each step, until the data end or all ranks stop. `done`: steps done before,
-        in all attempts of the run. All ranks must take each step with as many done."""
+        """(number of the step, its batch) for each step, until the data end or all ranks stop. `done`: steps done before, in
+        all attempts of the run; the same on all ranks."""
         return self._steps(iter(batches), done)
 
     def _steps(self, batches: Iterator[T], step: int) -> Iterator[tuple[int, T]]:
@@ -139,7 +139,8 @@ class StopSignal:
 
     @property
     def has_gate(self) -> bool:
-        """Whether the ranks can agree without a message a step; not where nodes do not reach each other. Once it is open."""
+        """Whether the ranks can agree without a message per step; False if nodes do not reach each other. Valid after
+        `open`."""
         return self._row is not None or self._alone
 
     def _listen(self) -> None:
@@ -154,13 +155,14 @@ class StopSignal:
             self._row.join()
             self._row.on_alarm = self._on_alarm
         if remembered := early.take():
-            os.kill(self._pid, remembered)  # to whom it is now
+            os.kill(self._pid, remembered)  # sent again: the handlers are set now
         self._alarms.begin()
         self._set_alarm()
 
     def alarm(self, seconds: Sequence[float], call: Callable[[list[int]], None]) -> None:
-        """Call `call(which)` in `agreed` on all ranks after the same step, when so many of these seconds are over by the main
-        rank's clock, again and again: `which` are their places in `seconds`. It needs `has_gate`. Before the first `agreed`.
+        """Call `call(which)` in `agreed` on all ranks after the same step, each time that one of these intervals has passed by
+        the main rank's clock. `which`: the positions of these intervals in `seconds`. Needs `has_gate`. To be set before the
+        first `agreed`.
         """
         self._alarms = _Alarms(seconds, call)
 
@@ -174,25 +176,27 @@ class StopSignal:
         self._due_ns = self._alarms.next()[0] if self._alone and self._row is None else 0
 
     def ask(self) -> None:
-        """Any rank, between two steps: all ranks stop after the same one; after the last that was done if all ask then. It is
-        the script's wish, not a signal: `signum` stays 0, and there is nothing to raise. It needs `has_gate`.
+        """Ask all ranks to stop after the same step; any rank may call it, between two steps. If all ranks ask then, they stop
+        right there. This is a request of the script, not a signal: `signum` stays 0, and there is nothing to raise. Needs
+        `has_gate`.
         """
         self.asks = True
         if self._row is not None:
             self._row.ask()
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked loader worker: its rank ends it
+        if os.getpid() != self._pid:  # in a forked loader worker: its rank ends it
             return
         if self._row is not None:
             self._row.flag = signum
         elif self._received and signum == signal.SIGINT:  # Slurm sends SIGTERM twice at a limit
             signal.signal(signum, signal.SIG_DFL)
-            os.kill(self._pid, signum)  # Ctrl-C again: at once
+            os.kill(self._pid, signum)  # a second Ctrl-C ends it at once
         self._received = signum
 
     def agreed(self, step: int) -> bool:
-        """True if all ranks stop now, with exactly `step` steps done. Call it with as many done, before each step."""
+        """True if all ranks stop now, with exactly `step` steps done. Call it before each step, with the number of steps
+        done."""
         if not self._listening:
             self.open()
             self._listen()
@@ -214,16 +218,16 @@ class StopSignal:
         return self.by_script or bool(self.signum)
 
     def finish(self) -> None:
-        """The loop is over on this rank; a request from now on stops the others after their last step too."""
+        """The loop is over on this rank; the others will do all their steps too, even if a request comes from now on."""
         self._finished = True
         if self._row is not None and not self.signum:
             self._row.finish()
 
     def leave(self) -> None:
-        """All is saved: from here on a signal ends this process as ever.
+        """Everything is saved: from here on a signal ends this process as usual.
 
-        After a stop only once LATE_S are over: a signal that comes to several ranks one after the other, or that a launcher
-        sends to all when the first has ended, finds some of them with nothing left to do but to leave with the stop's status.
+        After a stop, only once LATE_S have passed: a signal may reach some ranks later than others, and a launcher may signal
+        all ranks when the first has exited. These ranks are exiting already, and must keep the exit status of the stop.
         """
         if self._row is not None:
             self._row.leave()
@@ -247,18 +251,19 @@ class StopSignal:
             os.kill(os.getpid(), signum)
 
     def _end(self) -> None:
-        """Python takes its handlers down before the process is gone; what is ignored stays so."""
+        """At exit, ignore these signals: Python removes its handlers before the process is gone, but ignored signals stay
+        ignored."""
         for signum in SIGNALS if os.getpid() == self._pid else ():
             if signal.getsignal(signum) == self._on_late_signal:
                 signal.signal(signum, signal.SIG_IGN)
 
     def stopped(self) -> Stopped:
-        """What to raise once everything is saved: ends the script with 75, or 130 after Ctrl-C."""
+        """The exception to raise once everything is saved: ends the script with status 75, or 130 after Ctrl-C."""
         stopped = Stopped(EXIT_INTERRUPTED if self.signum == signal.SIGINT else EXIT_PREEMPTED)
         stopped.signum = self.signum
         return stopped
 
 
 def _is_default(handler: object) -> bool:
-    """Python's own handler, or the one that an earlier StopSignal has left."""
+    """Whether it is Python's own handler, or one that an earlier StopSignal has left."""
     return handler in _DEFAULTS or getattr(handler, "__func__", None) is StopSignal._on_late_signal
