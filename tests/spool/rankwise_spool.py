@@ -40,7 +40,7 @@ class Spool(Launcher, Jobs):
     options = (
         Option("spool", "The folder that the daemon watches.", kind=Path, metavar="DIR"),
         Option(
-            "priority", "Jobs with a larger one start first: 0 to 99.", kind=int, metavar="P",
+            "priority", "Jobs with a higher priority start first: 0 to 99.", kind=int, metavar="P",
             check=lambda value: None if 0 <= value <= 99 else "a number from 0 to 99",
         ),
         SETUP,
