@@ -578,13 +578,39 @@ def test_an_average_takes_any_dtype_and_layout_and_nothing_of_a_rank_with_a_shar
         assert told == [0.5, 1.5]
 
 
-def test_the_outer_momentum_is_smaller_where_there_are_few_outer_steps() -> None:
-    for steps, expected in ((32 * 99, "0.5"), (32 * 100, "0.9")):
-        sync = DiLoCo(32)
+@pytest.mark.parametrize(
+    ("given", "few", "many"),
+    [
+        ({}, (1.0, 0.3), (0.7, 0.9)),
+        ({"lr": 0.8}, (0.8, 0.5), (0.8, 0.9)),
+        ({"momentum": 0.4}, (0.7, 0.4), (0.7, 0.4)),
+    ],
+)
+def test_the_outer_step_has_less_momentum_if_there_are_fewer_than_100(given: dict[str, float], few: Any, many: Any) -> None:
+    for steps, expected in ((32 * 99, few), (32 * 100, many)):
+        sync = DiLoCo(32, **given)
         with contextlib.redirect_stderr(io.StringIO()) as told:
             sync.check_length(steps)
-        assert (sync._outer_momentum, told.getvalue()) == (float(expected), "")
-    assert DiLoCo(32)._outer_momentum == 0.9
-    given = DiLoCo(32, momentum=0.7)
-    given.check_length(32 * 50)
-    assert given._outer_momentum == 0.7
+        assert (sync._outer_lr, sync._outer_momentum, told.getvalue()) == (*expected, "")
+
+
+def test_a_resumed_run_keeps_its_outer_learning_rate_and_momentum() -> None:
+    def attached(**given: float) -> DiLoCo:
+        model = torch.nn.Linear(2, 1)
+        sync = DiLoCo(32, **given).attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        sync.check_length(32 * 50)
+        return sync
+
+    began = attached()
+    longer = attached()
+    longer.check_length(32 * 200)
+    assert "outer step lr 0.7, momentum 0.9" in longer.describe()
+    longer.load_state_dict(began.state_dict())
+    assert "outer step lr 1, momentum 0.3" in longer.describe()
+    of_an_earlier_version = {key: value for key, value in began.state_dict().items() if not key.startswith("outer_")}
+    resumed = attached()
+    resumed.load_state_dict(of_an_earlier_version)
+    assert (resumed._outer_lr, resumed._outer_momentum) == (0.7, 0.5)
+    resumed = attached(momentum=0.4)  # what the script sets now
+    resumed.load_state_dict(began.state_dict())
+    assert (resumed._outer_lr, resumed._outer_momentum) == (1.0, 0.4)
