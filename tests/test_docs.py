@@ -16,6 +16,7 @@ import pytest
 from ranks import scripts_on_ranks
 
 import rankwise
+from rankwise import actions
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -140,8 +141,9 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 def test_the_reference_has_every_public_name_and_each_has_a_docstring() -> None:
     named = re.findall(r"^::: [\w.]+\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
-    assert sorted(named) == sorted(rankwise.__all__)
-    assert [name for name in named if not inspect.getdoc(getattr(rankwise, name))] == []
+    public = {name: getattr(module, name) for module in (actions, rankwise) for name in module.__all__}
+    assert sorted(named) == sorted(public)
+    assert [name for name in named if not inspect.getdoc(public[name])] == []
 
 
 def test_every_page_is_on_the_site() -> None:
