@@ -31,13 +31,16 @@ _MANY_ROUNDS, _FEW_ROUNDS = 100, 30
 
 
 class DiLoCo(LocalSGD):
-    """Every `every` steps: d = (what all began with) - (the average of the replicas), b = momentum b + d, and all replicas
-    become what they began with, minus lr (d + momentum b). Each rank keeps its own state of the inner optimizer.
+    """Every `every` steps: d = (the parameters after the last outer step) - (the average of the replicas), b = momentum b + d,
+    and
+    all replicas become the parameters after the last outer step, minus lr (d + momentum b). Each rank keeps its own state of
+    the
+    inner optimizer.
 
-    The outer step is SGD with Nesterov's momentum: 0.9, or 0.5 if `check_length` got fewer than 100 outer steps,
-    unless `momentum` is given. lr=1 and momentum=0 is LocalSGD. A parameter that is new in this period, and
-    buffers, are averaged. The outer state takes the memory of the trained parameters twice, and two more times with `compress`:
-    bf16, fp16 or int8 (codecs.py) for d; what that loses is added to the next message.
+    The outer step is SGD with Nesterov's momentum: 0.9, or 0.5 if `check_length` got fewer than 100 outer steps, unless
+    `momentum` is given. lr=1 and momentum=0 is LocalSGD. Buffers, and parameters that are new in this period, are averaged. The
+    outer state takes twice the memory of the trained parameters, and four times with `compress`: bf16, fp16 or int8 (codecs.py)
+    for d; what one message loses is added to the next.
     """
 
     _usual = 32
@@ -57,7 +60,7 @@ class DiLoCo(LocalSGD):
         self._lr, self._momentum = lr, momentum  # as given
         self._outer_momentum = momentum if momentum is not None else _MOMENTUM_OF_MANY
         self._codec: Codec | None = None
-        self._error: torch.Tensor | None = None  # loaded, until there is a codec
+        self._error: torch.Tensor | None = None  # from a checkpoint, until there is a codec
         self._anchors: dict[str, torch.Tensor] = {}
         self._velocities: dict[str, torch.Tensor] = {}
 
@@ -80,7 +83,7 @@ class DiLoCo(LocalSGD):
 
     def follow(self) -> None:
         super().follow()
-        for name, parameter in self._trained_now().items():  # new parameters have rank 0's values
+        for name, parameter in self._trained_now().items():  # new parameters have the values of rank 0
             if not self._holds_anchor(name, parameter):
                 self._anchors[name] = parameter.detach().clone()
                 self._velocities.pop(name, None)
