@@ -1,5 +1,6 @@
-"""The gradient of one global batch, in one piece on one device and divided among ranks: why they differ, if they do; and the
-update of the optimizer.
+"""The gradient of one global batch: computed at once on one device, and divided among ranks; if the two differ, why. And the
+update
+of the optimizer.
 
 gradients = Gradients(model, optimizer, step_fn, forward, new_sync, whole, parts)
 finding = gradients.finding({"2 ranks in 2 micro-batches": micro_batches})        # collective
@@ -30,7 +31,7 @@ from rankwise.training.optimizer import outside
 Step = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
 Found = dict[str, Any]  # gradients, by the names of their parameters
 
-_ROUNDED = 1e-6  # of an update: a kernel with another order rounds differently
+_ROUNDED = 1e-6  # relative to the update: a kernel that adds in another order rounds differently
 ROUNDINGS = 16
 """Steps in which a strategy that rounds gradients must correct its rounding."""
 
@@ -38,7 +39,7 @@ _ADDITIVE = 1e-3  # tolerance for a sum over samples, in any type
 
 
 class Gradients:
-    """Uses `step_fn` in float64 on a copy of the model if this works, otherwise `forward`, as the Trainer calls it.
+    """Uses `step_fn` in float64 on a copy of the model if this works, otherwise `forward`, like the Trainer.
 
     `whole`: the global batch; `parts`: the same in micro-batches. `times`: the strategy's factor on the mean gradient.
     """
@@ -119,8 +120,10 @@ class Gradients:
             torch.set_default_dtype(before)
 
     def rounding(self, new_sync: Callable[..., SyncStrategy], batches: Sequence[Any]) -> tuple[Difference, Difference]:
-        """Collective. For a strategy that rounds: the difference of its gradient from the exact one in the first step, and that
-        of the mean over many steps at one point: later steps must send what a step has lost."""
+        """Collective. For a strategy that rounds: the difference between its gradient and the exact one in the first step,
+        and between
+        their means over many steps at the same parameters: later steps must send what a step has lost.
+        """
         with self._exact(), self._twin() as twin:
             for group in twin.optimizer.param_groups:
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
@@ -154,7 +157,7 @@ class Gradients:
         return as_float64(batch) if self._dtype == "float64" else batch
 
     def _alone(self, batches: Sequence[Any]) -> Found:
-        """The mean gradient on one device: sums added up, divided once by all counts."""
+        """The mean gradient on one device: the sums are added, and divided once by the sum of the counts."""
         count = 0.0
         with self._twin() as twin:
             for batch in batches:
@@ -168,8 +171,10 @@ class Gradients:
         return self._stepped(batches)[0]
 
     def _stepped(self, batches: Sequence[Any], thawed: str | None = None) -> tuple[Found, Found]:
-        """Collective. (the gradient that the strategy gives to the optimizer, the parameters after the step). `thawed`: a
-        parameter that is frozen until the strategy is attached."""
+        """Collective. (the gradient that the strategy passes to the optimizer, the parameters after the step). `thawed`: a
+        parameter
+        that is frozen until the strategy is attached.
+        """
         with self._twin() as twin:
             late = [p for name, p in twin.named().items() if name == thawed]
             for parameter in late:
@@ -186,7 +191,7 @@ class Gradients:
             return found, _as_arrays(twin.named())
 
     def _update(self, layouts: Mapping[str, Sequence[Any]]) -> Finding | None:
-        """Collective. None if the update is that of the optimizer's plain kernel with the same gradient."""
+        """Collective. None if the update is the same as that of the optimizer's plain kernel with this gradient."""
         name, batches = next(iter(layouts.items()))
         gradient, moved = self._stepped(batches)
         with Twin(self._model, self._optimizer) as twin:
@@ -306,7 +311,7 @@ def _as_arrays(tensors: Mapping[str, torch.Tensor]) -> Found:
 
 
 def _works_in_float64(model: nn.Module, optimizer: Optimizer, step_fn: Step, batch: Any) -> bool:
-    """Collective: all ranks or none."""
+    """Collective: the same answer on all ranks."""
     before = torch.get_default_dtype()
     worked = False
     with contextlib.suppress(Exception):  # if the user's function raises anything, float32 is used
@@ -319,7 +324,7 @@ def _works_in_float64(model: nn.Module, optimizer: Optimizer, step_fn: Step, bat
 
 
 def as_float64(batch: Any) -> Any:
-    """The same nest, with floating-point tensors in float64."""
+    """The same nested batch, with floating-point tensors in float64."""
     if isinstance(batch, torch.Tensor):
         return batch.double() if batch.is_floating_point() else batch
     if isinstance(batch, dict):

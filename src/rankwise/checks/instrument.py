@@ -1,4 +1,4 @@
-"""Watches a script while it takes its first steps, on one rank; changes almost nothing but how long it runs.
+"""Watches a script on one rank during its first steps. Changes almost nothing except for how long the script runs.
 
     with Instrument(settings) as instrument:
         run the script                       # Enough ends it after a few forward passes in training
@@ -39,7 +39,7 @@ from rankwise.dist.device import tensors_in
 from rankwise.training.digest import digest, digests
 
 _STEPS = 6  # steps whose gradients and parameters are kept
-_OTHER_BATCHES = 2  # batches of a loader that is not used for training
+_OTHER_BATCHES = 2  # batches to use of a loader that is not used for training
 
 
 class Enough(SystemExit):

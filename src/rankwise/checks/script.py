@@ -32,11 +32,11 @@ from rankwise.run import directory
 
 _GRACE_S = 3
 _CUTS = (4, 16, 64)  # batches per epoch: a loop that accumulates over more batches takes no step in fewer
-_SHOWN = 12  # lines of the script's output
+_SHOWN = 12  # lines of the script's output to print
 
 
 def selftest(argv: Sequence[str], ranks: Sequence[int], timeout_s: float, env: Mapping[str, str]) -> int:
-    """Print the findings. Returns 0 if none is a mistake, otherwise 1. Nothing is left on the disk.
+    """Print the findings. Returns 0 if none is a mistake, otherwise 1. Removes its files from the disk.
 
     Raises ConfigError for a script that cannot be run, SelftestError for one that cannot be watched.
     """
@@ -64,7 +64,7 @@ def selftest(argv: Sequence[str], ranks: Sequence[int], timeout_s: float, env: M
 
 
 def ranks_of(text: str) -> tuple[int, ...]:
-    """`1,2,4`. Raises ConfigError."""
+    """The numbers in a text like `1,2,4`. Raises ConfigError."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise ConfigError(f"--ranks {text}: give numbers of ranks, for example --ranks 1,2,4")
@@ -74,7 +74,7 @@ def ranks_of(text: str) -> tuple[int, ...]:
 def _started(
     argv: Sequence[str], ranks: int, batches: Sequence[int], folder: Path, timeout_s: float, env: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """The record of each rank, from a start that took a step."""
+    """The record of each rank, from a start in which a rank took a step."""
     records: list[dict[str, Any]] = []
     for cut in _CUTS:
         records = _start(argv, RankSettings(str(folder), ranks, cut, tuple(batches)), timeout_s, env)
@@ -112,7 +112,7 @@ def _start(argv: Sequence[str], settings: RankSettings, timeout_s: float, env: M
 
 
 def _run(words: Sequence[str], out: Path, timeout_s: float, env: Mapping[str, str]) -> bool:
-    """`rankwise run` with these words; its output goes to a file. Returns whether it exited in time. No process is left."""
+    """`rankwise run` with these words; its output goes to a file. Returns whether it exited in time. No process remains."""
     with open(out, "w") as file:
         command = [sys.executable, "-m", "rankwise", "run", *words]
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
