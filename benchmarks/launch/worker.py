@@ -1,4 +1,6 @@
-"""A torchrun script: gloo, DDP around a small model, one Adam step; notes when its first step was done, and when its last."""
+"""A torchrun script: gloo, DDP around a small model, one Adam step. Records when its first step was complete, and when its
+last.
+"""
 
 import os
 import sys
