@@ -347,7 +347,7 @@ class Fetch:
             return samples
         if self._collate_keyed is None:
             return self._batch(epoch, indices, samples)
-        fresh = [samples]  # a collate function may change the list: a second call gets a new one
+        fresh = [samples]  # a collate function may change the samples: a second call gets new ones
         return self._collate_keyed.made(
             lambda key: self._batch(epoch, indices, fresh.pop() if fresh else self._sampled(epoch, indices), key)
         )
