@@ -23,8 +23,7 @@ def rounds(
     """What each way returned in each of `count` rounds. They take turns, so that a busy machine is busy for all ways.
 
     Each round calls each way once with the number of the round, in the order of `ways`; with `rotate`, each round starts with
-    the
-    next way. The first `warm` rounds also run, but are not counted.
+    the next way. The first `warm` rounds also run, but are not counted.
     """
     names = list(ways)
     found: dict[str, list[Figure]] = {name: [] for name in names}

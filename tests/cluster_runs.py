@@ -1,6 +1,5 @@
 """Runs of `rankwise run` over virtual hosts, for tests: in the background, typed on this machine or on a host, and what they
-leave.
-"""
+leave."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ for step in (1, 2, 3):
         raise ConnectionError("Connection closed by peer")  # as the collective at the end of the step says it
 """
 """Steps of a given length, with an agreed stop, without torch. In the first attempt, the last rank is killed in the second
-step.
-"""
+step."""
 
 TRAIN = """
 import os, sys, time, torch, rankwise
@@ -212,8 +210,7 @@ def on(host: str, *words: str) -> list[str]:
 
 def has_started_again(run: Launched) -> None:
     """Check that a run of LONG_STEPS that may restart has restarted once, and that the other ranks were not ended by a stop
-    request.
-    """
+    request."""
     status, out = run.wait()
     assert status == 0, out
     assert [attempt.status for attempt in run.run.attempts()] == [137, 0]
@@ -223,8 +220,7 @@ def has_started_again(run: Launched) -> None:
 
 def batch(script: str) -> tuple[int | None, str]:
     """Submit a user's own batch script of Slurm, which prints to own.log. Returns (exit status, what it printed) when it has
-    ended.
-    """
+    ended."""
     submitted = subprocess.run(["sbatch", "--parsable", script], capture_output=True, text=True, check=True)
     ended = wait_for(
         lambda: state if (state := slurm.state({"id": submitted.stdout.strip()})).phase == "ended" else None, "its end"

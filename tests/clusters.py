@@ -92,10 +92,8 @@ _UP = {
 
 
 class _Machine:
-    """The hosts' names, addresses and daemons are those of this machine: only the process that has its lock may use them,
-    for one set of
-    hosts.
-    """
+    """The hosts' names, addresses and daemons are those of this machine: only the process that has its lock may use them, for
+    one set of hosts."""
 
     def __init__(self) -> None:
         self._lock: TextIO | None = None
@@ -173,10 +171,8 @@ def sge(request: pytest.FixtureRequest) -> Start:
 
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest) -> Start:
-    """Two hosts, node1 and node2, that this machine reaches over ssh: their keys are known by their names. Calls a command
-    on this
-    machine.
-    """
+    """Two hosts, node1 and node2, that this machine reaches over ssh: their keys are known by their names. Calls a command on
+    this machine."""
     _machine.use("hosts", request.session)
     return started
 

@@ -35,10 +35,8 @@ _FOREIGN = (
 
 
 def pytest_configure() -> None:
-    """If the tests are started by nohup or in the background of a shell, these signals are ignored; what the tests start
-    must not
-    ignore them.
-    """
+    """If the tests are started by nohup or in the background of a shell, these signals are ignored; what the tests start must
+    not ignore them."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of Pythons start here, and each would compile all our files
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -52,9 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than the cores that we may use: a test waits for a fifth of its time. Each worker imports torch, so many more
-    do not help.
-    """
+    """One more than the cores that we may use: a test waits for a fifth of its time. Each worker imports torch, so many more do
+    not help."""
     return min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
@@ -101,8 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests that need the same hosts run one after the other, wherever they are: to start other hosts takes seconds each time.
 
     The whole dose of a stress test has no time limit. The small dose excludes tests marked `stress(dose="whole")`, which only
-    try more
-    of what other tests have tried.
+    try more of what other tests have tried.
     """
     stress = {item: mark for item in items if (mark := item.get_closest_marker("stress")) is not None}
     if config.getoption("dose") == "whole":
@@ -128,8 +124,7 @@ def _cluster(item: pytest.Item) -> int:
 def _empty_place(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # Not the configuration of the person who runs the tests. Spawned ranks start without torch, whose import takes the time of
-    # ten such
-    # runs. Tests of the fork, or whose script needs torch, ask for it.
+    # ten such runs. Tests of the fork, or whose script needs torch, ask for it.
     configuration = tmp_path_factory.mktemp("configuration")
     (configuration / "rankwise.toml").write_text('start-method = "spawn"\n')
     monkeypatch.setenv("XDG_CONFIG_HOME", str(configuration))

@@ -3,8 +3,7 @@
 discover(SLURM_STEP[2])      # the third of four tasks of `srun -N2 --ntasks-per-node=2`
 
 Slurm 22.05, Son of Grid Engine 8.1.9, Open MPI 4.1.4, MPICH 4.0.2. Variables that say nothing about ranks are omitted, except
-for
-a few that mislead.
+for a few that mislead.
 """
 
 from __future__ import annotations
@@ -132,8 +131,7 @@ OPENMPI_IN_SBATCH: list[Env] = [
     *({**SLURM_OVERLAP, "SLURM_STEP_ID": "0", **openmpi(rank, 4, rank - 2, 2)} for rank in (2, 3)),
 ]
 """mpirun inside sbatch: no step on the batch host; elsewhere a step with one task per node, in which each rank seems to be
-alone
-"""
+alone"""
 
 # --- MPICH
 

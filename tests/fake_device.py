@@ -5,10 +5,8 @@ others.
     assert {device for _, device in uses} == {"meta"}
 
 torch reports it as its accelerator, of type `meta`: the only device type other than the CPU that autograd knows in every build
-of
-torch. Here its tensors have values. rankwise's use is recorded with its device: what is passed to a module with parameters,
-what
-an optimizer steps on, and what the script itself reduces or broadcasts.
+of torch. Here its tensors have values. rankwise's use is recorded with its device: what is passed to a module with parameters,
+what an optimizer steps on, and what the script itself reduces or broadcasts.
 """
 
 from __future__ import annotations

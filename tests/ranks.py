@@ -3,8 +3,7 @@
     assert on_ranks(2, add_one, 3) == [4, 4]
 
 The processes are forked from a clean one that has imported torch (multiprocessing's forkserver), so `function` must be at the
-top
-level of a module. What it raises on a rank is raised here, with the rank's traceback. `environ` has for each rank what its
+top level of a module. What it raises on a rank is raised here, with the rank's traceback. `environ` has for each rank what its
 launcher sets, instead of torchrun's variables on one node; `init` is passed to `rankwise.init`.
 
     [done] = scripts_on_ranks(1, "train.py", "--lr", "0.1")

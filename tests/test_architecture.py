@@ -45,9 +45,7 @@ PACKAGES = {
     "__main__": "cli",
 }
 """From the bottom up: what each package or module at the top may import besides itself. A package lists only those above its
-line,
-so imports point down. An entry that is no longer needed is also an error.
-"""
+line, so imports point down. An entry that is no longer needed is also an error."""
 
 TORCH_FREE = {
     "errors", "host", "run", "ipc", "schedulers", "agent", "launch", "report", "functions", "cli", "__init__", "__main__",
@@ -62,8 +60,7 @@ BESIDE = (
     "agent/fork_server", "agent/collective_notes", "agent/exception_record", "agent/private_names", "host/main_script",
 )  # fmt: skip
 """The file that the script's interpreter runs by its path, and the files that it loads from there under another name, so by
-relative imports. They import only each other, the standard library and torch.
-"""
+relative imports. They import only each other, the standard library and torch."""
 
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -80,8 +77,7 @@ def name_of(path: Path) -> str:
 
 def imports(path: Path, at_start: bool = False) -> list[str]:
     """Every module that a file imports, anywhere in it, `from a import b` as both `a` and `a.b`; with `at_start`, only on
-    import.
-    """
+    import."""
     found = []
     for node in _at_start(ast.parse(path.read_text())) if at_start else ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -256,9 +252,7 @@ OF_OTHERS = {"_fields", "_exit", "_reductions", "_usr_sig"}
 
 def private_names(path: Path) -> set[str]:
     """Names with one underscore in front that a file reads, writes or asks for but does not define. On `self`, `cls` and
-    `super()`, they
-    are defined somewhere in the package; `_rankwise_...` is what we set on an object of torch.
-    """
+    `super()`, they are defined somewhere in the package; `_rankwise_...` is what we set on an object of torch."""
     tree = ast.parse(path.read_text())
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and not _is_own(node.value)}
     for node in ast.walk(tree):

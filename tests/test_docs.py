@@ -71,10 +71,8 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 BY_THE_COMMAND = ("01_torchrun_script.py", "04_gpt.py")
-"""A script that destroys its process group, after which a separate process sometimes aborts in gloo, and the README's demo.
-The other
-scripts differ only in what they train: their ranks are forked.
-"""
+"""A script that destroys its process group, after which a separate process sometimes aborts in gloo, and the README's demo. The
+other scripts differ only in what they train: their ranks are forked."""
 
 
 @pytest.mark.parametrize("example", [name for name in EXAMPLES if name not in BY_THE_COMMAND])

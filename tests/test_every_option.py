@@ -1,7 +1,5 @@
 """Every option of every verb x {missing, wrong type, out of range, contradicted}: one message that names the option as typed
-and what
-was given, status 2, no traceback, nothing written.
-"""
+and what was given, status 2, no traceback, nothing written."""
 
 from __future__ import annotations
 

@@ -299,8 +299,7 @@ def test_a_rank_that_has_no_descriptor_left_leaves_its_evidence_with_the_count_a
 @pytest.fixture
 def plain_user() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Runs a script on two ranks as a user who is not root, and may have this number of processes in addition to the current
-    ones.
-    """
+    ones."""
     if os.getuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root and setpriv, to become a user whose processes are counted")
     # The kernel refuses no process of root. The user may read the folder of our Python, which may be root's home.

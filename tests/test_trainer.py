@@ -844,8 +844,7 @@ def test_a_run_that_goes_on_in_other_numerics_says_so(tmp_path: Path) -> None:
 
 def longer_schedule(folder: Path) -> list[str]:
     """The scheduler's length changes with that of the run, as when max_steps is raised; and the optimizer has another
-    kernel.
-    """
+    kernel."""
 
     def until(steps: int) -> Callable[[torch.optim.Optimizer], Any]:
         return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

@@ -362,8 +362,7 @@ def test_a_plateau_is_stepped_after_each_evaluation_on_a_named_metric(tmp_path: 
 
 def diverging(folder: Path) -> list[str]:
     """(what is printed, what is raised) if only one rank changes a weight after step 3, and one its learning rate after step
-    4.
-    """
+    4."""
 
     def spoil(state: Any) -> None:
         if comm.rank() == 1 and state.step == 3:

@@ -1,6 +1,5 @@
 """A fine-tuning as people write it: a frozen backbone that is unfrozen during training, groups, schedules, and what goes
-wrong.
-"""
+wrong."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def test_a_run_that_is_resumed_after_an_unfreezing_prints_the_size_of_its_messag
 
 def added_at_4(folder: Path, **settings: Any) -> tuple[Flat, Flat, str]:
     """(without a stop, stopped after step 6 and resumed, what the resumed run printed). The script adds a group only at its
-    step.
-    """
+    step."""
 
     def add(state: Any) -> None:
         if state.step == 4:

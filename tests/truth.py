@@ -1,8 +1,7 @@
 """Places in which a script may run, and whether the numbers that its ranks report there are right.
 
 `SCRIPT` is the script, without a flag. Each of its ranks writes what it knows to the folder `said` beside it.
-stress/truth_table
-has the same for other libraries.
+stress/truth_table has the same for other libraries.
 """
 
 from __future__ import annotations

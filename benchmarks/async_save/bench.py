@@ -7,10 +7,9 @@ turn, after one step of the optimizer. Only the call that the loop waits for is 
 waits for the rest of the save. The first two rounds, in which buffers are allocated, are not counted.
 
 memcpy: each tensor of the state is copied into an existing tensor. Blocking and background: rankwise.Checkpoints, verified,
-with
-checksums and flushed. torch.save: two files, no flush, no rename. DCP: torch.distributed.checkpoint.async_save, with a thread.
-Lightning: AsyncCheckpointIO, if it is installed. Seconds are wall-clock time, and CPU time of the calling thread, which depends
-less on other programs.
+with checksums and flushed. torch.save: two files, no flush, no rename. DCP: torch.distributed.checkpoint.async_save, with a
+thread. Lightning: AsyncCheckpointIO, if it is installed. Seconds are wall-clock time, and CPU time of the calling thread, which
+depends less on other programs.
 """
 
 import argparse

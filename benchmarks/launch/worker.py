@@ -1,6 +1,5 @@
 """A torchrun script: gloo, DDP around a small model, one Adam step. Records when its first step was complete, and when its
-last.
-"""
+last."""
 
 import os
 import sys

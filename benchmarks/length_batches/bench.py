@@ -64,8 +64,7 @@ def speechbrain(lengths, tokens, ranks, buckets):
 
 def figures(lengths, plans):
     """(padding, the padded frames of the slowest rank in each step divided by a fair share of the real frames, samples lost,
-    repeated)
-    """
+    repeated)"""
 
     def padded(batch):
         return len(batch) * max(lengths[batch], default=0)

@@ -3,10 +3,10 @@
 python benchmarks/many_agents/bench.py [agents ...]
 
 The head is a real agent in its own process, with one short rank. The other agents are light members in one process that use
-real
-connections: they prove the secret, introduce themselves, report that their rank runs when the head starts it, send a heartbeat
-every second, and report how it ended. All this is on one machine: both processes share its cores, and a thousand sockets are
-all on loopback. Exits with 1 if a member lost its connection, an agent waits for more than 120 s, or the head failed.
+real connections: they prove the secret, introduce themselves, report that their rank runs when the head starts it, send a
+heartbeat every second, and report how it ended. All this is on one machine: both processes share its cores, and a thousand
+sockets are all on loopback. Exits with 1 if a member lost its connection, an agent waits for more than 120 s, or the head
+failed.
 """
 
 import json

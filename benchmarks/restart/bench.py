@@ -26,8 +26,7 @@ def first_step(folder: str, attempt: int, ranks: int) -> float:
 
 def restart(ranks: int, folder: str) -> tuple[float, float]:
     """(seconds from the fork request of the second attempt to its first step, seconds from the end of the first attempt to
-    it)
-    """
+    it)"""
     command = [sys.executable, "-m", "rankwise", "run", "--nproc", str(ranks), "--max-restarts", "1", "--fresh"]
     subprocess.run([*command, WORKER, folder, "die"], cwd=folder, capture_output=True, check=True)
     before, after = json.loads(Path(folder, "runs", "worker", "world.json").read_text())["lives"]

@@ -1,7 +1,5 @@
-"""A torchrun script: gloo, DDP around a small model, one Adam step. Records when its first step was complete. With `die` as
-the
-second argument, rank 1 fails in the first attempt, so that all ranks are restarted.
-"""
+"""A torchrun script: gloo, DDP around a small model, one Adam step. Records when its first step was complete. With `die` as the
+second argument, rank 1 fails in the first attempt, so that all ranks are restarted."""
 
 import os
 import sys

@@ -3,12 +3,11 @@
     python benchmarks/restore/bench.py [ROUNDS] [--folder /dev/shm] [--threads 1] [--same-process]
 
 A model and its Adam state (16.7 M parameters, 200 MB), files in the page cache. Each load is the first of a newly forked
-process,
-as on a rank: into a new model with an optimizer that has made no step (fresh), or one that has (in place). With --same-process
-all loads are in one process, one after the other, where torch.load can use memory that earlier rounds have freed. Every way
-runs once per round. Ratios compare with torch.load + load_state_dict of the same round and case. torch.load: one file, read
-completely or mapped; if it is mapped, the optimizer depends on the file afterwards. memcpy: each tensor of the state into an
-existing tensor. CPU: of all threads, user and kernel, which depends less on other programs.
+process, as on a rank: into a new model with an optimizer that has made no step (fresh), or one that has (in place). With
+--same-process all loads are in one process, one after the other, where torch.load can use memory that earlier rounds have
+freed. Every way runs once per round. Ratios compare with torch.load + load_state_dict of the same round and case. torch.load:
+one file, read completely or mapped; if it is mapped, the optimizer depends on the file afterwards. memcpy: each tensor of the
+state into an existing tensor. CPU: of all threads, user and kernel, which depends less on other programs.
 """
 
 import argparse

@@ -3,11 +3,10 @@
     sudo python benchmarks/slow_network/bench.py [--rounds 3] [--mbit 100] [--out FILE.jsonl]
 
 Two ranks in two network namespaces that this script creates. tc (tbf) limits the rate of the link between them, at both ends.
-The
-model has 4.9 M parameters (19.6 MB) in 8 layers. To compute a layer is a sleep of known length in the forward and the backward
-pass, with a ready gradient, so that two ranks on two cores do not slow each other down. Every way runs once per round. Before
-and after each round, an all-reduce of 4 MB must take the time that the limit allows. A round that is already in FILE.jsonl is
-not repeated.
+The model has 4.9 M parameters (19.6 MB) in 8 layers. To compute a layer is a sleep of known length in the forward and the
+backward pass, with a ready gradient, so that two ranks on two cores do not slow each other down. Every way runs once per round.
+Before and after each round, an all-reduce of 4 MB must take the time that the limit allows. A round that is already in
+FILE.jsonl is not repeated.
 """
 
 import argparse

@@ -5,8 +5,7 @@ one rank.
 
 A model of 4.9 M parameters (19.6 MB), 64 samples per step, AdamW. In each round every way makes 32 steps (two periods of
 local-sgd:16, one of diloco:32), in turn. Time is CPU time of the loop's thread. `bare, judged` is the lower limit: the bare
-loop
-that also checks the gradient before each step, as every strategy must, to skip a step that is not finite.
+loop that also checks the gradient before each step, as every strategy must, to skip a step that is not finite.
 """
 
 import argparse

@@ -173,8 +173,7 @@ LOOPS = {
 
 def in_turn(name: str, turns: Turns, *args) -> None:
     """Run one framework in its thread. An error ends the process, because the other threads would wait for this turn
-    forever.
-    """
+    forever."""
     try:
         turns.wait(name)  # the setup is part of the first turn, because with DDP it calls collectives
         LOOPS[name](turns, *args)

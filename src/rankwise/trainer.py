@@ -272,18 +272,14 @@ class Trainer:
         self, data: Any, predict_fn: Callable[[Any, Any], Any], *, on: str = "main", into: Callable[..., object] | None = None
     ) -> Any:
         """Collective. What `predict_fn(model, batch)` returns for each sample of `data`, in the order of `data`: on the main
-        rank, None
-        on the others (with `on="all"` on all), or passed to `into(indices, rows)`. See `rankwise.predict`.
-        """
+        rank, None on the others (with `on="all"` on all), or passed to `into(indices, rows)`. See `rankwise.predict`."""
         with self.sync.averaged():
             loader = data if isinstance(data, Loader) else self.loader.over(data)
             return predict(predict_fn, self.state.model, loader, on=on, into=into, precision=self.precision)
 
     def new_sync(self, model: nn.Module, optimizer: Optimizer, **given: Any) -> SyncStrategy:
-        """Collective. A strategy like this Trainer's, attached to copies of its model and optimizer (`given`: other
-        arguments of
-        `attach`).
-        """
+        """Collective. A strategy like this Trainer's, attached to copies of its model and optimizer (`given`: other arguments
+        of `attach`)."""
         return self._attach(copy.deepcopy(self._unattached), model, optimizer, **given)
 
     def forward(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:

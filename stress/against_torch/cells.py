@@ -267,9 +267,8 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def run(cell: Cell, folder: Path) -> str | None:
-    """Collective. What is wrong, as a text; None if nothing is. "sign": only steps along a gradient of zero, which is
-    rounding, differ.
-    """
+    """Collective. What is wrong, as a text; None if nothing is. "sign": only steps along a gradient of zero, which is rounding,
+    differ."""
     try:
         return _compared(cell, folder)
     except ConfigError as error:

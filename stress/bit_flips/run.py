@@ -3,11 +3,9 @@
     python stress/bit_flips/run.py [--draws 300] [--seed 0] [--folder /dev/shm]
 
 In --draws trials, flips single bits, zeroes holes (1 B to 64 kB) and truncates, at random places of random files of a
-checkpoint,
-including the manifest: half of the draws choose the file, half the byte. For comparison, does the same to one file of
-torch.save
-(read completely, and mapped) and of safetensors, if it is installed: does it raise, load what was saved, or load something
-else? Exits with 1 if a corruption was not found or not named, or the checkpoint was used.
+checkpoint, including the manifest: half of the draws choose the file, half the byte. For comparison, does the same to one file
+of torch.save (read completely, and mapped) and of safetensors, if it is installed: does it raise, load what was saved, or load
+something else? Exits with 1 if a corruption was not found or not named, or the checkpoint was used.
 """
 
 import argparse

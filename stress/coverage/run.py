@@ -33,8 +33,7 @@ disable_warnings = no-data-collected, module-not-imported, already-imported, no-
 
 def measure(scratch: Scratch, words: list[str], data: Path) -> int:
     """Run tests. Writes `data`, coverage's file with the tests as contexts and the paths of this checkout. Returns pytest's
-    status.
-    """
+    status."""
     pieces = scratch.folder.parent / "pieces"
     pieces.mkdir()
     scratch.packages.joinpath("tracer.rc").write_text(RC.format(folder=pieces, source=scratch.folder / "src" / "rankwise"))

@@ -4,12 +4,10 @@
         [--blocking] [--sync local-sgd:5]
 
 Sends SIGKILL to a rank, the agent, the launcher or all of them: at a random moment of an attempt, including its start, or
-inside a
-save. After each kill: no process is left, every checkpoint under its final name is complete, no complete checkpoint is missing,
-and the next attempt resumes from the newest with exactly the losses of a run that was never killed. When a training reaches its
-end, it must have that run's parameters, bit for bit. Then another training starts, until there were enough kills. Exits with 1
-if
-something is wrong.
+inside a save. After each kill: no process is left, every checkpoint under its final name is complete, no complete checkpoint is
+missing, and the next attempt resumes from the newest with exactly the losses of a run that was never killed. When a training
+reaches its end, it must have that run's parameters, bit for bit. Then another training starts, until there were enough kills.
+Exits with 1 if something is wrong.
 """
 
 import argparse
@@ -103,8 +101,7 @@ def pick(training: Training, launcher: psutil.Popen, victim: str) -> list[int]:
 
 def wait_and_kill(training: Training, launcher: psutil.Popen, victim: str, delay_s: float, in_save: bool) -> str | None:
     """Kill after `delay_s` seconds, or in the save after that with `in_save`. Returns who was killed; None if the training
-    ended before.
-    """
+    ended before."""
     with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
         launcher.wait(timeout=delay_s)
         return None

@@ -3,8 +3,7 @@
 rankwise run --nproc 2 train.py STEPS FINAL SAVED [blocking]
 
 FINAL gets the final parameters; SAVED gets a line for each complete save. Each flush takes 1 ms longer than usual, so that
-kills
-hit it.
+kills hit it.
 """
 
 import os

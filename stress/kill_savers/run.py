@@ -163,8 +163,7 @@ def without_newest(folder: Path) -> bool:
 
 def kill_once(kind: type[Saver], place: Place, aimed: bool, took: float, cycle: float) -> tuple[int, int, str, str]:
     """(the last save that was started, the last that is known to be complete, what resuming finds, what it finds without the
-    newest).
-    """
+    newest)."""
     folder, board = place.fresh(), Board(mmap.mmap(-1, 64))
     pid, reading = train(kind, folder, board, ENDLESS)
     await_save(pid, board, draw.randint(3, 5) if aimed else 3)

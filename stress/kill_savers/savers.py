@@ -347,9 +347,8 @@ SAVERS: list[type[Saver]] = [
 
 
 def import_all() -> dict[str, str]:
-    """The versions, by library. A child does not repeat an import that was done here. If a library is missing, its savers
-    are skipped.
-    """
+    """The versions, by library. A child does not repeat an import that was done here. If a library is missing, its savers are
+    skipped."""
     found = {"torch": torch.__version__}
     optimizer_of(Model())  # imports more of torch, which a child with user nobody may not be able to read
     for name in ("accelerate", "lightning.pytorch", "transformers"):

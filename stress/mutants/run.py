@@ -85,9 +85,7 @@ class Map:
 
     def tests(self, mutant: Mutant) -> list[str]:
         """The tests that cover the mutant's statement, quick ones first. For a statement that runs on import, these are all
-        tests that
-        cover a function of the file.
-        """
+        tests that cover a function of the file."""
         lines = _lines(ROOT / mutant.file, mutant.line, len(mutant.old))
         by_line = self._data.contexts_by_lineno(str(ROOT / mutant.file))
         found = {test for line in lines for test in by_line.get(line, ()) if test}
@@ -152,8 +150,7 @@ class Verdict:
 
 class Judge:
     """Judges mutants in its own copy of the repository. Needs a separate process: it kills all processes that tests leave
-    behind.
-    """
+    behind."""
 
     def __init__(self, folder: Path) -> None:
         processes.become_subreaper()

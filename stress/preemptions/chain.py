@@ -3,11 +3,10 @@
     python stress/preemptions/chain.py [--attempts 12] [--steps 300] [--seed 0]
 
 Each attempt is `rankwise run` on the next number of ranks. It is ended by SIGKILL to one rank, to all ranks, to the agent or
-the
-launcher, some time after its first step. The next attempt repeats what was lost since the last checkpoint. Then the same chain
-runs with attempts that end cleanly at those checkpoints. Checks: each attempt starts one step after its checkpoint; without the
-steps that were rolled back, the global batches are those of an unbroken run on one rank, in the same order, each sample once
-per epoch; the final parameters are those of the clean chain, bit for bit. Exits with 1 if something is wrong.
+the launcher, some time after its first step. The next attempt repeats what was lost since the last checkpoint. Then the same
+chain runs with attempts that end cleanly at those checkpoints. Checks: each attempt starts one step after its checkpoint;
+without the steps that were rolled back, the global batches are those of an unbroken run on one rank, in the same order, each
+sample once per epoch; the final parameters are those of the clean chain, bit for bit. Exits with 1 if something is wrong.
 """
 
 import argparse

@@ -4,9 +4,8 @@ LAUNCHER hand_written.py FOLDER LOOP STOPS
 
 LOOP: `ahead` (a collective in each step, which the device completes four steps later), `local` (parameters are averaged every 8
 steps), `none` (no collective). After each of STOPS stops, a rank continues with a new StopSignal when loops.py lets it. In
-FOLDER
-it writes `ends-RANK` (a line per stop: when it learned of it, after which step it stopped, the parameter then, the steps since
-the previous stop), `state-RANK`, from which its next attempt resumes, and a row of `now`.
+FOLDER it writes `ends-RANK` (a line per stop: when it learned of it, after which step it stopped, the parameter then, the steps
+since the previous stop), `state-RANK`, from which its next attempt resumes, and a row of `now`.
 """
 
 import collections

@@ -2,8 +2,8 @@
 
     python stress/preemptions/loops.py [ahead] [local] [none] [--stops 50] [--seed 0]
 
-Four ranks, each at its own pace, in a loop whose hosts are four steps ahead of the device, in one that averages every 8
-steps, and in one without a collective; signals as in run.py. With `rankwise run` each stop ends an attempt. With two torchrun
+Four ranks, each at its own pace, in a loop whose hosts are four steps ahead of the device, in one that averages every 8 steps,
+and in one without a collective; signals as in run.py. With `rankwise run` each stop ends an attempt. With two torchrun
 commands, whose nodes know nothing of each other, one attempt is stopped again and again. After each stop: all ranks have done
 the same steps, the attempt started where the previous one had ended, and each rank's parameter is that of a serial program
 after the same number of steps. Exits with 1 if something is wrong.

@@ -4,12 +4,11 @@
         [--within-s 1]
 
 Sends SIGTERM, SIGUSR1 or SIGUSR2 to one rank of three, to several ranks up to 2 s after each other, to all, or to our launcher
-or
-agent: at a random moment of an attempt after its first step, half of them while a rank loads, computes, reduces, evaluates or
-saves. After each preemption: all ranks have stopped after the same step, the newest checkpoint is of that step, each rank has
-exited with 75, the launcher with its own status for this, and no process is left. When a training reaches its end, it has used
-the samples of one that was never preempted, in the same order, each step once, and has the same parameters, bit for bit. Then
-another training starts, until there were enough preemptions. Exits with 1 if something is wrong.
+or agent: at a random moment of an attempt after its first step, half of them while a rank loads, computes, reduces, evaluates
+or saves. After each preemption: all ranks have stopped after the same step, the newest checkpoint is of that step, each rank
+has exited with 75, the launcher with its own status for this, and no process is left. When a training reaches its end, it has
+used the samples of one that was never preempted, in the same order, each step once, and has the same parameters, bit for bit.
+Then another training starts, until there were enough preemptions. Exits with 1 if something is wrong.
 """
 
 import argparse
@@ -134,9 +133,8 @@ class Training:
         return [(self.folder / f"samples-{rank}").read_text().splitlines() for rank in range(RANKS)]
 
     def ends(self) -> list[list[str]]:
-        """For each rank, the words of the last attempt: its exit status, when it learned of the stop, and after which step
-        it stopped.
-        """
+        """For each rank, the words of the last attempt: its exit status, when it learned of the stop, and after which step it
+        stopped."""
         lines = [(self.folder / f"ends-{rank}").read_text().splitlines() for rank in range(RANKS)]
         if any(len(line) != self.attempts for line in lines):
             raise WrongError(f"ranks left without a last word: {lines}\n{self.out.read_text()}")

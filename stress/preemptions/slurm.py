@@ -3,9 +3,8 @@
     python stress/preemptions/slurm.py [--stops 10] [--steps 800] [--seed 0]          as root on Debian
 
 Three virtual hosts with Slurm (tests/cluster/hosts), one rank on each: `rankwise run --on slurm --requeue`. Each attempt is
-ended
-by `scancel -s TERM`, `USR1` or `USR2`, or by that signal to one rank or two. Its agents exit with 75, Slurm requeues the job,
-and the next attempt resumes. The checks are those of run.py. Exits with 1 if something is wrong.
+ended by `scancel -s TERM`, `USR1` or `USR2`, or by that signal to one rank or two. Its agents exit with 75, Slurm requeues the
+job, and the next attempt resumes. The checks are those of run.py. Exits with 1 if something is wrong.
 """
 
 import argparse
@@ -67,8 +66,7 @@ def preempt(training: Training, launcher: object, job: str) -> Preemption | None
 
 def ranks(training: Training) -> list[int]:
     """The processes of the ranks, found by the map that they have open: a rank knows only the number that it has on its
-    host.
-    """
+    host."""
     found = []
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):

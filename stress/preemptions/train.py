@@ -4,8 +4,7 @@ LAUNCHER train.py FOLDER STEPS [blocking] [workers] [until=STEP]
 
 In FOLDER each rank writes `samples-RANK` (step and samples, in the order of use), `ends-RANK` (a line per attempt: when it
 learned of the stop, after which step it stopped, with what status it exited), and a row of `now`, a map of integers: its
-process,
-the steps that this attempt has done, what it does now. `final.pt` has the final parameters.
+process, the steps that this attempt has done, what it does now. `final.pt` has the final parameters.
 """
 
 import mmap

@@ -3,9 +3,8 @@
     python stress/truth_table/run.py PYTHON [LIBRARY...]
 
 PYTHON must have the other libraries. Needs root on Debian: it starts Slurm, Grid Engine and ssh hosts one after another, like
-the
-tests in tests/cluster, and lets other tests use the machine in between. Exits with 1 if rankwise is wrong in a place; what the
-other libraries do there is printed.
+the tests in tests/cluster, and lets other tests use the machine in between. Exits with 1 if rankwise is wrong in a place; what
+the other libraries do there is printed.
 """
 
 import shutil

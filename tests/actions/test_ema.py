@@ -27,9 +27,7 @@ def copied(module: nn.Module) -> Weights:
 
 def followed(folder: Path, stop: int | None = None) -> tuple[list[Weights], list[Weights], list[tuple[int, float]]]:
     """(the weights of the model after each step, those of the average, the metrics of the average). With `stop`, a first run
-    ends
-    after this step, and the results are those of a second run that resumes.
-    """
+    ends after this step, and the results are those of a second run that resumes."""
     trained, averaged, measured = [], [], []
 
     def note(state: TrainState) -> None:

@@ -1,6 +1,5 @@
 """Each private name that ranks use, missing in turn: a forked rank runs its script and leaves its error, and one line says
-why.
-"""
+why."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The signals that an agent gets: which count as one request, and which as a second. In a separate process, because it
-replaces
-signal handlers.
-"""
+"""The signals that an agent gets: which count as one request, and which as a second. In a separate process, because it replaces
+signal handlers."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ from rankwise.agent.event_loop import EventLoop
 
 def signals_of_both() -> list[list[int]]:
     """What was requested after each of: a signal, the same signal from the guard, that and another from the guard, both
-    again.
-    """
+    again."""
     reader, writer = os.pipe()
     waiting = EventLoop(0, reader)
     os.kill(os.getpid(), signal.SIGINT)

@@ -89,9 +89,7 @@ def test_a_script_that_takes_its_local_rank_for_the_index_of_the_one_gpu_it_sees
     agents: New, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two tasks with one device each on a host. Each sees the device that the scheduler gave it, because a device cgroup may
-    allow
-    no other.
-    """
+    allow no other."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     source = """
 import os

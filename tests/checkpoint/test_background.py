@@ -1,6 +1,5 @@
 """Background saves: they have the state of their moment, run one at a time, call no collectives, and their errors are
-reported.
-"""
+reported."""
 
 from __future__ import annotations
 
@@ -347,10 +346,8 @@ def test_the_second_copy_is_in_the_memory_of_the_first_also_when_the_state_has_g
 
 
 def fit_with_a_disk_in_the_way(folder: Path, n: int) -> tuple[str, list[str]]:
-    """Until step 3, a file is in the place of the checkpoint folder: this is reported at the step after the save, and
-    training
-    continues.
-    """
+    """Until step 3, a file is in the place of the checkpoint folder: this is reported at the step after the save, and training
+    continues."""
     from test_trainer_checkpoints import fit
 
     from rankwise.training.state import TrainState

@@ -25,8 +25,7 @@ class Disk:
     """What of a folder would survive a power failure: contents that were flushed, and names in folders that were flushed.
 
     A folder or file that was not flushed may still survive, so there are two outcomes: `lazy`, nothing but what was flushed;
-    `hasty`,
-    every name and every removal, but zeros instead of contents that were not flushed.
+    `hasty`, every name and every removal, but zeros instead of contents that were not flushed.
     """
 
     def __init__(self, root: Path) -> None:

@@ -1,6 +1,5 @@
 """A part's file, read directly into place: the result of torch.load, in the part's own memory if possible, every byte
-checked.
-"""
+checked."""
 
 from __future__ import annotations
 

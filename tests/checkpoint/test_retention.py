@@ -1,6 +1,5 @@
 """Which checkpoints are kept: by recency, age, named steps; and the best: which one it is, and what never counts as the
-best.
-"""
+best."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Hosts in network namespaces, reached by the real ssh: what arrives there, and what ssh reports if a host cannot be
-reached.
-"""
+reached."""
 
 from __future__ import annotations
 

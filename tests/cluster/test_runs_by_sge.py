@@ -100,8 +100,7 @@ ALIKE = GATE.replace("0.01 * (1 + world.rank)", "0.02")  # no rank waits for ano
 
 def test_what_grid_engine_sends_to_all_of_a_job_reaches_the_ranks_and_ends_no_agent(sge: Start, launch: New) -> None:
     """In a job of two hosts, a user's own s_rt makes Grid Engine send SIGUSR2, and kill some seconds later: the head acts
-    earlier.
-    """
+    earlier."""
     run = launch(*QUEUED, "-l", "h_rt=60,s_rt=5", write(ALIKE))
     status, out = run.wait()
     assert status == 75, out
@@ -132,8 +131,7 @@ def test_a_training_over_two_hosts_that_comes_to_its_limit_saves_before_and_goes
     sge: Start, launch: New
 ) -> None:
     """At s_rt Grid Engine would kill the task on the other host. Each attempt has as much time as the first, half of it for
-    training.
-    """
+    training."""
     run = launch(*WITH_TORCH, "-l", "h_rt=40", "--requeue", write(TRAIN), "900")
     run.until(lambda: run.run.world.exists() and len(run.run.attempts()) > 1, "a second life")
     first = run.run.attempts()[0]

@@ -120,10 +120,8 @@ def power_back() -> None:
 
 
 def test_a_host_that_loses_its_power_is_named_and_a_run_ends_or_goes_on_without_it(hosts: Start, launch: New) -> None:
-    """Two runs at once. One needs both hosts. The other also has this machine, and resumes from its checkpoint without the
-    host that
-    had rank 0.
-    """
+    """Two runs at once. One needs both hosts. The other also has this machine, and resumes from its checkpoint without the host
+    that had rank 0."""
     needs_both = launch(*RUN, *TWO, "--name", "both", write(TELL + FOR_EVER), name="both")
     options = ["--nproc", "1", "--nodes", "2:3", "--max-restarts", "1", "--node-wait", "8", "--name", "rest"]
     goes_on = launch(*TORCH, "-H", "node1,node2,head", *options, write(TRAIN, "goes_on.py"), "3000", name="rest")
@@ -243,9 +241,7 @@ def test_a_first_host_whose_name_is_the_address_of_a_network_of_its_own_is_met_b
     hosts: Start, launch: New
 ) -> None:
     """Two interfaces. The one that the host's own name leads to (a management network, a bridge for containers) reaches only
-    the host
-    itself.
-    """
+    the host itself."""
     names = Path(STATE, "node1", "hosts")
     before = names.read_text()
     network = "ip link add own0 type bridge && ip addr add 10.99.0.1/24 dev own0 && ip link set own0 up"

@@ -1,7 +1,5 @@
-"""One script, without a flag, in every place: each rank knows which one it is and connects to the others, or an error says
-what to
-type.
-"""
+"""One script, without a flag, in every place: each rank knows which one it is and connects to the others, or an error says what
+to type."""
 
 from __future__ import annotations
 

@@ -31,9 +31,8 @@ NONE = ""
 
 @contextlib.contextmanager
 def without(name: str) -> Iterator[io.StringIO]:
-    """As if torch did not have this name, but only for rankwise: torch itself would fail without most of them. Yields what
-    is printed.
-    """
+    """As if torch did not have this name, but only for rankwise: torch itself would fail without most of them. Yields what is
+    printed."""
 
     def find(owner: object, asked: str, *default: Any) -> Any:
         return default[0] if asked == name and default else getattr(owner, asked, *default)
@@ -118,10 +117,8 @@ def result_without(names: list[str], folder: Path) -> list[tuple[list[Any], str]
 OF_THE_SELF_TEST = ("_Loss", "_reset", "_next_index")
 NOT_HERE = (*OF_THE_SELF_TEST, "_args_from_interpreter_flags", "_cdata")
 NOT_ALONE = (*NOT_HERE, "_push_all_rebuilt_params", "_rebuild_buckets", "_BatchNorm", "_foreach_norm")
-"""Names that a single rank does not look for either: it sums no gradients, its batch norms see complete batches, and
-gradients of one
-dtype are in one tensor.
-"""
+"""Names that a single rank does not look for either: it sums no gradients, its batch norms see complete batches, and gradients
+of one dtype are in one tensor."""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

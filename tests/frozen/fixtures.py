@@ -95,8 +95,7 @@ def copied(folder: Path, name: str, to: str | None = None) -> Path:
 
 def brought(source: Path, folder: Path, name: str) -> None:
     """Turn a run of `folder` into the fixture `name`: without files that nobody needs, and without what belongs to this
-    machine.
-    """
+    machine."""
     target = HERE / name
     shutil.rmtree(target, ignore_errors=True)
     ignored = shutil.ignore_patterns("telemetry", "code.txt", ".*")  # metrics that metrics.jsonl has too; packages
@@ -172,9 +171,7 @@ def keys(record: Any, path: str = "") -> list[str]:
 
 def keys_of_files(run: Path) -> dict[str, list[str]]:
     """The names in each JSON file of a run. For metrics.jsonl, those of all its lines, without what a later version measures
-    (sync/...).
-    For config.json, those with a value, because a later version may have more settings.
-    """
+    (sync/...). For config.json, those with a value, because a later version may have more settings."""
     found = {path.name: keys(json.loads(path.read_text())) for path in sorted(run.glob("*.json"))}
     if (config := run / "config.json").exists():
         found[config.name] = [name for name, value in json.loads(config.read_text()).items() if value not in (None, False, [])]

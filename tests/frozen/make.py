@@ -4,8 +4,7 @@
     .venv/bin/python tests/frozen/make.py words     only reports.json: what the command prints about the existing fixtures
 
 Older versions have written them, so they must not change. The same is true of records.json (what `--json` prints) and
-weights.json
-(the final weights of the trainings). If you change texts on purpose, write reports.json again and read its diff.
+weights.json (the final weights of the trainings). If you change texts on purpose, write reports.json again and read its diff.
 """
 
 from __future__ import annotations

@@ -154,10 +154,8 @@ def trainer_of(kind: str, run_dir: Path | None, stop_at: int, fail_at: int = 0) 
 
 
 def fit(kind: str, run_dir: Path, *, stop_at: int = 0, own_disk: bool = False) -> Weights:
-    """Collective. Everything that the model contains at the end; empty if it was stopped. `own_disk`: each rank is a node
-    with a disk,
-    run_dir/0 and so on.
-    """
+    """Collective. Everything that the model contains at the end; empty if it was stopped. `own_disk`: each rank is a node with
+    a disk, run_dir/0 and so on."""
     sys.argv = ["train.py", kind]
     folder = run_dir / str(rankwise.rank()) if own_disk else run_dir
     trainer = trainer_of(kind, folder, stop_at)

@@ -1,7 +1,5 @@
 """A rank, or a worker of its loader, is killed in the middle of an epoch of a training over HDF5 files. The resumed training
-uses each
-sample once per epoch, in the batches of a training that was not killed, on any number of ranks.
-"""
+uses each sample once per epoch, in the batches of a training that was not killed, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ BY_COUNT: Settings = {"global_batch_size": 7}
 BY_LENGTH: Settings = {"global_batch_size": None, "batches": rankwise.LengthBatches(global_tokens=40)}
 WORKERS: Settings = {"num_workers": 2, "prefetch_factor": 1}
 """Two batches ahead: the worker is killed while some of its batches are still needed. If it had made its last, nobody might
-notice.
-"""
+notice."""
 HERE: Settings = {"num_workers": 0, "prefetch_factor": None}
 AHEAD: Settings = {"prefetch_factor": 4}
 BLOCKS: Settings = {"shuffle": "blocks"}

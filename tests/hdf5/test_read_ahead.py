@@ -1,6 +1,5 @@
-"""What is needed soon is requested from the kernel: exactly these bytes, if they are not in its cache; nothing else depends
-on it.
-"""
+"""What is needed soon is requested from the kernel: exactly these bytes, if they are not in its cache; nothing else depends on
+it."""
 
 from __future__ import annotations
 

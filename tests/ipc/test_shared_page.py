@@ -166,8 +166,7 @@ def test_a_stop_between_any_two_accesses_of_a_rank_is_obeyed_after_the_agreed_st
 
 class PausedAgent:
     """The agent's words. The agent stops while it holds the gate, before it reads the claims or after that, until it is
-    released.
-    """
+    released."""
 
     def __init__(self, words: memoryview[int], after_its_look: bool) -> None:
         self._words = words

@@ -21,9 +21,8 @@ SCRIPT = "import os\nos.environ['X'] = '1'\nprint('one of', os.environ['WORLD_SI
 
 
 class FakeSlurm:
-    """sbatch returns job number 12; scontrol prints the lines in `state` one after the other, the last one forever; scancel
-    is recorded.
-    """
+    """sbatch returns job number 12; scontrol prints the lines in `state` one after the other, the last one forever; scancel is
+    recorded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -173,9 +173,8 @@ def test_release_after_the_run_was_moved_or_removed_is_no_error(run: RunDir) -> 
 
 
 def _contend(connection: Connection, barrier: Barrier) -> None:
-    """Take each run directory by name, at the same moment as the other process; report whether this worked, and keep it if
-    it did.
-    """
+    """Take each run directory by name, at the same moment as the other process; report whether this worked, and keep it if it
+    did."""
     held: list[Lease] = []
     while (path := connection.recv()) is not None:
         barrier.wait(DEADLINE_S)

@@ -1,6 +1,5 @@
 """PBS and LSF, from their manuals: the text of a job, the variables of their processes, and scripts instead of their
-commands.
-"""
+commands."""
 
 from __future__ import annotations
 

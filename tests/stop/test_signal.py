@@ -115,8 +115,7 @@ def test_a_time_that_is_over_is_heard_after_the_same_step_on_all_ranks(ranks: in
 
 def in_a_block(how: str, at: int) -> tuple[str, int, int, bool]:
     """(how it ended, its steps, its last one, whether the process has its own handlers again): SIGTERM to rank 1, or an
-    error.
-    """
+    error."""
     step, began = 5, 5
     ended = "at the end"
     try:

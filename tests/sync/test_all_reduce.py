@@ -26,8 +26,7 @@ from rankwise.training.precision import LossScale
 
 GLOBAL_BATCHES = (13, 13, 5, 1)
 """The number of samples in each optimizer step: full batches, a smaller one, and one in which all ranks but one have
-nothing.
-"""
+nothing."""
 
 TOKENS = [3, 1, 7, 2, 5, 1, 1, 9, 4, 2, 6, 8, 1]
 """For each sample, the number of tokens over which its loss is summed."""

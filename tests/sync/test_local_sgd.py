@@ -1,6 +1,5 @@
-"""Strategies that average replicas: compared with AllReduce, with each other, with closed forms, and resumed in the middle
-of a period.
-"""
+"""Strategies that average replicas: compared with AllReduce, with each other, with closed forms, and resumed in the middle of a
+period."""
 
 from __future__ import annotations
 
@@ -411,10 +410,8 @@ def test_what_no_period_can_be_made_of_is_refused(make: Callable[[], Any], said:
 
 
 def timed(clock: list[float]) -> tuple[list[int], list[list[float]]]:
-    """(the steps after which an average was made, if rank 1's steps take three times as long by its own clock; the weights
-    at the end,
-    and those of a training that averages after these steps).
-    """
+    """(the steps after which an average was made, if rank 1's steps take three times as long by its own clock; the weights at
+    the end, and those of a training that averages after these steps)."""
     from rankwise.sync import local_sgd
 
     now = [0.0]
@@ -442,10 +439,8 @@ def test_averages_by_time_come_at_the_same_steps_on_all_ranks_though_one_is_slow
 
 
 def by_the_clock(period_s: float, seconds: float) -> tuple[list[int], list[float], list[float]]:
-    """(the steps with an average, the seconds at which each was made, the weights at the end). Each step of rank 1 takes
-    three times
-    as long.
-    """
+    """(the steps with an average, the seconds at which each was made, the weights at the end). Each step of rank 1 takes three
+    times as long."""
     model = make_model()
     sync = LocalSGD(seconds=period_s).attach(model, sgd(model), typical_count=8.0)
     began, at, last = time.monotonic(), list[float](), False

@@ -13,8 +13,7 @@ from rankwise.training.state import TrainState
 
 def newly_measured(what: str, metric: str, state: TrainState) -> float | None:
     """The value if this step has measured the metric. Raises ConfigError if the step has only other metrics of the same
-    evaluation.
-    """
+    evaluation."""
     now = state.measured_now
     if metric not in now and (others := [name for name in now if "_" in name and name.startswith(metric.split("_")[0] + "_")]):
         raise ConfigError(f"{what}: nothing measures {metric!r}; the evaluation has measured {listed(others)}")

@@ -25,10 +25,8 @@ def check_schedule(scheduler: Any, steps: int) -> None:
 
 
 class Schedule:
-    """An action. It does not step after a skipped step: fp16 starts with some, and a warm-up would lose its first steps. If
-    the
-    script also steps the scheduler, this is reported once.
-    """
+    """An action. It does not step after a skipped step: fp16 starts with some, and a warm-up would lose its first steps. If the
+    script also steps the scheduler, this is reported once."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler

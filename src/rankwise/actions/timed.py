@@ -22,9 +22,7 @@ from rankwise.training.state import TrainState
 
 class Moments:
     """For one loop. Without a gate, this is also an action, which runs after the log. `meet`: a collective to call before
-    others
-    here.
-    """
+    others here."""
 
     def __init__(self, state: TrainState, actions: Sequence[Action], stop: StopSignal, meet: Callable[[], None]) -> None:
         self._state = state
@@ -61,8 +59,7 @@ class Moments:
 
     def end(self) -> bool:
         """Collective. At the end of the loop: whether the script has stopped it. If so, store this and the reason in the
-        state.
-        """
+        state."""
         if not self._stop.by_script:
             return False
         self._state.stopped = True

@@ -89,9 +89,8 @@ class Snapshot:
         self._events: list[torch.cuda.Event] = []
 
     def take(self, states: dict[str, Any]) -> dict[str, Any]:
-        """The same nested state, without anything that training may change. Raises CheckpointError for a numpy array, with
-        its path.
-        """
+        """The same nested state, without anything that training may change. Raises CheckpointError for a numpy array, with its
+        path."""
         copying = _Copying(self._buffers)
         taken = {name: copying.of(state, name) for name, state in states.items()}
         self._buffers = copying.used

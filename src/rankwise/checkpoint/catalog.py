@@ -39,9 +39,8 @@ class Catalog:
         return checkpoints_in(self.folder)
 
     def times_saved(self, step: int) -> int:
-        """How often a step was saved: twice, if an attempt resumed from an older checkpoint. Then both exist until the first
-        is removed.
-        """
+        """How often a step was saved: twice, if an attempt resumed from an older checkpoint. Then both exist until the first is
+        removed."""
         return max((time for path in self.all() for saved, time in [order(path)] if saved == step), default=0)
 
     def mark_whole(self, folder: Path) -> None:
@@ -50,12 +49,9 @@ class Catalog:
         self._damaged.discard(folder)
 
     def prune(self, newest: Path) -> list[str]:
-        """Keep the last few up to `newest`, the best, the young, and those of named steps. Corrupted ones do not count, and
-        are
-        removed when a newer one is intact. Those after `newest` are also corrupted, or they would have been loaded. Returns
-        the
-        names of those that were removed.
-        """
+        """Keep the last few up to `newest`, the best, the young, and those of named steps. Corrupted ones do not count, and are
+        removed when a newer one is intact. Those after `newest` are also corrupted, or they would have been loaded. Returns the
+        names of those that were removed."""
         best = self.find_best()
         older = [path for path in self.all() if order(path) < order(newest)]
         again = [path for path in older if order(path)[0] == order(newest)[0] or path in self._damaged]
@@ -70,8 +66,7 @@ class Catalog:
 
     def find_newest(self, damaged: dict[Path, str], look: Callable[[Path], Manifest]) -> tuple[Path, Manifest] | None:
         """The newest that is not in `damaged`; `look` reads it, and those that it finds corrupted are added to `damaged`. None
-        if there is
-        no checkpoint.
+        if there is no checkpoint.
 
         Another process may save and prune at the same time. Raises CheckpointError if all checkpoints are corrupted.
         """
@@ -109,8 +104,7 @@ class Catalog:
 
     def _pass_over(self, folder: Path, why: str) -> bool:
         """Remember and report that it is corrupted. False if it is missing instead: the process that writes here has removed
-        it.
-        """
+        it."""
         if not folder.exists():
             return False
         self._damaged.add(folder)

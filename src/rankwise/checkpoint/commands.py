@@ -272,10 +272,8 @@ def _save_safetensors(state: Mapping[str, torch.Tensor], tied: Mapping[str, str]
 
 
 def _apart(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What safetensors requires: (tensors that do not share memory, {other name: first name} for a tensor with several
-    names). Its
-    load_model, and the libraries that use it, expect this.
-    """
+    """What safetensors requires: (tensors that do not share memory, {other name: first name} for a tensor with several names).
+    Its load_model, and the libraries that use it, expect this."""
     import torch
 
     for name, value in state.items():

@@ -70,10 +70,8 @@ def put(temporary: Path, final: Path) -> None:
 
 
 def find(run: str | None) -> Path:
-    """The folder with the checkpoints of a run. `run`: its name in ./runs, its run directory, or this folder itself. None:
-    the only
-    run here. Raises RunDirError if there is none.
-    """
+    """The folder with the checkpoints of a run. `run`: its name in ./runs, its run directory, or this folder itself. None: the
+    only run here. Raises RunDirError if there is none."""
     if run is None:
         found = [path for path in Path("runs").glob("*") if checkpoints_in(RunDir(path).checkpoints)]
         if len(found) != 1:

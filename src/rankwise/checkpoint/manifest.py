@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: sizes and checksums of its files and of every tensor in them, and how to verify them.
 
 Neither torch.load nor safetensors checks what it reads: a flipped bit is loaded without notice. xxh3-128 protects against
-accidents, not against attackers; against these, use `weights_only`. Reading and verifying need no torch: a login node may
-not have it.
+accidents, not against attackers; against these, use `weights_only`. Reading and verifying need no torch: a login node may not
+have it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 VERSION = 1
 VERSION_WITH_RANKS = 3
 """For a checkpoint with a state per rank: a version of rankwise that does not know this state would not resume the same
-training.
-"""
+training."""
 
 _READ = (VERSION, 2, VERSION_WITH_RANKS)  # 2: with all ranks in one file
 
@@ -73,8 +72,7 @@ class FileRecord:
 
     rest: str = ""
     """xxh3-128 of all bytes outside the tensors of `layout`. Together with the sums of the tensors, which many cores can
-    compute at once, this covers each byte of the file exactly once.
-    """
+    compute at once, this covers each byte of the file exactly once."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> FileRecord:

@@ -111,9 +111,8 @@ class Mirror:
     # --- copying from the mirror
 
     def names(self) -> list[str]:
-        """The names of the checkpoints in the mirror, the oldest first. Not verified. Raises CheckpointError if they cannot
-        be read.
-        """
+        """The names of the checkpoints in the mirror, the oldest first. Not verified. Raises CheckpointError if they cannot be
+        read."""
         try:
             self._fs.invalidate_cache()
             found = [path.split("/")[-2] for path in self._fs.glob(f"{self._root}/step-*/{manifests.NAME}")]
@@ -122,10 +121,8 @@ class Mirror:
         return sorted(filter(is_name, found), key=lambda name: order(Path(name)))
 
     def fetch(self, name: str, folder: Path) -> Path:
-        """Copy a checkpoint into `folder`, verify it, and replace one of the same name. If this raises CheckpointError,
-        nothing in `folder`
-        has changed.
-        """
+        """Copy a checkpoint into `folder`, verify it, and replace one of the same name. If this raises CheckpointError, nothing
+        in `folder` has changed."""
         temporary = folder / f"tmp.{uuid.uuid4().hex}"
         try:
             temporary.mkdir(parents=True)

@@ -24,9 +24,7 @@ from rankwise.training.state import Stateful
 
 PART = "ranks"
 """The part of a checkpoint: one file per rank, with a state for each part; no file if no rank has a state. Checkpoints of
-version 2
-have the states of all ranks in one file of this name.
-"""
+version 2 have the states of all ranks in one file of this name."""
 
 _LARGE = 1_000_000  # bytes on all ranks: more than this is reported
 
@@ -73,9 +71,7 @@ def of_rank(rank: int, own: dict[str, Any]) -> dict[str, Any]:
 
 def gather(own: dict[str, Any], writers: Collection[int]) -> dict[str, Any]:
     """Collective. The own states of all ranks as parts of a checkpoint, in host memory, on the ranks that write it; empty on
-    the
-    others.
-    """
+    the others."""
     buffer = io.BytesIO()
     torch.save(own, buffer)  # the rank that writes must not unpickle it to its device
     told = comm.gather_object(buffer.getvalue(), *writers) if len(writers) == 1 else comm.all_gather_object(buffer.getvalue())
@@ -106,8 +102,7 @@ def say_size(total: int, waited_s: float) -> None:
 
 def load(manifest: Manifest, parts: Mapping[str, Stateful], read: Callable[[str], Any]) -> None:
     """Load on this rank, after the parts. `read` returns a part of the checkpoint. If the number of ranks is not that of the
-    checkpoint, no rank gets its own state: all start with the common state.
-    """
+    checkpoint, no rank gets its own state: all start with the common state."""
     own: dict[str, Any] = {}
     written = names(manifest)
     if written and manifest.world_size != comm.world_size():

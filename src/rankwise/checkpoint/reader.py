@@ -4,8 +4,8 @@
     optimizer.load_state_dict(state)           # has nothing to copy
 
 torch.load + load_state_dict are slow because of memory (new pages, a copy of everything) and because they read the pickle in
-Python. Here, the file is read into tensors that the part already has, and a new optimizer gets large pages. What was
-loaded does not depend on the file afterwards.
+Python. Here, the file is read into tensors that the part already has, and a new optimizer gets large pages. What was loaded
+does not depend on the file afterwards.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def read(
     path: Path, record: FileRecord, part: object = None, verify: bool = True, own: Mapping[str, torch.Tensor] | None = None
 ) -> Any:
     """The state in a file, on the CPU. If load_state_dict of `part` does nothing but copy, its own tensors are used: `own`, by
-    default
-    `own_tensors(part)`.
+    default `own_tensors(part)`.
 
     Raises DamagedError if a byte differs from what was written, FileNotFoundError, and what torch.load raises. After an error,
     the tensors of `part` may have any values.
@@ -192,10 +191,8 @@ class _LargePages:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Accepts only the names that plain tensors in plain collections need. `weights_only` does the same in Python, which
-    takes
-    ten times as long.
-    """
+    """Accepts only the names that plain tensors in plain collections need. `weights_only` does the same in Python, which takes
+    ten times as long."""
 
     def __init__(self, file: io.BytesIO, placing: _Placing) -> None:
         super().__init__(file)
@@ -251,8 +248,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 def own_tensors(part: object) -> dict[str, torch.Tensor]:
     """By their paths, the tensors into which the file may be read: load_state_dict would only copy into them, or replace
-    them.
-    """
+    them."""
     if isinstance(part, nn.Module):
         found = _own_of_module(part)
     elif isinstance(part, Optimizer):

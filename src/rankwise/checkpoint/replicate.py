@@ -23,10 +23,8 @@ _CHUNK = 32 << 20  # bytes; also the memory that ranks use which only forward th
 
 
 def group_by_folder(folder: Path) -> list[list[int]]:
-    """Collective. The ranks grouped by the folder that they see under this path; the group of rank 0 is the first. Creates
-    the
-    folder if it is missing. Raises CheckpointError on all ranks if this fails.
-    """
+    """Collective. The ranks grouped by the folder that they see under this path; the group of rank 0 is the first. Creates the
+    folder if it is missing. Raises CheckpointError on all ranks if this fails."""
     group = comm.patient()
     mine = next(ranks[0] for ranks in comm.nodes() if comm.rank() in ranks)
     probe = f"tmp.{uuid.uuid4().hex}"
@@ -54,8 +52,7 @@ def copy_to_ranks(folder: Path, source: int, to: Collection[int]) -> None:
     """Collective. Copy the checkpoint `folder` of rank `source` to the ranks `to`, one per node. Replaces one of the same name.
 
     The copy is not verified here, but when it is loaded. Raises CheckpointError on all ranks if a rank cannot read or write it;
-    a
-    node on which it could not be written completely then has no copy.
+    a node on which it could not be written completely then has no copy.
     """
     group = comm.patient()
     sent = _parts_of(folder) if comm.rank() == source else iter(())

@@ -55,8 +55,7 @@ class Chosen(NamedTuple):
 
 def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
     """Collective. The newest intact checkpoint; None if no node has any. `damaged`: those that the first rank of each node
-    knows to
-    be corrupted, and why.
+    knows to be corrupted, and why.
 
     Raises CheckpointError on all ranks if there are checkpoints and none is intact, or if a node cannot store its copy.
     """
@@ -95,8 +94,7 @@ def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
 
 def is_damaged_here(mine: bool) -> bool:
     """Collective. On the first rank of a node: whether any rank of this node has read a corrupted byte. False on other
-    ranks.
-    """
+    ranks."""
     told = comm.all_gather_object(mine)
     return any(ranks[0] == comm.rank() and any(told[rank] for rank in ranks) for ranks in comm.nodes())
 

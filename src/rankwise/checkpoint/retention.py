@@ -66,10 +66,8 @@ class Best:
         return cls(name, is_larger_better(f"keep_best={name!r}", name, larger_is_better))
 
     def rank(self, metrics: Mapping[str, float | None]) -> float | None:
-        """The metric, with a sign such that less is better. None if it was not measured or is not finite: such a checkpoint
-        is never the
-        best.
-        """
+        """The metric, with a sign such that less is better. None if it was not measured or is not finite: such a checkpoint is
+        never the best."""
         value = metrics.get(self.name)
         if value is None or not math.isfinite(value):
             return None

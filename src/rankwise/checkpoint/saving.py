@@ -21,8 +21,7 @@ class Saving:
     """An action that saves all of `state.parts`, for one loop. Its methods that take a state are actions too.
 
     `ready` runs before each save (collective). `info` is stored in the manifest. `ends`: whether the loop is over. A failed
-    save is
-    an error if the loop is over, and a warning before, because older checkpoints remain and the next save may succeed.
+    save is an error if the loop is over, and a warning before, because older checkpoints remain and the next save may succeed.
     """
 
     def __init__(
@@ -69,8 +68,7 @@ class Saving:
 
     def further(self) -> list[Callable[[TrainState], None]]:
         """The other actions that save: at named steps, and after the best evaluation. The training loss changes at each log
-        interval, so it does not cause a save.
-        """
+        interval, so it does not cause a save."""
         at_steps = [self.at_named_step] if self._at_steps else []
         return [*at_steps, *([self.if_best] if self._keep_best not in (None, "loss") else [])]
 

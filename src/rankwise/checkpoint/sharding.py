@@ -97,8 +97,7 @@ def digest_tensors(shares: Shares, states: Mapping[str, Any]) -> str:
 
 def take_share(rank: int, shares: Shares, states: Mapping[str, Any]) -> dict[str, Any]:
     """What a rank writes, by file: the main rank everything except the tensors of others, another rank its tensors by their
-    paths.
-    """
+    paths."""
     if rank == 0:
         return {part: _without(state, shares[part], "") if part in shares else state for part, state in states.items()}
     found = {}

@@ -79,9 +79,9 @@ class Checkpoints:
     metric (`eval_loss`); the checkpoint with the lowest value is kept too, or with the highest if `larger_is_better`, which you
     must give unless the metric is a loss. Corrupted checkpoints are removed when a newer one is intact.
 
-    `background`: `save` copies the state and returns, and a thread of the main rank writes the copy while training continues.
-    A program that exits earlier finishes the write first; if the write fails, the exit status is 1, with the reason. `wait`
-    waits for it. Only one save runs at a time, and it uses as much host memory as the state.
+    `background`: `save` copies the state and returns, and a thread of the main rank writes the copy while training continues. A
+    program that exits earlier finishes the write first; if the write fails, the exit status is 1, with the reason. `wait` waits
+    for it. Only one save runs at a time, and it uses as much host memory as the state.
 
     `sharded`: each rank copies and writes a share of the modules and optimizers, which must be the same on all ranks. This is
     for large states. All ranks must share the folder. Such a checkpoint can be loaded on any number of ranks, sharded or not.
@@ -183,10 +183,8 @@ class Checkpoints:
         """Collective. Write all parts and the random state of every rank; returns the folder of the checkpoint.
 
         `metrics`: measured with the parts as they are now, for `keep_best`. Raises CheckpointError on every rank if the
-        checkpoint
-        cannot be written; then nothing incomplete is left, and older checkpoints remain. With `background` the folder is not
-        complete
-        yet, and an error is that of the previous save (like from `wait`): then this save is not started.
+        checkpoint cannot be written; then nothing incomplete is left, and older checkpoints remain. With `background` the
+        folder is not complete yet, and an error is that of the previous save (like from `wait`): then this save is not started.
         """
         resume.check_parts(parts)
         began = time.perf_counter()
@@ -240,9 +238,7 @@ class Checkpoints:
         apart: Mapping[str, Any],
     ) -> Path:
         """Collective among the ranks that write one checkpoint: each starts to write its share. A rank that writes for other
-        ranks
-        runs this in a guard, alone, and its share is everything. `apart`: what this rank writes in any case.
-        """
+        ranks runs this in a guard, alone, and its share is everything. `apart`: what this rank writes in any case."""
         self._conclude()
         self._last = final
         rank, ranks = (0, 1) if comm.is_alone() else (comm.rank(), comm.world_size())
@@ -346,8 +342,7 @@ class Checkpoints:
 
     def _meet(self) -> None:
         """Collective if sharded. Returns when the other ranks have written. If one has failed, the main rank's writer stops
-        waiting.
-        """
+        waiting."""
         if not self._sharded or comm.is_alone():
             return
         if not comm.is_main():
@@ -364,10 +359,8 @@ class Checkpoints:
         return self._background.error
 
     def close(self) -> BaseException | None:
-        """Wait for this rank's own write. Returns an error that is not yet reported, so that the caller reports it. For a
-        loop that
-        was interrupted.
-        """
+        """Wait for this rank's own write. Returns an error that is not yet reported, so that the caller reports it. For a loop
+        that was interrupted."""
         if self._others is not None:
             self._others.hurry()
         self._background.join()
@@ -448,8 +441,7 @@ class Checkpoints:
     @takes(parts=_PARTS, may_be_new=ANYTHING, moved={"may_begin_anew": "it is now may_be_new=[...]"})
     def resume(self, parts: Mapping[str, Stateful], may_be_new: Collection[str] = ()) -> int:
         """Collective. Like `load_latest`, and prints from which step the run resumes. Returns this step; 0 if there is no
-        checkpoint.
-        """
+        checkpoint."""
         manifest = self.load_latest(parts, may_be_new)
         if manifest is None:
             return 0
@@ -461,12 +453,9 @@ class Checkpoints:
         none.
 
         All ranks load the same one, the newest that any node has. They verify it while they read it into the tensors of
-        `parts`. If
-        any rank finds a corrupted byte, all ranks load the checkpoint before. Raises CheckpointError if no checkpoint is
-        intact, and
-        ConfigError if the parts are not those that were saved; do not train with the parts after that. Parts named in
-        `may_be_new`
-        may be missing in the checkpoint; then a line is printed.
+        `parts`. If any rank finds a corrupted byte, all ranks load the checkpoint before. Raises CheckpointError if no
+        checkpoint is intact, and ConfigError if the parts are not those that were saved; do not train with the parts after
+        that. Parts named in `may_be_new` may be missing in the checkpoint; then a line is printed.
         """
         resume.check_parts(parts)
         self._meet()

@@ -173,8 +173,7 @@ class Others:
 
     def wait(self) -> dict[str, FileRecord]:
         """The records of the other ranks' files. Raises CheckpointError if a rank could not write its share, or leaves no
-        record.
-        """
+        record."""
         files: dict[str, FileRecord] = {}
         while self._left:
             self._left = [rank for rank in self._left if not self._heard(rank, files)]
@@ -207,10 +206,8 @@ class Others:
 
 
 def collect_states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
-    """The state of each part. Raises ConfigError for a tensor that is not strided (a sparse one), with its path: no later
-    save
-    could contain it either.
-    """
+    """The state of each part. Raises ConfigError for a tensor that is not strided (a sparse one), with its path: no later save
+    could contain it either."""
     states = {name: part.state_dict() for name, part in parts.items()}
     for path, tensor in manifests.tensors(states):
         if tensor.layout is not torch.strided:

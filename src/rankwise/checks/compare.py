@@ -23,8 +23,7 @@ Gradients = Callable[[int, int], Arrays]
 
 def compare(starts: Starts, gradients: Gradients) -> list[Finding]:
     """The findings, several per check and not yet combined. On each number of ranks, at least one rank must have taken a
-    step.
-    """
+    step."""
     findings = []
     for ranks, records in starts.items():
         findings += _order(ranks, records)
@@ -36,8 +35,7 @@ def compare(starts: Starts, gradients: Gradients) -> list[Finding]:
 
 def first_apart(told: Sequence[Mapping[str, str]], who: Sequence[str] = ()) -> str | None:
     """The tensor that differs, and between which two, in words; None if all are equal. `who`: names for the two; by default,
-    ranks.
-    """
+    ranks."""
     for name in told[0] if told else ():
         for number, other in enumerate(told):
             if other.get(name) != told[0][name]:

@@ -1,6 +1,5 @@
 """The gradient of one global batch: computed at once on one device, and divided among ranks; if the two differ, why. And the
-update
-of the optimizer.
+update of the optimizer.
 
 gradients = Gradients(model, optimizer, step_fn, forward, new_sync, whole, parts)
 finding = gradients.finding({"2 ranks in 2 micro-batches": micro_batches})        # collective
@@ -120,10 +119,8 @@ class Gradients:
             torch.set_default_dtype(before)
 
     def rounding(self, new_sync: Callable[..., SyncStrategy], batches: Sequence[Any]) -> tuple[Difference, Difference]:
-        """Collective. For a strategy that rounds: the difference between its gradient and the exact one in the first step,
-        and between
-        their means over many steps at the same parameters: later steps must send what a step has lost.
-        """
+        """Collective. For a strategy that rounds: the difference between its gradient and the exact one in the first step, and
+        between their means over many steps at the same parameters: later steps must send what a step has lost."""
         with self._exact(), self._twin() as twin:
             for group in twin.optimizer.param_groups:
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
@@ -172,9 +169,7 @@ class Gradients:
 
     def _stepped(self, batches: Sequence[Any], thawed: str | None = None) -> tuple[Found, Found]:
         """Collective. (the gradient that the strategy passes to the optimizer, the parameters after the step). `thawed`: a
-        parameter
-        that is frozen until the strategy is attached.
-        """
+        parameter that is frozen until the strategy is attached."""
         with self._twin() as twin:
             late = [p for name, p in twin.named().items() if name == thawed]
             for parameter in late:

@@ -13,8 +13,7 @@ class RankSettings:
     ranks: int
     cut: int = 4
     """Batches per epoch. This number also decides when the script ends, because all ranks must end after the same forward
-    pass.
-    """
+    pass."""
 
     batches: tuple[int, ...] = ()
     """Samples in a global batch, for each DataLoader by its number. For a DataLoader that is not listed, its own size."""

@@ -47,8 +47,7 @@ ONE = World(0, 1, 0, 1, 0, source="selftest")
 
 SAMPLES, FEW = 13, 9
 """Samples in the global batch of the test; FEW if the Trainer's own is smaller. Each of 4 micro-batches has at least two, as
-batch norms need, and their sizes differ: with equal sizes, a mean of means would be right by accident.
-"""
+batch norms need, and their sizes differ: with equal sizes, a mean of means would be right by accident."""
 
 _STEPS = 2
 _MADE_UP_FOR = 3  # the error over many steps must be smaller by this factor
@@ -197,9 +196,7 @@ def _all_reduce(model: nn.Module, optimizer: Optimizer, **given: Any) -> SyncStr
 
 def _rounding(exact: Finding, first: Difference, over_all: Difference) -> Finding:
     """`exact`: the finding without the strategy. If later steps correct the rounding, the error over N steps is about 1/N of
-    the error
-    of one step.
-    """
+    the error of one step."""
     where = f"{exact.where}; rounded by {first}, over {ROUNDINGS} steps by {over_all}"
     if over_all.size <= max(first.size / _MADE_UP_FOR, _OF_A_SUM):
         evidence = f"{exact.evidence} (with AllReduce(); later steps make up for what the strategy rounds)"

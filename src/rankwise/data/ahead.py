@@ -3,8 +3,8 @@
     for request in announced(requests, tell=dataset.read_ahead(rows=1), ahead=Ahead(samples=512)): ...
 
 `read_ahead(rows)` of a dataset returns a function that takes int64 indices: the samples with these indices are needed soon. If
-`rows` is more than 1, all samples of their blocks (of `rows` samples each) are needed. It returns None if this does not
-help. What is read does not change.
+`rows` is more than 1, all samples of their blocks (of `rows` samples each) are needed. It returns None if this does not help.
+What is read does not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from rankwise.data.order import BlockOrder, Indices, Order
 
 _BATCHES = 4  # batches ahead; 16 were not faster, because the disk was already busy
-_OF_A_BLOCK = 16  # samples of a block that the dataset is told, on average: then hardly any block is missed
+_OF_A_BLOCK = 16  # samples of a block that the dataset gets to know, on average: then hardly any block is missed
 _MOST = 1 << 21  # samples ahead, at most: 16 MB of indices
 
 Request = tuple[int, Indices]
@@ -49,11 +49,9 @@ def how_far(order: Order, batch: int, ranks: int) -> Ahead:
 
 
 def announced(requests: Iterable[Request], tell: Callable[[Indices], None], ahead: Ahead) -> Iterator[Request]:
-    """The same requests. The dataset is told the samples of a request before it is taken, as long before as `ahead` says.
-    For blocks,
-    this distance is large, and grows while requests are taken: to look up a whole window first would take longer than the
-    first batch.
-    """
+    """The same requests. The dataset is told the samples of a request before it is taken, as long before as `ahead` says. For
+    blocks, this distance is large, and grows while requests are taken: to look up a whole window first would take longer than
+    the first batch."""
     held: deque[Request] = deque()
     news: list[Indices] = []
     waiting, untold, taken = 0, 0, 0

@@ -45,9 +45,7 @@ class Batching(Protocol):
 
     def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
         """For each global batch from position `start` on: (the position after it, the samples of each micro-batch of rank
-        `rank`). All
-        ranks have about the same cost. Micro-batches without a sample are skipped.
-        """
+        `rank`). All ranks have about the same cost. Micro-batches without a sample are skipped."""
 
     def leaves_nothing(self, epoch: int, stop: int) -> bool:
         """Whether the epoch ends at position `stop`."""
@@ -117,8 +115,7 @@ class ByTokens:
 
     rankwise takes `pool` samples at a time, in the order of the epoch, sorts them by length and cuts them; then it shuffles the
     global batches of the pool. A sample that is longer than `tokens` is a batch by itself. `most`: the largest number of
-    samples
-    per batch. There is no list of all batches, and a resume costs only one pool.
+    samples per batch. There is no list of all batches, and a resume costs only one pool.
     """
 
     by = "tokens"
@@ -249,8 +246,7 @@ class LengthBatches:
 
     `tokens` per rank and micro-batch, or `global_tokens` of a whole step over all ranks. `lengths`: numbers, one per sample, or
     a function of the index; by default the dataset's attribute `lengths`. `pool`: the number of samples that are sorted
-    together
-    (by default those of about 32 steps). `max_samples`: the largest number of samples of a global batch.
+    together (by default those of about 32 steps). `max_samples`: the largest number of samples of a global batch.
     """
 
     @takes(
@@ -299,9 +295,7 @@ def going_on(
     batches: Iterable[list[Indices]], position: int, epoch: int, start: int, others: str = _OTHER_LENGTHS
 ) -> Iterator[tuple[int, list[Indices]]]:
     """For each batch from `start` on: (the position after it, its samples), in the same parts as in `batches`. The first of
-    `batches`
-    starts at `position`. Raises DataError if `start` is in the middle of a batch; `others`: why this is possible.
-    """
+    `batches` starts at `position`. Raises DataError if `start` is in the middle of a batch; `others`: why this is possible."""
     for parts in batches:
         before, position = position, position + sum(map(len, parts))
         if before >= start:
@@ -351,10 +345,8 @@ def even_share(samples: Indices, rank: int, world_size: int, accumulate: int) ->
 
 
 def fitting_runs(lengths: Sequence[float], tokens: float, most: int | None) -> list[tuple[int, int]]:
-    """As few runs of ascending lengths as possible. Each run fits into `tokens`, padded, and has at most `most` samples, or
-    is a
-    single sample.
-    """
+    """As few runs of ascending lengths as possible. Each run fits into `tokens`, padded, and has at most `most` samples, or is
+    a single sample."""
     runs, start = [], 0
     while start < len(lengths):
         stop = start + min(max(_fitting(lengths, start, tokens), 1), most or len(lengths))
@@ -393,10 +385,8 @@ def balanced_runs(lengths: Sequence[float], n: int) -> list[tuple[int, int]]:
 
 
 def _cuts(lengths: Sequence[float], n: int, bound: float) -> tuple[list[int], float]:
-    """(where each of `n` runs ends, the cost of the costliest). Each run is as long as `bound` allows, but leaves at least
-    one
-    sample for each run after it. If `bound` is too small, the last run does not reach the end.
-    """
+    """(where each of `n` runs ends, the cost of the costliest). Each run is as long as `bound` allows, but leaves at least one
+    sample for each run after it. If `bound` is too small, the last run does not reach the end."""
     samples, cuts, cost = len(lengths), [0], 0.0
     for left in range(n - 1, -1, -1):
         start = cuts[-1]

@@ -57,9 +57,7 @@ class Fetcher(Protocol):
 
 class Workers(NamedTuple):
     """How many processes fetch ahead, and options of torch's DataLoader, with its names. `prefetch_factor` without worker
-    processes:
-    a thread of this process fetches this number of batches ahead.
-    """
+    processes: a thread of this process fetches this number of batches ahead."""
 
     num_workers: int
     prefetch_factor: int | None = None
@@ -68,10 +66,8 @@ class Workers(NamedTuple):
     timeout: float = 0
 
     def check(self, draws_nothing: bool) -> None:
-        """Raises ConfigError for arguments that need workers if there are none. `draws_nothing`: whether a thread may fetch;
-        it would
-        draw from the random streams of the training.
-        """
+        """Raises ConfigError for arguments that need workers if there are none. `draws_nothing`: whether a thread may fetch; it
+        would draw from the random streams of the training."""
         if self.num_workers:
             return
         if self.timeout:
@@ -223,8 +219,7 @@ def _failure(error: Exception) -> _FetchFailure:
 
 class _Told:
     """Calls the fetcher. Returns an exception instead of raising it, because torch would turn many types into a
-    RuntimeError.
-    """
+    RuntimeError."""
 
     def __init__(self, fetcher: Fetcher, ring: Ring) -> None:
         self._fetcher, self._ring = fetcher, ring
@@ -241,9 +236,8 @@ class Keyed:
     change.
 
     To key all streams takes 10 us. So the first call finds out which streams are used, and later calls key only these. If a
-    later
-    call draws from another stream, the streams are restored, and the function is called again with this one keyed too: the
-    numbers that it draws are the same either way.
+    later call draws from another stream, the streams are restored, and the function is called again with this one keyed too:
+    the numbers that it draws are the same either way.
     """
 
     def __init__(self, seed: int) -> None:
@@ -254,9 +248,7 @@ class Keyed:
 
     def made(self, make: Callable[[Key | None], Made]) -> Made:
         """What `make` returns. Its argument is None, or a function: `make` calls it with the words of a key before each draw
-        that
-        uses this key.
-        """
+        that uses this key."""
         self._training.save()
         if self._drawn is None:
             return self._first(make)
@@ -298,13 +290,10 @@ class Fetch:
     """(epoch, int64 array of indices) -> a batch of a map-style dataset.
 
     Random streams are keyed by (seed, epoch, sample) for each sample; for `__getitems__` and `collate_fn`, by the first sample
-    of
-    the batch. If the dataset has a true attribute `seed_each_sample`, samples are read one by one in spite of `__getitems__`. A
-    dataset with `draws_nothing` and `read_batch(indices)` makes the batch from the array itself, unless there is a
-    `collate_fn`,
-    which takes samples. `read_batch(indices, empty=None)` may create its arrays by `empty(shape, dtype)`, in memory that only
-    this
-    batch uses: then a worker need not copy the batch.
+    of the batch. If the dataset has a true attribute `seed_each_sample`, samples are read one by one in spite of
+    `__getitems__`. A dataset with `draws_nothing` and `read_batch(indices)` makes the batch from the array itself, unless there
+    is a `collate_fn`, which takes samples. `read_batch(indices, empty=None)` may create its arrays by `empty(shape, dtype)`, in
+    memory that only this batch uses: then a worker need not copy the batch.
     """
 
     keyed_by_sample = True
@@ -321,10 +310,8 @@ class Fetch:
         self.draws_nothing = self.keyed_by_sample and self._samples_keyed is None and self._collate_keyed is None
 
     def advice(self, workers: int) -> str | None:
-        """What to change if batches take longer with this number of workers than without: one call that reads from a memory
-        map is
-        faster than a transfer from another process.
-        """
+        """What to change if batches take longer with this number of workers than without: one call that reads from a memory map
+        is faster than a transfer from another process."""
         if not workers or self._read is None or not promises(self._dataset, "faster_without_workers"):
             return None
         return (
@@ -388,9 +375,7 @@ class Fetch:
 
 class FetchByBatch(Fetch):
     """Keyed as in earlier versions, for runs that they started: in workers each sample has a key. In this process the first
-    sample of
-    a batch has one, and the other samples and the collate function continue its streams.
-    """
+    sample of a batch has one, and the other samples and the collate function continue its streams."""
 
     keyed_by_sample = False
 
@@ -417,10 +402,8 @@ class FetchByBatch(Fetch):
 
 
 def collate(samples: Any) -> Any:
-    """torch's default_collate, but in two thirds of the time for tuples and dicts of dense tensors, which most datasets
-    return. In a
-    worker torch's creates a file of shared memory for each tensor.
-    """
+    """torch's default_collate, but in two thirds of the time for tuples and dicts of dense tensors, which most datasets return.
+    In a worker torch's creates a file of shared memory for each tensor."""
     first = samples[0]
     kind = type(first)
     if kind is torch.Tensor:

@@ -23,8 +23,7 @@ Read = Callable[..., Any]
 
 def length(dataset: Any) -> int | None:
     """The number of samples of a map-style dataset; None for a stream. Raises DataError if it is neither, and for an empty
-    dataset.
-    """
+    dataset."""
     name = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise DataError(
@@ -104,8 +103,7 @@ def draws_nothing(dataset: Any) -> bool:
 
 def promises(dataset: Any, attribute: str) -> bool:
     """Whether the dataset, or the dataset that it wraps as `dataset` (torch's Subset), has this attribute, with a true
-    value.
-    """
+    value."""
     while not hasattr(dataset, attribute) and hasattr(dataset, "dataset"):
         dataset = dataset.dataset
     return bool(getattr(dataset, attribute, False))

@@ -31,10 +31,8 @@ _NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
 class CannotLieThereError(Exception):
-    """The message has a tensor that is not plain memory of the CPU, or the buffer is too small: then a buffer of `needed`
-    bytes may
-    be large enough.
-    """
+    """The message has a tensor that is not plain memory of the CPU, or the buffer is too small: then a buffer of `needed` bytes
+    may be large enough."""
 
     def __init__(self, needed: int = 0) -> None:
         super().__init__(needed)

@@ -60,21 +60,19 @@ _MOVED = {
 class Loader:
     """Iterates over optimizer steps. Each step is a list of this rank's micro-batches, empty if the rank has no sample.
 
-    `dataset` has `__len__` and `__getitem__(index)`, or `__getitems__(indices: list[int])`, which returns a list of samples,
-    or an already collated batch (a tensor, or a tuple or mapping of tensors). A list of samples goes through `collate_fn`,
-    torch's
+    `dataset` has `__len__` and `__getitem__(index)`, or `__getitems__(indices: list[int])`, which returns a list of samples, or
+    an already collated batch (a tensor, or a tuple or mapping of tensors). A list of samples goes through `collate_fn`, torch's
     default_collate if None. `batch_size`: samples per rank and micro-batch; `global_batch_size`: samples per step, over all
-    ranks
-    and `accumulate` micro-batches. The last global batch of an epoch is split like any other: neither padded nor dropped,
+    ranks and `accumulate` micro-batches. The last global batch of an epoch is split like any other: neither padded nor dropped,
     unless `drop_last`. `shuffle`: True (the default), False, or "blocks": samples that are stored together are read together
     (see `data.order.BlockOrder`), for large compressed files. Tensors are moved to `device`, by default that of the rank.
 
     Before the first use (an iteration, a size or the state) nothing is sent, and the ranks need not be connected.
 
-    `num_workers` processes fetch ahead, as in torch's DataLoader, with its `prefetch_factor`, `pin_memory` (by default if
-    the device is a GPU), `worker_init_fn` and `timeout` (seconds without a batch, then DataError). Order and samples do not
-    depend on the workers. Without workers, a thread fetches `prefetch_factor` batches ahead if the data draws no random
-    numbers (an HDF5Dataset, a dataset with `draws_nothing`): reads and copies do not use the core of the training.
+    `num_workers` processes fetch ahead, as in torch's DataLoader, with its `prefetch_factor`, `pin_memory` (by default if the
+    device is a GPU), `worker_init_fn` and `timeout` (seconds without a batch, then DataError). Order and samples do not depend
+    on the workers. Without workers, a thread fetches `prefetch_factor` batches ahead if the data draws no random numbers (an
+    HDF5Dataset, a dataset with `draws_nothing`): reads and copies do not use the core of the training.
 
     `dataset` may also be iterable (torch's IterableDataset), a stream; an epoch is one pass of it. It must yield the same whole
     stream on every rank and worker, and each keeps its share (see `data.stream`). The Loader does not shuffle a stream.
@@ -82,20 +80,19 @@ class Loader:
     A stream that divides itself by rank, and so differs between ranks, has an attribute `split_by_rank = True`. Then all ranks
     must iterate together, and `uneven` sets what happens if one ends before the others: join, stop or pad (`data.uneven`).
 
-    `batches`, instead of a size: `LengthBatches(tokens=...)` for samples of uneven length, or a batch sampler, an iterable
-    of lists of indices, each a global batch (divided by length if the dataset has an attribute `lengths`). All ranks get
-    parts of about the same cost. See `data.batching`.
+    `batches`, instead of a size: `LengthBatches(tokens=...)` for samples of uneven length, or a batch sampler, an iterable of
+    lists of indices, each a global batch (divided by length if the dataset has an attribute `lengths`). All ranks get parts of
+    about the same cost. See `data.batching`.
 
     `split="files"`: each rank always reads the same part of the dataset, a run of samples: from a dataset of many files it
     opens only its own files. Parts differ by at most one sample, so a file may be cut between two ranks. Each sample is used
-    once
-    per epoch and all ranks have the same number of steps, but which samples make a global batch depends on the number of ranks.
+    once per epoch and all ranks have the same number of steps, but which samples make a global batch depends on the number of
+    ranks.
 
     Random numbers that a dataset draws are keyed by (seed, epoch, sample), with any number of workers. For `__getitems__` and
     `collate_fn`, the key is that of the batch's first sample (with `seed_each_sample = True` in the dataset, its samples are
-    read
-    one by one); for a stream, (seed, epoch). None of this changes the random streams of the training. A batch that is the first
-    to draw from one of the three generators, after others that did not, is made twice.
+    read one by one); for a stream, (seed, epoch). None of this changes the random streams of the training. A batch that is the
+    first to draw from one of the three generators, after others that did not, is made twice.
 
     Raises ConfigError for arguments that contradict each other, DataError for a dataset that cannot be read.
     """
@@ -143,10 +140,8 @@ class Loader:
         self._order = order_of(dataset, samples, seed, True if shuffle is None else shuffle) if samples is not None else None
         self._batch_size, self._asked_size, self._batches = batch_size, global_batch_size, batches
         self.accumulate = self._given_accumulate = accumulate
-        """Micro-batches per rank and step. If the number of ranks is not that of the checkpoint, it follows from the size of
-        a
-        micro-batch in the checkpoint.
-        """
+        """Micro-batches per rank and step. If the number of ranks is not that of the checkpoint, it follows from the size of a
+        micro-batch in the checkpoint."""
         self.drop_last, self.seed, self.max_epochs = drop_last, seed, max_epochs
         if workers is not None:  # the old name of num_workers
             num_workers = max(num_workers, workers)
@@ -259,8 +254,7 @@ class Loader:
         """A Loader of one pass in order over other data, cut and collated like this one. Evaluate and predict use it.
 
         Its batches are as large as the micro-batches that were given here, even if a checkpoint has changed these; by length if
-        the
-        data has an attribute `lengths` and this Loader cuts by length.
+        the data has an attribute `lengths` and this Loader cuts by length.
         """
         if isinstance(self._batches, LengthBatches) and hasattr(dataset, "lengths"):
             cut: dict[str, Any] = {"batches": self._batches.of_one_micro_batch(self._given_accumulate)}
@@ -385,9 +379,7 @@ class Loader:
 
     def anew(self, world: World, accumulate: int, global_batch_size: int | None = None) -> Loader:
         """The same data and order from the start, in this process, for any rank of any number of ranks. Without `split`,
-        because with it
-        the global batches depend on the number of ranks.
-        """
+        because with it the global batches depend on the number of ranks."""
         other = self.once()
         other.max_epochs = self.max_epochs
         other._world, other.accumulate, other._workers = world, accumulate, Workers(0)

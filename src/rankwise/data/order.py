@@ -68,8 +68,7 @@ class Order:
 @dataclass(frozen=True)
 class BlockOrder(Order):
     """Samples that are stored together are read together: the blocks of `rows` samples are in random order, and the samples of
-    each
-    `window` blocks are in random order. A reader that keeps a window in memory reads each block once.
+    each `window` blocks are in random order. A reader that keeps a window in memory reads each block once.
 
     The quality of the shuffle depends on the number of blocks in a window, not on their size: for a file that is sorted by
     class, batch means scatter 1.1 times as much as those of an exact shuffle with 2048 blocks, 1.2 with 512, 2.6 with 32.
@@ -120,8 +119,7 @@ def order_of(dataset: object, samples: int, seed: int, shuffle: bool | str | Blo
 
 def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
     """The part of rank `rank` of positions [start, stop): contiguous; parts differ by at most one; empty if there are too
-    few.
-    """
+    few."""
     n = stop - start
     return start + n * rank // world_size, start + n * (rank + 1) // world_size
 

@@ -29,8 +29,7 @@ _PLANNED = 4096  # positions of a rank whose samples are looked up at once
 @dataclass(frozen=True)
 class Division:
     """Divides the samples of an epoch from `position` on: each rank gets one run of the samples that `before` has not used
-    yet.
-    """
+    yet."""
 
     order: Order
     ranks: int
@@ -231,8 +230,7 @@ class ByTokensOfParts(ByTokens):
 
 def _cut_into(n: int, batches: list[Indices]) -> list[Indices]:
     """The same samples in `n` batches, in the same order: the largest are halved. The last are empty if there are too few
-    samples.
-    """
+    samples."""
     while len(batches) < n and (largest := max(range(len(batches)), key=lambda k: len(batches[k]), default=None)) is not None:
         some = batches[largest]
         if len(some) < 2:

@@ -3,9 +3,9 @@
     context = RingContext(multiprocessing.get_context(), failed=lambda error: error)
     DataLoader(dataset, num_workers=2, multiprocessing_context=context)
 
-torch creates a file of shared memory for each tensor of each batch. Here a batch is in a slot of a single file without a
-name, which the kernel removes when the last process exits. The training process sends a slot with each request, and reuses it
-when no tensor or array of its batch is left. The message itself has about 100 bytes.
+torch creates a file of shared memory for each tensor of each batch. Here a batch is in a slot of a single file without a name,
+which the kernel removes when the last process exits. The training process sends a slot with each request, and reuses it when no
+tensor or array of its batch is left. The message itself has about 100 bytes.
 """
 
 from __future__ import annotations
@@ -231,8 +231,7 @@ class _Queue:
 
     def send_late(self) -> None:
         """Send as much as there is room for. The training process never waits for a worker, because this worker may wait for
-        it.
-        """
+        it."""
         with self._lock:  # a thread that pins memory also sends
             while self._late:
                 try:

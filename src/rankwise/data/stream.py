@@ -4,8 +4,7 @@
     step = stream(Request(epoch, start, size, accumulate=1))    # this rank's share of [start, start + size) in the stream
 
 Each rank and worker reads the whole stream and keeps its share. So the batches do not depend on the number of ranks and
-workers,
-the last batch is split like any other, and all know without a message where an epoch ends. Slow work belongs in
+workers, the last batch is split like any other, and all know without a message where an epoch ends. Slow work belongs in
 `collate_fn`, which gets only this rank's share: let the stream yield file names, offsets or bytes, and decode them there.
 """
 
@@ -59,9 +58,8 @@ class Stream:
     """Takes a Request and returns this rank's part of the step; None if the epoch ends before it.
 
     `dataset.set_epoch(epoch)` is called before each pass, if the dataset has it. A pass draws from random streams that are
-    keyed
-    by (seed, epoch) and equal on all ranks and workers: a shuffle buffer may use them. torch's get_worker_info() is None inside
-    the dataset, so that a dataset that divides itself by workers also yields the whole stream.
+    keyed by (seed, epoch) and equal on all ranks and workers: a shuffle buffer may use them. torch's get_worker_info() is None
+    inside the dataset, so that a dataset that divides itself by workers also yields the whole stream.
 
     `own`: only this rank has this stream, and it may end before those of other ranks. With `repeat` it starts again when it has
     ended; `Step.last` is then true from the step that completes the first pass on.

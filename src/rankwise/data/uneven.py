@@ -19,10 +19,8 @@ from rankwise.errors import ConfigError, DataError
 
 POLICIES = ("join", "stop", "pad")
 """What happens when the stream of a rank has ended. join: the rank takes part without samples until all streams have ended;
-each
-sample is used once. stop: the epoch ends on all ranks, and the remaining samples of the other ranks are skipped. pad: the
-rank
-starts its stream again until all have ended; each step is full on each rank, and repeated samples count like the others.
+each sample is used once. stop: the epoch ends on all ranks, and the remaining samples of the other ranks are skipped. pad: the
+rank starts its stream again until all have ended; each step is full on each rank, and repeated samples count like the others.
 """
 
 _AHEAD = 8  # steps between two messages

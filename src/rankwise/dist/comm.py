@@ -70,8 +70,8 @@ def init(
 
     Pass the numbers only if no launcher sets them as variables. `rank` and `world_size` are enough in processes that
     `torch.multiprocessing.spawn` started on one machine. Raises WorldError if this process does not know its rank, or if ranks
-    are missing (the message names them). If the ranks have different devices, or a rank has a GPU that torch cannot use,
-    all ranks raise WorldError (the rank with that GPU: DeviceError, with torch's reason).
+    are missing (the message names them). If the ranks have different devices, or a rank has a GPU that torch cannot use, all
+    ranks raise WorldError (the rank with that GPU: DeviceError, with torch's reason).
     """
     global _world, _pid
     errors.without_traceback()
@@ -149,10 +149,8 @@ def _join(world: World, backend: str | None, timeout_s: float, join_timeout_s: f
 
 
 def _agreed_backend(world: World, store: Any) -> str:
-    """Collective. The backend for the device of all ranks. Without this, a rank without a GPU would wait in gloo, and the
-    other
-    ranks in NCCL.
-    """
+    """Collective. The backend for the device of all ranks. Without this, a rank without a GPU would wait in gloo, and the other
+    ranks in NCCL."""
     kind, problem = "cpu", None
     try:
         found = accelerator.current(os.environ)
@@ -231,8 +229,7 @@ def is_local_main() -> bool:
 
 def _here() -> World:
     """The World of this process. Raises WorldError if the environment is incomplete, or contradicts a process group that the
-    script created.
-    """
+    script created."""
     if _world is not None:
         return _world
     world = world_.discover(os.environ)
@@ -279,9 +276,7 @@ def is_alone() -> bool:
 
 def patient() -> Any:
     """Collective at the first call. A process group whose collectives wait for a rank as long as it is alive: for work that
-    only
-    some ranks do, and that may take hours. None (the default group) if torch has no gloo, or if this rank is alone.
-    """
+    only some ranks do, and that may take hours. None (the default group) if torch has no gloo, or if this rank is alone."""
     global _patient
     if is_alone() or not dist.is_gloo_available():
         return None
@@ -295,9 +290,7 @@ def patient() -> Any:
 
 def group_for(device: torch.device) -> Any:
     """Collective at the first call. The process group for tensors on `device`: None (the default group), or a gloo group for
-    the
-    CPU if the script created a default group without a backend for it (`init_process_group("nccl")`).
-    """
+    the CPU if the script created a default group without a backend for it (`init_process_group("nccl")`)."""
     global _for_cpu
     if device.type != "cpu":
         return None

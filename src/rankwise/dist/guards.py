@@ -138,8 +138,7 @@ def once_per_node(func: Callable[P, R]) -> Callable[P, R]:
 
 def _guarded(groups: list[list[int]] | None, work: Callable[[], R], post: Callable[[], Any] | None, on_first: bool) -> R:
     """Collective. Run `work` on the first rank of each group; return its value on all ranks of the group. None: this rank is
-    alone.
-    """
+    alone."""
     value: Any = None
     packed, error = b"", None
     if groups is None:
@@ -198,8 +197,7 @@ def _loaded(packed: bytes) -> Any:
 @contextlib.contextmanager
 def agreed() -> Iterator[None]:
     """Collective. If the block raises on one rank, all ranks raise this error when they leave the block; they wait for each
-    other.
-    """
+    other."""
     group = comm.patient()  # before the work, because creating it has a time limit
     error: BaseException | None = None
     try:

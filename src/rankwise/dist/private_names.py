@@ -112,18 +112,15 @@ def scale(gradients: list[torch.Tensor], factor: float) -> None:
 
 def version_of() -> Callable[[torch.Tensor], int] | None:
     """A function that returns how often a tensor was written to. If there is none, a gradient must not be a view before the
-    backward pass: then the existence of a gradient shows that the pass has set it.
-    """
+    backward pass: then the existence of a gradient shows that the pass has set it."""
     import torch
 
     return attrgetter("_version") if _find(torch.Tensor, "_version") is not None else None
 
 
 def can_settle_buckets(reducer: type) -> bool:
-    """Whether DDP's reducer can fix its buckets at once. Otherwise rankwise does not use it: it would collect the order of
-    all
-    gradients forever.
-    """
+    """Whether DDP's reducer can fix its buckets at once. Otherwise rankwise does not use it: it would collect the order of all
+    gradients forever."""
     return all(_find(reducer, name) is not None for name in _SETTLE)
 
 
@@ -133,10 +130,8 @@ def settle_buckets(reducer: Any) -> None:
 
 
 def homes(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """The dicts in which a module keeps its own parameters and its children. Empty if one is missing: then all parameters
-    must
-    be listed to see a change.
-    """
+    """The dicts in which a module keeps its own parameters and its children. Empty if one is missing: then all parameters must
+    be listed to see a change."""
     found = (_find(module, "_parameters"), _find(module, "_modules"))
     return found if None not in found else ()
 

@@ -6,8 +6,8 @@
 
 The file (mode 0600, complete or absent) has the addresses of rank 0, a port that the kernel chose, and a secret. Its name is
 the name of the start: all ranks of the start know it, and no other running job has the same. A rank trusts a file only if the
-process at its address proves that it knows the secret, so it ignores the file of an earlier job. Rank 0 removes its file at
-the end.
+process at its address proves that it knows the secret, so it ignores the file of an earlier job. Rank 0 removes its file at the
+end.
 """
 
 from __future__ import annotations
@@ -191,10 +191,8 @@ class Gathering:
         return [rank for rank in range(1, self.world.world_size) if rank not in here]
 
     def reached_at(self) -> str | None:
-        """The address of this host at which all ranks have reached it: loopback if all are on this host; None if the ranks
-        have
-        used different addresses.
-        """
+        """The address of this host at which all ranks have reached it: loopback if all are on this host; None if the ranks have
+        used different addresses."""
         outside = {
             guest.local for guest in self._guests.values() if guest.rank is not None and not network.is_loopback(guest.local)
         }
@@ -202,9 +200,7 @@ class Gathering:
 
     def release(self, port: int, address: str | None = None) -> Meeting:
         """Tell every rank that the store listens at `port` of `address`. If `address` is None, each rank uses the address to
-        which
-        it has connected.
-        """
+        which it has connected."""
         ranks = {guest.rank: guest for guest in self._guests.values() if guest.rank is not None}
         homes = list(dict.fromkeys([network.home(), *(ranks[rank].home for rank in sorted(ranks))]))
         outside = next((g.local for g in ranks.values() if not network.is_loopback(g.local)), None)
@@ -312,9 +308,7 @@ class Gathering:
 
 def join(world: World, start: str, folders: Sequence[Path], timeout_s: float) -> Meeting:
     """Find rank 0 and wait until all ranks have connected. Raises WorldError with the places that were searched if rank 0 is
-    not
-    found in time, and WorldError with rank 0's message if other ranks are missing.
-    """
+    not found in time, and WorldError with rank 0's message if other ranks are missing."""
     wait = Wait()
     deadline = wait.began + timeout_s
     while True:
@@ -419,8 +413,7 @@ class _Connection:
 
     def let_go(self, timeout_s: float, same_host: bool) -> Meeting:
         """Wait until all ranks have connected. Raises OSError if rank 0 exits first, WorldError with its message if it gives
-        up.
-        """
+        up."""
         assert self._conn is not None
         told = self._receive(timeout_s)
         if "refused" in told:

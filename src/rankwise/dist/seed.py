@@ -40,9 +40,7 @@ CPU_STREAMS = frozenset({"python", "numpy", "torch"})
 
 def seed_streams(seed: int, streams: Set[str] = CPU_STREAMS) -> None:
     """Like `seed_everything`, but only for the CPU generators, or some of them, in 8 us: torch.manual_seed takes 100 us or
-    more,
-    because it checks every kind of device. Also works in a forked loader worker, which must not use a GPU.
-    """
+    more, because it checks every kind of device. Also works in a forked loader worker, which must not use a GPU."""
     if "python" in streams:
         random.seed(seed)
     if "numpy" in streams:

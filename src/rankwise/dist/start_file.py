@@ -77,8 +77,7 @@ def _is_of_a_dead_process(path: Path) -> bool:
 
 def remove(path: Path, secret: str) -> None:
     """Remove only our own file: a later start of the same name may have written another one. Also remove the folder if it is
-    empty.
-    """
+    empty."""
     address_file.remove(path, secret, os.O_NOFOLLOW)
     with contextlib.suppress(OSError):
         path.parent.rmdir()

@@ -123,10 +123,8 @@ def of_torch(world: World, timeout: timedelta) -> Any:
 
 def of_agent(world: World, timeout: timedelta) -> Any:
     """The store of ranks that our agent has started, at the address that the agent has chosen. It is what torch creates for
-    "env://", but it listens only where the ranks connect. Each process group of a script has its own keys, because a
-    destroyed
-    group may have left old addresses in the store.
-    """
+    "env://", but it listens only where the ranks connect. Each process group of a script has its own keys, because a destroyed
+    group may have left old addresses in the store."""
     global _groups
     _groups += 1
     place = (world.master_addr or "", world.master_port or 0)
@@ -147,11 +145,9 @@ def _keys(store: Any) -> Any:
 
 
 def _own(world: World, listener: socket.socket, host: str, timeout: timedelta, like_torch: bool = False) -> Any:
-    """torch's store, created by rank 0. It uses `listener`, because torch itself would listen on all interfaces. `host` is
-    its
-    address on this host. With `like_torch`, as for "env://", it waits until all ranks have connected, and a later store
-    shares it.
-    """
+    """torch's store, created by rank 0. It uses `listener`, because torch itself would listen on all interfaces. `host` is its
+    address on this host. With `like_torch`, as for "env://", it waits until all ranks have connected, and a later store shares
+    it."""
     port, fd = listener.getsockname()[1], listener.detach()
     return dist.TCPStore(  # type: ignore[attr-defined]
         host, port, world.world_size, is_master=True, timeout=timeout, wait_for_workers=like_torch, multi_tenant=like_torch,

@@ -22,9 +22,8 @@ ARGUMENTS = "arguments"
 
 
 class Given(TypedDict, total=False):
-    """The numbers of a World as arguments: give all four; give the host and port of rank 0 both or not at all. None means
-    not given.
-    """
+    """The numbers of a World as arguments: give all four; give the host and port of rank 0 both or not at all. None means not
+    given."""
 
     rank: int | None
     world_size: int | None

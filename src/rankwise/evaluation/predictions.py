@@ -51,8 +51,7 @@ def predict(
     (None on the others), or with `on="all"` on all ranks. `loader` must be for one epoch; its order and batches do not matter.
 
     `into(indices, rows)`: called on the main rank, again and again, with some samples, and `predict` returns nothing; so only
-    the
-    rows of 32 steps are in memory. Without shuffling, and with batches by count, the indices increase from call to call. An
+    the rows of 32 steps are in memory. Without shuffling, and with batches by count, the indices increase from call to call. An
     error in it is raised on all ranks.
     """
     if into is not None and on != "main":

@@ -23,9 +23,7 @@ _SPARE = 1.25  # room to grow, for batches of uneven length
 
 class Buffers:
     """An array is free when nothing else holds its memory, such as a tensor, a view or a slice of it. Threads may share this
-    object.
-    A forked process starts without arrays, because it would copy each page that it writes.
-    """
+    object. A forked process starts without arrays, because it would copy each page that it writes."""
 
     def __init__(self) -> None:
         self._begin()

@@ -30,10 +30,8 @@ def pieces(file: Any, offset: int, length: int) -> Iterator[bytes]:
 
 
 def verify(path: str) -> int:
-    """Read everything that has checksums, and return the number of bytes. Raises DataError for corrupted data, with its
-    dataset
-    and place.
-    """
+    """Read everything that has checksums, and return the number of bytes. Raises DataError for corrupted data, with its dataset
+    and place."""
     with opened(path) as file:
         known: dict[str, Any] = {}
         if HOME in file:

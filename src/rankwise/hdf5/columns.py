@@ -60,20 +60,16 @@ class Column(Protocol):
         """Whether its rows are gathered from memory maps of the files."""
 
     def ranges(self, file: int, first: int, starts: Indices, stops: Indices) -> Ranges | None:
-        """Where these runs of samples are in `file`, like `Rows.ranges`. The numbers count over all files; `first` is the
-        first sample
-        of this file.
-        """
+        """Where these runs of samples are in `file`, like `Rows.ranges`. The numbers count over all files; `first` is the first
+        sample of this file."""
 
     def describe(self) -> str:
         """Name, shape and type: `image 3x64x64 uint8`."""
 
 
 def alike(layouts: Sequence[FileLayout]) -> list[FileLayout]:
-    """The same layouts, but a field that has lengths in one file gets them in all, even if all samples of a file have the
-    same
-    length. Raises DataError if a file has other fields than the first, or other types or shapes.
-    """
+    """The same layouts, but a field that has lengths in one file gets them in all, even if all samples of a file have the same
+    length. Raises DataError if a file has other fields than the first, or other types or shapes."""
     uneven = {name for layout in layouts for name, field in layout.fields.items() if field.lengths is not None}
     found = []
     for layout in layouts:
@@ -274,9 +270,7 @@ class UnevenColumn:
 
 class AxesColumn(UnevenColumn):
     """Samples with several axes of different lengths, with their rows one after the other. A returned sample has its axes
-    again, and
-    the lengths of a batch are samples x axes.
-    """
+    again, and the lengths of a batch are samples x axes."""
 
     def __init__(self, name: str, fields: Sequence[Field], pad: float) -> None:
         super().__init__(name, fields, pad)

@@ -48,20 +48,17 @@ class HDF5Dataset:
 
     `files`: a path, a pattern, or a list of paths. A sample and a batch are mappings of tensors by the names of the fields, and
     lists of str if a field holds strings. With `fields`, a list of names, they are tuples in that order; with one name, only
-    the
-    tensor. A field whose samples have different lengths is padded in a batch (with `pad`, a number, or numbers by field) to
+    the tensor. A field whose samples have different lengths is padded in a batch (with `pad`, a number, or numbers by field) to
     samples x longest x ..., and `<name>_lengths`, int64, is another field. rankwise finds these lengths in files of HDF5Writer
-    and
-    RETURNN; for other files give `lengths`: {"features": "feature_lengths"}. `length_of`: the field whose lengths the attribute
-    `lengths` has, for batches by length; by default the first that has any. Paths may be URLs that fsspec can open. `cache`: a
-    folder of this machine to which each file is copied first, once for all processes (rankwise.files.FileCache): for slow file
-    systems, and for URLs, which are otherwise read like compressed files.
+    and RETURNN; for other files give `lengths`: {"features": "feature_lengths"}. `length_of`: the field whose lengths the
+    attribute `lengths` has, for batches by length; by default the first that has any. Paths may be URLs that fsspec can open.
+    `cache`: a folder of this machine to which each file is copied first, once for all processes (rankwise.files.FileCache): for
+    slow file systems, and for URLs, which are otherwise read like compressed files.
 
     Contiguous rows (HDF5 stores data this way if it is neither chunked nor compressed) are gathered from a memory map of the
-    file;
-    others are read by whole chunks, and the last 64 MB of each field are kept. Memory holds 16 bytes for each sample and field
-    with lengths, up to four batches (reused when nobody holds them), and all strings of a field that was read. Any process
-    and thread may read.
+    file; others are read by whole chunks, and the last 64 MB of each field are kept. Memory holds 16 bytes for each sample and
+    field with lengths, up to four batches (reused when nobody holds them), and all strings of a field that was read. Any
+    process and thread may read.
 
     The constructor raises DataError for inconsistent files, and ConfigError for arguments that contradict each other.
     """
@@ -137,8 +134,7 @@ class HDF5Dataset:
     @property
     def faster_without_workers(self) -> bool:
         """Whether everything in a batch comes from memory maps of files: then a loader that has workers advises against
-        them.
-        """
+        them."""
         return all(self._columns[field].blocks is None for field, _ in self._given.values())
 
     @property
@@ -166,8 +162,7 @@ class HDF5Dataset:
 
     def read_batch(self, indices: Indices, empty: Empty | None = None) -> Any:
         """The batch of these samples, each from 0 to len - 1; the Loader calls this. `empty`: like np.empty, allocates the
-        arrays.
-        """
+        arrays."""
         if len(self._starts) == 2:
             parts: Parts = [(0, None, indices)]
         else:
@@ -177,10 +172,8 @@ class HDF5Dataset:
         return self._formed(lambda name: self._columns[name].batch(indices, parts, empty))
 
     def read_ahead(self, rows: int) -> Callable[[Indices], None] | None:
-        """For the Loader: a function that takes the indices of samples that are needed soon, or, for blocks of `rows`
-        samples, of some
-        samples in each. None if this does not help: for single small samples the disk reads as much without it.
-        """
+        """For the Loader: a function that takes the indices of samples that are needed soon, or, for blocks of `rows` samples,
+        of some samples in each. None if this does not help: for single small samples the disk reads as much without it."""
         used = {field for field, _ in self._given.values()}
         mapped = [one for name, one in self._columns.items() if name in used and one.is_mapped]
         found = [one for one in mapped if rows > 1 or one.sample_bytes >= _LARGE_BYTES]
@@ -218,17 +211,14 @@ class HDF5Dataset:
         )
 
     def verify(self) -> int:
-        """Read everything that has checksums (`HDF5Writer` writes them), and return the number of bytes. Raises DataError
-        for corrupted
-        data, with its file and place.
-        """
+        """Read everything that has checksums (`HDF5Writer` writes them), and return the number of bytes. Raises DataError for
+        corrupted data, with its file and place."""
         with self._named_by_source():
             return sum(verify(path) for path in self._files)
 
     def _formed(self, read: Callable[[str], tuple[Any, Any]]) -> Any:
-        """The entries of a sample or batch, in the form that the user has chosen. `read`: returns a field and its lengths,
-        by name.
-        """
+        """The entries of a sample or batch, in the form that the user has chosen. `read`: returns a field and its lengths, by
+        name."""
         found = {field: read(field) for field in dict.fromkeys(field for field, _ in self._given.values())}
         return self._shaped({name: found[field][is_lengths] for name, (field, is_lengths) in self._given.items()})
 

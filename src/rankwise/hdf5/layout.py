@@ -93,8 +93,7 @@ class Field:
 
     axes: tuple[Stored, Lengths] | None = None
     """If the rows of a sample are several axes in one, row by row: (the lengths of these axes, how many axes each sample
-    has).
-    """
+    has)."""
 
     @classmethod
     def with_lengths(cls, stored: Stored, lengths: npt.NDArray[Any]) -> Field:
@@ -188,10 +187,8 @@ def _explained(error: Exception) -> str:
 
 
 def read(path: str, fields: Sequence[str] | None, lengths: Mapping[str, str]) -> FileLayout:
-    """`fields`: the names to read (`features_lengths` stands for `features`), None for all. `lengths`: by the name of a
-    field, the
-    name of the dataset with its lengths. Only lengths are read. Raises DataError for an inconsistent file.
-    """
+    """`fields`: the names to read (`features_lengths` stands for `features`), None for all. `lengths`: by the name of a field,
+    the name of the dataset with its lengths. Only lengths are read. Raises DataError for an inconsistent file."""
     from rankwise.hdf5 import returnn
 
     with opened(path) as file:

@@ -33,8 +33,7 @@ class Mapped(Protocol):
 
     def will_need(self, ranges: Sequence[tuple[int, int]], in_blocks: bool) -> None:
         """Ask the kernel to read these (offset, size) in the file. `in_blocks`: all bytes in them are used, not only single
-        rows.
-        """
+        rows."""
 
 
 class Ranges(NamedTuple):
@@ -46,9 +45,7 @@ class Ranges(NamedTuple):
 
 class ReadAhead:
     """Takes the indices of samples that are needed soon. `find`: where these samples are in which files, or the blocks that
-    contain
-    them.
-    """
+    contain them."""
 
     def __init__(self, find: Callable[[Numbers], list[Ranges]], in_blocks: bool) -> None:
         self._find = find

@@ -64,9 +64,7 @@ def _block_rows(stored: Stored) -> int:
 
 class KeptBlocks:
     """The blocks of rows that were used last, at most `most` over all files. Threads may share this object. It has no lock,
-    because a
-    fork could leave it locked forever.
-    """
+    because a fork could leave it locked forever."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -122,9 +120,7 @@ class _Lazy(ABC):
 
 class MappedRows(_Lazy):
     """Rows that are stored one after the other in the file. The file's length is checked before each gather: if the file has
-    become
-    shorter, reading the map behind its end would kill the process (SIGBUS).
-    """
+    become shorter, reading the map behind its end would kill the process (SIGBUS)."""
 
     blocks: tuple[int, int] | None = None
 
@@ -188,10 +184,8 @@ class MappedRows(_Lazy):
 
 
 class BlockRows(_Lazy):
-    """Rows of a dataset in chunks (compressed, for example), or of one that was never written. Reads one block of whole
-    chunks at a
-    time, and keeps the blocks that were used last.
-    """
+    """Rows of a dataset in chunks (compressed, for example), or of one that was never written. Reads one block of whole chunks
+    at a time, and keeps the blocks that were used last."""
 
     _crosses_forks = False
 

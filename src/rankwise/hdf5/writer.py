@@ -5,8 +5,7 @@
             writer.add(image=image, label=label)
 
 Until `close`, added samples are in a folder beside the file. `close` writes the rows of each field one after the other to a
-single
-file, with checksums, and renames it. So the disk needs twice the space of the data.
+single file, with checksums, and renames it. So the disk needs twice the space of the data.
 """
 
 from __future__ import annotations
@@ -42,13 +41,11 @@ class HDF5Writer:
     """Writes `path` when it is closed. If the `with` block raises, nothing is written.
 
     The first sample sets the fields and their types. Fields are arrays, tensors, numbers (int64, float32, bool) or str. If
-    samples
-    differ in the first axis of a field, its rows are stored one after the other, with the lengths of the samples. `variable`
-    names
-    fields that are stored like this even if their samples do not differ. `compress`: "gzip", which is read by whole chunks and
-    much slower; None: rows are read at the speed of memory. `layout`: "returnn" for RETURNN's HDFDataset: the field `data` is
-    its
-    inputs, `tag` (a str) its sequence tag, others its targets. `dims`: the number of classes of sparse fields.
+    samples differ in the first axis of a field, its rows are stored one after the other, with the lengths of the samples.
+    `variable` names fields that are stored like this even if their samples do not differ. `compress`: "gzip", which is read by
+    whole chunks and much slower; None: rows are read at the speed of memory. `layout`: "returnn" for RETURNN's HDFDataset: the
+    field `data` is its inputs, `tag` (a str) its sequence tag, others its targets. `dims`: the number of classes of sparse
+    fields.
 
     Raises ConfigError if the file already exists (`overwrite` replaces it) or arguments contradict each other, DataError for a
     sample that does not match the samples before, and if the file cannot be written.
@@ -173,8 +170,7 @@ class HDF5Writer:
 
     def _create(self, file: Any) -> list[tuple[_Spool, int, int | None]]:
         """Create the file without the rows; returns (the data of a field, its place in the file, the place of its checksums)
-        for each.
-        """
+        for each."""
         places: list[tuple[_Spool, int, int | None]] = []
         homes = _returnn_homes(self._fields) if self._is_returnn else {name: name for name in self._fields}
         for name, spool in self._fields.items():

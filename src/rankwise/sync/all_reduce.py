@@ -57,8 +57,7 @@ class AllReduce:
     on a gradient that is not linear sees this scaled sum, not the mean.
 
     A parameter that got no gradient on any rank in a step is not changed, as in a loop on one device, and is reported once.
-    Each
-    rank has its own buffers; evaluation and saves use a copy of the main rank's.
+    Each rank has its own buffers; evaluation and saves use a copy of the main rank's.
     """
 
     promise: Promise
@@ -171,12 +170,9 @@ class AllReduce:
             self._agree(StepError)
 
     def _follow(self, told: bool) -> None:
-        """Announce the change with a message that has the layout of the old parameters. A rank without a change takes part
-        in it,
-        because it looks like the message of a step. Then all ranks compare what they train, and use the new parameters.
-        `told`:
-        whether the values of new parameters may be sent.
-        """
+        """Announce the change with a message that has the layout of the old parameters. A rank without a change takes part in
+        it, because it looks like the message of a step. Then all ranks compare what they train, and use the new parameters.
+        `told`: whether the values of new parameters may be sent."""
         old = self._reduction
         gradients, count = old.take_home()
         home = {id(p): g for p, g in zip(old.parameters, gradients, strict=True)}
@@ -267,8 +263,7 @@ class AllReduce:
 
     def _judge(self, gradients: list[torch.Tensor], read: Any) -> tuple[Shared, Sums]:
         """Make the gradients those of the mean loss, and clip them. All ranks see the same sums, so all make the same
-        decision.
-        """
+        decision."""
         norm_there = _norm(gradients, torch.float32)
         sums: Sums = read()  # waits for the device, once per step
         norm = norm_there.item()

@@ -33,11 +33,8 @@ def payload_bytes(tensors: Sequence[torch.Tensor]) -> int:
 @torch.no_grad()
 def average(tensors: Sequence[torch.Tensor], share: float) -> float:
     """Collective. Each tensor becomes the sum over ranks of (the rank's `share` times its tensor); the shares add up to 1. A
-    share
-    of 0 adds nothing, whatever this rank's values are. Floating tensors of any shape and stride, the same on all ranks.
-    Returns
-    the square of the distance between this rank's tensors and the average, over all tensors.
-    """
+    share of 0 adds nothing, whatever this rank's values are. Floating tensors of any shape and stride, the same on all ranks.
+    Returns the square of the distance between this rank's tensors and the average, over all tensors."""
     if comm.is_alone() and share == 1.0:
         return 0.0
     apart = 0.0

@@ -34,9 +34,7 @@ CODEC_OF_MATRICES = CODEC.or_(Argument(_is_powersgd, "'powersgd:RANK' (powersgd:
 
 def codec_of(name: str, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> Codec:
     """The codec of this name, for messages like `flat`, which holds tensors of these shapes one after the other. Raises
-    ConfigError
-    if the message would not be smaller.
-    """
+    ConfigError if the message would not be smaller."""
     if name.startswith("powersgd"):
         return PowerSGD(flat, int(name.partition(":")[2]), shapes)
     if name == "int8":
@@ -61,9 +59,8 @@ class Codec:
 
     def sum_(self, flat: torch.Tensor, remember: bool = True) -> torch.Tensor:
         """Collective. Send `flat` plus `error`: `flat` becomes the sum over ranks of what was sent, and `error` what this
-        message has
-        lost. Without `remember`, or if what was sent is not finite, `error` and `rights` do not change. Returns `flat`.
-        """
+        message has lost. Without `remember`, or if what was sent is not finite, `error` and `rights` do not change. Returns
+        `flat`."""
         # A buffer that is kept: to allocate the pages of a new one costs more than the copy into it.
         wanted = torch.add(flat, self.error, out=self._work)
         total = flat if flat.dtype == wanted.dtype else torch.empty_like(wanted)
@@ -79,9 +76,7 @@ class Codec:
 
     def _sum(self, wanted: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
         """Collective. `total` becomes the sum over ranks of what was sent of `wanted`, and `wanted` what this rank's message
-        has lost.
-        Returns the new `rights`.
-        """
+        has lost. Returns the new `rights`."""
         raise NotImplementedError
 
     def sent_bytes(self, flat: torch.Tensor) -> int:
@@ -114,9 +109,7 @@ class Half(Codec):
 
 class Int8(Codec):
     """Each element in 8 bits, as a multiple of the scale of its block. Every rank gets the messages of all ranks, so adding
-    them
-    loses nothing; for few ranks.
-    """
+    them loses nothing; for few ranks."""
 
     def _sum(self, wanted: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
         # One piece is sent while the next is encoded; gloo sends a large message in one direction at a time.
@@ -161,10 +154,8 @@ def _gather(message: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
 
 
 class PowerSGD(Codec):
-    """For each matrix that becomes smaller, the best `columns` directions. Each step does one power iteration, which
-    continues that
-    of the last step. Everything else is sent as it is.
-    """
+    """For each matrix that becomes smaller, the best `columns` directions. Each step does one power iteration, which continues
+    that of the last step. Everything else is sent as it is."""
 
     def __init__(self, flat: torch.Tensor, columns: int, shapes: Sequence[torch.Size]) -> None:
         super().__init__(flat)

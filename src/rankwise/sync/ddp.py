@@ -49,8 +49,7 @@ class DdpReduction(SeparateGradients):
         self._ddp = ddp  # must live as long as the reducer
         self._before: list[torch.Tensor | None] | None = None
         """The gradients at the start of the last backward pass; if one was replaced since, the reducer has it. None: not
-        started.
-        """
+        started."""
         self._touched: list[bool] | None = None
         self._changed = False
         self._reduced = False

@@ -32,10 +32,8 @@ _MANY_ROUNDS, _FEW_ROUNDS = 100, 30
 
 class DiLoCo(LocalSGD):
     """Every `every` steps: d = (the parameters after the last outer step) - (the average of the replicas), b = momentum b + d,
-    and
-    all replicas become the parameters after the last outer step, minus lr (d + momentum b). Each rank keeps its own state of
-    the
-    inner optimizer.
+    and all replicas become the parameters after the last outer step, minus lr (d + momentum b). Each rank keeps its own state
+    of the inner optimizer.
 
     The outer step is SGD with Nesterov's momentum: 0.9, or 0.5 if `check_length` got fewer than 100 outer steps, unless
     `momentum` is given. lr=1 and momentum=0 is LocalSGD. Buffers, and parameters that are new in this period, are averaged. The

@@ -26,12 +26,9 @@ _FEWEST = 50  # steps between two checks, at least
 
 
 class CheckReplicas:
-    """An action: check whether all ranks still hold the same parameters, buffers, optimizer state and learning rates, as far
-    as
-    `sync.held` promises it. `on_divergence`: a warning, once, or an error. The Trainer has one that warns; one in its
-    `actions`
-    replaces it.
-    """
+    """An action: check whether all ranks still hold the same parameters, buffers, optimizer state and learning rates, as far as
+    `sync.held` promises it. `on_divergence`: a warning, once, or an error. The Trainer has one that warns; one in its `actions`
+    replaces it."""
 
     @takes(on_divergence=one_of("warn", "error"))
     def __init__(self, on_divergence: str = "warn") -> None:
@@ -63,10 +60,8 @@ class CheckReplicas:
             self._check(state, time.perf_counter())
 
     def _check(self, state: TrainState, began: float) -> None:
-        """Collective. Warn, or raise StepError on all ranks: the first difference, its size, the rank, and since when.
-        `began`: when
-        this check started.
-        """
+        """Collective. Warn, or raise StepError on all ranks: the first difference, its size, the rank, and since when. `began`:
+        when this check started."""
         if self._found or comm.is_alone():
             self._next = self._earliest = math.inf
             return

@@ -25,10 +25,8 @@ _grad = attrgetter("grad")
 
 
 class FlatReduction:
-    """A Reduction without overlap: nothing is sent before `reduce`. `together`: with the other ranks. `apart`: the tail has
-    a
-    separate message.
-    """
+    """A Reduction without overlap: nothing is sent before `reduce`. `together`: with the other ranks. `apart`: the tail has a
+    separate message."""
 
     begun = False
 
@@ -130,10 +128,8 @@ class _Buffer:
         self.clear()
 
     def collect(self) -> list[bool]:
-        """Copy gradients that are not in the buffer into it (after `optimizer.zero_grad()` they are elsewhere). Returns
-        which
-        parameters have a gradient.
-        """
+        """Copy gradients that are not in the buffer into it (after `optimizer.zero_grad()` they are elsewhere). Returns which
+        parameters have a gradient."""
         touched = list(map(ne, self._versions_now(), self._versions))
         if self._holds_all():
             return touched

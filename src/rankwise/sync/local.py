@@ -15,10 +15,8 @@ from rankwise.training.digest import digests
 
 
 class Local(AllReduce):
-    """Each rank has its own mean gradient, clipping and loss scale, and skips its own step if its gradient is not finite.
-    Sends only
-    in `attach` and `follow`. `exact_first`: behaves like AllReduce until `part` is called.
-    """
+    """Each rank has its own mean gradient, clipping and loss scale, and skips its own step if its gradient is not finite. Sends
+    only in `attach` and `follow`. `exact_first`: behaves like AllReduce until `part` is called."""
 
     def __init__(self, exact_first: bool = False) -> None:
         super().__init__()

@@ -40,11 +40,10 @@ class LocalSGD:
     """Each rank steps with the mean gradient of its own samples, which it clips itself; then the replicas are averaged.
 
     `every`: steps between two averages. `seconds`: the time between two averages instead; the first three averages follow one
-    step
-    each, to measure the steps. `start`: number of exact steps before (post-local SGD). `at_steps`: average exactly after these
-    steps, and at the end. The weight of a replica is the number of samples (the counts) of its steps since the last average, so
-    that uneven shares have the right weight. Floating buffers are averaged in the same way, others are copied from rank 0.
-    `optimizer_state`: keep (each rank its own), average, or reset to zero at each average.
+    step each, to measure the steps. `start`: number of exact steps before (post-local SGD). `at_steps`: average exactly after
+    these steps, and at the end. The weight of a replica is the number of samples (the counts) of its steps since the last
+    average, so that uneven shares have the right weight. Floating buffers are averaged in the same way, others are copied from
+    rank 0. `optimizer_state`: keep (each rank its own), average, or reset to zero at each average.
 
     With one step between averages, plain SGD and no clipping this is AllReduce; with momentum only if all counts are equal,
     because each rank has its own momentum.
@@ -85,8 +84,7 @@ class LocalSGD:
         self._sent_bytes = 0
         self.averaged_at: list[int] = []
         """The steps of the averages so far. Pass them as `at_steps` to a run that must average at the same steps as this
-        one.
-        """
+        one."""
         self.drift = math.nan
         """At the last average: the root of the weighted mean squared distance between the replicas and their average."""
 
@@ -155,10 +153,8 @@ class LocalSGD:
         return shared
 
     def _survey(self, step_s: float) -> tuple[Shared, float]:
-        """Collective. Exchange the results of this period: (the result, this rank's share of the average). Also plans the
-        next average;
-        all ranks compute the same.
-        """
+        """Collective. Exchange the results of this period: (the result, this rank's share of the average). Also plans the next
+        average; all ranks compute the same."""
         finite = self._is_finite()
         rows = tell([self._weight if finite else 0.0, float(finite), float(self._skipped), step_s, self._layout()])
         if len({row[4] for row in rows}) > 1:
@@ -190,8 +186,7 @@ class LocalSGD:
 
     def _average(self, tensors: Sequence[torch.Tensor], share: float) -> float:
         """Collective. Each tensor becomes the weighted average over ranks. Returns the square of this rank's distance from
-        it.
-        """
+        it."""
         self._sent_bytes += 0 if comm.is_alone() else payload_bytes(tensors)
         return average(tensors, share)
 
@@ -232,8 +227,7 @@ class LocalSGD:
 
     def _averaged_tensors(self, module: nn.Module | None = None) -> list[torch.Tensor]:
         """The tensors of the model to average: what was trained in this period, also what was frozen meanwhile, and floating
-        buffers.
-        """
+        buffers."""
         if module is not None:
             return [t for t in module.state_dict().values() if t.is_floating_point()]
         moving = {**self._moving, **self._trained_now()}

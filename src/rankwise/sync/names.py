@@ -96,8 +96,7 @@ NAME = Argument(lambda value: isinstance(value, str), f"its name: {', '.join(EXA
 
 def check(name: str, given_as: str = "sync=") -> tuple[str, dict[str, Any]]:
     """(the module and class of the strategy, its arguments). Raises ConfigError for an unknown name; the message starts with
-    `given_as`.
-    """
+    `given_as`."""
     word, *rest = name.split(":")
     word = _ALSO.get(word, word)
     if word not in _KINDS:
@@ -113,10 +112,8 @@ def check(name: str, given_as: str = "sync=") -> tuple[str, dict[str, Any]]:
 
 def named(name: str | None = None) -> SyncStrategy:
     """The strategy of this name: `all-reduce:bf16`, `local-sgd:16` (steps between two averages), `local-sgd:30s`,
-    `post-local-sgd:1000:16` (after 1000 exact steps), `diloco:32:int8`. None: the name given as `rankwise run --sync NAME`,
-    or
-    all-reduce. Raises ConfigError for an unknown name.
-    """
+    `post-local-sgd:1000:16` (after 1000 exact steps), `diloco:32:int8`. None: the name given as `rankwise run --sync NAME`, or
+    all-reduce. Raises ConfigError for an unknown name."""
     home, settings = check(name if name is not None else typed() or "all-reduce")
     module, _, kind = home.rpartition(".")
     strategy: SyncStrategy = getattr(import_module(module), kind)(**settings)

@@ -40,8 +40,7 @@ class Tail(Protocol):
 
     def without_gradient(self) -> list[int]:
         """The parameters that got no gradient on any rank. Waits for the device: call this only if no rank has all
-        gradients.
-        """
+        gradients."""
 
 
 class LocalTail:
@@ -140,10 +139,8 @@ class Reduction(Protocol):
         """Whether a part of the message of this step may have been sent already."""
 
     def expect(self, count: Count, last: bool) -> None:
-        """Called before the backward pass of a micro-batch with this count. `last`: it is the last of this rank's step, so
-        the pass may
-        send.
-        """
+        """Called before the backward pass of a micro-batch with this count. `last`: it is the last of this rank's step, so the
+        pass may send."""
 
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient that is not zero since `release`. May wait for the device."""

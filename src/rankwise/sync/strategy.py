@@ -62,9 +62,7 @@ class StepResult(NamedTuple):
 
 def check_alike(strategy: SyncStrategy) -> None:
     """Collective. Raises ConfigError on all ranks if one rank has another strategy, or another setting. A setting is an
-    argument
-    of the class that the object keeps under the same name, or under that name after an underscore.
-    """
+    argument of the class that the object keeps under the same name, or under that name after an underscore."""
     kind, held = type(strategy).__name__, vars(strategy)
     settings = {name: held.get(name, held.get(f"_{name}")) for name in inspect.signature(type(strategy)).parameters}
     compare({"the strategy": kind, **{f"{kind}'s {name}": value for name, value in settings.items()}})
@@ -74,15 +72,12 @@ class SyncStrategy(Protocol):
     """Each rank passes a loss sum and its count, and the optimizer steps.
 
     `state_dict` is the part of the state that is equal on all ranks, `rank_state_dict` this rank's own part. Decisions about
-    what
-    ranks do next depend only on values that are equal on all ranks.
+    what ranks do next depend only on values that are equal on all ranks.
     """
 
     promise: Promise
-    """exact: the mean gradient of the whole global batch, to the last digits; summed: this times the number of ranks;
-    rounded: exact
-    except for what compression loses, which is added later; averaged: replicas that differ between two averages.
-    """
+    """exact: the mean gradient of the whole global batch, to the last digits; summed: this times the number of ranks; rounded:
+    exact except for what compression loses, which is added later; averaged: replicas that differ between two averages."""
 
     held: Held
 
@@ -109,40 +104,30 @@ class SyncStrategy(Protocol):
 
     def check_length(self, steps: int) -> None:
         """Local, before the first step of a training of `steps` steps. Warns of settings that make little sense for so many
-        steps,
-        and raises ConfigError for settings that make none.
-        """
+        steps, and raises ConfigError for settings that make none."""
 
     def follow(self) -> None:
         """Collective if the model or the optimizer has changed what is trained (unfrozen or new parameters, a new group): call
-        it when
-        all ranks have made the change. Afterwards new parameters have the values of rank 0.
+        it when all ranks have made the change. Afterwards new parameters have the values of rank 0.
 
         `step` does this too, but sends no values: it raises StepError if the values of new parameters differ between ranks.
         """
 
     def meet(self) -> None:
-        """Collective, between two steps, before other collectives of the loop (a save). A rank that alone has changed what
-        is trained
-        waits in `follow`: the other ranks meet it here, and all raise StepError.
-        """
+        """Collective, between two steps, before other collectives of the loop (a save). A rank that alone has changed what is
+        trained waits in `follow`: the other ranks meet it here, and all raise StepError."""
 
     def backward(self, loss_sum: torch.Tensor, count: float | torch.Tensor, *, last: bool = False) -> None:
         """Add the gradient of this micro-batch. `loss_sum`: a scalar; `count`: the number of samples or tokens that it sums.
-        `last`: it
-        is the last of this step on this rank, so that sending may start. Never waits.
-        """
+        `last`: it is the last of this step on this rank, so that sending may start. Never waits."""
 
     def step(self) -> StepResult:
-        """Collective. Reduce the gradient, check and clip it, and step. Afterwards gradients are zero. Raises on all ranks
-        or on none.
-        """
+        """Collective. Reduce the gradient, check and clip it, and step. Afterwards gradients are zero. Raises on all ranks or
+        on none."""
 
     def averaged(self, module: nn.Module | None = None) -> contextlib.AbstractContextManager[None]:
-        """Collective. Inside, `module` (None: the model) is what evaluation, prediction and saves use, the same on all
-        ranks.
-        Afterwards it is again what it was on each rank, bit for bit.
-        """
+        """Collective. Inside, `module` (None: the model) is what evaluation, prediction and saves use, the same on all ranks.
+        Afterwards it is again what it was on each rank, bit for bit."""
 
     def finish(self) -> None:
         """Collective, once, after the last step: the replicas become one."""
@@ -163,7 +148,5 @@ class SyncStrategy(Protocol):
         """Local, inside `averaged`. This rank's own state; None if it has none."""
 
     def load_rank_state_dict(self, state: dict[str, Any] | None, /) -> None:
-        """Local. Call this after the model and the optimizer have loaded their states. None: no such state was saved, or it
-        was saved on
-        another number of ranks; then the rank starts with the common state.
-        """
+        """Local. Call this after the model and the optimizer have loaded their states. None: no such state was saved, or it was
+        saved on another number of ranks; then the rank starts with the common state."""

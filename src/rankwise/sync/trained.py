@@ -90,9 +90,7 @@ class Trained:
 
     def changed(self) -> bool:
         """Whether what is trained has changed since the last look, in its parameters or their layout. Local, and cheap: each
-        step calls
-        it, for up to a thousand parameters, so it uses only maps.
-        """
+        step calls it, for up to a thousand parameters, so it uses only maps."""
         if list(map(_requires_grad, self._all)) != self._flags or list(map(_strides, self.parameters)) != self._strides:
             return True
         groups = list(map(_params, self.optimizer.param_groups))
@@ -165,9 +163,7 @@ class Trained:
 
     def state_dict(self) -> dict[str, Any]:
         """What each group holds, what is frozen, which modules are in evaluation mode, all by name; and the values of
-        parameters that
-        are not in the model.
-        """
+        parameters that are not in the model."""
         named = self.named()
         names = {id(p): name for name, p in named.items()}
         return {
@@ -179,9 +175,7 @@ class Trained:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Freeze, unfreeze and set modes as saved, and add the groups that the run had added. Raises ConfigError if the
-        optimizer had
-        other parameters.
-        """
+        optimizer had other parameters."""
         self._add_groups(state["groups"])
         now = self.state_dict()
         if state["groups"] != now["groups"]:
@@ -199,8 +193,7 @@ class Trained:
 
     def _add_groups(self, saved: Sequence[Sequence[str]]) -> None:
         """Add the groups that follow the script's, if the model has all their parameters. The optimizer's state sets their
-        options.
-        """
+        options."""
         now, named = self.state_dict()["groups"], self.named()
         new = saved[len(now) :]
         held = set(chain.from_iterable(now))
@@ -269,10 +262,8 @@ def first_apart(ranks: Sequence[Sequence[Trait]]) -> str | None:
 
 
 def is_dense(parameter: torch.Tensor) -> bool:
-    """Whether the elements are in memory without gap or overlap, in any order. Only then autograd gives the gradient the
-    same
-    layout as the parameter.
-    """
+    """Whether the elements are in memory without gap or overlap, in any order. Only then autograd gives the gradient the same
+    layout as the parameter."""
     expected = 1
     for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda pair: pair[1]):
         if size == 1:

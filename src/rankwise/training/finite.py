@@ -49,10 +49,8 @@ class Weights:
 
 
 def _first_not_finite(named: Mapping[str, torch.Tensor]) -> str | None:
-    """One pass without a copy; waits once per device. If a sum is finite, its terms are finite too. If it is not, the terms
-    are
-    checked, because a large sum may overflow.
-    """
+    """One pass without a copy; waits once per device. If a sum is finite, its terms are finite too. If it is not, the terms are
+    checked, because a large sum may overflow."""
     devices: dict[torch.device, list[str]] = {}
     for name, tensor in named.items():
         devices.setdefault(tensor.device, []).append(name)

@@ -1,6 +1,5 @@
 """Finds out whether the loss of the first micro-batch is a mean instead of a sum: then it is about the mean of the losses of
-its
-halves.
+its halves.
 
 warn_of_means(forward, model, micro_batches)          # before the first step; changes nothing
 """

@@ -96,8 +96,7 @@ def fuse(optimizer: Optimizer) -> None:
     """Use the fused kernel of the optimizer if it has one and the user has given neither `fused` nor `foreach`.
 
     One pass over the parameters instead of a dozen; on a CPU this saves a fifth of a whole step with Adam. The last bits are
-    not
-    those of the other kernel.
+    not those of the other kernel.
     """
     if type(optimizer) not in _FUSED or optimizer.state:
         return
@@ -110,10 +109,8 @@ def fuse(optimizer: Optimizer) -> None:
 
 
 def _give_momentum(optimizer: SGD, group: dict[str, Any]) -> bool:
-    """Whether SGD's fused kernel works here. It needs momenta for all parameters or for none, and fails if a parameter gets
-    its first
-    gradient later than others. So momenta start as zeros, as the first step would set them.
-    """
+    """Whether SGD's fused kernel works here. It needs momenta for all parameters or for none, and fails if a parameter gets its
+    first gradient later than others. So momenta start as zeros, as the first step would set them."""
     if not group["momentum"]:
         return True
     if group["dampening"] or not all(p.requires_grad for p in group["params"]):

@@ -53,8 +53,7 @@ class LossScale:
     """The factor on the loss that keeps small fp16 gradients above zero (Micikevicius et al. 2018, arXiv:1710.03740).
 
     It is halved when the reduced gradient of a step is not finite, and doubled after `growth_interval` finite gradients in a
-    row.
-    Every rank has the same reduced gradient, so all ranks have the same scale without a message.
+    row. Every rank has the same reduced gradient, so all ranks have the same scale without a message.
     """
 
     def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000) -> None:
