@@ -1,5 +1,4 @@
-"""Runs of `rankwise run` over virtual hosts, for tests: in the background, typed on this machine or on a host, and what they
-leave."""
+"""Runs of `rankwise run` over virtual hosts, for tests: in the background, typed here or on a host, and what they leave."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A GPU for tests on a machine without one: its tensors report another device, compute on the CPU, and refuse to be mixed with
-others.
+"""A GPU for tests on a machine without one: its tensors report another device, compute on the CPU, and refuse to be mixed.
 
     uses = on_a_fake_gpu("examples/02_own_loop.py")
     assert {device for _, device in uses} == {"meta"}

@@ -1,5 +1,4 @@
-"""A fine-tuning as people write it: a frozen backbone that is unfrozen during training, groups, schedules, and what goes
-wrong."""
+"""A fine-tuning as people write it: a frozen backbone that is unfrozen later, groups, schedules, and what goes wrong."""
 
 from __future__ import annotations
 

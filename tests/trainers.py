@@ -1,5 +1,4 @@
-"""A Trainer from one flat list of settings: each is passed to the part to which it belongs. For tests that vary settings of all
-parts.
+"""A Trainer from one flat list of settings: each goes to its part. For tests that vary settings of all parts.
 
 trainer = trainer_of(model, optimizer, step, data, max_steps=5, every_s=1e9, keep_last=1, num_workers=1, log_every=1)
 """

@@ -1,5 +1,4 @@
-"""Shuffled batches from an HDF5 file, compared with a bare gather from a memory map of the same rows and with hand-written
-code.
+"""Shuffled batches from an HDF5 file, compared with a bare gather from a memory map of the rows and with hand-written code.
 
     python benchmarks/hdf5/bench.py [--rounds 7] [--folder /tmp/hdf5_bench] [--hand-over]
 

@@ -1,5 +1,4 @@
-"""Shuffled batches from an HDF5 file that is not in the page cache, compared with a bare gather in exact order from a memory
-map.
+"""Shuffled batches from an HDF5 file that is not in the page cache, compared with a bare gather in exact order.
 
     python benchmarks/hdf5/cold.py [--rounds 7] [--folder /tmp/hdf5_bench]
 

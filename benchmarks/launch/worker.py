@@ -1,5 +1,4 @@
-"""A torchrun script: gloo, DDP around a small model, one Adam step. Records when its first step was complete, and when its
-last."""
+"""A torchrun script: gloo, DDP around a small model, one Adam step. Records when its first and its last step were complete."""
 
 import os
 import sys

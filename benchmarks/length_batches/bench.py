@@ -1,5 +1,4 @@
-"""Batches by length: how much of them is padding, how long do ranks wait, is every sample used once, and how long does the plan
-take?
+"""Batches by length: how much is padding, how long do ranks wait, is every sample used once, what does the plan cost?
 
 pip install -c constraints.txt speechbrain torchaudio;  python benchmarks/length_batches/bench.py
 """

@@ -1,5 +1,4 @@
-"""What the calls of a strategy cost in a hand-written loop on one rank, compared with the loop without them, and with DDP of
-one rank.
+"""What the calls of a strategy cost in a hand-written loop on one rank, compared with no calls, and with DDP of one rank.
 
     python benchmarks/sync_calls/bench.py [--rounds 15]
 

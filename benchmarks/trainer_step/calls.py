@@ -1,5 +1,4 @@
-"""How many Python calls does a step of the Trainer make in addition to those of a hand-written loop? An exact count, not a
-timing.
+"""How many more Python calls does a step of the Trainer make than a hand-written loop? An exact count, not a timing.
 
 python benchmarks/trainer_step/calls.py              a class with __getitems__
 python benchmarks/trainer_step/calls.py quiet        the same class, with draws_nothing

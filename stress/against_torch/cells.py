@@ -1,5 +1,4 @@
-"""Compares a training on several ranks with the same one in plain torch on one device, in float64: they must agree after each
-step.
+"""Compares a training on several ranks, after each step, with the same one in plain torch on one device, in float64.
 
 problem = run(Cell("Adam", "fused", "convolutions", "channels_last", "unfreeze", True, 2), folder)     # None, or a text
 """

@@ -1,5 +1,4 @@
-"""Measures the coverage of every Python that the tests start, by test. Runs in the measured environment, where run.py installs
-it.
+"""Measures the coverage of every Python that the tests start, by test. run.py installs it in the measured environment.
 
 A .pth file imports it in each interpreter, even if a test has cleared the environment variables. `tracer.rc` beside it says how
 it measures. Ranks exit by os._exit, agents by exec, and the ranks of `on_ranks` are forked from a server that keeps the

@@ -1,5 +1,4 @@
-"""Each private name that ranks use, missing in turn: a forked rank runs its script and leaves its error, and one line says
-why."""
+"""Each private name that ranks use, missing in turn: a forked rank runs its script, leaves its error, and a line says why."""
 
 from __future__ import annotations
 

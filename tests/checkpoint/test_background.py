@@ -1,5 +1,4 @@
-"""Background saves: they have the state of their moment, run one at a time, call no collectives, and their errors are
-reported."""
+"""Background saves: they have the state of their moment, run one at a time, call no collectives, and report errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Checkpoints that are also in a second place: they exist there when their manifest does, and are copied back completely or not
-at all."""
+"""Checkpoints in a second place: they exist there when their manifest does, and are copied back completely or not at all."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A part's file, read directly into place: the result of torch.load, in the part's own memory if possible, every byte
-checked."""
+"""A part's file, read directly into the part's own memory if possible: the result of torch.load, every byte checked."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Which checkpoints are kept: by recency, age, named steps; and the best: which one it is, and what never counts as the
-best."""
+"""Which checkpoints are kept: by recency, age, named steps; which one is the best, and which never is."""
 
 from __future__ import annotations
 

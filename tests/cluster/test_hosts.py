@@ -1,5 +1,4 @@
-"""Hosts in network namespaces, reached by the real ssh: what arrives there, and what ssh reports if a host cannot be
-reached."""
+"""Hosts in network namespaces, reached by the real ssh: what arrives there, and what ssh reports if it cannot connect."""
 
 from __future__ import annotations
 

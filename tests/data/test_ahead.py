@@ -1,4 +1,4 @@
-"""A dataset is told of samples before they are read, of no more than documented, and the batches do not depend on it."""
+"""A dataset learns of samples before they are read, of no more than documented, and the batches do not depend on it."""
 
 from __future__ import annotations
 

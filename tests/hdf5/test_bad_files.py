@@ -1,5 +1,5 @@
-"""Files that cannot be used for training: one error, which names the file, what was found and what to do. And unusual files
-that can."""
+"""Files that cannot be used for training: one error names the file, what was found and what to do. And unusual files that
+can."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What is needed soon is requested from the kernel: exactly these bytes, if they are not in its cache; nothing else depends on
-it."""
+"""Bytes that are needed soon are requested from the kernel if they are not in its cache; nothing else depends on this."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""PBS and LSF, from their manuals: the text of a job, the variables of their processes, and scripts instead of their
-commands."""
+"""PBS and LSF, from their manuals: the text of a job, the variables of their processes, scripts instead of their commands."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Strategies that average replicas: compared with AllReduce, with each other, with closed forms, and resumed in the middle of a
-period."""
+"""Strategies that average replicas: compared with AllReduce, each other and closed forms, and resumed within a period."""
 
 from __future__ import annotations
 

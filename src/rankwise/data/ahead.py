@@ -49,9 +49,9 @@ def how_far(order: Order, batch: int, ranks: int) -> Ahead:
 
 
 def announced(requests: Iterable[Request], tell: Callable[[Indices], None], ahead: Ahead) -> Iterator[Request]:
-    """The same requests. The dataset is told the samples of a request before it is taken, as long before as `ahead` says. For
-    blocks, this distance is large, and grows while requests are taken: to look up a whole window first would take longer than
-    the first batch."""
+    """The same requests. The dataset learns of a request's samples before the request is taken, as long before as `ahead` says.
+    For blocks, this distance is large, and grows while requests are taken: to look up a whole window first would take longer
+    than the first batch."""
     held: deque[Request] = deque()
     news: list[Indices] = []
     waiting, untold, taken = 0, 0, 0

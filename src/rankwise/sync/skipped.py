@@ -1,5 +1,4 @@
-"""Steps that are skipped on all ranks: rankwise counts each, prints the first ones, and stops the run if too many follow each
-other.
+"""Steps that are skipped on all ranks: counted, the first ones printed; too many in a row stop the run.
 
 skipped = SkippedSteps(weights, progress.say);  skipped.begin(state.step);  skipped.add(state, result.shared)
 """

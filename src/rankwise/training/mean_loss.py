@@ -1,5 +1,4 @@
-"""Finds out whether the loss of the first micro-batch is a mean instead of a sum: then it is about the mean of the losses of
-its halves.
+"""Finds a step function that returns a mean loss instead of a sum, by comparing the first micro-batch with its halves.
 
 warn_of_means(forward, model, micro_batches)          # before the first step; changes nothing
 """
