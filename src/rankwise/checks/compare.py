@@ -34,8 +34,7 @@ def compare(starts: Starts, gradients: Gradients) -> list[Finding]:
 
 
 def first_apart(told: Sequence[Mapping[str, str]], who: Sequence[str] = ()) -> str | None:
-    """The tensor that differs, and between which two, in words; None if all are equal. `who`: names for the two; by default,
-    ranks."""
+    """Which tensor differs, and between which two; None if all are the same. `who`: their names; by default, ranks."""
     for name in told[0] if told else ():
         for number, other in enumerate(told):
             if other.get(name) != told[0][name]:

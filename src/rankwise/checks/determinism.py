@@ -67,7 +67,7 @@ def _attention_without(attention: Callable[..., torch.Tensor]) -> Callable[..., 
 
 
 def stream() -> str:
-    """A digest of the state of torch's default generators: if two are equal, the next numbers are equal."""
+    """A digest of the state of torch's default generators: if digests are equal, the next numbers are too."""
     places = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         places.append(torch.cuda.get_rng_state())

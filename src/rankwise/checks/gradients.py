@@ -1,5 +1,5 @@
-"""The gradient of one global batch: computed at once on one device, and divided among ranks; if the two differ, why. And the
-update of the optimizer.
+"""Compares the gradient of one global batch on one device with that of the same batch divided among ranks; if they differ,
+finds out why. Also checks the update of the optimizer.
 
 gradients = Gradients(model, optimizer, step_fn, forward, new_sync, whole, parts)
 finding = gradients.finding({"2 ranks in 2 micro-batches": micro_batches})        # collective
@@ -30,7 +30,7 @@ from rankwise.training.optimizer import outside
 Step = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
 Found = dict[str, Any]  # gradients, by the names of their parameters
 
-_ROUNDED = 1e-6  # relative to the update: a kernel that adds in another order rounds differently
+_ROUNDED = 1e-6  # relative, of an update: another kernel may add in another order, and rounds differently
 ROUNDINGS = 16
 """Steps in which a strategy that rounds gradients must correct its rounding."""
 
@@ -119,8 +119,8 @@ class Gradients:
             torch.set_default_dtype(before)
 
     def rounding(self, new_sync: Callable[..., SyncStrategy], batches: Sequence[Any]) -> tuple[Difference, Difference]:
-        """Collective. For a strategy that rounds: the difference between its gradient and the exact one in the first step, and
-        between their means over many steps at the same parameters: later steps must send what a step has lost."""
+        """Collective. For a strategy that rounds: the difference of its gradient from the exact one, in the first step and in
+        the mean over many steps at the same parameters: later steps must send what a step has lost."""
         with self._exact(), self._twin() as twin:
             for group in twin.optimizer.param_groups:
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
@@ -154,7 +154,7 @@ class Gradients:
         return as_float64(batch) if self._dtype == "float64" else batch
 
     def _alone(self, batches: Sequence[Any]) -> Found:
-        """The mean gradient on one device: the sums are added, and divided once by the sum of the counts."""
+        """The mean gradient on one device: the sum of all gradients, divided once by the sum of all counts."""
         count = 0.0
         with self._twin() as twin:
             for batch in batches:
@@ -306,7 +306,7 @@ def _as_arrays(tensors: Mapping[str, torch.Tensor]) -> Found:
 
 
 def _works_in_float64(model: nn.Module, optimizer: Optimizer, step_fn: Step, batch: Any) -> bool:
-    """Collective: the same answer on all ranks."""
+    """Collective. Whether `step_fn` works in float64, on all ranks."""
     before = torch.get_default_dtype()
     worked = False
     with contextlib.suppress(Exception):  # if the user's function raises anything, float32 is used

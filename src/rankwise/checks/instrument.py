@@ -1,4 +1,4 @@
-"""Watches a script on one rank during its first steps. Changes almost nothing except for how long the script runs.
+"""Watches a script while it takes its first steps, on one rank; changes almost nothing except how long it runs.
 
     with Instrument(settings) as instrument:
         run the script                       # Enough ends it after a few forward passes in training
@@ -68,7 +68,7 @@ class Instrument:
         self._rank = rank
         self._loaders: list[dict[str, Any]] = []
         self._number: dict[int, int] = {}
-        self._kept: list[Any] = []  # loaders, so that no id is used twice
+        self._kept: list[Any] = []  # loaders are kept alive, so that no id is used twice
         self._passes: list[_LoaderPass] = []
         self._forwards = 0
         self._model: nn.Module | None = None
@@ -241,7 +241,7 @@ class Instrument:
 
         return next
 
-    # --- our own
+    # --- rankwise's Loader
 
     def _own_init(self, original: Any) -> Any:
         """Use an odd number of samples: parts of equal size would hide a mean of means."""
@@ -280,7 +280,7 @@ class Instrument:
         stop = answer.stop if answer is not None else request.start
         return list(range(*share(request.start, stop, self._rank, self._settings.ranks)))
 
-    # --- what goes to disk
+    # --- what the script writes to disk
 
     def _save(self, original: Any) -> Any:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:

@@ -34,7 +34,8 @@ def main() -> None:
     given = json.loads(Path(sys.argv[1]).read_text())
     settings = RankSettings(given["folder"], given["ranks"], given["cut"], tuple(given["batches"]))
     rank = discover(os.environ).rank
-    seed.seed_rank(0, rank)  # the same in each start: a model without a seed then has the same weights on 1 rank and on 4
+    # The same seed in each start: a model that the script does not seed then starts the same on 1 rank and on 4.
+    seed.seed_rank(0, rank)
     instrument = Instrument(settings, rank)
     asked: list[dict[str, Any]] = []
     _ask_trainers(instrument, asked)

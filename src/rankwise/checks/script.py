@@ -1,4 +1,4 @@
-"""`rankwise selftest`: runs the script with our launcher on 1, 2 and 4 ranks, and tests its Trainer or watches its loop.
+"""`rankwise selftest`: runs the script with rankwise's launcher on 1, 2 and 4 ranks, and tests its Trainer or watches its loop.
 
 status = selftest(("train.py", "--lr", "0.1"), ranks=(1, 2, 4), timeout_s=600)
 """
@@ -36,7 +36,7 @@ _SHOWN = 12  # lines of the script's output to print
 
 
 def selftest(argv: Sequence[str], ranks: Sequence[int], timeout_s: float, env: Mapping[str, str]) -> int:
-    """Print the findings. Returns 0 if none is a mistake, otherwise 1. Removes its files from the disk.
+    """Print the findings. Returns 0 if none is a mistake, otherwise 1. Leaves nothing on the disk.
 
     Raises ConfigError for a script that cannot be run, SelftestError for one that cannot be watched.
     """
@@ -64,7 +64,7 @@ def selftest(argv: Sequence[str], ranks: Sequence[int], timeout_s: float, env: M
 
 
 def ranks_of(text: str) -> tuple[int, ...]:
-    """The numbers in a text like `1,2,4`. Raises ConfigError."""
+    """The numbers of `1,2,4`. Raises ConfigError."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise ConfigError(f"--ranks {text}: give numbers of ranks, for example --ranks 1,2,4")
@@ -112,7 +112,8 @@ def _start(argv: Sequence[str], settings: RankSettings, timeout_s: float, env: M
 
 
 def _run(words: Sequence[str], out: Path, timeout_s: float, env: Mapping[str, str]) -> bool:
-    """`rankwise run` with these words; its output goes to a file. Returns whether it exited in time. No process remains."""
+    """`rankwise run` with these words; its output goes to a file. Returns whether it exited in time. Leaves no process
+    running."""
     with open(out, "w") as file:
         command = [sys.executable, "-m", "rankwise", "run", *words]
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
@@ -168,7 +169,7 @@ def _findings(starts: Mapping[int, Sequence[dict[str, Any]]], folder: Path) -> l
 
 
 def _say_what_is_not_covered(starts: Mapping[int, Sequence[dict[str, Any]]]) -> None:
-    """Your own loop does not show how it resumes or evaluates."""
+    """Print what was not tested: a loop of your own does not show how it resumes or evaluates."""
     watched = [record for records in starts.values() for record in records if "findings" not in record]
     if not watched:
         return

@@ -50,8 +50,8 @@ SAMPLES, FEW = 13, 9
 batch norms need, and their sizes differ: with equal sizes, a mean of means would be right by accident."""
 
 _STEPS = 2
-_MADE_UP_FOR = 3  # the error over many steps must be smaller by this factor
-_OF_A_SUM = 0.01  # the loss of a sum over ranks in 16 bits, which no later step corrects
+_MADE_UP_FOR = 3  # the error over many steps must be this many times smaller
+_OF_A_SUM = 0.01  # the rounding error of a sum over ranks in 16 bits, which no later step corrects
 
 
 def selftest(trainer: Trainer) -> bool:
@@ -85,7 +85,7 @@ def findings_of(trainer: Trainer) -> list[Finding]:
 
 
 def layout(ranks: int, accumulate: int) -> str:
-    """`2 ranks in 2 micro-batches`, `4 ranks`."""
+    """For people: `2 ranks in 2 micro-batches`, `4 ranks`."""
     return count(ranks, "rank") + (f" in {accumulate} micro-batches" if accumulate > 1 else "")
 
 
@@ -112,7 +112,7 @@ def _weights(trainer: Trainer) -> Finding:
 
 
 def _samples(trainer: Trainer) -> Finding:
-    """Collective. Padding may change a sample in a batch; then each sample is compared in a batch that has only this sample."""
+    """Collective. Padding may change a sample in a batch; then each sample is compared in a separate batch."""
     together = _compared(trainer, 1)
     if together.status != FAILED:
         return together
@@ -266,7 +266,7 @@ class _Copy:
             checkpoints.save(self._parts, 1)
 
     def load(self, checkpoints: Checkpoints) -> None:
-        """Collective. Prints nothing, because the text would be about a copy."""
+        """Collective. Suppresses the output, which would be about a copy."""
         with self._twin, contextlib.redirect_stdout(io.StringIO()):
             checkpoints.load_latest(self._parts)
 
@@ -372,7 +372,7 @@ def _folder() -> Iterator[Path]:
 
 
 def _evaluation(trainer: Trainer, evaluate: Evaluate) -> Finding:
-    """Compare the first batches and the last one with those of a single rank, in other micro-batches."""
+    """Evaluate the first batches and the last one, and compare with the same on a single rank in other micro-batches."""
     model = copy.deepcopy(trainer.state.model)
     given = evaluate.loader
     if given.is_split:
