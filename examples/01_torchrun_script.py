@@ -1,4 +1,4 @@
-"""The launcher alone: a script written for torchrun, untouched; nothing of rankwise is in it.
+"""The launcher alone: a script written for torchrun, unchanged; it does not use rankwise.
 
 rankwise run examples/01_torchrun_script.py
 """
@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def main():
-    gpu = torch.accelerator.current_accelerator(check_available=True)  # None on a machine without one
+    gpu = torch.accelerator.current_accelerator(check_available=True)  # None on a machine without a GPU
     device = torch.device("cpu") if gpu is None else torch.device(gpu.type, int(os.environ["LOCAL_RANK"]))
     if gpu is not None:
         torch.accelerator.set_device_index(device)
-    # RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set, as by torchrun
+    # RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set, as with torchrun
     dist.init_process_group(dist.get_default_backend_for_device(device))  # NCCL for GPUs, gloo for the CPU
     torch.manual_seed(0)
     data = load_digits()

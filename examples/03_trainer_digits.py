@@ -1,4 +1,4 @@
-"""A classifier on scikit-learn's handwritten digits, with the Trainer: nothing about ranks in it.
+"""A classifier on scikit-learn's handwritten digits, with the Trainer. The script does not mention ranks.
 
 python examples/03_trainer_digits.py              one device
 rankwise run examples/03_trainer_digits.py        all devices of this machine
@@ -14,7 +14,7 @@ import rankwise
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1,797 images of 8 x 8 pixels: the first 1,500 to train on, the others to evaluate."""
+    """1,797 images of 8 x 8 pixels: the first 1,500 for training, the others for evaluation."""
     data = load_digits()
     x = torch.tensor(data.data, dtype=torch.float32) / 16
     y = torch.tensor(data.target)
@@ -22,7 +22,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def step(model, batch):
-    """A loss sum, and the count it is over."""
+    """Returns the sum of the losses, and the number of samples."""
     x, y = batch
     return F.cross_entropy(model(x), y, reduction="sum"), len(y)
 

@@ -2,7 +2,7 @@
 
     rankwise run examples/04_gpt.py
 
-Stop it with Ctrl-C, or kill it: the same command goes on where it was.
+Stop it with Ctrl-C, or kill it: the same command resumes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ CONTEXT = 128  # bytes that the model sees
 
 
 class Text:
-    """Windows of CONTEXT + 1 bytes, end to end: inputs are all but the last, targets all but the first."""
+    """Windows of CONTEXT + 1 bytes, one after the other: inputs are all bytes but the last, targets all but the first."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, scores of the next byte out."""
+    """Takes bytes, and returns scores for the next byte."""
 
     def __init__(self, width: int = 128, layers: int = 3, heads: int = 4) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class GPT(nn.Module):
 
 
 def step(model, batch):
-    """The loss summed over all bytes, and how many there are."""
+    """The loss summed over all bytes, and the number of bytes."""
     inputs, targets = batch
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
     return loss, targets.numel()
@@ -103,7 +103,7 @@ def main() -> None:
     options.add_argument("--batch", type=int, default=32, help="windows in a global batch")
     options.add_argument(
         "--local-rank", "--local_rank", help=argparse.SUPPRESS
-    )  # torch.distributed.launch gives it; not needed
+    )  # torch.distributed.launch passes it; not needed
     args = options.parse_args()
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Figures over all ranks, in a loop of your own: a stream of data, mean losses, an exact evaluation, predictions.
+"""Metrics over all ranks, in your own loop: a stream of data, mean losses, an exact evaluation, predictions.
 
 python examples/06_figures.py                 one device
 rankwise run examples/06_figures.py           all devices of this machine
@@ -18,18 +18,18 @@ EPOCHS, EVERY = 5, 30
 
 
 class NoisyDigits(IterableDataset):
-    """A stream: the same on every rank, each of which keeps its share. Each sample is another in each epoch."""
+    """A stream: the same on every rank, and each rank keeps its share. Each sample is different in each epoch."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self.x, self.y = x, y
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for k in torch.randperm(len(self.x)).tolist():  # drawn alike on all ranks
+        for k in torch.randperm(len(self.x)).tolist():  # equal on all ranks
             yield self.x[k] + 0.05 * torch.randn(64), self.y[k]
 
 
 def evaluate(model, batch):
-    """Sums, and the count that each is over."""
+    """Sums, and the number of samples in each."""
     x, y = batch
     scores = model(x)
     loss = F.cross_entropy(scores, y, reduction="sum")
@@ -46,7 +46,7 @@ def main():
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 10)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     sync = rankwise.AllReduce().attach(model, optimizer, clip_norm=1.0)
-    rankwise.seed_rank(0, world.rank)  # dropout differs from rank to rank
+    rankwise.seed_rank(0, world.rank)  # dropout differs between ranks
 
     eval_loader = rankwise.Loader(eval_data, global_batch_size=64, shuffle=False)
     evaluation = rankwise.Evaluate(eval_loader, evaluate)
@@ -56,7 +56,7 @@ def main():
         for inputs, targets in micro_batches:
             loss = F.cross_entropy(model(inputs), targets, reduction="sum")
             sync.backward(loss, len(targets))
-            meters.add(loss=(loss.detach(), len(targets)))  # waits for no device and no rank
+            meters.add(loss=(loss.detach(), len(targets)))  # does not wait for a device or a rank
         sync.step()
         if step % EVERY == 0:
             loss_now = meters.reduce()["loss"].mean  # on all ranks: one message of a few bytes

@@ -1,4 +1,4 @@
-"""Figures that are no mean of a sum: a metric object, and predictions in the order of the dataset.
+"""Metrics that are not a sum divided by a count: a metric object, and predictions in the order of the dataset.
 
 python examples/07_evaluation.py                 one device
 rankwise run examples/07_evaluation.py           all devices of this machine
@@ -15,7 +15,7 @@ import rankwise
 
 
 class MacroF1:
-    """One of torchmetrics' does as well; an object of one's own says by `merge_state` how those of all ranks become one."""
+    """A metric of torchmetrics also works. Your own object needs `merge_state`, which combines the objects of all ranks."""
 
     def __init__(self, classes: int) -> None:
         self.classes = classes

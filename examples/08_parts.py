@@ -1,8 +1,8 @@
-"""A Trainer made of parts: an averaged model beside the trained one, early stopping, a logger, what happens now and then.
+"""A Trainer with parts: an averaged model beside the trained one, early stopping, a logger, and actions at intervals.
 
 python examples/08_parts.py                 one device
 rankwise run examples/08_parts.py           all devices of this machine
-rankwise run examples/08_parts.py --wandb   its metrics on Weights & Biases too (pip install wandb)
+rankwise run examples/08_parts.py --wandb   its metrics also on Weights & Biases (pip install wandb)
 """
 
 import argparse

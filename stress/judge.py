@@ -15,7 +15,7 @@ from rankwise.errors import CheckpointError
 
 
 class WrongError(Exception):
-    """What must not be."""
+    """Something that must not happen has happened."""
 
 
 def processes(folder: Path) -> list[psutil.Process]:
@@ -32,7 +32,7 @@ def processes(folder: Path) -> list[psutil.Process]:
 def judged(trial: Callable[[Path], None], where: Path | None = None) -> int:
     """0 if the trial found nothing wrong; 1 if it raised WrongError or CheckpointError, which is printed.
 
-    The trial gets a new folder in `where` (default: where temporary files are). What it started there does not outlive it.
+    The trial gets a new folder in `where` (default: the folder for temporary files). Processes that it has started are ended.
     """
     with tempfile.TemporaryDirectory(dir=where) as name:
         try:

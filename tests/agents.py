@@ -1,4 +1,4 @@
-"""Agents of several nodes on one machine, for tests: each host is reached by an ssh that stays here."""
+"""Agents of several nodes on one machine, for tests: the ssh to each host stays on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rankwise.run.plan import Host
 
 PLAN = plan(
     argv=("script.py",), on="ssh", nproc=0, tee="none", join_timeout_s=20.0, node_wait_s=4.0, grace_s=20.0, stall_warn_s=0.0,
-    fork=False,  # nothing here needs torch, and a rank that starts by itself is there in a blink
+    fork=False,  # nothing here needs torch, and a rank without a warm process starts at once
 )  # fmt: skip
 
 _SSH = """#!/bin/sh
@@ -31,7 +31,7 @@ exec sh -c "$3"
 
 
 class Agents:
-    """A run on hosts a, b, ... that are all this machine."""
+    """A run on hosts a, b, ... which are all this machine."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class Agents:
         return self
 
     def refuse(self, host: str, words: str) -> None:
-        """From now on ssh to this host ends with these words."""
+        """From now on, ssh to this host fails with these words."""
         (self.hosts / f"{host}.refuses").write_text(words)
 
     def lose(self, host: str) -> None:
@@ -66,7 +66,7 @@ class Agents:
         os.kill(int(wait_for(lambda: (self.hosts / f"{host}.pid").read_text(), "its ssh")), signal.SIGKILL)
 
     def pids(self) -> list[int]:
-        """Of the ranks of the newest attempt, once they are there."""
+        """The pids of the ranks of the newest attempt, when all have started."""
         return list(wait_for(lambda: self.run.world.exists() and self.run.attempts()[-1].pids, "the ranks"))
 
     def log(self, rank: int) -> str:

@@ -1,4 +1,4 @@
-"""What loaders hand out, as plain numbers: of all ranks, which are here objects of one process.
+"""What loaders return, as plain numbers, for all ranks, which here are objects in one process.
 
 assert flat(all_of(dataset, world_size=3, shuffle=False)) == list(range(13))
 """
@@ -19,7 +19,7 @@ def world(rank: int, world_size: int) -> World:
 
 
 def numbers(batch: Any) -> list[int]:
-    """The samples of a batch of any of the kinds."""
+    """The samples of a batch of any kind."""
     if isinstance(batch, dict):
         batch = batch["x"]
     if isinstance(batch, list | tuple):
@@ -30,7 +30,7 @@ def numbers(batch: Any) -> list[int]:
 
 
 Steps = list[list[list[int]]]
-"""Of each step, the micro-batches."""
+"""For each step, the micro-batches."""
 
 
 def steps_of(loader: Loader, limit: int | None = None) -> Steps:
@@ -43,7 +43,7 @@ def loaders(dataset: Any, world_size: int, **settings: Any) -> list[Loader]:
 
 
 def global_batches(per_rank: list[Steps]) -> list[list[int]]:
-    """Of each step the samples of all ranks, rank after rank."""
+    """For each step, the samples of all ranks, rank after rank."""
     assert len({len(steps) for steps in per_rank}) == 1, "ranks took different numbers of steps"
     return [[s for rank in step for micro in rank for s in micro] for step in zip(*per_rank, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Runs of `rankwise run` over virtual hosts, for tests: in the background, typed here or on one of them; what they leave."""
+"""Runs of `rankwise run` over virtual hosts, for tests: in the background, typed here or on a host, and what they leave."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ with open(f"told-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}
     file.write(" ".join([os.uname().nodename, *(os.environ[name] for name in names)]))
 print("rank", os.environ["RANK"], flush=True)
 """
-"""Each rank says who it is in a file, which names the hosts as well; `told` reads them."""
+"""Each rank writes a file with its numbers, whose name has the attempt and the rank; `told` reads these files."""
 
 SUM = """
 import torch, torch.distributed as dist
@@ -49,7 +49,7 @@ rankwise.barrier()
 found = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == world.master_port and not c.raddr]
 print(world.rank, *found, flush=True)
 """
-"""Each rank prints where the store listens, if it is its own."""
+"""The rank whose process has the store prints where it listens."""
 
 GATE = """
 import os, signal, sys, time
@@ -66,7 +66,7 @@ while row.pass_gate(step + 1):
 open(f"stopped-{world.rank}", "w").write(str(step))
 sys.exit(130 if row.reason == 2 else 75)
 """
-"""A loop with an agreed stop, as StopSignal's, without torch."""
+"""A loop with an agreed stop, like that of StopSignal, without torch."""
 
 LONG_STEPS = """
 import os, signal, sys, time
@@ -88,7 +88,8 @@ for step in (1, 2, 3):
     if first and step == 2:
         raise ConnectionError("Connection closed by peer")  # as the collective at the end of the step says it
 """
-"""Steps of so many seconds, with an agreed stop, without torch. The last rank is killed in the second, in the first attempt."""
+"""Steps of a given length, with an agreed stop, without torch. In the first attempt, the last rank is killed in the second
+step."""
 
 TRAIN = """
 import os, sys, time, torch, rankwise
@@ -115,13 +116,13 @@ trainer = rankwise.Trainer(
 )
 trainer.fit()
 """
-"""One epoch of so many steps; notes each step that was done, and by rank each sample that it took."""
+"""One epoch of a number of steps. Records each step that was done, and for each rank the samples that it used."""
 
 FOR_EVER = "\nimport time\ntime.sleep(600)\n"
 
 
 class Launched:
-    """A command in the background, and the run directory that it makes."""
+    """A command in the background, and the run directory that it creates."""
 
     def __init__(self, *words: str, name: str = "train", **environ: str) -> None:
         self.run = RunDir(Path("runs", name).absolute())
@@ -136,7 +137,7 @@ class Launched:
         self.began = time.monotonic()
 
     def wait(self) -> tuple[int, str]:
-        """(exit status, all that was printed)."""
+        """(exit status, the output)."""
         status = self.process.wait(timeout=DEADLINE_S)
         return status, self.output()
 
@@ -155,7 +156,7 @@ class Launched:
         return found
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Returns once it holds; fails with the output when the command ends before."""
+        """Returns when the condition holds. Fails with the output if the command ends first."""
 
         def holds() -> bool:
             if condition():
@@ -169,7 +170,7 @@ class Launched:
             time.sleep(0.02)
 
     def at_the_gate(self) -> None:
-        """Returns once all ranks of the newest attempt have passed their first step."""
+        """Returns when all ranks of the newest attempt have passed their first step."""
         self.until(lambda: self.run.world.exists() and self.run.attempts() and self.attempt().pids, "the ranks")
         ranks = self.attempt().ranks
         self.until(lambda: len(list(self.run.logs.glob("rank-*.log"))) >= ranks, "their logs")
@@ -180,7 +181,7 @@ class Launched:
 
     def end(self) -> None:
         if self.process.poll() is None:
-            for below in psutil.Process(self.process.pid).children(recursive=True):  # host-ctl's own, on the host
+            for below in psutil.Process(self.process.pid).children(recursive=True):  # the processes of host-ctl on the host
                 below.kill()
             self.process.kill()
         self.process.wait()
@@ -188,7 +189,7 @@ class Launched:
 
 @pytest.fixture
 def launch() -> Iterator[Callable[..., Launched]]:
-    """Starts a command; in the end nothing of it is left on any host, nor here."""
+    """Starts a command. At the end nothing of it is left on any host, nor here."""
     started: list[Launched] = []
 
     def start(*words: str, **environ: str) -> Launched:
@@ -207,7 +208,8 @@ def on(host: str, *words: str) -> list[str]:
 
 
 def has_started_again(run: Launched) -> None:
-    """A run of LONG_STEPS that may start again once did, and what ended the others was no request to stop."""
+    """Check that a run of LONG_STEPS that may restart has restarted once, and that the other ranks were not ended by a stop
+    request."""
     status, out = run.wait()
     assert status == 0, out
     assert [attempt.status for attempt in run.run.attempts()] == [137, 0]
@@ -216,7 +218,8 @@ def has_started_again(run: Launched) -> None:
 
 
 def batch(script: str) -> tuple[int | None, str]:
-    """Submit a user's own batch script of Slurm, which prints to own.log; (exit status, what it printed) when it has ended."""
+    """Submit a user's own batch script of Slurm, which prints to own.log. Returns (exit status, what it printed) when it has
+    ended."""
     submitted = subprocess.run(["sbatch", "--parsable", script], capture_output=True, text=True, check=True)
     ended = wait_for(
         lambda: state if (state := slurm.state({"id": submitted.stdout.strip()})).phase == "ended" else None, "its end"
@@ -225,18 +228,18 @@ def batch(script: str) -> tuple[int | None, str]:
 
 
 def told(attempt: int = 0) -> dict[int, list[str]]:
-    """By rank what TELL said: host, rank, world size, local rank, local world size, group rank, group world size."""
+    """For each rank what TELL wrote: host, rank, world size, local rank, local world size, group rank, group world size."""
     found = {int(path.name.rpartition("-")[2]): path.read_text().split() for path in Path.cwd().glob(f"told-{attempt}-*")}
     return dict(sorted(found.items()))
 
 
 def steps() -> list[int]:
-    """Those that TRAIN has noted, attempt after attempt."""
+    """The steps that TRAIN has recorded, attempt after attempt."""
     return [int(line) for line in Path("steps").read_text().split()] if Path("steps").exists() else []
 
 
 def samples() -> list[int]:
-    """All that TRAIN took, in order of their numbers."""
+    """All samples that TRAIN has used, sorted."""
     return sorted(int(line) for path in Path.cwd().glob("samples-*") for line in path.read_text().split())
 
 
@@ -246,7 +249,7 @@ def write(source: str, name: str = "train.py") -> str:
 
 
 def with_configuration(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """As if a user had that ~/.ssh/config: ssh looks for it where the password file says, not in $HOME."""
+    """As if a user had this ~/.ssh/config: ssh searches it in the folder that the password file gives, not in $HOME."""
     Path("config").write_text(text + f"\nHost *\n  User root\n  IdentityFile {STATE}/ssh/id\n  IdentitiesOnly yes\n")
     command = Path("bin", "ssh").absolute()
     command.parent.mkdir()
@@ -259,7 +262,7 @@ _DAEMONS = ("init", "sshd", "slurmd", "munged", "sge_execd", "sge_shepherd")
 
 
 def left() -> list[str]:
-    """Processes on the hosts that are none of their own."""
+    """Processes on the hosts that do not belong to the hosts themselves."""
     found = []
     for folder in STATE.glob("node*"):
         listed = subprocess.run([HOSTS / "host-ctl", "pids", folder.name], capture_output=True, text=True)

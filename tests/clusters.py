@@ -1,8 +1,8 @@
-"""The real thing on one machine: Open MPI and MPICH here; Slurm, Grid Engine or ssh over two virtual hosts. Debian, root.
+"""Real clusters on one machine: Open MPI and MPICH here; Slurm, Grid Engine or ssh over two virtual hosts. Debian, root.
 
-Packages that are missing are installed; where that, or a network namespace, cannot be had, the tests are skipped with the
-reason. One of the three is up at a time, until a test asks for another or the session is over; then its hosts and daemons are
-ended by their process ids. Packages stay.
+Missing packages are installed. If this, or a network namespace, is not possible, the tests are skipped with the reason. One of
+the three runs at a time, until a test needs another or the session ends; then its hosts and daemons are ended by their process
+ids. Packages remain installed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Start = Callable[..., Ended]
 
 
 def install(*packages: str) -> None:
-    """Skips the test where they are missing and cannot be installed."""
+    """Skip the test if the packages are missing and cannot be installed."""
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         pytest.skip(f"{', '.join(packages)}: missing, and to install them needs root on Debian")
     apt = ["apt-get", "-o", "DPkg::Lock::Timeout=300"]
@@ -46,7 +46,7 @@ def install(*packages: str) -> None:
 
 
 def started(*command: str, **environ: str) -> Ended:
-    """The command with this folder as its own and an empty home; its end is waited for."""
+    """Run the command with this folder as its current one and an empty home, and wait for its end."""
     home = Path.cwd().parent / "home"
     home.mkdir(exist_ok=True)
     env = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": "/tmp", **environ}
@@ -57,14 +57,14 @@ def started(*command: str, **environ: str) -> Ended:
 
 @pytest.fixture(scope="session")
 def openmpi() -> Start:
-    """Calls Open MPI's mpirun; more ranks than cores are allowed."""
+    """Calls Open MPI's mpirun; there may be more ranks than cores."""
     if shutil.which("mpirun.openmpi") is None:
         install("openmpi-bin")
-    # As root on a machine of few cores; as variables, so that a command line stays as it is written elsewhere.
+    # As root on a machine with few cores. As variables, so that a command line is the same as elsewhere.
     allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
 
     def mpirun(*words: str, **environ: str) -> Ended:
-        # Of two that end and begin at once in one folder, Open MPI's own cleaning up fails the second ("mkdir: File exists").
+        # If one run ends while another starts in the same folder, Open MPI's cleanup fails the second ("mkdir: File exists").
         with tempfile.TemporaryDirectory(dir="/tmp") as own:
             return started("mpirun.openmpi", *words, **{**allow, "TMPDIR": own, **environ})
 
@@ -92,7 +92,8 @@ _UP = {
 
 
 class _Machine:
-    """The hosts' names, addresses and daemons are this machine's: who has its lock has it alone, and one set of hosts."""
+    """The hosts' names, addresses and daemons are those of this machine: only the process that has its lock may use them, for
+    one set of hosts."""
 
     def __init__(self) -> None:
         self._lock: TextIO | None = None
@@ -100,7 +101,7 @@ class _Machine:
         self._lacks: dict[str, str] = {}
 
     def use(self, what: str, session: pytest.Session) -> None:
-        """From here on its hosts are those of `what`. Skips the test where that cannot be."""
+        """From now on the hosts are those of `what`. Skips the test if this is not possible."""
         if os.geteuid() != 0:
             pytest.skip("virtual hosts need root")
         if self._lock is None:
@@ -135,7 +136,7 @@ class _Machine:
             subprocess.run([HOSTS / script], check=True, capture_output=True, timeout=120)
 
     def end(self) -> None:
-        """No hosts are up, and others may have the machine."""
+        """Stop all hosts, so that others may use the machine."""
         try:
             self._down()
         finally:
@@ -144,46 +145,47 @@ class _Machine:
                 self._lock = None
 
 
-_machine = _Machine()  # not a fixture: those that several modules import exist once a module
+_machine = _Machine()  # not a fixture: one that several modules import exists once per module
 
 
 @pytest.fixture
 def slurm(request: pytest.FixtureRequest) -> Start:
-    """Two hosts with Slurm, on each of which its own name is 127.0.1.1; calls a command here as a user does."""
+    """Two hosts with Slurm; on each, its own name is 127.0.1.1. Calls a command on this machine like a user."""
     _machine.use("slurm", request.session)
     return started
 
 
 @pytest.fixture
 def slurm_elsewhere(request: pytest.FixtureRequest) -> None:
-    """For a runner that brings up Slurm itself: it can (else the test is skipped), and no hosts are up."""
+    """For a runner that starts Slurm itself: this is possible (otherwise the test is skipped), and no hosts are running."""
     _machine.use("slurm", request.session)
     _machine.end()
 
 
 @pytest.fixture
 def sge(request: pytest.FixtureRequest) -> Start:
-    """Two hosts, node1 and node2, with Grid Engine; calls a command here, where jobs are submitted."""
+    """Two hosts, node1 and node2, with Grid Engine. Calls a command on this machine, where jobs are submitted."""
     _machine.use("sge", request.session)
     return started
 
 
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest) -> Start:
-    """Two hosts, node1 and node2, that this one reaches by ssh: their keys are known by their names; calls a command here."""
+    """Two hosts, node1 and node2, that this machine reaches over ssh: their keys are known by their names. Calls a command on
+    this machine."""
     _machine.use("hosts", request.session)
     return started
 
 
 @pytest.fixture
 def debian_hosts(request: pytest.FixtureRequest) -> Start:
-    """The same where each host's own name is 127.0.1.1, as Debian installs it, and all have IPv6 addresses too."""
+    """The same, but each host's own name is 127.0.1.1, as Debian installs it, and all also have IPv6 addresses."""
     _machine.use("debian", request.session)
     return started
 
 
 def _take(lock: TextIO) -> None:
-    """Wait for other tests on this machine, but not for ever: what a killed one left may hold the lock."""
+    """Wait for other tests on this machine, but not forever: a process that a killed test left may hold the lock."""
     deadline = time.monotonic() + LOCK_S
     while True:
         try:
@@ -196,7 +198,7 @@ def _take(lock: TextIO) -> None:
 
 @pytest.fixture
 def script() -> str:
-    """Joins, adds up the ranks, and says what it knows in one line."""
+    """A script that connects the ranks, adds up their numbers, and prints what it knows in one line."""
     Path("train.py").write_text(
         "import rankwise, torch\n"
         "world = rankwise.init(join_timeout_s=60)\n"
@@ -207,7 +209,7 @@ def script() -> str:
 
 
 def ranks(done: Ended) -> list[list[int]]:
-    """What `script` said, by rank."""
+    """What `script` printed, by rank."""
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted([int(float(word)) for word in line.split()] for line in done.stdout.splitlines() if line[:1].isdigit())
 

@@ -1,4 +1,4 @@
-"""Each test starts in an empty folder, with an environment that knows of no other rank."""
+"""Each test starts in an empty folder, with an environment in which there are no other ranks."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ _FOREIGN = (
     "TORCHELASTIC",
     "RANKWISE_",
     "SUBMITIT",
-    "PYTHONUNBUFFERED",  # a line printed by one of several processes on one pipe would come in pieces
+    "PYTHONUNBUFFERED",  # without it, several processes on one pipe would print parts of lines
 )
 
 
 def pytest_configure() -> None:
-    """Who starts the tests by nohup, or behind a shell's back, has them ignore these; what the tests start must not."""
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of Pythons are started here: each would compile all of ours
+    """If the tests are started by nohup or in the background of a shell, these signals are ignored; what the tests start must
+    not ignore them."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of Pythons start here, and each would compile all our files
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, lambda *_: None)  # passed over here as before; a handler does not survive an exec
+        signal.signal(signal.SIGHUP, lambda *_: None)  # ignored here as before; but a handler does not survive an exec
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,7 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than the cores that we may use: a test waits a fifth of its time. Each imports torch, so many gain nothing."""
+    """One more than the cores that we may use: a test waits for a fifth of its time. Each worker imports torch, so many more do
+    not help."""
     return min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
@@ -61,7 +63,7 @@ _ON_HOSTS = ("tests/cluster/", "tests/stress/test_preemptions.py::test_a_preempt
 
 
 class _ByHosts(LoadScopeScheduling):
-    """Tests that need virtual hosts run in one worker, one after the other; each other test where there is room."""
+    """Tests that need virtual hosts run in one worker, one after the other; other tests run in any free worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "hosts" if nodeid.startswith(_ON_HOSTS) and "/test_under_mpirun.py" not in nodeid else nodeid
@@ -72,8 +74,8 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """What was left out and the command for it; what all of it took."""
-    if config.option.markexpr in config.getini("addopts"):  # the default tier: nobody has asked for another
+    """What was skipped and the command for it, and what took how long."""
+    if config.option.markexpr in config.getini("addopts"):  # the default tier: the user has chosen no other
         terminalreporter.write_line(
             "left out: real Slurm, Grid Engine, Open MPI, MPICH and ssh hosts (needs root on Debian), and stress; to run them, "
             f'type: {Path(sys.executable)} -m pytest -m "cluster or stress"'
@@ -89,14 +91,14 @@ def _clock(seconds: float) -> str:
 
 
 _CLUSTERS = ("slurm", "sge", "debian_hosts", "hosts", "ssh", "openmpi", "mpich")
-"""What says which hosts a test needs: a fixture, or a value of a parameter by which it asks for one."""
+"""Says which hosts a test needs: a fixture, or the value of a parameter."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need the same hosts come after each other, wherever they are: to bring others up takes seconds each time.
+    """Tests that need the same hosts run one after the other, wherever they are: to start other hosts takes seconds each time.
 
-    A whole dose of a stress test has no time limit; a small one has not the tests marked `stress(dose="whole")`, more attempts
-    at what others of it have tried.
+    The whole dose of a stress test has no time limit. The small dose excludes tests marked `stress(dose="whole")`, which only
+    try more of what other tests have tried.
     """
     stress = {item: mark for item in items if (mark := item.get_closest_marker("stress")) is not None}
     if config.getoption("dose") == "whole":
@@ -110,7 +112,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _cluster(item: pytest.Item) -> int:
-    """In the order of _CLUSTERS; tests that need no hosts come first."""
+    """The index in _CLUSTERS. Tests that need no hosts come first."""
     if item.get_closest_marker("cluster") is None:
         return -1
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
@@ -121,12 +123,12 @@ def _cluster(item: pytest.Item) -> int:
 @pytest.fixture(autouse=True)
 def _empty_place(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    # Not the configuration of whoever runs the tests. Ranks that are spawned start without torch: to import it takes the
-    # time of ten such runs, and the tests whose subject is the fork, or whose script needs torch, ask for it.
+    # Not the configuration of the person who runs the tests. Spawned ranks start without torch, whose import takes the time of
+    # ten such runs. Tests of the fork, or whose script needs torch, ask for it.
     configuration = tmp_path_factory.mktemp("configuration")
     (configuration / "rankwise.toml").write_text('start-method = "spawn"\n')
     monkeypatch.setenv("XDG_CONFIG_HOME", str(configuration))
-    # As in an active environment: there the command is called `rankwise`.
+    # As in an active environment, in which the command is `rankwise`.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     for name in list(os.environ):
         if name.startswith(_FOREIGN):
@@ -144,7 +146,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def rankwise() -> Run:
-    """Calls the command as a user does; returns what it printed."""
+    """Calls the command like a user, and returns what it printed."""
 
     def run(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

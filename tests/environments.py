@@ -1,9 +1,9 @@
-"""What launchers really set, as read on real clusters: one mapping a process, nothing in it that was not seen there.
+"""What launchers really set, copied from real clusters: one mapping per process, with nothing that was not found there.
 
 discover(SLURM_STEP[2])      # the third of four tasks of `srun -N2 --ntasks-per-node=2`
 
-Slurm 22.05, Son of Grid Engine 8.1.9, Open MPI 4.1.4, MPICH 4.0.2; the variables that say nothing of ranks are left out,
-but for a few that mislead.
+Slurm 22.05, Son of Grid Engine 8.1.9, Open MPI 4.1.4, MPICH 4.0.2. Variables that say nothing about ranks are omitted, except
+for a few that mislead.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ SLURM_BATCH: Env = {
 """sbatch -N2 -n6: the batch shell, on the first node"""
 
 SLURM_BATCH_WRAP: Env = {name: value for name, value in SLURM_BATCH.items() if name not in ("SLURM_NTASKS", "SLURM_NPROCS")}
-"""sbatch -N2 --wrap …: no -n, no NTASKS"""
+"""sbatch -N2 --wrap …: no -n, so no NTASKS"""
 
 SLURM_BATCH_ONE: Env = {**SLURM_BATCH_WRAP, "SLURM_NNODES": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "16"}
-"""sbatch --wrap …: one node, and Slurm says how many tasks its cores could hold"""
+"""sbatch --wrap …: one node, and the number of tasks that its cores could hold"""
 
 SLURM_STEP_IN_BATCH: list[Env] = [{**SLURM_BATCH, **task, "SLURM_NTASKS_PER_NODE": "2"} for task in SLURM_STEP]
-"""srun inside sbatch: what the batch shell had stays, where the step does not say it anew"""
+"""srun inside sbatch: variables of the batch shell remain, unless the step sets them too"""
 
 SLURM_SALLOC: Env = {
     "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_NNODES": "2", "SLURM_NODELIST": "node[1-2]",
@@ -56,7 +56,7 @@ SLURM_INTERACTIVE: Env = {
     **SLURM_SALLOC, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
     "SLURM_NODEID": "0", "SLURM_GTIDS": "0",
 }  # fmt: skip
-"""The same where LaunchParameters=use_interactive_step puts that shell on the first node. Read in slurm.h, not seen."""
+"""The same if LaunchParameters=use_interactive_step puts this shell on the first node. From slurm.h, not from a cluster."""
 
 SLURM_OVERLAP: Env = {
     **_JOB_OF_TWO, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0", "SLURM_NTASKS": "1",
@@ -101,7 +101,7 @@ SLURM_AGENTS: list[Env] = [
     }
     for node in range(3)
 ]
-"""srun --ntasks-per-node=1 -n3: an agent a node"""
+"""srun --ntasks-per-node=1 -n3: one agent per node"""
 
 SLURM_ARRAY: Env = {
     **SLURM_BATCH_ONE, "SLURM_JOB_ID": "16", "SLURM_NTASKS": "1", "SLURM_ARRAY_JOB_ID": "15", "SLURM_ARRAY_TASK_ID": "3",
@@ -130,7 +130,8 @@ OPENMPI_IN_SBATCH: list[Env] = [
     *({**SLURM_BATCH, "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", **openmpi(rank, 4, rank, 2)} for rank in (0, 1)),
     *({**SLURM_OVERLAP, "SLURM_STEP_ID": "0", **openmpi(rank, 4, rank - 2, 2)} for rank in (2, 3)),
 ]
-"""mpirun inside sbatch: on the batch host no step; elsewhere a step of one task a node, in which each rank seems alone"""
+"""mpirun inside sbatch: no step on the batch host; elsewhere a step with one task per node, in which each rank seems to be
+alone"""
 
 # --- MPICH
 
@@ -155,7 +156,7 @@ MPICH_IN_SBATCH: list[Env] = [
     }
     for rank in range(4)
 ]  # fmt: skip
-"""mpirun inside sbatch: one step over all nodes with a task a node; PROCID is the node's index"""
+"""mpirun inside sbatch: one step over all nodes with one task per node; PROCID is the index of the node"""
 
 # --- SGE
 
@@ -181,11 +182,11 @@ SGE_TASK: Env = {
     "JOB_ID": "2", "PE": "mpi", "QUEUE": "main.q", "TMPDIR": "/scratch/2.1.main.q", "JOB_NAME": "petask", "JOB_SCRIPT": "QRSH",
     "NSLOTS": "1", "NHOSTS": "1",
 }  # fmt: skip
-"""qrsh -inherit node1: the counts are that host's"""
+"""qrsh -inherit node1: the numbers are those of this host"""
 
 OPENMPI_IN_SGE: list[Env] = [
     {**SGE_SCRIPT, **openmpi(0, 3, 0, 2)},
     {**SGE_SCRIPT, **openmpi(1, 3, 1, 2)},
     {**SGE_TASK, "PE_HOSTFILE": SGE_SCRIPT["PE_HOSTFILE"], **openmpi(2, 3, 0, 1)},
 ]
-"""mpirun inside SGE: remote ranks come through qrsh, and the file that PE_HOSTFILE names is on the first host only"""
+"""mpirun inside SGE: remote ranks are started by qrsh, and the file in PE_HOSTFILE is only on the first host"""

@@ -1,11 +1,11 @@
-"""A GPU for tests on a machine without one: its tensors say another device, compute on the CPU, and refuse to mix.
+"""A GPU for tests on a machine without one: its tensors report another device, compute on the CPU, and refuse to be mixed.
 
     uses = on_a_fake_gpu("examples/02_own_loop.py")
     assert {device for _, device in uses} == {"meta"}
 
-torch reports it as its accelerator, of type `meta`: the one device type other than the CPU that autograd knows in every build
-of torch. Here its tensors have values. What is given to a module with parameters, what an optimizer steps on, and what the
-script itself reduces or broadcasts is noted with its device.
+torch reports it as its accelerator, of type `meta`: the only device type other than the CPU that autograd knows in every build
+of torch. Here its tensors have values. rankwise's use is recorded with its device: what is passed to a module with parameters,
+what an optimizer steps on, and what the script itself reduces or broadcasts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GPU = torch.device("meta")
 
 
 class OnGpu(torch.Tensor):
-    """What looks like a tensor on the GPU; `held` has its values."""
+    """Looks like a tensor on the GPU; `held` has its values."""
 
     held: torch.Tensor
 
@@ -53,7 +53,7 @@ class OnGpu(torch.Tensor):
         return OnGpu(inner["held"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """In a file it is the tensor of the CPU: a checkpoint of a GPU's tensors is read on any machine."""
+        """In a file it is a tensor of the CPU: a checkpoint of a GPU's tensors can be read on any machine."""
         return self.held.__reduce_ex__(protocol)
 
     def tolist(self) -> Any:
@@ -68,7 +68,7 @@ class OnGpu(torch.Tensor):
 
 
 def computed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Raises RuntimeError, as a GPU does, if tensors of the CPU and the GPU are given together."""
+    """Raises RuntimeError, like a GPU, if tensors of the CPU and the GPU are passed together."""
     device = kwargs.get("device")
     moves = function._schema.name.split("::")[1] in ("_to_copy", "copy_", "_foreach_copy_")
     given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
@@ -93,7 +93,7 @@ def computed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class _MakesTensors(TorchDispatchMode):
-    """For what is given no tensor: `torch.zeros(2, device=...)`, and what moves one of the CPU there."""
+    """For calls that get no tensor, such as `torch.zeros(2, device=...)`, and for moving a tensor from the CPU to the GPU."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return computed(function, args, kwargs or {})
@@ -104,11 +104,11 @@ Uses = Counter[tuple[str, str]]
 
 
 def on_a_fake_gpu(script: str, *words: str) -> Uses:
-    """Runs a script in this process, a rank that is alone, as on a machine with one GPU."""
+    """Run a script in this process, a single rank, as on a machine with one GPU."""
     uses: Uses = Counter()
-    Path(script).write_text(Path(script).read_text().replace(", fused=True", ""))  # that kernel knows the types of devices
+    Path(script).write_text(Path(script).read_text().replace(", fused=True", ""))  # this kernel checks the types of devices
     sys.argv = [script, *words]
-    # As torchrun says it to one rank: for a script that asks itself.
+    # The variables that torchrun sets for one rank: for a script that reads them itself.
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     with _fake_gpu(), _noting(uses):
         runpy.run_path(script, run_name="__main__")
@@ -117,7 +117,7 @@ def on_a_fake_gpu(script: str, *words: str) -> Uses:
 
 @contextlib.contextmanager
 def _fake_gpu() -> Iterator[None]:
-    """torch says that there is one."""
+    """torch reports one GPU."""
     accelerator = torch.accelerator
     fakes = {
         "current_accelerator": lambda check_available=False: GPU, "is_available": lambda: True, "device_count": lambda: 1,
@@ -126,9 +126,9 @@ def _fake_gpu() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(accelerator, name, fake))
-        for name in ("tensor", "as_tensor"):  # of a list: torch itself leaves values out for this type of device
+        for name in ("tensor", "as_tensor"):  # from a list: torch itself creates no values for this type of device
             stack.enter_context(mock.patch.object(torch, name, _moved(getattr(torch, name))))
-        # On one rank nothing is sent, and DDP is what it wraps.
+        # On one rank nothing is sent, and DDP is the module that it wraps.
         stack.enter_context(mock.patch.dict(dist.Backend.default_device_backend_map, {GPU.type: "gloo"}))
         stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", _DoesNotWrap))
         stack.enter_context(_MakesTensors())
@@ -136,7 +136,7 @@ def _fake_gpu() -> Iterator[None]:
 
 
 class _DoesNotWrap:
-    """In the place of DDP, a class as it is one."""
+    """Replaces DDP; a class, because DDP is one."""
 
     def __new__(cls, model: nn.Module, **_: Any) -> Any:
         return model

@@ -1,4 +1,4 @@
-"""A file server on loopback, which can be slow, stall, break off, and know nothing of parts of files."""
+"""A file server on loopback, which can be slow, stall, break connections, and refuse to send parts of files."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 
 
 class FileServer(http.server.ThreadingHTTPServer):
-    """Of the files in `folder`. Change the attributes while it runs."""
+    """Serves the files in `folder`. Change the attributes while it runs."""
 
     daemon_threads = True
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder = folder
-        self.parts = True  # of files, on request
-        self.stalls_after: int | None = None  # bytes of all answers together
-        self.breaks_off = 0  # so many answers, in their middle
-        self.sent: dict[str, int] = {}  # bytes, by the name of the file
-        self.asked = 0  # requests
+        self.parts = True  # send parts of files, on request
+        self.stalls_after: int | None = None  # after this many bytes of all answers together
+        self.breaks_off = 0  # break this many answers in the middle
+        self.sent: dict[str, int] = {}  # bytes sent, by the name of the file
+        self.asked = 0  # number of requests
         self.go_on = threading.Event()  # ends a stall
 
     def url(self, name: str) -> str:
@@ -38,7 +38,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             super().handle()
 
     def log_message(self, *args: object) -> None:
-        """Nothing."""
+        """Print nothing."""
 
     def do_HEAD(self) -> None:
         self._answer(body=False)

@@ -1,5 +1,5 @@
-"""Gossip averaging (Blot et al. 2016, arXiv:1611.09726), written against the protocol alone: every few steps each rank averages
-its parameters with one neighbour's, so that there is no common average until somebody asks."""
+"""Gossip averaging (Blot et al. 2016, arXiv:1611.09726), written with the protocol alone: every few steps each rank averages
+its parameters with those of one neighbour, so there is no common average until somebody needs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of `rankwise run` for tests: in the background, watched through what they leave, and nothing left of them after."""
+"""Runs of `rankwise run` for tests: in the background, watched through the files that they write, and without leftovers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rankwise.run.directory import RunDir
 DEADLINE_S = 30.0
 
 FORKED = ("--nproc", "2", "--start-method", "fork")
-"""Options of a run whose subject is the warm process. Other runs have one where their script imports torch (conftest.py)."""
+"""Options of a run that tests the warm process. In other runs it exists only if their script imports torch (conftest.py)."""
 
 
 def wait_for(condition: Callable[[], Any], what: str, instead: Callable[[], str] = str) -> Any:
-    """The first true value of `condition`; fails after a deadline, with what there is `instead`."""
+    """The first true value of `condition`. Fails after a deadline, with the text of `instead`."""
     deadline = time.monotonic() + DEADLINE_S
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}: {instead()}"
@@ -65,12 +65,12 @@ class Launched:
         )  # type: ignore[call-overload]  # fmt: skip
 
     def pids(self) -> list[int]:
-        """Of the ranks, once they are there."""
+        """The pids of the ranks, when they exist."""
         wait_for(lambda: self.run.world.exists() and self.run.attempts()[-1].pids, "the ranks")
         return list(self.run.attempts()[-1].pids)
 
     def agent(self) -> int:
-        """Its pid, once it is there. The launcher has other children too: it asks git what the code is."""
+        """Its pid, when it exists. The launcher also has other children, because it asks git for the code."""
         return wait_for(
             lambda: [pid for pid in processes.children(self.process.pid) if b"rankwise.agent" in _words(pid)], "an agent"
         )[0]
@@ -100,7 +100,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         script = tmp_path / "script.py"
         script.write_text(source)
         if "--start-method" not in options and re.search(r"import .*(torch|rankwise)", source):
-            options = (*options, "--start-method", "fork")  # the ranks of one import
+            options = (*options, "--start-method", "fork")  # all ranks use one import
         started.append(Launched(tmp_path, *options, str(script), *words, **popen))
         return started[-1]
 

@@ -1,4 +1,4 @@
-"""For the tests of what starts agents: plans, plain ones and ones whose every word is hostile, and an mpirun of our own."""
+"""For tests of the code that starts agents: plans, plain ones and ones in which every word is hostile, and a fake mpirun."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOSTILE = 'a b/$(touch x);it\'s "here"'
 
 
 def plan(folder: str = "/home/me", run: str = "runs/train", **changes: Any) -> Plan:
-    """Two nodes in that folder; `changes` by the names of Plan."""
+    """A plan for two nodes in this folder; `changes` by the names of Plan."""
     values: dict[str, Any] = {
         "version": 2,
         "run_id": "x",
@@ -59,7 +59,7 @@ def hostile(**changes: Any) -> Plan:
 
 
 def golden(name: str) -> str:
-    """The text that a scheduler is to render here."""
+    """The text that a scheduler must render."""
     return (GOLDEN / name).read_text().replace("@PYTHON@", shlex.quote(sys.executable))
 
 
@@ -68,17 +68,17 @@ TWO_HOSTS = (Host("node1", 2), Host("node2", 0))
 
 @pytest.fixture
 def mpirun(tmp_path: Path) -> Callable[..., list[str]]:
-    """Runs a text as its first line says; returns the words that mpirun got, whose stdin must be at its end."""
+    """Runs a text by its first line, and returns the words that mpirun got. Its stdin must be at its end."""
     command = tmp_path / "bin" / "mpirun"
     command.parent.mkdir()
-    python = shlex.quote(sys.executable)  # a path of any name, which a line that begins with #! may not hold
+    python = shlex.quote(sys.executable)  # a line that starts with #! does not allow every path
     source = "import json, sys; print(json.dumps([sys.argv[1:], sys.stdin.read()]))"
     command.write_text(f'#!/bin/sh\nexec {python} -c {shlex.quote(source)} "$@"\n')
     command.chmod(0o755)
 
     def run(text: str, **environ: str) -> list[str]:
         env = {"PATH": f"{command.parent}:/usr/bin:/bin", **environ}
-        read, write = os.pipe()  # never at its end while this holds the other side
+        read, write = os.pipe()  # not at its end while this process holds the other side
         try:
             done = subprocess.run(["/bin/sh", "-c", text], env=env, stdin=read, capture_output=True, text=True, timeout=30)
         finally:

@@ -1,14 +1,14 @@
-"""Ranks for tests: a function called on N processes of a gloo group, in a tenth of a second.
+"""Ranks for tests: calls a function on N processes of a gloo group, in a tenth of a second.
 
     assert on_ranks(2, add_one, 3) == [4, 4]
 
-The processes are forked from a clean one that has imported torch (multiprocessing's forkserver), so `function` lives at the
-top of a module. What it raises on a rank is raised here, with the rank's traceback. `environ` has for each rank what its
-launcher sets, in the place of torchrun's variables on one node; `init` goes to `rankwise.init`.
+The processes are forked from a clean one that has imported torch (multiprocessing's forkserver), so `function` must be at the
+top level of a module. What it raises on a rank is raised here, with the rank's traceback. `environ` has for each rank what its
+launcher sets, instead of torchrun's variables on one node; `init` is passed to `rankwise.init`.
 
     [done] = scripts_on_ranks(1, "train.py", "--lr", "0.1")
 
-is `python train.py --lr 0.1` without its start: a process that is forked likewise, prints into a file and ends as Python does.
+is `python train.py --lr 0.1` without its start: a process that is also forked, prints into a file and exits like Python.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# What the modules of tests import, too: each rank imports that of its function, and pytest alone takes longer than the rest.
+# Also what the modules of tests import: each rank imports the module of its function, and pytest alone takes longer than the
+# rest.
 _CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "rankwise.trainer", "numpy", "pytest", "psutil", "torchmetrics"])
 
-_EXIT_S = 5.0  # all have answered and exit by themselves; under coverage they save first (stress/coverage)
+_EXIT_S = 5.0  # all have answered and exit by themselves; to measure coverage they save first (stress/coverage)
 
 
 class RankError(AssertionError):
-    """A rank raised; the text is its traceback."""
+    """A rank has raised; the text is its traceback."""
 
 
 def torchrun(rank: int, n: int, local_world_size: int) -> dict[str, str]:
-    """torchrun's variables, with `local_world_size` ranks a node."""
+    """torchrun's variables, with `local_world_size` ranks per node."""
     return {
         "RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank % local_world_size),
         "LOCAL_WORLD_SIZE": str(local_world_size), "GROUP_RANK": str(rank // local_world_size),
@@ -92,8 +93,8 @@ def on_ranks(
 
 @contextlib.contextmanager
 def _address() -> Iterator[dict[str, str]]:
-    """Where ranks meet."""
-    with socket.socket() as holder:  # bound and never listening: the port stays ours until the store listens on it
+    """The address at which ranks connect."""
+    with socket.socket() as holder:  # bound, but not listening: nobody else gets the port before the store listens on it
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("", 0))
         yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1])}
@@ -102,9 +103,10 @@ def _address() -> Iterator[dict[str, str]]:
 def scripts_on_ranks(
     n: int, *argv: str, timeout_s: float = 60.0, launched: bool = False
 ) -> list[subprocess.CompletedProcess[str]]:
-    """What `python argv` prints on each of n ranks (stdout has both streams), and how it ends; -9 where it was ended here.
+    """What `python argv` prints on each of n ranks (stdout has both streams), and how it ends; -9 if it was killed here.
 
-    Several ranks have torchrun's variables, one that is `launched` too. `argv` begins with a script, or with -m and a module.
+    Several ranks have torchrun's variables; a single one only with `launched`. `argv` starts with a script, or with -m and a
+    module.
     """
     out = [Path(f"/dev/shm/rankwise-test-{uuid.uuid4().hex}") for _ in range(n)]
     with _address() as address:
@@ -132,7 +134,7 @@ def scripts_on_ranks(
 
 
 def _script(environ: dict[str, str], out: str, cwd: str, argv: tuple[str, ...]) -> None:
-    """All that makes a forked process `python argv`, and its end that of Python."""
+    """Turns a forked process into `python argv`, which exits like Python."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
@@ -193,7 +195,7 @@ def _rank(
 
     import rankwise
 
-    multiprocessing.set_start_method("fork", force=True)  # for loader workers; a forkserver's would begin with an import
+    multiprocessing.set_start_method("fork", force=True)  # for loader workers; those of a forkserver would start with an import
     torch.set_num_threads(1)
     rankwise.init(**init)
     try:
@@ -203,6 +205,6 @@ def _rank(
     writer.send(answer)
     writer.close()
     if answer[0]:
-        with contextlib.suppress(RuntimeError):  # one that is done may be killed before another has heard of it
+        with contextlib.suppress(RuntimeError):  # a rank that is done may be killed before another has got the answer
             rankwise.barrier()
-    os._exit(0)  # the reader has the answer; taking torch apart costs more than the test
+    os._exit(0)  # the reader has the answer; to unload torch takes longer than the test

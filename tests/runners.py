@@ -1,4 +1,4 @@
-"""Runs what a person types in stress/ and benchmarks/, and takes the exit status for the answer."""
+"""Runs a command of stress/ or benchmarks/, as typed, and checks its exit status."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else "/tmp"
 
 
 def right(runner: str, *words: str) -> str:
-    """What the runner printed; fails with that if it did not exit with 0.
+    """What the runner printed. Fails with this text if the runner did not exit with 0.
 
-    The time limit is that of the test: then the runner is interrupted and ends what it started.
+    The time limit is that of the test: then the runner is interrupted, and ends what it has started.
     """
     command = [sys.executable, str(ROOT / runner), *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

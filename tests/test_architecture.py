@@ -1,4 +1,4 @@
-"""The house rules as tests: layers, light imports, sizes, words."""
+"""The rules of this project as tests: layers, light imports, sizes, words."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ PACKAGES = {
     "__init__": "errors dist data stop telemetry training sync checkpoint actions evaluation trainer checks functions hdf5",
     "__main__": "cli",
 }
-"""From the ground up: what each package or module at the top may import besides itself. A package names only those above its
-line, so an import points down. An entry that is no longer needed is an error too."""
+"""From the bottom up: what each package or module at the top may import besides itself. A package lists only those above its
+line, so imports point down. An entry that is no longer needed is also an error."""
 
 TORCH_FREE = {
     "errors", "host", "run", "ipc", "schedulers", "agent", "launch", "report", "functions", "cli", "__init__", "__main__",
@@ -54,13 +54,13 @@ TORCH_FREE = {
     "checkpoint/manifest", "checkpoint/retention", "actions/__init__", "training/__init__", "sync/__init__", "sync/names",
     "checks/__init__", "checks/compare", "checks/difference", "checks/finding", "checks/script", "checks/settings",
 }  # fmt: skip
-"""Packages and files that import no torch, neither themselves nor by what they import; in a function they may."""
+"""Packages and files that import no torch, neither directly nor through other imports. Inside a function they may."""
 
 BESIDE = (
     "agent/fork_server", "agent/collective_notes", "agent/exception_record", "agent/private_names", "host/main_script",
 )  # fmt: skip
-"""The file that the script's own interpreter runs by its path, and what it loads from there: under another name, so by relative
-imports. They import each other, the standard library and torch."""
+"""The file that the script's interpreter runs by its path, and the files that it loads from there under another name, so by
+relative imports. They import only each other, the standard library and torch."""
 
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -76,7 +76,8 @@ def name_of(path: Path) -> str:
 
 
 def imports(path: Path, at_start: bool = False) -> list[str]:
-    """Every module that a file imports, anywhere in it, `from a import b` as both `a` and `a.b`; or only `at_start`."""
+    """Every module that a file imports, anywhere in it, `from a import b` as both `a` and `a.b`; with `at_start`, only on
+    import."""
     found = []
     for node in _at_start(ast.parse(path.read_text())) if at_start else ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -91,7 +92,7 @@ def imports(path: Path, at_start: bool = False) -> list[str]:
 
 
 def _at_start(node: ast.AST) -> Iterator[ast.AST]:
-    """What is run when the module is imported."""
+    """The statements that run when the module is imported."""
     for child in ast.iter_child_nodes(node):
         typing_only = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
         if not isinstance(child, ast.FunctionDef) and not typing_only:
@@ -100,12 +101,12 @@ def _at_start(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def packages_of(modules: list[str]) -> set[str]:
-    """The packages of ours among them; `rankwise` itself is none."""
+    """Our packages among these modules; `rankwise` itself is not counted."""
     return {parts[1] for m in modules if (parts := m.split("."))[0] == "rankwise" and len(parts) > 1 and parts[1] in PACKAGES}
 
 
 def not_allowed(path: Path, modules: list[str]) -> set[str]:
-    """The packages that a file imports and its own package may not."""
+    """The packages that a file imports although its own package must not."""
     return packages_of(modules) - set(PACKAGES[package(path)].split()) - {package(path)}
 
 
@@ -146,11 +147,11 @@ def test_an_import_that_points_up_is_found() -> None:
 
 
 ORDINARY = {"local", "manual", "others"}
-"""Names of schedulers that are words of other things too."""
+"""Names of schedulers that also have other meanings."""
 
 
 def named_schedulers(path: Path) -> list[str]:
-    """Where a file speaks of one scheduler, but for its texts for people: an identifier, a string that is its name."""
+    """Where a file mentions one scheduler, except for texts for the user: an identifier, or a string that is its name."""
     tree = ast.parse(path.read_text())
     names = {*schedulers.launchers({}), *schedulers.queues()}
     special = names - ORDINARY
@@ -192,7 +193,7 @@ def test_launch_and_agent_know_only_the_plan_and_the_run_directory_of_each_other
 
 
 def with_torch() -> dict[str, str]:
-    """Each file whose import imports torch, and by which import it does."""
+    """Each file whose import imports torch, and the import that causes this."""
     at_start = {name_of(path): set(imports(path, at_start=True)) for path in FILES}
     module = {name: "rankwise." + name.replace("/", ".").removesuffix(".__init__") for name in at_start}
     found = {n: m for n, modules in at_start.items() for m in modules if m.split(".")[0] == "torch"}
@@ -226,7 +227,7 @@ def test_the_warm_process_needs_nothing_but_the_standard_library_and_torch(name:
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Without signature and docstring; with the functions inside it."""
+    """The number of lines without signature and docstring, but with inner functions."""
     body = function.body if ast.get_docstring(function) is None else function.body[1:]
     return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 
@@ -250,8 +251,8 @@ OF_OTHERS = {"_fields", "_exit", "_reductions", "_usr_sig"}
 
 
 def private_names(path: Path) -> set[str]:
-    """Those with one underscore in front that a file reads, writes or asks for and does not define. On `self`, `cls` and
-    `super()` they are defined somewhere in the package; `_rankwise_...` is what we hang on an object of torch."""
+    """Names with one underscore in front that a file reads, writes or asks for but does not define. On `self`, `cls` and
+    `super()`, they are defined somewhere in the package; `_rankwise_...` is what we set on an object of torch."""
     tree = ast.parse(path.read_text())
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and not _is_own(node.value)}
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""A training over attempts of 2, 3, 1 and 4 ranks, each but the last killed, is the one whose attempts end cleanly."""
+"""A training in attempts on 2, 3, 1 and 4 ranks, each but the last killed, equals one whose attempts end cleanly."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from rankwise.telemetry import writers
 from rankwise.training.state import TrainState
 
 SAMPLES = 50
-GLOBAL_BATCH = 8  # an epoch is 6 steps of 8 samples and one of 2: fewer than there are ranks in the last attempt
+GLOBAL_BATCH = 8  # an epoch is 6 steps of 8 samples and one of 2, which is fewer than the ranks of the last attempt
 STEPS_OF_AN_EPOCH = 7
 STEPS = 3 * STEPS_OF_AN_EPOCH
 SAVE_EVERY = 5
 CHAIN = ((2, (1,), 8), (3, (0, 1, 2), 13), (1, (0,), 19), (4, (), 0))
-"""Of each attempt: its ranks, those of them that are killed, and after which step: three or four after a checkpoint."""
+"""For each attempt: its ranks, those that are killed, and after which step: three or four steps after a checkpoint."""
 
 Ledger = dict[int, list[int]]
 """The samples of each step."""
 
 
 def attempt(folder: Path, ledger: Path, max_steps: int, killed: Sequence[int], kill_at: int) -> list[float]:
-    """Train on to `max_steps`; ranks that are `killed` end after a step as if the machine had ended them."""
+    """Train until `max_steps`. The ranks in `killed` exit after a step, as if the machine had ended them."""
     multiprocessing.set_start_method("fork", force=True)
     writers.find_spec = lambda name: None  # type: ignore[assignment, misc]  # TensorBoard takes longer than all this
     torch.manual_seed(3)
@@ -46,7 +46,7 @@ def attempt(folder: Path, ledger: Path, max_steps: int, killed: Sequence[int], k
 
     def step_fn(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
         inputs, labels, numbers = batch
-        if torch.is_grad_enabled():  # not where the Trainer tries the first micro-batch
+        if torch.is_grad_enabled():  # not when the Trainer tries the first micro-batch
             with open(f"{ledger}-{comm.rank()}", "a") as file:
                 file.write(f"{trainer.state.step + 1} {' '.join(map(str, numbers.tolist()))}\n")
         return F.cross_entropy(model(inputs), labels, reduction="sum"), len(labels)
@@ -66,7 +66,7 @@ def attempt(folder: Path, ledger: Path, max_steps: int, killed: Sequence[int], k
 
 
 def read(ledger: Path, ranks: int) -> Ledger:
-    """What one attempt took; the ranks' parts one after the other."""
+    """The samples of one attempt, with the ranks' parts one after the other."""
     taken: Ledger = {}
     for rank in range(ranks):
         path = ledger.with_name(f"{ledger.name}-{rank}")
@@ -77,7 +77,7 @@ def read(ledger: Path, ranks: int) -> Ledger:
 
 
 def chain(folder: Path, *, kills: bool) -> tuple[Ledger, list[float]]:
-    """(the samples of all steps that count, the parameters in the end)."""
+    """(the samples of all steps that count, the final parameters)."""
     ledger: Ledger = {}
     began = 0
     for number, (ranks, killed, kill_at) in enumerate(CHAIN):
@@ -90,9 +90,9 @@ def chain(folder: Path, *, kills: bool) -> tuple[Ledger, list[float]]:
             parameters = on_ranks(ranks, attempt, folder / "run", path, saved, (), 0)[0]
         taken = read(path, ranks)
         last = kill_at if killed and kills else saved
-        taken.pop(last + 1, None)  # others had begun it when one was killed
-        assert sorted(taken) == list(range(began + 1, last + 1))  # it went on from the newest checkpoint
-        ledger |= taken  # steps after the last checkpoint are done again by the next attempt
+        taken.pop(last + 1, None)  # other ranks had started it when one was killed
+        assert sorted(taken) == list(range(began + 1, last + 1))  # it resumed from the newest checkpoint
+        ledger |= taken  # the next attempt repeats the steps after the last checkpoint
         began = saved
     return ledger, parameters
 
@@ -105,7 +105,7 @@ def test_a_chain_of_killed_lives_on_other_numbers_of_ranks_is_the_chain_of_clean
     (tmp_path / "clean").mkdir()
     killed, ours = chain(tmp_path / "killed", kills=True)
     clean, theirs = chain(tmp_path / "clean", kills=False)
-    assert killed == clean == unbroken  # the same global batches, in the same order, however they were dealt out
+    assert killed == clean == unbroken  # the same global batches, in the same order, on any ranks
     for first in range(1, STEPS, STEPS_OF_AN_EPOCH):
         epoch = [killed[step] for step in range(first, first + STEPS_OF_AN_EPOCH)]
         assert sorted(itertools.chain.from_iterable(epoch)) == list(range(SAMPLES))

@@ -1,4 +1,4 @@
-"""The command as its user types it."""
+"""The command as the user types it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankwise.schedulers import options
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# It sets a variable before it would import torch: so its rank starts without waiting for that import.
+# It sets a variable before it would import torch, so its rank starts without waiting for this import.
 PRINT_ARGUMENTS = "import os\nos.environ['X'] = '1'\nimport json, sys\nprint(json.dumps([sys.argv, os.getcwd()]))\n"
 
 
@@ -72,7 +72,7 @@ def test_what_a_command_does_is_not_cut_in_the_list_of_commands(rankwise: Run) -
 
 
 def test_help_mentions_every_option_that_there_is() -> None:
-    """The list above, and the one below, are complete: an option added later is one that this test asks for."""
+    """The lists above and below are complete: if an option is added, this test fails."""
     from rankwise.cli import report, run
 
     parameters = [parameter for verb in (run, report) for parameter in verb.params]
@@ -194,7 +194,7 @@ def test_a_mistyped_command_is_an_error_with_status_2_whose_last_line_names_the_
 
 
 def test_what_follows_the_script_is_its_own(rankwise: Run, script: Path, tmp_path: Path) -> None:
-    """Also what looks like ours, and what a shell or a parser would take for itself."""
+    """Also options that look like ours, and characters that a shell or a parser would interpret."""
     words = ["--nproc", "7", "--", "--help", "-h", "", "a b", "$(touch x)", "--name=a/b", "größe", "--fresh", "--"]
     done = rankwise("run", "--nproc", "1", "--name", "own", str(script), *words)
     assert done.returncode == 0, done.stderr
@@ -210,7 +210,7 @@ def test_what_follows_the_script_is_its_own(rankwise: Run, script: Path, tmp_pat
     assert "all ranks exited with status 0" in told.stdout
 
 
-# --- what it costs
+# --- the time that it takes
 
 
 @pytest.mark.parametrize("modules", [["rankwise.cli"], ["rankwise.cli", "rankwise.launch.launch", "rankwise.report.terminal"]])
@@ -227,7 +227,7 @@ def test_the_modules_of_a_verb_are_loaded_only_when_it_is_called() -> None:
 
 
 def test_the_end_of_an_agent_is_the_launchers_own_to_collect(rankwise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its code's folder may be slow to describe: the run is over by then."""
+    """To describe the agent's code may take long, because of its folder: the run has ended by then."""
     script = tmp_path / "train.py"
     script.write_text("import os\nos.environ['X'] = '1'\n")
     git = tmp_path / "bin" / "git"

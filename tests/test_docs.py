@@ -1,4 +1,4 @@
-"""What the documentation shows is run here."""
+"""Everything that the documentation shows is run here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_documents_python_runs_on_two_ranks_and_on_one(number: int) -> None:
     for ranks in (2, 1):
         for done in scripts_on_ranks(ranks, "readme.py"):
             assert done.returncode == 0, done.stdout
-        shutil.rmtree("runs", ignore_errors=True)  # a Trainer's, which would go on there
+        shutil.rmtree("runs", ignore_errors=True)  # those of a Trainer, which would resume
 
 
 @pytest.mark.parametrize(
@@ -62,18 +62,18 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], str]] = {
     "01_torchrun_script.py": ((), "epoch 10: rank 0 of 2"),
     "02_own_loop.py": ((), "done after 290 steps"),
     "03_trainer_digits.py": ((), "done: 480 steps"),
-    "04_gpt.py": (("--steps", "6", "--local-rank=0"), "--- a sample ---"),  # as torch.distributed.launch adds it
+    "04_gpt.py": (("--steps", "6", "--local-rank=0"), "--- a sample ---"),  # like torch.distributed.launch
     "05_ranks.py": ((), "done: 3.1"),
     "06_figures.py": ((), "done: 150 steps, accuracy 0.8"),
     "07_evaluation.py": ((), "macro F1 0.8"),
     "08_parts.py": ((), "accuracy of the averaged model 0.9"),
 }
-"""The words that each is given, and what it says."""
+"""The arguments of each, and a text that it prints."""
 
 
 BY_THE_COMMAND = ("01_torchrun_script.py", "04_gpt.py")
-"""One that destroys its process group, which by itself ends in an abort of gloo's now and then, and the README's demo. The
-others differ in what they train alone: their ranks are forked."""
+"""A script that destroys its process group, after which a separate process sometimes aborts in gloo, and the README's demo. The
+other scripts differ only in what they train: their ranks are forked."""
 
 
 @pytest.mark.parametrize("example", [name for name in EXAMPLES if name not in BY_THE_COMMAND])
@@ -130,7 +130,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
-    reached = {ROOT / "README.md", ROOT / "docs" / "index.md"}  # the site begins with the second
+    reached = {ROOT / "README.md", ROOT / "docs" / "index.md"}  # the site starts with the second
     new = set(reached)
     while new:
         links = {(page.parent / link).resolve() for page in new for link in re.findall(r"\]\(([^)#:]+\.md)", page.read_text())}
@@ -185,7 +185,7 @@ def test_the_documents_name_only_options_that_exist() -> None:
             assert command in help_text, command
 
 
-# --- coming over from other launchers
+# --- migration from other launchers
 
 MIGRATION = (ROOT / "docs" / "migration.md").read_text().replace("\\|", "\0")
 ROWS = [
@@ -193,7 +193,7 @@ ROWS = [
     for line in MIGRATION.splitlines()
     if line.startswith("| ")
 ]
-"""What is code in each cell of each row."""
+"""The code in each cell of each row."""
 NEW_LINES = sorted({span for row in ROWS for span in row[1] if span.startswith("rankwise run ")})
 
 
@@ -213,7 +213,7 @@ def test_a_line_to_type_now_is_taken_as_it_stands(line: str) -> None:
     config = RunConfig.of(schedulers.options(), settings)
     assert config.argv[0].endswith(".py")
     choice = choose(config, {})
-    if config.on is not None:  # the job's text can be had without a scheduler
+    if config.on is not None:  # the job's text needs no scheduler
         Path(config.argv[0]).write_text("")
         done = launched("--dry-run", *words_of(line))
         assert done.returncode == 0, done.stderr

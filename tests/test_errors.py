@@ -46,7 +46,7 @@ def test_any_other_error_goes_to_the_hook_before(before: Hooked, capsys: pytest.
     errors.without_traceback()
     first = sys.excepthook
     errors.without_traceback()
-    assert sys.excepthook is first  # twice is once
+    assert sys.excepthook is first  # the second call changes nothing
     error = ValueError("yours")
     sys.excepthook(ValueError, error, None)
     assert before == [(ValueError, error)]

@@ -1,5 +1,5 @@
-"""Every option of every verb x {missing, wrong type, out of range, contradicted}: one message that names the option as it was
-typed and what was given, status 2, no traceback, nothing written."""
+"""Every option of every verb x {missing, wrong type, out of range, contradicted}: one message that names the option as typed
+and what was given, status 2, no traceback, nothing written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Refused = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def place(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A script, a run with a checkpoint, and nobody who would start anything."""
+    """A script, a run with a checkpoint, and nothing that would start anything."""
     Path("train.py").write_text("print('never')\n")
     Path("hosts").write_text("a slots=2\n")
     Path("runs/train/checkpoints/step-00000001").mkdir(parents=True)
@@ -36,7 +36,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
-    """The last line of what these words, typed, were answered with."""
+    """The last line of the answer to these words."""
 
     def type_(*words: str) -> str:
         before = sorted(map(str, Path().rglob("*")))
@@ -50,7 +50,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
         lines = said.err.splitlines()
         if lines[0].startswith("rankwise: "):
             assert len(lines) == 1, said.err
-        else:  # click's: how it is used comes first
+        else:  # from click: the usage comes first
             assert lines[-1].startswith("Error: "), said.err
         return lines[-1]
 
@@ -73,7 +73,7 @@ SPELLED = [pytest.param(verb, p, s, id=f"{verb} {s}") for verb, p in OPTIONS for
 
 
 def words_of(verb: str, *options: str) -> list[str]:
-    """The verb with these options, and what else it must have."""
+    """The verb with these options, and with what it requires in addition."""
     also = ["--to", "x.pt"] if verb in ("checkpoint export", "checkpoint average") and "--to" not in " ".join(options) else []
     also += ["--last", "1"] if verb == "checkpoint average" and "--to" in " ".join(options) else []
     return [*verb.split(), *also, *options, *(["train.py"] if verb in ("run", "selftest") else ["train"] * (verb != "explain"))]
@@ -158,10 +158,10 @@ BAD: dict[str, list[str]] = {
     "checkpoint prune older_than": ["x", "", "3", "-1h"],
     "checkpoint prune keep": ["x", ""],
 }  # fmt: skip
-"""By verb and setting: what it must refuse."""
+"""For each verb and setting, values that it must refuse."""
 
 ANY_TEXT = {"checkpoint export part", "checkpoint average part", "checkpoint average by", "checkpoint prune by"}
-"""Names that a checkpoint is asked for: any text may be one."""
+"""Names in a checkpoint: any text is allowed."""
 
 FOR = {"time": "--on slurm", "array": "--on slurm", "sbatch_args": "--on slurm"}
 

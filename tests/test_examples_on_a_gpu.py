@@ -1,4 +1,4 @@
-"""Every example, and all Python of the documents, computes on the local device: shown on a GPU that is not there."""
+"""Every example, and all Python of the documentation, computes on the local device: tested with a fake GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FUNCTION = blocks("py", (ROOT / "docs" / "functions.md").read_text())[0]
 
 
 def shortened(text: str) -> str:
-    """One epoch shows it, and a bit of text."""
+    """One epoch is enough, and a short text."""
     text = re.sub(r"max_epochs=\d+|EPOCHS, EVERY = \d+", lambda found: re.sub(r"\d+", "1", found[0]), text)
     return text.replace("64 * 1024", "2 * 1024").replace(", 300)", ", 3)")
 
@@ -22,13 +22,13 @@ def shortened(text: str) -> str:
 SHOWN = {
     **{name: shortened((ROOT / "examples" / name).read_text()) for name in EXAMPLES},
     **{f"python {k}": text for k, text in enumerate(PYTHON)},
-    # A run of its own, whose ranks know nothing of this GPU: here the function is called as one of them.
+    # It would start separate ranks, which do not know this fake GPU. Here the function is called directly.
     "a function": FUNCTION.replace("rankwise.run_function(train, (0.1,))", "train(0.1)"),
 }
 WORDS = {"04_gpt.py": ("--steps", "2", "--batch", "4")}
 
 
-DEAREST = "01_torchrun_script.py"  # its loop is the one of 02_own_loop.py
+DEAREST = "01_torchrun_script.py"  # its loop is that of 02_own_loop.py
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.stress) if n == DEAREST else n for n in SHOWN])
@@ -40,7 +40,7 @@ def test_what_is_shown_computes_on_the_local_device(name: str) -> None:
 
 
 def test_a_script_that_forgets_the_device_is_found() -> None:
-    """The model alone, the batches alone, and neither."""
+    """It forgets the device of the model, that of the batches, and both."""
     text = PYTHON[0]
     assert text.count(".to(device)") == text.count("max_epochs=2)") == 1
     without_batches = text.replace("max_epochs=2)", 'max_epochs=2, device="cpu")')

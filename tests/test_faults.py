@@ -1,4 +1,4 @@
-"""Faults of one machine, each as it happens to a user: the culprit is right, it is soon, and nothing is left."""
+"""Faults of one machine, each as a user meets it: the right cause is reported, soon, and nothing is left."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_rank_that_is_the_cause_is_named_though_its_peers_die_of_it(launch, 
     assert "on " + socket.gethostname() in output.splitlines()[-2]
     assert json.loads(run.run.failure.read_text())["rank"] == 1
     assert output.count("Traceback") <= 1
-    assert "Connection" not in output  # what the followers say is in their logs
+    assert "Connection" not in output  # the messages of the ranks that fail later are in their logs
     attempt = run.run.attempts()[-1]
     assert attempt.ended is not None
     assert not [pid for pid in ranks if processes.start_time(pid)]
@@ -150,7 +150,7 @@ time.sleep(600)
     )
     assert run.wait() == 1
     assert "rankwise: rank 1 raised KeyError: 2 (script.py:8, in loader worker 0); sample 2, on " in run.output()
-    assert "Caught KeyError in DataLoader worker" in run.output()  # the whole traceback is told too
+    assert "Caught KeyError in DataLoader worker" in run.output()  # the complete traceback is printed too
 
 
 def test_the_same_error_on_all_ranks_is_told_as_one_of_all(launch) -> None:
@@ -279,7 +279,7 @@ dist.all_reduce(torch.ones(1))
     )
     run.pids()
     wait_for(lambda: (run.folder / "stuck-1").exists(), "a worker")
-    assert run.wait() == 137  # else its peers wait for half an hour
+    assert run.wait() == 137  # otherwise the other ranks would wait for half an hour
     assert "rank 1 was killed by SIGKILL" in run.output()
 
 
@@ -345,7 +345,7 @@ trainer.fit()
     ids=["1 s", "1 s, the warm process killed", "5 s"],
 )
 def test_a_failed_run_starts_again_though_others_are_in_a_long_step(launch, step_s: float, options: tuple[str, ...]) -> None:
-    """What they are sent to end them is no request to stop."""
+    """The signal that ends the other ranks is not a request to stop."""
     run = launch(LONG_STEPS, str(step_s), options=(*options, "--max-restarts", "1"))
     if options == FORKED:
         ranks = run.pids()
@@ -444,7 +444,7 @@ def test_a_command_that_is_no_python_runs_on_every_rank(launch, rankwise, tmp_pa
     )
     assert done.returncode == 0
     assert (tmp_path / "runs" / "c" / "logs" / "rank-1.log").read_text() == "1 of 2: --nproc a b\n"
-    assert "process group" not in done.stderr  # of other commands that cannot be known
+    assert "process group" not in done.stderr  # other commands are not known
 
 
 def test_the_script_of_another_interpreter_runs_with_that_interpreter(rankwise, tmp_path: Path) -> None:
@@ -455,7 +455,7 @@ def test_the_script_of_another_interpreter_runs_with_that_interpreter(rankwise, 
     done = rankwise("run", *words)
     assert done.returncode == 0
     assert done.stdout == f"{tmp_path / 'other'} ['script.py', '--lr', '1'] 1\n"
-    assert "no warm start" in done.stderr  # there is no torch in it
+    assert "no warm start" in done.stderr  # it does not use torch
 
 
 def test_a_module_runs_as_under_python_m(rankwise, tmp_path: Path) -> None:

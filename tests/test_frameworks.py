@@ -20,7 +20,7 @@ def test_a_script_of_another_library_trains_20_steps_on_2_ranks(library: str, ra
         importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(f"{library} is not installed here; .ci/run installs it")
-    script = shutil.copy(SCRIPTS / f"train_{library}.py", tmp_path / "train.py")  # a folder named like the library is no help
+    script = shutil.copy(SCRIPTS / f"train_{library}.py", tmp_path / "train.py")  # not in a folder with the library's name
     done = rankwise("run", "--nproc", "2", str(script))
     logs = [(tmp_path / "runs" / "train" / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
     assert done.returncode == 0, logs

@@ -1,7 +1,7 @@
 """What rankwise left on disk at 29eeb0e (frozen/) is loaded, resumed and reported by today's code.
 
-By public names and the command alone, whatever modules are called. If a test here fails, an update would lose somebody's run,
-checkpoint, queued job or site file: change the code, not the fixture. Words may change: `python tests/frozen/make.py words`.
+Uses only public names and the command, so that modules can be renamed. If a test fails here, an update would lose a user's run,
+checkpoint, queued job or site file: change the code, not the fixture. Texts may change: `python tests/frozen/make.py words`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def launched(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def rankwise(name: str) -> subprocess.CompletedProcess[str]:
-    """The command that has made this run, typed again."""
+    """The command of this run, typed again."""
     return launched(sys.executable, "-m", "rankwise", *COMMANDS[name])
 
 
 def assert_weights(ends: list[train.Weights], kind: str, same_ranks: bool = True) -> None:
-    """Those that the unbroken training had on each rank: bit for bit where nothing else has changed."""
+    """These weights are those of the unbroken training on each rank: bit for bit if nothing else has changed."""
     expected = WEIGHTS[kind] * (len(ends) if len(WEIGHTS[kind]) == 1 else 1)
     here = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if same_ranks and (torch.__version__, here) == (WEIGHTS["torch"], WEIGHTS["machine"]):
@@ -62,7 +62,7 @@ def assert_weights(ends: list[train.Weights], kind: str, same_ranks: bool = True
 
 
 def weights_in(name: str) -> train.Weights:
-    """Of a run's newest checkpoint, as the command exports them."""
+    """The weights in a run's newest checkpoint, exported by the command."""
     status, lines = typed("checkpoint", "export", name, "--to", "weights.pt")
     assert status == 0, lines
     state = torch.load("weights.pt", weights_only=True)
@@ -109,7 +109,7 @@ def test_nodes_with_disks_of_their_own_go_on_from_what_is_left_of_their_checkpoi
             copied(tmp_path, "checkpoints/node", f"disks/{disk}")
     ends = on_ranks(2, train.fit, "node", tmp_path / "disks", own_disk=True, environ=TWO_NODES)
     assert_weights(ends, "node")
-    here = 1 if lost == "0" else 2  # that disk's first attempt
+    here = 1 if lost == "0" else 2  # the first attempt of this disk
     assert min(step for attempt, step in steps(tmp_path / "disks" / "0") if attempt == here) > saved
 
 
@@ -139,7 +139,7 @@ def test_a_run_is_told_in_the_words_and_by_the_keys_that_it_was(name: str, tmp_p
 
 
 def test_a_run_that_is_done_has_nothing_left_to_train(tmp_path: Path) -> None:
-    run = copied(tmp_path, "runs/done", "runs/train")  # where the script writes by itself
+    run = copied(tmp_path, "runs/done", "runs/train")  # the script's own default folder
     before = keys_of_files(run)
     [done] = scripts_on_ranks(1, "train.py", "alone")
     assert done.returncode == 0, done.stdout
@@ -166,7 +166,7 @@ def test_a_run_that_failed_starts_again(tmp_path: Path) -> None:
     run = copied(tmp_path, "runs/failed")
     before = keys_of_files(run)
     for source, status in (("raise ValueError('loss is nan')", 1), ("", 0)):
-        (tmp_path / "train.py").write_text(f"import os\nos.environ['X'] = '1'\n{source}\n")  # without torch
+        (tmp_path / "train.py").write_text(f"import os\nos.environ['X'] = '1'\n{source}\n")  # does not import torch
         done = rankwise("failed")
         assert done.returncode == status, done.stdout
         assert (run / "failure.json").exists() == (status != 0)
@@ -222,7 +222,7 @@ def test_the_same_command_leaves_the_same_plan_settings_and_job(name: str, tmp_p
         for record in (then, now):
             if "interpreter" in record:
                 record["interpreter"] = record["interpreter"][:1]  # not the flags of the Python that runs the tests
-        new = now.keys() - then.keys() if file == "config.json" else set()  # a later version may know more settings
+        new = now.keys() - then.keys() if file == "config.json" else set()  # a later version may have more settings
         assert all(now.pop(name) in (None, False, []) for name in new)
         assert then.keys() == now.keys()
         assert {**then, of_each: None} == {**now, of_each: None}

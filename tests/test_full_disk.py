@@ -1,4 +1,4 @@
-"""A disk that takes nothing more, as a limit on the size of files plays it: what became of the run is said all the same."""
+"""A full disk, simulated by a limit on the size of files: the end of the run is still reported."""
 
 from __future__ import annotations
 

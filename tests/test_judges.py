@@ -1,4 +1,4 @@
-"""The runners of stress/ find what is wrong, and exit with 1: what they judge is made wrong here, one thing at a time."""
+"""The runners of stress/ find mistakes, and exit with 1. Here, what they check is made wrong, one thing at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Imports a runner by its path; what that adds to sys.path and sys.modules is gone after the test."""
+    """Imports a runner by its path. After the test, sys.path and sys.modules are as before."""
     modules, path = set(sys.modules), list(sys.path)
 
     def imported(name: str) -> ModuleType:
@@ -55,7 +55,7 @@ def test_a_trial_that_raises_is_status_1_and_what_it_started_is_ended(
 
 
 def preempted(runner: Any, folder: Path, began: float) -> tuple[ModuleType, Any]:
-    """A training of three ranks that left after step 5 with 75, as it must be."""
+    """A training of three ranks that exited with 75 after step 5, as it should."""
     run = runner("stress/preemptions/run.py")
     training = run.Training(run.LAUNCHERS["rankwise"], folder / "training", 10)
     training.attempts = 1

@@ -1,4 +1,4 @@
-"""Faults that the kernel deals out: memory, disks, files and processes. Each is told by its limit, and nothing is left."""
+"""Faults that the kernel causes: memory, disks, files and processes. Each is reported with its limit, and nothing is left."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ rankwise.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), step, Tens
 
 @pytest.fixture
 def memory_cgroup() -> Iterator[Callable[[int], Path]]:
-    """Makes a memory cgroup of this much below our own; skips where that cannot be had."""
+    """Creates a memory cgroup with this limit below our own. Skips the test if this is not possible."""
     made: list[Path] = []
 
     def make(limit_bytes: int) -> Path:
@@ -129,7 +129,7 @@ def test_memory_refused_to_a_rank_is_told_with_what_each_rank_held(launch, state
 
 @pytest.fixture
 def frozen_disk(tmp_path: Path) -> Iterator[Callable[[], Path]]:
-    """A small ext4 file system whose writers hang from when `freeze()` is called until the test is over."""
+    """A small ext4 file system. After a call of `freeze()`, its writers hang until the test is over."""
     image, folder = tmp_path / "image", tmp_path / "disk"
     folder.mkdir()
     commands = (
@@ -153,7 +153,7 @@ def frozen_disk(tmp_path: Path) -> Iterator[Callable[[], Path]]:
         yield freeze
     finally:
         subprocess.run(["fsfreeze", "-u", str(folder)], check=False, stderr=subprocess.DEVNULL)
-        # What hung there ends now; it may take a moment.
+        # What has hung there ends now, which may take a moment.
         wait_for(lambda: subprocess.run(["umount", str(folder)], stderr=subprocess.DEVNULL).returncode == 0, "umount")
 
 
@@ -171,7 +171,7 @@ ENDS
 
 
 def _hung(launch, frozen_disk, ends: str, *options: str) -> tuple[Launched, int]:
-    """A run whose rank 1 is in state D; and its pid."""
+    """(a run whose rank 1 is in state D, the pid of this rank)."""
     run = launch(HANGS.replace("ENDS", ends), options=("--nproc", "2", *options))
     pid = run.pids()[1]
     wait_for(lambda: (run.folder / "opened").exists(), "the rank to open its file")
@@ -190,7 +190,7 @@ def test_a_rank_that_no_signal_ends_is_named_and_nobody_waits_for_it(launch, fro
     assert summary.startswith("rank 0 raised ValueError: loss is nan (script.py:10); rank 1 cannot be killed (state D in ")
     assert summary.endswith(f"(state D in {wchan}): ask the administrator of the host")
     assert summary in run.output()
-    assert "Traceback (most recent call last):\n  File" in run.output()  # the rank's, none of ours
+    assert "Traceback (most recent call last):\n  File" in run.output()  # from the rank, not from us
     assert run.output().count("Traceback") == 1
 
 
@@ -223,7 +223,7 @@ def test_ctrl_c_twice_ends_a_run_whose_rank_no_signal_ends(launch, frozen_disk) 
 
 
 def _asked(run: Launched) -> bool:
-    """Whether rank 0 has ended of it."""
+    """Whether rank 0 has ended because of the request."""
     return processes.start_time(run.run.attempts()[-1].pids[0]) is None
 
 
@@ -231,7 +231,7 @@ def _asked(run: Launched) -> bool:
 
 
 def limited(what: int, count: int, most: int | None = None) -> Callable[[], None]:
-    """`most`: what may be set; as little where it is not given."""
+    """Sets a limit. `most`: up to which it may be raised; by default not at all."""
     return lambda: resource.setrlimit(what, (count, count if most is None else most))
 
 
@@ -298,11 +298,12 @@ def test_a_rank_that_has_no_descriptor_left_leaves_its_evidence_with_the_count_a
 
 @pytest.fixture
 def plain_user() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Runs a script on two ranks as a user who is not root and may have this many processes more than the user has now."""
+    """Runs a script on two ranks as a user who is not root, and may have this number of processes in addition to the current
+    ones."""
     if os.getuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root and setpriv, to become a user whose processes are counted")
-    # No process of root is ever refused. The user may read where our Python lies, root's home as it may be.
-    uid = 60100 + os.getpid() % 4000  # nobody's, and no other worker's: its processes are counted
+    # The kernel refuses no process of root. The user may read the folder of our Python, which may be root's home.
+    uid = 60100 + os.getpid() % 4000  # no real user, and of no other test worker: the kernel counts its processes
     become = f"setpriv --reuid {uid} --regid {uid} --clear-groups --inh-caps=-all,+dac_read_search"
     become += " --ambient-caps=-all,+dac_read_search"
     with tempfile.TemporaryDirectory() as folder:
@@ -351,7 +352,7 @@ def test_ranks_that_may_not_be_started_are_one_line_with_the_count_of_processes(
     assert "never" not in done.stdout
 
 
-@pytest.mark.parametrize("more", [5, 6])  # the launcher and its thread, the agent, the warm process, what forks, one rank
+@pytest.mark.parametrize("more", [5, 6])  # the launcher and its thread, the agent, the warm process, its fork, one rank
 def test_ranks_that_the_warm_process_may_not_all_fork_are_started_by_themselves_and_run_once(plain_user, more: int) -> None:
     source = "import os\nwith open(os.environ['RANK'], 'a') as file: file.write('ran ')\nprint(open(os.environ['RANK']).read())"
     done = plain_user(more, source, "--start-method", "fork")

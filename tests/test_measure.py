@@ -1,4 +1,4 @@
-"""What the benches share: rounds in turn, ratios of pairs, spread."""
+"""What the benchmarks share: rounds in turn, ratios of pairs, spread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _spec.loader.exec_module(measure)
 
 
 def made(**settings: object) -> tuple[dict[str, list[str]], list[str]]:
-    """(what `rounds` returned, the calls in their order)"""
+    """(what `rounds` returned, the calls in order)."""
     calls: list[str] = []
 
     def way(name: str):

@@ -15,19 +15,19 @@ SOURCE = ROOT / "src" / "rankwise"
 PAGES = [ROOT / "docs" / name for name in ("messages.md", "messages_launching.md", "messages_training.md")]
 
 PRINTED = {"say", "warn", "warning_once", "echo", "fail"}
-"""Functions and methods whose first argument a person reads."""
+"""Functions and methods whose first argument is printed."""
 
 RAISED = {
     *(node.name for node in ast.parse((SOURCE / "errors.py").read_text()).body if isinstance(node, ast.ClassDef)),
     "UsageError", "BadParameter", "ClickException",
 }  # fmt: skip
-"""Exceptions whose first argument a person reads."""
+"""Exceptions whose first argument is printed."""
 
 SENTENCE = 5
-"""Any other text of so many plain words is a message or a part of one, too: verdicts, reasons, tables of hints."""
+"""Any other text with this many plain words is also a message or a part of one: verdicts, reasons, tables of hints."""
 
 NOT_READ = (
-    "it was only looked for",  # why one agent closes a connection of another
+    "it was only looked for",  # why an agent closes a connection of another
     "the plan of the first node",
     "attempted relative import with no known parent package",  # of Python, of torch, of schedulers: what is searched for
     "Traceback (most recent call last):",
@@ -41,7 +41,7 @@ NOT_READ = (
     "# 75: stopped and saved",  # the script of a job
     "bind=$(scontrol show config",
 )
-"""Texts that are none of the messages, by their first words."""
+"""The first words of texts that are not messages."""
 
 Names = dict[str, list[ast.expr]]
 
@@ -50,14 +50,14 @@ class Message(NamedTuple):
     package: str
     place: str
     pieces: tuple[str, ...]
-    """What is between the values: of f"{n} ranks on {host}", "ranks on"."""
+    """The constant parts between the values: of f"{n} ranks on {host}", "ranks on"."""
 
     def __str__(self) -> str:
         return f"{self.place}: {' ... '.join(self.pieces)}"
 
 
 def variants(node: ast.expr, names: Names) -> list[list[str]]:
-    """The constant pieces of each text that an expression may be: one list for each branch of a condition."""
+    """The constant parts of each text that an expression may have: one list for each branch of a condition."""
     match node:
         case ast.Constant(value=str(text)):
             return [re.split(r"{[^{}]*}", text)]
@@ -78,7 +78,7 @@ def variants(node: ast.expr, names: Names) -> list[list[str]]:
 
 
 def assigned(body: ast.AST) -> Names:
-    """The expressions that each local name is given."""
+    """The expressions that are assigned to each local name."""
     found: Names = {}
     for node in ast.walk(body):
         match node:
@@ -92,7 +92,7 @@ def called(node: ast.Call) -> str:
 
 
 def not_messages(tree: ast.AST) -> set[int]:
-    """The docstrings and the help of options, which --help shows: the ids of their nodes."""
+    """The ids of the nodes of docstrings and of help texts, which --help shows."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -105,7 +105,7 @@ def not_messages(tree: ast.AST) -> set[int]:
 
 
 def texts(tree: ast.AST) -> Iterator[tuple[int, list[str], int]]:
-    """The line, the pieces, and how many words make them a message."""
+    """(the line, the parts, the number of words that make them a message)."""
     apart = not_messages(tree)
     for body in ast.walk(tree):
         if isinstance(body, ast.FunctionDef):
@@ -142,7 +142,7 @@ PACKAGES = sorted({message.package for message in MESSAGES})
 
 
 def quoted(page: str) -> set[str]:
-    """The words of messages that a page's tables quote, in each row's first cell."""
+    """The texts of messages that the tables of a page quote, in the first cell of each row."""
     rows = [re.split(r"(?<!\\)\|", line)[1] for line in page.splitlines() if line.startswith("| ")]
     spans = [either for row in rows for found in re.findall(r"`` (.+?) ``|(?<!`)`([^`]+)`", row) for either in found]
     return {span.strip().replace("\\|", "|") for span in spans if span}
@@ -153,7 +153,7 @@ def is_on(quotes: set[str], message: Message) -> bool:
 
 
 IN_TOO_MANY = 12
-"""Words that more messages than this have tell none of them from the others."""
+"""Words that occur in more messages than this do not distinguish them."""
 
 QUOTED = {
     words
@@ -197,7 +197,7 @@ def f(n):
     assert quoted("| `a b` *N* `c \\| d` | why `x y` |\n|---|\nwords `e f`") == {"a b", "c | d"}
 
 
-if __name__ == "__main__":  # what is still to be written
+if __name__ == "__main__":  # prints the messages that no page has yet
     for message in MESSAGES:
         if not is_on(QUOTED, message):
             print(message)

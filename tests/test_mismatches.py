@@ -1,4 +1,4 @@
-"""`rankwise run --check-collectives`: ranks that ask different things of each other are told so, instead of wrong numbers."""
+"""`rankwise run --check-collectives`: if ranks call different collectives, an error says so, instead of wrong numbers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX, async_op=True).wait()
         pytest.param(
             SWAPPED,
             "rank 1 calls all_reduce(sum, float32[4]) at script.py:10, but ranks 0, 2 call it at script.py:13",
-            marks=pytest.mark.stress(dose="whole"),  # as rankwise's own
+            marks=pytest.mark.stress(dose="whole"),  # the same code as rankwise's own
         ),
         (
             "import rankwise\n" + SWAPPED.replace("dist.", "rankwise."),
@@ -81,7 +81,7 @@ dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX, async_op=True).wait()
 def test_the_ranks_whose_collective_differs_are_named_with_both_lines(launch, then: str, said: str) -> None:
     run = launch(FIVE_THEN.replace("THEN", then), options=("--nproc", "3", "--check-collectives"))
     assert run.wait() == 1
-    number = 7 if "DDP" in said else 6  # DDP has broadcast its parameters
+    number = 7 if "DDP" in said else 6  # DDP has already broadcast its parameters
     assert f"the ranks do not match in collective {number}: {said}" in run.output()
     failure = run.run.read_failure()
     assert failure is not None
@@ -89,7 +89,7 @@ def test_the_ranks_whose_collective_differs_are_named_with_both_lines(launch, th
     assert said in failure.summary
 
 
-SPAWNED = pytest.param(("--start-method", "spawn"), marks=pytest.mark.stress, id="spawned")  # the test below has one
+SPAWNED = pytest.param(("--start-method", "spawn"), marks=pytest.mark.stress, id="spawned")  # the test below has one of these
 
 
 @pytest.mark.parametrize("start", [pytest.param((), id="forked"), SPAWNED])

@@ -1,4 +1,4 @@
-"""Five programs as users write them, from the shortest to one made of all parts, run as they stand on one rank and on two."""
+"""Five programs as users write them, from the shortest to one made of all parts, run unchanged on one rank and on two."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ FEWER = [
     ("step == 1000", "step == 20"),
     ("=20)", "=3)"),
 ]
-"""Numbers of a test: what a program is written for takes hours."""
+"""Smaller numbers for the test: with its own numbers, a program runs for hours."""
 
 AFTERWARDS = """
 torch.save(model.state_dict(), f"model-{rankwise.rank()}.pt")
@@ -218,7 +218,7 @@ def write_sequences() -> None:
 
 
 def trained(program: str, ranks: int) -> tuple[str, list[dict[str, torch.Tensor]]]:
-    """What the main rank prints, and the model of each rank."""
+    """(what the main rank prints, the model of each rank)."""
     for before, after in FEWER:
         program = program.replace(before, after)
     Path("mine.py").write_text(MINE)

@@ -1,4 +1,4 @@
-"""`rankwise run` as its user sees it: real processes, real signals."""
+"""`rankwise run` as the user sees it: real processes, real signals."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_soon(launch) -> None:
         "time.sleep(600)"
     )
     wait_for((run.folder / "deaf").exists, "the rank that ignores it")
-    assert run.wait() == 3  # it is asked for 3 s; on its own it would take ten minutes
+    assert run.wait() == 3  # it is asked to stop after 3 s; by itself it would take ten minutes
 
 
 def test_a_failure_of_an_earlier_attempt_is_forgotten_by_the_next(launch) -> None:
@@ -234,7 +234,7 @@ print("threads joined:", before - len(os.listdir("/proc/self/task")), dist.is_in
 """
     )
     assert run.wait() == 0, run.output()
-    assert run.run.log(1).read_text() == "threads joined: 0 False\n"  # joining them is what hangs, now and then
+    assert run.run.log(1).read_text() == "threads joined: 0 False\n"  # to join them sometimes hangs
 
 
 @pytest.mark.parametrize("victim", ["launcher", "agent", "warm", "everything"])
@@ -254,7 +254,7 @@ def test_nothing_is_left_whoever_is_killed(launch, tmp_path: Path, victim: str) 
         processes.send(pid, signal.SIGKILL)
     if victim == "warm":
         (tmp_path / "go").touch()
-        assert run.wait() == 0  # the ranks are there and need it no more
+        assert run.wait() == 0  # the ranks have started and do not need it any more
     elif victim == "agent":
         assert run.wait() == 128 + 9
         assert "the agent was killed by SIGKILL" in run.output()
@@ -343,7 +343,7 @@ def test_a_rank_that_is_ended_before_it_can_remember_takes_those_that_load_along
     run = launch(source + "rankwise.Trainer", options=("--start-method", "spawn", "--nproc", "2"))
     loading(run, tmp_path)
     run.process.send_signal(signal.SIGTERM)
-    assert run.wait() == 75  # at once: the grace is two minutes
+    assert run.wait() == 75  # at once, although the grace is two minutes
     assert "stopped by SIGTERM before the first step: nothing is lost" in run.output()
 
 
@@ -369,7 +369,7 @@ def test_ctrl_c_as_a_run_begins_ends_it_without_a_traceback_of_ours(launch, mome
 
 
 def test_ctrl_c_while_the_command_itself_is_imported_ends_it_without_a_word(tmp_path: Path) -> None:
-    """In the first import behind ours."""
+    """In the first import after ours."""
     (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-m", "rankwise", "run", "x.py"], capture_output=True, text=True, env=env)
@@ -389,7 +389,7 @@ process.join()
     run = launch(source, options=("--nproc", "1"))
     wait_for((tmp_path / "works").exists, "the process of its own")
     run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 130  # the grace is two minutes
+    assert run.wait() == 130  # although the grace is two minutes
     assert "SIGINT is passed on to rank 0, which must exit within 120 s" in run.output()
     assert "interrupted again" not in run.output()
 
@@ -447,7 +447,7 @@ def test_a_training_that_does_not_stop_within_the_grace_is_not_mistaken_for_a_fa
     wait_for(lambda: run.run.attempts() and run.pids() and "global batch" in run.output(), "the loop")
     run.process.send_signal(signal.SIGTERM)
     status = run.wait()
-    assert status in (137, 143)  # 143 if it came before the first step
+    assert status in (137, 143)  # 143 if it arrived before the first step
     assert not run.run.failure.exists()
     assert "out-of-memory" not in run.output()
 

@@ -1,6 +1,6 @@
-"""Command lines of five much-read manuals, as they stand there, with an example of ours in place of their script.
+"""Command lines of five popular manuals, unchanged, with one of our examples instead of their script.
 
-Those that need several machines or a scheduler: tests/cluster/test_lines_of_manuals.py; RETURNN's: test_under_mpirun.py.
+tests/cluster/test_lines_of_manuals.py has those that need several machines or a scheduler, test_under_mpirun.py RETURNN's.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ ONE_MACHINE = {
     "python train.py -gpus 0": 1,
     "python train.py -gpus 0,1,2": 1,
     "python train.py -slurm -slurm_nnodes 2 -slurm_ngpus 8 -slurm_partition general": 1,
-    # what a user of those types next
+    # what a user of these may type next
     f"{LAUNCH} --use_env --nproc_per_node=2 train.py": 2,
     "rankwise run --nproc_per_node=4 experiment.py hyperparams.yaml --distributed_launch": 4,
     "rankwise run --nproc_per_node=2 --nnodes=1 --node_rank=0 --master_addr localhost --master_port {port} train.py": 2,
 }
-"""The line, and how many ranks of one world there are then."""
+"""The line, and the number of ranks that it must start together."""
 
 
 def in_shell(line: str) -> subprocess.CompletedProcess[str]:
@@ -56,7 +56,7 @@ def free_port() -> int:
 
 
 def said(text: str) -> list[str]:
-    """Of 05_ranks.py: `[rank 0] main rank, local rank 0 of 2`; alone it says so without a rank."""
+    """The lines of 05_ranks.py: `[rank 0] main rank, local rank 0 of 2`; a single rank prints no rank."""
     return sorted(re.findall(r"local rank \d+ of \d+", text))
 
 
@@ -68,7 +68,7 @@ def _example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _marks(line: str) -> list[pytest.MarkDecorator]:
-    """Lines of another launcher start only what that is: tests/schedulers/test_torchrun.py has the variables that it sets."""
+    """Lines of another launcher start only that launcher: tests/schedulers/test_torchrun.py has the variables that it sets."""
     return [] if line == "python train.py -gpus 0" or line.startswith("rankwise ") else [pytest.mark.stress]
 
 
@@ -97,12 +97,12 @@ def test_the_two_lines_of_two_machines_number_the_ranks_as_the_manual_says(launc
     assert both.returncode == 0, both.stderr + text
     logs = "".join(log.read_text() for log in Path.cwd().rglob("rank-*.log"))
     numbers = re.findall(r"\[rank (\d)\] \w+ rank, local rank (\d)", logs or text)
-    # Our agents know that they share a host.
+    # Our agents know that they are on the same host.
     assert sorted(numbers) == [*zip("0123", "0123" if logs else "0101", strict=True)]
     assert text.count("done: 3.1") == 1
 
 
-# --- errors that the manuals have
+# --- mistakes in the manuals
 
 
 def test_slurms_procid_is_the_rank_and_never_the_local_rank() -> None:

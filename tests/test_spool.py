@@ -1,4 +1,4 @@
-"""A queue of another package, tests/spool: a run can do with it all that it can do with one that rankwise knows."""
+"""The queue of another package, tests/spool: with it, a run can do all that it can do with a queue that rankwise knows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ else:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with that package, as pip leaves it."""
+    """A folder with this package, as pip installs it."""
     site, source = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "rankwise_spool.py"):
         (source / name).write_bytes((PACKAGE / name).read_bytes())
@@ -52,14 +52,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def site(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """It is on the path of what this test starts."""
+    """The package is on the path of everything that this test starts."""
     monkeypatch.setenv("PYTHONPATH", str(installed))
     return installed
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder that no daemon watches any more: jobs wait there."""
+    """A folder without a daemon: jobs wait in it."""
     for name in ("waiting", "running", "done", "cancelled", "stop"):
         (tmp_path / "spool" / name).mkdir(parents=True)
     return tmp_path / "spool"
@@ -234,7 +234,7 @@ def test_the_page_that_says_how_to_write_one_has_a_class_that_works(folder: Path
 
 
 def entry_point(folder: Path, package: str, name: str, module: str, source: str) -> None:
-    """A package as pip leaves it."""
+    """A package as pip installs it."""
     metadata = folder / f"{package}-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""Runs that do not fail and do not go on: the rank that holds them up is named with its line."""
+"""Runs that do not fail and do not continue: the rank that blocks the others is reported with its line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The script that joins under whatever Python itself starts ranks with: spawn, torch's old launcher, torchrun.
+"""The same script with everything in Python that starts ranks: spawn, torch's old launcher, torchrun.
 
-Each rank imports torch: what takes more than three is of the stress tier.
+Each rank imports torch: tests with more than three ranks are in the stress tier.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_what_spawn_starts_below_each_rank_of_a_launcher_is_an_error_of_both() -
 
 @pytest.mark.stress
 def test_two_processes_of_one_rank_at_a_given_address_are_told_what_a_rank_is_over_several_nodes() -> None:
-    """A manual's `rank = node_rank + gpu`."""
+    """The `rank = node_rank + gpu` of a manual."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

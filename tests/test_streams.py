@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or gone: the command runs, or says why, and its exit status is the right one."""
+"""Standard streams that are closed, full, or missing: the command runs, or says why not, and its exit status is right."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_run_without_a_standard_stream_is_a_run_like_any_other(closed: str) ->
     assert done.returncode == 3
     assert ("rank 1 exited with status 3" in done.stderr) == ("2>" not in closed)
     run = RunDir(Path("runs/train"))
-    assert run.log(1).read_text() == " 1\n"  # nothing else has come into it
+    assert run.log(1).read_text() == " 1\n"  # nothing else was written to it
     failure = run.read_failure()
     assert failure is not None
     assert failure.rank == 1

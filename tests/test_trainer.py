@@ -55,7 +55,7 @@ def step_fn(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
 
 
 def eval_fn(model: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
-    """Over every sample once: its loss, whether it is right, its number and the square of that."""
+    """Over every sample once: its loss, whether the prediction is right, its number and the square of its number."""
     x, y, k = batch
     scores = model(x)
     return {
@@ -73,10 +73,10 @@ def flat(model: nn.Module) -> Flat:
 def trainer(
     run_dir: Path, model: nn.Module | None = None, tensorboard: bool = False, looked_at: bool = False, **settings: Any
 ) -> Trainer:
-    """In a process of its own (on_ranks): a Trainer takes over the signals and the excepthook."""
-    # As in a user's process: a rank of on_ranks would start its loader workers the slow way it was started itself.
+    """A Trainer in a separate process (on_ranks), because it replaces signal handlers and the excepthook."""
+    # As in a user's process: otherwise a rank of on_ranks would start its loader workers slowly, as it was started itself.
     multiprocessing.set_start_method("fork", force=True)
-    if not tensorboard:  # importing it takes longer than all that these tests do
+    if not tensorboard:  # its import takes longer than these tests
         writers.find_spec = lambda name: None  # type: ignore[assignment, misc]
     if not looked_at:  # step functions of tests count their calls
         trainer_module.warn_of_means = lambda *_: None  # type: ignore[assignment]
@@ -91,14 +91,14 @@ def trainer(
 
 
 def fit(run_dir: Path, **settings: Any) -> tuple[Flat, str]:
-    """(parameters in the end, what was said)."""
+    """(the final parameters, what was printed)."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         state = trainer(run_dir, **settings).fit()
     return flat(state.model), out.getvalue()
 
 
 def error_of(run_dir: Path, **settings: Any) -> tuple[str, str]:
-    """(type, text) of what `fit` raises; empty if nothing."""
+    """(type, text) of what `fit` raises; empty texts if it raises nothing."""
     try:
         fit(run_dir, **settings)
     except Exception as error:
@@ -121,7 +121,7 @@ def losses(run_dir: Path, name: str = "loss") -> list[tuple[int, float]]:
 
 
 def plain_loop(epochs: int, clip_norm: float | None = None) -> tuple[Flat, list[float]]:
-    """What the Trainer does, on one page and one process. (parameters, the mean loss of each step)"""
+    """What the Trainer does, in the simplest way and in one process. (parameters, the mean loss of each step)."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     dataset, means = data(), []
@@ -142,7 +142,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": 2},
     "clip": {"clip_norm": 0.1},
     "workers": {"num_workers": 1},
-    "batch_size": {"global_batch_size": None, "batch_size": 4},  # of one rank
+    "batch_size": {"global_batch_size": None, "batch_size": 4},  # per rank
     "sync": {"sync": AllReduce(), "clip_norm": 0.1},
 }
 
@@ -189,16 +189,16 @@ Eval = dict[str, Any]
 
 
 def wide_model() -> nn.Module:
-    """More gradients than DDP's first bucket holds."""
+    """More gradients than fit into DDP's first bucket."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Dropout(0.3), nn.Linear(300, 1000), nn.Linear(1000, 3))
 
 
 def unbroken_and_broken(folder: Path, stops: tuple[int, ...], wide: bool, **settings: Any) -> dict[str, Flat]:
-    """Parameters after 10 steps in one go, and of runs that stopped after some of them (4 steps are an epoch)."""
+    """The parameters after 10 steps without a stop, and of runs that stopped after some of them (an epoch has 4 steps)."""
 
     def part(name: str, max_steps: int) -> Flat:
-        # A process that starts anew has streams of its own making; the checkpoint's must win.
+        # A new process has other random streams; those of the checkpoint must replace them.
         random.seed(comm.rank() + 99)
         model = wide_model() if wide else make_model(0.3, torch.float32)
         return fit(folder / name, max_steps=max_steps, model=model, scheduler=cosine,
@@ -226,7 +226,7 @@ MORE = {"accumulate": 2, "num_workers": 1, "precision": "bf16"}
     ],
 )  # fmt: skip
 def test_a_stopped_run_ends_bit_for_bit_as_the_unbroken_one(n: int, settings: dict[str, Any], tmp_path: Path) -> None:
-    """On 2 ranks alone it would be blind: a + b commutes."""
+    """With only 2 ranks the test would be blind: a + b commutes."""
     stops = (1, 3, 4, 6, 9) if not settings else (3,)
     answers = on_ranks(n, unbroken_and_broken, tmp_path, stops, wide=bool(settings), **settings)
     for answer in answers:
@@ -234,7 +234,7 @@ def test_a_stopped_run_ends_bit_for_bit_as_the_unbroken_one(n: int, settings: di
             assert np.array_equal(parameters, answers[0]["unbroken"]), name
     expected = losses(tmp_path / "unbroken")
     for name in answers[0]:
-        assert losses(tmp_path / name) == expected  # and the figures in between
+        assert losses(tmp_path / name) == expected  # and so are the metrics in between
     if "often" not in answers[0]:
         return
     attempts = [(r["life"], r["step"]) for r in records(tmp_path / "often") if "loss" in r]
@@ -284,7 +284,7 @@ def test_ranks_draw_different_numbers_and_the_same_for_the_same_seed(tmp_path: P
 
 
 def stopped_by_a_signal(folder: Path) -> tuple[Any, str, str]:
-    """The first attempt is asked to stop after step 2, between two log intervals; the second goes on to the end."""
+    """The first attempt is asked to stop after step 2, between two log intervals; the second trains until the end."""
     ask = [lambda state: os.kill(os.getpid(), signal.SIGUSR1) if state.step == 2 else None]
     first = io.StringIO()
     code: Any = None
@@ -309,7 +309,7 @@ def test_no_figure_is_lost_or_repeated_when_a_signal_stops_a_run_between_two_log
         total = sum(m * s for m, s in zip(means[before:step], sizes[before:step], strict=True))
         assert abs(loss - total / sum(sizes[before:step])) < 1e-10
         before = step
-    # The epoch that was cut in two is told as one.
+    # One line reports the epoch, although it was interrupted.
     mean = sum(m * s for m, s in zip(means[:4], sizes[:4], strict=True)) / SAMPLES
     assert re.search(rf"epoch 1: 4 steps, loss {mean:.4g}, .* elapsed ", second), second
 
@@ -520,7 +520,7 @@ def test_without_an_eval_fn_the_loss_of_the_step_is_evaluated(tmp_path: Path) ->
 
 
 def evaluate_names(folder: Path) -> dict[str, float]:
-    """Only some batches have a name: the ranks must agree on which there are."""
+    """Only some batches have this name: the ranks must agree on the names."""
 
     def names(model: Any, batch: Any) -> Eval:
         return {f"of_{k}": (float(k), 2) for k in batch[2].tolist()}
@@ -534,7 +534,7 @@ def test_ranks_that_evaluate_different_names_agree_on_all(tmp_path: Path) -> Non
 
 
 class Counting(nn.Module):
-    """BatchNorm's running statistics are of each rank's own samples until they are made equal."""
+    """BatchNorm's running statistics are those of each rank's own samples until they are made equal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -662,14 +662,14 @@ def try_again(folder: Path, where: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("where", "kind"), [("constructor", "ConfigError"), ("loop", "StepError")])
 def test_after_an_error_the_same_process_can_try_again(where: str, kind: str, tmp_path: Path) -> None:
-    """As in a notebook: the mistake is put right and the cell is run once more."""
+    """As in a notebook: the user corrects the mistake and runs the cell again."""
     ((error, again),) = on_ranks(1, try_again, tmp_path, where)
     assert error[0] == kind
     assert again == ("", "")
 
 
 def two_at_once(folder: Path) -> tuple[str, str]:
-    """A second one is started while the first is in its loop."""
+    """A second Trainer starts while the first is in its loop."""
     errors: list[tuple[str, str]] = []
     trainer(folder / "run", max_steps=1, actions=[lambda state: errors.append(error_of(folder / "run"))]).fit()
     assert error_of(folder / "run", max_steps=2) == ("", "")
@@ -843,7 +843,8 @@ def test_a_run_that_goes_on_in_other_numerics_says_so(tmp_path: Path) -> None:
 
 
 def longer_schedule(folder: Path) -> list[str]:
-    """The scheduler's length changes with that of the run, as it does when max_steps is raised; and the kernel is another."""
+    """The scheduler's length changes with that of the run, as when max_steps is raised; and the optimizer has another
+    kernel."""
 
     def until(steps: int) -> Callable[[torch.optim.Optimizer], Any]:
         return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -876,7 +877,7 @@ def test_a_schedule_that_was_begun_holds_and_that_is_said(tmp_path: Path) -> Non
 
 
 def scaled(folder: Path, **settings: Any) -> tuple[list[tuple[int, float]], str, list[tuple[int, float]]]:
-    """The learning rates of a run with a scheduler, of an attempt with other ranks after it, and what was said at first."""
+    """(the learning rates of a run with a scheduler, what it printed, an empty list)."""
     settings = {"global_batch_size": None, "batch_size": 4, "max_epochs": None, "scheduler": cosine, **settings}
     said = fit(folder / "run", max_steps=3, **settings)[1]
     return losses(folder / "run", "lr"), said, []
@@ -995,7 +996,7 @@ def with_numpy_rate(folder: Path) -> tuple[str, str]:
                 trainer_of(
                     model, optimizer, step_fn, data(), global_batch_size=8, max_steps=steps, run_dir=folder / "run"
                 ).fit()
-        except CheckpointError as error:  # refused when it is saved: right too
+        except CheckpointError as error:  # an error at the save is also right
             assert steps == 2
             return "", str(error)
         except ConfigError as error:
@@ -1009,7 +1010,7 @@ def test_a_learning_rate_out_of_numpy_does_not_spoil_the_checkpoints(tmp_path: P
 
 @pytest.mark.parametrize(("data", "most"), [((), 50), (("quiet",), 40)])
 def test_a_step_makes_few_python_calls_beyond_those_of_a_hand_written_loop(data: tuple[str, ...], most: int) -> None:
-    """An exact count; what a step costs in time is a benchmark's business."""
+    """An exact count; benchmarks measure the time of a step."""
     [done] = scripts_on_ranks(1, str(Path(__file__).parents[1] / "benchmarks" / "trainer_step" / "calls.py"), *data)
     assert done.returncode == 0, done.stdout
     extra = re.search(r": ([+-]\d+\.\d) a step", done.stdout)

@@ -1,4 +1,4 @@
-"""The Trainer on batches by length, and on those of a batch sampler: one training on any number of ranks."""
+"""The Trainer with batches by length, and with those of a batch sampler: the same training on any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTHS = np.random.default_rng(5).integers(1, 30, SAMPLES)
 
 
 class Sequences(Dataset[Any]):
-    """Of uneven length; y = the sum of each three features."""
+    """Of different lengths; y is the sum of each three features."""
 
     lengths = LENGTHS
 
@@ -43,7 +43,7 @@ def padded(samples: list[torch.Tensor]) -> Any:
 
 
 def step(model: nn.Module, batch: Any) -> Any:
-    """Over the tokens that are no padding."""
+    """Over the tokens that are not padding."""
     x, lengths = batch
     real = torch.arange(x.shape[1])[None] < lengths[:, None]
     loss = (model(x)[..., 0] - x.sum(-1)) ** 2

@@ -1,4 +1,4 @@
-"""Trainings in which something changes on the way: what is trained, buffers that forward reads, modes; looking at it."""
+"""Trainings in which something changes: what is trained, buffers that a forward pass reads, modes; and looking at the model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = {"max_epochs": None, "max_steps": 10}
 
 
 def unfrozen_at_5(folder: Path, ranks_of_plain: int, **settings: Any) -> dict[str, Flat]:
-    """Parameters at the end: unbroken, and of runs that stopped before and after the unfreezing."""
+    """The final parameters: without a stop, and of runs that stopped before and after the unfreezing."""
 
     def part(name: str, steps: int) -> Flat:
         model = make_model()
@@ -81,7 +81,7 @@ def test_layers_that_are_unfrozen_on_the_way_train_as_in_a_plain_loop_and_are_re
 
 
 def new_layer_at_4(folder: Path, repeat: bool) -> tuple[Flat, Flat, str]:
-    """(unbroken, stopped after step 6 and resumed; what the resumed run raised)."""
+    """(without a stop, stopped after step 6 and resumed, what the resumed run raised)."""
 
     def replace(state: Any) -> None:
         if state.step == 4 and isinstance(state.model[-1], nn.Linear) and not hasattr(state.model[-1], "is_new"):
@@ -130,11 +130,11 @@ def test_a_resume_without_the_layer_that_was_added_is_refused_by_name(tmp_path: 
         assert "replaced" in error
 
 
-# --- buffers that forward reads
+# --- buffers that a forward pass reads
 
 
 class Scaled(nn.Module):
-    """Divides by a running scale, as it goes; each rank sees its own samples."""
+    """Divides by a running scale, which each forward pass changes; each rank sees its own samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def test_each_modules_mode_is_kept_over_evaluations_and_a_model_in_eval_mode_is_
     assert said.count("the model was in evaluation mode") == 1
 
 
-# --- gossip: a strategy that never has a common average by itself
+# --- gossip: a strategy whose ranks never have a common average by themselves
 
 
 def gossiping(folder: Path) -> tuple[dict[str, Flat], list[tuple[int, float]], Flat, bool]:
@@ -248,7 +248,7 @@ def test_a_strategy_whose_ranks_differ_is_saved_resumed_and_evaluated_on_its_ave
         assert np.abs(saved - ours["often"]).max() < 1e-12  # finish made the average that was saved last
 
 
-# --- numbers that are none
+# --- numbers that are not finite
 
 
 def nan_rates(folder: Path) -> list[str]:
@@ -361,7 +361,8 @@ def test_a_plateau_is_stepped_after_each_evaluation_on_a_named_metric(tmp_path: 
 
 
 def diverging(folder: Path) -> list[str]:
-    """What is said, and what is raised, when one rank alone changes a weight after step 3, and one its rate after step 4."""
+    """(what is printed, what is raised) if only one rank changes a weight after step 3, and one its learning rate after step
+    4."""
 
     def spoil(state: Any) -> None:
         if comm.rank() == 1 and state.step == 3:
@@ -372,7 +373,7 @@ def diverging(folder: Path) -> list[str]:
         if comm.rank() == 1 and state.step == 4:
             state.optimizer.param_groups[0]["lr"] = 0.5
 
-    divergence._SHARE = 1e9  # a check at each save, however short the steps
+    divergence._SHARE = 1e9  # a check at each save, although steps are short
     told = [fit(folder / "warn", actions=[spoil], every_s=0.0, max_steps=6)[1]]
     for name, action in (("weight", spoil), ("rate", spoil_rate)):
         try:

@@ -1,4 +1,4 @@
-"""A fine-tuning as people write it: a frozen backbone that is unfrozen on the way, groups, schedules, and what goes wrong."""
+"""A fine-tuning as people write it: a frozen backbone that is unfrozen later, groups, schedules, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def frozen() -> nn.Module:
     return model
 
 
-# --- unfrozen on one rank alone
+# --- unfrozen on only one rank
 
 
 def unfreeze_on_main(state: Any) -> None:
@@ -80,7 +80,8 @@ def test_a_run_that_is_resumed_after_an_unfreezing_prints_the_size_of_its_messag
 
 
 def added_at_4(folder: Path, **settings: Any) -> tuple[Flat, Flat, str]:
-    """(unbroken, stopped after step 6 and resumed; what the resumed run said). The script adds a group at its step alone."""
+    """(without a stop, stopped after step 6 and resumed, what the resumed run printed). The script adds a group only at its
+    step."""
 
     def add(state: Any) -> None:
         if state.step == 4:
@@ -136,7 +137,7 @@ def test_a_schedule_that_does_not_fit_is_one_clear_error(tmp_path: Path) -> None
 
 def said_of_plateau(folder: Path) -> list[str]:
     def anything(state: Any) -> None:
-        """May measure whatever it likes, so that a metric's name cannot be refused at the start."""
+        """May measure any metric, so that a metric's name cannot be refused at the start."""
 
     told = []
     for name in ("val", "eval"):
@@ -177,7 +178,7 @@ def said_of_batch_norm(folder: Path) -> list[str]:
         made[1].train(trains)
         return made
 
-    wholly = model(True).eval()  # is put into training mode
+    wholly = model(True).eval()  # is switched to training mode
     made = {"trains": model(True), "frozen": model(False), "wholly": wholly}
     return [fit(folder / name, model=each, **LONG)[1] for name, each in made.items()]
 
@@ -187,7 +188,7 @@ def test_a_batch_norm_in_evaluation_mode_does_not_depend_on_the_number_of_ranks(
     assert ["BatchNorm normalises" in text for text in told] == [True, False, True]
 
 
-# --- a count that does not count
+# --- a count that is wrong
 
 
 def mean_and_one(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
@@ -208,7 +209,7 @@ def test_a_count_that_is_the_same_for_half_a_batch_is_warned_of(tmp_path: Path) 
     assert "returns the count" not in total
 
 
-# --- words of other libraries
+# --- names of other libraries
 
 
 def test_arguments_of_other_libraries_are_answered_with_ours() -> None:

@@ -1,4 +1,4 @@
-"""The Trainer on iterable datasets: as on the same samples in a map, but for a length that nobody knows."""
+"""The Trainer on iterable datasets: the same as with a map-style dataset, but the length is unknown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rankwise.data.order import share
 
 
 class Stream(IterableDataset[Any]):
-    """Pairs of which y = 3 x."""
+    """Pairs with y = 3 x."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -99,13 +99,13 @@ def test_max_steps_ends_a_stream_of_unknown_length_and_what_a_stream_says_is_the
     assert "a stream of 13 samples (its __len__), 3 steps an epoch, in its own order\n" in said
 
 
-# --- streams of each rank's own
+# --- a different stream on each rank
 
 LENGTHS = (5, 13, 9)
 
 
 class OfRank(Stream):
-    """Pairs of which y = 3 x, others on each rank, and not as many."""
+    """Pairs with y = 3 x, different on each rank, and not equally many."""
 
     split_by_rank = True
 
@@ -121,7 +121,7 @@ def own_pairs(rank: int) -> list[Any]:
 
 
 def plain_loop(ranks: int, policy: str, epochs: int) -> tuple[list[float], int]:
-    """Each step over what all ranks have in it, on one page and one process. (parameters, steps)"""
+    """Each step over the samples that all ranks have in it, in the simplest way. (parameters, steps)."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -158,7 +158,7 @@ def test_uneven_streams_train_as_one_process_on_what_all_ranks_have_in_a_step(po
         for parameters, metrics, number, _ in answers:
             assert number == steps
             assert parameters == pytest.approx(expected, rel=1e-5)
-            assert metrics["eval_x"] == pytest.approx(sum(every) / len(every))  # all of them, whatever the policy
+            assert metrics["eval_x"] == pytest.approx(sum(every) / len(every))  # all samples, with any policy
         assert f"a stream of its own on each rank (uneven: {policy})\n" in on_main
 
 

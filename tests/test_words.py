@@ -1,4 +1,4 @@
-"""Words that no message and no page uses: each has a plain one in its place, the same everywhere."""
+"""Words that no message and no page uses: each has a plain replacement, which is the same everywhere."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_page_uses_plain_words(page: Path) -> None:
 
 
 def messages(tree: ast.AST) -> Iterator[str]:
-    """What a file may print: strings with a space in them that are no docstrings."""
+    """What a file may print: strings with a space in them that are not docstrings."""
     bodies = [body for node in ast.walk(tree) if isinstance(body := getattr(node, "body", None), list)]
     docstrings = {id(statement.value) for body in bodies for statement in body if isinstance(statement, ast.Expr)}
     for node in ast.walk(tree):
@@ -69,7 +69,7 @@ PLAIN_INSIDE = {
     "errors", "cli", "host", "run", "ipc", "schedulers", "agent", "launch", "report", "functions", "stop",
     "data", "hdf5", "sync", "trainer",
 }  # fmt: skip
-"""Packages whose docstrings and comments are in plain words, too."""
+"""Packages whose docstrings and comments also use plain words."""
 
 
 def prose(source: str) -> Iterator[str]:

@@ -37,19 +37,19 @@ NEEDED: dict[str, Any] = {
     "files": "none.h5", "path": "made.h5",
     "predict_fn": loss, "loader": rankwise.Loader(DATA, batch_size=2, shuffle=False, max_epochs=1),
 }  # fmt: skip
-"""Something right for each argument that has no default."""
+"""A right value for each argument that has no default."""
 
 TOGETHER: dict[str, dict[str, Any]] = {
     "Trainer": {"batch_size": 2, "max_steps": 1}, "Loader": {"batch_size": 2}, "LengthBatches": {"tokens": 5},
     "every": {"steps": 1}, "seed_rank": {"rank": 0},
 }  # fmt: skip
-"""What must be said, though it has a default."""
+"""Arguments that are required, although they have a default."""
 
 STARTS = ("init", "run_function", "broadcast_object", "selftest")
-"""A value that is right would start something, or is of a moment that is not now."""
+"""A right value would start something, or needs another state of the program."""
 
 WITHOUT_ARGUMENTS_TO_CHECK = ("RankwiseError", "Stopped", "TrainState", "all_gather_object", "local_device", "selftest")
-"""Exceptions; what the Trainer makes; what takes any value; what takes what another call returned."""
+"""Exceptions; what the Trainer creates; functions that accept any value, or the result of another call."""
 
 
 def callables() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -101,7 +101,7 @@ def calling(name: str, argument: str, value: Any) -> Any:
 
 @pytest.mark.parametrize(("name", "argument"), CASES)
 def test_a_wrong_value_is_one_line_with_the_argument_what_was_given_and_what_it_takes(name: str, argument: str) -> None:
-    """What is taken for right is done, or refused as plainly by what is done with it: never with another error."""
+    """An accepted value works, or is refused as plainly by the function that uses it: there is never another error."""
     kind = checked(CALLABLES[name])[argument]  # type: ignore[index]
     for value in WRONG:
         if kind.accepts(value):
@@ -118,12 +118,12 @@ def test_a_wrong_value_is_one_line_with_the_argument_what_was_given_and_what_it_
 
 RIGHT: dict[str, Callable[[Any], bool]] = {
     "int": lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0,
-    "float": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value >= 0,  # no nan
+    "float": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value >= 0,  # not nan
     "bool": lambda value: isinstance(value, bool),
     "str": lambda value: isinstance(value, str),
     "None": lambda value: value is None,
 }
-"""Of the plain types: what an argument annotated so may take at most."""
+"""For the plain types: the values that an argument with this annotation may accept at most."""
 
 
 @pytest.mark.parametrize(("name", "argument"), CASES)

@@ -1,4 +1,4 @@
-"""A Trainer from one flat list of settings: each goes to the part that owns it. For tests that vary settings of all parts.
+"""A Trainer from one flat list of settings: each goes to its part. For tests that vary settings of all parts.
 
 trainer = trainer_of(model, optimizer, step, data, max_steps=5, every_s=1e9, keep_last=1, num_workers=1, log_every=1)
 """
@@ -17,7 +17,7 @@ BESIDE = {"scheduler_metric", "lr_scale", "fresh", "log_every", "on_divergence"}
 
 
 def _own(part: Any, settings: dict[str, Any], beside: set[str]) -> dict[str, Any]:
-    """Those settings that the part takes and the Trainer does not; they are taken out."""
+    """The settings that belong to the part and not to the Trainer; they are removed from `settings`."""
     names = inspect.signature(part).parameters.keys() - beside
     return {name: settings.pop(name) for name in list(settings) if name in names}
 

@@ -1,7 +1,7 @@
-"""Places in which a script may find itself, and whether what its ranks say of themselves is true.
+"""Places in which a script may run, and whether the numbers that its ranks report there are right.
 
-`SCRIPT` is the one script, without a flag; each of its ranks leaves what it knows in the folder `said` beside it. The same of
-other libraries is in stress/truth_table.
+`SCRIPT` is the script, without a flag. Each of its ranks writes what it knows to the folder `said` beside it.
+stress/truth_table has the same for other libraries.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ DEADLINE_S = 100.0
 
 @dataclass(frozen=True)
 class Place:
-    """`command` has {python} and {script} in it, or {own}, what our launcher is given.
+    """`command` contains {python} and {script}, or {own} for the arguments of our launcher.
 
-    So many ranks on so many hosts are meant; 0: only an error is right.
+    `ranks` ranks on `hosts` hosts are right; with 0, only an error is right.
     """
 
     name: str
     up: str
-    """What must be up: a key of clusters.py, or nothing."""
+    """What must be running: a key of clusters.py, or empty."""
 
     command: str
     ranks: int
     hosts: int = 1
     says: str = ""
-    """Where an error is right: what it must say."""
+    """If an error is right: what it must say."""
 
 
 def sbatch(command: str) -> str:
@@ -80,7 +80,7 @@ PLACES = [
     Place("ssh", "hosts", f"{RANKWISE} run -H node1:2,node2:2 {{own}}", 4, 2),
 ]
 
-# As root on a machine of few cores.
+# As root on a machine with few cores.
 ALLOWED = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMP_NUM_THREADS": "1",
@@ -89,19 +89,19 @@ ALLOWED = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a script in a place."""
+    """The result of a script in a place."""
 
     said: list[dict]
-    """A record a rank that got as far."""
+    """A record of each rank that got this far."""
 
     status: int | None
-    """None: it was still there after the deadline."""
+    """None: it still ran after the deadline."""
 
     text: str
-    """What it printed, wherever that went."""
+    """Everything that it printed."""
 
     def verdict(self, place: Place) -> str:
-        """`right`, or in words what is wrong."""
+        """`right`, or what is wrong, in words."""
         worlds = sorted({record["world_size"] for record in self.said})
         met = sorted({record["met"] for record in self.said})
         if self.status is None:
@@ -117,7 +117,7 @@ class Answer:
 
 
 def wrong(said: list[dict]) -> str:
-    """What contradicts the hosts that they are on; empty if nothing does. A node rank that is not told is not wrong."""
+    """What contradicts the hosts on which the ranks are; empty if nothing does. A missing node rank is not wrong."""
     by_rank = sorted(said, key=lambda record: record["rank"])
     hosts = list(dict.fromkeys(record["host"] for record in by_rank))
     here: dict[str, int] = dict.fromkeys(hosts, 0)
@@ -133,7 +133,7 @@ def wrong(said: list[dict]) -> str:
 
 
 def _status_of_job(over: Path) -> int | None:
-    """What the batch script leaves there at its end: `sbatch --wait` looks for that end ever more seldom."""
+    """The status that the batch script writes at its end: `sbatch --wait` checks for this end at growing intervals."""
     deadline = time.monotonic() + DEADLINE_S
     while not (over.exists() and over.read_text()):
         if time.monotonic() > deadline:
@@ -144,7 +144,7 @@ def _status_of_job(over: Path) -> int | None:
 
 
 def ask(place: Place, folder: Path, source: str, python: str = PYTHON, **environ: str) -> Answer:
-    """Run a script there, in a folder of its own that all hosts see."""
+    """Run a script there, in a separate folder that all hosts see."""
     script = folder / "script.py"
     (folder / "said").mkdir(parents=True)
     (folder / "home").mkdir()

@@ -1,15 +1,15 @@
-"""How long does a save of 200 MB keep the loop waiting, beside a memcpy of the state, and what do others take?
+"""How long does the loop wait for a save of 200 MB, compared with a memcpy of the state, and with other libraries?
 
     python benchmarks/async_save/bench.py [ROUNDS] [--folder /dev/shm] [--threads 1]
 
 A model and its Adam state (16.7 M parameters, 200 MB), one process, float32 on the CPU. In each round every way saves once, in
-turn, after one step of the optimizer; what is timed is the call that the loop waits for, and what is under way is waited for,
-untimed, before the next. The first two rounds are not counted: buffers are made in them.
+turn, after one step of the optimizer. Only the call that the loop waits for is timed; before the next way starts, the script
+waits for the rest of the save. The first two rounds, in which buffers are allocated, are not counted.
 
-memcpy: each tensor of the state copied into a tensor that is there. Blocking and background: rankwise.Checkpoints, verified,
-checksummed and flushed. torch.save: two files, no flush, no rename. DCP: torch.distributed.checkpoint.async_save, to a thread.
-Lightning: AsyncCheckpointIO, where it is installed. Seconds are of the wall clock and of the calling thread's CPU, which
-others on the machine move less.
+memcpy: each tensor of the state is copied into an existing tensor. Blocking and background: rankwise.Checkpoints, verified,
+with checksums and flushed. torch.save: two files, no flush, no rename. DCP: torch.distributed.checkpoint.async_save, with a
+thread. Lightning: AsyncCheckpointIO, if it is installed. Seconds are wall-clock time, and CPU time of the calling thread, which
+depends less on other programs.
 """
 
 import argparse
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measure import median, ratios, rounds, spread
 
 Way = tuple[Callable[[int], object], Callable[[], object]]
-"""(what the loop waits for, until it is done)"""
+"""(what the loop waits for, a wait until the save is complete)"""
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
@@ -102,7 +102,7 @@ def lightning(folder: Path) -> Callable[[dict], Way] | None:
             states = {name: part.state_dict() for name, part in parts.items()}
             plugin.save_checkpoint(states, folder / "lightning.ckpt")
 
-        def wait() -> None:  # its executor has one thread: what is submitted last comes last
+        def wait() -> None:  # its executor has one thread, so what is submitted last runs last
             plugin._executor.submit(lambda: None).result()
 
         return save, wait

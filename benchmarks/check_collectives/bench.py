@@ -1,4 +1,4 @@
-"""One all-reduce with and without --check-collectives, in turns within one run.
+"""One all-reduce with and without --check-collectives, in turn within one run.
 
 rankwise run --nproc 2 --check-collectives benchmarks/check_collectives/bench.py
 """

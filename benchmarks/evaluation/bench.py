@@ -1,9 +1,9 @@
-"""How long does Evaluate take, and how long predict, beside the loop one would write by hand with torch's DataLoader?
+"""How long do Evaluate and predict take, compared with a loop written manually with torch's DataLoader?
 
     python benchmarks/evaluation/bench.py
 
-One rank, one thread, a small model: what is measured is what a batch costs beside the model. The ways take turns on the same
-data. Below 1: rankwise is the faster one.
+One rank, one thread, a small model, so that the time of a batch outside the model dominates. The ways take turns on the same
+data. Below 1, rankwise is faster.
 """
 
 import sys
@@ -27,7 +27,7 @@ TURNS, WARM = 40, 4
 
 
 class PerSample:
-    """One sample at a time."""
+    """Returns one sample at a time."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self.x, self.y = x, y
@@ -40,7 +40,7 @@ class PerSample:
 
 
 class InOne(PerSample):
-    """As many datasets in memory are: it makes a batch at once."""
+    """Makes a batch at once, as many datasets in memory do."""
 
     def __getitems__(self, indices: list[int]):
         return self.x[indices], self.y[indices]

@@ -1,12 +1,12 @@
-"""Shuffled batches from an HDF5 file, beside a bare gather from a map of the same rows and beside what people write.
+"""Shuffled batches from an HDF5 file, compared with a bare gather from a memory map of the rows and with hand-written code.
 
     python benchmarks/hdf5/bench.py [--rounds 7] [--folder /tmp/hdf5_bench] [--hand-over]
 
 A: 1 M rows of 64 uint8 and a label, batches of 1024. B: 4,000 sequences of 50 to 1500 x 40 float32 with integer targets,
-padded, batches of 32. C: 40,000 images of 3 x 64 x 64 uint8 and a label, batches of 128. The file is in the page cache. In
-each round every way takes its turn; figures are CPU seconds a batch of this process and its workers, so that the machine's
-other work counts little. With --hand-over only the Loader's own ways, in one epoch: what it costs to start workers is not in
-it. RETURNN needs `pip install returnn dm-tree`; without it its row says so.
+padded, batches of 32. C: 40,000 images of 3 x 64 x 64 uint8 and a label, batches of 128. The file is in the page cache. Every
+way runs once per round. The numbers are CPU seconds per batch of this process and its workers, so that other programs on the
+machine matter little. With --hand-over, only the Loader's own ways run, within one epoch, which excludes the start of the
+workers. RETURNN needs `pip install returnn dm-tree`; without it, its row says so.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def mapped(path: Path, name: str) -> np.ndarray:
 
 
 class Raw:
-    """`np.take` on a map, in a loop of its own, in an order that is ready."""
+    """`np.take` on a memory map, in a plain loop, in an order computed before."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._x, self._y = mapped(path, "x"), mapped(path, "y")
@@ -70,7 +70,7 @@ class Raw:
 
 
 class RawSequences:
-    """Slices of a map into a padded batch."""
+    """Slices of a memory map, copied into a padded batch."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._rows = [mapped(path, "inputs"), mapped(path, "targets/data/classes")]
@@ -103,7 +103,7 @@ class Rows(Dataset):
 
 
 class Returnn:
-    """HDFDataset, its batching and its collate function, as RETURNN's engine puts them together."""
+    """HDFDataset, its batching and its collate function, combined as in RETURNN's engine."""
 
     def __init__(self, path: Path, size: int) -> None:
         from returnn.datasets.hdf import HDFDataset
@@ -131,7 +131,7 @@ class Returnn:
 
 
 def loop(make):
-    """A way that takes the next batch of what `make` makes, again and again."""
+    """Takes the next batch of the iterator that `make` returns, again and again."""
     batches = iter(())
 
     def one() -> None:

@@ -1,16 +1,16 @@
-"""Shuffled batches from an HDF5 file that is not in the page cache, beside a bare gather in exact order from a map of it.
+"""Shuffled batches from an HDF5 file that is not in the page cache, compared with a bare gather in exact order.
 
     python benchmarks/hdf5/cold.py [--rounds 7] [--folder /tmp/hdf5_bench]
 
-Files of 1 GiB of rows of 64 bytes, 256 bytes and 12 kB, sorted by class. Before each measurement the file is removed from the
-cache (posix_fadvise), so it must be on a disk, not in memory. Wall time per sample, as the time is the disk's; in each round
-every way takes its turn. By blocks three windows are measured. The bare gather of small rows is measured over four batches: it
-reads 64 kB for each row, and would soon have the file in the cache, which it would not with one larger than memory. A row says
-what comes out where it is measured over as many samples as those of three windows, all the same.
+Files of 1 GiB with rows of 64 bytes, 256 bytes and 12 kB, sorted by class. Before each measurement the file is removed from the
+cache (posix_fadvise), so it must be on a disk, not in memory. Numbers are wall-clock time per sample, because the disk takes
+the time. Every way runs once per round. Shuffling by blocks is measured over three windows. The bare gather of small rows is
+measured over four batches: it reads 64 kB for each row, so the whole file would soon be in the cache, which would not happen
+with a file larger than memory. One row shows its result over as many samples as three windows have.
 
-Batch means: the standard deviation of the means of a batch's class numbers, / that of independent draws.
+Batch means: the standard deviation of the means of a batch's class numbers, divided by that of independent draws.
 
-The second table: the same with the file in the cache, / without telling what comes soon; CPU time.
+The second table: the same with the file in the cache, divided by the time without announcing samples; CPU time.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from measure import ratios, rounds, spread
 TOTAL = 1 << 30
 CLASSES = 1000
 KINDS = {"64 B": (64, 1024, 4), "256 B": (256, 1024, 4), "12 kB": (12288, 128, 100)}
-"""Bytes of a row, samples of a batch, batches of exact order that are measured."""
+"""(bytes per row, samples per batch, batches of the exact order to measure)."""
 
 GOALS = {"64 B": 4.0, "256 B": 4.0, "12 kB": 2.3}
 
@@ -61,7 +61,7 @@ def evict(path: Path) -> None:
 
 
 class Bare:
-    """`np.take` on a map, in an order that is ready."""
+    """`np.take` on a memory map, in an order computed before."""
 
     def __init__(self, path: Path, size: int, batches: int) -> None:
         with h5py.File(path) as file:
@@ -80,7 +80,7 @@ class Bare:
 
 
 class Untold(rankwise.HDF5Dataset):
-    """Is not told what comes soon."""
+    """A dataset that is not told which samples are needed soon."""
 
     def read_ahead(self, rows: int) -> None:
         return None
@@ -93,7 +93,7 @@ class Ours:
         self._clock = time.process_time if warm else time.perf_counter
 
     def __call__(self, turn: int) -> float:
-        data = self._kind(self._path, fields=["x"])  # a map of its own, without what was advised before
+        data = self._kind(self._path, fields=["x"])  # a separate map, without the advice for an earlier one
         loader = rankwise.Loader(data, global_batch_size=self._size, seed=turn, device="cpu", **self._ways)
         if not self._warm:
             evict(self._path)
@@ -145,7 +145,7 @@ def warm(kind: str, path: Path, count: int) -> None:
 
 
 def windows_of(path: Path, size: int) -> int:
-    """Batches of three windows."""
+    """The number of batches in three windows."""
     rows, window = rankwise.HDF5Dataset(path, fields=["x"]).blocks
     return 3 * rows * window // size
 

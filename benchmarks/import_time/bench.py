@@ -1,4 +1,4 @@
-"""How much longer does importing rankwise's parts take than importing torch, and how long does `rankwise --help` take?
+"""How much longer does it take to import rankwise than torch, and how long does `rankwise --help` take?
 
 python benchmarks/import_time/bench.py [rounds]
 """

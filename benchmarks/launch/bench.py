@@ -1,4 +1,4 @@
-"""From the command to the last rank's first step, and from there to the exit: rankwise against torchrun.
+"""The time from the command to the last rank's first step, and from there to the exit: rankwise against torchrun.
 
 python benchmarks/launch/bench.py [rounds] [ranks ...]
 """
@@ -39,7 +39,7 @@ def timed(command: list[str], folder: str) -> tuple[float, float, float]:
         mark.unlink()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.time()
-    # Not checked: gloo's own teardown fails now and then under torchrun, after the first step is done and noted.
+    # Not checked: gloo's own teardown sometimes fails with torchrun, after the first step is complete and recorded.
     subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     ended = time.time()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,4 +1,4 @@
-"""A torchrun script: gloo, DDP around a small model, one Adam step; notes when its first step was done, and when its last."""
+"""A torchrun script: gloo, DDP around a small model, one Adam step. Records when its first and its last step were complete."""
 
 import os
 import sys

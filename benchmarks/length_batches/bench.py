@@ -1,4 +1,4 @@
-"""Batches by length: how much is padding and waiting, is every sample there once, and what does the plan cost?
+"""Batches by length: how much is padding, how long do ranks wait, is every sample used once, what does the plan cost?
 
 pip install -c constraints.txt speechbrain torchaudio;  python benchmarks/length_batches/bench.py
 """
@@ -39,7 +39,7 @@ class Rows:
 
 
 def ours(ranks, **settings):
-    """Of each rank, its batch of each step."""
+    """For each rank, its batch of each step."""
     return [
         plan_of(Loader(Rows(), max_epochs=1, **settings).at(World(r, ranks, r, ranks, 0, source="benchmark")))
         for r in range(ranks)
@@ -62,7 +62,8 @@ def speechbrain(lengths, tokens, ranks, buckets):
 
 
 def figures(lengths, plans):
-    """(padding, the slowest rank's padded frames of each step over a fair share of the real ones, lost, repeated)"""
+    """(padding, the padded frames of the slowest rank in each step divided by a fair share of the real frames, samples lost,
+    repeated)"""
 
     def padded(batch):
         return len(batch) * max(lengths[batch], default=0)
@@ -75,7 +76,7 @@ def figures(lengths, plans):
 
 
 def cases(lengths):
-    """What makes the plans of so many ranks."""
+    """For each case, a function that makes the plans for a number of ranks."""
     tokens = int(4 * 32 * lengths.mean())
 
     def by_length(n, **given):
@@ -113,7 +114,7 @@ def main():
 
 
 def sharing():
-    """What a rank pays to find its part of a global batch."""
+    """The time that a rank needs to find its part of a global batch."""
     lengths = LENGTHS["uniform"]
     print("\nCPU time of sharing a global batch out")
     for parts in (1, 8, 64, 512):

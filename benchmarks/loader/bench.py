@@ -1,9 +1,9 @@
-"""How fast does a Loader hand out batches, beside torch's DataLoader on the same data, and beside a bare loop?
+"""How fast does a Loader return batches, compared with torch's DataLoader on the same data, and with a bare loop?
 
     python benchmarks/loader/bench.py                 every kind of dataset, batches of 32, 256 and 1024, 0 and 2 workers
     python benchmarks/loader/bench.py list 32 0       one row
 
-All of a row take turns, an epoch's part each, in one process. Above 1: the Loader is the faster one.
+All ways of a row take turns, a part of an epoch each, in one process. Above 1, the Loader is faster.
 """
 
 import itertools
@@ -25,7 +25,7 @@ TURNS = 30
 
 
 class PerSample:
-    """As most people write it: one sample at a time."""
+    """Reads one sample at a time, as most people write it."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self.x, self.y = x, y
@@ -38,7 +38,7 @@ class PerSample:
 
 
 class InOne(PerSample):
-    """Many at once; a batch already."""
+    """Reads many samples at once, as one batch."""
 
     def __getitems__(self, indices: list[int]):
         return self.x[indices], self.y[indices]
@@ -75,7 +75,7 @@ def datasets() -> dict:
 
 
 def seconds(batches, count: int, clock=time.perf_counter) -> float:
-    """Of each batch, `count` of them; the first one is waited for before."""
+    """The time of each of `count` batches, after waiting for the first one."""
     batches = iter(batches)
     next(batches)
     began = clock()
@@ -89,7 +89,7 @@ def flat(loader: Loader):
 
 
 def by_hand(dataset, collate, size: int):
-    """The floor: nothing but the calls that make the batches."""
+    """The lower limit: nothing but the calls that make the batches."""
     order = torch.randperm(len(dataset))
     if isinstance(dataset, TensorDataset):
         yield from (tuple(t[part] for t in dataset.tensors) for part in order.split(size))
@@ -106,7 +106,7 @@ def by_hand(dataset, collate, size: int):
 
 def row(name: str, dataset, collate, size: int, workers: int) -> None:
     count = SAMPLES // size - 2 if isinstance(dataset, TensorDataset) or workers else max(20, 4096 // size)
-    own = None if collate is as_it_is else collate  # ours takes a batch from __getitems__ as it is
+    own = None if collate is as_it_is else collate  # our Loader takes a batch from __getitems__ without change
 
     def ours(turn: int):
         return flat(Loader(dataset, batch_size=size, seed=turn, max_epochs=1, collate_fn=own, num_workers=workers))

@@ -1,11 +1,11 @@
-"""What fewer and smaller messages cost in loss, at equal samples: each strategy beside torch's DDP.
+"""What fewer and smaller messages cost in loss, at equal samples: each strategy compared with torch's DDP.
 
     python benchmarks/loss_at_equal_samples/bench.py [--seeds 3] [--steps 416] [--out FILE.jsonl]
 
-A GPT on bytes with 1.334 M parameters (37 tensors), on the text of examples/04_gpt.py, 2 ranks, 8 windows of 128 bytes a rank
-and step, AdamW with 2e-3 for every way. For each seed every way begins with the same parameters and reads the same windows in
-the same order. The loss is the mean over a validation text after the last step, of the model that all ranks hold then. A pair
-of a seed and a way that is in FILE.jsonl is not made again.
+A GPT on bytes with 1.334 M parameters (37 tensors), on the text of examples/04_gpt.py, 2 ranks, 8 windows of 128 bytes per rank
+and step, AdamW with 2e-3 for every way. For each seed, every way starts with the same parameters and reads the same windows in
+the same order. The loss is the mean over a validation text after the last step, with the model that all ranks have then. A pair
+of seed and way that is already in FILE.jsonl is not repeated.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 EXAMPLE = Path(__file__).parents[2] / "examples" / "04_gpt.py"
 BATCH, LR = 8, 2e-3
 WIDTH, LAYERS, HEADS = 160, 4, 4
-WAYS = {  # the most that the mean over seeds may be above DDP's
+WAYS = {  # the largest allowed difference from DDP, as a mean over seeds
     "DDP": None,
     "all-reduce:bf16": 0.02,
     "all-reduce:int8": 0.02,
@@ -113,7 +113,7 @@ def rank_main(way: str, seed: int, steps: int) -> None:
         print(json.dumps({"way": way, "seed": seed, "steps": steps, "loss": loss}), flush=True)
 
 
-# --- all of it
+# --- all ways
 
 
 def measured(way: str, seed: int, steps: int) -> str:

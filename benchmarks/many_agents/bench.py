@@ -1,11 +1,12 @@
-"""Up to a thousand agents without ranks of their own against one real head: how long a join takes, and what it costs.
+"""Up to a thousand agents without ranks and one real head: how long does it take them to join, and what does it cost?
 
 python benchmarks/many_agents/bench.py [agents ...]
 
-The head is the agent as it is, in a process of its own, with one short rank; the others are light members in one process that
-speak over real links: they prove the secret, say who they are, say that their rank is there when asked to start, beat each
-second, and say how it ended. One machine: both share its cores, and a thousand sockets are all on loopback.
-Exits with 1 when a member lost its link, an agent waits for more than 120 s, or the head failed.
+The head is a real agent in its own process, with one short rank. The other agents are light members in one process that use
+real connections: they prove the secret, introduce themselves, report that their rank runs when the head starts it, send a
+heartbeat every second, and report how it ended. All this is on one machine: both processes share its cores, and a thousand
+sockets are all on loopback. Exits with 1 if a member lost its connection, an agent waits for more than 120 s, or the head
+failed.
 """
 
 import json
@@ -35,7 +36,7 @@ VERSIONS = {"rankwise": version("rankwise"), "Python": platform.python_version()
 
 
 class Member:
-    """What a node's agent says, without a node."""
+    """Sends what the agent of a node sends, without a node."""
 
     def __init__(self, index: int, record: dict) -> None:
         hello = {

@@ -1,10 +1,10 @@
-"""What does a step pay for being stoppable, and what is sent for it?
+"""What does it cost per step that a training can be stopped, and what is sent for it?
 
-    python benchmarks/preemption_cost/bench.py [STEPS]                 root, for a network of its own
+    python benchmarks/preemption_cost/bench.py [STEPS]                 as root, for a separate network
 
-Four ranks of two nodes that know nothing of each other but a connection (LOCAL_WORLD_SIZE=2), under no agent: the gate's own
-call alone, STEPS times (a million), in twenty rounds, as processor time; and the packets on the loopback interface, all there
-is of network here, meanwhile.
+Four ranks on two nodes that share nothing but a connection (LOCAL_WORLD_SIZE=2), without an agent. Measures the processor time
+of STEPS calls of the gate (a million), in twenty rounds, and counts the packets that are sent meanwhile on the loopback
+interface, which is the only network here.
 """
 
 import os
@@ -23,7 +23,7 @@ ROUNDS = 20
 
 
 def packets() -> int:
-    """Sent on the loopback interface of this network."""
+    """The number of packets that were sent on the loopback interface of this network."""
     with open("/proc/net/dev") as file:
         return next(int(line.split()[10]) for line in file if line.strip().startswith("lo:"))
 
@@ -33,7 +33,7 @@ def rank(steps: int) -> None:
     stop = rankwise.StopSignal()
     stop.agreed(0)
     rankwise.barrier()
-    time.sleep(0.5)  # what the barrier has sent has come
+    time.sleep(0.5)  # the packets of the barrier have arrived
 
     def gate(_: int) -> float:
         began = time.thread_time_ns()
@@ -44,7 +44,7 @@ def rank(steps: int) -> None:
     before = packets()
     took_ns = rounds({"gate": gate}, ROUNDS)["gate"]
     sent = packets() - before
-    time.sleep(0.5)  # nobody begins to say anything while another counts
+    time.sleep(0.5)  # no rank sends anything while another still counts
     figures = rankwise.dist.comm.all_gather_object((spread(took_ns, 0, " ns a step"), sent))
     stop.finish()
     stop.leave()

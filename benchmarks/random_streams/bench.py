@@ -1,4 +1,4 @@
-"""What does it cost that a dataset's random numbers are keyed, and leave the training's streams where they were?
+"""What does it cost to key a dataset's random numbers, and to leave the random streams of the training unchanged?
 
 python benchmarks/random_streams/bench.py
 """
@@ -35,7 +35,7 @@ class QuietRows(Rows):
 
 class TorchRows(Rows):
     def __getitem__(self, index):
-        torch.default_generator.manual_seed(index)  # a draw, as far as the streams go, in the least time
+        torch.default_generator.manual_seed(index)  # for the streams this is a draw, and it takes the least time
         return index
 
 

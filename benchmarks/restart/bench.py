@@ -1,4 +1,4 @@
-"""From the request to fork the ranks again to the last rank's first step, against torchrun's cold launch to the same.
+"""The time from the request to fork the ranks again to the last rank's first step, against a cold launch of torchrun.
 
 python benchmarks/restart/bench.py [rounds] [ranks ...]
 """
@@ -25,19 +25,20 @@ def first_step(folder: str, attempt: int, ranks: int) -> float:
 
 
 def restart(ranks: int, folder: str) -> tuple[float, float]:
-    """(seconds from the fork request of the second attempt to its first step, from the first life's end to it)."""
+    """(seconds from the fork request of the second attempt to its first step, seconds from the end of the first attempt to
+    it)"""
     command = [sys.executable, "-m", "rankwise", "run", "--nproc", str(ranks), "--max-restarts", "1", "--fresh"]
     subprocess.run([*command, WORKER, folder, "die"], cwd=folder, capture_output=True, check=True)
     before, after = json.loads(Path(folder, "runs", "worker", "world.json").read_text())["lives"]
     first = first_step(folder, 1, ranks)
-    return first - after["started"], first - before["ended"]  # an attempt begins right after its ranks were asked for
+    return first - after["started"], first - before["ended"]  # an attempt starts right after the request for its ranks
 
 
 def cold(ranks: int, folder: str) -> float:
-    """Seconds from the command to the first step under torchrun."""
+    """Seconds from the command to the first step, with torchrun."""
     began = time.time()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", WORKER, folder]
-    # Not checked: gloo's own teardown fails now and then under torchrun, after the first step is done and noted.
+    # Not checked: gloo's own teardown sometimes fails with torchrun, after the first step is complete and recorded.
     subprocess.run(command, cwd=folder, capture_output=True)
     return first_step(folder, 0, ranks) - began
 

@@ -1,5 +1,5 @@
-"""A torchrun script: gloo, DDP around a small model, one Adam step; notes when its first step was done. `die` as the second
-argument: rank 1 then fails in the first attempt, so that all are started again."""
+"""A torchrun script: gloo, DDP around a small model, one Adam step. Records when its first step was complete. With `die` as the
+second argument, rank 1 fails in the first attempt, so that all ranks are restarted."""
 
 import os
 import sys

@@ -1,13 +1,13 @@
-"""What does it cost to load 200 MB, verified and not, beside torch.load + load_state_dict? And what do the sums cost at a save?
+"""What does it cost to load 200 MB, verified and not, compared with torch.load + load_state_dict? And the checksums at a save?
 
     python benchmarks/restore/bench.py [ROUNDS] [--folder /dev/shm] [--threads 1] [--same-process]
 
-A model and its Adam state (16.7 M parameters, 200 MB), files in the page cache. Each load is the first of a process that was
-forked for it, as a rank's is: into a new model with an optimizer that has made no step (fresh), or one that has (in place).
-With --same-process all are in one process, one after the other: torch.load is given memory there that earlier rounds have left.
-Each round has every way in turn; ratios are to torch.load + load_state_dict of the same round and case. torch.load: one file,
-read whole or mapped; mapped, the optimizer hangs on the file from then on. memcpy: each tensor of the state into one that is
-there. CPU: of all threads, of the user and the kernel, which others on the machine move less.
+A model and its Adam state (16.7 M parameters, 200 MB), files in the page cache. Each load is the first of a newly forked
+process, as on a rank: into a new model with an optimizer that has made no step (fresh), or one that has (in place). With
+--same-process all loads are in one process, one after the other, where torch.load can use memory that earlier rounds have
+freed. Every way runs once per round. Ratios compare with torch.load + load_state_dict of the same round and case. torch.load:
+one file, read completely or mapped; if it is mapped, the optimizer depends on the file afterwards. memcpy: each tensor of the
+state into an existing tensor. CPU: of all threads, user and kernel, which depends less on other programs.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from measure import median, ratios, rounds, spread
 
 Parts = tuple[nn.Module, torch.optim.Optimizer]
 Taken = tuple[float, float]
-"""(seconds of the wall clock, seconds of CPU)"""
+"""(seconds of wall-clock time, seconds of CPU)"""
 
 
 def new(stepped: bool) -> Parts:
@@ -118,7 +118,7 @@ def bench(folder: Path, count: int, fork: bool) -> str:
 
 
 def cost_of_sums(folder: Path) -> str:
-    """At a save, in the thread behind the loop."""
+    """The time of the checksums at a save, in the background thread."""
     state = tensors(*new(stepped=True))
     size = sum(tensor.nbytes for tensor in state)
     manifest = manifests.Manifest.read(next((folder / "checkpoints").glob("step-*")))

@@ -1,10 +1,11 @@
-"""What does the loop wait for, and when is it on the disk, where each rank writes a share instead of the main rank all?
+"""How long does the loop wait for a save, and when is it on disk, if each rank writes a share instead of the main rank all?
 
     rankwise run --nproc 2 benchmarks/sharded_save/bench.py [ROUNDS] [--folder /dev/shm]
 
-A model and its Adam state (200 MB), the same on all ranks, saved behind the loop by one rank and by all ranks, in turn,
-an optimizer step before each; two rounds are not counted. Ratios to the one writer of the same round. Seconds are of the rank
-that waits longest; CPU is that of the main rank's loop thread (the copy), and of all its threads until it is on the disk.
+A model and its Adam state (200 MB), the same on all ranks, are saved in the background by one rank and by all ranks, in turn,
+with an optimizer step before each save; two rounds are not counted. Ratios compare with the single writer in the same round.
+Seconds are those of the rank that waits longest. CPU is that of the main rank's loop thread (for the copy), and of all its
+threads until the save is on disk.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""Strategies over a slow link, beside torch's DDP: samples a second, and what the kernel counts of their bytes.
+"""Strategies over a slow network, compared with torch's DDP: samples per second, and bytes sent, counted by the kernel.
 
     sudo python benchmarks/slow_network/bench.py [--rounds 3] [--mbit 100] [--out FILE.jsonl]
 
-Two ranks in two network namespaces that it makes, with a link whose rate tc (tbf) limits at both ends. The model has 4.9 M
-parameters (19.6 MB) in 8 layers; a layer's computing is a sleep of known length in the forward and the backward pass, with a
-gradient that is ready: two ranks on two cores do not take each other's time. In each round every way takes its turn. Before
-and after each round an all-reduce of 4 MB must take what the link allows. A round that is in FILE.jsonl is not made again.
+Two ranks in two network namespaces that this script creates. tc (tbf) limits the rate of the link between them, at both ends.
+The model has 4.9 M parameters (19.6 MB) in 8 layers. To compute a layer is a sleep of known length in the forward and the
+backward pass, with a ready gradient, so that two ranks on two cores do not slow each other down. Every way runs once per round.
+Before and after each round, an all-reduce of 4 MB must take the time that the limit allows. A round that is already in
+FILE.jsonl is not repeated.
 """
 
 import argparse
@@ -137,7 +138,8 @@ def link_up(mbit: int) -> None:
     sh("ip -n rw0 link add eth0 type veth peer name eth0 netns rw1")
     for i, name in enumerate(("rw0", "rw1")):
         sh(f"ip -n {name} addr add 10.77.0.{i + 1}/24 dev eth0; ip -n {name} link set eth0 up")
-        # With offloading one packet of 64 kB counts as one: the kernel's counter would see no headers of those it becomes.
+        # With offloading, a packet of 64 kB counts as one: the kernel's counter would miss the headers of the packets that it
+        # becomes.
         sh(f"ip netns exec {name} ethtool -K eth0 tso off gso off gro off >/dev/null 2>&1 || true")
         sh(f"ip netns exec {name} tc qdisc add dev eth0 root tbf rate {mbit}mbit burst 64kb latency 50ms")
 
@@ -151,7 +153,7 @@ def sh(line: str) -> None:
     subprocess.run(line, shell=True, check=True)
 
 
-# --- all of it
+# --- all rounds
 
 
 def measured(rounds: list[int], out: Path) -> None:

@@ -1,10 +1,10 @@
-"""What a strategy's calls cost in a hand-written loop on one rank, beside the loop without them and beside DDP of one rank.
+"""What the calls of a strategy cost in a hand-written loop on one rank, compared with no calls, and with DDP of one rank.
 
     python benchmarks/sync_calls/bench.py [--rounds 15]
 
-A model of 4.9 M parameters (19.6 MB), 64 samples a step, AdamW. In each round every way makes 32 steps (two periods of
-local-sgd:16, one of diloco:32), in turn. Time is that of the CPU in the loop's thread. `bare, judged` is the floor: the bare
-loop that looks at the gradient before the optimizer steps, as each strategy must, to skip what is not finite.
+A model of 4.9 M parameters (19.6 MB), 64 samples per step, AdamW. In each round every way makes 32 steps (two periods of
+local-sgd:16, one of diloco:32), in turn. Time is CPU time of the loop's thread. `bare, judged` is the lower limit: the bare
+loop that also checks the gradient before each step, as every strategy must, to skip a step that is not finite.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""What does a step of the Trainer (log, progress line, checkpoints and the gate on) cost over a hand-written loop?
+"""What does a step of the Trainer cost (with log, progress line, checkpoints and the gate), compared with a hand-written loop?
 
     python benchmarks/trainer_step/bench.py                          one rank, against a plain loop; a class with __getitems__
     rankwise run --nproc 2 benchmarks/trainer_step/bench.py          two ranks, against DDP
-    python benchmarks/trainer_step/bench.py quiet                    the same class, which says draws_nothing
-    python benchmarks/trainer_step/bench.py samples                  a class with __getitem__ alone
+    python benchmarks/trainer_step/bench.py quiet                    the same class, with draws_nothing
+    python benchmarks/trainer_step/bench.py samples                  a class with only __getitem__
     python benchmarks/trainer_step/bench.py tensors                  a TensorDataset
 
-Both loops live in this process and take turns of 40 steps; the same tiny model (MLP 16-32-4), data set, batch size of a rank
-(16) and optimizer (SGD): nothing hides a loop's own cost. The hand-written loop uses torch's DataLoader.
+Both loops run in this process and take turns of 40 steps. They use the same tiny model (MLP 16-32-4), dataset, batch size per
+rank (16) and optimizer (SGD), so that nothing hides the cost of the loop itself. The hand-written loop uses torch's DataLoader.
 """
 
 import sys
@@ -62,7 +62,7 @@ def parts():
 
 
 class Turns:
-    """Threads of which one runs; each hands over to the next after TURN steps, and notes how long they took."""
+    """Threads of which one runs at a time. After TURN steps, it lets the next one run, and records how long the steps took."""
 
     def __init__(self, names: list[str], turns: int = TURNS) -> None:
         self.names = names
@@ -81,14 +81,14 @@ class Turns:
         self.events[self.names[(self.names.index(name) + 1) % len(self.names)]].set()
 
     def after_step(self, name: str, step: int) -> None:
-        """Hand over if the turn is at its end; not the last one, of which what the loop does at its end is a part."""
+        """Let the next thread run if the turn is over. Not in the last turn, which includes what the loop does at its end."""
         if step % TURN == 0 and step < TURN * self.turns:
             self.over(name)
             self.wait(name)
 
 
 def raw_loop(turns: Turns, world, data: Rows) -> None:
-    turns.wait("raw")  # what is made before the first step is collectives too: nobody else's may come between
+    turns.wait("raw")  # the setup also calls collectives, which must not meet those of the other loop
     model, optimizer = parts()
     wrapped = DistributedDataParallel(model) if world.world_size > 1 else model
     sampler = DistributedSampler(data) if world.world_size > 1 else None
@@ -118,9 +118,9 @@ def trainer_loop(turns: Turns, world, data: Rows, folder: str) -> None:
     turns.wait("Trainer")
     trainer = rankwise.Trainer(
         *parts(), step_fn, data, batch_size=BATCH, max_steps=TURN * turns.turns, actions=[hand_over], run_dir=folder,
-        checkpoints=rankwise.Checkpoints(every_s=len(turns.names)),  # a second of its own: one turn in so many
+        checkpoints=rankwise.Checkpoints(every_s=len(turns.names)),  # about a second of its own time per save
     )  # fmt: skip
-    trainer.fit(fresh=True)  # its last turn ends with it: what it saves at the end must not meet the other loop's collectives
+    trainer.fit(fresh=True)  # the last turn includes the end: its collectives must not meet those of the other loop
     turns.over("Trainer")
 
 
@@ -131,7 +131,7 @@ def main() -> None:
     turns = Turns(["raw", "Trainer"])
     kinds = {"": Rows, "quiet": QuietRows, "samples": Samples, "tensors": lambda n: TensorDataset(Rows(n).x, Rows(n).y)}
     data = kinds["".join(sys.argv[1:])](16384)
-    # The Trainer in the main thread, where signals can be had; the hand-written loop beside it.
+    # The Trainer runs in the main thread, which can get signals, and the hand-written loop in another one.
     raw = threading.Thread(target=raw_loop, args=(turns, world, data))
     raw.start()
     turns.events["raw"].set()

@@ -1,7 +1,7 @@
-"""How many Python calls does a step of the Trainer make beyond those of a hand-written loop? An exact count, not a timing.
+"""How many more Python calls does a step of the Trainer make than a hand-written loop? An exact count, not a timing.
 
 python benchmarks/trainer_step/calls.py              a class with __getitems__
-python benchmarks/trainer_step/calls.py quiet        one that says draws_nothing
+python benchmarks/trainer_step/calls.py quiet        the same class, with draws_nothing
 """
 
 import collections
@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader
 
 import rankwise
 
-FIRST, LAST = 110, 140  # between two log intervals, warm
+FIRST, LAST = 110, 140  # between two log intervals, after the warm-up
 DATA = (QuietRows if sys.argv[1:] == ["quiet"] else Rows)(16384)
 
 
 class Counter:
-    """Python-level calls between two steps, by function."""
+    """Counts Python-level calls between two steps, by function."""
 
     def __init__(self) -> None:
         self.calls: collections.Counter[str] = collections.Counter()

@@ -1,20 +1,20 @@
-"""What does a step of a training cost in rankwise's Trainer and in the frameworks beside it, over a hand-written loop?
+"""What does a training step cost in rankwise's Trainer and in other frameworks, compared with a hand-written loop?
 
     pip install lightning accelerate transformers pytorch-ignite
     python benchmarks/trainer_step/frameworks.py [turns] 2>/dev/null
     rankwise run --nproc 2 benchmarks/trainer_step/frameworks.py [turns]
 
-All of them live in this process, and in DDP on two ranks, and take turns of 40 steps; model, data, batch size of a rank and
-optimizer are those of bench.py. Each has what it does by itself:
+All of them run in this process (with DDP on two ranks) and take turns of 40 steps. Model, data, batch size per rank and
+optimizer are those of bench.py. Each does what it does by default:
 
     raw              torch's DataLoader; nothing else
-    Trainer          rankwise: log each 50 steps, progress line, a checkpoint each second of its own, the agreed stop
-    Fabric           a loop of one's own; no log, no bar, no checkpoint
-    Accelerate       a loop of one's own; no log, no bar, no checkpoint
+    Trainer          rankwise: log every 50 steps, progress line, a checkpoint per second of its own time, the agreed stop
+    Fabric           a hand-written loop; no log, no bar, no checkpoint
+    Accelerate       a hand-written loop; no log, no bar, no checkpoint
     Ignite           a bare Engine; no log, no bar, no checkpoint
-    Lightning        `self.log` of the loss each step, its CSV logger, progress bar, a checkpoint an epoch
-    Lightning bare   none of these (barebones=True; in DDP that cannot be: all switched off one by one)
-    HF Trainer       log and checkpoint each 500 steps, progress bar
+    Lightning        `self.log` of the loss in each step, its CSV logger, progress bar, a checkpoint per epoch
+    Lightning bare   none of these (barebones=True; DDP does not allow this: each is switched off separately)
+    HF Trainer       log and checkpoint every 500 steps, progress bar
 """
 
 import logging
@@ -172,9 +172,10 @@ LOOPS = {
 
 
 def in_turn(name: str, turns: Turns, *args) -> None:
-    """One framework in its thread. An error ends all: the others would wait for its turn for ever."""
+    """Run one framework in its thread. An error ends the process, because the other threads would wait for this turn
+    forever."""
     try:
-        turns.wait(name)  # what it makes before its first step is part of its first turn: in DDP all of that is collectives
+        turns.wait(name)  # the setup is part of the first turn, because with DDP it calls collectives
         LOOPS[name](turns, *args)
         turns.over(name)
     except BaseException:
@@ -192,7 +193,7 @@ def main() -> None:
     folder = str(world.run_dir) if world.run_dir else rankwise.broadcast_object(tempfile.mkdtemp())
     turns = Turns(NAMES, number)
     data = Rows(16384)
-    # The Trainer in the main thread, where signals can be had.
+    # The Trainer runs in the main thread, which can get signals.
     threads = [threading.Thread(target=raw_loop, args=(turns, world, data), daemon=True)]
     threads += [threading.Thread(target=in_turn, args=(name, turns, world, data, folder), daemon=True) for name in LOOPS]
     for thread in threads:

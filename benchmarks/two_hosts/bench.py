@@ -2,7 +2,8 @@
 
 tests/cluster/hosts/hosts-up 2; python benchmarks/two_hosts/bench.py node1 node2 [rounds] [ranks a host]; .../hosts-down
 
-torchrun is typed on each host, here by two ssh at once; rankwise once, and reaches both by ssh itself. Hosts share this folder.
+torchrun must be started on each host, here by two ssh commands at once. rankwise is started once, and reaches both over ssh
+itself. The hosts share this folder.
 """
 
 import os

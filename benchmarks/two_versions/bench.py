@@ -2,8 +2,8 @@
 
     python benchmarks/two_versions/bench.py COMMIT [--ranks 1 2] [--tensors 10 1000] [--turns 60]
 
-Trains one small model with both versions at the same time, each by its own `rankwise run`; the two take turns of some steps, so
-that a busy machine is busy for both. Prints the ratio of this checkout's step to that of COMMIT: the median of the pairs.
+Trains one small model with both versions at the same time, each by its own `rankwise run`. The two take turns of some steps, so
+that a busy machine is busy for both. Prints this checkout's step time divided by that of COMMIT: the median over the pairs.
 """
 
 import argparse
@@ -23,7 +23,7 @@ WARM = 5
 
 
 class Version:
-    """A training that stands between its turns."""
+    """A training that waits between its turns."""
 
     def __init__(self, tree: Path, folder: Path, ranks: int, tensors: int, turns: int) -> None:
         folder.mkdir()
@@ -41,7 +41,7 @@ class Version:
         self._writer, self._reader = self._go.open("w"), self._done.open()
 
     def turn(self, _number: int) -> float:
-        """Microseconds a step."""
+        """The time of a step in microseconds."""
         print("go", file=self._writer, flush=True)
         return float(self._reader.readline())
 

@@ -1,4 +1,4 @@
-"""What bench.py trains: a chain of small layers. Rank 0 stands after each turn until it is told to go on."""
+"""The training that bench.py runs: a chain of small layers. After each turn, rank 0 waits until bench.py lets it continue."""
 
 import inspect
 import sys
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import rankwise
 
 folder, tensors, turns = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-STEPS = max(2, 400 // tensors)  # of a turn: some 40 ms
+STEPS = max(2, 400 // tensors)  # per turn: about 40 ms
 
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(tensors // 2)])
@@ -34,7 +34,7 @@ def step(model, batch):
 def hand_over(state):
     global began
     if world.is_main and state.step % STEPS == 0:
-        if state.step > STEPS:  # the first is a warm-up, and what comes before it
+        if state.step > STEPS:  # the first turn is a warm-up, and includes the start
             print(1e6 * (time.perf_counter() - began) / STEPS, file=done, flush=True)
         if not state.last:
             go.readline()

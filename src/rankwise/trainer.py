@@ -6,7 +6,7 @@
 
     Trainer(model, optimizer, step, dataset, global_batch_size=64, max_epochs=3).fit()
 
-`fit` is the whole loop, on one page; the parts that it calls work without it, too.
+`fit` is the whole loop, on one page; the parts that it calls also work without it.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Trainer:
         return self.run.path
 
     def _compare_ranks(self) -> None:
-        """Collective. Raises ConfigError on all ranks if one got other settings."""
+        """Collective. Raises ConfigError on all ranks if a rank has other settings."""
         loader = self.loader
         given: dict[str, Any] = {"max_epochs": loader.max_epochs, "max_steps": self.max_steps}
         given |= {"accumulate": loader.accumulate, "seed": self.seed, **self._settings.fixed}
@@ -211,7 +211,7 @@ class Trainer:
         return sources
 
     def _wire(self) -> None:
-        """What runs after each step, in order, and what a checkpoint holds."""
+        """Decide what runs after each step, in which order, and what a checkpoint contains."""
         parts = self._actions
         self._weights = Weights()
         self._skipped = SkippedSteps(self._weights, self.progress.say)
@@ -225,7 +225,7 @@ class Trainer:
                 attach(self)
         schedule: list[Action] = [Schedule(parts.stepped)] if parts.stepped is not None else []
         hears: list[Action] = [self._saving.hear] if self.checkpoints.is_background and self.world.is_main else []
-        follow: list[Action] = [lambda _: self.sync.follow()] if parts.given else []  # what they have changed of the model
+        follow: list[Action] = [lambda _: self.sync.follow()] if parts.given else []  # what these have changed in the model
         triggers = self.checkpoints.triggers
         saves: list[Action] = [*([every(self._saving, **triggers)] if triggers else []), *self._saving.further()]
         self.actions: list[Action] = [
@@ -254,7 +254,7 @@ class Trainer:
                     self.sync.backward(loss_sum, count, last=i == len(micro_batches))
                     self.meters.add(loss=(loss_sum.detach(), count))
                 self._advance(state, self.sync.step(), len(micro_batches))
-                for action in self.actions:  # schedule, log, evaluate, the user's own, save: each an action
+                for action in self.actions:  # schedule, log, evaluate, the user's own, save: each is an action
                     action(state)
             self._meet()
             self.stop.finish()
@@ -271,8 +271,8 @@ class Trainer:
     def predict(
         self, data: Any, predict_fn: Callable[[Any, Any], Any], *, on: str = "main", into: Callable[..., object] | None = None
     ) -> Any:
-        """Collective. What `predict_fn(model, batch)` returns for each sample of `data`, in its order, once: on the main
-        rank, None on the others (`on="all"`: there too), or handed to `into(indices, rows)`. See `rankwise.predict`."""
+        """Collective. What `predict_fn(model, batch)` returns for each sample of `data`, in the order of `data`: on the main
+        rank, None on the others (with `on="all"` on all), or passed to `into(indices, rows)`. See `rankwise.predict`."""
         with self.sync.averaged():
             loader = data if isinstance(data, Loader) else self.loader.over(data)
             return predict(predict_fn, self.state.model, loader, on=on, into=into, precision=self.precision)
@@ -292,7 +292,7 @@ class Trainer:
         return loss_and_count(result)
 
     def _looked_at(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
-        """Collective at the first step of all: step_fn is tried on its batches."""
+        """Collective at the first step: step_fn is tried on the batches of this step."""
         if self.state.step == 0:
             for micro_batches in itertools.islice(batches, 1):
                 warn_of_means(self.forward, self.state.model, micro_batches)
@@ -321,7 +321,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _open(self, fresh: bool) -> Iterator[TrainState]:
-        """Collective. Begin; and close what is open when the loop ends or raises."""
+        """Collective. Begin the run, and close what is open when the loop ends or raises."""
         attempt, lease = open_run(self.run, self.world, fresh)
         self.checkpoints.fence = Fence(self.run.lease) if self.world.is_main else None
         outcome, status = "ended by an exception", 1
@@ -346,7 +346,7 @@ class Trainer:
                 lease.release()
 
     def _begin(self, state: TrainState) -> None:
-        """Collective. Load the newest checkpoint if there is one, and print the plan."""
+        """Collective. Load the newest checkpoint, if there is one, and print the plan."""
         seed.seed_rank(self.seed, self.world.rank)
         if begin_training(state.model):
             log.say("the model was in evaluation mode (as from_pretrained leaves it), and is now in training mode")
@@ -388,16 +388,16 @@ class Trainer:
             return
         where = self._saving.folder
         if self.stop.signum:
-            argv = [] if self.world.run_dir is not None else sys.orig_argv  # the launcher prints it
+            argv = [] if self.world.run_dir is not None else sys.orig_argv  # if there is a launcher, it prints the command
             for line in messages.stopped(state, where or self.checkpoints.folder, argv):
                 self.progress.say(line)
-        elif where is not None:  # there were steps left
+        elif where is not None:  # steps were left
             self.progress.say(messages.ended(state, self._begun_at, self.breakdown.since_start().text(), where))
             if self.checkpoints.keep_best is not None:
                 self.progress.say(messages.best(self.checkpoints.keep_best, self.checkpoints.best()))
 
     def _ready_to_save(self, state: TrainState) -> None:
-        """Collective. Before a save: the state is measured, finite and the same on all ranks."""
+        """Collective. Before a save: measure the state, and check that it is finite and the same on all ranks."""
         self._meet()
         self._actions.log.reduce(state)
         self._actions.write(state)
@@ -405,7 +405,7 @@ class Trainer:
         self._actions.replicas.before_save(state)
 
     def _meet(self) -> None:
-        """Collective. If actions have changed what is trained on one rank only, this is found before anything else is done."""
+        """Collective. If actions have changed on only one rank what is trained, this finds it before anything else is done."""
         if self._actions.given:
             self.sync.meet()
 

@@ -1,6 +1,6 @@
-"""One training on several ranks beside the same one in plain torch on one device, in float64: after each step they must agree.
+"""Compares a training on several ranks, after each step, with the same one in plain torch on one device, in float64.
 
-problem = run(Cell("Adam", "fused", "convolutions", "channels_last", "unfreeze", True, 2), folder)     # None, or in words
+problem = run(Cell("Adam", "fused", "convolutions", "channels_last", "unfreeze", True, 2), folder)     # None, or a text
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rankwise.sync import AllReduce
 
 TOLERANCE = 1e-12
 SIZES = (7, 5, 1, 8, 6)
-"""Samples of each global batch."""
+"""The number of samples in each global batch."""
 
 EVENT_AT = 2
 CLIP_NORM = 0.5
@@ -98,7 +98,7 @@ class Convolutions(nn.Module):
 
 
 class Tied(Branches):
-    """The head is the trunk's weight, and a layer normalises in evaluation mode, which is meant."""
+    """The head uses the trunk's weight, and a layer normalises in evaluation mode, which is intended."""
 
     def __init__(self) -> None:
         super().__init__(True)
@@ -117,7 +117,7 @@ class Tied(Branches):
 
 
 class WithLoss(nn.ModuleDict):
-    """The loss has weights of its own."""
+    """The loss has its own weights."""
 
     def __init__(self) -> None:
         super().__init__({"net": Branches(True), "loss": nn.Bilinear(3, 3, 2)})
@@ -178,20 +178,20 @@ EVENTS = ("nothing", "unfreeze", "freeze", "add a group", "replace a layer", "ot
 
 
 def cells(overlaps: tuple[bool | None, ...]) -> Iterator[Cell]:
-    """Every one that makes sense."""
+    """All combinations that make sense."""
     for name in optimizers():
         for kernel, kind, layout, event, overlap, accumulate in itertools.product(
             kernels(name), KINDS, LAYOUTS, EVENTS, overlaps, (1, 3)
         ):
             if name in REFUSED and (kind, layout, event, accumulate) != ("linear", "rows", "nothing", 1):
                 continue
-            if name == "Muon" and kind != "matrices":  # it takes nothing else
+            if name == "Muon" and kind != "matrices":  # Muon accepts nothing else
                 continue
-            if kind == "parametrized" and accumulate > 1:  # a power iteration for each pass: another number of them
+            if kind == "parametrized" and accumulate > 1:  # one power iteration per pass, and their number differs
                 continue
-            if layout == "gapped" and kernel == "fused":  # torch's own kernel goes over the gaps
+            if layout == "gapped" and kernel == "fused":  # torch's own kernel also writes to the gaps
                 continue
-            if (name, kernel, event) == ("SGD", "fused", "unfreeze"):  # it takes momenta of all parameters or of none
+            if (name, kernel, event) == ("SGD", "fused", "unfreeze"):  # it needs momenta for all parameters or for none
                 continue
             if event in ("add a group", "replace a layer") and name not in REFUSED and not _takes_another_group(name):
                 continue
@@ -200,7 +200,7 @@ def cells(overlaps: tuple[bool | None, ...]) -> Iterator[Cell]:
 
 @functools.cache
 def _takes_another_group(name: str) -> bool:
-    """Adagrad keeps nothing of a group that is added, and fails at the next step, up to torch 2.11."""
+    """Up to torch 2.11, Adagrad creates no state for a group that is added later, and fails at the next step."""
     first, second = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
     optimizer = optimizers()[name]([first], **{"lr": 0.01, **SETTINGS.get(name, {})})
     optimizer.add_param_group({"params": [second]})
@@ -217,7 +217,7 @@ def _takes_another_group(name: str) -> bool:
 
 
 class Side:
-    """A model and its optimizer: the one on ranks, or the plain one."""
+    """A model and its optimizer: on ranks, or in plain torch."""
 
     def __init__(self, cell: Cell) -> None:
         torch.manual_seed(1)
@@ -236,7 +236,7 @@ class Side:
         return optimizers()[self.cell.optimizer](parameters, **{"lr": 0.01, **SETTINGS.get(self.cell.optimizer, {}), **kernel})
 
     def change(self, seed: int) -> None:
-        """The event, where it is one of the model or the optimizer."""
+        """Cause the event, if it is one of the model or the optimizer."""
         event = self.cell.event
         if event in ("unfreeze", "freeze"):
             self.model.trunk.requires_grad_(event == "unfreeze")
@@ -251,11 +251,11 @@ class Side:
             net.late = fresh.late
             self.optimizer.add_param_group({"params": list(net.late.parameters())})
         elif event == "resume":
-            self.optimizer.load_state_dict(self.optimizer.state_dict())  # it makes float64 of NAdam's product
+            self.optimizer.load_state_dict(self.optimizer.state_dict())  # load_state_dict converts NAdam's product to float64
 
 
 def loss_of(model: nn.Module, positions: range) -> tuple[torch.Tensor, int]:
-    """(sum, count) over samples, each of a count of its own, in one pass."""
+    """(sum, count) over these samples, each with its own count, in one pass."""
     rows = [torch.randn(1 + p % 3, 6, generator=torch.Generator().manual_seed(p), dtype=torch.float64) for p in positions]
     x = torch.cat(rows)
     return model(x).square().sum(), len(x)
@@ -266,7 +266,8 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def run(cell: Cell, folder: Path) -> str | None:
-    """Collective. What is wrong, or None. "sign" begins what only the rounding of a zero gradient has made differ."""
+    """Collective. What is wrong, as a text; None if nothing is. "sign": only steps along a gradient of zero, which is rounding,
+    differ."""
     try:
         return _compared(cell, folder)
     except ConfigError as error:
@@ -278,7 +279,7 @@ def run(cell: Cell, folder: Path) -> str | None:
 def _compared(cell: Cell, folder: Path) -> str | None:
     rank, ranks = comm.rank(), comm.world_size()
     ours, plain = Side(cell), Side(cell)
-    same = copy.deepcopy(plain)  # steps on the gradients that ours were given
+    same = copy.deepcopy(plain)  # takes the same gradients as ours
     given: dict[str, torch.Tensor] = {}
     sync = _attached(ours, given)
     signs = False
@@ -295,13 +296,13 @@ def _compared(cell: Cell, folder: Path) -> str | None:
         parts = [part for part in _parts(mine, cell.accumulate) if len(part)]
         for i, part in enumerate(parts, start=1):
             sync.backward(*loss_of(ours.model, part), last=i == len(parts))
-        if not parts and cell.kind == "parametrized":  # each pass is a power iteration
+        if not parts and cell.kind == "parametrized":  # each pass does a power iteration, so this rank needs one too
             loss_of(ours.model, range(start, start + 1))
         given.clear()
         sync.step()
         total, count = loss_of(plain.model, range(start, start + size))
         start += size
-        plain.model.zero_grad()  # those too that the optimizer gets later
+        plain.model.zero_grad()  # also of parameters that the optimizer gets later
         (total / count).backward()
         nn.utils.clip_grad_norm_(plain.model.parameters(), CLIP_NORM)
         expected = gradients(plain.model)
@@ -345,7 +346,7 @@ def _attached(side: Side, given: dict[str, torch.Tensor]) -> AllReduce:
 
 
 def _looked(cell: Cell, ours: Side, sync: AllReduce, given: dict[str, torch.Tensor], folder: Path) -> tuple[Side, AllReduce]:
-    """Evaluate, save, or go on in new objects with what was saved."""
+    """Evaluate, save, or resume in new objects."""
     parts = {"sync": sync, "model": ours.model, "optimizer": ours.optimizer}
     if cell.event == "evaluate":
         with sync.averaged(), torch.no_grad():
@@ -369,8 +370,8 @@ def _looked(cell: Cell, ours: Side, sync: AllReduce, given: dict[str, torch.Tens
 
 
 def run_all(chosen: list[Cell], folder: str) -> list[str | None]:
-    """Collective. What is wrong with each."""
+    """Collective. What is wrong with each cell."""
     comm.init()
     torch.set_num_threads(1)
-    with contextlib.redirect_stdout(io.StringIO()):  # thousands of models with a parameter that is not used
+    with contextlib.redirect_stdout(io.StringIO()):  # thousands of models print that a parameter is not used
         return [run(cell, Path(folder, str(number))) for number, cell in enumerate(chosen)]

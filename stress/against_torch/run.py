@@ -1,8 +1,8 @@
-"""Does a training on ranks take the steps of plain torch on one device, whatever is trained, by whatever optimizer?
+"""Does a training on ranks take the same steps as plain torch on one device, for all models and optimizers?
 
     python stress/against_torch/run.py [--cells 2000] [--ranks 1 2 3 4 5] [--seed 0]
 
-Draws so many cells, by a seed, for each number of ranks out of the product of all optimizers of torch.optim, their kernels,
+For each number of ranks, draws --cells cells by a seed, from all combinations of the optimizers of torch.optim, their kernels,
 models, layouts in memory, events in the middle of a training, ways of reducing and micro-batches (cells.py); `--cells 0` takes
 all. Prints what differs by more than 1e-12, and exits with 1 if anything does.
 """
@@ -22,7 +22,7 @@ import rankwise
 
 
 def trial(folder: Path, ranks: list[int], many: int, seed: int) -> None:
-    """Prints the table. Raises WrongError."""
+    """Print the table. Raises WrongError."""
     wrong = 0
     for n in ranks:
         chosen = list(cells.cells((False, True) if n > 1 else (None,)))

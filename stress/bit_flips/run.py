@@ -1,11 +1,11 @@
-"""Is every damage of a checkpoint found, the file and the tensor named, and the checkpoint before it used?
+"""Does rankwise find every corruption of a checkpoint, name the file and the tensor, and use the checkpoint before it?
 
     python stress/bit_flips/run.py [--draws 300] [--seed 0] [--folder /dev/shm]
 
-So many single bits flipped, holes zeroed (1 B to 64 kB) and truncations, at random places of random files of a checkpoint, the
-manifest included: half of the draws choose the file, half the byte. Beside it the same in one file of torch.save (read whole,
-and mapped) and of safetensors, where it is installed: does it raise, load what was saved, or load something else? Exits with 1
-when something was not found, not named, or not passed over.
+In --draws trials, flips single bits, zeroes holes (1 B to 64 kB) and truncates, at random places of random files of a
+checkpoint, including the manifest: half of the draws choose the file, half the byte. For comparison, does the same to one file
+of torch.save (read completely, and mapped) and of safetensors, if it is installed: does it raise, load what was saved, or load
+something else? Exits with 1 if a corruption was not found or not named, or the checkpoint was used.
 """
 
 import argparse
@@ -30,11 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from judge import WrongError, judged
 
 KINDS = ("flip", "hole", "truncation")
-draw = random.Random()  # its own: a checkpoint that is loaded sets the global one back
+draw = random.Random()  # separate, because loading a checkpoint restores the global one
 
 
 def damaged(data: bytes, kind: str) -> tuple[bytes, int, int]:
-    """(the bytes after it, where it begins, where it ends); never what was there before."""
+    """(the bytes after the damage, where it starts, where it ends); the result always differs from `data`."""
     while True:
         at = draw.randrange(len(data))
         if kind == "truncation":
@@ -80,7 +80,7 @@ def draw_file(files: list[Path]) -> Path:
 
 
 def hit(folder: Path, file: Path, data: bytes, changed: bytes, begin: int, end: int) -> list[str]:
-    """The tensors of which a byte is another than before, or gone."""
+    """The tensors of which a byte has changed, or is missing."""
     record = manifests.Manifest.read(folder).files[file.name]
     found = []
     for name, at in record.layout.items():
@@ -91,7 +91,7 @@ def hit(folder: Path, file: Path, data: bytes, changed: bytes, begin: int, end: 
 
 
 def check(folder: Path, file: Path, kind: str) -> str:
-    """Damage it, see that all is as it must be, make it whole. Where the damage was. Raises WrongError."""
+    """Damage the file, check what rankwise does, and repair it. Returns where the damage was. Raises WrongError."""
     newest = Checkpoints(folder, background=False).all()[-1]
     data = file.read_bytes()
     changed, begin, end = damaged(data, kind)
@@ -136,7 +136,7 @@ def ours(folder: Path, draws: int) -> Iterator[str]:
     assert Manifest.read(newest) == manifests.verify(newest)
 
 
-# --- others
+# --- other libraries
 
 
 def others(folder: Path) -> Iterator[tuple[str, Path, Callable[[Path], dict[str, torch.Tensor]]]]:
@@ -158,7 +158,7 @@ def other(name: str, path: Path, load: Callable[[Path], dict[str, torch.Tensor]]
     for kind in KINDS:
         ends: collections.Counter[str] = collections.Counter()
         for number in range(draws):
-            copy = path.with_stem(f"copy-{number}")  # what is mapped stays as it was
+            copy = path.with_stem(f"copy-{number}")  # a mapped file must not change
             copy.write_bytes(damaged(data, kind)[0])
             try:
                 ends["load what was saved" if equal(load(copy), whole) else "load something else, silently"] += 1

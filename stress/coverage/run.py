@@ -32,7 +32,8 @@ disable_warnings = no-data-collected, module-not-imported, already-imported, no-
 
 
 def measure(scratch: Scratch, words: list[str], data: Path) -> int:
-    """Run tests; `data` is then coverage's, with the tests as contexts and the paths of this checkout. pytest's status."""
+    """Run tests. Writes `data`, coverage's file with the tests as contexts and the paths of this checkout. Returns pytest's
+    status."""
     pieces = scratch.folder.parent / "pieces"
     pieces.mkdir()
     scratch.packages.joinpath("tracer.rc").write_text(RC.format(folder=pieces, source=scratch.folder / "src" / "rankwise"))

@@ -1,10 +1,10 @@
-"""A copy of the repository that we can change and measure, with a virtual environment in which `rankwise` is that copy.
+"""A copy of the repository that may be changed and measured, with a virtual environment in which `rankwise` is the copy.
 
     scratch = Scratch(Path("/tmp/somewhere/rankwise"))      # a folder that does not exist yet
     scratch.pytest("tests/stop/test_signal.py", "-x", timeout_s=60)
 
-Ranks, agents and commands that the tests start run the copy's code too. All other packages are those of the Python that makes
-the copy.
+Ranks, agents and commands that the tests start also run the code of the copy. All other packages are those of the Python that
+creates the copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Scratch:
-    """The files of this checkout that git tracks or does not ignore, as they are now."""
+    """The current files of this checkout that git tracks or does not ignore."""
 
     def __init__(self, folder: Path) -> None:
         listed = subprocess.run(
@@ -46,7 +46,7 @@ class Scratch:
         command.chmod(0o755)
 
     def install(self, module: Path, at_start: bool = False) -> None:
-        """Make a module importable there; with `at_start`, each Python of the environment imports it first."""
+        """Make a module importable in the copy; with `at_start`, each Python of the environment imports it first."""
         shutil.copy(module, self.packages / module.name)
         if at_start:
             (self.packages / f"c_{module.stem}.pth").write_text(f"import {module.stem}\n")
@@ -54,9 +54,9 @@ class Scratch:
     def pytest(
         self, *words: str | Path, timeout_s: float | None = None, environ: Mapping[str, str] | None = None, quiet: bool = True
     ) -> int:
-        """pytest's exit status. Raises TimeoutExpired after killing pytest; the caller ends what else has started.
+        """Returns pytest's exit status. Raises TimeoutExpired after killing pytest; the caller ends what else has started.
 
-        In one process (-n0): tests run in the order in which they are chosen.
+        In one process (-n0), so that the tests run in the order in which they were chosen.
         """
         for cache in self.folder.joinpath("src").rglob("__pycache__"):
             shutil.rmtree(cache)  # a change of the same length within the same second would not be compiled

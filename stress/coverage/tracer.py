@@ -1,10 +1,10 @@
-"""Coverage of every Python that the tests start, by test. Runs in the measured environment, where run.py installs it.
+"""Measures the coverage of every Python that the tests start, by test. run.py installs it in the measured environment.
 
-A .pth file imports it in each interpreter, whatever environment variables a test has cleared; it measures as `tracer.rc`
-beside it says. Ranks exit by os._exit, agents by exec, and the ranks of `on_ranks` are forked from a server that keeps the
+A .pth file imports it in each interpreter, even if a test has cleared the environment variables. `tracer.rc` beside it says how
+it measures. Ranks exit by os._exit, agents by exec, and the ranks of `on_ranks` are forked from a server that keeps the
 variables of the first test: the code below handles each of these. A process that SIGKILL or SIGTERM ends saves nothing.
 
-It is a plugin of pytest too (-p tracer; PYTEST_DONT_REWRITE). It switches the context to each test, and writes into
+It is also a plugin of pytest (-p tracer; PYTEST_DONT_REWRITE). It switches the context to each test, and writes into
 `tracer.json` how long each test took, and which failed.
 """
 
@@ -51,7 +51,7 @@ def _save() -> None:
 
 
 def _in_child() -> None:
-    """The parent saves what it has measured; a child starts with nothing, in a file of its own."""
+    """The parent saves what it has measured; a child starts empty, with its own file."""
     if _current is not None:
         with contextlib.suppress(Exception):
             _current.stop()
@@ -68,7 +68,7 @@ def _before(act: Callable[..., object], function: Callable[..., Any]) -> Callabl
 
 
 class _Pause:
-    """Stops tracing while a module that is not ours is imported: most of the time would go there."""
+    """Stops tracing while a module that is not ours is imported: otherwise this would take most of the time."""
 
     def __init__(self) -> None:
         self._busy = False

@@ -1,13 +1,13 @@
-"""Is a training that is killed at any moment, again and again, the training that was never killed?
+"""Is a training that is killed at any moment, again and again, equal to one that was never killed?
 
     python stress/kill_anywhere/run.py [--kills 100] [--in-save 30] [--steps 1000] [--seed 0] [--folder /dev/shm]
         [--blocking] [--sync local-sgd:5]
 
-SIGKILL to a rank, the agent, the launcher or all of them: at a moment drawn from a whole attempt of a run, its start included,
-or inside a save. After each kill: nothing is left in ps, every checkpoint by its name is complete, none that was is gone, and
-the next attempt resumes from the newest with the very losses of a run that was never killed. A training that reaches its end
-must have that run's parameters, bit for bit; then another begins, until there were enough kills. Exits with 1 when something is
-wrong.
+Sends SIGKILL to a rank, the agent, the launcher or all of them: at a random moment of an attempt, including its start, or
+inside a save. After each kill: no process is left, every checkpoint under its final name is complete, no complete checkpoint is
+missing, and the next attempt resumes from the newest with exactly the losses of a run that was never killed. When a training
+reaches its end, it must have that run's parameters, bit for bit. Then another training starts, until there were enough kills.
+Exits with 1 if something is wrong.
 """
 
 import argparse
@@ -39,7 +39,7 @@ DEADLINE_S = 60.0
 
 
 class Training:
-    """One training, over as many attempts as it takes."""
+    """One training, over as many attempts as it needs."""
 
     def __init__(self, folder: Path, steps: int, words: Sequence[str], options: Sequence[str] = ()) -> None:
         folder.mkdir()
@@ -64,7 +64,7 @@ class Training:
         return []
 
     def newest(self) -> int:
-        """The step of the newest checkpoint, 0 if there is none; each of them must be whole."""
+        """The step of the newest checkpoint, 0 if there is none. Checks that each checkpoint is complete."""
         with contextlib.suppress(FileNotFoundError):
             return max((manifests.verify(p).step for p in self.run.checkpoints.iterdir() if p.name[:5] == "step-"), default=0)
         return 0
@@ -74,7 +74,7 @@ class Training:
         return int(lines[-1]) if lines else 0
 
     def losses(self) -> dict[int, list[tuple[int, float]]]:
-        """(step, loss) as they came, of each attempt that got so far."""
+        """(step, loss) in order, for each attempt that logged one."""
         attempts = collections.defaultdict(list)
         for record in self.run.read_metrics():
             if "loss" in record:
@@ -86,7 +86,7 @@ class Training:
 
 
 def pick(training: Training, launcher: psutil.Popen, victim: str) -> list[int]:
-    """The pids of a victim; the launcher's where that is not there yet."""
+    """The pids of a victim; the launcher's if the victim has not started yet."""
     with contextlib.suppress(psutil.Error, IndexError, OSError):
         if victim == "all":
             return [launcher.pid, *(p.pid for p in launcher.children(recursive=True))]
@@ -100,11 +100,12 @@ def pick(training: Training, launcher: psutil.Popen, victim: str) -> list[int]:
 
 
 def wait_and_kill(training: Training, launcher: psutil.Popen, victim: str, delay_s: float, in_save: bool) -> str | None:
-    """Kill after so many seconds, and then in the next save if asked to. Who was killed; None if it ended before."""
+    """Kill after `delay_s` seconds, or in the save after that with `in_save`. Returns who was killed; None if the training
+    ended before."""
     with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
         launcher.wait(timeout=delay_s)
         return None
-    pids = pick(training, launcher, victim)  # to look for them in a save would take longer than it
+    pids = pick(training, launcher, victim)  # before the save, because the search takes longer than a save
     if in_save:
         until = time.monotonic() + DEADLINE_S
         before = set(training.saving())
@@ -112,7 +113,7 @@ def wait_and_kill(training: Training, launcher: psutil.Popen, victim: str, delay
             if launcher.poll() is not None or time.monotonic() > until:
                 break
         pids = pids if victim == "launcher" or pids != [launcher.pid] else pick(training, launcher, victim)
-        time.sleep(random.uniform(0.0, 0.03))  # a save takes that long
+        time.sleep(random.uniform(0.0, 0.03))  # a save takes about this long
     if launcher.poll() is not None:
         return None
     for pid in pids:
@@ -122,7 +123,7 @@ def wait_and_kill(training: Training, launcher: psutil.Popen, victim: str, delay
 
 
 def wait_until_gone(training: Training, launcher: psutil.Popen) -> float:
-    """Seconds until nothing is left of it."""
+    """Returns the seconds until no process of it is left."""
     began = time.monotonic()
     while launcher.poll() is None or processes(training.run.path.parent):
         if time.monotonic() - began > DEADLINE_S:
@@ -135,7 +136,7 @@ def wait_until_gone(training: Training, launcher: psutil.Popen) -> float:
 
 
 def check(training: Training, attempts_before: int, began_at: int, reference: dict[int, float]) -> None:
-    """The attempt just over began one step after the checkpoint that it had, and its losses are those of the reference."""
+    """Check that the last attempt started one step after its checkpoint, and that its losses are those of the reference."""
     attempts = training.losses()
     steps = [step for step, _ in attempts.get(attempts_before + 1, [])]
     if steps != list(range(began_at + 1, began_at + 1 + len(steps))):
@@ -156,7 +157,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def never_killed(training: Training) -> tuple[dict[int, float], float, float]:
-    """(its loss at each step, its seconds before the first step, and after it)"""
+    """(its loss at each step, the seconds before its first step, the seconds after it)."""
     began = time.monotonic()
     launcher = training.start()
     if launcher.wait(timeout=600) != 0:
@@ -168,7 +169,7 @@ def never_killed(training: Training) -> tuple[dict[int, float], float, float]:
 
 
 def trial(make: Callable[[str], Training], kills: int, in_save: int, steps: int) -> str:
-    """The summary. Raises WrongError."""
+    """Returns the summary. Raises WrongError."""
     reference = make("reference")
     losses, start_s, train_s = never_killed(reference)
     if sorted(losses) != list(range(1, steps + 1)):

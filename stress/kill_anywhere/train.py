@@ -1,9 +1,9 @@
-"""What run.py kills: a tiny training of two ranks that saves every few steps.
+"""The training that run.py kills: tiny, on two ranks, with a save every few steps.
 
 rankwise run --nproc 2 train.py STEPS FINAL SAVED [blocking]
 
-FINAL gets the parameters in the end; SAVED a line for each save that is complete. Each flush takes 1 ms longer than it
-would, so that a kill has something to hit.
+FINAL gets the final parameters; SAVED gets a line for each complete save. Each flush takes 1 ms longer than usual, so that
+kills hit it.
 """
 
 import os

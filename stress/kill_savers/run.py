@@ -1,13 +1,13 @@
-"""Killed at random while it saves: what does each library's documented way to resume find?
+"""If a training is killed at random while it saves: what does each library's documented way to resume find?
 
     python stress/kill_savers/run.py [--kills 200] [--limit_s 150] [--draws 40] [--seed 0] [--folder /dev/shm]
                                            [--savers NAME ...]
 
-savers.py trains and saves every 3 steps; a parent that has imported everything once forks it and SIGKILLs it: half of the kills
-at a random moment, half aimed inside a save. Each in a folder of its own, in the third save or later. Then a fork resumes;
-where that raises and folders are numbered, once more without the newest, as a person would. Beside it: the newest checkpoint
-truncated, one bit of it flipped; at the third save a disk that is full (as root: a tmpfs), and a folder that may no longer be
-written. Exits with 1 when rankwise lost, tore or misread something.
+savers.py trains and saves every 3 steps. A parent that has already imported everything forks it and kills it with SIGKILL: half
+of the kills at a random moment, half inside a save, in the third save or later, each in its own folder. Then another fork
+resumes. If this raises and checkpoints are in numbered folders, it tries once more without the newest, as a user would. Other
+cases: the newest checkpoint truncated, or with one bit flipped; a disk that is full at the third save (as root: a tmpfs), and a
+folder that becomes read-only. Exits with 1 if rankwise lost, tore or misread something.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from savers import ENDLESS, EVERY, SAVERS, Board, LightningElsewhere, Ours, Save
 THIRD = 3 * EVERY
 NOBODY = 65534
 draw = random.Random()
-elsewhere = Path("/var/tmp") / f"kill-savers-{os.getpid()}"  # on another disk than --folder, one hopes
+elsewhere = Path("/var/tmp") / f"kill-savers-{os.getpid()}"  # usually on another disk than --folder
 
 
 def forked(work: Callable[[Callable[[str], None]], None], uid: int | None = None) -> tuple[int, int]:
-    """(its process id, where what it tells can be read): `work` in a child, its own output thrown away."""
+    """Run `work` in a child, and discard its output. Returns (its process id, a pipe with what it reports)."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
@@ -55,7 +55,7 @@ def forked(work: Callable[[Callable[[str], None]], None], uid: int | None = None
             os.setgid(uid)
             os.setuid(uid)
         work(lambda text: (os.write(writing, text.encode()[:4000]), None)[1])
-    except BaseException as error:  # also what is not an Exception: this is the child's end
+    except BaseException as error:  # also what is not an Exception: the child exits here
         os.write(writing, f"raised {type(error).__name__}: {error}".encode()[:4000])
     finally:
         os._exit(0)
@@ -71,7 +71,7 @@ def told(pid: int, reading: int) -> str:
 
 
 def temporary(kind: type[Saver], folder: Path) -> None:
-    """Where what is called temporary lies: on the same disk, or on another one."""
+    """Use a folder for temporary files: on the same disk, or on another one."""
     tempfile.tempdir = str(elsewhere if kind is LightningElsewhere else folder.parent / "tmp")
 
 
@@ -84,7 +84,7 @@ def train(kind: type[Saver], folder: Path, board: Board, steps: int, uid: int | 
 
 
 def resumed(kind: type[Saver], folder: Path, uid: int | None = None) -> str:
-    """ "step 6", "torn ...", "nothing" or "raised ..."."""
+    """What resuming finds: "step 6", "torn ...", "nothing" or "raised ..."."""
 
     def work(tell: Callable[[str], None]) -> None:
         temporary(kind, folder)
@@ -116,7 +116,7 @@ class Place:
     def clean(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         for path in [*(self.base / "tmp").iterdir(), *elsewhere.iterdir()]:
-            if path.is_dir():  # torch's own
+            if path.is_dir():  # torch creates it
                 shutil.rmtree(path)
             else:
                 path.unlink()
@@ -126,7 +126,7 @@ class Place:
 
 
 def await_save(pid: int, board: Board, number: int) -> None:
-    """Until that save has begun. The child must not end before."""
+    """Wait until save `number` has started. The child must not exit before."""
     limit = time.monotonic() + 60
     while board.read()[0] < number * EVERY:
         if time.monotonic() > limit or os.waitpid(pid, os.WNOHANG)[0]:
@@ -135,7 +135,7 @@ def await_save(pid: int, board: Board, number: int) -> None:
 
 
 def save_seconds(kind: type[Saver], place: Place) -> tuple[float, float]:
-    """(the median of a save, and of a save and the steps to the next)."""
+    """(the median time of a save, the median time of a save and the steps to the next)."""
     folder, board = place.fresh(), Board(mmap.mmap(-1, 64))
     pid, reading = train(kind, folder, board, ENDLESS)
     took, cycles = [], []
@@ -154,7 +154,7 @@ def save_seconds(kind: type[Saver], place: Place) -> tuple[float, float]:
 
 
 def without_newest(folder: Path) -> bool:
-    """Delete the newest of numbered folders, if there are such."""
+    """Delete the newest of numbered folders. False if there are none."""
     numbered = {int(path.name[11:]): path for path in folder.rglob("checkpoint[-_]*") if path.is_dir()}
     if numbered:
         shutil.rmtree(numbered[max(numbered)])
@@ -162,7 +162,8 @@ def without_newest(folder: Path) -> bool:
 
 
 def kill_once(kind: type[Saver], place: Place, aimed: bool, took: float, cycle: float) -> tuple[int, int, str, str]:
-    """(the save begun last, the last one known complete, what resuming finds, and what then without the newest)."""
+    """(the last save that was started, the last that is known to be complete, what resuming finds, what it finds without the
+    newest)."""
     folder, board = place.fresh(), Board(mmap.mmap(-1, 64))
     pid, reading = train(kind, folder, board, ENDLESS)
     await_save(pid, board, draw.randint(3, 5) if aimed else 3)
@@ -211,11 +212,9 @@ def kills(kind: type[Saver], place: Place, count: int, limit_s: float) -> tuple[
 
 
 def newest_files(folder: Path) -> list[Path]:
-    """Those of the newest checkpoint: of the newest folder, or the newest file."""
+    """The files of the newest checkpoint: those of the newest folder, or the newest file."""
     files = [file for file in folder.rglob("*") if file.is_file()]
-    last = [
-        file for file in files if file.name == "last.ckpt"
-    ]  # what "last" means to Lightning, which writes another beside it
+    last = [file for file in files if file.name == "last.ckpt"]  # Lightning uses "last", and writes another file beside it
     newest = last[0] if last else max(files, key=lambda file: file.stat().st_mtime_ns)
     return [newest] if newest.parent == folder else [file for file in files if file.parent == newest.parent]
 
@@ -232,7 +231,7 @@ def damage(file: Path, how: str) -> None:
 
 
 def damages(kind: type[Saver], place: Place, how: str, count: int) -> tuple[str, bool]:
-    """Three saves, the newest damaged: the same again, each time in a copy of them."""
+    """Three saves, and the newest is damaged: again and again, each time in a copy."""
     whole, board = place.fresh(), Board(mmap.mmap(-1, 64))
     text = told(*train(kind, whole, board, THIRD))
     if text:
@@ -261,11 +260,11 @@ def meaning(outcome: str) -> str:
     )
 
 
-# --- a disk that is full, a folder that is read only
+# --- a full disk, a read-only folder
 
 
 def full(folder: Path) -> Callable[[int], None]:
-    """All of the disk but a fourth of a state is taken when the third save begins."""
+    """When the third save starts, fill the disk; only the space of a quarter of a state is left."""
 
     def at_begin(step: int) -> None:
         if step == THIRD:
@@ -286,7 +285,7 @@ def read_only(folder: Path) -> Callable[[int], None]:
 
 
 def refused(kind: type[Saver], folder: Path, at_begin: Callable[[int], None], uid: int | None, base: Path) -> str:
-    """What saving says, and what is then found: the place is there again, or may be read."""
+    """What the save reports, and what is found after there is space again, or the folder can be read."""
     board = Board(mmap.mmap(-1, 64), at_begin)
     said = told(*train(kind, folder, board, THIRD, uid)) or "no error"
     (folder.parent / "filler").unlink(missing_ok=True)

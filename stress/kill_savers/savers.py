@@ -1,6 +1,6 @@
-"""The tiny training loop of run.py, once a library: `train` saves every few steps, `resume` does what its documentation says.
+"""The tiny training loop of run.py, once per library: `train` saves every few steps, `resume` does what its documentation says.
 
-The state is a weight and its momentum, 2 MB each, and the loop's own count: every element says its step.
+The state is a weight and its momentum, 2 MB each, and the loop's own count. Every element has the value of its step.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import nn
 from rankwise.checkpoint import Checkpoints
 
 NUMBERS = 500_000
-EVERY = 3  # steps from save to save
+EVERY = 3  # steps between two saves
 ENDLESS = 100_000
 
 
 class Board:
-    """Memory that the child writes and its parent reads: the save that was begun last, and the last that was complete."""
+    """Memory that the child writes and its parent reads: the last save that was started, and the last that was complete."""
 
     def __init__(self, memory: Any, at_begin: Callable[[int], None] | None = None) -> None:
         self.memory = memory
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 class Count:
-    """The loop's own state."""
+    """The own state of the loop."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -70,25 +70,25 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def fill(weight: torch.Tensor, optimizer: Any, step: int) -> None:
-    """What a training step does here."""
+    """The training step of this test."""
     with torch.no_grad():
         weight.fill_(step)
         optimizer.state[weight]["momentum_buffer"] = torch.full_like(weight, step)
 
 
 def values(weight: torch.Tensor, optimizer: Any, step: int) -> set[float]:
-    """The steps of all elements: one, where nothing is torn."""
+    """The steps that the elements have as values: a single one if nothing is torn."""
     state = optimizer.state.get(weight, {}).get("momentum_buffer")
     momentum = {float("nan")} if state is None else set(state.detach().unique()[:9].tolist())
     return set(weight.detach().unique()[:9].tolist()) | momentum | {float(step)}
 
 
 class Saver:
-    """A hand-written loop around `save` and `load`."""
+    """A hand-written loop with `save` and `load`."""
 
     name = ""
     needs = "torch"
-    late = 0  # how many steps before a save that has returned one is surely there
+    late = 0  # the number of steps between a save that is certainly complete and the one that has just returned
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -112,7 +112,7 @@ class Saver:
             time.sleep(0.001)
             if step % EVERY == 0:
                 if board.at_begin is not None:
-                    self.finish()  # what is done to the folder is done to this save, not to the one before
+                    self.finish()  # what happens to the folder must happen to this save, not to the previous one
                 board.begin(step)
                 self.save()
                 board.done(step - self.late)
@@ -176,7 +176,7 @@ class Ours(Saver):
 class OursBackground(Ours):
     name = "rankwise, background"
     background = True
-    late = EVERY  # a save that returns has waited for the one before it
+    late = EVERY  # when a save returns, it has waited for the previous one
 
 
 class AccelerateFolder(Saver):
@@ -257,7 +257,7 @@ class Lightning(Saver):
         import lightning.pytorch as lightning
 
         class Watch(lightning.Callback):
-            """Before ModelCheckpoint, which Lightning puts last."""
+            """Must be called before ModelCheckpoint, which Lightning calls last."""
 
             def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
                 time.sleep(0.001)
@@ -278,7 +278,7 @@ class Lightning(Saver):
 
         class Look(lightning.Callback):
             def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-                if trainer.global_step == 0:  # from the beginning, with a warning
+                if trainer.global_step == 0:  # it started from scratch, with a warning
                     os._exit(0)
                 tell(values(module.model.weight, trainer.optimizers[0], trainer.global_step))
                 os._exit(0)
@@ -288,7 +288,7 @@ class Lightning(Saver):
 
 
 class LightningElsewhere(Lightning):
-    """The same where TMPDIR is on another disk, as /tmp is beside a shared one."""
+    """The same with TMPDIR on another disk, as if the checkpoints are on a shared disk and temporary files in /tmp."""
 
     name = "Lightning, other /tmp"
 
@@ -347,9 +347,10 @@ SAVERS: list[type[Saver]] = [
 
 
 def import_all() -> dict[str, str]:
-    """Versions, by library; what is imported here is not imported by each child. Without one its savers are left out."""
+    """The versions, by library. A child does not repeat an import that was done here. If a library is missing, its savers are
+    skipped."""
     found = {"torch": torch.__version__}
-    optimizer_of(Model())  # imports more of torch; a child that is nobody may not read where Python is
+    optimizer_of(Model())  # imports more of torch, which a child with user nobody may not be able to read
     for name in ("accelerate", "lightning.pytorch", "transformers"):
         with contextlib.suppress(ImportError):
             module = __import__(name, fromlist=["__version__"])

@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Failure:
-    """Records the first."""
+    """Records the first failure."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

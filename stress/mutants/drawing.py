@@ -1,7 +1,7 @@
-"""All mutants of the modules in which a mistake would be silent, and a draw of some of them by a seed.
+"""All mutants of the modules in which a mistake would be silent, and a random draw of them by a seed.
 
-The mutants are those of cosmic-ray's operators. Three kinds are left out: a mutant that does not compile, one whose code is the
-original's (annotations are never evaluated here), and one whose code is another mutant's.
+The mutants are those of cosmic-ray's operators. Three kinds are skipped: a mutant that does not compile, one whose code is that
+of the original (annotations are never evaluated here), and one whose code is that of another mutant.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AREAS = {
     "stop": "stop/*.py",
     "world": "dist/world.py",
 }
-"""The files of each, below src/rankwise."""
+"""The files of each area, below src/rankwise."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Mutant:
     number: int
     area: str
     file: str
-    """From the repository's root."""
+    """The path from the repository's root."""
 
     operator: str
     occurrence: int
     line: int
-    """The first that is replaced, from 1 up."""
+    """The first line that is replaced, counted from 1."""
 
     old: tuple[str, ...]
     new: tuple[str, ...]
@@ -54,7 +54,7 @@ class Mutant:
         return cls(**{**record, "old": tuple(record["old"]), "new": tuple(record["new"])})  # type: ignore[arg-type]
 
     def applied(self, source: str) -> str:
-        """Raises ValueError if the source is not the one that this was drawn from."""
+        """The source with the mutant. Raises ValueError if the source is not the one from which the mutant was drawn."""
         lines = source.split("\n")
         begin, end = self.line - 1, self.line - 1 + len(self.old)
         if tuple(lines[begin:end]) != self.old:
@@ -75,7 +75,7 @@ def read(path: Path) -> list[Mutant]:
 
 
 def draw(root: Path, seed: int, count: int, least: int) -> tuple[list[Mutant], str]:
-    """`least` of each area and the rest from all areas; and how many mutants there were, in words."""
+    """Draw `least` mutants of each area and the rest from all areas. Also returns how many mutants there were, in words."""
     lot: list[Mutant] = []
     left_out = {"do not compile": 0, "change no code": 0, "are the code of another": 0}
     for area, files in AREAS.items():
@@ -98,7 +98,7 @@ def _mutants(path: Path, area: str, root: Path, left_out: dict[str, int]) -> Ite
     for operator, occurrence, text in _texts(source):
         try:
             code = _code(text)
-            with warnings.catch_warnings(action="ignore"):  # `is` beside a literal
+            with warnings.catch_warnings(action="ignore"):  # `is` with a literal
                 compile(text, str(path), "exec", dont_inherit=True)
         except SyntaxError:
             left_out["do not compile"] += 1
@@ -116,12 +116,12 @@ def _mutants(path: Path, area: str, root: Path, left_out: dict[str, int]) -> Ite
 
 
 def _texts(source: str) -> Iterator[tuple[str, int, str]]:
-    """(operator, its occurrence, the mutated source), of all operators that need no arguments."""
+    """(operator, its occurrence, the mutated source) for all operators that need no arguments."""
     from cosmic_ray.ast import get_ast
     from cosmic_ray.mutating import MutationVisitor
     from cosmic_ray.plugins import get_operator, operator_names
 
-    tree = pickle.dumps(get_ast(source))  # an operator changes the tree it is given; a copy is quicker than to parse again
+    tree = pickle.dumps(get_ast(source))  # an operator changes its tree, and a copy is faster than to parse again
     for name in operator_names():
         if get_operator(name).arguments():
             continue

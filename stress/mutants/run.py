@@ -47,16 +47,16 @@ from scratch import Scratch  # noqa: E402
 from rankwise.host import processes  # noqa: E402
 
 TEST_S = 100
-"""For one test."""
+"""The time limit of a test."""
 
 MEMORY = 6 << 30
-"""For one process: a loop that does not end may fill a list."""
+"""The memory limit of a process: an endless loop may fill a list."""
 
 TIMED_OUT = ("Timeout (>", "no answer within", "timed out after")
-"""In the message of a test that did not end: pytest-timeout, on_ranks, subprocess."""
+"""Texts in the message of a test that did not end: pytest-timeout, on_ranks, subprocess."""
 
 QUIET = {"PYTHONWARNINGS": "ignore::SyntaxWarning"}
-"""`x is 1` must fail by what it does, not by the compiler's warning, which the tests take as an error."""
+"""`x is 1` must fail because of what it does, not because of the compiler's warning, which the tests treat as an error."""
 
 
 # --- which tests
@@ -84,8 +84,8 @@ class Map:
         self._failed = set(record["failed"])
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """Those that cover the mutant's statement, quick ones first. All that cover a function of the file cover what runs on
-        import."""
+        """The tests that cover the mutant's statement, quick ones first. For a statement that runs on import, these are all
+        tests that cover a function of the file."""
         lines = _lines(ROOT / mutant.file, mutant.line, len(mutant.old))
         by_line = self._data.contexts_by_lineno(str(ROOT / mutant.file))
         found = {test for line in lines for test in by_line.get(line, ()) if test}
@@ -100,7 +100,7 @@ class Map:
 
 def _lines(path: Path, line: int, count: int) -> set[int]:
     changed = set(range(line, line + max(count, 1)))
-    inside: set[int] = set()  # of functions: their bodies, without what runs when they are defined
+    inside: set[int] = set()  # the lines in bodies of functions; a function's definition itself runs on import
     found: tuple[int, set[int]] | None = None
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
@@ -136,20 +136,21 @@ class Verdict:
 
     test: str = ""
     by: str = ""
-    """The type of what the test raised."""
+    """The type of the exception that the test raised."""
 
     is_assertion: bool = False
     tests: int = 0
-    """How many cover its line."""
+    """The number of tests that cover the line."""
 
     all_ran: bool = True
-    """False for a survivor if --limit left out some of its tests."""
+    """False for a survivor if --limit ended the tests early."""
 
     seconds: float = 0.0
 
 
 class Judge:
-    """Judges in its own copy of the repository. Needs its own process: it kills all that tests leave behind."""
+    """Judges mutants in its own copy of the repository. Needs a separate process: it kills all processes that tests leave
+    behind."""
 
     def __init__(self, folder: Path) -> None:
         processes.become_subreaper()
@@ -160,7 +161,7 @@ class Judge:
         self._scratch.install(HERE / "chosen.py")
         self._passes: set[str] = set()
         self._fails: set[str] = set()
-        """Without a mutant."""
+        """Tests that fail without a mutant."""
 
     def judge(self, mutant: Mutant, covering: Map, limit_s: float) -> Verdict:
         began = time.monotonic()
@@ -199,7 +200,7 @@ class Judge:
         return test in self._passes
 
     def _run(self, tests: list[str], all_of: list[str], limit_s: float) -> Failure | None:
-        """Why the first test that failed did; None if all passed. Raises TimeoutExpired."""
+        """Why the first failing test failed; None if all passed. Raises TimeoutExpired."""
         chosen, failure = self._folder / "chosen.json", self._folder / "failure.json"
         chosen.write_text(json.dumps({"tests": tests, "all_of": all_of, "but": sorted(self._fails)}))
         failure.unlink(missing_ok=True)
@@ -249,7 +250,7 @@ def table(mutants: Iterable[Mutant], verdicts: dict[int, Verdict]) -> str:
 
 
 def results() -> dict[int, Verdict]:
-    """The last of each number."""
+    """The last verdict for each number."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     return {verdict.number: verdict for verdict in (Verdict(**json.loads(line)) for line in lines)}
 

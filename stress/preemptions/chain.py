@@ -1,12 +1,12 @@
-"""Is a training of attempts on 2, 3, 1 and 4 ranks, each killed, the one whose attempts ended cleanly at the same steps?
+"""Is a training in attempts on 2, 3, 1 and 4 ranks, each killed, equal to one whose attempts ended cleanly at the same steps?
 
     python stress/preemptions/chain.py [--attempts 12] [--steps 300] [--seed 0]
 
-Each attempt is `rankwise run` on the next number of ranks, ended by SIGKILL to one rank, to all, to the agent or the launcher,
-some time after its first step; what it did since its last checkpoint is lost, and done again by the next. Then the same chain
-with attempts that end cleanly at those checkpoints. Looked at: each attempt begins one step after its checkpoint; net of what
-was rolled back the global batches are those of an unbroken run on one rank, in their order, each sample once an epoch; the
-parameters in the end are those of the clean chain, bit for bit. Exits with 1 when something is wrong.
+Each attempt is `rankwise run` on the next number of ranks. It is ended by SIGKILL to one rank, to all ranks, to the agent or
+the launcher, some time after its first step. The next attempt repeats what was lost since the last checkpoint. Then the same
+chain runs with attempts that end cleanly at those checkpoints. Checks: each attempt starts one step after its checkpoint;
+without the steps that were rolled back, the global batches are those of an unbroken run on one rank, in the same order, each
+sample once per epoch; the final parameters are those of the clean chain, bit for bit. Exits with 1 if something is wrong.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def on(ranks: int) -> Launcher:
 
 
 def take(training: Training, ranks: int) -> Ledger:
-    """The samples of each step of the attempt just over, those of its ranks one after the other."""
+    """The samples of each step of the last attempt, with those of its ranks one after the other."""
     taken: Ledger = {}
     for rank in range(ranks):
         path = training.folder / f"samples-{rank}"
@@ -52,7 +52,7 @@ def newest(training: Training) -> int:
 
 
 def kill(training: Training, launcher: psutil.Popen, ranks: int) -> None:
-    """Some time after the first step of all ranks; not at all if it ends before."""
+    """Kill some time after the first step of all ranks; not at all if the attempt ends before."""
     until = time.monotonic() + START_S
     while not all(training.word(rank, DONE) for rank in range(ranks)):
         if launcher.poll() is not None or time.monotonic() > until:
@@ -100,7 +100,7 @@ def clean_chain(training: Training, ends: list[tuple[int, int]]) -> Ledger:
     ledger: Ledger = {}
     for ranks, until in ends:
         if until == max(ledger, default=0):
-            continue  # that attempt came to no checkpoint
+            continue  # this attempt has saved no checkpoint
         training.launcher = on(ranks)
         if (status := training.wait(training.start(f"until={until}"), 600.0)) != 0:
             raise WrongError(f"a clean life ended with {status}\n{training.out.read_text()}")
@@ -109,7 +109,7 @@ def clean_chain(training: Training, ends: list[tuple[int, int]]) -> Ledger:
 
 
 def trial(folder: Path, attempts: int, steps: int) -> str:
-    """The summary. Raises WrongError."""
+    """Returns the summary. Raises WrongError."""
     unbroken = Training(on(1), folder / "unbroken", steps)
     unbroken.wait(unbroken.start(), 600.0)
     batches = take(unbroken, 1)

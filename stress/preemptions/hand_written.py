@@ -1,11 +1,11 @@
-"""What loops.py stops: hand-written loops whose ranks are never all in the same step, and each at its own pace.
+"""The training that loops.py stops: hand-written loops whose ranks run at different paces and are never all in the same step.
 
 LAUNCHER hand_written.py FOLDER LOOP STOPS
 
-LOOP: `ahead` (a collective in each step that the device has done four steps later), `local` (parameters are averaged every 8
-steps), `none` (no collective). After each of STOPS stops a rank goes on with a new StopSignal, when it is let. In FOLDER it
-leaves `ends-RANK` (a line a stop: when it learnt of it, after which step, the parameter then, steps since the one before),
-`state-RANK`, from which its next attempt goes on, and a row of `now`.
+LOOP: `ahead` (a collective in each step, which the device completes four steps later), `local` (parameters are averaged every 8
+steps), `none` (no collective). After each of STOPS stops, a rank continues with a new StopSignal when loops.py lets it. In
+FOLDER it writes `ends-RANK` (a line per stop: when it learned of it, after which step it stopped, the parameter then, the steps
+since the previous stop), `state-RANK`, from which its next attempt resumes, and a row of `now`.
 """
 
 import collections
@@ -33,7 +33,7 @@ def gradient(rank: int, step: int) -> int:
 
 
 class Loop:
-    """One rank's parameter, a whole number, so that a serial program has the same."""
+    """One rank's parameter. It is an integer, so that a serial program gets the same value."""
 
     def __init__(self, kind: str, world: World, value: int) -> None:
         self.value = value

@@ -1,12 +1,12 @@
-"""Do all ranks stop after the same step where no collective keeps them together?
+"""Do all ranks stop after the same step if no collective keeps them together?
 
     python stress/preemptions/loops.py [ahead] [local] [none] [--stops 50] [--seed 0]
 
-Four ranks, each at its own pace, in a loop whose hosts are four steps ahead of the device, in one that averages every 8
-steps, and in one without a collective; signals as in run.py. Under `rankwise run` each stop ends an attempt; under torchrun,
-two of them, so that the ranks are of two nodes that know nothing of each other, one attempt is stopped again and again. After
-each stop: all ranks have done the same steps, those of the attempt began where the one before had ended, and each rank's
-parameter is that of a serial program after so many steps. Exits with 1 when something is wrong.
+Four ranks, each at its own pace, in a loop whose hosts are four steps ahead of the device, in one that averages every 8 steps,
+and in one without a collective; signals as in run.py. With `rankwise run` each stop ends an attempt. With two torchrun
+commands, whose nodes know nothing of each other, one attempt is stopped again and again. After each stop: all ranks have done
+the same steps, the attempt started where the previous one had ended, and each rank's parameter is that of a serial program
+after the same number of steps. Exits with 1 if something is wrong.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def gradient(rank: int, step: int) -> int:
 
 
 def serial(loop: str, steps: int) -> list[int]:
-    """Each rank's parameter after so many steps."""
+    """Each rank's parameter after `steps` steps."""
     values = [0] * RANKS
     for step in range(1, steps + 1):
         if loop == "ahead":
@@ -50,7 +50,7 @@ def serial(loop: str, steps: int) -> list[int]:
 
 
 class Run:
-    """Its folder, and the processes that started its ranks."""
+    """A run: its folder, and the processes that have started its ranks."""
 
     def __init__(self, folder: Path, loop: str) -> None:
         folder.mkdir()
@@ -75,7 +75,7 @@ class Run:
         return [self._now[rank * ROW + column] for rank in range(RANKS)]
 
     def stop(self) -> float:
-        """One preemption; seconds from its first signal until the last rank knew."""
+        """Cause one preemption. Returns the seconds from its first signal until the last rank knew of it."""
         self._until(lambda: all(self.words(DONE)), START_S, "the first step")
         time.sleep(random.uniform(0.0, 0.4))
         who = random.choice([[random.randrange(RANKS)], random.sample(range(RANKS), random.randint(2, RANKS)), [*range(RANKS)]])
@@ -85,7 +85,7 @@ class Run:
         delays = [random.uniform(0.0, LONGEST_SKEW_S) * skewed * (number > 0) for number, _ in enumerate(who)]
         for delay_s, rank in sorted(zip(delays, who, strict=True)):
             if delay_s and delay_s > random.uniform(0.0, 1.0):
-                continue  # most of the late ones would only be waited for
+                continue  # to wait for all late signals would take too long
             time.sleep(max(0.0, began + delay_s - time.monotonic()))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[rank], signum)

@@ -1,14 +1,14 @@
-"""Is a training that is preempted again and again the training that never was, whoever started its ranks?
+"""Is a training that is preempted again and again equal to one that never was, with every launcher?
 
     python stress/preemptions/run.py [rankwise] [torchrun] [mpirun] [--stops 50] [--steps 800] [--seed 0]
         [--within-s 1]
 
-SIGTERM, SIGUSR1 or SIGUSR2 to one rank of three, to several, up to 2 s after each other, to all, or to our launcher or agent:
-at a moment drawn from all that an attempt does after its first step, half of them while a rank loads, computes, reduces,
-evaluates or saves. After each: all ranks have left after the same step, that step is the newest checkpoint, each rank has
-left with 75, the launcher with what it makes of that, and nothing is left in ps. A training that reaches its end has taken
-the samples of one that was never preempted, in its order, each step once, and has its parameters, bit for bit; then another
-begins, until there were enough. Exits with 1 when something is wrong.
+Sends SIGTERM, SIGUSR1 or SIGUSR2 to one rank of three, to several ranks up to 2 s after each other, to all, or to our launcher
+or agent: at a random moment of an attempt after its first step, half of them while a rank loads, computes, reduces, evaluates
+or saves. After each preemption: all ranks have stopped after the same step, the newest checkpoint is of that step, each rank
+has exited with 75, the launcher with its own status for this, and no process is left. When a training reaches its end, it has
+used the samples of one that was never preempted, in the same order, each step once, and has the same parameters, bit for bit.
+Then another training starts, until there were enough preemptions. Exits with 1 if something is wrong.
 """
 
 import argparse
@@ -50,16 +50,16 @@ START_S = 120.0
 
 @dataclass(frozen=True)
 class Launcher:
-    """Who starts the ranks."""
+    """How the ranks are started."""
 
     command: Callable[[Path], list[str]]
-    """The words before the script, for a folder."""
+    """The words before the script; takes a folder."""
 
     status: int
-    """Its own, when its ranks have left with 75."""
+    """The launcher's exit status when its ranks have exited with 75."""
 
     own: tuple[str, ...] = ()
-    """Processes of its own to which a signal is one to all ranks."""
+    """Processes of the launcher to which a signal counts as one to all ranks."""
 
     environ: dict[str, str] = field(default_factory=dict)
 
@@ -83,7 +83,7 @@ LAUNCHERS = {
 
 
 class Training:
-    """One training, over as many attempts as it takes."""
+    """One training, over as many attempts as it needs."""
 
     def __init__(self, launcher: Launcher, folder: Path, steps: int) -> None:
         folder.mkdir()
@@ -98,7 +98,7 @@ class Training:
             self._now = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
 
     def forget(self) -> None:
-        """Another attempt begins."""
+        """Called before another attempt."""
         self.attempts += 1
         self._now[:] = memoryview(bytes(len(self._now) * 8)).cast("q")
 
@@ -111,29 +111,30 @@ class Training:
             return psutil.Popen(command, cwd=self.folder, env=environ, stdout=out, stderr=out, start_new_session=True)
 
     def newest(self) -> int:
-        """The step of the newest checkpoint; 0 before there is one."""
+        """The step of the newest checkpoint; 0 if there is none."""
         return max((int(path.name[5:13]) for path in self.run.checkpoints.glob("step-*")), default=0)
 
     def word(self, rank: int, column: int) -> int:
         return self._now[rank * ROW + column]
 
     def wait(self, process: psutil.Popen, limit_s: float) -> int:
-        """The launcher's exit status."""
+        """Wait for the launcher's exit status."""
         try:
             return process.wait(timeout=limit_s)
         except psutil.TimeoutExpired:
             raise WrongError(f"it hangs: nothing has ended within {limit_s:g} s\n{self.out.read_text()}") from None
 
     def has_agreed(self) -> bool:
-        """Whether all ranks of this attempt know that they stop."""
+        """Whether all ranks of this attempt know that they must stop."""
         return all(self.word(rank, AGREED) for rank in range(RANKS))
 
     def samples(self) -> list[list[str]]:
-        """By rank the lines of all attempts."""
+        """For each rank, the lines of all attempts."""
         return [(self.folder / f"samples-{rank}").read_text().splitlines() for rank in range(RANKS)]
 
     def ends(self) -> list[list[str]]:
-        """By rank the words of the attempt just over: status, and when it learnt of the stop, and after which step."""
+        """For each rank, the words of the last attempt: its exit status, when it learned of the stop, and after which step it
+        stopped."""
         lines = [(self.folder / f"ends-{rank}").read_text().splitlines() for rank in range(RANKS)]
         if any(len(line) != self.attempts for line in lines):
             raise WrongError(f"ranks left without a last word: {lines}\n{self.out.read_text()}")
@@ -145,7 +146,7 @@ class Training:
 
 @dataclass
 class Preemption:
-    """What was sent."""
+    """The signals of one preemption."""
 
     began: float
     who: str
@@ -156,13 +157,13 @@ class Preemption:
 
 @dataclass
 class Tally:
-    """What was done, and how long it took."""
+    """What was sent, and how long it took."""
 
     who: collections.Counter[str] = field(default_factory=collections.Counter)
     signals: collections.Counter[str] = field(default_factory=collections.Counter)
     phases: collections.Counter[str] = field(default_factory=collections.Counter)
     late: int = 0
-    """Signals to ranks that had learnt already that all stop."""
+    """Signals to ranks that already knew of the stop."""
 
     agreed_s: list[float] = field(default_factory=list)
     ended: int = 0
@@ -198,7 +199,7 @@ def own_process(launcher: psutil.Popen, which: str) -> int:
 
 
 def wait_for_moment(training: Training, launcher: psutil.Popen, rank: int) -> str | None:
-    """Returns at the moment of a preemption, with what that rank is in; None if the training ended before."""
+    """Wait for the moment of a preemption, and return what the rank does then; None if the training ended before."""
     until = time.monotonic() + START_S
     while not all(training.word(r, DONE) for r in range(RANKS)):
         if launcher.poll() is not None:
@@ -211,14 +212,14 @@ def wait_for_moment(training: Training, launcher: psutil.Popen, rank: int) -> st
         return kind
     time.sleep(random.uniform(0.0, 1.2))
     if kind != "any":
-        until = time.monotonic() + 1.5  # of a phase that is over, or to come too seldom, nobody waits longer
+        until = time.monotonic() + 1.5  # do not wait longer for a phase that is over, or is too rare
         while training.word(rank, PHASE) != PHASES.index(kind) and time.monotonic() < until and launcher.poll() is None:
             pass
     return PHASES[training.word(rank, PHASE)] if launcher.poll() is None else None
 
 
 def preempt(training: Training, launcher: psutil.Popen, own: tuple[str, ...]) -> Preemption | None:
-    """Send one preemption's signals; None if the training ended before."""
+    """Send the signals of one preemption; None if the training ended before."""
     who = random.choice(["one rank", "several", "all", *own])
     signum = random.choice(SIGNALS)
     ranks = random.sample(range(RANKS), {"one rank": 1, "several": random.choice([2, 3])}.get(who, RANKS))
@@ -239,7 +240,7 @@ def preempt(training: Training, launcher: psutil.Popen, own: tuple[str, ...]) ->
 
 
 def check_stop(training: Training, launcher: Launcher, status: int, began: float, within_s: float) -> float:
-    """The attempt just over ended as all ranks agreed: after so many seconds from the first signal."""
+    """Check that the last attempt ended as all ranks had agreed. Returns the seconds since the first signal."""
     out = training.out.read_text()
     ends = training.ends()
     if any(end[0] != "75" or len(end) != 3 for end in ends):
@@ -250,7 +251,7 @@ def check_stop(training: Training, launcher: Launcher, status: int, began: float
         raise WrongError(f"ranks left after steps {sorted(steps)}, the newest checkpoint is of step {newest}\n{out}")
     if status != launcher.status:
         raise WrongError(f"the launcher left with {status}, not {launcher.status}\n{out}")
-    if bad := [code for code in re.findall(r"exitcode *: (-?[0-9]+)", out) if code != "75"]:  # torchrun's report
+    if bad := [code for code in re.findall(r"exitcode *: (-?[0-9]+)", out) if code != "75"]:  # in torchrun's report
         raise WrongError(f"torchrun saw ranks leave with {bad}\n{out}")
     agreed_s = max(float(end[1]) for end in ends) - began
     if agreed_s > within_s:
@@ -267,7 +268,7 @@ def wait_until_gone(training: Training) -> None:
 
 
 def check_end(training: Training, reference: Training) -> None:
-    """What a training that reached its end has done, over all its attempts."""
+    """Check what a complete training has done, over all its attempts."""
     for rank, (mine, theirs) in enumerate(zip(training.samples(), reference.samples(), strict=True)):
         if mine != theirs:
             first = next(i for i, (a, b) in enumerate(itertools.zip_longest(mine, theirs)) if a != b)
@@ -280,19 +281,19 @@ def check_end(training: Training, reference: Training) -> None:
 
 
 def finished(training: Training, status: int, was_signalled: bool = False) -> None:
-    """The attempt just over was the last; a signal that found the script at its very end may have ended that."""
+    """Check the last attempt. If a signal arrives at the very end of the script, the exit status may be that of the signal."""
     if (status != 0 and not was_signalled) or any(end[0] != "0" for end in training.ends()):
         raise WrongError(f"it ended with {status}, {training.ends()}\n{training.out.read_text()}")
 
 
 def trial(folder: Path, name: str, stops: int, within_s: float, reference: Training) -> str:
-    """The summary. Raises WrongError."""
+    """Returns the summary. Raises WrongError."""
     launcher, tally, steps = LAUNCHERS[name], Tally(), reference.steps
     trainings = [Training(launcher, folder / f"{name}-1", steps)]
-    while tally.stops < stops or trainings[-1].attempts:  # the last one, too, is looked at in its end
+    while tally.stops < stops or trainings[-1].attempts:  # also check the end of the last training
         training = trainings[-1]
         words = [word for word in ("blocking", "workers") if random.random() < 0.5]
-        if training.newest() == steps:  # stopped after the last one: to another command a run that is done is an error
+        if training.newest() == steps:  # stopped after the last step: for another command, a complete run is an error
             words = training.words
         process = training.start(*words)
         sent = preempt(training, process, launcher.own) if tally.stops < stops else None

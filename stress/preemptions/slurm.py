@@ -1,10 +1,10 @@
-"""The same training in the queue of a real Slurm, put back into it after each preemption.
+"""The same training in the queue of a real Slurm, which requeues it after each preemption.
 
-    python stress/preemptions/slurm.py [--stops 10] [--steps 800] [--seed 0]          root on Debian
+    python stress/preemptions/slurm.py [--stops 10] [--steps 800] [--seed 0]          as root on Debian
 
-Three virtual hosts with Slurm (tests/cluster/hosts), a rank on each: `rankwise run --on slurm --requeue`. Each attempt is ended
-by `scancel -s TERM`, `USR1` or `USR2`, or by that signal to one rank or two; its agents leave with 75, the job goes back into
-the queue, and the next attempt resumes. What is looked at is as in run.py. Exits with 1 when something is wrong.
+Three virtual hosts with Slurm (tests/cluster/hosts), one rank on each: `rankwise run --on slurm --requeue`. Each attempt is
+ended by `scancel -s TERM`, `USR1` or `USR2`, or by that signal to one rank or two. Its agents exit with 75, Slurm requeues the
+job, and the next attempt resumes. The checks are those of run.py. Exits with 1 if something is wrong.
 """
 
 import argparse
@@ -46,7 +46,7 @@ SLURM = Launcher(
 
 
 def preempt(training: Training, launcher: object, job: str) -> Preemption | None:
-    """Send one preemption's signals; None if the training ended before."""
+    """Send the signals of one preemption; None if the training ended before."""
     who, signum = random.choice(["scancel", "scancel", "one rank", "several"]), random.choice(SIGNALS)
     phase = wait_for_moment(training, launcher, random.randrange(RANKS))  # type: ignore[arg-type]
     if phase is None:
@@ -65,7 +65,8 @@ def preempt(training: Training, launcher: object, job: str) -> Preemption | None
 
 
 def ranks(training: Training) -> list[int]:
-    """Processes that have the map of moments before them: a rank knows only the number that it has on its host."""
+    """The processes of the ranks, found by the map that they have open: a rank knows only the number that it has on its
+    host."""
     found = []
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
@@ -75,7 +76,7 @@ def ranks(training: Training) -> list[int]:
 
 
 def trial(folder: Path, stops: int, steps: int) -> str:
-    """The summary. Raises WrongError."""
+    """Returns the summary. Raises WrongError."""
     reference = Training(LAUNCHERS["rankwise"], folder / "reference", steps)
     finished(reference, reference.wait(reference.start(), 600.0))
     training, tally = Training(SLURM, folder / "slurm", steps), Tally()
@@ -102,7 +103,7 @@ def wait_for_job(training: Training) -> str:
 
 
 def wait_for_attempt(training: Training, number: int) -> int:
-    """The exit status of that attempt, once it is over."""
+    """Wait for the end of this attempt, and return its exit status."""
     until = time.monotonic() + HANG_S
     while len(attempts := training.run.attempts()) < number or attempts[number - 1].status is None:
         if time.monotonic() > until:

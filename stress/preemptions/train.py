@@ -1,10 +1,10 @@
-"""What run.py preempts: a tiny training that loads, computes, reduces, evaluates and saves, and says at each moment which.
+"""The training that run.py preempts: it loads, computes, reduces, evaluates and saves, and always shows which of these it does.
 
 LAUNCHER train.py FOLDER STEPS [blocking] [workers] [until=STEP]
 
-In FOLDER each rank leaves `samples-RANK` (step and samples, as it took them), `ends-RANK` (a line for each attempt: when it
-learnt that all stop, after which step, with what status it left), and a row of `now`, a map of words: its process, the steps
-that this attempt has done, what it is in. `final.pt` has the parameters in the end.
+In FOLDER each rank writes `samples-RANK` (step and samples, in the order of use), `ends-RANK` (a line per attempt: when it
+learned of the stop, after which step it stopped, with what status it exited), and a row of `now`, a map of integers: its
+process, the steps that this attempt has done, what it does now. `final.pt` has the final parameters.
 """
 
 import mmap
@@ -26,7 +26,7 @@ LOAD, COMPUTE, REDUCE, EVALUATE, SAVE = PHASES = range(1, 6)
 
 
 class Now:
-    """A rank's row of the map that run.py watches."""
+    """A rank's row of the map that run.py reads."""
 
     def __init__(self, path: Path, rank: int) -> None:
         with path.open("r+b") as file:
@@ -85,10 +85,10 @@ class Digits(torch.utils.data.Dataset):
 def step_fn(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
     now.into(COMPUTE)
     x, y, index = batch
-    if model.training and torch.is_grad_enabled():  # not where the Trainer tries the first micro-batch
+    if model.training and torch.is_grad_enabled():  # not when the Trainer tries the first micro-batch
         step = trainer.state.step + 1
         note("samples", f"{step}: {' '.join(map(str, index.tolist()))}")
-        time.sleep((step * 7 + world.rank * 5) % 11 * 0.001)  # each rank at its own pace
+        time.sleep((step * 7 + world.rank * 5) % 11 * 0.001)  # each rank runs at its own pace
     return F.cross_entropy(model(x), y, reduction="sum"), len(y)
 
 

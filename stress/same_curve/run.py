@@ -1,10 +1,10 @@
-"""Is the demo's loss curve the same on one rank and on several, with the same global batch?
+"""Is the demo's loss curve the same on one rank and on several ranks, with the same global batch?
 
     python stress/same_curve/run.py [STEPS] [RANKS ...] [--batch 32] [--within 1e-5]
 
 Prints the loss of each log interval on every number of ranks, and the largest relative difference from the first. float32 sums
-in another order differ in the last bits, and training amplifies that: 4e-8 after 60 steps. In float64 the tests hold gradients
-to 1e-10. Exits with 1 when a difference is larger than --within, or a run did not log the same steps.
+in another order differ in the last bits, and training amplifies this: 4e-8 after 60 steps. In float64, the tests require that
+gradients agree to 1e-10. Exits with 1 if a difference is larger than --within, or a run did not log the same steps.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def losses(ranks: int, steps: int, batch: int, folder: Path) -> dict[int, float]
 
 
 def trial(folder: Path, steps: int, ranks: list[int], batch: int, within: float) -> None:
-    """Prints the table. Raises WrongError."""
+    """Print the table. Raises WrongError."""
     curves = [losses(n, steps, batch, folder) for n in ranks]
     print("step  " + "  ".join(f"{n} rank{'s' * (n > 1)}".rjust(10) for n in ranks))
     if not curves[0] or any(curve.keys() != curves[0].keys() for curve in curves):
@@ -44,7 +44,7 @@ def trial(folder: Path, steps: int, ranks: list[int], batch: int, within: float)
         print(f"{step:4}  " + "  ".join(f"{curve[step]:10.7f}" for curve in curves))
     differences = [abs(curve[step] / curves[0][step] - 1) for curve in curves for step in curves[0]]
     print(f"largest relative difference: {max(differences):.1e}")
-    if not all(difference <= within for difference in differences):  # a loss that is not a number is wrong too
+    if not all(difference <= within for difference in differences):  # also wrong: a loss that is not a number
         raise WrongError(f"a loss differs by more than {within:g}")
 
 

@@ -1,10 +1,10 @@
-"""Which rank a script takes itself for, in every place that starts it: rankwise beside Lightning, Accelerate, PyTorch-Ignite.
+"""Which rank does a script think it is, in every place that starts it? rankwise, Lightning, Accelerate and PyTorch-Ignite.
 
     python stress/truth_table/run.py PYTHON [LIBRARY...]
 
-PYTHON is one that has the other libraries. Root on Debian: it brings up Slurm, Grid Engine and ssh hosts one after another, as
-the tests in tests/cluster do, and lets other tests have the machine between them. Exits with 1 when rankwise is not right in a
-place; what the other libraries do there is printed.
+PYTHON must have the other libraries. Needs root on Debian: it starts Slurm, Grid Engine and ssh hosts one after another, like
+the tests in tests/cluster, and lets other tests use the machine in between. Exits with 1 if rankwise is wrong in a place; what
+the other libraries do there is printed.
 """
 
 import shutil
@@ -19,22 +19,22 @@ import clusters
 from truth import PLACES, SCRIPT, Place, ask
 
 SCRIPTS = Path(__file__).with_name("scripts")
-# On each of these hosts its own name is 127.0.1.1, as Debian installs it: the other libraries are told what to do about that.
+# On each of these hosts, its own name is 127.0.1.1, as Debian installs it. These variables help the other libraries with this.
 HELP = {"GLOO_SOCKET_IFNAME": "eth0", "OMPI_MCA_mca_base_env_list": "GLOO_SOCKET_IFNAME"}
 AT_ONCE = 3
-"""Places for which the machine is held: others wait for it."""
+"""The machine is held for this many places; then others that wait for it may use it."""
 
 LIBRARIES = ["rankwise", "lightning", "lightning, told", "accelerate", "ignite"]
 
 
 def source(library: str, place: Place) -> str:
-    """Lightning is also told how many ranks there are, as its own guide has it; the others need no telling."""
+    """With `told`, Lightning gets the number of ranks, as its own guide says; the other libraries need no number."""
     told = {"devices": (place.ranks or 4) // place.hosts, "num_nodes": place.hosts} if "told" in library else {}
     return (SCRIPTS / f"{library.split(',')[0]}.py").read_text().replace("TOLD = {}", f"TOLD = {told}")
 
 
 class Session:
-    """What brings clusters up asks for pytest's, to bring them down at its end."""
+    """Replaces pytest's session, which the code that starts clusters uses to stop them at the end."""
 
     def __init__(self) -> None:
         self.end = lambda: None
@@ -44,7 +44,7 @@ class Session:
 
 
 def measure(library: str, places: list[Place], python: str, folder: Path) -> dict[str, str]:
-    """A word for each of these places, which need the same cluster; it is up meanwhile."""
+    """A word for each of these places, which need the same cluster; the cluster is started for this."""
     session, words = Session(), {}
     try:
         if places[0].up in ("slurm", "sge", "hosts"):
@@ -67,7 +67,7 @@ def measure(library: str, places: list[Place], python: str, folder: Path) -> dic
 
 def main() -> int:
     clusters.LOCK_S = 3600.0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is up is brought down then too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # then clusters are stopped too
     python, libraries = sys.argv[1], sys.argv[2:] or LIBRARIES
     folder = Path(tempfile.mkdtemp(prefix="truth-", dir="/tmp"))
     table: dict[str, dict[str, str]] = {library: {} for library in libraries}

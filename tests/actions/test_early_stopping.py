@@ -1,4 +1,4 @@
-"""The end of a run whose metric no longer gets better."""
+"""A run ends when its metric no longer improves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankwise.errors import ConfigError
 
 
 def stopped_after(action: EarlyStopping, values: list[float], metric: str = "eval_loss") -> tuple[int, str]:
-    """(how many measurements it took, the reason); 0 for none."""
+    """(the number of measurements before the stop, the reason); 0 if it did not stop."""
     model = nn.Linear(1, 1)
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
     asked: list[int] = []
@@ -37,8 +37,8 @@ def stopped_after(action: EarlyStopping, values: list[float], metric: str = "eva
     ("values", "patience", "min_delta", "after"),
     [
         ([3.0, 2.0, 1.0, 0.5, 0.2], 2, 0.0, 0),
-        ([3.0, 2.0, 2.5, 2.0, 1.0], 2, 0.0, 4),  # as good is no better
-        ([3.0, 2.0, 2.5, 1.0, 1.5, 0.9], 2, 0.0, 0),  # counted anew
+        ([3.0, 2.0, 2.5, 2.0, 1.0], 2, 0.0, 4),  # equal is not an improvement
+        ([3.0, 2.0, 2.5, 1.0, 1.5, 0.9], 2, 0.0, 0),  # an improvement restarts the count
         ([3.0, 2.95, 2.94, 2.85], 2, 0.1, 3),
         ([3.0, math.nan, math.nan, 1.0], 2, 0.0, 3),
         ([math.nan, math.nan], 2, 0.0, 2),
@@ -78,7 +78,7 @@ def test_what_it_has_seen_is_resumed_but_not_of_another_metric() -> None:
 
 
 def ends(folder: Path, broken_at: int | None = None) -> tuple[int, bool, str]:
-    """(steps, whether the script has stopped it, why) of a training on random labels, evaluated on others."""
+    """(steps, whether the script has stopped it, why) of a training on random labels that is evaluated on other samples."""
 
     def fails(state: TrainState) -> None:
         if state.step == broken_at:

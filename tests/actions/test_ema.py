@@ -1,4 +1,4 @@
-"""The averaged model: what it holds, what moves it, and that a resumed run goes on with it."""
+"""The averaged model: what it contains, what changes it, and that a resumed run continues with it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def copied(module: nn.Module) -> Weights:
 
 
 def followed(folder: Path, stop: int | None = None) -> tuple[list[Weights], list[Weights], list[tuple[int, float]]]:
-    """The model's weights and the average's after each step, and what was measured of the average; with a start that ends
-    after the step `stop`, those of the second start."""
+    """(the weights of the model after each step, those of the average, the metrics of the average). With `stop`, a first run
+    ends after this step, and the results are those of a second run that resumes."""
     trained, averaged, measured = [], [], []
 
     def note(state: TrainState) -> None:

@@ -1,4 +1,4 @@
-"""The actions of a Trainer: which are saved, which take the place of its own, what is refused before it trains."""
+"""The actions of a Trainer: which are saved, which replace its own, what is refused before it trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run between two steps, and what happens there."""
+"""Actions with triggers: when they run."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_it_steps_on_a_figure_of_this_very_step_alone(state: TrainState) -> None
 def test_a_metric_that_an_evaluation_does_not_measure_is_an_error_that_names_those_it_does(state: TrainState) -> None:
     step = Plateau(ReduceLROnPlateau(state.optimizer), "eval_los")
     state.measure({"loss": 1.0})
-    step(state)  # of training: the evaluation is still to come
+    step(state)  # a metric of training: the evaluation comes later
     state.measure({"eval_loss": 1.0, "eval_accuracy": 0.5})
     with pytest.raises(ConfigError, match="nothing measures 'eval_los'; the evaluation has measured eval_loss, eval_accuracy"):
         step(state)

@@ -1,4 +1,4 @@
-"""What a Trainer's ranks do after the same step without a message a step: triggers by time, a stop by the script, rates."""
+"""What a Trainer's ranks do after the same step without a message per step: triggers by time, a stop by the script, rates."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fit(pause_s: float = 0.0, **arguments: Any) -> TrainState:
 
 
 def steps_by_time(pause_s: float) -> tuple[list[int], int]:
-    """(the steps after which an action by time ran, the last step). It ends when that has been three times."""
+    """(the steps after which a timed action ran, the last step). The run ends when the action has run three times."""
     ran: list[int] = []
 
     def note(state: TrainState) -> None:
@@ -61,7 +61,7 @@ def test_an_action_by_time_runs_between_log_intervals_and_after_the_same_steps_o
     assert others == [first] * (ranks - 1)
     ran, last = first
     assert len(set(ran)) == 3
-    assert last in (ran[-1], ran[-1] + 1)  # it asks at the gate of the next step
+    assert last in (ran[-1], ran[-1] + 1)  # the request is seen at the gate of the next step
 
 
 def saved_by_time() -> list[str]:
@@ -71,7 +71,7 @@ def saved_by_time() -> list[str]:
 
 def test_a_training_is_saved_by_time_between_log_intervals() -> None:
     saved = on_ranks(2, saved_by_time)[0]
-    assert len(saved) >= 3  # of 1.5 s at least; a busy machine makes more of them
+    assert len(saved) >= 3  # within 1.5 s at least; on a busy machine there are more
 
 
 def test_an_action_by_two_triggers_runs_once_a_step() -> None:
@@ -85,7 +85,7 @@ def each_step() -> list[int]:
 
 
 def stopped_by(who: list[int], **arguments: Any) -> list[Any]:
-    """Of two runs of one command: (the last step, whether the script has stopped it, why)."""
+    """For two runs of one command: (the last step, whether the script has stopped it, why)."""
 
     def stop(state: TrainState) -> None:
         if state.step == 7 and comm.rank() in who:
@@ -100,7 +100,7 @@ def stopped_by(who: list[int], **arguments: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("who", "last"), [([0, 1], {7}), ([1], {7, 8}), ([0], {7, 8})])
 def test_a_run_that_its_script_has_stopped_is_saved_and_does_not_begin_again(who: list[int], last: set[int]) -> None:
-    first, second = on_ranks(2, stopped_by, who, at_steps=(7,))  # that step is saved already, when it is stopped there
+    first, second = on_ranks(2, stopped_by, who, at_steps=(7,))  # when it is stopped there, this step is already saved
     assert first == second
     assert first[0] == first[1]
     assert first[0][1:] == (True, f"rank {min(who)} has had enough")

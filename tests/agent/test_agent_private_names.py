@@ -1,4 +1,4 @@
-"""Each private name that ranks use, missing in turn: a forked rank runs its script and leaves its error, one line says why."""
+"""Each private name that ranks use, missing in turn: a forked rank runs its script, leaves its error, and a line says why."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if "INTERRUPTED" in os.environ:
 raise ValueError("no data")
 """
 
-# In the warm process: torch and Python keep the name that WITHOUT says, and whoever asks for it by getattr does not get it.
+# In the warm process, torch and Python still have the name in WITHOUT, but getattr does not find it.
 HIDING = """\
 import builtins, os
 usual = getattr
@@ -54,7 +54,7 @@ builtins.getattr = find
 """
 
 GO, GROUP, ANSWERS, COUNT, LAST_WORDS, ROW = 0, 1, 2, 8, 16, 1024
-"""Where the page has what a spec says of them, and how much of it a rank has."""
+"""Where a spec's values are in the page, and how much of the page a rank has."""
 
 Ended = dict[str, Any]
 
@@ -72,7 +72,7 @@ def spec_of(row: int, folder: Path, environment: dict[str, str], page: Path, not
 
 
 def ranks_ended(folder: Path, environments: list[dict[str, str]]) -> list[Ended]:
-    """How ranks of one warm process end that have these variables besides. In a process of its own, which is their agent."""
+    """How ranks of one warm process end, each with these extra variables. In a separate process, which is their agent."""
     processes.become_subreaper()
     (folder / "hides").mkdir()
     (folder / "hides" / "sitecustomize.py").write_text(HIDING)
@@ -118,7 +118,7 @@ def status_of(pid: int) -> int:
     while True:
         try:
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        except ChildProcessError:  # it falls to this process when the one that has forked it ends
+        except ChildProcessError:  # when the process that has forked the rank exits, this process inherits it
             time.sleep(0.001)
 
 
@@ -137,7 +137,7 @@ def said(rank: Ended) -> list[str]:
 
 
 def check(rank: Ended, usual: Ended, name: str) -> None:
-    """`rank` had no such name, `usual` had all."""
+    """`rank` did not have this name, `usual` had all."""
     assert rank["status"] == 1
     assert (rank["error"]["message"], rank["error"]["where"]) == ("no data", "trains.py:21")
     assert rank["error"]["traceback"] == usual["error"]["traceback"]
@@ -157,7 +157,7 @@ def test_a_rank_without_a_private_name_runs_its_script_and_leaves_its_error(tmp_
     for name, rank in zip((NONE, *private_names.NAMES), missing, strict=True):
         check(rank, ended[0], name)
     assert (destroyed["status"], destroyed["made a group"]) == (1, 1)
-    assert said(destroyed) == []  # rank 0 alone does
+    assert said(destroyed) == []  # only rank 0 does it
     for rank in (interrupted, interrupted_without):
         assert rank["status"] == -signal.SIGINT
         assert rank["log"].count("Traceback") == rank["log"].count("at exit") == 1

@@ -1,4 +1,4 @@
-"""What an agent finds of a run on its host, what it says to whoever has started it, and to whom it speaks of Ctrl-C."""
+"""What an agent finds of a run on its host, what it sends to the process that has started it, and to whom it reports Ctrl-C."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_to_its_queue_a_job_that_has_stopped_and_saved_has_not_failed(
 
 
 def test_who_sits_at_a_terminal_is_told_what_a_second_ctrl_c_does() -> None:
-    """tests/test_run.py has the same in a file, where nobody is."""
+    """tests/test_run.py has the same test with a file instead of a terminal."""
     Path("train.py").write_text("import os\nos.environ['X'] = '1'\n" + GATE)
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "rankwise", "run", "--nproc", "1", "train.py"]

@@ -1,4 +1,4 @@
-"""What the ranks ask of each other, compared."""
+"""Compares what the ranks ask of each other."""
 
 from __future__ import annotations
 

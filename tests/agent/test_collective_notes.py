@@ -1,4 +1,4 @@
-"""Each collective of torch with each way in which ranks can ask different things of each other: noted, compared, told."""
+"""Each collective of torch with each way in which ranks can ask different things: noted, compared, reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rankwise.agent.collective_check import Comparison, Note, Rings
 RANKS, ODD = 3, 1
 
 Call = Callable[[Any, str], Any]
-"""(the functions of one rank, what is different there: a word, or nothing)."""
+"""(the functions of one rank, a word that says what differs, or an empty text)."""
 
 
 def tensor(different: str) -> torch.Tensor:
@@ -77,7 +77,7 @@ DIFFERENCES = [
 
 
 class Rank:
-    """The functions of torch.distributed as one rank has them: they note, and send nothing."""
+    """The functions of torch.distributed as one rank has them: they note calls, and send nothing."""
 
     def __init__(self, rings: Rings, rank: int) -> None:
         notes = collective_notes.Distributed(rings.place(rank), ("", 0))
@@ -92,7 +92,7 @@ class Rank:
 
 
 def told(*programs: Callable[[Any], object]) -> str | None:
-    """What is said of ranks that run these; None where they match."""
+    """What is reported of ranks that run these; None if they match."""
     rings, comparison = Rings(RANKS), Comparison(RANKS)
     for rank, program in enumerate(programs):
         program(Rank(rings, rank))
@@ -147,7 +147,7 @@ def test_a_rank_that_passes_a_collective_over_is_named_at_the_next(name: str) ->
     said = with_the_odd(lambda d: (CALLS[name](d, ""), other(d, "")), lambda d: other(d, ""))
     assert said is not None
     assert f"in collective 1: rank {ODD} calls" in said
-    assert with_the_odd(lambda d: CALLS[name](d, ""), lambda _: None) is None  # it may come yet: its end, or a stall, tells
+    assert with_the_odd(lambda d: CALLS[name](d, ""), lambda _: None) is None  # the call may still come
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -174,7 +174,7 @@ def all_reduce(d, tensor):
 
 
 def within(module: str) -> Callable[..., None]:
-    """A function of a module of ours that calls a collective."""
+    """A function of one of our modules that calls a collective."""
     names: dict[str, Any] = {"__name__": module}
     exec(compile(MODULE, f"/venv/rankwise/{module.rpartition('.')[2]}.py", "exec"), names)
     return names["all_reduce"]  # type: ignore[no-any-return]
@@ -218,7 +218,7 @@ def test_one_within_a_part_of_ours_is_told_with_both_lines_and_may_come_from_dif
 
 
 class Normed(nn.Module):
-    """With buffers, which DDP broadcasts in a forward pass."""
+    """A model with buffers, which DDP broadcasts in a forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,8 +237,8 @@ def on_this_rank(places: list[dict[str, Any]], module: Callable[[], nn.Module], 
             with model.no_sync():
                 model(torch.ones(2, 3)).sum().backward()
         model(torch.ones(2, 3)).sum().backward()
-        nn.Linear(2, 2)(torch.ones(2)).sum().backward()  # in which DDP has no part
-    with model.join():  # in which a rank that is through answers the other
+        nn.Linear(2, 2)(torch.ones(2)).sum().backward()  # does not involve DDP
+    with model.join():  # inside, a rank that has finished answers the other
         for _ in range(rank + 1):
             model(torch.ones(2, 3)).sum().backward()
 

@@ -1,4 +1,4 @@
-"""What a person sees of the ranks."""
+"""What the user sees of the ranks' output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankwise.ipc.shared_page import Page, Row
 
 
 class Watched:
-    """A console on a file or a pseudo-terminal, and what has arrived there."""
+    """A console on a file or a pseudo-terminal, and the output so far."""
 
     def __init__(self, log: Path, tty: bool) -> None:
         self.log = log
@@ -38,7 +38,7 @@ class Watched:
         try:
             while data := os.read(self._reader, 1 << 16):
                 found += data
-        except OSError:  # nothing more for now
+        except OSError:  # no more output now
             pass
         return found
 
@@ -104,7 +104,7 @@ def test_a_log_that_is_not_there_yet_is_made_and_shown_from_its_start(tmp_path: 
 
 
 def test_all_that_is_new_is_shown_at_once_however_long(piped: Watched) -> None:
-    text = b"0123456789abcde\n" * 3000  # more than a chunk would be 65536; a pipe holds that much
+    text = b"0123456789abcde\n" * 3000  # a chunk is 65536 bytes; a pipe holds this much
     piped.print(text)
     piped.console.show()
     assert piped.seen() == text
@@ -114,7 +114,7 @@ def test_all_that_is_new_is_shown_at_once_however_long(piped: Watched) -> None:
 def test_what_a_rank_printed_last_is_shown_when_the_console_closes(piped: Watched) -> None:
     piped.print(b"last words")
     piped.console.close()
-    assert piped.seen() == b"last words\n"  # what rankwise says next begins a line
+    assert piped.seen() == b"last words\n"  # the next text of rankwise starts a new line
 
 
 def test_progress_is_no_part_of_what_goes_into_a_pipe(piped: Watched) -> None:
@@ -137,7 +137,7 @@ def test_a_terminal_has_the_newest_progress_below_the_lines(on_terminal: Watched
     assert b"loss 2.31" in seen
     assert b"120/800" not in seen
     on_terminal.console.show()
-    assert on_terminal.seen() == b""  # nothing new, nothing drawn
+    assert on_terminal.seen() == b""  # nothing new, so nothing drawn
     on_terminal.console.close()
 
 

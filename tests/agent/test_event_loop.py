@@ -1,5 +1,5 @@
-"""The signals that an agent is sent: what counts as one request, and what as a second. In a process of its own, as it takes
-over the signals."""
+"""The signals that an agent gets: which count as one request, and which as a second. In a separate process, because it replaces
+signal handlers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from rankwise.agent.event_loop import EventLoop
 
 
 def signals_of_both() -> list[list[int]]:
-    """What was asked for after each of: a signal, the same from the guard, that and another from the guard, both again."""
+    """What was requested after each of: a signal, the same signal from the guard, that and another from the guard, both
+    again."""
     reader, writer = os.pipe()
     waiting = EventLoop(0, reader)
     os.kill(os.getpid(), signal.SIGINT)
     waiting.wait(0)
     asked = [list(waiting.asked)]
-    os.write(writer, bytes([signal.SIGINT]))  # as late as it may be
+    os.write(writer, bytes([signal.SIGINT]))  # as late as possible
     waiting.wait(0)
     asked.append(list(waiting.asked))
     os.write(writer, bytes([signal.SIGINT, signal.SIGTERM]))

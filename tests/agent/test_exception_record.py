@@ -1,4 +1,4 @@
-"""What a rank leaves of an exception."""
+"""The record that a rank leaves of an exception."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def signals() -> Iterator[None]:
 
 
 class InterruptedRecordError(Exception):
-    """To look at it brings a signal, as one may come at any line."""
+    """Looking at it raises a signal, because a signal may arrive at any line."""
 
     def __init__(self, signum: int) -> None:
         super().__init__("loss is nan")
@@ -37,7 +37,7 @@ class InterruptedRecordError(Exception):
 
 
 def left_by(error: BaseException, folder: Path) -> dict[str, Any]:
-    """What a rank leaves that ends by this."""
+    """The record of a rank that ends with this error."""
     try:
         raise error
     except BaseException as raised:
@@ -92,7 +92,7 @@ def test_what_a_handler_that_was_due_says_of_a_loader_worker_is_the_reason(
 
 
 class Worker:
-    """A process of a loader: it has ended if `code` is given."""
+    """A worker process of a loader. It has exited if `code` is given."""
 
     sentinel = -1
 
@@ -106,7 +106,7 @@ class Worker:
 
 
 def loaded(workers: list[Worker], error: Exception) -> None:
-    """Raise it as a loader with these workers does."""
+    """Raise the error like a loader with these workers."""
 
     class Loader:
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What an exception of a rank says, for a reader in a hurry."""
+"""The short text of a rank's exception."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ ValueError: no such speaker
 
 
 def test_an_exception_that_came_from_the_main_rank_is_told_with_its_own_line_and_that_rank() -> None:
-    """Its pickle did not survive, or it did, and the traceback is a note on it."""
+    """The exception could not be pickled, or it could, and the traceback is a note on it."""
     lost = reword(record("MainProcessError", ON_MAIN), 1, "train.py")
     assert lost == ExceptionText("ValueError: no such speaker", "data.py:6, on the main rank")
     whole = reword(record("ValueError", "no such speaker", notes=[ON_MAIN]), 1, "train.py")

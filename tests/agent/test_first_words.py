@@ -1,4 +1,4 @@
-"""What two agents say to each other at once arrives, and in its order."""
+"""If two agents write to each other at the same time, all arrives, and in order."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ if True:
         ("import os, mine", True),
         ("import torch, mine.steps as m", True),
         ("    from mine import train", True),
-        ("from . import train", False),  # of a script it raises
+        ("from . import train", False),  # raises in a script
         ("# import mine", False),
     ],
 )

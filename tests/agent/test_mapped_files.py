@@ -1,4 +1,4 @@
-"""Which of the files that a process has mapped was cut."""
+"""Which of the files that a process has mapped was truncated."""
 
 from __future__ import annotations
 

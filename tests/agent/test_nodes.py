@@ -1,4 +1,4 @@
-"""A run of several nodes: what its ranks are told, how it ends, what a lost node or a refused one means."""
+"""A run on several nodes: what its ranks get, how it ends, what happens if a node is lost or refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_ranks_are_counted_over_the_hosts_in_their_order(agents: New) -> None:
     assert [w["RANK"] for w in world] == ["0", "1", "2", "3"]
     assert {w["WORLD_SIZE"] for w in world} == {"4"}
     assert {(w["MASTER_ADDR"], w["MASTER_PORT"]) for w in world} == {("127.0.0.1", world[0]["MASTER_PORT"])}
-    # One machine after all: its local ranks are those of all its agents.
+    # Actually one machine: its local ranks are those of all its agents.
     assert [(w["LOCAL_RANK"], w["LOCAL_WORLD_SIZE"]) for w in world] == [(str(n), "4") for n in range(4)]
     attempt = run.run.attempts()[-1]
     assert (attempt.ranks, len(attempt.pids), [part.first for part in attempt.parts]) == (4, 4, [0, 2, 3])
@@ -88,7 +88,8 @@ def test_what_the_agents_own_scheduler_says_of_a_rank_is_what_rank_says(agents: 
 def test_a_script_that_takes_its_local_rank_for_the_index_of_the_one_gpu_it_sees_is_told_so(
     agents: New, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tasks of one device each on a host. Each sees what the scheduler gave it: a device cgroup may hold it to that."""
+    """Two tasks with one device each on a host. Each sees the device that the scheduler gave it, because a device cgroup may
+    allow no other."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     source = """
 import os
@@ -107,7 +108,7 @@ if index >= len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")):
 
 
 def test_a_task_that_is_the_rank_keeps_all_that_its_launcher_has_told_it(agents: New, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**SLURM_STEP[0], **openmpi(0, 2, 0, 1)}.items():  # two agents, both told that they are the first
+    for name, value in {**SLURM_STEP[0], **openmpi(0, 2, 0, 1)}.items():  # two agents, both of which are numbered as the first
         monkeypatch.setenv(name, value)
     names = ("SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
     source = f"import os\nprint(*(os.environ.get(name) for name in {names}))\n"
@@ -188,7 +189,7 @@ def test_an_alarm_and_a_scripts_wish_to_stop_reach_all_nodes_after_the_same_step
     run = agents().start(ALARMS, A, B, C)
     assert run.wait()[0] == 0
     [heard] = {run.log(rank).strip() for rank in range(4)}
-    assert heard.count("(") >= 4  # three by time, and that of the stop
+    assert heard.count("(") >= 4  # three by time, and one for the stop
     assert heard.endswith(" True")
 
 
@@ -199,7 +200,7 @@ def test_all_ranks_of_all_nodes_start_again_though_others_are_in_a_long_step(age
 
 
 def test_a_ctrl_c_that_every_process_of_the_run_is_sent_is_one_request(agents: New) -> None:
-    """As Hydra does: each agent, its guard, which passes it on, and the ranks."""
+    """Hydra does this: it sends the signal to each agent, to its guard, which forwards it, and to the ranks."""
     source = GATE.replace("row.join()", "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nrow.join()")
     run = agents().start(source.replace("sys.exit(75)", "sys.exit(130)"), A, B, C)
     run.pids()
@@ -312,5 +313,5 @@ def test_a_lost_node_that_comes_back_takes_part_again(agents: New) -> None:
 def test_a_head_that_is_killed_leaves_nothing_on_any_node(agents: New) -> None:
     run = agents().start(WAIT, A, B)
     run.pids()
-    run.signal(signal.SIGKILL)  # its guard; nothing is left: the fixture looks
+    run.signal(signal.SIGKILL)  # to its guard; the fixture checks that nothing is left
     assert run.wait()[0] == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""What the kernel says of memory, from files as the kernel writes them."""
+"""What the kernel reports about memory, from files in the kernel's format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ V2_EVENTS = "low 0\nhigh 0\nmax 12\noom 1\noom_kill {}\noom_group_kill 0\n"
 
 
 def system(tmp_path: Path, cgroup: str, mounts: str, files: dict[str, str]) -> Path:
-    """A /proc whose mounts lie under tmp_path."""
+    """A /proc whose mounts are below tmp_path."""
     proc = tmp_path / "proc"
     (proc / "self").mkdir(parents=True)
     (proc / "self/cgroup").write_text(cgroup)

@@ -15,7 +15,7 @@ FOLLOWS = "RuntimeError: [../gloo/transport/tcp/pair.cc:537] Connection closed b
 
 
 def end(rank: int, ended: float, code: int | None = None, **more: object) -> Evidence:
-    """A rank's end: with `code`, or with `signum`."""
+    """The end of a rank: with `code`, or with `signum`."""
     return Evidence(rank, code, **{"signum": None, "sent": False, "ended": ended, **more})  # type: ignore[arg-type]
 
 
@@ -32,7 +32,7 @@ def killed(rank: int, ended: float, signum: int = signal.SIGKILL, **more: object
 
 
 def sent(rank: int, ended: float) -> Evidence:
-    """Ended by the agent's own signal."""
+    """Ended by a signal of the agent."""
     return killed(rank, ended, signal.SIGTERM, sent=True)
 
 

@@ -1,4 +1,4 @@
-"""Which rank keeps the others waiting, judged by what their stacks say."""
+"""Which rank blocks the others, decided by the ranks' stacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Things to save of which every element says of which step it is; and a disk that is soon full."""
+"""Parts to save, of which every element has the step as its value; and a disk that is soon full."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Box:
 
 
 def of_step(step: int, numbers: int = 200) -> dict[str, Box]:
-    """Two parts of which every element says which step they are of."""
+    """Two parts in which every element has the value `step`."""
     return {"model": Box(torch.full((numbers,), float(step))), "loader": Box({"step": step, "list": [torch.tensor([step])]})}
 
 
 def step_in(parts: dict[str, Box]) -> int:
-    """The step that these parts are of; they must be of one."""
+    """The step of these parts, which must be the same in all."""
     values = {float(v) for v in parts["model"].state["value"]}
     values |= {parts["loader"].state["value"]["step"], float(parts["loader"].state["value"]["list"][0])}
     assert len(values) == 1, "parts of different steps"
@@ -40,7 +40,7 @@ def step_in(parts: dict[str, Box]) -> int:
 
 
 def loaded(folder: Path) -> int | None:
-    """The step that load_latest finds, its parts all of that step; None if none."""
+    """The step that load_latest finds, and that all parts have; None if there is none."""
     parts = of_step(-1)
     manifest = Checkpoints(folder, background=False).load_latest(parts)
     if manifest is None:
@@ -52,12 +52,12 @@ def loaded(folder: Path) -> int | None:
 
 @pytest.fixture(params=[False, True], ids=["blocking", "background"])
 def background(request: pytest.FixtureRequest) -> bool:
-    """Saves that the loop waits for, and saves behind it."""
+    """Saves that the loop waits for, and saves in the background."""
     return bool(request.param)
 
 
 def save(checkpoints: Checkpoints, step: int, **parts: Any) -> Path:
-    """Save what is `of_step`, until it is there."""
+    """Save `of_step(step)`, and wait until it is on disk."""
     path = checkpoints.save({**of_step(step), **parts}, step)
     checkpoints.wait()
     return path
@@ -65,7 +65,7 @@ def save(checkpoints: Checkpoints, step: int, **parts: Any) -> Path:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """2 MB."""
+    """A disk of 2 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Saves behind the loop: the state of their moment, one at a time, no collective of their own, and errors that are heard."""
+"""Background saves: they have the state of their moment, run one at a time, call no collectives, and report errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rankwise.errors import CheckpointError
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """No file is written before it is set."""
+    """No file is written before this event is set."""
     gate = threading.Event()
     hold(gate, lambda name, value: monkeypatch.setattr(writer, name, value))
     yield gate
@@ -155,7 +155,7 @@ def test_a_step_is_saved_twice_behind_the_loop_though_the_first_is_still_being_w
         checkpoints.save(of_step(3), 3)
     checkpoints.wait()
     assert checkpoints.resume(of_step(0)) == 3
-    assert [path.name for path in checkpoints.all()] == ["step-00000003-2"]  # the first goes after it
+    assert [path.name for path in checkpoints.all()] == ["step-00000003-2"]  # the first is removed after it
 
 
 ENDS = """
@@ -258,11 +258,11 @@ def test_every_rank_hears_of_a_save_that_failed(tmp_path: Path) -> None:
     assert "step-00000001: Not a directory" in answers[0][0]
 
 
-# --- no collective behind the loop
+# --- no collective in the background
 
 
 def save_among_collectives(folder: Path) -> tuple[set[str], float]:
-    """(the threads that communicated, the sum of what was reduced). A reduction a step, while saves are written."""
+    """(the threads that communicated, the sum of what was reduced). One reduction per step, while saves are written."""
     seen: set[str] = set()
 
     def noted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -345,7 +345,8 @@ def test_the_second_copy_is_in_the_memory_of_the_first_also_when_the_state_has_g
 
 
 def fit_with_a_disk_in_the_way(folder: Path, n: int) -> tuple[str, list[str]]:
-    """The folder of checkpoints is a file until step 3: told at the step after the save, and training continues."""
+    """Until step 3, a file is in the place of the checkpoint folder: this is reported at the step after the save, and training
+    continues."""
     from test_trainer_checkpoints import fit
 
     from rankwise.training.state import TrainState
@@ -404,7 +405,7 @@ def test_a_loop_that_breaks_finishes_its_save_before_another_may_write(tmp_path:
 
 
 def resumed_from_each(folder: Path) -> list[bool]:
-    """Each of the checkpoints of a training that was never stopped, gone on from: the same end?"""
+    """For each checkpoint of a training that was never stopped: does a run that resumes from it end the same?"""
     import shutil
 
     from test_trainer_checkpoints import fit

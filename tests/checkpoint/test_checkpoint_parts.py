@@ -1,4 +1,4 @@
-"""What may be a part of a checkpoint: refused before any work is lost."""
+"""What may be a part of a checkpoint. Everything else is refused before any work is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rankwise checkpoint ls, show, verify, export, average, prune`, as their user types them."""
+"""`rankwise checkpoint ls, show, verify, export, average, prune`, as the user types them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOSSES = {100: 2.5, 200: 1.5, 300: 0.5, 400: 1.25, 500: 3.0}
 
 
 def net(step: int) -> nn.Module:
-    """Its weights are the step, its bias a tenth of it; as many batches were tracked."""
+    """A model whose weights are `step`, its bias a tenth of it, and its number of tracked batches the same."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     for parameter in model.parameters():
         nn.init.constant_(parameter, step)
@@ -38,7 +38,7 @@ def net(step: int) -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Five checkpoints of the run `a`, the third of them the best; we stand where ./runs is."""
+    """Five checkpoints of the run `a`, the third of which is the best. The current folder contains ./runs."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "a" / "checkpoints"
     checkpoints = Checkpoints(folder, keep_last=9, keep_best="eval_loss", background=False)
@@ -168,11 +168,11 @@ def test_an_exported_model_is_loaded_by_the_bare_module(kind: str, tmp_path: Pat
     model = net(0)
     model.load_state_dict(load(tmp_path / f"model.{kind}"))
     assert {float(p.detach().mean()) for p in model.parameters()} == {300.0}
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [f"model.{kind}"]  # nothing half-written beside it
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [f"model.{kind}"]  # no incomplete file beside it
 
 
 class Tied(nn.Module):
-    """Two layers that are one."""
+    """Two layers with the same weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def test_a_mean_is_that_of_the_last_or_of_the_best(
 
 
 def test_a_mean_is_summed_in_float64(folder: Path, tmp_path: Path, typed: Run) -> None:
-    """In float32, 2^24 + 1 + 1 would be 2^24; in bfloat16 worse."""
+    """In float32, 2^24 + 1 + 1 would be 2^24; bfloat16 is worse."""
     for step, value in ((601, 2.0**24), (602, 1.0), (603, 1.0)):
         state = {"w": torch.full((2,), value), "low": torch.full((1,), value, dtype=torch.bfloat16), "n": torch.tensor([step])}
         box = nn.Module()
@@ -232,7 +232,7 @@ def test_a_damaged_checkpoint_is_neither_exported_nor_averaged(folder: Path, tmp
         assert done.exit_code == 1
         assert "step-00000500/model.pt is corrupted in tensor 0.weight" in done.output
     assert not (tmp_path / "m.pt").exists()
-    (folder / "step-00000400" / "optimizer.pt").write_bytes(b"")  # not the model's file: the model is whole
+    (folder / "step-00000400" / "optimizer.pt").write_bytes(b"")  # not the model's file: the model is intact
     assert typed("export", "--checkpoint", "400", "--to", "m.pt").exit_code == 0
 
 
@@ -265,7 +265,7 @@ def test_the_last_verified_one_is_never_removed(folder: Path, typed: Run) -> Non
     for step in (300, 400, 500):
         (folder / f"step-00000{step}" / "model.pt").write_bytes(b"")
     assert typed("prune", "--keep-last", "1", "--yes").exit_code == 0
-    assert names(folder) == [200, 300, 400, 500]  # 300 and up: newer than all that is whole, its owner may look at them
+    assert names(folder) == [200, 300, 400, 500]  # 300 and up: newer than all intact ones, so their owner may look at them
     (folder / "step-00000200" / "model.pt").write_bytes(b"")
     done = typed("prune", "--keep-last", "1", "--yes")
     assert done.exit_code == 1
@@ -303,7 +303,7 @@ def test_a_checkpoint_that_a_faster_clock_has_saved_is_not_pruned(tmp_path: Path
     assert find_prunable(tmp_path, keep_last=1) == [saved[0]]
 
 
-# --- what cannot be
+# --- what is refused
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a power cut leaves, and what a reader sees while another process saves and prunes."""
+"""What remains after a power failure, and what a reader sees while another process saves and prunes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rankwise.errors import CheckpointError, ConfigError
 
 __all__ = ["background"]  # a fixture
 
-# --- a power cut
+# --- a power failure
 
 
 class Disk:
-    """What of a folder would survive a power cut: contents that were flushed, and names in folders that were flushed.
+    """What of a folder would survive a power failure: contents that were flushed, and names in folders that were flushed.
 
-    A folder or file that nobody flushed may survive all the same, so there are two outcomes: `lazy`, nothing but what was
-    flushed; `hasty`, every name and every removal, but zeros where contents were not flushed.
+    A folder or file that was not flushed may still survive, so there are two outcomes: `lazy`, nothing but what was flushed;
+    `hasty`, every name and every removal, but zeros instead of contents that were not flushed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -38,7 +38,7 @@ class Disk:
 
     def flush(self, path: Path) -> None:
         inode = path.stat().st_ino
-        self._open.append(os.open(path, os.O_RDONLY))  # so that the number is not given to another file
+        self._open.append(os.open(path, os.O_RDONLY))  # so that no other file gets this number
         if path.is_dir():
             self._names[inode] = {entry.name: entry.stat().st_ino for entry in path.iterdir()}
             self._is_folder |= {entry.stat().st_ino: entry.is_dir() for entry in path.iterdir()}
@@ -126,7 +126,7 @@ def test_after_a_power_cut_at_any_moment_the_last_finished_save_is_there(
 
 
 def in_peace(act: Callable[[], None]) -> Callable[[], None]:
-    """What `act` itself does to files is no moment of its own."""
+    """Changes of files that `act` itself makes do not call `act`."""
     busy = False
 
     def call() -> None:
@@ -196,7 +196,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def saving_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, steps: list[int]) -> None:
-    """Another process saves the next of these steps, and prunes all older ones, each time that `name` is called."""
+    """Another process saves the next of these steps, and prunes all older ones, each time `name` is called."""
     writer = Checkpoints(folder, keep_last=1, background=False)
     original = getattr(module, name)
     busy = False

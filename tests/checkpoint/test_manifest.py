@@ -35,7 +35,7 @@ def test_the_sum_of_a_tensor_is_that_of_its_elements_in_row_major_order() -> Non
     assert manifests.tensor_sum(tensor.requires_grad_()) == manifests.tensor_sum(tensor.detach())
     kinds = [torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64]
     sums = {manifests.tensor_sum(torch.ones(5).to(kind)) for kind in kinds}
-    assert len(sums) >= len(kinds) - 1  # ones of uint8 and bool are the same bytes
+    assert len(sums) >= len(kinds) - 1  # the ones of uint8 and bool are the same bytes
     assert manifests.tensor_sum(torch.tensor(1.0)) == manifests.tensor_sum(torch.tensor([1.0]))
     assert manifests.tensor_sum(torch.empty(0)) == xxhash.xxh3_128_hexdigest(b"")
 
@@ -49,7 +49,7 @@ def test_the_sum_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint of one file of two tensors."""
+    """A checkpoint with one file of two tensors."""
     state = {"a": torch.arange(100.0), "b": {"c": torch.arange(50.0)}, "n": 3}
     torch.save(state, tmp_path / "model.pt")
     sums = {name: manifests.tensor_sum(tensor) for name, tensor in manifests.tensors(state)}

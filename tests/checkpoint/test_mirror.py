@@ -1,4 +1,4 @@
-"""Checkpoints that are in a second place too: there once their manifest is, and brought back whole or not at all."""
+"""Checkpoints in a second place: they exist there when their manifest does, and are copied back completely or not at all."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def failing(mirror: Mirror, name: str, times: int = 1) -> None:
-    """The copy of the first files of this name breaks off in the middle."""
+    """The copy of the first files with this name fails in the middle."""
     whole: Callable[..., Any] = mirror._fs.put_file
     left = [times]
 
@@ -110,7 +110,7 @@ def test_of_several_that_wait_only_the_newest_is_copied_and_a_long_wait_is_said(
     mirror._fs.put_file = lambda source, target: (gate.wait(30), whole(source, target))
     for path in paths:
         mirror.offer(path)
-        while path == paths[0] and mirror._offered is not None:  # the thread has not taken it yet
+        while path == paths[0] and mirror._offered is not None:  # the thread has not yet taken it
             pass
     monkeypatch.setattr("rankwise.checkpoint.mirror._PATIENCE_S", 0.01)
     threading.Timer(0.3, gate.set).start()
@@ -128,7 +128,7 @@ def test_one_that_is_pruned_while_it_is_copied_is_no_warning(
     assert mirror.names() == []
 
 
-# --- coming back
+# --- copying back
 
 
 def test_a_checkpoint_comes_back_whole_into_an_empty_folder(here: Path, mirror: Mirror, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_what_else_lies_there_is_somebody_s_own(here: Path, there: Path, mirror:
     mirror.wait()
     (there / "step-best").mkdir()
     (there / "step-best" / manifests.NAME).write_text("{}")
-    (there / "step-00000009").mkdir()  # not yet, or no longer
+    (there / "step-00000009").mkdir()  # not yet complete, or being removed
     assert mirror.names() == [path.name]
 
 
@@ -197,7 +197,7 @@ def test_a_store_in_memory_works_as_a_folder_does(here: Path, tmp_path: Path) ->
     assert loaded(tmp_path / "new") == 3
 
 
-# --- as Checkpoints use it
+# --- used by Checkpoints
 
 
 def mirrored(here: Path, there: Path, **settings: Any) -> Checkpoints:
@@ -218,7 +218,7 @@ def test_what_is_saved_is_there_in_the_end_and_what_is_pruned_here_goes_there(
 
 
 def mirror_waits(tmp: Path, sharded: bool) -> list[int]:
-    """How often the mirror was waited for: by three saves, and then by `wait`."""
+    """How often the program waited for the mirror: in three saves, and then in `wait`."""
     checkpoints = mirrored(tmp / "here", tmp / "there", sharded=sharded)
     waits: list[int] = []
     assert checkpoints._mirror is not None
@@ -304,7 +304,7 @@ def test_a_store_that_cannot_be_read_does_not_start_from_scratch_in_silence(
     assert "403 Forbidden; using the local checkpoints" in capsys.readouterr().out
 
 
-# --- as a Trainer does
+# --- used by a Trainer
 
 
 def fit_mirrored(tmp: Path, name: str, steps: int, **settings: Any) -> tuple[list[float], str]:

@@ -1,4 +1,4 @@
-"""What each rank has apart, in checkpoints: a file for each rank, which that rank alone loads, whoever writes."""
+"""The own state of each rank in checkpoints: one file per rank, which only this rank loads, whoever writes it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rankwise.errors import ConfigError
 
 
 class Replica(Box):
-    """As a strategy between two averages: rank r holds r + 1 everywhere, and nothing that is the same on all."""
+    """Like a strategy between two averages: rank r has the value r + 1 everywhere, and nothing is the same on all ranks."""
 
     promise = "averaged"
 
@@ -45,7 +45,7 @@ class Replica(Box):
 
 
 def saved(folder: Path, ways: dict[str, Any], numbers: int = 100) -> str:
-    """What was printed."""
+    """Save, and return what was printed."""
     checkpoints = Checkpoints(folder, **ways)
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
         for step in (1, 2):

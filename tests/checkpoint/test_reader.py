@@ -1,4 +1,4 @@
-"""A part's file, read straight into place: what torch.load gives, in the part's own memory where it can, every byte summed."""
+"""A part's file, read directly into the part's own memory if possible: the result of torch.load, every byte checked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def saved(folder: Path, part: Any) -> tuple[Path, FileRecord]:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """In types, values and strides."""
+    """The same types, values and strides."""
     assert type(one) is type(other)
     if isinstance(one, torch.Tensor):
         assert (one.dtype, one.shape, one.stride(), one.requires_grad) == (
@@ -79,7 +79,7 @@ def states() -> dict[str, Any]:
 def test_what_is_read_is_what_torch_reads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, record = saved(tmp_path, Box(states()[name]))
     expected = torch.load(path, weights_only=True)
-    monkeypatch.setattr(torch, "load", None)  # no way out
+    monkeypatch.setattr(torch, "load", None)  # no other way to read
     assert_same(reader.read(path, record), expected)
 
 
@@ -121,7 +121,7 @@ class Tied(nn.Module):
 
 
 class Transposing(nn.Linear):
-    """Loads what an older version has saved the other way round."""
+    """Loads a weight that an older version has saved transposed."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         state_dict[prefix + "weight"] = state_dict[prefix + "weight"].t()
@@ -263,7 +263,7 @@ def test_a_byte_that_differs_when_it_is_read_is_found_and_the_tensor_named(
 
 
 def flip(patch: pytest.MonkeyPatch, at: int) -> None:
-    """Between the disk and the memory, a bit of the byte at that offset of whatever is read into place."""
+    """Between the disk and the memory, flip a bit of the byte at this offset in every read."""
     preadv = os.preadv
 
     def flipped(fd: int, buffers: Any, offset: int) -> int:
@@ -348,7 +348,7 @@ def load_failing(folder: Path) -> str:
     try:
         Checkpoints(folder, background=False).load_latest({**of_step(0), "model": Failing()})
     except AttributeError as error:
-        comm.barrier()  # nobody waits for us
+        comm.barrier()  # no rank waits for the others
         return str(error)
     return ""
 
@@ -401,5 +401,5 @@ def test_the_ranks_of_a_node_share_its_cores_when_they_read(monkeypatch: pytest.
     monkeypatch.setattr(manifests, "cores", lambda: 4)
     monkeypatch.setattr(comm, "local_world_size", lambda: 4)
     monkeypatch.setattr(reader, "_jobs", lambda found: [[], []])
-    monkeypatch.setattr(reader, "ThreadPoolExecutor", None)  # one thread: none is asked for
+    monkeypatch.setattr(reader, "ThreadPoolExecutor", None)  # with one thread, no pool is created
     assert reader._fill(-1, [], {}) == []

@@ -1,4 +1,4 @@
-"""Nodes with disks of their own: who writes, what they go on from, and what happens when one of them is lost or damaged."""
+"""Nodes with their own disks: who writes, from what they resume, and what happens if one disk is lost or corrupted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TWO_NODES = [torchrun(rank, 4, 2) for rank in range(4)]
 THREE_NODES = [torchrun(rank, 3, 1) for rank in range(3)]
 
 Where = list[str]
-"""The disk of each rank, by a name."""
+"""The name of each rank's disk."""
 
 APART = ["a", "a", "b", "b"]
 SHARED = ["a", "a", "a", "a"]
@@ -38,7 +38,7 @@ def on_nodes(function: Any, *args: Any, **kwargs: Any) -> list[Any]:
 
 
 def steps(tmp: Path, disk: str) -> list[int]:
-    """Those of the checkpoints on this disk that load."""
+    """The steps of the checkpoints on this disk that load."""
     folder = tmp / disk / "checkpoints"
     found = []
     for path in sorted(folder.glob("*")):
@@ -220,7 +220,7 @@ def test_when_all_are_damaged_on_all_nodes_it_is_an_error_on_every_rank(tmp_path
 
 
 def load_as_one_rank_misreads(tmp: Path, times: int) -> tuple[int | None, str]:
-    """One rank reads another byte than the others do, from one and the same disk."""
+    """One rank reads another byte than the others do, from the same disk."""
     from rankwise.checkpoint import sharding
 
     read, left = sharding.read, [times if comm.rank() == 3 else 0]
@@ -278,7 +278,7 @@ def test_what_cannot_be_read_where_it_is_is_an_error_on_every_rank(tmp_path: Pat
     assert text == f"{tmp_path}/a/checkpoints/step-00000001 cannot be read on rank 0 (No such file or directory)"
 
 
-# --- as a Trainer does
+# --- used by a Trainer
 
 
 def trained(tmp: Path, where: Where, steps: int, **settings: Any) -> list[float]:

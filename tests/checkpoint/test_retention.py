@@ -1,4 +1,4 @@
-"""Which checkpoints stay: by recency, age, named steps; and the best: which it is, and what is never taken for it."""
+"""Which checkpoints are kept: by recency, age, named steps; which one is the best, and which never is."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def names(folder: Path) -> list[int]:
         (Retention(1), [1, 2, 3, 4]),
         (Retention(3), [1, 2]),
         (Retention(9), []),
-        (Retention(1, younger_than_s=30.0), [1, 2]),  # as old as that is not younger
+        (Retention(1, younger_than_s=30.0), [1, 2]),  # a checkpoint of exactly this age is not younger
         (Retention(1, younger_than_s=30.1), [1]),
         (Retention(1, steps=frozenset({2, 77})), [1, 3, 4]),
         (Retention(2, younger_than_s=31.0, steps=frozenset({1})), []),
@@ -126,7 +126,7 @@ def store(folder: Path, keep_last: int = 1, name: str = "eval_loss", larger: boo
 
 
 def save(checkpoints: Checkpoints, values: dict[int, float], name: str = "eval_loss") -> list[int]:
-    """One checkpoint a step with its figure; the steps that are there in the end."""
+    """Save one checkpoint per step with its metric. Returns the steps that exist at the end."""
     for step, value in values.items():
         checkpoints.save(of_step(step), step, metrics={name: value, "other": 0.0})
     return steps(checkpoints)
@@ -180,7 +180,7 @@ def test_a_figure_that_there_is_not_is_an_error_that_lists_those_that_there_are(
     Best("b", larger_is_better=False).check({"b": NAN})
 
 
-# --- what stays
+# --- what is kept
 
 
 def test_the_best_stays_beside_the_last(folder: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_damaged_checkpoint_is_not_the_best(folder: Path, name: str, capsys: p
     if name != "manifest.json":
         assert str(folder / "step-00000002" / name) in capsys.readouterr().out
     assert checkpoints.is_best({"eval_loss": 1.5})
-    assert save(checkpoints, {4: 4.0})[0] == 1  # and the best of the whole ones stays
+    assert save(checkpoints, {4: 4.0})[0] == 1  # and the best of the intact ones is kept
 
 
 def test_a_best_that_was_found_damaged_goes_when_something_newer_is_whole(folder: Path) -> None:

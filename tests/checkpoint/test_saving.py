@@ -1,4 +1,4 @@
-"""When a loop saves, and what becomes of a save that failed."""
+"""When a loop saves, and what happens if a save fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankwise.training.state import TrainState
 
 
 class Recorder:
-    """In the place of Checkpoints: keeps which steps were saved, and raises the errors that it holds."""
+    """Replaces Checkpoints: records which steps were saved, and raises the errors that it has."""
 
     def __init__(self, keep_best: str | None = None, at_steps: Collection[int] = ()) -> None:
         self.keep_best, self.at_steps = keep_best, at_steps
@@ -52,7 +52,7 @@ def state() -> TrainState:
 
 
 class Loop:
-    """A Saving, and what it said and asked for."""
+    """A Saving, with what it printed and requested."""
 
     def __init__(self, **given: Any) -> None:
         self.checkpoints = Recorder(**given)
@@ -91,7 +91,7 @@ def test_a_save_that_fails_is_a_warning_and_at_the_end_an_error(state: TrainStat
     loop.checkpoints.save_errors = [CheckpointError("disk full")]
     loop.saving(state)
     assert loop.said == ["warning: disk full; training continues"]
-    loop.saving(state)  # the step is not saved: tried again
+    loop.saving(state)  # the step is not saved, so it tries again
     assert loop.checkpoints.steps == [1]
     state.step, state.last = 2, True
     loop.checkpoints.save_errors = [CheckpointError("disk full")]

@@ -1,4 +1,4 @@
-"""Checkpoints that all ranks write together: the same states as from one writer, on any number of ranks; whole or absent."""
+"""Checkpoints that all ranks write together: the same states as with one writer, on any number of ranks; complete or absent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["background"]  # a fixture
 
 
 def of_step(step: int) -> dict[str, Any]:
-    """The same on every rank."""
+    """Equal on every rank."""
     torch.manual_seed(step)
     model = nn.Sequential(nn.Linear(40, 60), nn.BatchNorm1d(60), nn.Linear(60, 40), nn.Linear(60, 40))
     model[3].weight = model[2].weight
@@ -62,7 +62,7 @@ def load(folder: Path, sharded: bool = False) -> tuple[int, dict[str, str], Any]
 
 
 def whole(folder: Path) -> list[str]:
-    """The checkpoints there, each verified; there is nothing else."""
+    """The checkpoints in the folder, each verified; nothing else is there."""
     for path in folder.iterdir():
         manifests.verify(path)
         assert {p.name for p in path.iterdir()} == {*Manifest.read(path).files, manifests.NAME}
@@ -100,7 +100,7 @@ def test_a_parameter_that_shares_memory_with_a_buffer_is_the_main_ranks() -> Non
     assert shares == {"other": {"weight": 1}}
 
 
-# --- what is written is what one rank would have written
+# --- the result is what one rank would have written
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -152,7 +152,7 @@ def test_a_damaged_share_is_named_and_the_checkpoint_before_is_loaded(damage: st
 
 
 def fail_once(folder: Path, on: int, how: str, background: bool) -> list[str]:
-    """What is raised when step 2 is saved; steps 1 and 3 are saved in peace."""
+    """The errors when step 2 is saved. Steps 1 and 3 are saved without errors."""
     checkpoints = Checkpoints(folder, keep_last=9, background=background, sharded=True)
     checkpoints.save(of_step(1), 1)
     checkpoints.wait()
@@ -165,7 +165,7 @@ def fail_once(folder: Path, on: int, how: str, background: bool) -> list[str]:
             checkpoints.wait()
         except CheckpointError as error:
             raised.append(str(error))
-    comm.barrier()  # the main rank has cleared up
+    comm.barrier()  # the main rank has removed the folder
     left = [path.name for path in folder.iterdir() if not path.name.startswith("step-")]
     comm.barrier()
     checkpoints.folder = folder
@@ -262,7 +262,7 @@ def test_ranks_that_do_not_hold_the_same_tensors_have_the_main_rank_write_alone(
 
 
 def trained(folder: Path, max_steps: int, sharded: bool) -> list[float]:
-    sharding._SMALL = 0  # the model is
+    sharding._SMALL = 0  # so that the tensors of this small model are divided
     return fit(folder, max_steps, sharded=sharded)[0]
 
 

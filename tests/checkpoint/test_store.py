@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, damage found and named, the one before used."""
+"""Checkpoints: complete or absent; corruption is found and named, and the checkpoint before it is used."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_model_its_optimizer_and_the_random_stream_go_on_as_if_nothing_had_bee
     Checkpoints(folder, background=False).load_latest(
         {"model": other, "optimizer": other_optimizer, "scheduler": other_scheduler}
     )
-    shutil.rmtree(folder)  # what is loaded does not hang on the file
+    shutil.rmtree(folder)  # what was loaded does not depend on the file
     go_on(other, other_optimizer, other_scheduler, 4)
     assert all(torch.equal(value, expected[name]) for name, value in other.state_dict().items())
 
@@ -237,7 +237,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
 
 
 def flips(path: Path, count: int, rng: random.Random) -> Iterator[tuple[int, int]]:
-    """The file with one random bit flipped, so many times; whole again after each."""
+    """Flip one random bit of the file, `count` times; the file is intact again after each."""
     whole = path.read_bytes()
     for _ in range(count):
         byte, bit = rng.randrange(len(whole)), rng.randrange(8)
@@ -310,7 +310,7 @@ def test_when_all_are_damaged_the_error_says_what_to_type(folder: Path) -> None:
 
 @pytest.mark.parametrize(("keep_last", "damaged"), [(1, [400]), (2, [400, 500])])
 def test_a_save_survives_though_damaged_checkpoints_have_higher_steps(folder: Path, keep_last: int, damaged: list[int]) -> None:
-    """The run went back behind what was damaged; what it saves now is the only whole one."""
+    """The run went back to a step before the corrupted ones; what it saves now is the only intact checkpoint."""
     saved(folder, 200, *damaged)
     for step in damaged:
         (folder / f"step-{step:08d}" / "model.pt").write_bytes(b"")
@@ -362,11 +362,11 @@ def test_a_writer_killed_at_any_moment_leaves_whole_checkpoints_alone(folder: Pa
         reader.close()
         found = loaded(folder)
         assert found is not None
-        assert begun - 1 - background <= found <= begun  # the one before may have been under way still
+        assert begun - 1 - background <= found <= begun  # the save before it may still have been running
         hit += bool(leftovers(folder))
         for path in Checkpoints(folder, background=False).all():
             manifests.verify(path)
-        # Whoever goes on finds the folder as if nobody had died.
+        # The next process finds the folder as if nobody had been killed.
         Checkpoints(folder, background=False).save(of_step(10**7), 10**7)
         assert leftovers(folder) == []
         shutil.rmtree(folder)
@@ -377,9 +377,9 @@ EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtr
 
 
 def save_and_die(folder: Path, steps: tuple[int, ...], at_event: int, background: bool) -> None:
-    """SIGKILL at the so-many-th thing that is done to files; exits with 0 if there are fewer."""
+    """SIGKILL at file operation number `at_event`. Exits with 0 if there are fewer."""
     torch.set_num_threads(1)
-    Checkpoints(folder, background=False).save(of_step(1), 1)  # whatever is imported on first use is imported
+    Checkpoints(folder, background=False).save(of_step(1), 1)  # imports everything that is imported on first use
     count = 0
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -396,7 +396,7 @@ def save_and_die(folder: Path, steps: tuple[int, ...], at_event: int, background
 
 
 def moments_of_death(folder: Path, steps: tuple[int, ...], background: bool) -> Iterator[int]:
-    """The folder after a writer's death at each of its file operations, one after the other."""
+    """The folder after the writer was killed at each of its file operations, one after the other."""
     context = multiprocessing.get_context(ranks._CONTEXT.get_start_method())
     at_event = 0
     while True:
@@ -417,7 +417,7 @@ def test_a_writer_killed_at_any_of_its_file_operations_leaves_a_whole_checkpoint
     for _ in moments_of_death(folder, (2, 3), background):  # the second save prunes
         found = loaded(folder)
         assert found is not None
-        assert found >= newest  # a later death finds no older state
+        assert found >= newest  # a later kill does not leave an older state
         newest = found
         for path in Checkpoints(folder, background=False).all():
             manifests.verify(path)
@@ -449,7 +449,7 @@ def test_a_full_disk_is_an_error_in_bytes_and_leaves_all_as_it_was(small_disk: P
         save(checkpoints, 2, big=Box(big[kind]))
     assert contents(small_disk) == before
     assert loaded(folder) == 1
-    save(checkpoints, 3)  # and what fits is saved still
+    save(checkpoints, 3)  # what fits is still saved
     assert loaded(folder) == 3
 
 
@@ -469,7 +469,7 @@ def test_a_state_that_cannot_be_written_leaves_nothing(folder: Path, background:
 
 @pytest.mark.parametrize("value", [np.float64(1e-3), np.arange(3)], ids=["scalar", "array"])
 def test_a_state_that_could_not_be_read_again_is_refused_when_it_is_saved(folder: Path, value: Any, background: bool) -> None:
-    """AdamW(lr=np.float64(1e-3)) is enough. The time to say it is now, not when the run is to go on."""
+    """AdamW(lr=np.float64(1e-3)) is enough. The error must come now, not when the run is resumed."""
     try:
         save(Checkpoints(folder, background=background), 1, part=Box(value))
     except CheckpointError as error:
@@ -514,7 +514,7 @@ def test_each_rank_goes_on_with_its_own_random_stream(folder: Path, capfd: pytes
     assert before[0][1] != before[1][1]
     after = on_ranks(2, load_on_ranks, folder)
     assert [a[1] for a in after] == [b[1] for b in before]
-    assert [(a[0], a[2]) for a in after] == [(0, 2), (0, 2)]  # what the main rank held
+    assert [(a[0], a[2]) for a in after] == [(0, 2), (0, 2)]  # the value of the main rank
     more = on_ranks(3, load_on_ranks, folder)
     assert [a[1] for a in more[:2]] == [b[1] for b in before]
     assert more[2][1] not in [b[1] for b in before]
@@ -522,7 +522,7 @@ def test_each_rank_goes_on_with_its_own_random_stream(folder: Path, capfd: pytes
 
 
 def load_with_another_listing(folder: Path) -> int:
-    """What a network file system may show: the newest is not there yet for other ranks."""
+    """A network file system may show this: other ranks do not yet see the newest checkpoint."""
     checkpoints = Checkpoints(folder, background=False)
     if comm.rank() > 0:
         checkpoints.all = lambda: [folder / "step-00000001"]  # type: ignore[method-assign]
@@ -558,7 +558,7 @@ def load_errors(folder: Path, change: str) -> tuple[str, str]:
     try:
         Checkpoints(folder, background=False).load_latest(parts)
     except Exception as error:
-        comm.barrier()  # nobody waits for us
+        comm.barrier()  # no rank waits for the others
         return type(error).__name__, str(error)
     return "", ""
 
@@ -618,7 +618,7 @@ def test_a_damaged_checkpoint_is_not_one_of_those_that_are_kept(folder: Path) ->
 
 
 def test_what_was_loaded_does_not_hang_on_the_file(tmp_path: Path) -> None:
-    """Mapped memory of a file that another host prunes on NFS is a bus error."""
+    """If a memory-mapped file is pruned by another host on NFS, reading it is a bus error."""
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 300)).sum().backward()
@@ -629,7 +629,7 @@ def test_what_was_loaded_does_not_hang_on_the_file(tmp_path: Path) -> None:
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
-# --- as parts of a loop of one's own
+# --- in a hand-written loop
 
 
 def resumed_in_the_run(folder: Path) -> list[int]:
@@ -638,7 +638,7 @@ def resumed_in_the_run(folder: Path) -> list[int]:
     sys.modules["__main__"].__file__ = "train.py"
     steps = []
     for _ in range(2):
-        checkpoints = Checkpoints()  # before anything is known of ranks
+        checkpoints = Checkpoints()  # before the ranks are known
         parts = of_step(0)
         steps.append(checkpoints.resume(parts))
         checkpoints.save(of_step(steps[-1] + 4), steps[-1] + 4)

@@ -1,4 +1,4 @@
-"""Checkpoints as a Trainer makes and finds them: each damage of each file, and the best one."""
+"""Checkpoints that a Trainer writes and finds: each corruption of each file, and the best checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def step_fn(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
 
 
 def fit(folder: Path, max_steps: int, said: io.StringIO | None = None, **settings: Any) -> tuple[list[float], str]:
-    """(the parameters in the end, what was said). In a process of its own."""
+    """(the final parameters, what was printed). In a separate process."""
     writers.find_spec = lambda name: None  # type: ignore[assignment, misc]  # importing TensorBoard takes longer than the test
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1))
@@ -70,7 +70,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 def damaged_and_resumed(folder: Path, name: str) -> tuple[list[float], dict[str, tuple[list[float], str, str]]]:
-    """Stopped at 5 and at 7 of 10 steps; what comes out when the checkpoint of step 7 is corrupted in this file."""
+    """Stopped at 5 and at 7 of 10 steps. The result if this file of the checkpoint of step 7 is corrupted."""
     unbroken, _ = fit(folder / "unbroken", 10)
     fit(folder / "run", 5)
     fit(folder / "run", 7)
@@ -92,7 +92,7 @@ def test_a_trainer_goes_on_from_the_checkpoint_before_one_with_a_damaged_file(na
         assert "resuming from step 5" in said, damage
         assert parameters == unbroken, damage
         left = [p.name for p in (Path(path).parents[1]).iterdir()]
-        assert sorted(left) == ["step-00000005", "step-00000010"], damage  # the damaged one went
+        assert sorted(left) == ["step-00000005", "step-00000010"], damage  # the corrupted one was removed
 
 
 def saved_files(folder: Path) -> list[str]:
@@ -108,12 +108,12 @@ def test_the_files_that_are_damaged_here_are_all_that_there_are(tmp_path: Path) 
 
 
 def fit_on_a_full_disk(disk: Path, freed_at: int, background: bool) -> tuple[str, str]:
-    """(the error, what was said). 5 steps, each saved; the disk is full from step 2 on until it is freed."""
+    """(the error, what was printed). 5 steps, each saved; the disk is full from step 2 until space is freed."""
     filler = disk / "filler"
     save = Checkpoints.save
 
     def save_now(self: Checkpoints, *args: Any) -> Path:
-        """Behind the loop too it has ended before the disk is filled, or freed."""
+        """Also a background save has ended before the disk is filled, or space is freed."""
         path = save(self, *args)
         self._background.join()
         return path
@@ -156,7 +156,7 @@ def test_a_disk_that_stays_full_is_an_error_on_every_rank_and_the_last_checkpoin
     assert manifests.verify(folder / "step-00000001").step == 1
 
 
-# --- a writer that was taken for dead
+# --- a writer that was considered dead
 
 
 def fit_though_taken_over(folder: Path, background: bool) -> tuple[str, str]:
@@ -176,20 +176,20 @@ def test_once_another_run_has_taken_over_none_of_its_checkpoints_is_made_final(
         assert f"the run in {tmp_path / 'run'} was taken over by pid " in text
         assert text.endswith("this process stops")
     found = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
-    assert found in ([], names(1), names(1, 2))  # what was still being written at step 2 has no name either
+    assert found in ([], names(1), names(1, 2))  # what was being written at step 2 has no name either
     assert (tmp_path / "run" / "lease.json").exists()
 
 
 # --- the best
 
 Said = tuple[str, list[str]]
-"""What a Trainer said, and the checkpoints that there are in the end."""
+"""What a Trainer printed, and the checkpoints that exist at the end."""
 
 LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: float("nan"), 10: 3.0, 12: 3.5}
 
 
 def scripted(figures: dict[int, float], state: list[TrainState]) -> Callable[[Any, Any], dict[str, Any]]:
-    """An eval_fn of which the figure is that of the step."""
+    """An eval_fn whose metric depends on the step."""
     return lambda model, batch: {"loss": (figures[state[0].step] * len(batch[0]), len(batch[0]))}
 
 
@@ -218,7 +218,7 @@ def names(*steps: int) -> list[str]:
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_trainer_keeps_the_checkpoint_of_its_best_evaluation(n: int, tmp_path: Path) -> None:
     for said, there in on_ranks(n, fit_scripted, tmp_path / "run"):
-        assert there == names(4, 12)  # 10 is only as good
+        assert there == names(4, 12)  # 10 is only equal
         if said:
             assert "best eval_loss: " in said
             assert "step-00000004\n" in said
@@ -236,7 +236,7 @@ def test_a_later_attempt_of_a_trainer_knows_the_best_of_the_earlier(tmp_path: Pa
 
 
 def test_a_figure_of_an_earlier_step_is_not_taken_for_that_of_a_checkpoint(tmp_path: Path) -> None:
-    """Saved at each step, evaluated at each fifth: the checkpoints between have no figure."""
+    """Saved at each step, evaluated at every fifth: the checkpoints in between have no metric."""
     figures = {5: 3.0, 7: 1.0}
     on_ranks(1, fit_scripted, tmp_path / "run", 7, figures, eval_every=5, every_s=0, log_every=1, keep_last=9)
     found = {p.name: manifests.verify(p).metrics.get("eval_loss") for p in (tmp_path / "run" / "checkpoints").iterdir()}

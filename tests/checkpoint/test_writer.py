@@ -1,4 +1,4 @@
-"""What a rank writes of a checkpoint: where its tensors lie, and whom the one that gives the name waits for."""
+"""What a rank writes of a checkpoint: where its tensors are, and for whom the rank that renames the folder waits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_death_of_a_loaders_worker_that_is_raised_within_a_save_is_no_failur
         def state_dict(self) -> dict[str, object]:
             return {"x": self}
 
-        def __reduce__(self) -> object:  # while the file is written, as torch's handler of SIGCHLD does
+        def __reduce__(self) -> object:  # while the file is written, like torch's SIGCHLD handler
             raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
 
         def load_state_dict(self, state: dict[str, object]) -> None: ...

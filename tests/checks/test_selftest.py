@@ -1,4 +1,4 @@
-"""The self-test as its user types it: it catches planted bugs, and passes honest programs."""
+"""The self-test as the user types it: it finds planted bugs, and passes correct programs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ Tested = Callable[..., tuple[int, dict[str, str], str]]
 
 
 def _forked(words: Sequence[str], out: Path, timeout_s: float, env: Mapping[str, str]) -> bool:
-    """`rankwise run` without its start: the ranks are forked where torch is imported."""
+    """Replaces `rankwise run`, without its start: the ranks are forked from a process that has imported torch."""
     ranks, argv = int(words[words.index("--nproc") + 1]), words[words.index("-m") :]
     out.write_text("".join(done.stdout for done in scripts_on_ranks(ranks, *argv, timeout_s=timeout_s, launched=True)))
     return True
@@ -100,7 +100,7 @@ def _forked(words: Sequence[str], out: Path, timeout_s: float, env: Mapping[str,
 
 @pytest.fixture
 def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Tested:
-    """(exit status, the status of each check, all that was printed) of a script; nothing is left where it was typed."""
+    """(exit status, the status of each check, the output) of a script. No file is left in the current folder."""
 
     def test(source: str | Path, *words: str, ranks: str = "1,2", command: bool = False) -> tuple[int, dict[str, str], str]:
         script = source if isinstance(source, Path) else tmp_path / "train.py"
@@ -109,7 +109,7 @@ def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
         here = sorted(path.name for path in tmp_path.iterdir())
         typed = ["selftest", "--ranks", ranks, str(script), *words]
         if command:
-            monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))  # its ranks are forked, as a user's are
+            monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))  # its ranks are forked, like a user's
             status = subprocess.run([sys.executable, "-m", "rankwise", *typed], timeout=250).returncode
         else:
             before = signal.getsignal(signal.SIGTERM)
@@ -182,7 +182,7 @@ def test_an_optimizer_step_that_one_rank_leaves_out_is_caught(tested: Tested) ->
     assert "the optimizer steps only on some ranks" in told
 
 
-# --- honest programs
+# --- correct programs
 
 
 def test_an_mlp_with_a_ragged_last_batch_passes(tested: Tested) -> None:
@@ -243,7 +243,7 @@ def test_a_mean_with_the_count_1_is_caught_in_a_loop_of_ones_own(tested: Tested)
 
 
 class _Sleepy(torch.optim.SGD):
-    """It steps on rank 0 alone."""
+    """It steps only on rank 0."""
 
     def step(self, closure: Any = None) -> None:
         if rank() == 0:
@@ -251,7 +251,7 @@ class _Sleepy(torch.optim.SGD):
 
 
 class _Forgetful(nn.Module):
-    """How often it was called is in no state_dict."""
+    """No state_dict has the number of its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class _Forgetful(nn.Module):
 
 
 class _Running(nn.Module):
-    """Divides by a running scale of what this rank has seen."""
+    """Divides by a running scale of the samples of this rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class _Running(nn.Module):
 
 @contextlib.contextmanager
 def _equalised(sync: AllReduce, module: nn.Module | None = None) -> Iterator[None]:
-    """As it once was: rank 0's buffers everywhere, for good."""
+    """An earlier mistake: all ranks get rank 0's buffers, permanently."""
     comm.broadcast(list(sync._trained.model.buffers()))
     yield
 
@@ -301,13 +301,13 @@ def _all_in_training(model: nn.Module) -> Iterator[None]:
 
 
 def _of_the_model_alone(sync: AllReduce) -> Reduction:
-    """As it once was: what the optimizer trains beside the model is no rank's business."""
+    """An earlier mistake: what the optimizer trains outside the model is ignored."""
     sync._overlaps = False
     return FlatReduction(list(sync._trained.model.parameters()), sync._together)
 
 
 def _asked_on_a_rank(bug: str, strategy: str = "all-reduce") -> tuple[list[str], bool]:
-    """(the checks that failed, whether the Trainer is as it was and says the same)."""
+    """(the checks that failed, whether the Trainer has not changed and prints the same)."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
     if bug == "forgets":
@@ -337,7 +337,7 @@ def _asked_on_a_rank(bug: str, strategy: str = "all-reduce") -> tuple[list[str],
         empty: dict[str, Any] = {} if part == "outside" else []  # type: ignore[assignment]
         trained.Trained.state_dict = lambda self: {**whole(self), part: empty}  # type: ignore[method-assign]
     data = TensorDataset(torch.randn(45, 6), torch.randint(3, (45,)))
-    scale = nn.Parameter(torch.tensor(1.5))  # no part of the model, as the weights of a loss
+    scale = nn.Parameter(torch.tensor(1.5))  # outside the model, like the weights of a loss
     outside = [scale] if "outside" in bug else []
 
     def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
@@ -412,7 +412,7 @@ def test_a_trainer_that_is_asked_names_the_mistake(bug: str, check: str) -> None
     assert all(check in failed and same for failed, same in told), told
 
 
-# --- what cannot be tested
+# --- what is refused
 
 
 def test_a_script_that_fails_is_told_with_its_traceback(rankwise: Callable[..., Any], tmp_path: Path) -> None:

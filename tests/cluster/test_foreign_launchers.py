@@ -1,6 +1,6 @@
-"""What other launchers do with a signal: each row of the table in docs/stopping.md is tried here, without a line of ours.
+"""What other launchers do with a signal. Each row of the table in docs/stopping.md is tried here, without our code.
 
-A small dose tries one signal of each launcher.
+A small dose tries one signal per launcher.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["hosts", "mpich", "openmpi", "sge", "slurm"]  # fixtures
 pytestmark = [pytest.mark.cluster, pytest.mark.stress]
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "stopping.md"
-SAVE_S = 4.0  # longer than Open MPI waits, and shorter than anybody else
+SAVE_S = 4.0  # longer than Open MPI waits, and shorter than all others
 
 RANK = f"""
 import os, signal, sys, time
@@ -51,12 +51,12 @@ sys.exit(75)
 
 @dataclass(frozen=True)
 class Row:
-    """One of the document's table, for one signal."""
+    """A row of the page's table, for one signal."""
 
     launcher: str
     asked_by: str
     got: str
-    """A signal, or nothing."""
+    """A signal, or empty."""
 
     saves: bool
     lives_on: bool
@@ -67,7 +67,7 @@ class Row:
 
     @property
     def up(self) -> str | None:
-        """What must be up for it."""
+        """What must be running for it."""
         return COMMANDS[self.launcher][0]
 
 
@@ -99,7 +99,7 @@ COMMANDS: dict[str, tuple[str | None, Sequence[str]]] = {
     "qsub -sync y -l s_rt=5": ("sge", ["qsub", "-sync", "y", "-l", "s_rt=5", "job.sh"]),
     "ssh without a terminal": ("hosts", SSH),
 }
-"""By the document's name of it: the fixture that brings it up, and a command for rank.py."""
+"""By its name on the page: the fixture that starts it, and a command for rank.py."""
 
 JOBS = {
     "slurm": "#!/bin/bash\n#SBATCH -N2 -n2 -o job.log\nexec srun {python} rank.py\n",
@@ -144,7 +144,7 @@ def test_a_signal_to_another_launcher_does_what_the_table_says(row: Row, request
 
 @contextlib.contextmanager
 def running(words: Sequence[str], out: object) -> Iterator[subprocess.Popen[bytes]]:
-    """Nothing is left of it in the end."""
+    """Nothing of it is left at the end."""
     process = subprocess.Popen(
         words, env={**os.environ, **AS_ROOT}, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
     )  # type: ignore[call-overload]
@@ -167,7 +167,7 @@ def ask(way: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def ranks_here() -> list[psutil.Process]:
-    """Those of this test, on whatever host."""
+    """The ranks of this test, on any host."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Functions on two hosts by our own launcher, whatever starts its agents; and as tasks of Submitit's executor on Slurm."""
+"""Functions on two hosts with our launcher, with each way to start its agents; and as tasks of Submitit's executor on Slurm."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_function_answers_from_each_host_or_raises_what_was_raised_there(on: s
     environ = {name: value for name, value in os.environ.items() if name.startswith("SGE_")}
     if on == "openmpi":
         request.getfixturevalue("openmpi")
-        own = Path("bin/mpirun").absolute()  # Debian lets mpirun be another one
+        own = Path("bin/mpirun").absolute()  # Debian may have another one as mpirun
         own.parent.mkdir()
         own.write_text('#!/bin/sh\nexec mpirun.openmpi "$@"\n')
         own.chmod(0o755)
@@ -110,7 +110,7 @@ def test_a_function_answers_from_each_host_or_raises_what_was_raised_there(on: s
     assert sorted(hosts) == ["node1", "node2"]
     assert answers == [f"[(0, 0, 1, '{hosts[0]}'), (1, 1, 1, '{hosts[1]}')]"]
     assert "rank 0" in printed
-    assert re.fullmatch("'no data' raised on rank 1, on node[12]:", printed[-1])  # in an order of its own
+    assert re.fullmatch("'no data' raised on rank 1, on node[12]:", printed[-1])  # the order may vary
 
 
 def test_a_preempted_job_of_submitit_saves_after_one_step_and_goes_on_when_it_is_requeued(slurm: Start) -> None:

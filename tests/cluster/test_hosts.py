@@ -1,4 +1,4 @@
-"""Hosts in network namespaces, reached by the real ssh: what arrives there, and what it says where it does not get there."""
+"""Hosts in network namespaces, reached by the real ssh: what arrives there, and what ssh reports if it cannot connect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOSTILE = ["a  b", "$HOME", "`touch y`", ";touch y", "it's", 'a "b"', "*", "\\",
 
 
 def refused(host: str, done: Ended) -> str:
-    """The one line that is made of what ssh said."""
+    """The line that we print about ssh's error."""
     line = ssh.refusal(host, done.stderr)
     assert done.returncode == 255
     assert line is not None, done.stderr

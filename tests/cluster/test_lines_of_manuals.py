@@ -1,4 +1,4 @@
-"""The manuals' lines that need several machines or a scheduler, as they stand, with an example of ours for their script."""
+"""The lines of manuals that need several machines or a scheduler, unchanged, with one of our examples as their script."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.cluster
 
 DEADLINE_S = 100.0
 FOUR = [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
-"""(rank, local rank), as SpeechBrain's manual has them."""
+"""(rank, local rank), as in SpeechBrain's manual."""
 
-# SpeechBrain's two scripts, without the GPUs and conda's environment, which are not here, and 2 ranks a node.
+# SpeechBrain's two scripts, without the GPUs and conda's environment, which do not exist here, and with 2 ranks per node.
 SBATCH = """
 #SBATCH --nodes=2 # We want two nodes (servers)
 #SBATCH --ntasks-per-node=1 # we will run once the next srun per node
@@ -60,7 +60,7 @@ def typed(start: Start, line: str) -> Ended:
 
 
 def run_by_sbatch(slurm: Start, script: str) -> str:
-    """What the job printed. `sbatch --wait` looks for its end ever more seldom."""
+    """What the job printed. `sbatch --wait` checks for its end at growing intervals."""
     job = typed(slurm, f"sbatch --parsable --output=job.txt {script}").stdout.strip()
     deadline = time.monotonic() + DEADLINE_S
     while slurm("squeue", "-h", "-j", job, "-o", "%T").stdout.strip() not in ("", "COMPLETED", "FAILED"):
@@ -102,7 +102,7 @@ def test_the_two_scripts_of_the_manual_and_the_one_line_in_their_place_are_one_w
 
 
 def test_a_task_a_device_gets_its_own_numbers_whatever_the_script_is_told(slurm: Start) -> None:
-    """SLURM_GPUS_ON_NODE is not there without GPUs: the option then has no value."""
+    """Without GPUs, SLURM_GPUS_ON_NODE does not exist: then the option has no value."""
     done = slurm(
         "salloc", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2", "--time=01:00:00", "sh", "-c",
         "srun python main.py --num_gpus $SLURM_GPUS_ON_NODE --num_nodes $SLURM_NNODES", **OURS,
@@ -137,7 +137,7 @@ def test_the_articles_options_for_slurm_are_answered_with_a_line_that_slurm_take
     assert line == "rankwise run --on slurm --nodes 2 --gpus-per-node 8 --partition general train.py"
     refused = typed(slurm, line)
     assert refused.returncode == 2
-    assert "partition" in refused.stderr  # there is none of that name
+    assert "partition" in refused.stderr  # there is no partition with this name
 
 
 # --- Grid Engine

@@ -1,4 +1,4 @@
-"""What starts the agents under the real mpirun, Open MPI's and MPICH's: here, and over two hosts."""
+"""Starting the agents with the real mpirun of Open MPI and of MPICH: on this host, and over two hosts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOSTILE = 'a b$(touch x);it\'s "here" `touch y` & *'
 
 @pytest.fixture(params=["openmpi", "mpich"])
 def mpirun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Its name; `mpirun` is this one. Debian lets it be one of the two."""
+    """The name of the MPI that `mpirun` belongs to. Debian may have either one."""
     name = str(request.param)
     request.getfixturevalue(name)
     commands = tmp_path_factory.mktemp("bin")
@@ -41,7 +41,7 @@ def mpirun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def job(on: str, *argv: str, folder: str = "run", **changes: Any) -> RunDir:
-    """The run directory of a run of agents that mpirun starts, as the launcher leaves it."""
+    """The run directory of a run whose agents mpirun starts, as the launcher leaves it."""
     run = RunDir(Path(folder).absolute())
     run.prepare(fresh=False)
     values = {"nodes": 1, "min_nodes": 1, "grace_s": 5.0, "stall_warn_s": 0.0, "fork": False, **changes}
@@ -82,7 +82,7 @@ def test_to_cancel_is_to_ask_the_agent_which_ends_its_ranks_and_says_so(mpirun: 
         status = os.waitstatus_to_exitcode(os.waitpid(int(pid), 0)[1])
     asked = queues()[mpirun].stop_signals.get(signal.SIGTERM, signal.SIGTERM)
     assert (run.attempts()[-1].outcome, run.attempts()[-1].status) == (f"ended by {asked.name}", 128 + asked)
-    # Once it has passed on a signal, MPICH's says nothing: 0, or, one time in six, what its agents have left with.
+    # After MPICH's mpirun has forwarded a signal, its status says little: 0, or, one time in six, that of its agents.
     assert status in ((128 + asked,) if mpirun == "openmpi" else (0, 128 + asked))
 
 

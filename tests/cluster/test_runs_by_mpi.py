@@ -1,4 +1,4 @@
-"""`rankwise run --on mpi`, and launchers that mpirun has started beside each other, over two hosts: Open MPI's and MPICH's."""
+"""`rankwise run --on mpi`, and several launchers that mpirun has started, over two hosts, with Open MPI and MPICH."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 @pytest.fixture(params=["openmpi", "mpich"])
 def mpirun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Its name; `mpirun` is this one. Debian lets it be one of the two."""
+    """The name of the MPI that `mpirun` belongs to. Debian may have either one."""
     name = str(request.param)
     request.getfixturevalue(name)
     Path("bin").mkdir()
@@ -75,7 +75,7 @@ def launchers(mpirun: str) -> list[str]:
 def test_a_signal_to_an_mpirun_of_launchers_stops_all_ranks_after_one_step(
     hosts: Start, launch: New, mpirun: str, signum: int
 ) -> None:
-    """Open MPI's makes a SIGTERM of a Ctrl-C, and kills all within two seconds: to save takes a SIGUSR1."""
+    """Open MPI's mpirun turns Ctrl-C into SIGTERM, and kills all within two seconds: to save, send SIGUSR1."""
     run = launch(*launchers(mpirun), write(GATE), **AS_ROOT)
     run.at_the_gate()
     run.signal(signum)
@@ -84,7 +84,7 @@ def test_a_signal_to_an_mpirun_of_launchers_stops_all_ranks_after_one_step(
         assert status == 1, out
         assert "rankwise: SIGTERM: all ranks stop after the current step" in out
         return
-    assert mpirun == "mpich" or status == 75, out  # once it has passed on a signal, MPICH's status over hosts says nothing
+    assert mpirun == "mpich" or status == 75, out  # after it has forwarded a signal, MPICH's status over hosts says nothing
     assert run.attempt().status == (130 if signum == signal.SIGINT else 75), out
     assert run.attempt().outcome == f"stopped by {signal.Signals(signum).name} after step {Path('stopped-0').read_text()}"
     assert len({path.read_text() for path in Path.cwd().glob("stopped-*")}) == 1, out
@@ -93,7 +93,7 @@ def test_a_signal_to_an_mpirun_of_launchers_stops_all_ranks_after_one_step(
 def test_uneven_launchers_of_which_mpich_does_not_tell_are_one_error_or_told_to_be_one_rank_each(
     hosts: Start, launch: New, mpich: Start
 ) -> None:
-    """On node1 it looks as if there were one a node; Open MPI says how many nodes there are."""
+    """On node1 it looks like one rank per node; Open MPI says how many nodes there are."""
     started = ["mpirun.mpich", "-np", "3", "-hosts", "node1:1,node2:2"]
     status, out = launch(*started, *RUN, write(TELL)).wait()
     assert status == 1, out

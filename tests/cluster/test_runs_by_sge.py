@@ -1,4 +1,4 @@
-"""`rankwise run --on sge` over the two hosts of a real Grid Engine: numbers, ends, once more, deleted."""
+"""`rankwise run --on sge` over the two hosts of a real Grid Engine: numbers, ends, restarts, deleted jobs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_queued_run_over_two_hosts_has_a_rank_a_slot(sge: Start, launch: New) 
     found = list(told().values())
     first, second = found[0][0], found[-1][0]
     assert {first, second} == {"node1", "node2"}
-    split = [numbers[0] for numbers in found].count(first)  # which host has two slots is Grid Engine's choice
+    split = [numbers[0] for numbers in found].count(first)  # Grid Engine chooses which host has two slots
     assert [numbers[1:] for numbers in found] == [
         [str(rank), "3", str(local), str(size), str(node), "2"]
         for rank, (local, size, node) in enumerate(
@@ -91,15 +91,16 @@ def test_a_run_that_is_deleted_stops_all_ranks_after_one_step(sge: Start, launch
     subprocess.run(["qdel", job.id], check=True, capture_output=True)
     _, out = run.wait()
     assert len({path.read_text() for path in run.run.path.parents[1].glob("stopped-*")}) == 1
-    assert len(run.run.attempts()) == 1, out  # a job that is deleted is not queued again
+    assert len(run.run.attempts()) == 1, out  # a deleted job is not queued again
     assert run.attempt().outcome.startswith("stopped by SIGUSR2 after step ")
 
 
-ALIKE = GATE.replace("0.01 * (1 + world.rank)", "0.02")  # a rank that is ahead is not waited for
+ALIKE = GATE.replace("0.01 * (1 + world.rank)", "0.02")  # no rank waits for another one
 
 
 def test_what_grid_engine_sends_to_all_of_a_job_reaches_the_ranks_and_ends_no_agent(sge: Start, launch: New) -> None:
-    """In a job of two hosts it makes a SIGUSR2 of a user's own s_rt, and kills some seconds later: the head is ahead of it."""
+    """In a job of two hosts, a user's own s_rt makes Grid Engine send SIGUSR2, and kill some seconds later: the head acts
+    earlier."""
     run = launch(*QUEUED, "-l", "h_rt=60,s_rt=5", write(ALIKE))
     status, out = run.wait()
     assert status == 75, out
@@ -110,7 +111,7 @@ def test_what_grid_engine_sends_to_all_of_a_job_reaches_the_ranks_and_ends_no_ag
 def test_a_run_that_must_go_before_its_end_goes_on_in_its_second_attempt(sge: Start, launch: New) -> None:
     run = launch(*WITH_TORCH, "--requeue", write(TRAIN), "200")
     run.until(lambda: len(steps()) > 20, "steps")
-    for process in psutil.process_iter():  # as Grid Engine does at s_rt
+    for process in psutil.process_iter():  # Grid Engine does this at s_rt
         try:
             words = process.cmdline()
         except psutil.Error:
@@ -129,7 +130,8 @@ def test_a_run_that_must_go_before_its_end_goes_on_in_its_second_attempt(sge: St
 def test_a_training_over_two_hosts_that_comes_to_its_limit_saves_before_and_goes_on_in_its_next_attempt(
     sge: Start, launch: New
 ) -> None:
-    """At s_rt Grid Engine would kill the task on the other host. Each attempt has as long as the first, half of it to train."""
+    """At s_rt Grid Engine would kill the task on the other host. Each attempt has as much time as the first, half of it for
+    training."""
     run = launch(*WITH_TORCH, "-l", "h_rt=40", "--requeue", write(TRAIN), "900")
     run.until(lambda: run.run.world.exists() and len(run.run.attempts()) > 1, "a second life")
     first = run.run.attempts()[0]
@@ -141,11 +143,11 @@ def test_a_training_over_two_hosts_that_comes_to_its_limit_saves_before_and_goes
     assert samples() == list(range(3600))
 
 
-@pytest.mark.stress(dose="whole")  # as by Slurm, and a deleted run is above
+@pytest.mark.stress(dose="whole")  # as with Slurm, and a deleted run is above
 def test_a_training_that_is_deleted_is_saved_after_its_last_step_and_goes_on_when_it_is_typed_again(
     sge: Start, launch: New
 ) -> None:
-    """Every job of ours has -notify: SIGUSR2 comes before the end."""
+    """Every job of ours has -notify: SIGUSR2 arrives before the end."""
     words = [*WITH_TORCH, write(TRAIN), "200"]
     run = launch(*words)
     run.until(lambda: len(steps()) > 20, "steps")

@@ -1,4 +1,4 @@
-"""`rankwise run` under a real Slurm: queued, within an allocation, joined by srun; cancelled, requeued, a node lost."""
+"""`rankwise run` with a real Slurm: queued, inside an allocation, started by srun; cancelled, requeued, a lost node."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def state(job_id: str) -> str:
 
 
 def idle() -> bool:
-    """Whether no job is on any node: of a range of nodes only those that are free are given."""
+    """Whether no node has a job: of a range of nodes, a job gets only those that are free."""
     done = subprocess.run(["sinfo", "-h", "-t", "idle", "-p", "main", "-o", "%D"], capture_output=True, text=True)
     return done.stdout.strip() == "2"
 
@@ -94,7 +94,7 @@ time.sleep(600)
 
 @pytest.mark.stress(dose="whole")  # tests/test_run.py has it without a queue
 def test_a_grace_that_ends_while_the_script_loads_puts_the_job_back_into_the_queue(slurm: Start, launch: New) -> None:
-    """Slurm's USR1 comes before the limit; in its second attempt the job is cancelled."""
+    """Slurm's USR1 comes before the time limit. In its second attempt the job is cancelled."""
     run = launch(*QUEUED, "--nodes", "2", "--nproc", "1", "--requeue", "--grace", "1", "--time", "10", "--wait", write(LOADS))
     run.at_the_gate()
     job = run.run.read_job()
@@ -159,7 +159,7 @@ def sees() -> list[str]:
 
 
 def test_a_task_of_one_gpu_is_a_rank_that_sees_that_one(slurm: Start, launch: New) -> None:
-    """The GPUs are Slurm's own belief: nothing here looks for one."""
+    """The GPUs exist only for Slurm: nothing here looks for one."""
     status, out = launch("srun", "-N2", "--ntasks-per-node=2", "--gpus-per-task=1", *RUN, write(SEES)).wait()
     assert status == 0, out
     assert told() == TWO_BY_TWO
@@ -174,7 +174,7 @@ def test_a_queued_run_has_a_rank_for_each_gpu_that_it_asked_for(slurm: Start, la
 
 
 def test_a_step_that_ends_before_all_its_agents_have_come_is_said_at_once(slurm: Start, launch: New) -> None:
-    """Where Python is missing on the second node, and where srun itself is killed."""
+    """If Python is missing on the second node, and if srun itself is killed."""
     write(FOR_EVER)
     subprocess.run(on("node1", PYTHON, "-m", "venv", "--without-pip", "--clear", "/scratch/venv"), check=True)
     there = on(
@@ -182,11 +182,11 @@ def test_a_step_that_ends_before_all_its_agents_have_come_is_said_at_once(slurm:
     )
     cut = launch(*there, "--nproc", "1", "train.py")
     status, out = cut.wait()
-    assert status in (143, 137), out  # what srun ends its other tasks by: SIGTERM, and SIGKILL where that takes long
-    assert "srun: error: node2: task 1: Exited with exit code 2" in out  # what could not be started, 3 of 60 plain sruns lose
+    assert status in (143, 137), out  # srun ends its other tasks by SIGTERM, and by SIGKILL if this takes long
+    assert "srun: error: node2: task 1: Exited with exit code 2" in out  # srun loses this line in 3 of 60 runs
     line = "before any rank started; the reason is in the lines above"
     assert f"rankwise: the launcher of the agents (slurm) exited with status {status} {line}" in out.splitlines()
-    assert time.monotonic() < cut.began + 5 + 5  # salloc's own way in and out
+    assert time.monotonic() < cut.began + 5 + 5  # salloc's own start and end
     killing = "for i in $(seq 999); do p=$(pgrep -P $$ -x srun) && break; sleep 0.01; done; kill -KILL $p"
     killed = launch(
         "salloc", "-N2", "sh", "-c", f'({killing}) & exec "$@"', "sh", *RUN, "--nproc", "1", "--name", "cut", "train.py"
@@ -244,7 +244,7 @@ def test_a_job_that_must_go_before_its_end_saves_and_goes_on_in_its_second_attem
     run.until(lambda: len(steps()) > 20, "steps")
     job = run.run.read_job()
     assert job is not None
-    subprocess.run(["scancel", "-s", "USR1", job.id], check=True)  # as Slurm does before the limit
+    subprocess.run(["scancel", "-s", "USR1", job.id], check=True)  # Slurm does this before the limit
     status, out = run.wait()
     assert status == 0, out
     assert steps() == list(range(1, 151))

@@ -55,7 +55,7 @@ def test_the_store_of_a_run_listens_at_the_one_address_by_which_the_other_hosts_
 
 @pytest.mark.parametrize("at", ["head", "node1"])
 def test_ranks_know_their_numbers_and_reduce_over_the_hosts(hosts: Start, launch: New, at: str) -> None:
-    """From a machine that has no rank, and from one of the hosts itself."""
+    """From a machine that has no rank, and from one of the hosts."""
     words = [*TORCH, *TWO, "--tee", "all", write(TELL + SUM)]
     if at != "head":
         Path("hosts.txt").write_text("node1 slots=2  # this one\nnode2:1\n")
@@ -120,9 +120,8 @@ def power_back() -> None:
 
 
 def test_a_host_that_loses_its_power_is_named_and_a_run_ends_or_goes_on_without_it(hosts: Start, launch: New) -> None:
-    """Two runs at once: one needs both hosts; the other has this machine too, and goes on from its checkpoint without the host
-    that had rank 0.
-    """
+    """Two runs at once. One needs both hosts. The other also has this machine, and resumes from its checkpoint without the host
+    that had rank 0."""
     needs_both = launch(*RUN, *TWO, "--name", "both", write(TELL + FOR_EVER), name="both")
     options = ["--nproc", "1", "--nodes", "2:3", "--max-restarts", "1", "--node-wait", "8", "--name", "rest"]
     goes_on = launch(*TORCH, "-H", "node1,node2,head", *options, write(TRAIN, "goes_on.py"), "3000", name="rest")
@@ -166,7 +165,7 @@ def test_what_a_host_lacks_is_one_line_and_nothing_runs(hosts: Start, launch: Ne
         status, out = launch(*words, "train.py").wait()
         assert status == 1
         assert line in out.splitlines()[-1]
-        assert out.count("\n") == 2  # what is started, and this
+        assert out.count("\n") == 2  # what was started, and this process
     known = f"  UserKnownHostsFile {STATE}/ssh/known_hosts\n"
     with_configuration(monkeypatch, f"Host node2\n{known}  PubkeyAuthentication no\nHost node1\n{known}")
     status, out = launch(*RUN, "-H", "node1,node2", "train.py").wait()
@@ -205,11 +204,11 @@ def test_each_host_may_have_a_folder_of_its_own_if_the_script_is_in_it(hosts: St
 def test_hosts_with_disks_of_their_own_keep_checkpoints_each_and_give_one_that_lost_its_disk_what_it_lacks(
     hosts: Start, launch: New
 ) -> None:
-    """The first host is set up anew: its part of the run is gone, its world.json and its checkpoints."""
+    """The first host is reinstalled: its part of the run is lost, its world.json and its checkpoints."""
     words = [*TORCH, "-H", "node1:1,node2:1", "--run-dir", "/scratch/run", "--checkpoint-scope", "node", write(TRAIN)]
     run = launch(*on("node1", *words, "150"))
     wait_for(lambda: len(steps()) > 30, "some steps")
-    below = psutil.Process(run.process.pid).children(recursive=True)  # the host's own sight of them is another
+    below = psutil.Process(run.process.pid).children(recursive=True)  # the host itself sees other processes
     next(process for process in below if process.cmdline()[1:4] == ["-m", "rankwise", "run"]).send_signal(signal.SIGINT)
     status, out = run.wait()
     assert status == 130, out
@@ -222,7 +221,7 @@ def test_hosts_with_disks_of_their_own_keep_checkpoints_each_and_give_one_that_l
     assert f"copying step-{stopped:08d} (" in out
     assert "from node2 to 1 node without it" in out
     assert steps() == list(range(1, 151))
-    # Anew is anew on every host.
+    # --fresh applies on every host.
     Path("steps").unlink()
     status, out = launch(*on("node1", *words[:-1], "--fresh", words[-1], "20")).wait()
     assert status == 0, out
@@ -231,7 +230,7 @@ def test_hosts_with_disks_of_their_own_keep_checkpoints_each_and_give_one_that_l
 
 
 def test_hosts_whose_own_name_is_a_loopback_address_meet_by_another(debian_hosts: Start, launch: New) -> None:
-    """Typed on the second, which has no rank 0."""
+    """Typed on the second host, which does not have rank 0."""
     status, out = launch(*on("node2", *TORCH, "-H", "node1:1,node2:2", write(TELL + SUM))).wait()
     assert status == 0, out
     assert [Path(f"sum-{rank}").read_text() for rank in range(3)] == ["6", "6", "6"]
@@ -241,7 +240,8 @@ def test_hosts_whose_own_name_is_a_loopback_address_meet_by_another(debian_hosts
 def test_a_first_host_whose_name_is_the_address_of_a_network_of_its_own_is_met_by_the_one_that_all_reach(
     hosts: Start, launch: New
 ) -> None:
-    """Two interfaces; the one that its own name leads to (a management network, a bridge for containers) ends at that host."""
+    """Two interfaces. The one that the host's own name leads to (a management network, a bridge for containers) reaches only
+    the host itself."""
     names = Path(STATE, "node1", "hosts")
     before = names.read_text()
     network = "ip link add own0 type bridge && ip addr add 10.99.0.1/24 dev own0 && ip link set own0 up"

@@ -1,4 +1,4 @@
-"""`rankwise status`, `logs` and `cancel` of runs over two hosts, whatever has started their agents."""
+"""`rankwise status`, `logs` and `cancel` of runs over two hosts, with each way to start their agents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_run_is_told_shown_and_ended_by_its_name(
     request.getfixturevalue("hosts" if on in ("ssh", "openmpi", "mpich") else on)
     if on in ("openmpi", "mpich"):
         request.getfixturevalue(on)
-        own = Path("bin/mpirun").absolute()  # Debian lets mpirun be either
+        own = Path("bin/mpirun").absolute()  # Debian may have either one
         own.parent.mkdir()
         own.write_text(f'#!/bin/sh\nexec mpirun.{on} "$@"\n')
         own.chmod(0o755)

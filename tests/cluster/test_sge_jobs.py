@@ -1,4 +1,4 @@
-"""Jobs for a real Grid Engine of two hosts: what it takes, what it refuses, and what it says of each."""
+"""Jobs for a real Grid Engine with two hosts: what it accepts, what it refuses, and what it reports about each."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ HOSTILE = 'a b$(touch x);it\'s "here", at: `touch y` & *'
 
 
 def job(*argv: str, name: str = "train", folder: str = "run", **asked: Any) -> RunDir:
-    """The run directory of a job of one host, as the launcher leaves it."""
+    """The run directory of a job on one host, as the launcher leaves it."""
     run = RunDir(Path(folder).absolute())
     run.prepare(fresh=False)
     planned = plan(
         str(Path.cwd()), folder, on="sge", name=name, argv=argv, interpreter=(PYTHON,), nodes=1, min_nodes=1, job=asked,
-        grace_s=5.0, stall_warn_s=0.0, fork=False,  # nothing here needs torch: a rank is there in a blink
+        grace_s=5.0, stall_warn_s=0.0, fork=False,  # nothing here needs torch: a rank starts at once
     )  # fmt: skip
     write_json(run.plan, planned.record())
     write_text(run.job, scheduler.render(planned), mode=0o755)
@@ -41,7 +41,7 @@ def job(*argv: str, name: str = "train", folder: str = "run", **asked: Any) -> R
 
 
 def until(phase: str, job_id: str) -> State:
-    """What the job is once it is in that phase. What qacct reads is written a moment after the end."""
+    """The job's state when it has reached this phase. qacct's data is written a moment after the end."""
     deadline = time.monotonic() + DEADLINE_S
     while (state := scheduler.state({"id": job_id})).phase != phase:
         assert time.monotonic() < deadline, state
@@ -134,7 +134,7 @@ def test_a_job_that_waits_can_be_cancelled_and_is_then_forgotten(sge: Start) -> 
         assert scheduler.state({"id": job_id}) == State("waiting", "waiting (qw)")
         scheduler.cancel({"id": job_id})
         assert until("unknown", job_id).reason == "it is in no queue, and qacct has no record of it"
-        scheduler.cancel({"id": job_id})  # it is over: nothing happens
+        scheduler.cancel({"id": job_id})  # it has ended: nothing happens
     finally:
         sge("qmod", "-e", "main.q")
 
@@ -157,7 +157,7 @@ def test_a_job_whose_output_has_no_folder_says_that_it_will_never_start_and_why(
 
 
 def started(run: RunDir) -> None:
-    """Returns once rank 0 has said a word."""
+    """Returns when rank 0 has printed something."""
     deadline = time.monotonic() + DEADLINE_S
     while not (run.log(0).exists() and run.log(0).read_text()):
         assert time.monotonic() < deadline
@@ -175,7 +175,7 @@ def test_to_cancel_a_running_job_is_to_ask_its_ranks_first(sge: Start) -> None:
     scheduler.cancel({"id": job_id})
     status = until("ended", job_id).status
     last = run.attempts()[-1]
-    assert (last.outcome, last.status) == ("ended by SIGUSR2", status)  # not killed: it could say so
+    assert (last.outcome, last.status) == ("ended by SIGUSR2", status)  # not killed: it could report this
 
 
 def test_ranks_are_asked_to_stop_before_the_limit(sge: Start) -> None:
@@ -198,7 +198,7 @@ def test_exit_99_starts_the_job_once_more_under_its_number_and_its_output_goes_o
 
 
 def in_a_job_of_two_hosts(sge: Start, source: str) -> tuple[Any, str]:
-    """What `source` in the script of a job of three slots has written to `found`, and what became of the job."""
+    """What `source`, in the script of a job with three slots, has written to `found`, and how the job ended."""
     Path("head.py").write_text(
         "import json, os, subprocess, sys\nfrom rankwise.schedulers import queue\n"
         "sge = queue('sge')\n"
@@ -236,7 +236,7 @@ def test_the_first_host_of_a_job_reaches_the_others_word_by_word_with_stdin_and_
 
 
 def test_a_command_that_dies_by_a_signal_on_another_host_does_not_take_the_job_with_it(sge: Start) -> None:
-    """Grid Engine ends such a job some seconds later: another task that goes on for longer shows that it did not."""
+    """Grid Engine ends such a job some seconds later: a task that runs for longer shows that it did not."""
     found, _ = in_a_job_of_two_hosts(
         sge,
         f"{REACH}\n"

@@ -1,4 +1,4 @@
-"""Runs handed to a real Slurm over two virtual hosts: queued, followed, told, ended, and refused."""
+"""Runs submitted to a real Slurm over two virtual hosts: queued, followed, reported, ended, and refused."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["slurm"]  # a fixture
 
 pytestmark = pytest.mark.cluster
 
-# It sets a variable before it would import torch: its ranks start without waiting for that import.
+# It sets a variable before it would import torch, so its ranks start without waiting for this import.
 SAYS = "import os\nos.environ['X'] = '1'\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
-# What our StopSignal does, and waits for no step.
+# What our StopSignal does, but without waiting for a step.
 STOPS = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
 WAITS = SAYS + "import time\nwhile True:\n    time.sleep(0.1)\n"
 DEADLINE_S = 60.0
@@ -63,14 +63,14 @@ def cluster(slurm: Start) -> Cluster:
 
 
 def jobs() -> list[str]:
-    """Those that wait or run."""
+    """The jobs that wait or run."""
     command = ["squeue", "-h", "-t", "PENDING,RUNNING,SUSPENDED", "-o", "%i %j %T"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 @contextmanager
 def in_background(source: str, *words: str, within: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
-    """`rankwise run` of one rank; what it prints is in the file `out`."""
+    """`rankwise run` with one rank. Its output is in the file `out`."""
     Path("train.py").write_text(source)
     command = [*within, PYTHON, "-m", "rankwise", "run", "--nproc", "1", *words, "train.py"]
     with open("out", "w") as out:

@@ -1,4 +1,4 @@
-"""One script, no flag, in every place: each rank knows which it is and meets the others, or an error says what to type."""
+"""One script, without a flag, in every place: each rank knows its number and connects, or an error says what to type."""
 
 from __future__ import annotations
 

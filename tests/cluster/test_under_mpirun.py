@@ -1,4 +1,4 @@
-"""The same script under a bare mpirun, of Open MPI and of MPICH, without mpi4py."""
+"""The same script started by mpirun alone, of Open MPI and of MPICH, without mpi4py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_jobs_at_once_in_one_folder_do_not_meet_each_other(mpirun: Start, script
     assert nothing_is_left()
 
 
-@pytest.mark.stress(dose="whole")  # under srun it is in the small dose
+@pytest.mark.stress(dose="whole")  # the small dose has it with srun
 def test_the_trainer_example_trains_on_four_ranks(openmpi: Start) -> None:
     done = openmpi("-np", "4", PYTHON, str(ROOT / "examples" / "03_trainer_digits.py"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The same script under a bare srun over two hosts, and mpirun within a Slurm job."""
+"""The same script started by srun alone over two hosts, and by mpirun inside a Slurm job."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_mpirun_in_a_slurm_job_starts_one_world_over_its_hosts(
 def test_a_folder_that_the_hosts_do_not_share_is_an_error_that_says_so_and_what_to_type(slurm: Start) -> None:
     Path("here.py").write_text(
         "import os, sys, rankwise\n"
-        "os.makedirs('/scratch/here', exist_ok=True)\n"  # each host's own
+        "os.makedirs('/scratch/here', exist_ok=True)\n"  # each host has its own
         "os.chdir('/scratch/here'); os.environ['HOME'] = '/scratch'\n"
         "try: rankwise.init(join_timeout_s=7)\n"
         "except rankwise.RankwiseError as error: sys.exit(str(error))\n"

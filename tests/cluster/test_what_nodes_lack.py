@@ -1,4 +1,4 @@
-"""What the nodes of a real cluster do not see of a run: each is named, with the node and what to type."""
+"""What the nodes of a real cluster do not see of a run: each is reported, with the node and what to type."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ SHARE = "use --run-dir PATH with a folder that"
 
 @pytest.fixture
 def own() -> Iterator[Path]:
-    """A folder that this host alone sees."""
+    """A folder that only this host sees."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rankwise-test-") as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def own_python(own: Path) -> str:
-    """This Python with its packages, where no other host sees it."""
+    """This Python with its packages, in a folder that no other host sees."""
     (own / "bin").mkdir()
     python = own / "bin" / "python"
     python.symlink_to(os.path.realpath(sys.executable))
@@ -116,7 +116,7 @@ def test_a_python_that_the_hosts_of_grid_engine_do_not_have_is_named(sge: Start,
     assert f" has no Python {own_python}; install rankwise where all nodes see it" in said
 
 
-# --- job arrays of the user's own
+# --- job arrays of the user
 
 
 OWN = f"{' '.join(RUN)} --nproc 1 train.py $TASK\n"

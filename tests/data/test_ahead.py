@@ -1,4 +1,4 @@
-"""A dataset is told of samples before they are taken, of no more than is stated, and what is taken does not depend on it."""
+"""A dataset learns of samples before they are read, of no more than documented, and the batches do not depend on it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_how_far_ahead_it_is_told(shuffle: Any, ranks: int, expected: Ahead) -> 
 
 
 class Told:
-    """Notes what it is told, and what is read."""
+    """Records what it is told, and what is read."""
 
     draws_nothing = True
 

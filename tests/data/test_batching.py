@@ -1,4 +1,4 @@
-"""Global batches by length, or by a batch sampler: the same on any number of ranks, of like cost, none lost."""
+"""Global batches by length, or by a batch sampler: the same on any number of ranks, of similar cost, no sample lost."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def test_each_sample_of_an_epoch_once_within_the_tokens_and_alike_on_every_numbe
         got = all_of(Items(), world_size, accumulate=accumulate, max_epochs=2, seed=7, **BY_TOKENS)
         assert got == expected, (world_size, accumulate)
     first, second = expected[: len(expected) // 2], expected[len(expected) // 2 :]
-    assert {tuple(sorted(b)) for b in first} != {tuple(sorted(b)) for b in second}  # another order each epoch
+    assert {tuple(sorted(b)) for b in first} != {tuple(sorted(b)) for b in second}  # another order in each epoch
 
 
 def test_global_batches_are_as_full_as_sorted_pools_make_them_and_come_in_no_order_of_length() -> None:
     batches = all_of(Items(), 1, seed=7, **by_tokens(pool=None))
     assert sum(LENGTHS) / sum(map(padded, batches)) > 0.93  # the rest is padding
-    assert sum(map(padded, batches)) / (TOKENS * len(batches)) > 0.85  # the rest is room left
+    assert sum(map(padded, batches)) / (TOKENS * len(batches)) > 0.85  # the rest is unused
     assert sum(LENGTHS) / sum(map(padded, all_of(Items(), 1, global_batch_size=7))) < 0.65  # of batches by count
     longest = [int(max(LENGTHS[batch])) for batch in batches]
     ascends = sum(a < b for a, b in itertools.pairwise(longest)) / (len(longest) - 1)
@@ -169,7 +169,7 @@ def test_batches_by_tokens_go_on_anywhere_on_another_number_of_ranks(workers: in
         second = loaders(Items(), 2, seed=3, max_epochs=2, workers=workers, accumulate=2, **other)
         for loader in second:
             loader.load_state_dict(states[0])
-        assert second[0].accumulate == 2  # a micro-batch is no larger than it was
+        assert second[0].accumulate == 2  # a micro-batch must not become larger
         got += global_batches([steps_of(loader) for loader in second])
         assert got == expected, stop
     assert "resuming with the checkpoint's global batch of 240 tokens instead of 999" in capsys.readouterr().out
@@ -221,7 +221,7 @@ def test_the_indices_that_were_handed_out_are_told() -> None:
 
 
 class Batches:
-    """Uneven ones, others in each epoch, drawn with the global generators."""
+    """Batches of different sizes, other ones in each epoch, drawn with the global generators."""
 
     epoch = 0
 
@@ -278,7 +278,7 @@ def test_a_batch_sampler_goes_on_anywhere_on_another_number_of_ranks() -> None:
         assert got + global_batches([steps_of(loader) for loader in second]) == expected, stop
 
 
-# --- what cannot work
+# --- what is refused
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A shuffle in blocks: each sample once, each block read once, as good as its blocks are many, and a training of its own."""
+"""Shuffling in blocks: each sample once, each block read once, better with more blocks per window, and a training with it."""
 
 from __future__ import annotations
 

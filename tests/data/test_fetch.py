@@ -24,7 +24,7 @@ from rankwise.dist import seed as seeds
 
 
 class Noise(Dataset[Any]):
-    """Draws from every generator in every sample, as augmentation does."""
+    """Draws from every generator in every sample, like augmentation."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -51,12 +51,12 @@ class InOne(Noise):
 
 
 def noise() -> torch.Tensor:
-    """Three gaussians, two of them of generators that cache a second one."""
+    """Three gaussians, two of them from generators that cache a second one."""
     return torch.tensor([torch.randn(()).item(), np.random.randn(), random.gauss(0, 1)], dtype=torch.float64)
 
 
 def samples_of(dataset: Any, world_size: int, **settings: Any) -> dict[tuple[int, int], list[float]]:
-    """(epoch, sample) -> what it drew."""
+    """(epoch, sample) -> what the sample drew."""
     drawn: dict[tuple[int, int], list[float]] = {}
     for loader in loaders(dataset, world_size, **{"max_epochs": 2, **settings}):
         for step, micro_batches in enumerate(loader):
@@ -67,7 +67,7 @@ def samples_of(dataset: Any, world_size: int, **settings: Any) -> dict[tuple[int
 
 
 class Sometimes(Noise):
-    """Draws in a few samples alone."""
+    """Draws only in a few samples."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"x": index, "noise": noise() if index % 5 == 3 else torch.full((3,), float(index), dtype=torch.float64)}
@@ -115,7 +115,7 @@ def test_samples_are_taken_twice_once_in_a_run_where_the_first_of_them_draws_lat
 
 
 class LateMasks:
-    """A collate function that takes its samples apart, and begins to draw in the fourth batch."""
+    """A collate function that changes its samples, and draws from the fourth batch on."""
 
     def __call__(self, samples: list[dict[str, Any]]) -> Any:
         x = torch.tensor([sample.pop("x") for sample in samples])
@@ -139,7 +139,7 @@ def test_what_a_collate_function_draws_does_not_depend_on_the_workers(kind: Any)
 def test_torchs_initial_seed_is_that_of_the_training_in_every_batch(
     kind: Any, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dataset that makes its numbers of it has the same ones in the first batch after a resume."""
+    """A dataset that uses torch.initial_seed() gets the same numbers in the first batch after a resume."""
 
     class Reads(kind):  # type: ignore[misc]  # mypy takes no variable for a base class
         def __getitem__(self, index: int) -> Any:
@@ -180,7 +180,7 @@ EARLIER = {
     ("Noise", 0): _BATCH, ("Noise", 1): _SAMPLE, ("InOne", 0): _BATCH, ("InOne", 1): _BATCH, ("AsksForEach", 0): _SAMPLE,
     ("AsksForEach", 1): _SAMPLE,
 }  # fmt: skip
-"""By the dataset and the workers: the sum of what the second batch of such a run drew (commit 45edb4f)."""
+"""By the dataset and the number of workers: the sum of what the second batch of such a run drew (commit 45edb4f)."""
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -230,7 +230,7 @@ def test_fetching_in_this_process_neither_moves_nor_sees_the_streams_of_training
         (loader,) = loaders(kind(23), 1)
         for step, batches in enumerate(loader if reads else [[]] * 5):
             theirs += [batch["noise"].tolist() for batch in batches]
-            for _ in range(step % 3):  # with and without a cached second gaussian, and without a draw at all
+            for _ in range(step % 3):  # with and without a cached second gaussian, and without any draw
                 ours += noise().tolist()
         return ours, theirs
 
@@ -241,7 +241,7 @@ def test_fetching_in_this_process_neither_moves_nor_sees_the_streams_of_training
 
 
 def keys(dataset: Any, monkeypatch: pytest.MonkeyPatch, collate_fn: Any = None) -> list[int]:
-    """How many keys each of three batches of two samples takes."""
+    """The number of keys for each of three batches of two samples."""
     found = []
     with monkeypatch.context() as patch:
         patch.setattr(seeds, "key_streams", lambda *a, given=seeds.key_streams: (found.append(a[0]), given(*a)))
@@ -407,7 +407,7 @@ def failures(workers: int) -> dict[str, tuple[str, str, str]]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_a_dataset_raises_keeps_its_type_and_names_the_sample_and_the_dataset(workers: int) -> None:
-    # In a process of its own: what a traceback holds of torch's loader takes 5 s to be collected.
+    # In a separate process: to collect what a traceback holds of torch's loader takes 5 s.
     (told,) = on_ranks(1, failures, workers)
     for name, (_, kind, text) in ERRORS.items():
         assert told[name][:2] == (kind, text), name
@@ -441,11 +441,11 @@ def spawned() -> tuple[dict[tuple[int, int], list[float]], list[int]]:
     multiprocessing.set_start_method("spawn", force=True)
     from test_stream import Shuffles
 
-    # One each: a worker that is spawned imports torch. What several do is the same however they are started.
+    # One worker each: a spawned worker imports torch. What several do does not depend on how they are started.
     [loader] = loaders(Columns(6), 1, num_workers=1, shuffle=False)
     kept = [batch for step in loader for batch in step]
     assert [batch.tolist() for batch in kept] == [[[n] * 2 for n in range(5)], [[5] * 2]]
-    assert not any(batch.is_shared() for batch in kept)  # they come in slots, not as torch hands them over
+    assert not any(batch.is_shared() for batch in kept)  # they arrive in slots, not in torch's way
     return samples_of(AsksForEach(6), 1, workers=1, max_epochs=1), flat(all_of(Shuffles(13), 1, workers=1))
 
 
@@ -475,7 +475,7 @@ def test_parts_of_a_random_split_are_datasets_like_any() -> None:
         (4, 4, 16, 16, None),
         (5, 4, 16, 16, "num_workers=5 on each of 4 ranks: 20 workers share 16 cores, .*; try num_workers=3$"),
         (3, 2, 2, 2, "num_workers=3 on each of 2 ranks: 6 workers share 2 cores, .*; try num_workers=0$"),
-        (4, 4, 4, 16, None),  # the starter has given each rank cores of its own
+        (4, 4, 4, 16, None),  # the launcher has given each rank its own cores
         (5, 4, 4, 16, "num_workers=5: 5 workers share 4 cores, .*; try num_workers=3$"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A message laid into a buffer comes out as torch's own queue would give it; what cannot lie there is refused."""
+"""A message that is written into a buffer comes out as from torch's own queue; what cannot be in a buffer is refused."""
 
 from __future__ import annotations
 

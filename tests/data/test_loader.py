@@ -34,12 +34,12 @@ class Items(Dataset[int]):
         return self.samples
 
     def __getitem__(self, index: int) -> int:
-        assert type(index) is int  # as torch's own samplers give
+        assert type(index) is int  # like torch's own samplers
         return index
 
 
 class ListOfItems(Items):
-    """`__getitems__` as torch has it: a list of samples."""
+    """`__getitems__` in torch's way: returns a list of samples."""
 
     def __getitem__(self, index: int) -> int:
         raise AssertionError("__getitems__ is there")
@@ -51,7 +51,7 @@ class ListOfItems(Items):
 
 
 class ReadyBatches(ListOfItems):
-    """`__getitems__` that makes the batch itself."""
+    """`__getitems__` that returns a batch."""
 
     def __getitems__(self, indices: list[int]) -> Any:
         return {"x": torch.tensor(indices)}
@@ -67,7 +67,7 @@ KINDS = {
 
 
 def reference(samples: int, size: int, seed: int, epochs: int, drop_last: bool = False) -> list[list[int]]:
-    """The global batches, written down plainly."""
+    """The global batches, computed in the simplest way."""
     from rankwise.data import Order
 
     batches = []
@@ -132,7 +132,7 @@ def test_steps_per_epoch_and_the_state_after_each_step() -> None:
         assert seen == [
             *((0, p, False) for p in within), (1, 0, False), *((1, p, False) for p in within), (2, 0, True)
         ]  # fmt: skip
-        assert list(loader) == []  # finished stays finished
+        assert list(loader) == []  # it remains finished
 
 
 def test_an_epoch_without_end_goes_on_into_the_next() -> None:
@@ -153,7 +153,7 @@ def test_no_sample_lost_or_repeated_when_world_size_changes(workers: int) -> Non
             first = loaders(Items(23), before, seed=3, max_epochs=3, workers=workers)
             got = global_batches([steps_of(loader, stop) for loader in first])
             states = [loader.state_dict() for loader in first]
-            assert all(state == states[0] for state in states)  # all ranks hold the same
+            assert all(state == states[0] for state in states)  # equal on all ranks
             second = loaders(Items(23), after, seed=3, max_epochs=3, workers=workers)
             for loader in second:
                 loader.load_state_dict(states[0])
@@ -198,7 +198,7 @@ def test_the_state_is_plain_values() -> None:
 
 
 def test_a_state_loaded_where_the_last_batch_is_dropped_does_not_hang() -> None:
-    """The record stands in the part that is now dropped: the next step is the first of the next epoch."""
+    """The saved position is in the part that is now dropped: the next step is the first of the next epoch."""
     (first,) = loaders(Items(13), 1)
     steps_of(first, 2)
     (second,) = loaders(Items(13), 1, drop_last=True, max_epochs=2)
@@ -216,7 +216,7 @@ def test_a_state_loaded_where_the_last_batch_is_dropped_does_not_hang() -> None:
     assert [[s for micro in step for s in micro] for step in steps_of(second)] == reference(13, 5, 0, 2, True)[2:]
 
 
-# --- datasets that are none, or fail
+# --- datasets that are invalid, or fail
 
 
 class NoLength:
@@ -261,7 +261,7 @@ def text_of_failure(workers: int) -> str:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_that_fails_is_named(workers: int) -> None:
-    # In a process of its own: what a traceback holds of torch's loader takes 5 s to be collected.
+    # In a separate process: to collect what a traceback holds of torch's loader takes 5 s.
     (said,) = on_ranks(1, text_of_failure, workers)
     assert "cannot read the file" in said
     assert "in sample 11 of Broken" in said
@@ -295,7 +295,7 @@ def test_batches_are_those_of_torchs_own_loader() -> None:
 
 
 class Doubled(TensorDataset):
-    """A subclass with an idea of its own what a sample is."""
+    """A subclass that returns other samples."""
 
     def __getitem__(self, index: int) -> Any:
         assert isinstance(index, int)
@@ -317,7 +317,7 @@ def test_batches_are_placed_on_the_device() -> None:
 
 
 class Noise(Items):
-    """Draws in every sample, as augmentation does."""
+    """Draws in every sample, like augmentation."""
 
     def __getitem__(self, index: int) -> Any:
         return np.int64(index), torch.rand((), dtype=torch.float64), np.random.rand()
@@ -391,7 +391,7 @@ def test_a_stream_anew_begins_again_for_any_rank() -> None:
     assert global_batches([steps_of(loader.anew(world(rank, 2), 1), 1) for rank in range(2)]) == global_batches([first])
 
 
-# --- as a script says it, and as evaluation takes it
+# --- as scripts describe it, and as evaluation uses it
 
 
 def for_ranks(**given: Any) -> Loader:
@@ -411,7 +411,7 @@ def test_a_pass_over_other_data_is_in_order_with_batches_as_large_as_a_micro_bat
     for given in ({"global_batch_size": 12}, {"batch_size": 3}):
         loader = for_ranks(**given)
         state = loader.state_dict() | {"global_batch_size": 30, "accumulate": 1}
-        loader.load_state_dict(state)  # of another training's size
+        loader.load_state_dict(state)  # from a training with another size
         first = loader.over(Items(7))
         assert (first.global_batch_size, first.max_epochs) == (6, 1)
         assert steps_of(first) == [[[0, 1, 2]], []]
@@ -426,7 +426,7 @@ def test_a_pass_over_other_data_is_cut_by_length_where_the_training_is_and_the_d
         assert "tokens" not in loader.over(Items(7)).describe_batch()
 
 
-# --- workers, as torch's DataLoader has them
+# --- workers, like those of torch's DataLoader
 
 
 def note_worker(worker: int) -> None:
@@ -484,11 +484,11 @@ def test_what_a_loader_cannot_do_is_one_line_with_the_cure(given: dict[str, Any]
         Loader(Items(5), world(0, 1), global_batch_size=2)  # type: ignore[call-arg, misc]
 
 
-# --- without a world until the first use
+# --- no world is needed before the first use
 
 
 def made_before_init() -> Any:
-    """As in a script: parts first, then init."""
+    """The order of a script: parts first, then init."""
     dist.destroy_process_group()
     saved, comm._world = comm._world, None
     loader = Loader(Items(12), batch_size=2)

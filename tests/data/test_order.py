@@ -1,4 +1,4 @@
-"""Which sample when: a bijection, different each epoch, at no cost of memory."""
+"""The order of samples: a bijection, different in each epoch, without memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_epochs_and_seeds_have_orders_of_their_own(samples: int) -> None:
     if samples > 5:
         for i, a in enumerate(firsts):
             for b in firsts[i + 1 :]:
-                assert (a == b).sum() < 12  # of unrelated permutations one index is at the same place, on average
+                assert (a == b).sum() < 12  # in two unrelated permutations, one index is at the same place on average
             assert (a == np.arange(samples)).sum() < 12
     else:
         assert len({tuple(o) for o in firsts}) > 8
@@ -107,13 +107,13 @@ def test_positions_outside_an_epoch_and_an_empty_dataset_are_errors() -> None:
 
 
 def test_the_order_of_a_run_is_that_of_every_version() -> None:
-    """A checkpoint of last year goes on with the order it was made with: these numbers may not change."""
+    """A checkpoint of last year resumes with the order of last year: these numbers must not change."""
     assert Order(1000, 3).indices(2, 0, 6).tolist() == [983, 19, 269, 795, 441, 744]
     assert Order(5000, 3).indices(2, 0, 6).tolist() == [4935, 1422, 642, 390, 1038, 2630]
     assert Order(10**9, 3).indices(2, 9 * 10**8, 9 * 10**8 + 4).tolist() == [670748715, 631788891, 175299036, 746808217]
 
 
-# --- quality: what a permutation drawn at random would show, within 5 sigma
+# --- quality: like a permutation drawn at random, within 5 sigma
 
 
 def z_of_chi_square(observed: np.ndarray, expected: float, freedom: int) -> float:
@@ -138,7 +138,7 @@ def test_neighbours_in_the_order_are_strangers(samples: int) -> None:
         assert abs(z_of_chi_square(table, (samples - lag) / bins**2, bins**2 - 1 - 2 * (bins - 1))) < 5
         correlation = np.corrcoef(indices[:-lag], indices[lag:])[0, 1]
         assert abs(correlation) * samples**0.5 < 5
-    # Low bits are what a dataset sorted in strides shows.
+    # Low bits would show a dataset sorted in strides.
     for modulus in (2, 8, 10, 1000):
         table, _, _ = np.histogram2d(np.arange(samples) % modulus, indices % 10, bins=[modulus, 10])
         expected = np.outer(np.bincount(np.arange(samples) % modulus), np.bincount(np.arange(samples) % 10)) / samples
@@ -177,7 +177,7 @@ def test_what_a_caller_does_to_its_indices_does_not_reach_the_next_caller() -> N
     expected = first.tolist()
     try:
         first += 1
-    except ValueError:  # read-only is an answer too
+    except ValueError:  # an error because it is read-only is also right
         return
     assert order.indices(0, 0, 10).tolist() == expected
 

@@ -1,4 +1,4 @@
-"""Each rank reads its own part: each sample once, equal steps on all ranks, after a stop anywhere and on any other ranks."""
+"""Each rank reads its own part: each sample once, equal steps on all ranks, also after a stop anywhere and on other ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def split(world_size: int, samples: int = N, **ways: Any) -> list[Loader]:
 
 
 def per_rank(some: list[Loader], limit: int | None = None) -> list[list[list[int]]]:
-    """Of each rank, of each step: its samples. All have the same number of steps."""
+    """For each rank and step: its samples. All ranks have the same number of steps."""
     steps = [steps_of(loader, limit) for loader in some]
     global_batches(steps)
     return [[flat(step) for step in of_rank] for of_rank in steps]
@@ -149,7 +149,7 @@ def test_epochs_seeds_and_parts_have_orders_of_their_own() -> None:
 
 
 def test_the_blocks_of_a_part_are_those_of_the_whole() -> None:
-    """A rank whose part begins within a block, a chunk of the file, reads no block twice."""
+    """A rank whose part starts within a block (a chunk of the file) does not read a block twice."""
     order = order_of(None, 1000, 3, Blocks(64, 2))
     division = Division(order, ranks=3)
     for rank in range(3):

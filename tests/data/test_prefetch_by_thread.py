@@ -1,4 +1,4 @@
-"""A thread that fetches ahead: the same batches, only of what draws nothing, and gone when the loop is."""
+"""A thread that fetches ahead: the same batches, only for data that draws nothing, and it ends with the loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankwise.errors import ConfigError
 
 
 class Noted(Dataset[Any]):
-    """Notes which batches were read, and by which thread."""
+    """Records which batches were read, and by which thread."""
 
     draws_nothing = True
 

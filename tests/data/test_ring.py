@@ -1,4 +1,4 @@
-"""Batches that workers hand over in shared slots: the same ones, valid as long as they are held, and nothing left behind."""
+"""Batches that workers send in shared slots: the same as without, valid as long as they are held, and nothing is left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rankwise.data import ring
 
 
 class Rows(Dataset[Any]):
-    """Sample n is n in all its elements."""
+    """Sample n has the value n in all elements."""
 
     def __init__(self, samples: int, width: int = 10_000) -> None:
         self.samples, self.width = samples, width
@@ -46,7 +46,7 @@ def first_column(found: Any) -> list[int]:
 
 
 def fallen_back(found: list[torch.Tensor]) -> list[bool]:
-    """Whether each came as torch's own queue hands it over: in a file of shared memory."""
+    """For each, whether it was sent in the way of torch's own queue: in a file of shared memory."""
     return [batch.is_shared() for batch in found]
 
 
@@ -64,7 +64,7 @@ def test_a_part_of_a_batch_keeps_its_memory() -> None:
 
 def test_the_memory_of_batches_that_nobody_holds_is_used_again() -> None:
     places = {batch.data_ptr() for batch in batches(Rows(200), prefetch_factor=2)}
-    assert len(places) <= 2 * 2 + 2  # asked for ahead, and those that the loop holds while the next is made
+    assert len(places) <= 2 * 2 + 2  # those requested ahead, and those that the loop holds while the next is made
 
 
 def test_the_memory_of_many_batches_that_were_held_at_once_goes_back() -> None:
@@ -79,7 +79,7 @@ def test_the_memory_of_many_batches_that_were_held_at_once_goes_back() -> None:
 
 
 def memory_of_slots() -> int:
-    """Of this process' anonymous files, pages that somebody has written."""
+    """The pages of this process's anonymous files that were written."""
     files = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     ours = [file.stat() for file in files if file.is_file() and "rankwise-batches" in str(file.readlink())]
     return sum({file.st_ino: file.st_blocks * 512 for file in ours}.values())
@@ -214,7 +214,7 @@ if __name__ == "__main__":
 
 
 def shared_files(pids: list[str]) -> list[str]:
-    """That these processes have made: torch names its own `torch_PID_...`."""
+    """The shared files that these processes have created: torch names its own `torch_PID_...`."""
     return [name for name in os.listdir("/dev/shm") if set(name.split("_")) & set(pids)]
 
 
@@ -227,7 +227,7 @@ def is_there(pid: str) -> bool:
 
 @pytest.mark.stress
 def test_a_killed_training_process_leaves_no_worker_and_no_shared_file(tmp_path: Path) -> None:
-    """torch's workers look every 5 s whether it is still there."""
+    """torch's workers check every 5 s whether this process still exists."""
     tests = str(Path(__file__).parent)
     path = tmp_path / "trains.py"
     path.write_text(TRAINS.format(tests=tests))

@@ -1,4 +1,4 @@
-"""Streams: one order on every number of ranks and workers, a tail that is split, an end that all find by themselves."""
+"""Streams: one order on every number of ranks and workers, a split last batch, an end that all ranks find without a message."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Numbers(IterableDataset[int]):
 
 
 class ByEpoch(Numbers):
-    """Another order and length each epoch."""
+    """Another order and length in each epoch."""
 
     epoch = 0
 
@@ -43,7 +43,7 @@ class ByEpoch(Numbers):
 
 
 class SplitsItself(Numbers):
-    """As torch's documentation has it: each worker yields a part."""
+    """The example of torch's documentation: each worker yields a part."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -51,7 +51,7 @@ class SplitsItself(Numbers):
 
 
 class Shuffles(Numbers):
-    """A buffer, shuffled with the global generators, as people write it."""
+    """A shuffle buffer that uses the global generators, as people write it."""
 
     def __iter__(self) -> Iterator[int]:
         held: list[int] = []
@@ -65,7 +65,7 @@ class Shuffles(Numbers):
 
 
 class Plain:
-    """No subclass of torch's, but iterable."""
+    """Iterable, but not a subclass of torch's."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -75,7 +75,7 @@ class Plain:
 
 
 class OwnIterator(Numbers):
-    """Its own iterator, which `iter()` sets back."""
+    """Its own iterator, which `iter()` resets."""
 
     def __iter__(self) -> OwnIterator:
         self.number = -1
@@ -89,7 +89,7 @@ class OwnIterator(Numbers):
 
 
 class NoFile(Numbers):
-    """Its files are at an end before it has begun."""
+    """Its files end before the first sample."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(next(iter(()))))
@@ -152,7 +152,7 @@ def test_a_shuffle_buffer_draws_the_same_on_every_rank_and_worker_and_anew_each_
 
 
 def noisy_collate(samples: list[int]) -> Any:
-    """Draws for a rank's own samples alone: it must not move what the stream draws."""
+    """Draws only for the samples of a rank: this must not change what the stream draws."""
     return {"x": default_collate(samples), "noise": torch.rand(len(samples)), "more": [random.random(), np.random.randn()]}
 
 
@@ -228,7 +228,7 @@ def test_an_endless_stream_is_read_no_further_than_one_sample_ahead() -> None:
 
 class Hinted(Numbers):
     def __len__(self) -> int:
-        return 12  # though there are 13
+        return 12  # the stream has 13
 
 
 def test_the_length_of_a_stream_is_unknown_or_a_hint_alone() -> None:
@@ -239,7 +239,7 @@ def test_the_length_of_a_stream_is_unknown_or_a_hint_alone() -> None:
     assert flat([[s for m in step for s in m] for step in steps_of(loader)]) == list(range(13))
     state = loader.state_dict()
     assert state["samples"] is None
-    loaders(Numbers(13), 1)[0].load_state_dict(state)  # a hint that changed is no other training
+    loaders(Numbers(13), 1)[0].load_state_dict(state)  # another length alone is not another training
 
 
 def test_a_stream_is_not_shuffled_and_says_so_when_asked_to() -> None:

@@ -1,4 +1,4 @@
-"""Streams of each rank's own, of lengths that nobody knows: the same number of steps on all ranks, without a message a step."""
+"""A different stream on each rank, of unknown length: the same number of steps on all ranks, without a message per step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rankwise.errors import ConfigError
 
 
 class OfRank(IterableDataset[int]):
-    """1000 r, 1000 r + 1, ... on rank r; one more in each later epoch."""
+    """1000 r, 1000 r + 1, ... on rank r; one more sample in each later epoch."""
 
     split_by_rank = True
     epoch = 0
@@ -32,17 +32,17 @@ class OfRank(IterableDataset[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        rank = rankwise.rank()  # in loader workers too
+        rank = rankwise.rank()  # also in loader workers
         for k in range(self.lengths[rank] + self.epoch):
             yield 1000 * rank + k
 
 
 Plan = list[list[list[list[int]]]]
-"""Of each rank and step, the micro-batches."""
+"""For each rank and step, the micro-batches."""
 
 
 def expected(lengths: tuple[int, ...], size: int, policy: str, accumulate: int, drop_last: bool, epochs: int = 2) -> Plan:
-    """Written down plainly."""
+    """Computed in the simplest way."""
     ranks: Plan = [[] for _ in lengths]
     for epoch in range(epochs):
         own = [[1000 * r + k for k in range(n + epoch)] for r, n in enumerate(lengths)]
@@ -61,7 +61,7 @@ def expected(lengths: tuple[int, ...], size: int, policy: str, accumulate: int, 
 
 
 CASES = [
-    # samples of each rank, of the global batch, accumulated; ends of ranks before, at and after the 8th and 16th step
+    # (samples of each rank, size of the global batch, accumulate); ranks end before, at and after the 8th and 16th step.
     ((5, 7, 2), 3, 1), ((7, 7, 7), 3, 1), ((8, 9, 1), 3, 1), ((15, 16, 17), 3, 1), ((8, 8, 8), 3, 1), ((33, 4, 20), 8, 2),
     ((1, 40, 16), 5, 1), ((3, 1, 2), 60, 3),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What torch computes on here, why not on the GPU, and whether it is the same on all ranks."""
+"""The device that torch uses here, why it is not the GPU, and whether it is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUDA = "NVIDIA GPU (CUDA)"
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A machine with GPUs that torch cannot use; it says so in these words."""
+    """A machine with GPUs that torch cannot use; torch gives this text as the reason."""
 
     def fake(said: str | None, count: int = 2) -> None:
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
@@ -143,7 +143,7 @@ def test_a_gpu_that_fails_at_its_first_number_is_named(words: str, monkeypatch: 
             [(CUDA, "a", ""), (CPU, "b", f"b has 8 GPUs, but ...: Error 802; {accelerator._ON_THE_CPU}")],
             f"rank 0 on a: {CUDA}; rank 1 on b: b has 8 GPUs, but ...: Error 802. Repair",
         ),
-        ([(CPU, "a", "why"), (CPU, "a", "why")], "ranks 0, 1 on a: why. "),  # each raises its own
+        ([(CPU, "a", "why"), (CPU, "a", "why")], "ranks 0, 1 on a: why. "),  # each raises its own error
     ],
 )
 def test_ranks_whose_devices_differ_are_named_with_their_hosts(told: list[tuple[str, str, str]], said: str | None) -> None:
@@ -152,7 +152,7 @@ def test_ranks_whose_devices_differ_are_named_with_their_hosts(told: list[tuple[
 
 
 def compared(kinds: list[str], problems: dict[int, DeviceError]) -> list[BaseException | None]:
-    """What each of so many ranks raises."""
+    """What each rank raises."""
     store, raised = dist.HashStore(), [None] * len(kinds)
 
     def rank(number: int) -> None:
@@ -189,10 +189,10 @@ def test_the_rank_that_cannot_use_its_gpu_raises_why_and_the_others_say_which_it
 
 @pytest.mark.parametrize("launched_by", ["torchrun", "mpirun"])
 def test_ranks_of_two_kinds_of_device_end_with_a_message_before_the_first_collective(launched_by: str) -> None:
-    """A node whose driver does not answer would take gloo, and the others wait for it in NCCL."""
+    """Without this, a node whose driver does not answer would use gloo, and the others would wait for it in NCCL."""
     lines = ["import os, torch, rankwise", "if os.environ['RANK'] == '1':"]
     lines += ["    torch.accelerator.current_accelerator = lambda check_available=False: torch.device('cuda')"]
-    if launched_by == "mpirun":  # no address is given: rank 0 announces its own
+    if launched_by == "mpirun":  # without an address: rank 0 announces its own
         lines += ["rank, size = int(os.environ.pop('RANK')), int(os.environ.pop('WORLD_SIZE'))"]
         lines += ["given = dict(rank=rank, world_size=size, local_rank=rank, local_world_size=size)"]
         lines += ["rdzv = os.environ.pop('MASTER_ADDR') + ':' + os.environ.pop('MASTER_PORT')"]
@@ -216,7 +216,7 @@ def test_ranks_of_two_kinds_of_device_end_with_a_message_before_the_first_collec
         ("cuda", False, "gloo"),  # a torch for Windows or Jetson: gloo has collectives for CUDA
         ("xpu", True, "cpu:gloo,xpu:xccl"),
         ("xpu", False, None),
-        ("vulkan", True, None),  # others may be registered by what a test beside this has imported
+        ("vulkan", True, None),  # other types may be registered by an import of another test
     ],
 )
 def test_the_backend_is_that_of_the_device(

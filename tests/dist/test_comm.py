@@ -1,4 +1,4 @@
-"""Collectives: the same answer on one rank as on many."""
+"""Collectives give the same answer on one rank as on many."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int6
 
 
 def everything() -> dict[str, Any]:
-    """One call of each function, of which the answer can be written down for any number of ranks."""
+    """One call of each function whose result can be computed for any number of ranks."""
     world = comm.init()
     me = torch.tensor([float(world.rank), 1.0], dtype=torch.float64)
     broadcast = [torch.full((2, 3), world.rank + 1.0).to(kind) for kind in KINDS]
@@ -73,7 +73,7 @@ def test_every_collective_answers_the_same_on_one_rank_as_on_many(n: int) -> Non
 
 
 def odd_tensors() -> dict[str, Any]:
-    """Each is 1 + rank everywhere, or True on the last rank alone."""
+    """Each has the value 1 + rank everywhere, or True only on the last rank."""
     r, n = comm.rank(), comm.world_size()
     base = torch.full((4, 6), 1.0 + r)
     parameter = nn.Parameter(torch.full((3,), 1.0 + r))
@@ -136,7 +136,7 @@ def identity() -> tuple[Any, ...]:
 
 
 def identity_everywhere() -> list[tuple[Any, ...]]:
-    """After init, in forked loader workers, and as the same environment has it before init."""
+    """After init, in forked loader workers, and from the same environment before init."""
     workers = list(DataLoader([0, 1], num_workers=2, batch_size=1, collate_fn=lambda _: identity()))  # type: ignore[arg-type]
     after = identity()
     world = comm.init()
@@ -158,7 +158,7 @@ def identity_everywhere() -> list[tuple[Any, ...]]:
         [torchrun(rank, 2, 2) for rank in range(2)],
         [torchrun(rank, 4, 2) for rank in range(4)],
         [openmpi(rank, 4, rank // 2, 2) for rank in range(4)],
-        [{**task, "CUDA_VISIBLE_DEVICES": ""} for task in SLURM_STEP],  # there they had GPUs
+        [{**task, "CUDA_VISIBLE_DEVICES": ""} for task in SLURM_STEP],  # there, the tasks had GPUs
     ],
     ids=["alone", "torchrun", "torchrun, two nodes", "mpirun by node", "srun"],
 )
@@ -171,7 +171,7 @@ def test_a_process_knows_its_rank_before_and_after_init_and_in_its_workers(envir
 
 
 def own_group() -> tuple[int, str]:
-    """A script that makes its process group by hand, of which the environment says nothing."""
+    """A script that creates its process group itself, which the environment does not describe."""
     world = comm.init()
     dist.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -263,7 +263,7 @@ def test_a_broadcast_is_one_message_for_each_dtype() -> None:
 
 
 def listens() -> list[str]:
-    """The addresses at which this process listens, but for those of gloo: where its store is."""
+    """The addresses at which this process listens, without those of gloo: there is its store."""
     return sorted({c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN})
 
 

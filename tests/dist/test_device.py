@@ -27,7 +27,7 @@ def world(local_rank: int, local_world_size: int, run_dir: Path | None = None) -
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A machine with so many GPUs that torch can use, of as many or more; returns the list of those that were made current."""
+    """A machine with GPUs of which torch can use some or all; returns the list of those that became the current device."""
 
     def fake(count: int, there: int | None = None, kind: str = "cuda") -> list[torch.device]:
         current: list[torch.device] = []
@@ -81,7 +81,7 @@ def test_one_failed_gpu_of_several_is_named_as_such(gpus: Any) -> None:
 
 def test_a_rank_that_sees_one_gpu_alone_takes_that_one(gpus: Any) -> None:
     gpus(1)
-    assert local_device(world(3, 4)) == torch.device("cuda", 0)  # a scheduler gave each rank its own
+    assert local_device(world(3, 4)) == torch.device("cuda", 0)  # the scheduler has given each rank its own GPU
 
 
 def test_more_ranks_than_gpus_is_an_error_that_says_what_to_type(gpus: Any, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_what_is_there_already_is_not_copied() -> None:
 
 
 class Moved(nn.Sequential):
-    """Stays where it is."""
+    """Does not move."""
 
     def to(self, *_: Any, **__: Any) -> Moved:
         return self

@@ -1,4 +1,4 @@
-"""Where generators keep their state: found in this Python, numpy and torch, and not taken for what it is not."""
+"""Where generators keep their state: found in this Python, numpy and torch, and never confused with other memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""run_on_main: the value or the exception on every rank, and never a dead-lock."""
+"""run_on_main: the value or the exception on every rank, and never a deadlock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rankwise.errors import CheckpointError, MainProcessError
 
 
 class NeedsTwoError(Exception):
-    """Pickles, but cannot be made again: its constructor takes more than its args hold."""
+    """It can be pickled, but not created again: its constructor needs more than its args contain."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__(f"{a} and {b}")
@@ -38,7 +38,7 @@ def raise_(error: BaseException) -> None:
 
 
 def outcome(function: Callable[[], Any]) -> tuple[str, Any, str, float]:
-    """(type of what was raised or "value", its text or the value, notes, seconds)."""
+    """(the type of the exception or "value", its text or the value, its notes, seconds)."""
     began = time.perf_counter()
     try:
         value = function()
@@ -77,7 +77,7 @@ def test_every_rank_has_the_value_that_main_computed(n: int) -> None:
 
 
 class OfTwoError(Exception):
-    """Pickles and comes back with another text: its constructor is called with the text of the first."""
+    """It can be pickled, but then has another text: its constructor is called with the text of the first."""
 
     def __init__(self, a: str, b: int = 0) -> None:
         super().__init__(f"{a} and {b}")
@@ -94,14 +94,14 @@ class BadStateError(Exception):
 
 
 class OtherTypeError(Exception):
-    """Comes back as something else."""
+    """After a pickle, it is something else."""
 
     def __reduce__(self) -> Any:
         return ValueError, self.args
 
 
 class SilentError(Exception):
-    """Cannot be told as text, nor take a note."""
+    """It cannot be converted to text, and cannot take a note."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -133,8 +133,8 @@ ERRORS: dict[str, tuple[Callable[[], BaseException], str, str]] = {
 def errors(guard: Callable[..., Any]) -> dict[str, tuple[str, Any, str, float]]:
     outcomes = {name: outcome(lambda make=make: guard(lambda: raise_(make()))) for name, (make, _, _) in ERRORS.items()}
     outcomes["from a function"] = outcome(lambda: guard(a_function_of_the_test))
-    outcomes["value"] = outcome(lambda: guard(lambda: 7))  # and the guard works after all that
-    comm.barrier()  # who raised lives on: nobody was saved by its death
+    outcomes["value"] = outcome(lambda: guard(lambda: 7))  # the guard still works after all this
+    comm.barrier()  # the ranks that raised still run, so no rank returned only because another one died
     return outcomes
 
 
@@ -160,7 +160,7 @@ def test_an_exception_is_raised_on_every_rank_at_once_and_of_one_type(guard: Cal
 
 
 def slow_failure() -> tuple[str, Any, str, float, bool]:
-    """Seconds are those since main raised."""
+    """The seconds are counted from when the main rank raised."""
     raised_at: list[float] = []
 
     def work() -> None:
@@ -171,7 +171,7 @@ def slow_failure() -> tuple[str, Any, str, float, bool]:
     began = time.time()
     kind, text, notes, _ = outcome(lambda: run_on_main(work))
     raised = time.time()
-    main_raised = comm.broadcast_object(raised_at[0] if raised_at else 0.0)  # main lives on, and so does every rank
+    main_raised = comm.broadcast_object(raised_at[0] if raised_at else 0.0)  # main and all other ranks still run
     return kind, text, notes, raised - main_raised, main_raised - began > 2.5
 
 
@@ -180,7 +180,7 @@ def test_all_ranks_raise_when_main_does_however_long_it_worked() -> None:
     for rank, (kind, text, notes, seconds, waited) in enumerate(answers):
         assert (kind, text) == ("KeyError", "'missing word'")
         assert waited
-        assert 0 <= seconds < 20.0  # a blink; a busy machine's too is far from the half hour that a process group waits
+        assert 0 <= seconds < 20.0  # fast; even on a busy machine far less than the half hour that a process group waits
         assert rank == 0 or "in a_function_of_the_test\n    raise KeyError" in notes
 
 
@@ -217,7 +217,7 @@ def main_begins_before_the_others_are_ready() -> bool:
     def slow(**options: Any) -> Any:
         nonlocal ready
         group = make(**options)
-        time.sleep(0.5 * comm.rank())  # late on purpose: what main must not overtake
+        time.sleep(0.5 * comm.rank())  # late on purpose: the main rank must not overtake it
         ready = time.time()
         return group
 
@@ -242,7 +242,7 @@ def post_failure(error: str) -> tuple[tuple[str, Any, str, float], Any]:
 
 
 def post_nothing() -> None:
-    comm.barrier()  # within a guarded function a rank is alone
+    comm.barrier()  # inside a guarded function, a rank is alone
     assert comm.all_gather_object(comm.rank()) == [comm.rank()]
     assert run_on_main(comm.rank) == comm.rank()
 
@@ -259,7 +259,7 @@ def test_a_post_func_that_raises_on_one_rank_raises_on_all(error: str) -> None:
 
 
 class OnlyOnMain:
-    """A value that no other rank can read."""
+    """A value that no other rank can unpickle."""
 
     def __reduce__(self) -> Any:
         return read_on_main, ()
@@ -327,7 +327,7 @@ def test_a_guard_within_a_guarded_function_runs_on_main_alone() -> None:
 
 
 def test_what_a_rank_raises_alone_is_raised_as_it_is() -> None:
-    """In a guarded function too, on whatever rank; one of a class of its own survives no pickle."""
+    """Also in a guarded function, on any rank. The error is of a local class, which cannot be pickled."""
 
     class OwnError(Exception):
         pass
@@ -369,12 +369,12 @@ def test_on_a_single_process_the_exception_is_the_very_one_that_was_raised() -> 
     assert not isinstance(error, MainProcessError)
 
 
-# --- once a node
+# --- once per node
 
 TWO_NODES = [torchrun(rank, 4, 2) for rank in range(4)]
 UNEVEN = [{**torchrun(rank, 4, 4), "GROUP_RANK": "01"[rank > 2], "LOCAL_RANK": "0120"[rank]} for rank in range(4)]
 BY_NODE = [openmpi(rank, 4, rank // 2, 2) for rank in range(4)]
-"""mpirun --map-by node: no node rank, and here one host name: told apart by the local ranks."""
+"""mpirun --map-by node: no node rank, and here only one host name: the local ranks distinguish the nodes."""
 
 
 def node_values() -> dict[str, Any]:
@@ -482,7 +482,7 @@ def node_errors() -> list[tuple[str, Any, str, float]]:
         outcome(lambda: run_once_per_node(fail_on, [2])),
         outcome(lambda: run_once_per_node(fail_on, [0])),
         outcome(lambda: run_once_per_node(fail_on, [0, 2])),
-        outcome(lambda: run_once_per_node(fail_on, [1, 3])),  # who does not work cannot fail
+        outcome(lambda: run_once_per_node(fail_on, [1, 3])),  # a rank that does not run the work cannot fail
         outcome(lambda: run_once_per_node(fail_on, post_func=fail_on, post_args=[3])),
         outcome(lambda: run_once_per_node(threading.Lock)),
         outcome(lambda: run_once_per_node(lambda: threading.Lock() if comm.rank() == 2 else 0)),
@@ -497,7 +497,7 @@ def test_an_exception_on_any_node_ends_on_every_rank_of_every_node() -> None:
         assert [kind for kind, *_ in outcomes] == kinds
         assert outcomes[0][1] == "[Errno 28] on rank 2"
         assert rank == 2 or "raised on rank 2" in outcomes[0][2]
-        assert outcomes[2][1] == "on rank 0"  # of two errors the lowest rank's
+        assert outcomes[2][1] == "on rank 0"  # of two errors, that of the lowest rank
         assert outcomes[3][1] == rank // 2 * 2
         assert outcomes[4][1] == "on rank 3"
         assert "cannot be pickled" in outcomes[6][1]

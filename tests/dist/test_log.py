@@ -1,4 +1,4 @@
-"""Lines that know their rank."""
+"""Lines with the number of their rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each private name of torch that the library uses, missing in turn: a training has the same result, and one line says why."""
+"""Each private name of torch that rankwise uses, missing in turn: a training has the same result, and one line says why."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ NONE = ""
 
 @contextlib.contextmanager
 def without(name: str) -> Iterator[io.StringIO]:
-    """As if torch had no such name, for the library alone: torch itself would break without most. What is printed meanwhile."""
+    """As if torch did not have this name, but only for rankwise: torch itself would fail without most of them. Yields what is
+    printed."""
 
     def find(owner: object, asked: str, *default: Any) -> Any:
         return default[0] if asked == name and default else getattr(owner, asked, *default)
@@ -46,7 +47,7 @@ def without(name: str) -> Iterator[io.StringIO]:
 
 
 class Stream(IterableDataset[int]):
-    """Splits itself, as torch's documentation has it."""
+    """Divides itself, like the example in torch's documentation."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -54,7 +55,7 @@ class Stream(IterableDataset[int]):
 
 
 class Model(nn.Module):
-    """Batch norms, a layer to replace, and one that never gets a gradient."""
+    """Batch norms, a layer to replace, and a layer that never gets a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ def trained(overlap: bool | None) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def results(folder: Path, workers: int) -> list[Any]:
-    """What all parts of the library that need a private name come to."""
+    """The results of all parts of rankwise that need a private name."""
     found: list[torch.Tensor] = []
     for overlap in (False, True) if comm.world_size() > 1 else (False,):
         model, optimizer = trained(overlap)
@@ -108,7 +109,7 @@ def result_without(names: list[str], folder: Path) -> list[tuple[list[Any], str]
     found = []
     for name in names:
         with without(name) as out:
-            workers = 2 if name in (NONE, "_worker_info") else 0  # what they fetch does not depend on the other names
+            workers = 2 if name in (NONE, "_worker_info") else 0  # the results of workers do not depend on the other names
             found.append((results(folder / (name or "none"), workers), out.getvalue()))
     return found
 
@@ -116,8 +117,8 @@ def result_without(names: list[str], folder: Path) -> list[tuple[list[Any], str]
 OF_THE_SELF_TEST = ("_Loss", "_reset", "_next_index")
 NOT_HERE = (*OF_THE_SELF_TEST, "_args_from_interpreter_flags", "_cdata")
 NOT_ALONE = (*NOT_HERE, "_push_all_rebuilt_params", "_rebuild_buckets", "_BatchNorm", "_foreach_norm")
-"""What a rank that is alone does not look for either: it sums no gradients, its batch norms see whole batches, and gradients of
-one dtype lie in one tensor."""
+"""Names that a single rank does not look for either: it sums no gradients, its batch norms see complete batches, and gradients
+of one dtype are in one tensor."""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,4 +1,4 @@
-"""Ranks that find rank 0 by a file, each here a thread; hosts are folders that the others do not see."""
+"""Ranks that find rank 0 through a file. Each is a thread here; hosts are folders that the others do not see."""
 
 from __future__ import annotations
 
@@ -143,11 +143,11 @@ def test_a_folder_that_cannot_be_written_is_passed_over_and_none_is_an_error(tmp
         lead(world_of(0, 2), [wrong])
 
 
-# --- leftovers
+# --- files of killed ranks
 
 
 def leave_behind(folder: Path, **changes: Any) -> None:
-    """What a former job of this name left when it was killed."""
+    """Write what an earlier job of this name left when it was killed."""
     with Gathering(world_of(0), START, [folder]):
         record = {**published(folder), **changes}
     folder.mkdir(exist_ok=True)
@@ -241,7 +241,7 @@ def test_rank_0_that_is_ended_as_it_waits_clears_up_and_what_a_killed_one_leaves
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == "waits\n"
-        with Gathering(world_of(0), START, [folder]):  # a living neighbour's file is left alone
+        with Gathering(world_of(0), START, [folder]):  # the file of a neighbour that still runs remains
             assert sorted(os.listdir(folder)) == ["killed", START]
         process.send_signal(signum)
         assert process.wait(LONG_S) == -signum
@@ -329,12 +329,12 @@ def test_when_rank_0_ends_before_all_are_there_the_others_look_for_its_next_atte
     assert other.result(LONG_S).master_port == last.result(LONG_S).master_port == 4321
 
 
-# --- what is said
+# --- what is printed
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is told of a wait, which is told of soon here."""
+    """What is printed about a wait; here the first line comes soon."""
     told: list[str] = []
     monkeypatch.setattr(rendezvous, "say", told.append)
     monkeypatch.setattr(rendezvous, "SAY_AFTER_S", 0.02)
@@ -343,7 +343,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_wait_is_told_of_in_one_short_line_for_a_minute_and_then_ever_more_seldom() -> None:
-    """Torch takes as long to import where a slow file system has it: the details of the rendezvous would mislead."""
+    """To import torch from a slow file system takes as long: the details of the rendezvous would mislead."""
     wait = rendezvous.Wait()
     due = [(s, due) for s in range(1000) if (due := wait.due(wait.began + s))]
     assert due == [(5, "short"), (60, "whole"), (120, "whole"), (240, "whole"), (480, "whole"), (960, "whole")]
@@ -353,7 +353,7 @@ def test_a_wait_says_who_is_missing_and_later_where_it_looks(folder: Path, said:
     with pytest.raises(WorldError):
         join(world_of(1, 4), START, [folder], 0.7)
     with pytest.raises(WorldError):
-        join(world_of(2, 4), START, [folder], 0.2)  # one voice a node, and rank 1, are enough
+        join(world_of(2, 4), START, [folder], 0.2)  # one rank per node, and rank 1, are enough
     assert said[0] == "rank 1 has waited 0 s for rank 0; torch may still be loading there"
     assert said[1:]
     assert all(text.startswith(f"rank 1 has waited {text[18]} s for rank 0: {folder / START}: no such") for text in said[1:])

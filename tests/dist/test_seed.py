@@ -1,4 +1,4 @@
-"""Random streams: derived, saved, gone on with."""
+"""Random streams: derived, saved, continued."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rankwise.dist import generator_memory, seed
 
 
 def draw(n: int = 3) -> list[float]:
-    """From every generator; an odd number of gaussians leaves one cached."""
+    """Draws from every generator. An odd number of gaussians leaves one cached."""
     python = [random.random() for _ in range(n)] + [random.gauss(0, 1)]
     numpy = [float(x) for x in np.random.rand(n)] + [float(np.random.standard_normal())]
     return [*python, *numpy, *torch.rand(n).tolist(), *torch.randn(n).tolist()]
@@ -56,7 +56,7 @@ def test_the_same_seed_draws_the_same_and_another_seed_does_not() -> None:
 
     assert drawn(1) == drawn(1)
     assert not set(drawn(1)) & set(drawn(2))
-    assert drawn(2**62 + 1)  # numpy takes 32 bits, python and torch take them all
+    assert drawn(2**62 + 1)  # numpy uses 32 bits of a seed, Python and torch use all
     assert drawn(2**40)[0] != drawn(2**41)[0]
 
 
@@ -77,7 +77,7 @@ def test_a_derived_seed_is_equal_for_equal_words_and_unrelated_otherwise() -> No
     assert all(0 <= s < 2**63 for s in seeds)
     assert seed.derive(1, "rank", 2) == seed.derive(1, "rank", 2)
     assert seed.derive(1, 12) != seed.derive(11, 2)
-    # A seed that moved between versions would change every run that is resumed: this one may not.
+    # If a seed changed between versions, every resumed run would change: this one must not.
     assert seed.derive(7, "rank", 0) == 9104323133979256287
     bits = np.array([[s >> b & 1 for b in range(63)] for s in seeds])
     assert abs(bits.mean(axis=0) - 0.5).max() < 5 * 0.5 / len(seeds) ** 0.5
@@ -86,7 +86,7 @@ def test_a_derived_seed_is_equal_for_equal_words_and_unrelated_otherwise() -> No
 def test_cheap_seeding_is_that_of_everything_on_the_cpu() -> None:
     seed.seed_everything(2**40 + 5)
     expected = draw()
-    np.random.randn()  # leaves a cached gaussian, which seeding forgets
+    np.random.randn()  # leaves a cached gaussian, which seeding must discard
     seed.seed_streams(2**40 + 5)
     assert draw() == expected
 
@@ -105,7 +105,7 @@ def test_what_is_drawn_beside_streams_put_aside_does_not_move_them(gaussians: in
         seed.seed_everything(3)
         told = []
         for turn in range(4):
-            for _ in range(gaussians if turn != 1 else 0):  # a turn in which the training draws nothing
+            for _ in range(gaussians if turn != 1 else 0):  # in one turn the training draws nothing
                 told.append([np.random.randn(), random.gauss(0, 1), *torch.randn(3).tolist()])
             if beside:
                 saved.save()
@@ -142,7 +142,7 @@ def test_a_generator_whose_memory_is_not_known_is_put_aside_by_its_own_functions
 )  # fmt: skip
 def test_whatever_draws_moves_the_streams(draw_one: Callable[[], object], gaussians: int) -> None:
     seed.seed_everything(3)
-    for _ in range(gaussians):  # a second one is cached: what takes it moves no word of the generator
+    for _ in range(gaussians):  # a second one is cached: to use it does not change the words of the generator
         np.random.randn(), random.gauss(0, 1), torch.randn(())
     saved = seed.SavedStreams()
     saved.save()

@@ -1,4 +1,4 @@
-"""Who am I among the ranks."""
+"""Which rank this process is."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_an_agent_sets_for_a_rank_is_what_the_rank_discovers(rank: int, wor
 
 
 def test_a_single_process_is_the_last_thing_believed() -> None:
-    """`local` detects itself in everything: after it nobody would be asked."""
+    """`local` recognises itself in every environment: after it, no scheduler would be asked."""
     assert list(launchers({}))[-1] == "local"
 
 
@@ -106,7 +106,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_a_rank_finds_its_row_in_the_page_of_its_agent(run: RunDir) -> None:
     page = Page.create(2)
-    run.begin_attempt(2, ("train.py",), parts("/proc/0/fd/0"))  # an earlier one, long gone
+    run.begin_attempt(2, ("train.py",), parts("/proc/0/fd/0"))  # an earlier attempt, which ended long ago
     run.begin_attempt(2, ("train.py",), parts(page.path))
     row = agent_row(world_of(run, local_rank=1))
     assert row is not None
@@ -116,8 +116,8 @@ def test_a_rank_finds_its_row_in_the_page_of_its_agent(run: RunDir) -> None:
 
 def test_without_an_agent_there_is_no_row(run: RunDir) -> None:
     assert agent_row(world_of(None)) is None
-    assert agent_row(world_of(run)) is None  # no attempt at all
+    assert agent_row(world_of(run)) is None  # no attempt exists
     run.begin_attempt(2, ("train.py",))
     assert agent_row(world_of(run)) is None  # an attempt without an agent
     run.begin_attempt(2, ("train.py",), parts("/proc/0/fd/0"))
-    assert agent_row(world_of(run)) is None  # an agent that is gone
+    assert agent_row(world_of(run)) is None  # the agent has exited

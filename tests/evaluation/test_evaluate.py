@@ -1,4 +1,4 @@
-"""Evaluation: the number of one process on any number of ranks, whatever the figure."""
+"""Evaluation: any metric has the value of one process on any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rankwise.evaluation import Evaluate, Metrics
 
 CLASSES = 3
 SIZES = (29, 2, 1)
-"""Of the data: the last two are fewer samples than ranks."""
+"""The number of samples; the last two are fewer than the ranks."""
 
 
 def data(samples: int) -> TensorDataset:
@@ -35,7 +35,7 @@ def figures(samples: int, eval_fn: Callable[..., Any], metrics: Any, size: int =
     model = nn.Identity()
     evaluate = Evaluate(rankwise.Loader(data(samples), global_batch_size=size, shuffle=False), eval_fn, metrics=metrics)
     first = evaluate.figures(model)
-    assert evaluate.figures(model) == first  # nothing of the first time is in the second
+    assert evaluate.figures(model) == first  # the second result contains nothing of the first
     return first
 
 
@@ -43,11 +43,11 @@ def figures(samples: int, eval_fn: Callable[..., Any], metrics: Any, size: int =
 
 
 class Reused:
-    """What a function of the user's returns: the same tensors for each batch, written over, or new ones and numbers."""
+    """What a user's function returns: the same tensors for each batch, overwritten, or new ones and numbers."""
 
     def __init__(self, dtype: torch.dtype, in_place: bool) -> None:
         self.dtype, self.in_place = dtype, in_place
-        self.total: torch.Tensor | None = None  # made in the rank: one that is sent to several would be shared by them
+        self.total: torch.Tensor | None = None  # created in the rank, because ranks would share one that is sent to them
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         _, y, _ = batch
@@ -77,9 +77,9 @@ def made(names: tuple[str, ...]) -> dict[str, Any]:
     several = {"task": "multiclass", "num_classes": CLASSES}
     every = {
         "f1": lambda: torchmetrics.F1Score(**several, average="macro"),
-        "auroc": lambda: torchmetrics.AUROC(**several),  # whole lists of scores
+        "auroc": lambda: torchmetrics.AUROC(**several),  # lists of all scores
         "confusion": lambda: torchmetrics.ConfusionMatrix(**several),
-        "pearson": lambda: torchmetrics.PearsonCorrCoef(),  # a state without a reduction: of each rank's
+        "pearson": lambda: torchmetrics.PearsonCorrCoef(),  # a state without a reduction: each rank has its own
         "spearman": lambda: torchmetrics.SpearmanCorrCoef(),
         "largest": lambda: torchmetrics.MaxMetric(),
         "perplexity": lambda: torchmetrics.text.Perplexity(),
@@ -123,7 +123,7 @@ def names_for(samples: int) -> tuple[str, ...]:
 
 
 def in_one_process(samples: int, names: tuple[str, ...]) -> dict[str, float]:
-    """As torchmetrics has it, all samples in one batch."""
+    """The values of torchmetrics, with all samples in one batch."""
     metrics = made(names)
     tell(metrics, data(samples)[:])
     expected: dict[str, float] = {}
@@ -138,7 +138,7 @@ def in_one_process(samples: int, names: tuple[str, ...]) -> dict[str, float]:
 def test_a_metric_of_torchmetrics_is_the_number_of_one_process_over_all_samples(n: int) -> None:
     pytest.importorskip("torchmetrics", reason="torchmetrics is not installed (pip install torchmetrics)")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own, about lists that grow and classes without a sample
+        warnings.simplefilter("ignore")  # torchmetrics warns about lists that grow and classes without a sample
         expected = [in_one_process(samples, names_for(samples)) for samples in SIZES]
         answers = on_ranks(n, by_torchmetrics) if n > 1 else [by_torchmetrics()]
     assert len(expected[0]) == 13
@@ -162,14 +162,14 @@ def test_a_collection_of_torchmetrics_may_stand_for_all() -> None:
 
 
 def by_an_object_that_would_wait() -> dict[str, float]:
-    """It synchronises on each call, which hangs where ranks have different numbers of batches."""
+    """It synchronises at each call, which hangs if ranks have different numbers of batches."""
     import torchmetrics
 
     accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES, dist_sync_on_step=True)
 
     def eval_fn(model: Any, batch: Any) -> None:
         accuracy(batch[0], batch[1])
-        accuracy.compute()  # the number so far: it must not be the one in the end
+        accuracy.compute()  # the value so far must not be the result at the end
 
     return figures(29, eval_fn, {"accuracy": accuracy}, size=4)
 
@@ -186,7 +186,7 @@ def test_no_metric_waits_for_other_ranks_while_batches_are_evaluated() -> None:
 
 
 class Words:
-    """A set of words: their number is no sum over ranks."""
+    """A set of words: the size of the set is not a sum over ranks."""
 
     def __init__(self) -> None:
         self.words: set[int] = set()

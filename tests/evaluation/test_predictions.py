@@ -1,4 +1,4 @@
-"""Predictions: each sample's once, in the order of the dataset, whatever the ranks, batches and order of evaluation."""
+"""Predictions: one per sample, in the order of the dataset, for any ranks, batches and order of evaluation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def all_kinds(model: Any, batch: Any) -> Any:
         "tensor": torch.stack([k, half], 1),
         "array": half.numpy(),
         "words": [f"word {n}" for n in k.tolist()],
-        "pair": (k, [torch.full((int(n) % 3,), int(n)) for n in k]),  # rows of uneven length
+        "pair": (k, [torch.full((int(n) % 3,), int(n)) for n in k]),  # rows of different lengths
     }
 
 
@@ -56,7 +56,7 @@ LOADERS: dict[str, dict[str, Any]] = {
 
 
 def predicted(on: str) -> list[str]:
-    """Of which loaders this rank was given the answer; it is right."""
+    """The loaders for which this rank got the result; the result is checked."""
     comm.init()
     answered = []
     model = nn.Linear(1, 1)
@@ -83,7 +83,7 @@ class Stream(IterableDataset[Any]):
 
 
 def bit_by_bit(folder: Path, samples: int) -> list[int]:
-    """Written down as they come; what a rank has in hand at a time."""
+    """The predictions in the order in which they come; how many a rank holds at a time."""
     world = comm.init()
     sizes = []
 

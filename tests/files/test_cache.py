@@ -1,4 +1,4 @@
-"""Copies of remote files on this machine: each made once, whole or not at all, kept while it is used, and never a must."""
+"""Copies of remote files on this machine: each is made once, complete or absent, kept while it is used, and never required."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def names(tmp_path: Path) -> list[str]:
 
 
 def process(tmp_path: Path, *sources: str, then: str = "") -> subprocess.Popen[str]:
-    """One that has copies of these, prints the sum of their bytes, and then does as it is told."""
+    """A process that has copies of these files, prints the sum of their bytes, and then runs `then`."""
     script = (
         "import sys; from pathlib import Path; from rankwise.files import FileCache\n"
         "cache = FileCache(sys.argv[1]); paths = cache.paths(sys.argv[2:])\n"
@@ -80,7 +80,7 @@ def test_a_kill_while_it_copies_leaves_no_lock_and_another_process_goes_on(tmp_p
     asked = server.asked
     waiting = process(tmp_path, server.url("x1.bin"))
     until(lambda: any(name.endswith(".part") for name in names(tmp_path)))
-    until(lambda: server.asked > asked)  # it knows which file that is, and looks for its copy
+    until(lambda: server.asked > asked)  # it knows which file this is, and looks for its copy
     assert waiting.poll() is None
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
@@ -135,11 +135,11 @@ def test_a_source_that_is_gone_or_stalls_is_an_error_and_nothing_is_left(
     assert names(tmp_path) == []
 
 
-# --- no room
+# --- no space
 
 
 def with_room_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: int) -> None:
-    """Of a disk as large as 100 of the files."""
+    """A disk with the size of 100 of the files, on which there is space for `files`."""
 
     def statvfs(path: object) -> SimpleNamespace:
         used = sum(found.stat().st_size for found in here(tmp_path).iterdir())
@@ -157,7 +157,7 @@ def test_those_used_longest_ago_make_room_and_those_in_use_stay(
     (here(tmp_path) / "notes.txt").write_text("")
     [first], [second] = users[0].paths([server.url("x0.bin")]), users[1].paths([server.url("x1.bin")])
     os.utime(first, (1, time.time() - 100))
-    del users[0]  # now nobody has the first
+    del users[0]  # now nobody uses the first
     [third] = users[1].paths([server.url("x2.bin")])
     assert [Path(path).exists() for path in (first, second, third)] == [False, True, True]
     url = server.url("x0.bin")

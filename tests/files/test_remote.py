@@ -1,4 +1,4 @@
-"""Files of a store or a network: the same bytes as a local file's; a broken connection is tried again, a stall given up."""
+"""Files in a store or on a network: the same bytes as a local file. A broken connection is tried again, a stall is an error."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_is_slow_and_does_not_stall_is_read(server: FileServer, monkeypatch
     with RemoteFile(server.url("x.bin")) as file:
         found = b""
         for _ in range(4):
-            time.sleep(0.3)  # the limit is each call's, and not that of all together
+            time.sleep(0.3)  # the limit applies to each call, not to all together
             found += file.read(300_000)
     assert found == CONTENT
 

@@ -1,8 +1,8 @@
-"""What make.py writes and test_frozen.py reads: where it lies, how it gets to another folder, what the command prints of it.
+"""The fixtures that make.py writes and test_frozen.py reads: where they are, how to copy one, what the command prints about it.
 
     folder = copied(tmp_path, "runs/done");  status, lines = typed("status", "done")
 
-Text files have @FOLDER@ and @PYTHON@ in place of the folder and the interpreter of the machine that made them.
+In text files, @FOLDER@ and @PYTHON@ replace the folder and the interpreter of the machine that wrote them.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ COMMANDS = {
     "ssh": ("run", "-H", "a:1,b:1", "--start-method", "spawn", "--name", "ssh", "--dry-run", "hello.py"),
     "site": ("run", "--on", "slurm", "--config", "run.toml", "--name", "site", "--dry-run", "hello.py"),
 }  # fmt: skip
-"""How each run was started; that of `site` with site.toml as the user's rankwise.toml."""
+"""The command of each run; that of `site` has site.toml as the user's rankwise.toml."""
 
 OF_RUNS = (("status",), ("report",), ("cancel",))
 OF_CHECKPOINTS = (("checkpoint", "verify"), ("checkpoint", "ls", "--verify"))
-"""What is asked of a fixture, and answered in prose."""
+"""Commands about a fixture, which answer in sentences."""
 
 EXPLAINED = {
     "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "MASTER_ADDR": "node0",
     "MASTER_PORT": "29500",
 }  # fmt: skip
-"""Where `rankwise explain` is asked."""
+"""The environment for `rankwise explain`."""
 
 _SLURM = {
     "sbatch": "echo 12",
@@ -62,7 +62,7 @@ _SSH = {"ssh": 'while [ "$1" != -- ]; do shift; done\nexec sh -c "$3"'}
 
 
 def stand_ins(folder: Path) -> Path:
-    """A folder for the front of PATH: a Slurm and an ssh that stay on this machine."""
+    """A folder for the start of PATH: a Slurm and an ssh that stay on this machine."""
     folder.mkdir(exist_ok=True)
     for name, source in {**_SLURM, **_SSH}.items():
         (folder / name).write_text(f"#!/bin/bash\n{source}\n")
@@ -71,20 +71,20 @@ def stand_ins(folder: Path) -> Path:
 
 
 def scripts(folder: Path) -> None:
-    """What the runs run, where they run it."""
+    """Write the scripts of the runs, in the folder where they run."""
     for name in ("train.py", "hello.py", "run.toml"):
         shutil.copy(HERE / name, folder)
 
 
 def site_file(folder: Path, more: str = "") -> Path:
-    """The site file as that of the user whose XDG_CONFIG_HOME it is, with further lines."""
+    """Write the site file, with further lines, as the user's configuration below XDG_CONFIG_HOME."""
     folder.mkdir(exist_ok=True)
     (folder / "rankwise.toml").write_text((HERE / "site.toml").read_text() + more)
     return folder
 
 
 def copied(folder: Path, name: str, to: str | None = None) -> Path:
-    """The fixture `runs/done` in that folder, as if it had been made there."""
+    """Copy the fixture `runs/done` to this folder, as if it had been written there."""
     target = folder / (to or name)
     shutil.copytree(HERE / name, target)
     for path in _texts(target):
@@ -94,10 +94,11 @@ def copied(folder: Path, name: str, to: str | None = None) -> Path:
 
 
 def brought(source: Path, folder: Path, name: str) -> None:
-    """A run of `folder` becomes the fixture `name`: without what nobody needs, and what is of this machine alone."""
+    """Turn a run of `folder` into the fixture `name`: without files that nobody needs, and without what belongs to this
+    machine."""
     target = HERE / name
     shutil.rmtree(target, ignore_errors=True)
-    ignored = shutil.ignore_patterns("telemetry", "code.txt", ".*")  # figures that metrics.jsonl has too; packages
+    ignored = shutil.ignore_patterns("telemetry", "code.txt", ".*")  # metrics that metrics.jsonl has too; packages
     shutil.copytree(source, target, ignore=ignored)
     for path in _texts(target):
         text = path.read_text().replace(str(folder), "@FOLDER@").replace(sys.executable, "@PYTHON@")
@@ -105,11 +106,11 @@ def brought(source: Path, folder: Path, name: str) -> None:
         path.write_text(text)
     for path in sorted(target.rglob("*"), reverse=True):
         if path.is_dir() and not any(path.iterdir()):
-            path.rmdir()  # git keeps no empty folder
+            path.rmdir()  # git stores no empty folder
 
 
 def _texts(folder: Path) -> list[Path]:
-    """Of a run, without its checkpoints: they have a sum for each byte."""
+    """The text files of a run, without its checkpoints, which have checksums."""
     found = [path for path in folder.rglob("*") if path.suffix in (".json", ".jsonl", ".sh", ".log")]
     return [path for path in found if "checkpoints" not in path.relative_to(folder).parts]
 
@@ -135,14 +136,14 @@ def answered(*words: str) -> dict[str, Any]:
 
 
 def manifest_of(run: Path) -> dict[str, Any]:
-    """Of its only checkpoint."""
+    """The manifest of its only checkpoint."""
     [path] = (run / "checkpoints").glob("*/manifest.json")
     record: dict[str, Any] = json.loads(path.read_text())
     return record
 
 
 def shown(run: Path) -> dict[str, Any]:
-    """What `checkpoint show --json` has beside the manifest, word for word."""
+    """What `checkpoint show --json` prints in addition to the manifest, unchanged."""
     manifest = manifest_of(run)
     found = answered("checkpoint", "show", "--json", run.name)
     return {name: value for name, value in found.items() if manifest.get(name) != value} | {
@@ -151,13 +152,13 @@ def shown(run: Path) -> dict[str, Any]:
 
 
 def explained() -> dict[str, Any]:
-    """What `explain --json` prints; of the schedulers that it passes over, the keys."""
+    """What `explain --json` prints; only the keys of the schedulers that were not used."""
     found = answered("explain", "--json")
     return {**found, "not_taken": keys(found["not_taken"])}
 
 
 def keys(record: Any, path: str = "") -> list[str]:
-    """The names in a JSON value, each with where it stands: lives[].host."""
+    """The names in a JSON value, each with its path: lives[].host."""
     found = set()
     if isinstance(record, dict):
         for name, value in record.items():
@@ -169,8 +170,8 @@ def keys(record: Any, path: str = "") -> list[str]:
 
 
 def keys_of_files(run: Path) -> dict[str, list[str]]:
-    """Of each JSON file of a run, its names; of metrics.jsonl those of all its lines, but for what a later version measures
-    (sync/...); of config.json those that say something, for a later version may know more settings."""
+    """The names in each JSON file of a run. For metrics.jsonl, those of all its lines, without what a later version measures
+    (sync/...). For config.json, those with a value, because a later version may have more settings."""
     found = {path.name: keys(json.loads(path.read_text())) for path in sorted(run.glob("*.json"))}
     if (config := run / "config.json").exists():
         found[config.name] = [name for name, value in json.loads(config.read_text()).items() if value not in (None, False, [])]

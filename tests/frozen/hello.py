@@ -1,4 +1,4 @@
-"""A script of the frozen plans: no torch, so its ranks start in a blink."""
+"""A script of the frozen plans. It does not import torch, so its ranks start at once."""
 
 import os
 

@@ -1,10 +1,10 @@
-"""Writes the fixtures beside it: what rankwise leaves on disk, by itself. Run at 29eeb0e, with torch 2.13.0 on the CPU:
+"""Writes the fixtures beside it: what rankwise leaves on disk. Run at 29eeb0e, with torch 2.13.0 on the CPU:
 
-    .venv/bin/python tests/frozen/make.py           all of them, anew
-    .venv/bin/python tests/frozen/make.py words     reports.json alone: what the command says of the fixtures that are there
+    .venv/bin/python tests/frozen/make.py           all of them, from scratch
+    .venv/bin/python tests/frozen/make.py words     only reports.json: what the command prints about the existing fixtures
 
-They are what older versions have written, so they stay as they are, and so do records.json (what `--json` prints) and
-weights.json (what the trainings end with). Where words are changed on purpose, write reports.json again and look at its diff.
+Older versions have written them, so they must not change. The same is true of records.json (what `--json` prints) and
+weights.json (the final weights of the trainings). If you change texts on purpose, write reports.json again and read its diff.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def runs(folder: Path) -> None:
     for name in PLANS:
         run(name, 0, **({"XDG_CONFIG_HOME": str(fixtures.site_file(folder / "config"))} if name == "site" else {}))
     step = fixtures.manifest_of(folder / "runs" / "stopped")["step"]
-    assert 5 < step < 15, f"stopped after step {step}: run it again"  # the ranks agree on a step some steps later
+    assert 5 < step < 15, f"stopped after step {step}: run it again"  # the ranks agree on a step a few steps later
     for name in RUNS:
         fixtures.brought(folder / "runs" / name, folder, f"runs/{name}")
     for name in PLANS:
@@ -73,12 +73,12 @@ def checkpoints(folder: Path) -> None:
 
 
 def machine() -> str:
-    """What numbers are the same on, bit for bit."""
+    """Results are equal, bit for bit, on machines for which this is equal."""
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def answers(folder: Path, words_alone: bool) -> None:
-    """What the command says of the fixtures. A key of records.json is a fixture, or a verb that needs none."""
+    """What the command prints about the fixtures. A key of records.json is a fixture, or a verb that needs none."""
     shutil.rmtree(folder / "runs", ignore_errors=True)
     reports: dict[str, Any] = {}
     records: dict[str, Any] = {}

@@ -3,7 +3,7 @@
     rankwise run --nproc 2 train.py sharded        FROZEN_STOP_AT=7: rank 0 is asked to stop; FROZEN_FAIL_AT=7: rank 1 raises
     [weights] = on_ranks(1, fit, "alone", folder)  stop_at=7: likewise
 
-Do not change what it computes: the checkpoints beside it are of this model and data, and weights.json is what it ends with.
+Do not change what it computes: the checkpoints beside it are from this model and data, and weights.json has its final weights.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rankwise.actions import Log
 
 Weights = dict[str, list[float]]
 
-SAMPLES = 37  # five steps of 8 an epoch, the last one partial
+SAMPLES = 37  # five steps of 8 per epoch, the last one partial
 RANKS = {"alone": 1, "sharded": 2, "node": 2, "fp16": 1, "stream": 1, "tokens": 1}
 STOP_AT = 7
-"""In the middle of the second of four epochs; several ranks agree on a step that is some steps later."""
+"""In the middle of the second of four epochs; several ranks agree on a step that is a few steps later."""
 
 
 def samples(count: int = SAMPLES, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -45,7 +45,7 @@ def tensors(count: int = SAMPLES, seed: int = 1, dtype: torch.dtype = torch.floa
 
 
 class Stream(IterableDataset[Any]):
-    """The same samples, of a length that nobody knows."""
+    """The same samples, without a known length."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from samples()
@@ -64,7 +64,7 @@ class Sentences(Dataset[Any]):
 
 
 def padded(sentences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x of 6 for each number: its powers; y), the padding with x = y = 0."""
+    """(x: 6 powers of each number; y), with x = y = 0 as padding."""
     rows = nn.utils.rnn.pad_sequence(sentences, batch_first=True)
     return torch.stack([rows**k for k in range(1, 7)], -1), rows.sin().unsqueeze(-1)
 
@@ -74,7 +74,7 @@ def model_of(kind: str) -> nn.Module:
     width = 24 if kind == "sharded" else 8  # tensors of 1 kB are divided among the ranks, smaller ones are not
     layers = [nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1)]
     if kind == "node":
-        layers.insert(1, nn.BatchNorm1d(width))  # buffers that each rank has of its own
+        layers.insert(1, nn.BatchNorm1d(width))  # each rank has its own buffers
     return nn.Sequential(*layers).to(torch.float32 if kind == "fp16" else torch.float64)
 
 
@@ -84,7 +84,7 @@ def plain(model: nn.Module, batch: Any) -> Any:
 
 
 def noisy(model: nn.Module, batch: Any) -> Any:
-    """Of all random streams that a checkpoint holds: a resumed step draws what the unbroken one drew."""
+    """Uses all random streams that a checkpoint contains: a resumed step must draw the same numbers as an unbroken run."""
     x, y = batch
     scale = 1 + 0.1 * random.random() + 0.1 * float(np.random.random_sample())
     noise = 0.1 * torch.rand(x.shape, dtype=torch.float64).to(x.dtype)
@@ -92,7 +92,7 @@ def noisy(model: nn.Module, batch: Any) -> Any:
 
 
 class Steps:
-    """A part of the user's own, saved beside the Trainer's."""
+    """A part of the user, saved beside those of the Trainer."""
 
     name = "steps"
 
@@ -110,7 +110,7 @@ class Steps:
 
 
 def trainer_of(kind: str, run_dir: Path | None, stop_at: int, fail_at: int = 0) -> rankwise.Trainer:
-    """Four epochs; in the step `stop_at` the main rank gets SIGTERM, in `fail_at` the last one raises."""
+    """Four epochs. In the step `stop_at` the main rank gets SIGTERM; in the step `fail_at` the last rank raises."""
     model = model_of(kind)
     steps = Steps()
 
@@ -118,7 +118,7 @@ def trainer_of(kind: str, run_dir: Path | None, stop_at: int, fail_at: int = 0) 
         if state.step == stop_at and rankwise.is_main():
             os.kill(os.getpid(), signal.SIGTERM)
         if 0 < stop_at <= state.step:
-            time.sleep(0.05)  # a step takes 2 ms, and to agree on the last one some more
+            time.sleep(0.05)  # a step takes 2 ms, and to agree on the last step takes longer
         if state.step == fail_at and rankwise.rank() == rankwise.world_size() - 1:
             raise ValueError("loss is nan")
 
@@ -154,8 +154,8 @@ def trainer_of(kind: str, run_dir: Path | None, stop_at: int, fail_at: int = 0) 
 
 
 def fit(kind: str, run_dir: Path, *, stop_at: int = 0, own_disk: bool = False) -> Weights:
-    """Collective. All that the model holds in the end; nothing where it was stopped. `own_disk`: each rank is a node with a
-    disk, run_dir/0 and so on."""
+    """Collective. Everything that the model contains at the end; empty if it was stopped. `own_disk`: each rank is a node with
+    a disk, run_dir/0 and so on."""
     sys.argv = ["train.py", kind]
     folder = run_dir / str(rankwise.rank()) if own_disk else run_dir
     trainer = trainer_of(kind, folder, stop_at)

@@ -1,4 +1,4 @@
-"""A call as it travels."""
+"""How a call is sent."""
 
 from __future__ import annotations
 

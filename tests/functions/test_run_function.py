@@ -1,4 +1,4 @@
-"""Functions in the place of scripts, by the real launcher."""
+"""Functions instead of scripts, with the real launcher."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def scaled_rank(factor: int, offset: int = 0) -> tuple[int, int]:
 
 
 def times_rank(factor: int) -> int:
-    """Without torch: its import takes the time of ten of these runs."""
+    """Does not import torch, which would take the time of ten of these runs."""
     return factor * int(os.environ["RANK"])
 
 
@@ -115,7 +115,7 @@ def test_each_rank_returns_in_the_order_of_the_ranks_and_what_they_print_is_show
     run = RunDir(Path("runs/scaled_rank"))
     assert run.log(1).read_text() == "rank 1 of 2\n"
     assert run.attempts()[-1].argv == ("-m", "rankwise.functions.worker", "test_run_function.scaled_rank")
-    assert not run.function.exists()  # nothing pickled is left
+    assert not run.function.exists()  # no pickle is left
 
 
 def test_what_travels_is_for_this_user_alone() -> None:
@@ -158,7 +158,7 @@ def test_after_a_restart_the_answers_are_those_of_the_last_attempt() -> None:
     assert found == ["0 in life 1", "1 in life 1"]
 
 
-# --- what is refused, before anything runs
+# --- what is refused before anything runs
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         rankwise.run_function(modes_of_its_files, nproc=1)
 
 
-# --- a run that is not waited for
+# --- a run in the background
 
 
 @pytest.fixture
@@ -352,7 +352,7 @@ def test_a_caller_that_is_killed_leaves_nothing_running_and_a_checkpoint(
 
 
 def test_in_a_notebook_what_ranks_print_goes_to_its_stream_and_tracebacks_have_the_source(tmp_path: Path) -> None:
-    """A stream that is no file, a function whose file there is not: as ipykernel has it."""
+    """As in ipykernel: the stream is not a file, and the file of the function does not exist."""
     pytest.importorskip("cloudpickle")
     source = """
 import io, linecache, sys
@@ -380,14 +380,14 @@ except RuntimeError as error:
 
 @pytest.fixture
 def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Slurm of a few scripts, whose jobs run here; returns the folder of its state."""
+    """A Slurm made of a few scripts, whose jobs run here. Returns the folder of its state."""
     folder = tmp_path / "slurm-bin"
     folder.mkdir()
     step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1",
             "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0", "SLURM_NTASKS": "1",
             "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "node1"}  # fmt: skip
     commands = {
-        # The job: job.sh as it stands, its exit status kept where scontrol reads it.
+        # The job: job.sh itself; its exit status is stored where scontrol reads it.
         "sbatch": f'(sh "$2" > {folder}/log 2>&1; echo "COMPLETED None $?:0" > {folder}/state) & echo 12',
         "srun": 'while test "${1#-}" != "$1"; do shift; done\n'
         + f'exec env {" ".join(f"{k}={v}" for k, v in step.items())} "$@"',

@@ -1,4 +1,4 @@
-"""Functions as Submitit's tasks, by its own local executor."""
+"""Functions as tasks of Submitit, with its own local executor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 120
 @pytest.fixture
 def executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     submitit = pytest.importorskip("submitit", reason="submitit is not installed (pip install 'rankwise[submitit]')")
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(__file__).parents[1]}")  # where tasks find this file
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(__file__).parents[1]}")  # tasks find this file here
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found = submitit.LocalExecutor(tmp_path / "jobs")
     found.update_parameters(tasks_per_node=2, timeout_min=5)
@@ -44,7 +44,7 @@ def sums_ranks(offset: int) -> tuple[int, int, str]:
 
 
 def trains(folder: str) -> tuple[int, list[int]]:
-    """Slow until it was signalled, so that the signal comes in its midst."""
+    """Slow until it gets the signal, so that the signal arrives in the middle."""
     import time
 
     import torch
@@ -53,7 +53,7 @@ def trains(folder: str) -> tuple[int, list[int]]:
     model = torch.nn.Linear(4, 1)
 
     def step(model: Any, batch: Any) -> Any:
-        if rankwise.rank() == 0:  # Submitit's own handler has it until this rank is at its first step
+        if rankwise.rank() == 0:  # before this rank's first step, Submitit's handler gets the signal
             Path(folder, "begun").touch()
         if not Path(folder, "signalled").exists():
             time.sleep(0.05)
@@ -83,11 +83,11 @@ def test_what_a_task_raises_is_told_as_submitit_does(executor: Any) -> None:
     assert "ValueError: no data" in str(job.exception())
 
 
-@pytest.mark.stress(dose="whole")  # under Slurm it is in tests/cluster, and the default tier has what a stop becomes, below
+@pytest.mark.stress(dose="whole")  # tests/cluster has it with Slurm, and the default tier tests the result of a stop, below
 def test_a_preempted_job_saves_after_one_step_and_goes_on_in_its_next_start(executor: Any, tmp_path: Path) -> None:
     job = executor.submit(on_submitit(trains), str(tmp_path))
     wait_for((tmp_path / "begun").exists, "a step")
-    # As a scheduler does, to every task; the local executor's own _interrupt ends its controller.
+    # Like a scheduler, to every task; the local executor's own _interrupt would end its controller.
     for task in processes.children(job._process.pid):
         processes.send(task, signal.SIGUSR2)
     (tmp_path / "signalled").touch()

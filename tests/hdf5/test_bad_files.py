@@ -1,4 +1,5 @@
-"""Files that cannot be trained on: one error, which names the file, what was found and what to do; and odd ones that can."""
+"""Files that cannot be used for training: one error names the file, what was found and what to do. And unusual files that
+can."""
 
 from __future__ import annotations
 
@@ -169,7 +170,7 @@ def test_the_loader_says_which_samples_it_asked_for(tmp_path: Path) -> None:
     assert caught.value.__notes__ == ["in samples 0, 1, 2, 3 of HDF5Dataset"]
 
 
-# --- what is odd and right
+# --- unusual, but right
 
 
 def test_fewer_samples_than_ranks_and_one_longer_than_all_others(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Memory of batches is used again only when nobody holds it."""
+"""Memory of batches is reused only when nobody holds it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_nobody_holds_is_used_again_for_what_fits() -> None:
     assert len(addresses) == 1
     assert address(buffers.empty((200, 1000), KIND)) not in addresses
     assert len(buffers._held) == 1
-    assert buffers.empty((2, 3), KIND).base is None  # small: not worth it
+    assert buffers.empty((2, 3), KIND).base is None  # too small to be kept
 
 
 def test_no_more_than_four_are_kept() -> None:

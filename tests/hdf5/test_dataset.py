@@ -65,7 +65,7 @@ def file_of(path: Path, **datasets: Any) -> Path:
 
 
 def uneven(path: Path, samples: int = N, wide: int = 3) -> tuple[HDF5Dataset, list[Any]]:
-    """With a sample and a batch of no row."""
+    """Also has a sample and a batch without a row."""
     sequences = [np.full((0 if k % 5 == 0 else k % 11, wide), k, np.float32) for k in range(samples)]
     with HDF5Writer(path) as writer:
         for k, sequence in enumerate(sequences):

@@ -1,4 +1,4 @@
-"""Each sample of an HDF5 file once an epoch, in the same global batches, on any number of ranks and after a stop anywhere."""
+"""Each sample of an HDF5 file once per epoch, in the same global batches, on any number of ranks and after a stop anywhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CUTS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> HDF5Dataset:
-    """Three files, each sample with its number."""
+    """Three files, in which each sample has its number."""
     folder = tmp_path_factory.mktemp("files")
     for first, stop in ((0, 40), (40, 41), (41, N)):
         with HDF5Writer(folder / f"x{first:03}.h5", variable=["x"]) as writer:
@@ -33,7 +33,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> HDF5Dataset:
 
 
 def steps_of(some: list[Any], most: int | None = None) -> list[list[int]]:
-    """Of all ranks, side by side: the samples of each step."""
+    """The samples of each step, over all ranks."""
     found: list[list[int]] = []
     iterators = [iter(loader) for loader in some]
     while most is None or len(found) < most:
@@ -52,7 +52,7 @@ def steps_of(some: list[Any], most: int | None = None) -> list[list[int]]:
 
 
 def stopped_and_resumed(dataset: HDF5Dataset, before: int, after: int, stop: int, ways: dict[str, Any]) -> list[list[int]]:
-    """All steps: the first `stop` on `before` ranks, the others on `after`."""
+    """All steps: the first `stop` on `before` ranks, the others on `after` ranks."""
     first = loaders(dataset, before, **ways)
     done = steps_of(first, stop)
     rest = loaders(dataset, after, **ways)
@@ -77,7 +77,7 @@ def test_none_is_lost_and_none_comes_twice_after_a_stop_on_other_ranks(dataset: 
 
 
 def files_that_are_read(paths: list[str], **ways: Any) -> tuple[list[str], list[int]]:
-    """(the files that this rank has mapped after an epoch, what it has read)."""
+    """(the files that this rank has mapped after an epoch, the samples that it has read)."""
     rankwise.init()
     loader = rankwise.Loader(HDF5Dataset(paths), split="files", global_batch_size=SIZE, max_epochs=1, **ways)
     numbers = [k for step in loader for batch in step for k in batch["number"].tolist()]

@@ -1,4 +1,4 @@
-"""HDF5Writer: what comes back, how it lies in the file, and that a file is whole or not there."""
+"""HDF5Writer: the samples that are read back, the layout of the file, and that a file is complete or absent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def written(path: Path, samples: list[dict[str, Any]], **ways: Any) -> HDF5Datas
     return HDF5Dataset(path)
 
 
-# --- what comes back
+# --- samples that are read back
 
 
 def test_numbers_tensors_arrays_and_strings_come_back(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_file_that_others_wrote_has_nothing_to_verify(tmp_path: Path) -> None:
     assert HDF5Dataset(tmp_path / "x.h5").verify() == 0
 
 
-# --- whole, or not there
+# --- complete or absent
 
 
 def test_an_exception_a_discard_and_no_sample_leave_nothing(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("a small disk needs the right to mount")
     try:
-        for size in (1_200_000, 3_000_000):  # no room for it twice; no room for it at all
+        for size in (1_200_000, 3_000_000):  # no space for it twice; no space for it at all
             with pytest.raises(DataError, match=r"cannot be written: (it needs 1\.2 MB, but only .* are free|No space left)"):
                 written(disk / "x.h5", [{"x": np.zeros(size // 4, "i4")}] * 1)
             assert list(disk.iterdir()) == []

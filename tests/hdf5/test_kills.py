@@ -1,5 +1,5 @@
-"""A training over HDF5 files of which a rank, or a worker of its loader, was killed in mid-epoch takes each sample once in an
-epoch, in the batches of one that was not killed, on whatever number of ranks it goes on."""
+"""A rank, or a worker of its loader, is killed in the middle of an epoch of a training over HDF5 files. The resumed training
+uses each sample once per epoch, in the batches of a training that was not killed, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ Settings = dict[str, Any]
 BY_COUNT: Settings = {"global_batch_size": 7}
 BY_LENGTH: Settings = {"global_batch_size": None, "batches": rankwise.LengthBatches(global_tokens=40)}
 WORKERS: Settings = {"num_workers": 2, "prefetch_factor": 1}
-"""Two batches ahead: a worker is killed while batches of its are needed yet. Of one that has made its last nobody may hear."""
+"""Two batches ahead: the worker is killed while some of its batches are still needed. If it had made its last, nobody might
+notice."""
 HERE: Settings = {"num_workers": 0, "prefetch_factor": None}
 AHEAD: Settings = {"prefetch_factor": 4}
 BLOCKS: Settings = {"shuffle": "blocks"}
@@ -39,7 +40,7 @@ MORE = pytest.mark.stress
 
 
 def attempt(folder: Path, ledger: Path, ways: Settings, killed: str | None, kill_at: int) -> None:
-    """Train; `killed` is "rank" or "worker": the last rank, or a worker of its loader's, is ended after a step."""
+    """Train. `killed` is "rank" or "worker": the last rank, or a worker of its loader, is killed after a step."""
     multiprocessing.set_start_method("fork", force=True)
     writers.find_spec = lambda name: None  # type: ignore[assignment, misc]  # TensorBoard takes longer than all this
     torch.manual_seed(3)
@@ -47,7 +48,7 @@ def attempt(folder: Path, ledger: Path, ways: Settings, killed: str | None, kill
 
     def step_fn(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
         numbers, x, lengths = batch["number"], batch["x"], batch["x_lengths"]
-        if torch.is_grad_enabled():  # not where the Trainer tries the first micro-batch
+        if torch.is_grad_enabled():  # not when the Trainer tries the first micro-batch
             assert [row[:n].tolist() for row, n in zip(x, lengths, strict=True)] == [[k] * (k % 13) for k in numbers.tolist()]
             with open(f"{ledger}-{comm.rank()}", "a") as file:
                 file.write(f"{trainer.state.step + 1} {' '.join(map(str, numbers.tolist()))}\n")
@@ -127,18 +128,18 @@ def write(folder: Path) -> None:
 
 
 Ledger = dict[int, list[int]]
-"""The samples of each step, of all ranks."""
+"""The samples of each step, over all ranks."""
 
 
 def killed_and_resumed(
     folder: Path, ways: Settings, before: int, after: int, killed: str, kill_at: int
 ) -> tuple[Ledger, int, Ledger]:
-    """(what the first attempt took, the step after which the second one began, what that took)."""
+    """(the samples of the first attempt, the step after which the second one started, the samples of the second)."""
     with pytest.raises(RankError):
         on_ranks(before, attempt, folder, folder / "first", ways, killed, kill_at)
     on_ranks(after, attempt, folder, folder / "second", ways, None, 0)
     first, second = read(folder / "first", before), read(folder / "second", after)
     began = min(second) - 1
     assert began % SAVE_EVERY == 0, "it resumes from a checkpoint"
-    assert kill_at // SAVE_EVERY * SAVE_EVERY <= began <= max(first)  # it sees late that a worker is gone
+    assert kill_at // SAVE_EVERY * SAVE_EVERY <= began <= max(first)  # the loss of a worker is noticed late
     return first, began, second

@@ -1,4 +1,4 @@
-"""What is read soon is asked of the kernel: those bytes, if they are not in its cache, and nothing else depends on it."""
+"""Bytes that are needed soon are requested from the kernel if they are not in its cache; nothing else depends on this."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WILL_NEED = MappedRows.will_need
 
 
 class Kernel:
-    """Notes what it is asked for. `missing`: None if a byte of a file is in the cache, or the error that says otherwise."""
+    """Records requests. `missing`: None if a byte of a file is in the cache, otherwise the error that shows that it is not."""
 
     def __init__(self, missing: Callable[[int], int | None]) -> None:
         self._missing = missing
@@ -48,7 +48,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """Nothing is in its cache."""
+    """A kernel with nothing in its cache."""
     return replaced(monkeypatch, lambda offset: errno.EAGAIN)
 
 
@@ -61,7 +61,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch, missing: Callable[[int], int | Non
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
-    """Samples of 5000 bytes, sequences of bytes of the sample's number, and small numbers."""
+    """Samples of 5000 bytes, sequences of bytes with the value of the sample's number, and small numbers."""
     paths = []
     for first, stop in ((0, 30), (30, 31), (31, 80)):
         paths.append(str(tmp_path / f"x{first:02}.h5"))
@@ -72,7 +72,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def bytes_of(kernel: Kernel) -> list[int]:
-    """The values in what was asked for."""
+    """The values in the bytes that were requested."""
     found: list[int] = []
     for path, offset, size in kernel.asked:
         with open(path, "rb") as file:
@@ -212,7 +212,7 @@ def test_batches_are_the_same_with_a_cold_cache(files: list[str], ways: dict[str
 
 
 def test_the_real_kernel_is_asked(files: list[str]) -> None:
-    """Whether this file is in its cache or not."""
+    """Whether or not this file is in its cache."""
     tell = HDF5Dataset(files[0], fields="x").read_ahead(1)
     assert tell is not None
     fd = os.open(files[0], os.O_RDONLY)

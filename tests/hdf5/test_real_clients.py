@@ -85,7 +85,7 @@ def test_returnn_reads_what_we_write(returnn: Any, tmp_path: Path, with_targets:
 
 
 def same(returnn: Any, path: Path) -> HDF5Dataset:
-    """As RETURNN itself reads it."""
+    """Our samples, which must be those that RETURNN reads."""
     dataset = HDF5Dataset(path)
     read = read_by_returnn(returnn, path)
     assert len(dataset) == len(read)

@@ -1,4 +1,4 @@
-"""HDF5 files behind a URL, read in place or copied to this machine once: the same batches as of local files."""
+"""HDF5 files at a URL, read directly or copied to this machine once: the same batches as from local files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ N = 150
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[FileServer]:
-    """Three files of uneven samples, and a compressed one."""
+    """Three files of samples of different lengths, and a compressed file."""
     folder = tmp_path / "there"
     folder.mkdir()
     for first in range(0, N, 50):

@@ -1,4 +1,4 @@
-"""RETURNN's HDF files: every layout that its tools write, read as RETURNN reads it; and what we write for it."""
+"""RETURNN's HDF files: every layout that its tools write, read as RETURNN reads it; and the files that we write for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TAGS = ["a", "b/ü", ""]
 
 
 def write(path: Path, targets: dict[str, Any] | None = None, inputs: Any = None, lengths: Any = None, **more: Any) -> Path:
-    """By hand, after RETURNN's own code: columns are the inputs', then those of the sorted targets."""
+    """Written manually, after RETURNN's own code: the columns are those of the inputs, then of the sorted targets."""
     with h5py.File(path, "w") as file:
         if inputs is not None:
             file["inputs"] = inputs

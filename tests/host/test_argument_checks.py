@@ -1,4 +1,4 @@
-"""The checks of arguments: what is bound, what is refused and in which words."""
+"""The checks of arguments: what is bound, what is refused, and with which message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many ranks this machine is for."""
+"""How many ranks this machine gets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_each_device_file_of_a_gpu_is_one_and_its_helpers_are_none(dev: Path, tm
         ("0, 1", 2),
         ("GPU-8932f937,GPU-5eb", 2),
         ("MIG-1", 1),
-        ("NoDevFiles", 0),  # Slurm's word for a job that was given none
+        ("NoDevFiles", 0),  # Slurm's value for a job without a GPU
         ("0,x,1", 1),
     ],
 )
@@ -48,7 +48,7 @@ def test_what_is_visible_counts_and_not_what_is_there(visible: str, count: int, 
 
 
 def trees(tmp_path: Path, files: dict[str, str]) -> tuple[Path, Path]:
-    """The folders of a machine's devices: what /dev and /sys hold."""
+    """The folders of a machine's devices: the contents of /dev and /sys."""
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def trees(tmp_path: Path, files: dict[str, str]) -> tuple[Path, Path]:
 
 
 def amd(cards: int, mapped: int) -> dict[str, str]:
-    """A host with so many AMD GPUs, as a container sees it that may use `mapped` of them. Node 0 is the processor."""
+    """A host with `cards` AMD GPUs, as seen in a container that may use `mapped` of them. Node 0 is the processor."""
     nodes = "sys/class/kfd/kfd/topology/nodes"
     files = {"dev/kfd": "", f"{nodes}/0/properties": "cpu_cores_count 64\nsimd_count 0\ndrm_render_minor 0\n"}
     for k in range(1, cards + 1):
@@ -118,17 +118,17 @@ def test_intels_gpus_are_refused_by_auto_with_what_to_type(tmp_path: Path, monke
         machine.ranks_for("auto", {}, *folders)
     assert machine.ranks_for("4", {}, *folders) == (4, "--nproc")
     assert machine.ranks_for("auto", {"CUDA_VISIBLE_DEVICES": ""}, *folders)[0] == machine.physical_cores()
-    torch_for(monkeypatch)  # a laptop's, which nobody means to train on
+    torch_for(monkeypatch)  # a laptop's GPU, on which nobody wants to train
     assert machine.ranks_for("auto", {}, *folders)[1] == "no GPU found: one per physical core"
 
 
 def test_a_gpu_whose_driver_is_not_loaded_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel was updated, and NVIDIA's module is not built for it: /dev/nvidia0 is gone, the card is on the bus."""
+    """A kernel was updated, and NVIDIA's module is not built for it: /dev/nvidia0 is missing, but the card is on the bus."""
     card = "sys/bus/pci/devices/0000:17:00.0"
     folders = trees(tmp_path, {"dev/null": "", f"{card}/vendor": "0x10de\n", f"{card}/class": "0x030200\n"})
     why = "the NVIDIA GPU here has no driver (no /dev/nvidia0): one per physical core"
     assert machine.ranks_for("auto", {}, *folders) == (machine.physical_cores(), why)
-    (tmp_path / card / "class").write_text("0x040300\n")  # the sound of its HDMI
+    (tmp_path / card / "class").write_text("0x040300\n")  # the sound device of its HDMI
     assert machine.ranks_for("auto", {}, *folders)[1] == "no GPU found: one per physical core"
 
 

@@ -1,4 +1,4 @@
-"""A wait that says now and then what it waits for, and gives up."""
+"""A wait that reports from time to time what it waits for, and ends with an error."""
 
 from __future__ import annotations
 

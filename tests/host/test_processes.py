@@ -1,4 +1,4 @@
-"""Facts and acts about processes. What kills everything below the caller runs in a process of its own."""
+"""Facts about processes, and signals to them. A test that kills everything below the caller runs in a separate process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gone(pid: int) -> bool:
 
 @contextlib.contextmanager
 def python(source: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """Runs the source; whatever the test did, the process and what is below it have ended afterwards."""
+    """Run the source. After the test, the process and its children have ended, whatever happened."""
     with subprocess.Popen([sys.executable, "-c", source, *words], stdin=-1, stdout=-1, text=True) as process:
         try:
             yield process
@@ -151,7 +151,7 @@ def test_a_signal_is_sent() -> None:
         assert child.wait(DEADLINE_S) == -signal.SIGTERM
 
 
-# --- subreaper and end_tree: this one starts a tree that does all it can to be left over
+# --- subreaper and end_tree: this process starts a tree that does everything to survive
 
 _TREE = """
 import os, signal, subprocess, sys
@@ -205,7 +205,7 @@ print(clean, len(orphans), processes.children(os.getpid()), [p for p in pids if 
 def test_end_tree_leaves_nothing_of_a_tree_with_sessions_orphans_and_ignored_signals() -> None:
     with python(_END_ALL, "subreaper") as top:
         out, _ = top.communicate(timeout=DEADLINE_S)
-    assert out == "True 2 [] []\n"  # the branch itself, and the orphan that fell to the subreaper
+    assert out == "True 2 [] []\n"  # the branch itself, and the orphan that the subreaper inherited
 
 
 _ORPHAN = """

@@ -1,4 +1,4 @@
-"""The source of a program, as far as it is the user's own."""
+"""The source of a program, without files that are not the user's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reached(main: str, **others: str) -> bool:
-    """Whether the text HERE is among those of the program; `a__b` is the module a.b."""
+    """Whether the text HERE is found in the program's files; `a__b` is the module a.b."""
     for name, text in others.items():
         path = Path(*name.split("__")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)

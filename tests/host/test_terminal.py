@@ -21,7 +21,7 @@ CLEAR = b"\r\x1b[K"
 
 
 class Screen:
-    """A terminal of ours on a real pseudo-terminal or pipe."""
+    """One of our terminals on a real pseudo-terminal or pipe."""
 
     def __init__(self, tty: bool) -> None:
         self.reader, self._writer = os.openpty() if tty else os.pipe()
@@ -30,7 +30,7 @@ class Screen:
         self.terminal = Terminal(self.file)
 
     def seen(self) -> bytes:
-        """What has arrived, until nothing more does: the kernel passes on what is written to a terminal when it has time."""
+        """All output so far: the kernel delivers what is written to a terminal after some time."""
         found = b""
         while select.select([self.reader], [], [], 0.1)[0]:
             found += os.read(self.reader, 1 << 20)
@@ -123,7 +123,7 @@ def test_a_reader_that_has_gone_silences_the_terminal_and_nothing_else() -> None
 
 
 def test_a_slow_reader_of_a_pipe_that_does_not_block_gets_all() -> None:
-    """As ssh or a shell leaves it: a full pipe is an error to write to, not the end of the output."""
+    """ssh or a shell may leave a pipe like this: if it is full, a write is an error, but not the end of the output."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     file = os.fdopen(writer, "w")
@@ -179,17 +179,17 @@ def test_a_progress_line_is_narrower_than_the_terminal_and_one_line(columns: int
 
 
 def test_the_module_is_loaded_without_tqdm() -> None:
-    """An agent without a person that watches never draws a line."""
+    """An agent whose output nobody watches never draws a line."""
     source = "import rankwise.host.terminal, sys; sys.exit('tqdm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", source]).returncode == 0
 
 
-# --- what is printed to be typed
+# --- commands that the user may type
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The command in an environment of its own, which is not on the PATH."""
+    """The command in a separate environment, which is not on the PATH."""
     command = tmp_path / ".venv" / "bin" / "rankwise"
     command.parent.mkdir(parents=True)
     command.write_text("#!/bin/sh\n")
@@ -204,7 +204,7 @@ def test_the_command_is_printed_as_it_was_typed_unless_the_shell_finds_it_by_its
 ) -> None:
     monkeypatch.setattr(sys, "argv", [".venv/bin/rankwise"])
     assert typed("run", "train.py") == ".venv/bin/rankwise run train.py"
-    monkeypatch.setattr(sys, "argv", ["/x/rankwise/agent/__main__.py"])  # nobody has typed that
+    monkeypatch.setattr(sys, "argv", ["/x/rankwise/agent/__main__.py"])  # nobody has typed this
     assert typed("run", "train.py") == ".venv/bin/rankwise run train.py"
     monkeypatch.setenv("PATH", f"{installed.parent}:/bin")
     assert typed("run", "train.py") == "rankwise run train.py"
@@ -221,7 +221,7 @@ def test_another_rankwise_on_the_path_is_not_taken_for_this_one(installed: Path,
     monkeypatch.setenv("PATH", f"{other.parent}:/bin")
     monkeypatch.setattr(sys, "argv", [".venv/bin/rankwise"])
     assert typed("status") == ".venv/bin/rankwise status"
-    monkeypatch.setattr(sys, "argv", [str(other)])  # by pip install --user: the scripts of its Python lie elsewhere
+    monkeypatch.setattr(sys, "argv", [str(other)])  # after pip install --user, the scripts of this Python are elsewhere
     assert typed("status") == "rankwise status"
 
 

@@ -1,4 +1,4 @@
-"""The file in which a process says where it listens."""
+"""The file with the address at which a process listens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes between agents: who is let in, what a link does when its other end is slow, silent, gone or no agent at all."""
+"""Messages between agents: who is accepted, and what a link does if its other end is slow, silent, gone or not an agent."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 
 def calls(door: Door, secret: str = SECRET, hello: dict[str, object] | None = None) -> tuple[list[object], list[object]]:
-    """(what the caller got, whom the door let in)."""
+    """(what the caller got, whom the door accepted)."""
     found: list[object] = []
 
     def call() -> None:
@@ -147,7 +147,7 @@ def test_half_a_file_is_nobody_there_yet(text: str, tmp_path: Path) -> None:
 
 def test_messages_arrive_whole_and_in_order_however_long(pair: tuple[Link, Link]) -> None:
     one, other = pair
-    sent = [{"n": n, "text": "x" * (n * 50_000)} for n in range(40)]  # far more than the kernel takes at once
+    sent = [{"n": n, "text": "x" * (n * 50_000)} for n in range(40)]  # far more than the kernel accepts at once
     for message in sent:
         one.send(message)
     found: list[object] = []
@@ -179,7 +179,7 @@ def test_an_end_that_goes_is_noticed_with_what_it_said_last(pair: tuple[Link, Li
     wait_for(lambda: [said.extend(other.receive())] and other.closed, "its end")
     assert said == [{"last": "words"}]
     assert other.closed == "its connection closed"
-    other.send({"too": "late"})  # harmless
+    other.send({"too": "late"})  # without effect
 
 
 def test_an_end_that_says_nothing_is_lost_and_a_beat_is_enough_not_to_be(
@@ -191,7 +191,7 @@ def test_an_end_that_says_nothing_is_lost_and_a_beat_is_enough_not_to_be(
     deadline = time.monotonic() + 0.6
     while time.monotonic() < deadline:
         one.beat()
-        assert other.receive() == []  # a beat is nothing to be told of
+        assert other.receive() == []  # a heartbeat is not a message
         time.sleep(0.01)
     assert other.closed is None
     wait_for(lambda: [other.receive()] and other.closed, "its loss")

@@ -1,4 +1,4 @@
-"""Pickles in files: whose they must be, and what can travel."""
+"""Pickles in files: to whom they must belong, and what can be sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_file_is_written_for_this_user_alone_and_is_gone_when_taken() -> None:
     path = Path("answer")
     pickles.write(path, b"data")
     assert path.stat().st_mode & 0o777 == 0o600
-    assert os.listdir() == ["answer"]  # nothing beside it
+    assert os.listdir() == ["answer"]  # no other file
     assert pickles.take(path) == b"data"
     assert not path.exists()
 
@@ -63,7 +63,7 @@ def test_what_lives_in_main_is_not_sent_as_a_name(monkeypatch: pytest.MonkeyPatc
     main = sys.modules["__main__"]
     Mine = type("Mine", (), {"__module__": "__main__"})  # noqa: N806
     monkeypatch.setattr(main, "Mine", Mine, raising=False)
-    assert pickle.loads(pickle.dumps(Mine())).__class__ is Mine  # pickle sees nothing wrong
+    assert pickle.loads(pickle.dumps(Mine())).__class__ is Mine  # for pickle this is right
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "cloudpickle", None)
         with pytest.raises(pickles.NotPortableError, match="Mine is defined in __main__"):

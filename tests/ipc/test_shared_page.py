@@ -24,14 +24,14 @@ DEADLINE_S = 30.0
 RANKS = 4
 ROUNDS = 20
 
-_SPAWN = multiprocessing.get_context("spawn")  # a fork of pytest would take its threads' locks along
+_SPAWN = multiprocessing.get_context("spawn")  # a fork of pytest would also copy the locks of its threads
 
 
 # --- the gate, with real processes
 
 
 def _train(path: str, local_rank: int, pace: int, meet: Callable[[], object]) -> int:
-    """One rank's loop: the steps it had done when it left. Never more than a deadline's worth."""
+    """The loop of one rank: returns the steps that it had done when it stopped. Stops after a deadline."""
     row = Page.open(path).row(local_rank)
     row.join()
     deadline = time.monotonic() + DEADLINE_S
@@ -56,10 +56,10 @@ def _rank(local_rank: int, connection: Connection, barrier: Barrier) -> None:
 
 
 class Ranks:
-    """Real processes, each of which loops as it is told and answers with the steps it has done."""
+    """Real processes. Each runs its loop on request, and answers with the number of its steps."""
 
     def __init__(self) -> None:
-        self._barrier = _SPAWN.Barrier(RANKS)  # kept: its name is gone with it, and a process looks for that when it starts
+        self._barrier = _SPAWN.Barrier(RANKS)  # kept: without it its name is gone, which a process needs to start
         pipes = [_SPAWN.Pipe() for _ in range(RANKS)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [_SPAWN.Process(target=_rank, args=(r, theirs, self._barrier)) for r, (_, theirs) in enumerate(pipes)]
@@ -114,7 +114,7 @@ def test_all_ranks_leave_with_the_same_number_of_steps_done_whenever_the_agent_s
 
 
 def test_a_rank_that_comes_after_the_stop_leaves_with_the_others(ranks: Ranks) -> None:
-    """The agent need not wait for anyone: a rank that had not begun catches up."""
+    """The agent need not wait for any rank: a rank that had not started catches up."""
     page = Page.create(RANKS + 1)
     late = page.row(RANKS)
     ranks.start(page, [0] * RANKS, meet=False)
@@ -124,11 +124,11 @@ def test_a_rank_that_comes_after_the_stop_leaves_with_the_others(ranks: Ranks) -
     assert next(step for step in count(1) if not late.pass_gate(step)) == agreed + 1
 
 
-# --- the gate, each moment of it
+# --- the gate at each moment
 
 
 class StopAt:
-    """A rank's words, in which the agent's whole stop falls right before one chosen access of the rank."""
+    """The words of a rank. The agent's complete stop happens right before one chosen access of the rank."""
 
     def __init__(self, page: Page, access: int) -> None:
         self._page = page
@@ -165,11 +165,12 @@ def test_a_stop_between_any_two_accesses_of_a_rank_is_obeyed_after_the_agreed_st
 
 
 class PausedAgent:
-    """The agent's words: it halts with the gate held, before it looks at the claims or after, until it is released."""
+    """The agent's words. The agent stops while it holds the gate, before it reads the claims or after that, until it is
+    released."""
 
     def __init__(self, words: memoryview[int], after_its_look: bool) -> None:
         self._words = words
-        self._writes_left = 3 if after_its_look else 2  # REASON, HOLD, and STOP after the look
+        self._writes_left = 3 if after_its_look else 2  # REASON, HOLD, and STOP after it has read the claims
         self.halted, self.release = threading.Event(), threading.Event()
 
     def _halt(self) -> None:
@@ -190,7 +191,7 @@ class PausedAgent:
 
 @pytest.mark.parametrize(("after_its_look", "passes"), [(False, True), (True, False)])
 def test_a_rank_at_a_held_gate_waits_for_the_agreement(after_its_look: bool, passes: bool) -> None:
-    """It neither passes nor leaves before STOP is there; whether its claim was counted decides which."""
+    """The rank neither passes nor stops before STOP is set; which of these it does depends on whether its claim was counted."""
     page = Page.create(1)
     row = page.row(0)
     assert row.pass_gate(3)
@@ -244,7 +245,7 @@ def test_a_stop_after_a_rank_has_finished_lets_all_run_to_the_end() -> None:
 
 
 class RingAt(StopAt):
-    """A rank's words, in which the agent's whole alarm falls right before one chosen access of the rank."""
+    """The words of a rank. The agent's complete alarm happens right before one chosen access of the rank."""
 
     def _tick(self) -> None:
         if self._left == 0:
@@ -255,7 +256,7 @@ class RingAt(StopAt):
 
 
 def heard_by(row: Row, first: int = 1, last: int = 12) -> list[tuple[int, int]]:
-    """(steps done, which) of each alarm that a rank hears between these gates."""
+    """(steps done, which) for each alarm that a rank notices between these gates."""
     found: list[tuple[int, int]] = []
     for step in range(first, last + 1):
         row.on_alarm = lambda which, done=step - 1: found.append((done, which))  # type: ignore[misc]
@@ -331,9 +332,9 @@ def test_an_alarm_that_meets_a_rank_which_has_finished_is_heard_by_nobody_and_ke
     assert page.row(1).pass_gate(7)
     assert page.ring() == FINISHED
     page.rung(FINISHED, 1)
-    assert heard_by(page.row(1), 8, 9) == [(7, 0)]  # its time can be set anew
+    assert heard_by(page.row(1), 8, 9) == [(7, 0)]  # its time can be set again
     page.row(1).finish()
-    again = [page.row(0), page.row(1)]  # another loop of the same ranks
+    again = [page.row(0), page.row(1)]  # another loop on the same ranks
     assert [row.pass_gate(1) for row in again] == [True, True]
     assert page.ring() == 1
     page.rung(1, 2)
@@ -341,7 +342,7 @@ def test_an_alarm_that_meets_a_rank_which_has_finished_is_heard_by_nobody_and_ke
 
 
 def _asking(path: str, local_rank: int, asks_after: int) -> tuple[int, bool]:
-    """(steps done when it left, whether a script has asked) of a rank that may ask."""
+    """(steps done when it stopped, whether a script has requested a stop) of a rank that may request one."""
     row = Page.open(path).row(local_rank)
     done = 0
     while True:
@@ -360,7 +361,7 @@ def _asking(path: str, local_rank: int, asks_after: int) -> tuple[int, bool]:
 def test_all_ranks_stop_after_the_step_in_which_all_ask_or_after_one_step_where_one_asks(asking: tuple[int, ...]) -> None:
     page = Page.create(3)
     with ThreadPoolExecutor(3) as pool:
-        for _ in range(2):  # a second loop of the same ranks may stop too
+        for _ in range(2):  # a second loop on the same ranks may also stop
             ranks = [pool.submit(_asking, page.path, r, 20 if r in asking else -1) for r in range(3)]
             while not all(rank.done() for rank in ranks):
                 if (which := page.due(0)) and (claim := page.ring()) is not None:
@@ -385,7 +386,7 @@ def test_what_the_agent_sends_after_a_failure_is_no_request_and_another_signal_i
     assert page.flagged() == signal.SIGTERM
 
 
-# --- what else is in a row
+# --- the other words of a row
 
 
 def test_ranks_join_leave_raise_a_flag_and_tell_of_their_groups_each_in_its_own_row() -> None:
@@ -395,7 +396,7 @@ def test_ranks_join_leave_raise_a_flag_and_tell_of_their_groups_each_in_its_own_
     page.row(2).join()
     page.row(2).flag = signal.SIGUSR2
     fd = os.open(page.path, os.O_RDWR)
-    os.pwrite(fd, b"\1", page.row(1).groups_offset)  # as a rank's end does
+    os.pwrite(fd, b"\1", page.row(1).groups_offset)  # as when a rank ends
     os.close(fd)
     assert page.joined() == [0, 2]
     assert page.flagged() == signal.SIGUSR2
@@ -480,7 +481,7 @@ def test_a_line_is_heard_whole_while_it_is_being_replaced() -> None:
     assert set(heard) <= {"a" * 10, "b" * 448}
 
 
-# --- where it is
+# --- where the page is
 
 
 _HOLD_A_PAGE = """
@@ -507,7 +508,7 @@ def test_another_process_opens_it_by_its_path_for_as_long_as_the_owner_lives() -
         owner.wait(DEADLINE_S)
     with pytest.raises(OSError, match="No such file"):
         Page.open(path)
-    assert page.row(2).claim == 41  # who has it open keeps it
+    assert page.row(2).claim == 41  # a process that has it open keeps it
 
 
 def test_a_killed_owner_takes_its_path_along_even_before_it_is_reaped() -> None:
@@ -515,7 +516,7 @@ def test_a_killed_owner_takes_its_path_along_even_before_it_is_reaped() -> None:
         assert owner.stdout is not None
         path = owner.stdout.readline().strip()
         owner.kill()
-        assert owner.stdout.read() == ""  # its end has closed the pipe; nobody has waited for it yet
+        assert owner.stdout.read() == ""  # the pipe is closed because it has exited; nobody has waited for it yet
 
         def gone() -> bool:
             try:

@@ -1,4 +1,4 @@
-"""Many runs that are started at one moment on one machine, and two that want one run directory."""
+"""Many runs that start at the same moment on one machine, and two that need the same run directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rankwise.run.directory import RunDir
 
 RUN = [sys.executable, "-m", "rankwise", "run", "--start-method", "spawn", "--nproc", "2"]
 
-# Rank 0 listens at the run's port, as torch's store does, until all runs have theirs; rank 1 must find its own rank 0 there.
+# Rank 0 listens at the run's port, like torch's store, until all runs have theirs. Rank 1 must find its own rank 0 there.
 MEET = """
 import os, socket, sys, time
 run, total = os.environ["TORCHELASTIC_RUN_ID"], int(sys.argv[1])
@@ -68,7 +68,7 @@ def test_the_second_run_of_a_directory_is_refused_at_once_with_who_holds_it() ->
         run = RunDir(Path("runs/train"))
         wait_for(lambda: run.world.exists() and run.attempts()[-1].pids, "the ranks")
         second = subprocess.run([*RUN, "train.py"], capture_output=True, text=True, timeout=60)
-        assert first.poll() is None  # it was not waited for
+        assert first.poll() is None  # nothing waited for it
     finally:
         first.terminate()
         first.wait()

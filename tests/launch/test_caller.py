@@ -1,4 +1,4 @@
-"""What a person and code are told of what they have started."""
+"""What users and programs learn about the run that they have started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of which code a run is."""
+"""Which code a run uses."""
 
 from __future__ import annotations
 

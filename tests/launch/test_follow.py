@@ -1,4 +1,4 @@
-"""A file that grows, read as it does."""
+"""Reading a file while it grows."""
 
 from __future__ import annotations
 

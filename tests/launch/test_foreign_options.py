@@ -1,4 +1,4 @@
-"""Lines of other launchers, typed for this one."""
+"""Command lines of other launchers, typed for this one."""
 
 from __future__ import annotations
 

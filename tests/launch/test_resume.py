@@ -1,4 +1,4 @@
-"""The command that goes on with a run: pasted into a shell it asks for the same again."""
+"""The command that resumes a run: in a shell, it means the same run again."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ OTHERS: dict[str, Any] = {
     "nproc": "3", "gpus": "0,2", "stop_after": "12h", "checkpoint_scope": "node", "start_method": "spawn", "tee": "all",
     "nodes": "1:4", "gpus_per_node": "a100:4", "node_rank": 0,
 }  # fmt: skip
-"""What is not free text."""
+"""Settings that are not free text."""
 
 NOT_TYPED = ("argv", "job", "site", "fresh")
 OPTIONS = schedulers.options()
 
 
 def settings() -> list[tuple[str, Any]]:
-    """Each setting with a value that is not its default, hostile where any text will do."""
+    """Each setting with a value that is not its default, hostile if any text is allowed."""
     found = []
     for field in dataclasses.fields(RunConfig):
         value = OTHERS.get(field.name, {"bool": True, "float": 7.5, "int": 7}.get(str(field.type), HOSTILE))
@@ -45,7 +45,7 @@ def settings() -> list[tuple[str, Any]]:
 
 
 def parsed(line: str) -> RunConfig:
-    """As the command reads it."""
+    """The configuration that the command reads from this line."""
     words = shlex.split(line)
     assert words[:2] == ["rankwise", "run"]
     context = click.Context(cli.main)
@@ -104,7 +104,7 @@ def test_a_script_that_dies_of_an_option_of_ours_is_told_with_the_command_that_w
     done = rankwise("run", "--tee", "all", "a b.py", "--nproc", "2", "--lr", "1")
     assert done.returncode == 2
     said = "--nproc after a b.py is an option of the script; to give it to rankwise, type: "
-    meant = "rankwise run --nproc 2 --start-method spawn --tee all 'a b.py' --lr 1"  # the site file of these tests says spawn
+    meant = "rankwise run --nproc 2 --start-method spawn --tee all 'a b.py' --lr 1"  # the site file of these tests sets spawn
     assert f"rankwise: {said}{meant}\n" in done.stderr
     assert "exited with status 2" in done.stderr.splitlines()[-2]
 

@@ -1,4 +1,4 @@
-"""Which scheduler starts the agents, and which settings are its own."""
+"""Which scheduler starts the agents, and which settings belong to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be run."""
+"""What to run."""
 
 from __future__ import annotations
 

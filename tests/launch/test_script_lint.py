@@ -1,4 +1,4 @@
-"""What is read from a script's text before anything is started."""
+"""What is read from a script's text before anything starts."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_write_after_torch_is_imported_is_fine(write: str, load: str) -> None:
 
 
 def test_a_write_in_a_script_that_never_imports_torch_by_itself_keeps_the_ranks_cold() -> None:
-    """What it does import may import torch."""
+    """What the script imports may import torch."""
     assert keep_cold("import os\nos.environ['A'] = '1'\nimport speechbrain\n") is not None
 
 
@@ -180,7 +180,7 @@ def test_an_import_of_torch_that_is_certain_to_run_is_known_by_its_line(source: 
     assert examine("train.py").torch_line == line
 
 
-# --- what another launcher's manual has left in it
+# --- lines from another launcher's manual
 
 SPAWNS = """
 import torch.multiprocessing as mp
@@ -257,7 +257,7 @@ def test_one_rank_is_told_nothing(rankwise) -> None:
     assert "warning" not in done.stderr
 
 
-# --- whether it is certain to ask for NCCL
+# --- whether it certainly uses NCCL
 
 ASK = "dist.init_process_group('nccl')"
 

@@ -1,4 +1,4 @@
-"""What is told of a run, its logs, and the request to end it: runs of this machine, and jobs of a Slurm that scripts play."""
+"""What is printed about a run, its logs, and the request to end it: for runs on this machine, and for jobs of a fake Slurm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.fixture
 def queued(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes the run that of job 12, whose state Slurm says to be this."""
+    """Turns the run into that of job 12, with the given state in Slurm."""
     run.write_job(Job("slurm", "12", time.time(), "here"))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 

@@ -1,4 +1,4 @@
-"""Runs handed to a queue, with a Slurm that a few scripts play; tests/cluster/test_slurm_jobs.py has the real one."""
+"""Runs submitted to a queue, with a Slurm made of a few scripts; tests/cluster/test_slurm_jobs.py has the real one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ SCRIPT = "import os\nos.environ['X'] = '1'\nprint('one of', os.environ['WORLD_SI
 
 
 class FakeSlurm:
-    """sbatch gives the job the number 12; scontrol says what is in `state`, the last line for ever; scancel is noted."""
+    """sbatch returns job number 12; scontrol prints the lines in `state` one after the other, the last one forever; scancel is
+    recorded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -241,7 +242,7 @@ def test_each_task_of_an_array_is_a_run(rankwise: Run, fake: FakeSlurm) -> None:
 
 
 def test_waiting_shows_what_the_job_prints_and_gives_its_exit_status(rankwise: Run, fake: FakeSlurm) -> None:
-    """This Slurm runs the job itself, within sbatch: srun is a script that leaves its own options out."""
+    """This Slurm runs the job itself, inside sbatch: srun is a script that skips its own options."""
     fake.command("srun", 'while test "${1#--}" != "$1"; do shift; done; exec "$@"')
     log = "$(sed -n 's/^#SBATCH --chdir=//p' \"$2\")/logs/job-12.log"
     fake.command("sbatch", f'cd "$(dirname "$2")"; OMP_NUM_THREADS=1 bash "$2" > "{log}" 2>&1; echo 12')
@@ -315,7 +316,7 @@ def test_a_stop_that_has_saved_is_no_failed_job_and_still_the_status_of_who_wait
 
 
 def test_ctrl_c_ends_the_waiting_and_not_the_job(fake: FakeSlurm) -> None:
-    # What runs in the background of a shell ignores SIGINT: Python then does not raise KeyboardInterrupt.
+    # A background process of a shell ignores SIGINT: then Python does not raise KeyboardInterrupt.
     source = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); import rankwise.cli; rankwise.cli.main()"
     )

@@ -1,4 +1,4 @@
-"""`rankwise explain`, and the rules by which a process is told which rank it is: the whole truth table."""
+"""`rankwise explain`, and the rules by which a process knows its rank: the complete truth table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRIPLE = {
     "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x",
 }  # fmt: skip
 
-# --- the order of belief
+# --- the order in which schedulers are asked
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_triple_that_one_shell_exported_for_all_tasks_is_an_error(under: Env, 
         discover({**under, **exported}, allow_independent=True)
 
 
-# --- numbers given by hand
+# --- numbers as arguments
 
 
 @pytest.mark.parametrize("env", [{}, TRIPLE, {"RANK": "1"}, seen.SLURM_BATCH, seen.OPENMPI[1]])
@@ -188,7 +188,7 @@ def test_a_long_value_is_cut_in_the_text_alone() -> None:
     assert "499" in slurm["found"]["SLURM_GTIDS"]
 
 
-# --- as its user sees it
+# --- as the user sees it
 
 STEP_TEXT = """\
 rank 2 of 4: local rank 0 of 2, node 1 (source: slurm)
@@ -312,7 +312,7 @@ def test_the_record_of_an_error_has_no_numbers_and_the_status_is_2(rankwise: Run
     assert record["found"]["SLURM_NTASKS"] == "6"
 
 
-# --- what a script does with it
+# --- how a script uses it
 
 SCRIPT = """
 import os, sys, rankwise, torch
@@ -358,4 +358,4 @@ def test_with_the_address_that_was_asked_for_the_tasks_of_a_step_find_each_other
         {**seen.SLURM_STEP[rank], "SLURM_STEP_NUM_TASKS": "2", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
         for rank in range(2)
     ]
-    assert on_ranks(2, found_by_a_task, environ=tasks) == [(0, 2, "slurm", 1.0), (1, 2, "slurm", 1.0)]  # it gives the address
+    assert on_ranks(2, found_by_a_task, environ=tasks) == [(0, 2, "slurm", 1.0), (1, 2, "slurm", 1.0)]  # on_ranks sets it

@@ -1,4 +1,4 @@
-"""What a run did, in a screenful of text."""
+"""What a run did, in a text that fits on one screen."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_folder_here_comes_before_a_name_under_runs(run: RunDir, tmp_path: Pat
     live(run, attempt())
     here = RunDir(tmp_path / "train")
     here.prepare(fresh=False)
-    assert find_run("train", "report").path.resolve() == run.path  # a folder that is no run is passed over
+    assert find_run("train", "report").path.resolve() == run.path  # a folder that is not a run is skipped
     live(here, attempt())
     assert find_run("train", "report").path.resolve() == here.path
 
@@ -105,7 +105,7 @@ def test_each_attempt_is_a_line_with_its_time_and_how_it_ended(run: RunDir) -> N
     )
     title, command, rows = sections(run)
     assert title == f"run train in {run.path}"
-    assert command == "'a b' '$x'"  # as it can be typed again, of the newest attempt
+    assert command == "'a b' '$x'"  # ready to be typed again; from the newest attempt
     header, first, second = rows.splitlines()
     assert header.split() == ["attempt", "started", "took", "ranks", "how", "it", "ended"]
     assert re.match(r"      1  2001-09-\d\d \d\d:\d\d:\d\d  1:02:03      2  stopped by SIGTERM after step 40$", first)
@@ -121,7 +121,7 @@ def test_a_long_end_is_shortened_so_that_its_line_fits_the_terminal(run: RunDir)
         assert len(lines[1]) <= columns
         assert lines[1].endswith("...")
         assert "  all 2 ranks raised RuntimeError:" in lines[1]
-    assert report(run, 20).split("\n\n")[2].splitlines()[2].endswith("  all ranks exited with status 0")  # never to nothing
+    assert report(run, 20).split("\n\n")[2].splitlines()[2].endswith("  all ranks exited with status 0")  # never cut
 
 
 def test_a_run_that_never_began_has_no_attempt(run: RunDir) -> None:
@@ -138,14 +138,14 @@ def test_a_life_without_an_end_was_killed_unless_its_holder_lives(run: RunDir) -
     _, first, second = sections(run)[2].splitlines()
     assert first.endswith("killed, or its machine went down")
     assert second.endswith(f"running, pid {holder.pid} on {holder.host}")
-    write_json(run.lease, {**asdict(holder), "start_time": holder.start_time - 1})  # that process is over
+    write_json(run.lease, {**asdict(holder), "start_time": holder.start_time - 1})  # this process has exited
     assert "alive" not in report(run)
     write_json(run.lease, asdict(holder))
     lease.release()
     assert "alive" not in report(run)
 
 
-# --- figures
+# --- metrics
 
 
 def course(run: RunDir) -> list[list[str]]:
@@ -213,8 +213,8 @@ def test_the_time_is_split_by_the_share_of_each_interval_weighted_with_its_secon
         run,
         {"step": 1, "clock_s": 10.0, "share/data wait": 0.5, "share/checkpoint": 0.0},
         {"step": 2, "clock_s": 90.0, "share/data wait": 0.0, "share/checkpoint": 0.25},
-        {"step": 2, "eval_loss": 1.0},  # says nothing of time
-        {"life": 2, "step": 3, "clock_s": 10.0, "share/data wait": 1.0},  # a clock that begins anew
+        {"step": 2, "eval_loss": 1.0},  # has no time
+        {"life": 2, "step": 3, "clock_s": 10.0, "share/data wait": 1.0},  # a clock that starts again
     )
     assert [re.split(r"\s\s+", line.strip()) for line in sections(run)[-1].splitlines()] == [
         ["time", "share"],

@@ -1,4 +1,4 @@
-"""What a user may set for one run."""
+"""The settings of a run."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_malformed_site_file_is_named(tmp_path: Path) -> None:
         site_settings({}, OPTIONS, system)
 
 
-# --- several nodes, and what only some schedulers know
+# --- several nodes, and settings that only some schedulers have
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The records of a run: whole or absent, and of one writer."""
+"""The records of a run: complete or absent, and from one writer."""
 
 from __future__ import annotations
 
@@ -165,12 +165,12 @@ def test_with_fresh_a_host_of_its_own_disk_moves_an_older_run_aside_once(tmp_pat
     run = RunDir(tmp_path / "runs" / "train")
     run.begin_copy("first", fresh=False)
     (run.checkpoints / "step-00000400").mkdir(parents=True)
-    run.begin_copy("second", fresh=False)  # goes on
+    run.begin_copy("second", fresh=False)  # resumes
     assert run.saved() == ["step-00000400"]
     run.begin_copy("third", fresh=True)
     assert run.saved() == []
     (run.checkpoints / "step-00000005").mkdir(parents=True)
-    run.begin_copy("third", fresh=True)  # put back into the queue, or another agent on this host
+    run.begin_copy("third", fresh=True)  # requeued, or another agent on this host
     assert run.saved() == ["step-00000005"]
     assert len(names(run.path.parent)) == 2
 
@@ -214,7 +214,7 @@ def test_attempts_of_a_later_version_can_be_read(run: RunDir) -> None:
     assert run.attempts()[0].started == attempt.started
 
 
-# --- figures and failures
+# --- metrics and failures
 
 
 def test_half_a_line_of_metrics_is_passed_over(run: RunDir) -> None:
@@ -306,7 +306,7 @@ def test_the_folder_one_stands_in_is_not_moved_away(run: RunDir, monkeypatch: py
     assert run.logs.is_dir()
 
 
-# --- damage, and what is in the way
+# --- corrupted files, and files in the way
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which values a field may hold that are read from a file."""
+"""Which values a field that is read from a file may have."""
 
 from __future__ import annotations
 

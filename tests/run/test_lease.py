@@ -1,4 +1,4 @@
-"""One writer: who is refused, who takes over, and what a writer does that was taken for dead."""
+"""One writer: who is refused, who takes over, and what a writer does that was considered dead."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def names(folder: Path) -> list[str]:
 
 
 def dead_pid() -> int:
-    """Of a process that has ended and is reaped."""
+    """The pid of a process that has ended and was reaped."""
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
     return done.pid
@@ -173,7 +173,8 @@ def test_release_after_the_run_was_moved_or_removed_is_no_error(run: RunDir) -> 
 
 
 def _contend(connection: Connection, barrier: Barrier) -> None:
-    """Take each run directory named, at the same moment as the other; say whether it was had, and hold what was."""
+    """Take each run directory by name, at the same moment as the other process; report whether this worked, and keep it if it
+    did."""
     held: list[Lease] = []
     while (path := connection.recv()) is not None:
         barrier.wait(DEADLINE_S)
@@ -238,7 +239,7 @@ def test_where_no_thread_can_be_started_it_is_held_and_released_all_the_same(
 
 
 class Alive:
-    """Another host's holder, as this one sees it: its file is touched."""
+    """A holder on another host, as this one sees it: its file is touched."""
 
     def __init__(self, path: Path) -> None:
         self._over = threading.Event()
@@ -290,7 +291,7 @@ def test_a_holder_on_another_host_that_gives_no_sign_of_life_is_replaced_and_tha
 def test_one_that_ends_while_its_attempt_is_in_question_is_followed_at_once(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "GONE_S", 1e6)  # what waits that long does not return here
+    monkeypatch.setattr(lease, "GONE_S", 1e6)  # a call that waits this long does not return here
     left_by(run, host="another-host")
     ends = threading.Timer(0.2, run.lease.unlink)
     ends.start()
@@ -309,7 +310,7 @@ def test_a_lease_is_touched_for_as_long_as_it_is_held(run: RunDir) -> None:
 
 
 def test_what_was_taken_over_is_no_longer_touched_by_who_had_it(run: RunDir) -> None:
-    """Else a holder that was frozen would keep its successor alive after that one's death."""
+    """Otherwise a holder that was frozen would keep its successor's lease alive after the successor's death."""
     held = run.take()
     left_by(run, token="another's")
     before = run.lease.stat().st_mtime_ns
@@ -402,7 +403,7 @@ def test_of_two_that_find_nobody_and_cannot_lock_the_second_finds_the_first(
         run.take()
 
 
-# --- by accident
+# --- accidents
 
 
 def test_a_forked_process_does_not_free_what_its_parent_holds(run: RunDir) -> None:
@@ -419,7 +420,7 @@ def test_a_forked_process_does_not_free_what_its_parent_holds(run: RunDir) -> No
 
 
 def test_a_file_closed_elsewhere_in_the_process_does_not_free_it(run: RunDir) -> None:
-    """As it does with locks of POSIX."""
+    """As happens with POSIX locks."""
     held = run.take()
     run.lease.open("r+").close()
     with pytest.raises(RunDirError, match="is still running"):
@@ -437,7 +438,7 @@ def test_a_fence_lets_through_while_the_writer_is_who_it_was(run: RunDir, taken:
     fence.check()
     if held is not None:
         held.release()
-        fence.check()  # it has ended: nobody else is there
+        fence.check()  # it has exited: there is no other process
 
 
 def test_a_fence_stops_who_was_taken_for_dead_and_says_by_whom(run: RunDir) -> None:

@@ -1,4 +1,4 @@
-"""Options of schedulers, declared once."""
+"""Options of schedulers, which are declared once."""
 
 from __future__ import annotations
 

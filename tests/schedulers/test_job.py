@@ -1,4 +1,4 @@
-"""What the schedulers that take jobs have in common."""
+"""What all schedulers with jobs have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler that is none: this machine, right here."""
+"""The scheduler for a machine without one: this machine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_text_that_starts_a_run_is_the_golden_one() -> None:
 
 
 def test_a_shell_runs_no_part_of_a_hostile_path(tmp_path: Path) -> None:
-    """The agent starts in that folder, looks for its plan in exactly that run directory, and finds none."""
+    """The agent starts in this folder, looks for its plan in exactly this run directory, and finds none."""
     folder = tmp_path / HOSTILE
     folder.mkdir(parents=True)
     asked = plan(str(folder))
@@ -109,7 +109,7 @@ def test_a_job_runs_in_a_session_of_its_own_until_it_is_cancelled(tmp_path: Path
         os.kill(int(job), signal.SIGKILL)
         status = os.waitpid(int(job), 0)[1]
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
-    assert local.state({"id": job}).phase == "ended"  # and so has one that was reaped
+    assert local.state({"id": job}).phase == "ended"  # so has one that was reaped
 
 
 def test_a_job_that_is_submitted_is_not_forgotten_with_a_warning(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which mpirun it is."""
+"""Which mpirun is installed."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_mpirun_gets_each_word_as_it_is_and_an_empty_stdin(mpirun: Callable[...,
 
 
 def test_ranks_of_an_agent_do_not_take_themselves_for_its_mpi_process() -> None:
-    """MPI_Init in several of them with the same identity hangs."""
+    """If several of them call MPI_Init with the same identity, it hangs."""
     set_by_a_user = {"MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "node1"}
     found = scheduler.rank_env({**MPICH[2], **set_by_a_user}, Ranks(3, 4, 1, 2, 1), "2(x2)")
     assert found == set_by_a_user

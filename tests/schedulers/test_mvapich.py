@@ -13,7 +13,7 @@ mvapich = Mvapich()
 
 
 def process(rank: int) -> Env:
-    """One of `mpirun_rsh -np 4 host1 host1 host2 host2`."""
+    """A process of `mpirun_rsh -np 4 host1 host1 host2 host2`."""
     return {
         "MV2_COMM_WORLD_RANK": str(rank), "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": str(rank % 2),
         "MV2_COMM_WORLD_LOCAL_SIZE": "2", "PMI_ID": str(rank), "PMI_SIZE": "4", "MPIRUN_ID": "812",

@@ -28,7 +28,7 @@ def test_each_rank_finds_its_numbers(rank: int, local: tuple[int, int]) -> None:
 
 
 def test_the_index_of_the_node_is_not_known_and_that_is_said() -> None:
-    for env in (*OPENMPI, *OPENMPI_BY_NODE):  # rank // local size would be wrong by node, OMPI_COMM_WORLD_NODE_RANK always
+    for env in (*OPENMPI, *OPENMPI_BY_NODE):  # rank // local size would be wrong by node, OMPI_COMM_WORLD_NODE_RANK in all
         ranks = scheduler.ranks(env)
         assert ranks.node_rank is None
         assert ranks.origin["node_rank"] == "Open MPI does not say"
@@ -126,7 +126,7 @@ def test_root_is_told_what_to_type_for_open_mpi_refuses_it() -> None:
 
 
 def test_ranks_of_an_agent_do_not_take_themselves_for_its_mpi_process() -> None:
-    """MPI_Init in several of them with the same identity hangs."""
+    """If several of them call MPI_Init with the same identity, it hangs."""
     set_by_a_user = {"OMPI_MCA_btl": "^openib", "PMIX_MCA_gds": "hash", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
     found = scheduler.rank_env({**OPENMPI[2], **set_by_a_user}, Ranks(3, 4, 1, 2, 1), "2(x2)")
     assert found == set_by_a_user

@@ -1,4 +1,4 @@
-"""One of several processes that nothing joins is refused, whoever has started it; one process alone is not."""
+"""One of several processes that nothing connects is refused, whatever has started it; a single process is not."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ pals = Pals()
 
 
 def process(rank: int) -> Env:
-    """One of `mpiexec -n 4 --ppn 2` over two nodes."""
+    """A process of `mpiexec -n 4 --ppn 2` over two nodes."""
     return {
         "PALS_RANKID": str(rank), "PALS_LOCAL_RANKID": str(rank % 2), "PALS_LOCAL_SIZE": "2", "PALS_NODEID": str(rank // 2),
         "PALS_APID": "3c6f6a1e-6d0b", "PMI_RANK": str(rank), "PMI_SIZE": "4", "PMI_LOCAL_RANK": str(rank % 2),

@@ -1,4 +1,4 @@
-"""PBS and LSF, from their manuals: the text of a job, what their processes are told, stand-ins for their commands."""
+"""PBS and LSF, from their manuals: the text of a job, the variables of their processes, scripts instead of their commands."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MORE: dict[str, dict[str, Any]] = {
     "lsf": {**ASKED, "gpus_per_node": "a100:4", "requeue": True, "bsub_args": ("-x",)},
 }
 
-# What their manuals say that a job's own script finds, and what pbsdsh or blaunch has started.
+# By their manuals: what the script of a job finds, and what a process finds that pbsdsh or blaunch has started.
 PBS_SCRIPT: Env = {"PBS_JOBID": "12.head", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_TASKNUM": "1", "PBS_NODENUM": "0"}
 PBS_TASK: Env = {**PBS_SCRIPT, "PBS_TASKNUM": "2", "PBS_NODENUM": "1"}
 LSF_SCRIPT: Env = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "host1 4", "LSB_JOBINDEX": "0"}
@@ -80,7 +80,7 @@ def test_the_ranks_stop_before_the_limit(name: str) -> None:
     assert QUEUES[name].stop_after_s({}, 120.0) == 0
 
 
-# --- who am I
+# --- which rank this is
 
 
 @pytest.mark.parametrize(("env", "source"), [(PBS_SCRIPT, "pbs"), (LSF_SCRIPT, "lsf")])
@@ -114,7 +114,7 @@ def test_a_launcher_is_not_started_in_each_of_them(rankwise: Run) -> None:
         assert re.search("has started this process, and (PBS|LSF) does not say how many", done.stderr)
 
 
-# --- the job's text, run: pbsdsh and blaunch start what they are told, here
+# --- the job's text is run here: pbsdsh and blaunch start the given command
 
 TRAIN = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], os.environ['A'])\nraise SystemExit(3)\n"
 PBSDSH = '#!/bin/sh\n[ "$1" = -n ] || exit 9\nnode=$2; shift 3\nexec env PBS_TASKNUM=$((node + 1)) PBS_NODENUM=$node "$@"\n'
@@ -138,7 +138,7 @@ def test_the_agents_of_a_job_find_each_other(name: str, env: Env, log: str, tmp_
     env = {**env, "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(["bash", str(run.job)], env=env, capture_output=True, text=True)
     printed = (run.logs / log).read_text()
-    assert done.returncode == 3, printed  # the head's is the job's
+    assert done.returncode == 3, printed  # the job's status is that of the head
     assert (done.stdout, done.stderr) == ("", "")
     assert "rank 0 of 2 b" in printed
     assert "rank 1 of 2 b" in printed
@@ -150,7 +150,7 @@ def test_the_agents_of_a_job_find_each_other(name: str, env: Env, log: str, tmp_
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A command of the queue that prints this and leaves with that; what it was asked is in `asked`."""
+    """A command of the queue that prints this text and exits with this status; its arguments are in `asked`."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
 

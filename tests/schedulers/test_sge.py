@@ -1,4 +1,4 @@
-"""Grid Engine's variables, the text of a job for it, and what it says of one."""
+"""Grid Engine's variables, the text of a job for it, and what it reports about one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_several_slots_on_one_host_are_one_process_and_it_says_so() -> None:
 
 def test_a_serial_job_is_single() -> None:
     world = discover(SGE_SERIAL)
-    assert (world.source, world.world_size, world.note) == ("sge", 1, None)  # SGE_TASK_ID=undefined is no task
+    assert (world.source, world.world_size, world.note) == ("sge", 1, None)  # SGE_TASK_ID=undefined is not a task
 
 
 def test_a_task_of_a_job_array_is_a_world_of_its_own_and_says_so() -> None:
@@ -104,8 +104,8 @@ def options(**job: Any) -> list[str]:
         (("h_rt=10:00:00",), 36000 - 120),
         (("gpu=1,h_rt=3600",), 3480),
         (("h_rt=5:00",), 180),
-        (("h_rt=:5:",), None),  # qsub says what is wrong with it
-        (("h_rt=100",), 50),  # half of it, where there is not time enough for the whole grace
+        (("h_rt=:5:",), None),  # qsub reports what is wrong with it
+        (("h_rt=100",), 50),  # half of it, if there is not enough time for the whole grace
         (("h_rt=3600", "s_rt=60"), None),
         (("h_rt=INFINITY",), None),
         (("gpu=1",), None),
@@ -247,7 +247,7 @@ def test_a_job_without_a_parallel_environment_has_one_host_of_one_slot() -> None
     ("text", "said"),
     [
         ("a 1 q U\nb 2 q U\n", r"names a, b, and this is here; start rankwise in the job's script"),
-        ("here.x 1 q U\nhere.y 2 q U\n", r"names here.x, here.y, and this is here"),  # which of them?
+        ("here.x 1 q U\nhere.y 2 q U\n", r"names here.x, here.y, and this is here"),  # which one is this?
         ("", "names no host, and this is here"),
         ("a one q U\n", "'a one q U' is not `host slots queue processors`"),
     ],
@@ -267,7 +267,7 @@ def test_two_shells_read_what_qrsh_is_given_and_each_word_stays_as_it_is() -> No
     command = [sys.executable, "-c", "import sys; print(sys.argv[1:])", HOSTILE, "*", "\\", "a\nb"]
     words = sge.reach("node1", command)
     assert words[:3] == ["qrsh", "-inherit", "node1"]
-    # As qrsh does: the words joined with blanks, read by a shell there.
+    # Like qrsh: the words joined with blanks, read by a shell on the host.
     done = subprocess.run(["/bin/sh", "-c", " ".join(words[3:])], capture_output=True, text=True, check=True)
     assert done.stdout == f"{[HOSTILE, '*', chr(92), 'a' + chr(10) + 'b']}\n"
 
@@ -285,7 +285,7 @@ def test_what_qrsh_says_at_the_end_becomes_one_line_with_what_to_type() -> None:
     assert sge.refusal("node9", "error: of the command's own\n") is None
 
 
-# --- what became of it: a qstat, a qacct that say what the real ones did
+# --- how it ended: a qstat and a qacct that print what the real ones did
 
 LISTED = """<?xml version='1.0'?>
 <job_info  xmlns:xsd="http://arc.liv.ac.uk/repos/darcs/sge/source/dist/util/resources/schemas/qstat/qstat.xsd">
@@ -301,11 +301,11 @@ RECORD = "=====\nqname        main.q              \njobnumber    7              
 
 @pytest.fixture
 def grid_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts commands on PATH that print a text and end with a status."""
+    """Puts commands on PATH that print a text and exit with a status."""
     commands = tmp_path / "bin"
     commands.mkdir()
     monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
-    for name in ("qsub", "qstat", "qacct", "qdel"):  # those of this machine are not meant
+    for name in ("qsub", "qstat", "qacct", "qdel"):  # not those of this machine
         (commands / name).write_text("#!/bin/sh\nexit 3\n")
         (commands / name).chmod(0o755)
 
@@ -350,7 +350,7 @@ def test_a_job_that_will_never_start_says_why_and_what_to_type(grid_engine: Call
         (
             [("0", "137                  (Killed)"), ("0", "0")],
             State("ended", "ended", 0),
-        ),  # of a qrsh task, then the job's own
+        ),  # of a qrsh task, then of the job itself
         (
             [("37  : qmaster enforced h_rt, h_cpu, or h_vmem limit", "137   (Killed)")],
             State("ended", "qmaster enforced h_rt, h_cpu, or h_vmem limit", 137),
@@ -368,7 +368,7 @@ def test_a_job_that_is_over_has_the_status_of_its_last_record(
 def test_a_job_that_nobody_knows_any_more_is_unknown_and_that_raises_nothing(
     grid_engine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert sge.state({"id": "7"}).phase == "unknown"  # a qstat that prints nothing: its server is down
+    assert sge.state({"id": "7"}).phase == "unknown"  # if qstat prints nothing, its server is down
     grid_engine("qstat", LISTED.format(running="", pending=""))
     grid_engine("qacct", "", 1)
     assert sge.state({"id": "7"}) == State("unknown", "it is in no queue, and qacct has no record of it")

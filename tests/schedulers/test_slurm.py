@@ -202,7 +202,7 @@ def test_the_shell_of_a_job_of_several_tasks_is_not_rank_0(env: Env, said: str) 
 
 
 def test_only_a_shell_on_the_jobs_own_node_is_told_to_use_that_node_alone() -> None:
-    for env, told in ((SLURM_BATCH, True), (SLURM_INTERACTIVE, True), (SLURM_SALLOC, False)):  # salloc's: the submit host
+    for env, told in ((SLURM_BATCH, True), (SLURM_INTERACTIVE, True), (SLURM_SALLOC, False)):  # salloc's shell is elsewhere
         with pytest.raises(NotJoinedError) as caught:
             slurm.ranks(env)
         assert ("rankwise run script.py" in str(caught.value)) is told
@@ -216,10 +216,10 @@ def test_a_count_that_is_no_number_is_an_error_that_shows_it(name: str) -> None:
 
 def test_outside_of_a_job_nothing_speaks_of_slurm() -> None:
     assert not slurm.detect({})
-    assert not slurm.detect({"SLURM_CONF": "/etc/slurm.conf", "SLURM_NTASKS": "4"})  # what a login shell may export
+    assert not slurm.detect({"SLURM_CONF": "/etc/slurm.conf", "SLURM_NTASKS": "4"})  # a login shell may export these
 
 
-# --- the triple of an agent, and one that a batch script exported
+# --- the variables of an agent, and those that a batch script exports
 
 
 def triple(rank: int, world_size: int, **more: str) -> Env:
@@ -284,7 +284,7 @@ def rank_of_an_agent(rank: int, local_rank: int, local_world_size: int, node: in
 
 
 def told(rank: Ranks, per_node: str, env: Env) -> Env:
-    """What a rank finds that the agent with this environment has started."""
+    """The environment of a rank that the agent with the environment `env` has started."""
     return {**slurm.rank_env(env, rank, per_node), **variables_of(rank, 0, 0, "id")}
 
 

@@ -1,4 +1,4 @@
-"""Slurm's jobs: their text, and what is asked of Slurm about them."""
+"""Slurm's jobs: their text, and the questions to Slurm about them."""
 
 from __future__ import annotations
 
@@ -181,12 +181,12 @@ def test_a_shell_of_a_job_holds_its_nodes_and_a_task_of_a_step_holds_none(env: E
     assert slurm.attached(env) is (nodes is not None)
 
 
-# --- asking Slurm, played by a script; tests/cluster asks the real one
+# --- questions to Slurm, which is a script here; tests/cluster asks the real one
 
 
 @pytest.fixture
 def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes a command that says this, and ends so."""
+    """Creates a command that prints this, and exits with this status."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
 

@@ -1,4 +1,4 @@
-"""Hosts that the user names: how they are written, how ssh is called, and what its last words mean."""
+"""Hosts that the user lists: how they are written, how ssh is called, and what its last line means."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ def test_the_heads_agent_runs_here_and_the_hosts_keep_the_users_order() -> None:
 def test_ssh_asks_nothing_forwards_nothing_and_takes_each_word_as_it_is() -> None:
     command = ["/usr/bin/python3", "-m", "rankwise.agent", HOSTILE, "-v"]
     words = ssh.reach("node1", command)
-    assert words[:2] == ["ssh", "-T"]  # with a terminal its end of line and its errors are other ones
+    assert words[:2] == ["ssh", "-T"]  # with a terminal, its line ends and its errors differ
     assert words[-3:-1] == ["--", "node1"]
     assert shlex.split(words[-1]) == command
     options = dict(word.split("=") for word in words[3:-3:2])
     assert (options["BatchMode"], options["ForwardAgent"], options["ConnectTimeout"]) == ("yes", "no", "10")
-    assert not [name for name in options if "HostKey" in name or "KnownHosts" in name]  # as the user's configuration says
+    assert not [name for name in options if "HostKey" in name or "KnownHosts" in name]  # the user's configuration decides
 
 
 CHANGED = "@@@\n@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\n@@@\nHost key verification failed.\r\n"

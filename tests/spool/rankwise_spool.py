@@ -1,9 +1,9 @@
-"""A batch queue in a folder: jobs are files that a daemon moves from `waiting` by `running` to `done` or `cancelled`.
+"""A batch queue in a folder: jobs are files that a daemon moves from `waiting` to `running`, and to `done` or `cancelled`.
 
     python -m rankwise_spool /shared/spool --slots 2          the daemon
     rankwise run --on spool --spool /shared/spool train.py    a job
 
-It is a package of its own, as anybody may write one; docs/schedulers.md goes through it.
+It is a separate package, as anybody may write one; docs/schedulers.md explains it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rankwise.schedulers.ranks import Ranks, single
 
 FOLDERS = ("waiting", "running", "done", "cancelled", "stop")
 AGAIN = 100
-"""The exit status of a job that is to wait once more."""
+"""The exit status of a job that must wait again."""
 
 
 class Spool(Launcher, Jobs):
@@ -47,7 +47,7 @@ class Spool(Launcher, Jobs):
         REQUEUE,
     )  # fmt: skip
 
-    # --- who am I
+    # --- which rank this is
 
     def detect(self, env: Mapping[str, str]) -> bool:
         return "SPOOL_JOB_ID" in env
@@ -81,7 +81,7 @@ class Spool(Launcher, Jobs):
         return job_id
 
     def state(self, job: Mapping[str, Any]) -> State:
-        for phase in ("waiting", "running", "waiting"):  # a job that is put back meanwhile is seen the second time
+        for phase in ("waiting", "running", "waiting"):  # a job that is requeued meanwhile is found the second time
             if at(job, phase).exists():
                 return State(phase)
         if at(job, "cancelled").exists():
@@ -106,7 +106,7 @@ def at(job: Mapping[str, Any], folder: str) -> Path:
 
 
 class Running:
-    """A job that the daemon has started, in a session of its own."""
+    """A job that the daemon has started, in a separate session."""
 
     def __init__(self, spool: Path, job_id: str) -> None:
         self.spool, self.id = spool, job_id
@@ -119,7 +119,7 @@ class Running:
             )  # fmt: skip
 
     def is_over(self) -> bool:
-        """Ask it to stop where somebody wants that; note how it ended once it has."""
+        """Stop the job if this was requested. If it has ended, record how."""
         asked = self.spool / "stop" / self.id
         if asked.exists():
             self.cancelled = asked.read_text() != "requeue\n"
@@ -144,7 +144,7 @@ def daemon(spool: Path, slots: int) -> None:
         running = [job for job in running if not job.is_over()]
         for entry in sorted((spool / "waiting").glob("[0-9]*"))[: slots - len(running)]:
             try:
-                entry.rename(spool / "running" / entry.name)  # the lock: of two daemons one succeeds, and against a cancel
+                entry.rename(spool / "running" / entry.name)  # this is the lock: only one of two daemons succeeds, or a cancel
             except FileNotFoundError:
                 continue
             running.append(Running(spool, entry.name))

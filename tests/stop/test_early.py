@@ -1,4 +1,4 @@
-"""A request to stop that comes before there is anything to answer it."""
+"""A request to stop that arrives before anything can answer it."""
 
 from __future__ import annotations
 

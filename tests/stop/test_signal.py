@@ -1,4 +1,4 @@
-"""The agreed stop where no agent of ours is: ranks of torchrun, mpirun or a shell on one node keep the gate themselves."""
+"""The agreed stop without our agent: ranks of torchrun, mpirun or a shell on one node operate the gate themselves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rankwise.stop import signal as stop_signal
 
 
 def loop(who: int | tuple[int, ...], signum: int, at: int, together: bool, steps: int = 100_000) -> tuple[int, int]:
-    """(steps done when all stopped, for which signal). `who` is sent it in step `at`; `together`: with a collective a step."""
+    """(steps done when all stopped, the signal). `who` gets the signal in step `at`. `together`: with a collective per step."""
     signals = StopSignal()
     step = 0
     while not signals.agreed(step) and step < steps:
@@ -37,7 +37,7 @@ def loop(who: int | tuple[int, ...], signum: int, at: int, together: bool, steps
         elif step >= at:
             time.sleep(random.random() * 0.004)
     signals.finish()
-    done = comm.all_gather_object(step)  # what a save does
+    done = comm.all_gather_object(step)  # like a save
     assert len(set(done)) == 1
     signals.leave()
     return step, signals.signum
@@ -74,7 +74,7 @@ def test_nodes_that_do_not_reach_each_other_say_so_and_signals_are_left_alone() 
 
 
 def out_of_reach() -> bool:
-    """Whether this process has its own way with signals."""
+    """Whether this process has its own signal handlers."""
 
     def knock(*_: object) -> None:
         raise coordinator.NobodyThere("10.0.0.1, port 1: no route to host")
@@ -86,7 +86,7 @@ def out_of_reach() -> bool:
 
 
 def alarmed(together: bool) -> list[tuple[int, list[int]]]:
-    """(steps done, which) of the alarms that a rank hears, until each has come twice."""
+    """(steps done, which) of the alarms that a rank notices, until each has come twice."""
     signals = StopSignal()
     heard: list[tuple[int, list[int]]] = []
     step = 0
@@ -114,7 +114,8 @@ def test_a_time_that_is_over_is_heard_after_the_same_step_on_all_ranks(ranks: in
 
 
 def in_a_block(how: str, at: int) -> tuple[str, int, int, bool]:
-    """(how it ended, its steps, its last one, whether signals are the process's own again): SIGTERM to rank 1, or an error."""
+    """(how it ended, its steps, its last one, whether the process has its own handlers again): SIGTERM to rank 1, or an
+    error."""
     step, began = 5, 5
     ended = "at the end"
     try:
@@ -128,7 +129,7 @@ def in_a_block(how: str, at: int) -> tuple[str, int, int, bool]:
                 if step == at and how == "error":
                     raise ValueError("of the body")
                 comm.barrier()
-            assert signal.getsignal(signal.SIGTERM) == stop._on_signal  # what is saved here is not cut short
+            assert signal.getsignal(signal.SIGTERM) == stop._on_signal  # a save here is not cut short
     except SystemExit as error:
         ended = f"stopped with {error.code}"
     except ValueError as error:
@@ -159,7 +160,7 @@ def test_a_stop_signal_sends_nothing_before_it_is_used_and_needs_no_world() -> N
 
 
 def asked(who: tuple[int, ...], together: bool) -> tuple[int, int, bool]:
-    """(steps done, signal, whether a script has asked); these ranks ask after step 20."""
+    """(steps done, signal, whether a script has requested it); these ranks request a stop after step 20."""
     signals = StopSignal()
     step = 0
     while not signals.agreed(step):
@@ -193,7 +194,7 @@ def test_nobody_stops_early_when_nobody_is_signalled() -> None:
 
 
 def afterwards(number: int) -> bool:
-    """Whether this process has its own way with the signal again."""
+    """Whether this process has its own handler for the signal again."""
     loop(0, signal.SIGUSR1, 5, True)
     heard: list[int] = []
     signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
@@ -206,7 +207,7 @@ def test_after_leave_a_signal_is_for_the_process_itself() -> None:
 
 
 def late_signals() -> tuple[int, int]:
-    """After an agreed stop: how many of the signals the process has survived, and what ends a process of its own."""
+    """After an agreed stop: how many of the signals the process has survived, and what ends a separate process."""
     loop(0, signal.SIGTERM, 5, True)
     survived = 0
     for signum in stop_signal.SIGNALS:
@@ -223,7 +224,7 @@ def test_a_signal_that_reaches_a_rank_after_the_stop_is_the_request_that_was_ans
 
 
 def stopped_alone() -> StopSignal:
-    """What a process that is alone has left after SIGTERM."""
+    """The StopSignal of a single process after SIGTERM."""
     signals = StopSignal()
     while not signals.agreed(0):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -232,7 +233,7 @@ def stopped_alone() -> StopSignal:
 
 
 def interrupted_late() -> str:
-    """What Ctrl-C does to a process that is alone and was stopped by SIGTERM."""
+    """What Ctrl-C does to a single process that was stopped by SIGTERM."""
     stopped_alone()
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -247,7 +248,7 @@ def test_ctrl_c_ends_a_process_that_is_alone_after_its_stop_too() -> None:
 
 
 def handled_at_exit() -> list[bool]:
-    """Whether SIGUSR1 has the script's own handler when the process exits, and SIGTERM, which was answered, none."""
+    """Whether, at exit, SIGUSR1 has the script's own handler again, and SIGTERM, which was answered, has none."""
     signals = stopped_alone()
     own = lambda *_: None  # noqa: E731
     signal.signal(signal.SIGUSR1, own)
@@ -260,7 +261,7 @@ def test_when_a_process_exits_a_late_signal_is_ignored_and_the_scripts_own_handl
 
 
 def signalled_worker() -> tuple[int, int]:
-    """The flag that a signal to a process forked from this rank leaves in the rank's row, and that process's status."""
+    """(the flag in the rank's row after a signal to a process that this rank has forked, the status of this process)."""
     signals = StopSignal()
     assert not signals.agreed(0)
     if (child := os.fork()) == 0:
@@ -276,7 +277,7 @@ def test_a_signal_to_a_forked_process_is_no_request_of_its_rank() -> None:
 
 
 def after_the_first_has_finished() -> int:
-    """The first rank has 5 steps, and then the second is signalled, amid its 60."""
+    """The first rank has 5 steps. Then the second gets the signal, in the middle of its 60."""
     signals = StopSignal()
     step, steps = 0, (5, 60)[comm.rank()]
     while step < steps and not signals.agreed(step):
@@ -315,7 +316,7 @@ def test_after_each_of_two_stops_of_a_process_a_late_signal_is_answered() -> Non
 
 
 def long_after() -> int:
-    """What ends a process that goes on after its stop."""
+    """What ends a process that continues after its stop."""
     stop_signal.LATE_S = 0.0
     if (child := os.fork()) == 0:
         signals = StopSignal()
@@ -351,7 +352,7 @@ raise stop.stopped()
 
 
 def test_the_same_signal_again_and_again_leaves_the_stop_and_its_status_as_they_are() -> None:
-    """As Slurm sends SIGTERM twice at a limit, and torchrun to all ranks when the first has ended."""
+    """Slurm sends SIGTERM twice at a time limit, and torchrun sends it to all ranks when the first has exited."""
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (75, "3\n"), done.stderr
 
@@ -365,7 +366,7 @@ def test_a_second_ctrl_c_ends_a_process_that_is_alone_at_once() -> None:
 
 
 class SilentLink:
-    """To a node that never answers."""
+    """A link to a node that never answers."""
 
     closed = None
     heard = 0.0

@@ -1,4 +1,4 @@
-"""Random damage of every kind: stress/bit_flips."""
+"""Random corruption of every kind: stress/bit_flips."""
 
 from __future__ import annotations
 

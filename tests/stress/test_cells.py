@@ -1,4 +1,4 @@
-"""Trainings on ranks beside plain torch: stress/against_torch. A few cells are in tests/sync/test_against_torch.py."""
+"""Trainings on ranks compared with plain torch: stress/against_torch. A few cells are in tests/sync/test_against_torch.py."""
 
 from __future__ import annotations
 

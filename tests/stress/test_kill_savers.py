@@ -1,4 +1,4 @@
-"""SIGKILL inside a save, damage, a full disk, a folder that is read only: stress/kill_savers."""
+"""SIGKILL inside a save, corruption, a full disk, a read-only folder: stress/kill_savers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def test_what_rankwise_resumes_after_a_kill_or_damage_is_a_complete_save(dose: s
     lines = text.splitlines()
     for saver in ("rankwise, blocking", "rankwise, background"):
         assert sum(line.startswith(saver) for line in lines) >= 4  # and a fifth, the full disk, if a tmpfs can be mounted
-    # The runner sees what a plain file does not: a flipped bit.
+    # The runner finds what a plain file does not notice: a flipped bit.
     flipped = next(line for line in lines if line.startswith("torch.save, one file") and "bit flip" in line)
     assert "load something else, silently" in flipped

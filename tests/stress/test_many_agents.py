@@ -1,4 +1,4 @@
-"""Agents without ranks of their own against one real head: benchmarks/many_agents."""
+"""Agents without ranks and one real head: benchmarks/many_agents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each collective with each way in which one of three real ranks can ask something else: it is named, with its line."""
+"""Each collective with each way in which one of three real ranks can ask something else: it is reported with its line."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def applies(call: str, different: str) -> bool:
 
 
 CASES = [(name, different) for name, call in CALLS.items() for different in WHAT if applies(call, different)]
-_ONE_IN = 5  # of the small dose; tests/agent/test_collective_notes.py has all of them, without ranks
+_ONE_IN = 5  # in the small dose; tests/agent/test_collective_notes.py has all of them, without ranks
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,4 +1,4 @@
-"""Preemptions of a training under each launcher, and kills between changing numbers of ranks: stress/preemptions."""
+"""Preemptions of a training with each launcher, and kills between changing numbers of ranks: stress/preemptions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_preemptions_leave_every_step_every_sample_and_every_bit_as_they_were(la
     preempted(launcher, *{"small": (small, *BUSY), "whole": (50,)}[dose])
 
 
-@pytest.mark.stress(dose="whole")  # as under torchrun, and tests/cluster stops mpirun
+@pytest.mark.stress(dose="whole")  # similar to torchrun, and tests/cluster stops mpirun
 @pytest.mark.cluster
 def test_a_preemption_under_mpirun_leaves_every_step_every_sample_and_every_bit_as_they_were(openmpi: Start, dose: str) -> None:
     preempted("mpirun", *{"small": (1, *BUSY), "whole": (50,)}[dose])
 
 
-@pytest.mark.stress(dose="whole")  # most of its two minutes Slurm waits to start it again; tests/cluster has each part of it
+@pytest.mark.stress(dose="whole")  # for most of its two minutes, Slurm waits to restart it; tests/cluster has each part of it
 @pytest.mark.cluster
 def test_a_preemption_in_a_queue_leaves_every_step_every_sample_and_every_bit_as_they_were(
     slurm_elsewhere: None, dose: str

@@ -1,4 +1,4 @@
-"""A training on ranks beside plain torch on one device: a few cells of stress/against_torch, which has them all."""
+"""A training on ranks compared with plain torch on one device: a few cells of stress/against_torch, which has all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient of the whole global batch, against a plain loop on one process; and one message a step."""
+"""The gradient of the whole global batch, compared with a plain loop in one process; and one message per step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from rankwise.sync import AllReduce, Mine, Shared, StepResult
 from rankwise.training.precision import LossScale
 
 GLOBAL_BATCHES = (13, 13, 5, 1)
-"""Samples of each optimizer step: whole ones, a rest, and one in which all ranks but one have nothing."""
+"""The number of samples in each optimizer step: full batches, a smaller one, and one in which all ranks but one have
+nothing."""
 
 TOKENS = [3, 1, 7, 2, 5, 1, 1, 9, 4, 2, 6, 8, 1]
-"""Of each sample: the count that its loss is over."""
+"""For each sample, the number of tokens over which its loss is summed."""
 
 ACCUMULATE = (1, 2, 4)
 CLIP = (None, 0.05, 1e6)
@@ -36,7 +37,7 @@ WAYS = (False, True)
 
 
 def sequences() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each sample of all steps: ragged inputs (tokens x 6) and targets (tokens)."""
+    """For each sample of all steps: inputs of different lengths (tokens x 6) and targets (tokens)."""
     generator = torch.Generator().manual_seed(0)
     return [
         (torch.randn(t, 6, dtype=torch.float64, generator=generator), torch.randint(0, 4, (t,), generator=generator))
@@ -63,7 +64,7 @@ Flat = list[npt.NDArray[np.float64]]
 
 
 def flat_parameters(model: nn.Module) -> npt.NDArray[np.float64]:
-    # numpy: a tensor cannot be sent by a process that ends.
+    # numpy: a process that exits cannot send a tensor.
     return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()]).numpy()
 
 
@@ -76,7 +77,7 @@ def distance(ours: Flat, others: Flat) -> float:
 
 
 def plain_loop(clip_norm: float | None) -> tuple[Flat, list[tuple[int, float]]]:
-    """A single process over the whole global batch. Parameters, and (count, gradient norm), after each step."""
+    """A single process over the whole global batch. Returns the parameters, and (count, gradient norm), after each step."""
     model = plain_model()
     optimizer = adamw(model)
     data = iter(sequences())
@@ -93,7 +94,7 @@ def plain_loop(clip_norm: float | None) -> tuple[Flat, list[tuple[int, float]]]:
 
 
 def runs(parts: int, low: int, high: int) -> list[range]:
-    """Positions [low, high) in `parts` micro-batches; those without a sample are left out."""
+    """Positions [low, high) in `parts` micro-batches; those without a sample are skipped."""
     n = high - low
     cuts = [low + n * k // parts for k in range(parts + 1)]
     return [range(a, b) for a, b in itertools.pairwise(cuts) if a < b]
@@ -111,7 +112,7 @@ def parallel_loop(
     rank, world_size = comm.rank(), comm.world_size()
     model = plain_model()
     if spoil and rank > 0:
-        with torch.no_grad():  # attach makes ranks equal, whatever they began with
+        with torch.no_grad():  # attach makes the ranks equal, whatever they had before
             for parameter in model.parameters():
                 parameter.add_(rank)
     optimizer = adamw(model)
@@ -225,7 +226,7 @@ COLLECTIVES = [
 
 
 def count_collectives(overlap: bool | None) -> list[list[str]]:
-    """The calls of torch.distributed in each step, and what the backend itself saw of one."""
+    """The calls of torch.distributed in each step, and what the backend itself did in one."""
     called: list[str] = []
 
     def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -264,7 +265,7 @@ def test_a_step_is_one_all_reduce_and_no_other_message_with_batch_norm_too(overl
 
 
 def summed_and_mean(overlap: bool | None) -> tuple[float, float, str, int]:
-    """(norm of the summed gradient, of the mean, how it is told, bytes sent): equal counts on all ranks."""
+    """(norm of the summed gradient, of the mean, how the strategy describes itself, bytes sent); equal counts on all ranks."""
     norms, told = [], []
     for reduce in ("sum", "mean"):
         model = plain_model()
@@ -283,14 +284,14 @@ def test_a_summed_gradient_is_the_mean_times_the_number_of_ranks(overlap: bool |
     for summed, mean, told, sent in on_ranks(3, summed_and_mean, overlap):
         assert summed == pytest.approx(3 * mean, rel=1e-12)
         assert told.endswith(", times 3, the number of ranks")
-        assert gradient < sent < gradient + 8 * 30  # the tail that rides in the message is known to be short
+        assert gradient < sent < gradient + 8 * 30  # the tail of the message is short
 
 
 # --- gradients that are not finite
 
 
 def spoilt_steps(bad: float, spoil_count: bool, overlap: bool | None) -> list[Any]:
-    """Steps 0 and 2 are good; in step 1 the last rank alone has a bad gradient (or count)."""
+    """Steps 0 and 2 are good; in step 1 only the last rank has a bad gradient (or count)."""
     model = plain_model()
     optimizer = adamw(model)
     sync = AllReduce(overlap=overlap).attach(model, optimizer, clip_norm=1.0)
@@ -338,7 +339,7 @@ def test_a_step_over_nothing_changes_nothing() -> None:
         )
 
 
-# --- users who take the gradients into their own hands
+# --- users who change the gradients themselves
 
 
 def zero_grad_between_steps(set_to_none: bool, overlap: bool | None) -> Flat:
@@ -355,7 +356,7 @@ def test_zero_grad_between_steps_does_no_harm() -> None:
 
 
 def discarded_gradient(set_to_none: bool, overlap: bool | None) -> tuple[list[float], list[float]]:
-    """Gradients after a step in which a first backward was discarded, and in which it never was."""
+    """(the gradients after a step in which a first backward pass was discarded, the gradients without this first pass)."""
     both = []
     for discard in (True, False):
         model = plain_model()
@@ -365,7 +366,7 @@ def discarded_gradient(set_to_none: bool, overlap: bool | None) -> tuple[list[fl
         if discard:
             sync.backward(loss_of(model, sequences()[:4])[0], 0)
             optimizer.zero_grad(set_to_none=set_to_none)
-        if comm.rank() == comm.world_size() - 1:  # the others have nothing after what they discarded
+        if comm.rank() == comm.world_size() - 1:  # the other ranks do nothing after the discarded pass
             sync.backward(*loss_of(model, sequences()[4:6]))
         sync.step()
         both.append((before - flat_parameters(model)).tolist())
@@ -387,7 +388,7 @@ def replaced_gradient(overlap: bool | None) -> bool:
     sync.backward(*loss_of(model, sequences()[:1]))
     for parameter in model.parameters():
         assert parameter.grad is not None
-        parameter.grad = parameter.grad * 3  # a tensor of the user's own
+        parameter.grad = parameter.grad * 3  # a tensor of the user
         expected.append(parameter.detach() - parameter.grad / TOKENS[0])
     sync.step()
     return all(torch.allclose(p, e, rtol=0, atol=1e-12) for p, e in zip(model.parameters(), expected, strict=True))
@@ -398,11 +399,11 @@ def test_a_gradient_that_the_user_replaced_is_the_one_that_counts() -> None:
         assert on_ranks(2, replaced_gradient, overlap) == [True, True]
 
 
-# --- models of all shapes
+# --- models of many kinds
 
 
 class Tied(nn.Module):
-    """An embedding used at both ends, a part of it frozen, an odd one in float32."""
+    """An embedding used at both ends, a frozen part, and one parameter in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -481,7 +482,7 @@ def test_tied_frozen_and_mixed_parameters_in_groups_are_those_of_a_plain_loop(cl
             assert keys == list(tied_model().state_dict())  # no prefix
             for name, ours, plain, before in zip(names, parameters, expected, begun, strict=True):
                 assert ours.dtype == plain.dtype
-                # The float32 parameter has a gradient of 24 bits; what it reaches in float64 is no closer.
+                # The float32 parameter has a gradient of 24 bits, so what depends on it in float64 is not more exact.
                 assert np.abs(ours - plain).max() < 1e-5, name
                 assert np.array_equal(ours, before) == name.startswith("frozen"), name
 
@@ -508,7 +509,7 @@ def test_tied_and_frozen_parameters_in_float64_are_exact() -> None:
 
 
 class Choosing(nn.Module):
-    """Which half a sample goes through depends on the sample; one layer is never used."""
+    """Which half a sample passes depends on the sample; one layer is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -522,11 +523,11 @@ class Choosing(nn.Module):
 
 
 CHOICES = ((0, 0, 0, 0), (0, 1, 0, 1), (1, 1, 1, 1), (1, 0, 0, 0), (0, 0, 0, 1))
-"""For each step, the half that each of its four micro-batches takes."""
+"""For each step, the half that each of its four micro-batches uses."""
 
 
 def choosing(positions: range, sync: AllReduce | None) -> Flat:
-    """AdamW with weight decay, which moves a parameter whose gradient is zero and not one that has none."""
+    """AdamW with weight decay, which changes a parameter whose gradient is zero, but not one without a gradient."""
     torch.manual_seed(3)
     model = Choosing()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.3)
@@ -633,7 +634,7 @@ def test_the_count_is_exact_in_a_model_of_half_precision(dtype: torch.dtype) -> 
 
 
 def buffers() -> list[Any]:
-    """Running means: before, inside and after a look at the average, and what is this rank's own then."""
+    """The running means before, inside and after `averaged`, and this rank's own values in these moments."""
     model = nn.BatchNorm1d(2)
     sync = AllReduce().attach(model, adamw(model))
     assert isinstance(model.running_mean, torch.Tensor)
@@ -656,7 +657,7 @@ def test_a_look_sees_the_first_ranks_running_statistics_and_leaves_each_its_own(
 
 
 def waiting(overlap: bool | None) -> tuple[float, float]:
-    """Seconds in communication, and in all."""
+    """(the seconds in communication, all seconds)."""
     began = time.perf_counter()
     model = plain_model()
     sync = AllReduce(overlap=overlap).attach(model, adamw(model))
@@ -691,7 +692,7 @@ def scaled_loop(scale: float | None, overlap: bool | None) -> tuple[Flat, float,
 def test_a_loss_scale_changes_no_parameter_and_is_the_same_on_all_ranks(overlap: bool | None) -> None:
     plain = on_ranks(2, scaled_loop, None, overlap)
     scaled = on_ranks(2, scaled_loop, 1024.0, overlap)
-    assert scaled[0][1] == scaled[1][1] == 1024.0  # 2 finite steps doubled it, the overflow halved it
+    assert scaled[0][1] == scaled[1][1] == 1024.0  # 2 finite steps have doubled it, and the overflow has halved it
     assert list(plain[0][2]) == ["trained"]
     for (a, _, _), (b, _, _) in zip(plain, scaled, strict=True):
         assert same(a, b)
@@ -699,7 +700,7 @@ def test_a_loss_scale_changes_no_parameter_and_is_the_same_on_all_ranks(overlap:
     again = AllReduce().attach(model, adamw(model), loss_scale=LossScale(2.0))
     again.load_state_dict(scaled[0][2])
     assert again.state_dict() == scaled[0][2]
-    again.load_state_dict({})  # of a checkpoint that is older than what it holds
+    again.load_state_dict({})  # of an older checkpoint, without this state
     assert again.state_dict() == scaled[0][2]
 
 
@@ -714,11 +715,11 @@ def test_a_model_that_is_left_on_the_cpu_beside_a_gpu_is_said(
         assert (warning in capsys.readouterr().out) is said
 
 
-# --- a backward pass of the user's own
+# --- a backward pass of the user
 
 
 def steps_after_a_users_own_backward(overlap: bool | None) -> list[str]:
-    """What a step says: after loss.backward() alone, with nothing, and after a zero_grad that writes into the gradients."""
+    """What a step reports: after loss.backward() alone, with nothing, and after a zero_grad that writes into the gradients."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sync = AllReduce(overlap=overlap).attach(model, optimizer)

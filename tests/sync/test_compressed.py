@@ -1,4 +1,4 @@
-"""Smaller messages: what is sent and what is kept add up to the gradient; nothing that is not finite stays."""
+"""Smaller messages: what is sent and what is kept add up to the gradient, and nothing that is not finite remains."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def messages(rank: int, steps: int) -> list[torch.Tensor]:
 
 
 def balance(name: str) -> tuple[float, float]:
-    """By how much (what was told) + (what is still kept) differs from what was to be told; what one message lost."""
+    """(by how much what was sent and what is kept differ from what should be sent, what one message lost)."""
     given = messages(comm.rank(), 6)
     codec = codec_of(name, given[0], SHAPES)
     told = [codec.sum_(one.clone()) for one in given]
@@ -47,7 +47,7 @@ def balance(name: str) -> tuple[float, float]:
 @pytest.mark.parametrize("name", CODECS)
 def test_what_is_told_and_what_is_kept_add_up_to_what_there_was(name: str) -> None:
     for apart, lost in on_ranks(2, balance, name):
-        # Two numbers in 16 bits are added in 16 bits: that rounding is nobody's.
+        # Two numbers of 16 bits are added in 16 bits: nothing corrects this rounding.
         assert apart < (0.2 if name == "bf16" else 0.02 if name == "fp16" else 1e-5)
         assert lost > 1e-4, "the codec loses nothing: the test shows nothing"
 
@@ -163,18 +163,18 @@ def test_a_gradient_that_is_not_finite_skips_one_step_on_all_ranks_and_no_more(n
 
 
 def scaled() -> tuple[Flat, Flat]:
-    """A loss scale that grows at every third step, and a constant one."""
+    """(the result with a loss scale that grows at every third step, the result with a constant one)."""
     grown = trained(AllReduce(compress="int8"), 12, LossScale(2.0, growth_interval=3))[0]
     return grown, trained(AllReduce(compress="int8"), 12)[0]
 
 
 def test_what_a_message_lost_follows_the_loss_scale() -> None:
     for grown, constant in on_ranks(2, scaled):
-        assert np.abs(grown - constant).max() < 1e-12  # powers of two change no bit, but in the last ones of the sums
+        assert np.abs(grown - constant).max() < 1e-12  # powers of two change no bit, except for the last ones of the sums
 
 
 def unfrozen(name: str) -> tuple[bool, bool]:
-    """What messages have lost of the second layer is still there when the first one joins it; nothing is sent twice."""
+    """When the first layer joins the second: (whether what the second has lost is still there, whether all parameters are)."""
     model = make_model()
     model[0].requires_grad_(False)  # type: ignore[operator]
     sync = AllReduce(compress=name).attach(model, torch.optim.SGD(model.parameters(), lr=0.1), typical_count=8.0)

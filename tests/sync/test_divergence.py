@@ -1,4 +1,4 @@
-"""How often replicas are compared. What a comparison finds: tests/test_trainer_changes.py."""
+"""How often replicas are compared. tests/test_trainer_changes.py tests what a comparison finds."""
 
 from __future__ import annotations
 
@@ -36,4 +36,4 @@ def test_the_check_takes_a_hundredth_of_the_time_with_its_messages(monkeypatch: 
         check(state)
         if now > before:
             checked.append(state.step)
-    assert checked == pytest.approx([50, 1050, 4050], abs=2)  # the first does not know yet what its own messages take
+    assert checked == pytest.approx([50, 1050, 4050], abs=2)  # the first does not yet know the time of its own messages

@@ -1,4 +1,4 @@
-"""Every strategy that has a name x what a training may have: a new one joins by itself."""
+"""Every strategy with a name x all that a training may have: a new strategy is tested automatically."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ STEPS = 8
 
 
 class Training:
-    """Eight steps of a strategy on this rank, in the middle of a period when they end."""
+    """Eight steps of a strategy on this rank; the last one is in the middle of a period."""
 
     steps = STEPS
     clip_norm: float | None = None
     loss_scale: LossScale | None = None
     dtype: torch.dtype | None = None
     sizes: Sequence[Sequence[int]] = ((3,), (3,))
-    """Of the micro-batches in a step, by rank."""
+    """The sizes of the micro-batches in a step, by rank."""
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(5)
@@ -100,7 +100,7 @@ class Clipped(Training):
 
     def check(self) -> None:
         far = [(p.detach() - self.before[name]).norm() for name, p in self.model.named_parameters()]
-        # Momentum doubles a step of 0.05, and an outer one of 0.9 makes ten of one.
+        # Momentum doubles a step of 0.05, and an outer momentum of 0.9 makes it ten times as long.
         assert 0 < float(torch.stack(far).norm()) < 1e-3 * 0.05 * self.steps * 2 * 10
 
 
@@ -114,7 +114,7 @@ class NotFiniteOnOneRank(Training):
         on_main, on_other = comm.all_gather_object([result.mine.stepped for result in self.results])
         assert not on_other[4]
         assert sum(on_other) == STEPS - 1
-        assert sum(on_main) >= STEPS - 1  # the other ranks' steps are skipped too only where all take one
+        assert sum(on_main) >= STEPS - 1  # the other ranks also skip the step only if all ranks take one step
 
 
 class Frozen(Training):
@@ -140,7 +140,7 @@ class LaterUnfrozen(Frozen):
 class Unused(Training):
     def make_model(self) -> nn.Sequential:
         model = super().make_model()
-        model[0].spare = nn.Linear(16, 16)  # no forward pass comes by
+        model[0].spare = nn.Linear(16, 16)  # no forward pass uses it
         return model
 
     def check(self) -> None:
@@ -206,7 +206,7 @@ CONDITIONS: list[type[Training]] = [
 
 
 def wrong(name: str) -> list[str]:
-    """The conditions under which this strategy does not do what it should."""
+    """The conditions in which this strategy does not do what it should."""
     found = []
     for condition in CONDITIONS:
         training = condition(name)
@@ -242,7 +242,7 @@ class Numbers:
 
 
 def fitted(name: str, folder: Path, stop_after: int) -> tuple[int, list[list[float]]]:
-    """(after which step it ended, the weights); `stop_after`: rank 1 gets a SIGTERM in this step, 0 for none."""
+    """(the step after which it ended, the weights). `stop_after`: rank 1 gets SIGTERM in this step; 0 for no stop."""
     torch.manual_seed(5)
     model = Training.make_model(Training.__new__(Training))
 
@@ -254,7 +254,7 @@ def fitted(name: str, folder: Path, stop_after: int) -> tuple[int, list[list[flo
         if state.step == stop_after and comm.rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         if 0 < stop_after <= state.step:
-            time.sleep(0.1)  # the ranks agree within some milliseconds, in which they would be through
+            time.sleep(0.1)  # the ranks need some milliseconds to agree; without this they would be done by then
 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     given: Any = {"batch_size": 2, "max_steps": 12, "sync": name, "run_dir": folder, "actions": [asked]}
@@ -267,7 +267,7 @@ def fitted(name: str, folder: Path, stop_after: int) -> tuple[int, list[list[flo
 
 
 def stopped_and_resumed(names: Sequence[str], folder: Path) -> list[str]:
-    """Those that do not come to the weights of the unbroken training."""
+    """The strategies that do not reach the weights of the unbroken training."""
     found = []
     for name in names:
         step, _ = fitted(name, folder / name / "stopped", stop_after=4)
@@ -278,7 +278,7 @@ def stopped_and_resumed(names: Sequence[str], folder: Path) -> list[str]:
     return found
 
 
-STEADY = [name for name in NAMES if not name.endswith("s")]  # others average when the clock says so
+STEADY = [name for name in NAMES if not name.endswith("s")]  # the others average by the clock
 FIRST = ["all-reduce:int8", "local-sgd:3", "diloco:3:int8"]
 
 

@@ -1,4 +1,4 @@
-"""What holds of one buffer of gradients holds of gradients where autograd makes them, too."""
+"""What is true for one buffer of gradients is also true for gradients that remain where autograd creates them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rankwise.sync.in_place import InPlaceReduction
 
 
 def always(function: Callable[..., Any], *args: Any) -> Any:
-    """In a process of its own: small models too."""
+    """Call it in a separate process in which small models use this too."""
     in_place._SMALL_BYTES = 0
     return function(*args)
 

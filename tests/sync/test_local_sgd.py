@@ -1,4 +1,4 @@
-"""Strategies that average replicas: against AllReduce, against each other, against closed forms, and resumed in mid-period."""
+"""Strategies that average replicas: compared with AllReduce, each other and closed forms, and resumed within a period."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def samples(step: int, rank: int, ranks: int, ragged: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """One or two micro-batches of this rank's; with `ragged` of other sizes on each, and none at all now and then."""
+    """One or two micro-batches of this rank. With `ragged`, each has another size, and sometimes there is none."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     sizes = [(step + 2 * rank) % 5, (step * rank) % 3] if ragged else [3]
     if ragged and (step + rank) % ranks == 0 and ranks > 1:
@@ -73,7 +73,7 @@ def one_step(sync: SyncStrategy, model: nn.Module, step: int, ragged: bool) -> A
 
 
 def trained(sync: SyncStrategy, make: Optimizers, ragged: bool, steps: int = STEPS) -> list[Flat]:
-    """The average after each step (all ranks' own are put back, so that it changes nothing), and at the end."""
+    """The average after each step (afterwards each rank gets its own weights back, so nothing changes), and at the end."""
     model = make_model()
     sync.attach(model, make(model), typical_count=8.0)
     seen = []
@@ -109,7 +109,7 @@ def test_averaging_strategies_are_each_other_and_all_reduce_where_they_should_be
 
 
 def post_local() -> tuple[float, float, bool]:
-    """After `start` exact steps the rest is local SGD from there."""
+    """After `start` exact steps, the rest is local SGD from there."""
     model, steps = make_model(), 5
     sync = AllReduce().attach(model, optimizer := adam(model), typical_count=8.0)
     for step in range(steps):
@@ -131,7 +131,7 @@ def test_post_local_sgd_is_all_reduce_and_then_local_sgd() -> None:
 
 
 def quadratic(every: int, steps: int, lr: float, outer_lr: float, mu: float) -> list[float]:
-    """Rank r minimises (x - r)^2 / 2 from x = 8 by plain SGD; what all hold after each average."""
+    """Rank r minimises (x - r)^2 / 2 from x = 8 by plain SGD. Returns what all ranks have after each average."""
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(model.weight, 8.0)
     sync = DiLoCo(every, lr=outer_lr, momentum=mu).attach(model, torch.optim.SGD(model.parameters(), lr=lr))
@@ -160,14 +160,14 @@ def test_the_trajectory_on_a_quadratic_is_the_closed_form() -> None:
 
 
 def saved(sync: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As a checkpoint takes it: what is shared, seen in the average, and this rank's own."""
+    """What a checkpoint contains: the shared state, inside `averaged`, and this rank's own state."""
     with sync.averaged():
         shared = {"sync": sync.state_dict(), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
         return copy.deepcopy({**comm.broadcast_object(shared), "own": sync.rank_state_dict()})
 
 
 class RunningMean(nn.Module):
-    """A buffer that moves with each rank's own samples, and a counter of its passes."""
+    """A buffer that changes with each rank's own samples, and a counter of its passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def test_a_look_in_mid_period_changes_no_bit() -> None:
 
 
 def poisoned() -> tuple[list[float], list[int], str]:
-    """Rank 1's weights become nan in mid-period, and rank 2's gradient is not finite once."""
+    """Rank 1's weights become nan in the middle of a period, and rank 2's gradient is not finite once."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         values, skipped = _poisoned()
     return values, skipped, said.getvalue()
@@ -333,7 +333,7 @@ def test_replicas_of_other_tensors_are_an_error_on_all_ranks_that_names_one() ->
 
 
 def frozen_in_mid_period() -> list[Flat]:
-    """After the average that follows the freezing, and after the one that follows the unfreezing."""
+    """The parameters after the average that follows the freezing, and after the average that follows the unfreezing."""
     model, seen = make_model(), []
     sync = LocalSGD(4).attach(model, adam(model), typical_count=8.0)
     for step in range(8):
@@ -352,7 +352,7 @@ def test_a_parameter_that_is_frozen_in_mid_period_is_averaged_once_more() -> Non
 
 
 def own_scales() -> tuple[float, float]:
-    """Rank 1's loss scale is halved by a gradient that is not finite, and is so after a resume."""
+    """Rank 1's loss scale is halved by a gradient that is not finite, and still is after a resume."""
 
     def fresh() -> tuple[LocalSGD, nn.Module, torch.optim.Optimizer]:
         model = make_model()
@@ -409,8 +409,8 @@ def test_what_no_period_can_be_made_of_is_refused(make: Callable[[], Any], said:
 
 
 def timed(clock: list[float]) -> tuple[list[int], list[list[float]]]:
-    """(the steps after which an average was made, where rank 1's steps take three times as long by its own clock; the weights
-    at the end, and those of a training that averages after these steps)."""
+    """(the steps after which an average was made, if rank 1's steps take three times as long by its own clock; the weights at
+    the end, and those of a training that averages after these steps)."""
     from rankwise.sync import local_sgd
 
     now = [0.0]
@@ -438,8 +438,8 @@ def test_averages_by_time_come_at_the_same_steps_on_all_ranks_though_one_is_slow
 
 
 def by_the_clock(period_s: float, seconds: float) -> tuple[list[int], list[float], list[float]]:
-    """(the steps with an average, the seconds at which each was made, the weights at the end); rank 1 takes three times as long
-    for a step."""
+    """(the steps with an average, the seconds at which each was made, the weights at the end). Each step of rank 1 takes three
+    times as long."""
     model = make_model()
     sync = LocalSGD(seconds=period_s).attach(model, sgd(model), typical_count=8.0)
     began, at, last = time.monotonic(), list[float](), False
@@ -453,7 +453,7 @@ def by_the_clock(period_s: float, seconds: float) -> tuple[list[int], list[float
     return list(sync.averaged_at), at, flat(model).tolist()
 
 
-@pytest.mark.stress(dose="whole")  # its sibling with a clock of its own is above
+@pytest.mark.stress(dose="whole")  # the test above is the same with a fake clock
 def test_by_a_real_clock_averages_are_as_far_apart_as_asked_though_one_rank_is_slow() -> None:
     (steps, at, weights), (others_steps, _, others) = on_ranks(2, by_the_clock, 4.0, 100.0, timeout_s=200.0)
     assert (steps, weights) == (others_steps, others)

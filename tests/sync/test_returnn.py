@@ -1,4 +1,4 @@
-"""Settings of RETURNN and Horovod, in ours."""
+"""Settings of RETURNN and Horovod, translated into ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained changes on the way, cannot be trained at all, or is trained past the strategy."""
+"""What is trained changes during training, cannot be trained at all, or is trained without the strategy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def changed_on_rank_1(how: str, overlap: bool | None) -> list[str]:
-    """What the next step raises, and that after a rank without a sample."""
+    """What the next step raises, also after a rank without a sample."""
     model, optimizer = make()
     if how == "unfrozen":
         model[0].requires_grad_(False)
@@ -144,11 +144,11 @@ def test_sparse_gradients_are_refused_with_ddp() -> None:
     assert all("the gradient of 0 is sparse" in told for told in on_ranks(2, sparse, True))
 
 
-# --- beside the model
+# --- outside the model
 
 
 def loss_with_weights(overlap: bool | None) -> tuple[list[float], list[str], list[float]]:
-    """(its weights after a step, what is saved, its weights when that is loaded)."""
+    """(the weights of the loss after a step, what is saved, the weights after loading it)."""
     torch.manual_seed(0)
     net = nn.Linear(4, 3).double()
     torch.manual_seed(comm.rank())
@@ -180,7 +180,7 @@ def test_parameters_of_the_optimizer_beside_the_model_are_summed_and_saved_like_
     assert first[2] == first[0]
 
 
-# --- past the strategy
+# --- without the strategy
 
 
 def test_gradients_that_came_by_loss_backward_are_an_error_at_that_step() -> None:
@@ -205,7 +205,7 @@ def test_a_step_of_the_optimizer_itself_is_an_error_by_a_scaler_too() -> None:
 
 
 def test_two_models_that_train_on_each_other_are_left_in_peace() -> None:
-    """A GAN: the loss of the one gives gradients to the other, which zero_grad discards."""
+    """A GAN: the loss of one model gives gradients to the other, which zero_grad discards."""
     (one, opt_one), (two, opt_two) = make(), make()
     two[0] = nn.Linear(2, 3).double()
     opt_two = torch.optim.Adam(two.parameters())
@@ -271,7 +271,7 @@ def test_counts_are_exact_to_2_to_the_53(overlap: bool | None, dtype: torch.dtyp
 
 
 def order_of_hooks() -> list[str]:
-    """What happens in a backward pass: gradients of layers, and messages."""
+    """What happens in a backward pass, in order: gradients of layers, and messages."""
     seen: list[str] = []
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))  # 64 MB
     sync = AllReduce(overlap=True).attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -347,12 +347,12 @@ def test_an_optimizer_of_other_groups_is_refused_with_the_names() -> None:
         Trained(model, two).load_state_dict(state)
 
 
-# --- a process group of the script's own
+# --- a process group that the script creates
 
 
 def without_a_cpu_backend(meeting: str) -> list[Any]:
     dist.destroy_process_group()
-    # Not where the first group met: a rank could find its store there, which is about to be closed.
+    # Not the address of the first group: a rank could find its store there, which is about to be closed.
     dist.init_process_group("cuda:gloo", init_method=f"file://{meeting}", rank=comm.rank(), world_size=2)
     model, optimizer = make()
     sync = AllReduce().attach(model, optimizer)

@@ -9,7 +9,7 @@ from rankwise.telemetry.breakdown import Span
 
 
 class Clock:
-    """Time, and what two parts metered of it."""
+    """A clock, and the time that two parts have measured."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0

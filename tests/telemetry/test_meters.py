@@ -50,7 +50,7 @@ def test_sums_and_counts_are_those_of_all_ranks_and_the_clock_is_the_main_ranks(
             assert list(sums) == ["loss", "accuracy"]
             assert clock_s == 100.0 * interval
         assert answer["answers"][2] == ({"loss": Total(0, 0), "accuracy": Total(0, 0)}, 5.0)
-        assert answer["calls"] == (3 if n > 1 else 0)  # one message an interval
+        assert answer["calls"] == (3 if n > 1 else 0)  # one message per interval
 
 
 def test_adding_waits_for_nothing_and_keeps_no_graph() -> None:

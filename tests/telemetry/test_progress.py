@@ -1,4 +1,4 @@
-"""What the lines of a log say of how far a loop is."""
+"""What the lines of a log say about the progress of a loop."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_without_a_total_and_at_the_end_no_time_is_left(clock: Clock) -> None:
 
 
 def attached(log: Log, meters: Meters, shown: Progress) -> Log:
-    """To a Trainer of these parts, whose loader counts no samples."""
+    """Attach the log to a Trainer with these parts, whose loader counts no samples."""
     main, loader, sync = SimpleNamespace(is_main=True), SimpleNamespace(taken=0), SimpleNamespace(figures=dict)
     parts = SimpleNamespace(world=main, meters=meters, breakdown=TimeBreakdown({}), progress=shown, loader=loader, sync=sync)
     log.attach(parts)
@@ -82,7 +82,7 @@ def attached(log: Log, meters: Meters, shown: Progress) -> Log:
 
 
 def trained(log: Log, meters: Meters, shown: Progress, ends: dict[int, bool]) -> None:
-    """Calls `log` after each of these steps; the value says whether an epoch ends with it."""
+    """Call `log` after each of these steps; the value says whether an epoch ends with the step."""
     model = nn.Linear(1, 1)
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.25))
     shown.begin(40, 0)
@@ -108,7 +108,7 @@ def test_a_line_of_a_log_has_step_total_metrics_learning_rate_rate_time_left_and
 
 
 def test_a_slow_log_interval_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Steps of 20 seconds and metrics every 50 of them: the first metrics come after a quarter of an hour."""
+    """Steps of 20 seconds, and metrics every 50 steps: the first metrics come after a quarter of an hour."""
     monkeypatch.setattr("rankwise.actions.log._SLOW_LINE_S", 0.0)
     meters, shown = Meters("loss"), Progress(None)
     log = attached(Log(every_steps=50, line_every_s=0.0), meters, shown)

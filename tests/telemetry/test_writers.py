@@ -1,4 +1,4 @@
-"""Figures on disk."""
+"""Metrics on disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 def test_each_line_is_json_and_says_its_attempt_and_step(path: Path) -> None:
     writer = JsonlWriter(path, 1)
     writer.write(1, {"loss": 0.1 + 0.2, "epoch": 0})
-    assert lines(path) == [{"life": 1, "step": 1, "loss": 0.1 + 0.2, "epoch": 0}]  # readable while it is written
+    assert lines(path) == [{"life": 1, "step": 1, "loss": 0.1 + 0.2, "epoch": 0}]  # it can be read while it is written
     writer.write(2, {"eval_loss": 1e-300})
     writer.close()
     second = JsonlWriter(path, 2)

@@ -1,4 +1,4 @@
-"""What a script gives a training and cannot mean: one line each, before anything is made."""
+"""Arguments of a training that contradict each other: one line for each, before anything is created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes a training this one: settings that must stay, those that do, and what changes the last bits alone."""
+"""What identifies a training: settings that must be the same, settings that are kept, and what changes only the last bits."""
 
 from __future__ import annotations
 

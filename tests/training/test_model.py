@@ -1,4 +1,4 @@
-"""What is done to a model before training."""
+"""Preparing a model for training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run directory of a training: whose it is, and what is said where nothing is left to train."""
+"""The run directory of a training: to whom it belongs, and what is printed if nothing is left to train."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALONE = World(0, 1, 0, 1, 0, "local")
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """One attempt has trained it, as `train.py --lr 1`."""
+    """A run that one attempt has completed, with `train.py --lr 1`."""
     made = RunDir(tmp_path / "run")
     made.prepare(fresh=False)
     made.update_attempt(made.begin_attempt(1, ("train.py", "--lr", "1")), status=0)

@@ -1,4 +1,4 @@
-"""What is done to an optimizer before training."""
+"""Preparing an optimizer for training."""
 
 from __future__ import annotations
 

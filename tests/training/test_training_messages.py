@@ -1,4 +1,4 @@
-"""What a training prints when it begins and ends."""
+"""What a training prints when it starts and ends."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Log:
         self._of_sync: Callable[[], dict[str, float]] = trainer.sync.figures
 
     def begin(self, state: TrainState) -> None:
-        """The loop starts now: earlier time does not count."""
+        """The loop starts now: time before this does not count."""
         self._breakdown.restart()
         self._epoch_time.restart()
         self._began = self._last_line = time.monotonic()
@@ -67,7 +67,7 @@ class Log:
         if state.epoch_ended:
             self._end_epoch(state)
         elif time.monotonic() - self._last_line >= max(self._line_every_s, _SLOW_LINE_S):
-            self._say_line(state, "")  # without metrics, which are reduced together with the other ranks, at a log interval
+            self._say_line(state, "")  # without metrics: these are reduced on all ranks together, at a log interval
 
     def reduce(self, state: TrainState) -> None:
         """Collective. Update the metrics to this step."""

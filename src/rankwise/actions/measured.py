@@ -1,4 +1,4 @@
-"""A metric in the step that has measured it.
+"""The value of a metric in the step that has measured it.
 
 if (value := newly_measured("Plateau", "eval_loss", state)) is not None: ...
 """
@@ -12,7 +12,8 @@ from rankwise.training.state import TrainState
 
 
 def newly_measured(what: str, metric: str, state: TrainState) -> float | None:
-    """The metric if this step has measured it. Raises ConfigError if it has only other metrics of the same evaluation."""
+    """The value if this step has measured the metric. Raises ConfigError if the step has only other metrics of the same
+    evaluation."""
     now = state.measured_now
     if metric not in now and (others := [name for name in now if "_" in name and name.startswith(metric.split("_")[0] + "_")]):
         raise ConfigError(f"{what}: nothing measures {metric!r}; the evaluation has measured {listed(others)}")

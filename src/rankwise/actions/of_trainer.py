@@ -1,4 +1,4 @@
-"""The actions of one Trainer, sorted by type: the given ones, and its own.
+"""The actions of one Trainer, sorted by type: those that the user has given, and its own.
 
 actions = Actions([evaluate, ema, report], scheduler);  actions.check(keep_best="eval_loss")
 for action in actions.all(): ...
@@ -115,7 +115,7 @@ class Actions:
         return {**own, **self.named}
 
     def write(self, state: TrainState) -> None:
-        """Give new metrics to the writers."""
+        """Pass new metrics to the writers."""
         if state.new_metrics:
             for writer in self.writers:
                 writer(state)

@@ -26,10 +26,10 @@ def every(
     seconds: float | None = None,
     at_end: bool = False,
 ) -> Every:
-    """Call `action` when any trigger is due: every so many steps, epochs or seconds, and with `at_end` after the last step.
+    """Call `action` when any trigger is due: at an interval in steps, epochs or seconds, and with `at_end` after the last step.
 
     Seconds are measured by the clock of the main rank. In the actions of a Trainer, `action` runs on all ranks after the same
-    step, the one in which the time is over. Elsewhere (inside another action, or if nodes cannot reach each other) it runs at
+    step, the step in which the time is over. Elsewhere (inside another action, or if nodes cannot reach each other) it runs at
     the next log interval.
     """
     if steps is None and epochs is None and seconds is None and not at_end:
@@ -64,7 +64,7 @@ class Every:
             self.action(state)
 
     def run(self, state: TrainState) -> None:
-        """The seconds are over."""
+        """Called when the seconds are over."""
         if self._ran_at != state.step:
             self._ran_at = state.step
             self.action(state)

@@ -15,7 +15,7 @@ from rankwise.training.state import TrainState
 
 
 def check_schedule(scheduler: Any, steps: int) -> None:
-    """Raises ConfigError for a scheduler that raises after fewer steps (OneCycleLR), before a step is lost by it."""
+    """Raises ConfigError for a scheduler that would raise before `steps` steps (OneCycleLR), so that no step is lost."""
     last = getattr(scheduler, "total_steps", None)
     if isinstance(scheduler, OneCycleLR) and isinstance(last, int) and last < steps:
         raise ConfigError(
@@ -25,12 +25,12 @@ def check_schedule(scheduler: Any, steps: int) -> None:
 
 
 class Schedule:
-    """An action. It does not step for a skipped step: fp16 starts with some, and a warm-up would lose its first steps. If the
-    script steps the scheduler too, this is reported once."""
+    """An action. It does not step after a skipped step: fp16 starts with some, and a warm-up would lose its first steps. If the
+    script also steps the scheduler, this is reported once."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._after: Any = None  # the scheduler's count after the last step here
+        self._after: Any = None  # the scheduler's count after the last step of this action
 
     def __call__(self, state: TrainState) -> None:
         if state.skipped:

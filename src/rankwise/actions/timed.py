@@ -21,7 +21,8 @@ from rankwise.training.state import TrainState
 
 
 class Moments:
-    """For one loop. Without a gate, this is also an action, after the log. `meet`: collective, before others here."""
+    """For one loop. Without a gate, this is also an action, which runs after the log. `meet`: a collective to call before
+    others here."""
 
     def __init__(self, state: TrainState, actions: Sequence[Action], stop: StopSignal, meet: Callable[[], None]) -> None:
         self._state = state
@@ -34,7 +35,7 @@ class Moments:
         state.on_stop = stop.ask
 
     def begin(self) -> None:
-        """Collective. Open the gate, if there can be one."""
+        """Collective. Open the gate, if this is possible."""
         self._stop.open()
         if not self._stop.has_gate:
             return
@@ -57,7 +58,7 @@ class Moments:
             self._stop.by_script = True
 
     def end(self) -> bool:
-        """Collective. At the end of the loop: whether the script has stopped it. If so, stores this and the reason in the
+        """Collective. At the end of the loop: whether the script has stopped it. If so, store this and the reason in the
         state."""
         if not self._stop.by_script:
             return False

@@ -1,13 +1,13 @@
 """Saving in the background: training waits only for a copy of the state; a thread then writes the copy.
 
     snapshot = Snapshot()
-    copy = snapshot.take({"model": model.state_dict()})   # the same nest; tensors that share memory share it again
+    copy = snapshot.take({"model": model.state_dict()})   # the same nested state; tensors that share memory still share it
     background = Background()
     background.start(write)                               # `write` calls snapshot.wait() first, for copies from GPUs
     background.wait()                                     # raises what `write` raised
 
 The thread must not call collectives: if two threads of a rank do, each may get the other's result. New memory would cost seven
-times as much as the copying itself (page faults), so the buffers of the last copy are used again.
+times as much as the copying itself (page faults), so the buffers of the last copy are reused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Background:
         self._error: BaseException | None = None
 
     def start(self, work: Callable[[], object]) -> None:
-        """Wait for the work before. If it has raised, raise that here, and do not start the new work."""
+        """Wait for the previous work. If it has raised, raise its exception here, and do not start the new work."""
         self.wait()
         # Not a daemon: the program waits for the work before it exits.
         self._thread = threading.Thread(target=self._run, args=(work,), name="rankwise-checkpoint")
@@ -61,17 +61,17 @@ class Background:
 
     @property
     def error(self) -> BaseException | None:
-        """What the work has raised so far, without waiting for it."""
+        """What the work has raised so far. Does not wait for it."""
         return self._error
 
     def join(self) -> None:
-        """Wait, and keep what it raised for `wait`."""
+        """Wait for the work, and keep its exception for `wait`."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
             self._thread = None
 
     def wait(self) -> None:
-        """Wait, and raise what it raised, once."""
+        """Wait for the work, and raise its exception, once."""
         self.join()
         error, self._error = self._error, None
         if error is not None:
@@ -89,7 +89,8 @@ class Snapshot:
         self._events: list[torch.cuda.Event] = []
 
     def take(self, states: dict[str, Any]) -> dict[str, Any]:
-        """The same nest, without anything that training may change. Raises CheckpointError for a numpy array, with its path."""
+        """The same nested state, without anything that training may change. Raises CheckpointError for a numpy array, with its
+        path."""
         copying = _Copying(self._buffers)
         taken = {name: copying.of(state, name) for name, state in states.items()}
         self._buffers = copying.used
@@ -103,7 +104,7 @@ class Snapshot:
 
 
 class _Copying:
-    """One walk through a nest."""
+    """One walk through a nested state."""
 
     def __init__(self, free: dict[tuple[int, bool], list[torch.Tensor]]) -> None:
         self._free = free
@@ -159,7 +160,7 @@ class _Copying:
         return self._storages[key]
 
     def run(self) -> list[torch.cuda.Event]:
-        """Copy. Copies from GPUs are complete when the events are."""
+        """Do the copying. Copies from GPUs are complete when the returned events are."""
         events = []
         for device, (to, source) in self._pairs.items():
             if device.type == "cuda":
@@ -179,7 +180,7 @@ def _copy(to: list[torch.Tensor], source: list[torch.Tensor], non_blocking: bool
 
 
 def _unit(size: int) -> torch.dtype:
-    """The type for copying so many bytes: torch copies single bytes a fifth more slowly than words."""
+    """The type for copying `size` bytes: torch copies single bytes a fifth more slowly than words."""
     return torch.int64 if size % 8 == 0 else torch.int32 if size % 4 == 0 else torch.uint8
 
 
@@ -191,5 +192,5 @@ def _buffer(units: int, unit: torch.dtype, pinned: bool) -> torch.Tensor:
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether its elements differ from the bytes in memory."""
+    """Whether the elements of the tensor differ from the bytes in memory."""
     return tensor.is_conj() or tensor.is_neg() or tensor.is_quantized

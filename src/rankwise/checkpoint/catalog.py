@@ -1,10 +1,10 @@
-"""The checkpoints in one folder, and what this process knows about each: the newest, the best, corrupted ones, those to remove.
+"""The checkpoints in one folder, and what this process knows about each: the newest, the best, the corrupted, those to remove.
 
     catalog = Catalog(folder, Retention(2), None, None)
     found = catalog.find_newest({}, catalog.verify)      # (folder, manifest), or None
     gone = catalog.prune(newest)
 
-Nothing here is collective. If there is a mirror, the main rank copies from it what is missing here.
+Nothing here is collective. If there is a mirror, the main rank copies from it what is missing in the folder.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class Catalog:
         return checkpoints_in(self.folder)
 
     def times_saved(self, step: int) -> int:
-        """A step may be saved twice, if an attempt resumed from an older checkpoint. Then both exist until the first is
+        """How often a step was saved: twice, if an attempt resumed from an older checkpoint. Then both exist until the first is
         removed."""
         return max((time for path in self.all() for saved, time in [order(path)] if saved == step), default=0)
 
     def mark_whole(self, folder: Path) -> None:
-        """This process has written it, or has read all of it."""
+        """Remember as intact: this process has written it, or has read all of it."""
         self._whole.add(folder)
         self._damaged.discard(folder)
 
     def prune(self, newest: Path) -> list[str]:
         """Keep the last few up to `newest`, the best, the young, and those of named steps. Corrupted ones do not count, and are
-        removed when a newer one is intact. Those after `newest` are corrupted too, or they would have been loaded. Returns the
+        removed when a newer one is intact. Those after `newest` are also corrupted, or they would have been loaded. Returns the
         names of those that were removed."""
         best = self.find_best()
         older = [path for path in self.all() if order(path) < order(newest)]
@@ -65,7 +65,8 @@ class Catalog:
     # --- the newest
 
     def find_newest(self, damaged: dict[Path, str], look: Callable[[Path], Manifest]) -> tuple[Path, Manifest] | None:
-        """The newest that is not in `damaged`; adds those that `look` finds corrupted. None if there is no checkpoint.
+        """The newest that is not in `damaged`; `look` reads it, and those that it finds corrupted are added to `damaged`. None
+        if there is no checkpoint.
 
         Another process may save and prune at the same time. Raises CheckpointError if all checkpoints are corrupted.
         """
@@ -76,7 +77,7 @@ class Catalog:
             except CheckpointError as error:
                 if folder.exists():
                     damaged[folder] = str(error)
-                # else its writer has saved a newer one: look again
+                # Otherwise its writer has saved a newer one: look again.
         if damaged:
             raise CheckpointError(
                 f"no checkpoint in {self.folder} is intact ({next(iter(damaged.values()))}); "
@@ -85,7 +86,7 @@ class Catalog:
         return None
 
     def verify(self, folder: Path) -> Manifest:
-        """Read every byte. Report and remember a corrupted one."""
+        """Read every byte. If the checkpoint is corrupted, report and remember this."""
         manifest = self._look_at(folder, manifests.verify)
         self._whole.add(folder)
         return manifest
@@ -102,7 +103,8 @@ class Catalog:
             raise
 
     def _pass_over(self, folder: Path, why: str) -> bool:
-        """False if it is not corrupted but removed, by the process that writes here."""
+        """Remember and report that it is corrupted. False if it is missing instead: the process that writes here has removed
+        it."""
         if not folder.exists():
             return False
         self._damaged.add(folder)
@@ -111,14 +113,14 @@ class Catalog:
         return True
 
     def give_up(self, folder: Path, why: str, damaged: dict[Path, str]) -> None:
-        """A rank has read something else than was written. The mirror may have an intact copy."""
+        """Called when a rank has read other bytes than were written. The mirror may have an intact copy."""
         if self._pass_over(folder, why) and not self._replace(folder.name):
             damaged[folder] = why
 
     # --- the best
 
     def find_best(self) -> Path | None:
-        """Reads those that this process has neither written nor read before."""
+        """Reads the checkpoints that this process has neither written nor read before."""
         if self._best is None:
             return None
         measured = {}
@@ -175,5 +177,5 @@ class Catalog:
 def _saved_at(path: Path, otherwise: float) -> float:
     try:
         return saved_at(path)
-    except OSError:  # corrupted, and not yet known to be
+    except OSError:  # corrupted, but not yet known to be
         return otherwise

@@ -3,7 +3,7 @@
 print(list_all(find("train"), verify=False));  print(show(pick(find("train"), None)))
 write_model(read_model(path), Path("model.safetensors"))               # load_file(...) gives a state dict
 write_model(average([path_a, path_b, path_c]), Path("mean.pt"))        # torch.load("mean.pt", weights_only=True)
-find_prunable(folder, keep_last=2, older_than="7d")                    # reads those that stay, so that an intact one does
+find_prunable(folder, keep_last=2, older_than="7d")                    # reads those that remain, so that one is intact
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _figure(value: float | None) -> str:
 
 
 def show(path: Path) -> str:
-    """Its metrics, its parts, and every tensor. Raises CheckpointError if the manifest is corrupted."""
+    """Metrics, parts, and every tensor. Raises CheckpointError if the manifest is corrupted."""
     manifest = Manifest.read(path)
     head = f"{short(path)}: step {manifest.step}, saved {stamp(saved_at(path))} by {manifest.world_size} rank"
     lines = [head + f"{'s' * (manifest.world_size != 1)} with torch {manifest.torch}, {size(manifest.bytes)}"]
@@ -127,7 +127,7 @@ def show_as_json(path: Path) -> str:
 
 
 def verify(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
-    """(checkpoint, what is corrupted in it), one after the other as they are read."""
+    """For each checkpoint, as soon as it was read: (checkpoint, what is corrupted in it)."""
     for path in paths:
         try:
             yield path, list(manifests.damages(path, Manifest.read(path)))
@@ -139,7 +139,7 @@ def verify(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
 
 
 def check_target(path: Path, force: bool) -> None:
-    """Called before anything is read. Raises ConfigError if the file cannot be written."""
+    """Raises ConfigError if the file cannot be written. Called before anything is read."""
     if path.suffix not in KINDS:
         raise ConfigError(f"--to {path}: the name must end in {' or '.join(KINDS)}; type --to {path.name or 'model'}{KINDS[0]}")
     if not path.absolute().parent.is_dir():
@@ -168,7 +168,7 @@ def read_model(path: Path, part: str = "model") -> State:
 
 def _bare(state: State) -> State:
     names = list(state)
-    for wrapper in (prefix for _ in _WRAPPERS for prefix in _WRAPPERS):  # one may be in the other
+    for wrapper in (prefix for _ in _WRAPPERS for prefix in _WRAPPERS):  # each wrapper may be inside the other
         if names and all(isinstance(name, str) and name.startswith(wrapper) for name in names):
             names = [name.removeprefix(wrapper) for name in names]
     return dict(zip(names, state.values(), strict=True))
@@ -178,7 +178,7 @@ def _bare(state: State) -> State:
 
 
 def choose_for_average(folder: Path, last: int | None, best: int | None, by: Best | None) -> list[Path]:
-    """The last N or the best N; the best by the metric `by`, or by the metric of their run.
+    """The last N or the best N; the best by the metric `by`, or by the metric of the run.
 
     Raises ConfigError if there are fewer, CheckpointError if one that could be among the best has a corrupted manifest.
     """
@@ -208,7 +208,7 @@ def _enough(found: list[Path], n: int, where: str, option: str) -> list[Path]:
 def average(paths: Sequence[Path], part: str = "model") -> State:
     """The mean of each floating-point tensor, summed in float64. Everything else (counts, masks) is that of the newest.
 
-    Raises ConfigError if they are of different models, CheckpointError if one is corrupted.
+    Raises ConfigError if the checkpoints have different models, CheckpointError if one is corrupted.
     """
     newest = max(paths, key=lambda path: Manifest.read(path).step)
     state = read_model(newest, part)
@@ -242,7 +242,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_model(state: State, to: Path) -> None:
-    """Write .pt or .safetensors, by the end of the name. Raises CheckpointError if this fails."""
+    """Write .pt or .safetensors; the end of the name decides. Raises CheckpointError if this fails."""
     temporary = to.with_name(f".{to.name}.{uuid.uuid4().hex}")
     try:
         if to.suffix == ".safetensors":
@@ -267,12 +267,12 @@ def _save_safetensors(state: Mapping[str, torch.Tensor], tied: Mapping[str, str]
         _safetensors().save_file(state, to, {"format": "pt", **tied})
     except ConfigError:
         raise
-    except Exception as error:  # safetensors has its own type
+    except Exception as error:  # safetensors has its own exception type
         raise RuntimeError(str(error)) from None
 
 
 def _apart(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What safetensors needs: (tensors that do not share memory, {other name: first name} for a tensor with several names).
+    """What safetensors requires: (tensors that do not share memory, {other name: first name} for a tensor with several names).
     Its load_model, and the libraries that use it, expect this."""
     import torch
 
@@ -321,10 +321,11 @@ def find_prunable(
     older_than: str | None = None,
     keep: Sequence[str] = (),
 ) -> list[Path]:
-    """Those that can be removed, the oldest first: all but the last intact ones (at least one), the best, the named, the young.
+    """Those that can be removed, the oldest first. Not among them: the last intact ones (at least one), the best, the named,
+    the young.
 
-    Reads every byte of the newest, until it has found as many intact ones as should be kept. Corrupted ones do not count; those
-    that are newer than all intact ones are not touched. Raises ConfigError if no rule is given, or a rule is wrong.
+    Reads every byte of the newest checkpoints, until it has found as many intact ones as should be kept. Corrupted ones do not
+    count, and stay if they are newer than all intact ones. Raises ConfigError if no rule is given, or a rule is wrong.
     """
     for option, n in (("--keep-last", keep_last), ("--keep-best", keep_best)):
         if n is not None and n < 1:
@@ -350,7 +351,7 @@ def find_prunable(
 
 
 def remove_one(path: Path) -> str:
-    """Remove it; returns the line to print."""
+    """Remove the checkpoint, and return the line to print."""
     if not remove(path):
         raise CheckpointError(f"{path} cannot be removed")
     return f"removed {path}"
@@ -361,7 +362,7 @@ def _first_whole(paths: Iterable[Path], n: int) -> list[Path]:
     for path in paths:
         if len(found) == n:
             break
-        with contextlib.suppress(CheckpointError):  # corrupted, or removed by now
+        with contextlib.suppress(CheckpointError):  # corrupted, or removed in the meantime
             manifests.verify(path)
             found.append(path)
     return found

@@ -1,4 +1,4 @@
-"""Which folders are checkpoints, their order, and where a run has them.
+"""Which folders are checkpoints, their order, and where those of a run are.
 
 for path in checkpoints_in(folder): ...          # the oldest first
 folder = find("train")                           # runs/train/checkpoints
@@ -19,7 +19,7 @@ from rankwise.host.disk import fsync
 from rankwise.host.text import listed, short
 from rankwise.run.directory import RunDir
 
-_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # other files there are not ours
+_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # other files in the folder are not ours
 
 
 def is_name(name: str) -> bool:
@@ -28,7 +28,7 @@ def is_name(name: str) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """By its name; it may be corrupted."""
+    """Decided by the name; the checkpoint may be corrupted."""
     return is_name(path.name) and path.is_dir()
 
 
@@ -45,21 +45,21 @@ def order(path: Path) -> tuple[int, int]:
 
 
 def remove(path: Path) -> bool:
-    """False if this is not possible, or another process has removed it."""
-    # Renamed first: a kill in the middle of a deletion must not leave half a checkpoint under its name.
+    """Remove a checkpoint. False if this is not possible, or another process has removed it."""
+    # Renamed first: if the process is killed during the deletion, no half checkpoint must remain under this name.
     hidden = path.with_name(f"tmp.{uuid.uuid4().hex}")
     try:
         os.rename(path, hidden)
     except OSError:
         return False
     with contextlib.suppress(OSError):
-        fsync(path.parent)  # nor must a power failure
+        fsync(path.parent)  # a power failure must not leave it either
     shutil.rmtree(hidden, ignore_errors=True)
     return True
 
 
 def put(temporary: Path, final: Path) -> None:
-    """Flush a folder of files to disk, and rename it to `final`, which it replaces."""
+    """Flush the files of a folder to disk, and rename the folder to `final`, which it replaces."""
     for path in temporary.iterdir():
         fsync(path)
     fsync(temporary)
@@ -70,8 +70,8 @@ def put(temporary: Path, final: Path) -> None:
 
 
 def find(run: str | None) -> Path:
-    """The folder with the checkpoints of a run, by its name in ./runs, its run directory, or this folder itself. None: the only
-    run here. Raises RunDirError if there is none."""
+    """The folder with the checkpoints of a run. `run`: its name in ./runs, its run directory, or this folder itself. None: the
+    only run here. Raises RunDirError if there is none."""
     if run is None:
         found = [path for path in Path("runs").glob("*") if checkpoints_in(RunDir(path).checkpoints)]
         if len(found) != 1:
@@ -86,11 +86,11 @@ def find(run: str | None) -> Path:
 
 
 def pick(folder: Path, name: str | None, option: str = "--checkpoint") -> Path:
-    """The checkpoint of that name (`step-00000400`, or `400`), as given to `option`; None: the newest. Not verified."""
+    """The checkpoint of this name (`step-00000400`, or `400`), which was given as `option`; None: the newest. Not verified."""
     paths = checkpoints_in(folder)
     if name is None:
         return paths[-1]
-    for path in reversed(paths):  # of a step that was saved twice the later one
+    for path in reversed(paths):  # if a step was saved twice, the later one
         if order(path)[0] == int(name) if name.isdecimal() else path.name == Path(name).name:
             return path
     there = ", ".join(path.name for path in paths)

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint: sizes and checksums of its files and of every tensor in them, and how they are verified.
+"""The manifest of a checkpoint: sizes and checksums of its files and of every tensor in them, and how to verify them.
 
 Neither torch.load nor safetensors checks what it reads: a flipped bit is loaded without notice. xxh3-128 protects against
-accidents, not against attackers; `weights_only` is for those. Reading and verifying need no torch: a login node may have none.
+accidents, not against attackers; against these, use `weights_only`. Reading and verifying need no torch: a login node may not
+have it.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ if TYPE_CHECKING:
 
 VERSION = 1
 VERSION_WITH_RANKS = 3
-"""For a checkpoint with a state per rank: a rankwise that does not know this would resume another training."""
+"""For a checkpoint with a state per rank: a version of rankwise that does not know this state would not resume the same
+training."""
 
 _READ = (VERSION, 2, VERSION_WITH_RANKS)  # 2: with all ranks in one file
 
 NAME = "manifest.json"
-_FIRST = "{\n"  # as `text` writes it; if a person has made it one line, only its checksum is compared
-_NAMED = 3  # corrupted tensors of one file that a message lists
+_FIRST = "{\n"  # the form that `text` writes; if the user has reformatted the file, only its checksum is compared
+_NAMED = 3  # a message lists this many corrupted tensors of a file
 _LARGE = 1 << 20  # bytes
-_MOST_CORES = 16  # more are limited by the memory
+_MOST_CORES = 16  # with more, memory is the limit
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,10 @@ class Layout:
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    """Size of its elements; several tensors may share them."""
+    """The size of its elements; several tensors may share them."""
 
     offset: int | None
-    """Where its elements begin in the file; None if they are not there in row-major order, or there are none."""
+    """The place of its elements in the file; None if they are not there in row-major order, or there are none."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Layout:
@@ -60,17 +62,17 @@ class FileRecord:
 
     bytes: int
     xxh3_128: str
-    """Of the whole file; empty if `rest` and the sums of the tensors are used instead."""
+    """The sum of the whole file; empty if `rest` and the sums of the tensors are used instead."""
 
     tensors: dict[str, str]
     """xxh3-128 of each tensor's bytes in memory, by its path in the state (`state/0/exp_avg`)."""
 
     layout: dict[str, Layout] = field(default_factory=dict)
-    """By the same paths. Empty in older checkpoints, which do not have this field."""
+    """By the same paths. Older checkpoints do not have this field; then it is empty."""
 
     rest: str = ""
     """xxh3-128 of all bytes outside the tensors of `layout`. Together with the sums of the tensors, which many cores can
-    compare at once, this covers each byte of the file exactly once."""
+    compute at once, this covers each byte of the file exactly once."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> FileRecord:
@@ -80,7 +82,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """manifest.json; a directory without a readable manifest is not a checkpoint."""
+    """The content of manifest.json. A directory without a readable manifest is not a checkpoint."""
 
     version: int
     step: int
@@ -94,7 +96,7 @@ class Manifest:
     """The metrics that were measured at this step; None for one that is not finite."""
 
     best: dict[str, Any] = field(default_factory=dict)
-    """`name` and `larger_is_better` of the metric by which the run keeps its best; empty without one."""
+    """`name` and `larger_is_better` of the metric by which the run keeps its best; empty if there is none."""
 
     @property
     def bytes(self) -> int:
@@ -119,7 +121,8 @@ class Manifest:
                     f"{path} has version {record['version']}, and this rankwise reads "
                     f"{listed(map(str, _READ), last=' and ')}; use a newer rankwise"
                 )
-            # No byte may differ, even if the value is the same (1e-05, 1E-05): if one byte was changed, others may have been.
+            # No byte may differ, even if the value is the same (1e-05, 1E-05): if one byte has changed, others may have changed
+            # too.
             if text.startswith(_FIRST) and text != _as_text(record):
                 raise CheckpointError(f"{path} is corrupted")
             if record.pop("xxh3_128") != _record_sum(record):
@@ -141,12 +144,12 @@ def _record_sum(record: dict[str, Any]) -> str:
 
 
 def saved_at(folder: Path) -> float:
-    """Seconds since 1970. A copy made without times has the time of the copy."""
+    """Seconds since 1970. If a copy was made without the file times, this is the time of the copy."""
     return (folder / NAME).stat().st_mtime
 
 
 def tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, tensor) for every tensor in a nest of mappings and sequences."""
+    """(path, tensor) for every tensor in nested mappings and sequences."""
     import torch
 
     if isinstance(state, torch.Tensor):
@@ -190,7 +193,7 @@ def _rest_sum(view: memoryview, layout: Mapping[str, Layout]) -> str:
 
 
 def rest(layout: Mapping[str, Layout], size: int) -> Iterator[tuple[int, int]]:
-    """The parts of a file, (begin, end), outside these tensors."""
+    """The parts of a file outside these tensors, each as (begin, end)."""
     done = 0
     for begin, length in sorted((at.offset, at.bytes) for at in layout.values() if at.offset is not None):
         if begin > done:  # tensors may share memory
@@ -215,7 +218,7 @@ def verify(folder: Path) -> Manifest:
 
 
 def glance(folder: Path) -> Manifest:
-    """As `verify`, but only for the manifest and the lengths of the files."""
+    """Like `verify`, but only for the manifest and the lengths of the files."""
     manifest = Manifest.read(folder)
     for name, record in manifest.files.items():
         if text := length_damage(folder / name, record):
@@ -224,7 +227,7 @@ def glance(folder: Path) -> Manifest:
 
 
 def damages(folder: Path, manifest: Manifest, only: str | None = None) -> Iterator[str]:
-    """What is wrong with each file, or with one, as the text of an error. Reads every byte, on all cores."""
+    """What is wrong with each file, or with `only`, as the text of an error. Reads every byte, on all cores."""
     for name, record in manifest.files.items():
         if only in (None, name) and (found := damage(folder / name, record)):
             yield found
@@ -264,7 +267,7 @@ def _cut_tensors(record: FileRecord, size: int) -> str:
 
 
 def _damage(path: Path, record: FileRecord, pool: Executor) -> str:
-    """Where the file is corrupted; empty if it is intact. Its length is right."""
+    """Where the file is corrupted; empty if it is intact. Its length must be right."""
     if not record.rest and file_sum(path) == record.xxh3_128:
         return ""
     placed = {name: at for name, at in record.layout.items() if at.offset is not None}
@@ -275,7 +278,7 @@ def _damage(path: Path, record: FileRecord, pool: Executor) -> str:
             assert begin is not None
             return xxhash.xxh3_128_hexdigest(view[begin : begin + placed[name].bytes]) != record.tensors[name]
 
-        # Giving a small one to a thread takes longer than its checksum.
+        # A thread for a small tensor takes longer than its checksum.
         large = [name for name, at in placed.items() if at.bytes >= _LARGE]
         damaged = dict(zip(large, pool.map(is_damaged, large), strict=True))
         damaged |= {name: is_damaged(name) for name in placed if name not in damaged}
@@ -286,7 +289,7 @@ def _damage(path: Path, record: FileRecord, pool: Executor) -> str:
     if not found and placed.keys() != record.tensors.keys():
         try:
             found = _damaged_when_loaded(path, record)
-        except Exception as error:  # a corrupted pickle raises one of many types; or there is no torch here
+        except Exception as error:  # a corrupted pickle raises one of many types, or torch is not installed
             return f" (it cannot be loaded: {type(error).__name__})"
     return where(found)
 
@@ -299,7 +302,7 @@ def where(damaged: list[str]) -> str:
 
 
 def _damaged_when_loaded(path: Path, record: FileRecord) -> list[str]:
-    """For tensors whose place in the file is not known."""
+    """The corrupted tensors of a file in which the place of a tensor is not known."""
     import torch
 
     state = torch.load(path, map_location="cpu", weights_only=True)

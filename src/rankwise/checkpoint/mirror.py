@@ -1,7 +1,7 @@
 """Copies of checkpoints at a URL of fsspec (s3://, gs://, sftp://, a path), in case the machine is lost.
 
     mirror = Mirror("s3://bucket/run-7")
-    mirror.offer(checkpoint, gone=["step-00000100"])    # in a thread; then removes `gone` there
+    mirror.offer(checkpoint, gone=["step-00000100"])    # copies in a thread; then removes `gone` from the mirror
     mirror.wait()                                       # at the end, and before the machine is given back
     mirror.names();  mirror.fetch("step-00000400", folder)
 
@@ -25,7 +25,7 @@ from rankwise.errors import CheckpointError
 from rankwise.host.stores import file_system, told
 
 _PATIENCE_S = 2.0
-"""After this, a line says what it waits for."""
+"""After this time, a line reports what the program waits for."""
 
 
 class Mirror:
@@ -41,12 +41,12 @@ class Mirror:
         self._gone: set[str] = set()
         self._failed: Path | None = None
 
-    # --- copying there
+    # --- copying to the mirror
 
     def offer(self, checkpoint: Path, gone: Collection[str] = ()) -> None:
         """Copy it in a thread, after the current copy; if several wait, only the newest is copied.
 
-        When it is there, those named in `gone` are removed there. A failure is a warning; the next copy may succeed.
+        After the copy, those named in `gone` are removed from the mirror. A failure is a warning; the next copy may succeed.
         """
         with self._lock:
             self._offered = checkpoint
@@ -69,7 +69,7 @@ class Mirror:
             self._copy(checkpoint)
         except Exception as error:  # the clients of stores raise many types
             self._failed = None
-            if checkpoint.exists():  # else it was pruned in the meantime, and there is a newer one
+            if checkpoint.exists():  # otherwise it was pruned in the meantime, and there is a newer one
                 self._failed = checkpoint
                 log.warn(f"{checkpoint.name} was not copied to {self.url}: {told(error)}; the next checkpoint is tried again")
             return
@@ -77,7 +77,7 @@ class Mirror:
         with self._lock:
             gone, self._gone = self._gone - {checkpoint.name}, set()
         for name in gone:
-            with contextlib.suppress(Exception):  # it stays there, which only costs money
+            with contextlib.suppress(Exception):  # it remains in the mirror, which only costs money
                 self._remove(name)
 
     def _copy(self, checkpoint: Path) -> None:
@@ -94,7 +94,7 @@ class Mirror:
             self._fs.rm(there, recursive=True)
 
     def wait(self) -> None:
-        """Wait until the last offered checkpoint is there; if it failed, try once more. A failure is a warning."""
+        """Wait until the last offered checkpoint is copied; if it failed, try once more. A failure is a warning."""
         failed = self._joined()
         if failed is not None and failed.exists():
             self.offer(failed)
@@ -108,10 +108,11 @@ class Mirror:
                 thread.join()
         return self._failed
 
-    # --- copying from there
+    # --- copying from the mirror
 
     def names(self) -> list[str]:
-        """The names of the checkpoints there, the oldest first. Not verified. Raises CheckpointError if they cannot be read."""
+        """The names of the checkpoints in the mirror, the oldest first. Not verified. Raises CheckpointError if they cannot be
+        read."""
         try:
             self._fs.invalidate_cache()
             found = [path.split("/")[-2] for path in self._fs.glob(f"{self._root}/step-*/{manifests.NAME}")]
@@ -120,8 +121,8 @@ class Mirror:
         return sorted(filter(is_name, found), key=lambda name: order(Path(name)))
 
     def fetch(self, name: str, folder: Path) -> Path:
-        """Copy a checkpoint into `folder`, verify it, and replace one of the same name. Raises CheckpointError; then nothing
-        has changed here."""
+        """Copy a checkpoint into `folder`, verify it, and replace one of the same name. If this raises CheckpointError, nothing
+        in `folder` has changed."""
         temporary = folder / f"tmp.{uuid.uuid4().hex}"
         try:
             temporary.mkdir(parents=True)

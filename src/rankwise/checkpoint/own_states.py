@@ -23,19 +23,19 @@ from rankwise.host.text import count, size
 from rankwise.training.state import Stateful
 
 PART = "ranks"
-"""The part of a checkpoint: one file per rank, with a state for each part; no file if no rank has one. Checkpoints of version 2
-have all ranks in one file of this name."""
+"""The part of a checkpoint: one file per rank, with a state for each part; no file if no rank has a state. Checkpoints of
+version 2 have the states of all ranks in one file of this name."""
 
-_LARGE = 1_000_000  # bytes on all ranks: then it is reported
+_LARGE = 1_000_000  # bytes on all ranks: more than this is reported
 
 
 def is_taken(name: str) -> bool:
-    """Whether a part of the script must not have this name."""
+    """Whether the script must not use this name for a part."""
     return re.fullmatch(rf"{PART}(-[0-9]+)?", name) is not None
 
 
 def names(manifest: Manifest) -> list[str]:
-    """The parts of this kind in a checkpoint."""
+    """The names of the parts of this kind in a checkpoint."""
     found = [file.removesuffix(".pt") for file in manifest.files]
     return [name for name in found if is_taken(name)]
 
@@ -45,7 +45,7 @@ def names(manifest: Manifest) -> list[str]:
 
 @contextlib.contextmanager
 def averaged(parts: Mapping[str, Stateful]) -> Iterator[None]:
-    """Collective. Inside, the parts are the same on all ranks, if a part (a strategy) can average them."""
+    """Collective. Inside, the parts are the same on all ranks if a part (a strategy) can average them."""
     with contextlib.ExitStack() as stack:
         for strategy in _strategies(parts).values():
             stack.enter_context(strategy.averaged())
@@ -59,7 +59,7 @@ def _strategies(parts: Mapping[str, Stateful]) -> dict[str, Any]:
 
 
 def collect(parts: Mapping[str, Stateful]) -> dict[str, Any]:
-    """The own state of this rank, by part. Called inside `averaged`."""
+    """The own state of this rank, by part. Call this inside `averaged`."""
     found = {name: strategy.rank_state_dict() for name, strategy in _strategies(parts).items()}
     return {name: make_plain(state, f"{PART}/{name}") for name, state in found.items() if state is not None}
 
@@ -70,10 +70,10 @@ def of_rank(rank: int, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def gather(own: dict[str, Any], writers: Collection[int]) -> dict[str, Any]:
-    """Collective. The own states of all ranks as parts of a checkpoint, in host memory on the ranks that write it; empty on the
-    others."""
+    """Collective. The own states of all ranks as parts of a checkpoint, in host memory, on the ranks that write it; empty on
+    the others."""
     buffer = io.BytesIO()
-    torch.save(own, buffer)  # must not be unpickled to the device of the rank that writes
+    torch.save(own, buffer)  # the rank that writes must not unpickle it to its device
     told = comm.gather_object(buffer.getvalue(), *writers) if len(writers) == 1 else comm.all_gather_object(buffer.getvalue())
     if comm.rank() not in writers:
         return {}
@@ -84,12 +84,12 @@ def gather(own: dict[str, Any], writers: Collection[int]) -> dict[str, Any]:
 
 
 def bytes_of(own: dict[str, Any]) -> int | None:
-    """Bytes of the tensors; None if there is no state."""
+    """The bytes of the tensors; None if there is no state."""
     return sum(t.numel() * t.element_size() for _, t in tensors(own)) if own else None
 
 
 def say_size(total: int, waited_s: float) -> None:
-    """Report, after the first save, how much the own states of all ranks (`total` bytes) add to it, if it is much."""
+    """After the first save, report how much the own states of all ranks (`total` bytes) add to it, if it is much."""
     if total >= _LARGE:
         log.say(
             f"each checkpoint has the average and the own state of {count(comm.world_size(), 'rank')}, {size(total)} in all; "
@@ -101,8 +101,8 @@ def say_size(total: int, waited_s: float) -> None:
 
 
 def load(manifest: Manifest, parts: Mapping[str, Stateful], read: Callable[[str], Any]) -> None:
-    """On each rank separately, after the parts. `read` returns a part of the checkpoint. On another number of ranks, no rank
-    gets its own state back: all start with the state that all have."""
+    """Load on this rank, after the parts. `read` returns a part of the checkpoint. If the number of ranks is not that of the
+    checkpoint, no rank gets its own state: all start with the common state."""
     own: dict[str, Any] = {}
     written = names(manifest)
     if written and manifest.world_size != comm.world_size():

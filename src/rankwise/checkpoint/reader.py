@@ -1,11 +1,11 @@
-"""Read the file of a part directly into the memory of its tensors: each byte once, with its checksum while it is in the cache.
+"""Reads the file of a part directly into the memory of its tensors: each byte once, with its checksum while it is in the cache.
 
-    state = read(path, record, optimizer)      # the nest that torch.load gives
+    state = read(path, record, optimizer)      # the same nested state as torch.load returns
     optimizer.load_state_dict(state)           # has nothing to copy
 
-torch.load + load_state_dict take long because of memory (new pages, a copy of everything) and because they read the pickle in
-Python. Here, the file is read into tensors that the part already has, and a new optimizer gets large pages. Nothing that is
-loaded depends on the file afterwards.
+torch.load + load_state_dict are slow because of memory (new pages, a copy of everything) and because they read the pickle in
+Python. Here, the file is read into tensors that the part already has, and a new optimizer gets large pages. What was loaded
+does not depend on the file afterwards.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _LOCAL_HEADER = struct.Struct("<4s5H3L2H")  # of a zip entry; the last two are t
 def read(
     path: Path, record: FileRecord, part: object = None, verify: bool = True, own: Mapping[str, torch.Tensor] | None = None
 ) -> Any:
-    """The state in a file, on the CPU. If load_state_dict of `part` only copies, its own tensors are used: `own`, by default
-    `own_tensors(part)`.
+    """The state in a file, on the CPU. If load_state_dict of `part` does nothing but copy, its own tensors are used: `own`, by
+    default `own_tensors(part)`.
 
     Raises DamagedError if a byte differs from what was written, FileNotFoundError, and what torch.load raises. After an error,
     the tensors of `part` may have any values.
@@ -65,7 +65,7 @@ def read(
                 return state
     if verify and (text := manifests.damage(path, record)):
         raise DamagedError(text)
-    # A module copies what it gets. Another part may keep it, and must not depend on a file that may be pruned.
+    # A module copies what it gets. Another kind of part may keep it, and must not depend on a file that may be pruned.
     return torch.load(path, map_location="cpu", weights_only=True, mmap=isinstance(part, nn.Module))
 
 
@@ -77,7 +77,7 @@ def _rest_sum(fd: int, record: FileRecord) -> str:
     return total.hexdigest()
 
 
-# --- the nest of the state, with tensors that are not yet read
+# --- the nested state, with tensors that are not yet read
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _Storage:
 
     offset: int
     memory: torch.Tensor
-    """Of bytes, flat."""
+    """As bytes, one-dimensional."""
 
     tensors: tuple[tuple[str, int, int], ...]
     """(path, begin in the storage, bytes) of each tensor with a checksum."""
@@ -94,14 +94,14 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Typed:
-    """A storage and its type, as in the pickle of a tensor."""
+    """A storage and its type, like in the pickle of a tensor."""
 
     storage: _Storage
     dtype: torch.dtype
 
 
 def _skeleton(file: BinaryIO, record: FileRecord, part: object, own: Mapping[str, torch.Tensor]) -> tuple[Any, list[_Storage]]:
-    """Raises an exception if the file has more than plain tensors in plain collections."""
+    """Raises an exception if the file contains anything but plain tensors in plain collections."""
     with zipfile.ZipFile(file) as archive:
         folder = archive.namelist()[0].partition("/")[0]
         if archive.read(f"{folder}/byteorder").decode() != sys.byteorder:
@@ -169,7 +169,7 @@ def _new(size: int) -> torch.Tensor:
 
 
 class _LargePages:
-    """Memory in one piece with large pages: a page fault costs more than copying a small page."""
+    """A single block of memory with large pages: a page fault costs more than copying a small page."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -177,12 +177,12 @@ class _LargePages:
         self._end = 0
 
     def take(self, size: int) -> torch.Tensor:
-        begin, end = self._end, self._end + -(-size // 64) * 64  # as torch aligns what it allocates
+        begin, end = self._end, self._end + -(-size // 64) * 64  # torch aligns its memory in this way
         try:
             if self._map is None:
                 self._map = mmap.mmap(-1, self._size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # out of memory, or a kernel without large pages
+        except OSError:  # out of memory, or the kernel has no large pages
             pass
         if self._map is None or end > self._size or not size:
             return _new(size)
@@ -191,7 +191,7 @@ class _LargePages:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Accepts only the names that plain tensors in plain collections need. `weights_only` does the same in Python, and takes
+    """Accepts only the names that plain tensors in plain collections need. `weights_only` does the same in Python, which takes
     ten times as long."""
 
     def __init__(self, file: io.BytesIO, placing: _Placing) -> None:
@@ -217,7 +217,7 @@ def _tensor(
     hooks: object,
     metadata: object = None,
 ) -> torch.Tensor:
-    """Used instead of torch._utils._rebuild_tensor_v2."""
+    """Replaces torch._utils._rebuild_tensor_v2."""
     memory, size = typed.storage.memory, typed.dtype.itemsize
     last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if metadata or memory.storage_offset() % size or (0 not in shape and (offset + last + 1) * size > memory.numel()):
@@ -247,7 +247,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 def own_tensors(part: object) -> dict[str, torch.Tensor]:
-    """The tensors that the file may be read into, by their paths: load_state_dict would only copy into them, or replace
+    """By their paths, the tensors into which the file may be read: load_state_dict would only copy into them, or replace
     them."""
     if isinstance(part, nn.Module):
         found = _own_of_module(part)
@@ -257,7 +257,7 @@ def own_tensors(part: object) -> dict[str, torch.Tensor]:
         return {}
     plain: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
     for name, tensor in found.items():
-        if _is_plain(tensor):  # of tied tensors the first: load_state_dict copies the others over it, if they differ
+        if _is_plain(tensor):  # of tied tensors only the first: load_state_dict copies the others over it, if they differ
             plain.setdefault((tensor.data_ptr(), tensor.nbytes), (name, tensor))
     once = dict(plain.values())
     return {name: once[name] for name in once.keys() - _overlapping(once)}
@@ -287,7 +287,7 @@ def _is(method: Any, plain: Any) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its bytes in memory are the same as in a file."""
+    """Whether its bytes in memory are those that a file has."""
     kind = type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
     return (
         kind
@@ -315,7 +315,7 @@ def _overlapping(found: Mapping[str, torch.Tensor]) -> set[str]:
 
 
 def _fill(fd: int, found: Sequence[_Storage], sums: Mapping[str, str]) -> list[str]:
-    """Read everything; returns the tensors whose checksum is not the one in `sums`."""
+    """Read everything, and return the tensors whose checksum is not that in `sums`."""
     jobs = list(_jobs(found))
     threads = min(max(1, manifests.cores() // comm.local_world_size()), len(jobs))
 
@@ -329,7 +329,7 @@ def _fill(fd: int, found: Sequence[_Storage], sums: Mapping[str, str]) -> list[s
 
 
 def _jobs(found: Sequence[_Storage]) -> Iterator[list[_Storage]]:
-    """Storages in the order of the file, small ones together: giving one to a thread takes longer than reading it."""
+    """Storages in the order of the file, small ones together: to give one to a thread takes longer than to read it."""
     job: list[_Storage] = []
     size = 0
     for storage in sorted(found, key=lambda storage: storage.offset):

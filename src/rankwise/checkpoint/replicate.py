@@ -19,7 +19,7 @@ from rankwise.dist import comm
 from rankwise.dist.guards import agreed, settle
 from rankwise.errors import CheckpointError
 
-_CHUNK = 32 << 20  # bytes: also the memory on ranks that only pass it on
+_CHUNK = 32 << 20  # bytes; also the memory that ranks use which only forward the data
 
 
 def group_by_folder(folder: Path) -> list[list[int]]:
@@ -39,7 +39,7 @@ def group_by_folder(folder: Path) -> list[list[int]]:
     names = set(os.listdir(folder)) if comm.rank() == mine else set()
     seen = comm.all_gather_object(
         [rank for rank, name in enumerate(probes) if name in names], group
-    )  # all ranks have looked by now
+    )  # now all ranks have looked
     if comm.rank() == mine:
         (folder / probe).unlink(missing_ok=True)
     groups: dict[int, list[int]] = {}
@@ -49,10 +49,10 @@ def group_by_folder(folder: Path) -> list[list[int]]:
 
 
 def copy_to_ranks(folder: Path, source: int, to: Collection[int]) -> None:
-    """Collective. Copy the checkpoint `folder` of rank `source` to the ranks `to`, one per node; replaces one of the same name.
+    """Collective. Copy the checkpoint `folder` of rank `source` to the ranks `to`, one per node. Replaces one of the same name.
 
-    Not verified here, but when it is loaded. Raises CheckpointError on all ranks if one cannot read or write it; a node on
-    which it could not be written completely then has no copy.
+    The copy is not verified here, but when it is loaded. Raises CheckpointError on all ranks if a rank cannot read or write it;
+    a node on which it could not be written completely then has no copy.
     """
     group = comm.patient()
     sent = _parts_of(folder) if comm.rank() == source else iter(())
@@ -66,7 +66,7 @@ def copy_to_ranks(folder: Path, source: int, to: Collection[int]) -> None:
 
 
 def digest_manifest(folder: Path) -> str:
-    """A digest of its manifest: equal digests mean equal checkpoints. Empty without a manifest."""
+    """A digest of the manifest: equal digests mean equal checkpoints. Empty if there is no manifest."""
     try:
         return xxhash.xxh3_128_hexdigest((folder / manifests.NAME).read_bytes())
     except OSError:
@@ -74,7 +74,7 @@ def digest_manifest(folder: Path) -> str:
 
 
 def _parts_of(folder: Path) -> Iterator[tuple[str, bytes, str]]:
-    """(file, its next bytes, the error that ends this), the manifest last."""
+    """(file, its next bytes, an error that ends the copy), the manifest last."""
     try:
         files = sorted(folder.iterdir(), key=lambda path: (path.name == manifests.NAME, path.name))
         for path in files:
@@ -87,7 +87,7 @@ def _parts_of(folder: Path) -> Iterator[tuple[str, bytes, str]]:
 
 
 class _Receiver:
-    """Takes all parts even after an error, because the other ranks continue to send."""
+    """Receives all parts even after an error, because the other ranks continue to send."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -30,7 +30,7 @@ RNG = "rng"
 
 
 def check_parts(parts: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a name that cannot be a file, or a part that cannot be saved, before any work is lost."""
+    """Raises ConfigError for a name that cannot be a file name, or a part that cannot be saved, before any work is lost."""
     for name, part in parts.items():
         if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name) or name == RNG or own_states.is_taken(name):
             raise ConfigError(
@@ -43,19 +43,19 @@ def check_parts(parts: Mapping[str, Any]) -> None:
             )
 
 
-# --- which one
+# --- choosing one
 
 
 class Chosen(NamedTuple):
     folder: Path
     manifest: Manifest
     is_copy: bool
-    """Whether this rank has written it as a copy for its node."""
+    """Whether this rank has written it, as a copy for its node."""
 
 
 def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
-    """Collective. None if no node has a checkpoint. `damaged`: those that the first rank of each node knows to be corrupted,
-    and why.
+    """Collective. The newest intact checkpoint; None if no node has any. `damaged`: those that the first rank of each node
+    knows to be corrupted, and why.
 
     Raises CheckpointError on all ranks if there are checkpoints and none is intact, or if a node cannot store its copy.
     """
@@ -84,7 +84,7 @@ def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
     if any(lacks):
         disks = group_by_folder(catalog.folder)
         to = [ranks[0] for ranks in disks if source not in ranks and any(lacks[rank] for rank in ranks)]
-        damaged.pop(folder, None)  # the source reads its own once more
+        damaged.pop(folder, None)  # the source reads its own checkpoint once more
     if to:
         size = f"{manifest.bytes / 1e6:.1f} MB"
         log.say(f"copying {newest} ({size}) from {host} to {count(len(to), 'node')} without it")
@@ -93,7 +93,8 @@ def choose(catalog: Catalog, damaged: dict[Path, str]) -> Chosen | None:
 
 
 def is_damaged_here(mine: bool) -> bool:
-    """Collective. On the first rank of a node: whether a rank of this node has read a corrupted byte. False on other ranks."""
+    """Collective. On the first rank of a node: whether any rank of this node has read a corrupted byte. False on other
+    ranks."""
     told = comm.all_gather_object(mine)
     return any(ranks[0] == comm.rank() and any(told[rank] for rank in ranks) for ranks in comm.nodes())
 
@@ -102,7 +103,7 @@ def is_damaged_here(mine: bool) -> bool:
 
 
 def load(folder: Path, manifest: Manifest, parts: Mapping[str, Stateful], verify: bool = True) -> BaseException | None:
-    """Load a checkpoint on this rank; returns the error, if any. The main rank also verifies the files of other parts."""
+    """Load a checkpoint on this rank, and return the error, if any. The main rank also verifies the files of other parts."""
     own = own_states.names(manifest)
     asked = {name for part in (*parts, RNG, *own) for name in sharding.files_of(manifest, part)}
     try:

@@ -1,11 +1,11 @@
-"""Which checkpoints are kept: the last few, the best, the young, and those of named steps; the rest may be removed.
+"""Which checkpoints are kept: the last few, the best, the young, and those of named steps. The rest may be removed.
 
     keep = Retention(last=2, younger_than_s=86400.0, steps=frozenset({1000}))
     keep.find_gone({path: age_s, ...}, best=[path])      # pure: the oldest first; returns those that may be removed
     best = Best.of("eval_accuracy", larger_is_better=True)
     best.order({folder: manifest.metrics, ...})          # the best first
 
-One metric that was measured at the save, and a direction, decide which one is the best.
+The best is decided by one metric that was measured at the save, and by a direction.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Retention:
-    """A checkpoint that one rule keeps is kept, whatever the other rules say."""
+    """The rules. A checkpoint is kept if at least one rule keeps it."""
 
     last: int
     younger_than_s: float = 0.0
     steps: frozenset[int] = frozenset()
 
     def find_gone(self, ages_s: Mapping[Path, float], best: Collection[Path] = ()) -> list[Path]:
-        """Those that may be removed, of checkpoints with their ages, the oldest step first."""
+        """The checkpoints that may be removed. `ages_s`: all checkpoints with their ages, the oldest step first."""
         paths = list(ages_s)
         late = set(paths[len(paths) - self.last :] if self.last < len(paths) else paths)
         return [
@@ -58,7 +58,7 @@ class Best:
 
     @classmethod
     def of(cls, name: str | None, larger_is_better: bool | None) -> Best | None:
-        """None without a name. Only for a loss is the direction known; a wrong guess would keep the worst."""
+        """None without a name. The direction is known only for a loss, and a wrong guess would keep the worst."""
         if name is None:
             if larger_is_better is not None:
                 raise ConfigError(f"larger_is_better={larger_is_better} needs keep_best, the name of a metric")
@@ -66,14 +66,15 @@ class Best:
         return cls(name, is_larger_better(f"keep_best={name!r}", name, larger_is_better))
 
     def rank(self, metrics: Mapping[str, float | None]) -> float | None:
-        """The metric with a sign so that less is better; None if it was not measured or is not finite: never the best."""
+        """The metric, with a sign such that less is better. None if it was not measured or is not finite: such a checkpoint is
+        never the best."""
         value = metrics.get(self.name)
         if value is None or not math.isfinite(value):
             return None
         return -value if self.larger_is_better else value
 
     def order(self, measured: Mapping[T, Mapping[str, float | None]]) -> list[T]:
-        """Those that have the metric, the best first; equal ones in the given order."""
+        """Those that have the metric, the best first; equal ones remain in the given order."""
         ranks = {key: rank for key, metrics in measured.items() if (rank := self.rank(metrics)) is not None}
         return sorted(ranks, key=ranks.__getitem__)
 
@@ -85,7 +86,7 @@ class Best:
 
 
 def find_best_figure(manifests: Sequence[Manifest]) -> Best:
-    """The metric by which the newest of these runs kept its best. Raises ConfigError if none did."""
+    """The metric by which the newest of these runs kept its best. Raises ConfigError if no run did."""
     for manifest in reversed(manifests):
         if manifest.best:
             return Best(**manifest.best)

@@ -18,10 +18,10 @@ from rankwise.training.state import TrainState
 
 
 class Saving:
-    """An action that saves all of `state.parts`, for one loop; its methods that take a state are actions too.
+    """An action that saves all of `state.parts`, for one loop. Its methods that take a state are actions too.
 
     `ready` runs before each save (collective). `info` is stored in the manifest. `ends`: whether the loop is over. A failed
-    save is an error then, and a warning before, because older checkpoints stay and the next save may succeed.
+    save is an error if the loop is over, and a warning before, because older checkpoints remain and the next save may succeed.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Saving:
         """The folder of the last save since `begin`."""
 
     def begin(self, step: int, saved: bool) -> None:
-        """The loop starts after this step; `saved`: its checkpoint exists already."""
+        """The loop starts after step `step`. `saved`: the checkpoint of this step already exists."""
         self._saved_step = step if saved else -1
         self._told = None
         self.folder = None
@@ -54,7 +54,7 @@ class Saving:
             return
         self._ready(state)
         try:
-            self._checkpoints.wait()  # for the save before
+            self._checkpoints.wait()  # for the previous save
         except CheckpointError as error:
             self._say_not_saved(error)
         try:
@@ -73,7 +73,7 @@ class Saving:
         return [*at_steps, *([self.if_best] if self._keep_best not in (None, "loss") else [])]
 
     def at_named_step(self, state: TrainState) -> None:
-        """Collective at one of `at_steps`."""
+        """Collective at a step in `at_steps`. Save."""
         if state.step in self._at_steps:
             self(state)
 
@@ -86,7 +86,7 @@ class Saving:
             self(state)
 
     def hear(self, state: TrainState) -> None:
-        """The main rank reports a failed background save at the next step; the others get its error at the next save."""
+        """The main rank reports a failed background save at the next step; the other ranks get its error at the next save."""
         if self._checkpoints.failure is not None:
             self._say_not_saved(self._checkpoints.failure)
 
@@ -98,12 +98,12 @@ class Saving:
             self._checkpoints.wait()
         except CheckpointError as error:
             self._say_not_saved(error, "trying once more")
-            self._saved_step = -1  # the failed save may be that of this step
+            self._saved_step = -1  # the failed save may be the save of this step
         self(state)
         self._checkpoints.wait()
 
     def close(self) -> None:
-        """Finish the current write before another process may write here."""
+        """Wait for the current write, before another process may write here."""
         error = self._checkpoints.close()
         if error is not None and error is not self._told:
             log.warn(str(error))

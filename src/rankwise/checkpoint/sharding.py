@@ -1,6 +1,6 @@
 """Sharded checkpoints, which all ranks write: how tensors are divided among the ranks, and how they are read together again.
 
-    model.pt             the nest, with the main rank's share; None for tensors of other ranks
+    model.pt             the nested state, with the main rank's share; None for tensors of other ranks
     model.shard-1.pt     {"0.weight": tensor, ...}: rank 1's share of the same part, by the tensors' paths
 
 Models and optimizers are the same on every rank, so each rank has a share of them; the main rank writes everything else.
@@ -24,7 +24,7 @@ from rankwise.checkpoint.manifest import Manifest, tensors
 from rankwise.checkpoint.reader import own_tensors, read
 
 Shares = dict[str, dict[str, int]]
-"""part -> path of a tensor -> the rank that writes it. The main rank writes all others."""
+"""part -> path of a tensor -> the rank that writes it. Tensors that are not listed are written by the main rank."""
 
 _SMALL = 1 << 10  # bytes: the main rank writes smaller tensors
 _SHARD = re.compile(r"(.+)\.shard-(\d+)\.pt")
@@ -34,9 +34,10 @@ _SHARD = re.compile(r"(.+)\.shard-(\d+)\.pt")
 
 
 def divide(parts: Mapping[str, object], states: Mapping[str, Any], ranks: int) -> Shares:
-    """Pure. Divides by bytes, as evenly as whole tensors allow; tensors that share memory stay together.
+    """Pure. Divides the tensors by bytes, as evenly as possible without cutting one. Tensors that share memory stay together.
 
-    Only parameters of modules and the state of optimizers: buffers may differ between ranks, and the main rank's are used.
+    Only parameters of modules and the state of optimizers are divided: buffers may differ between ranks, and those of the main
+    rank are used.
     """
     if ranks == 1:  # its share is everything; training waits for this, so do not look at every tensor
         return {}
@@ -108,7 +109,7 @@ def take_share(rank: int, shares: Shares, states: Mapping[str, Any]) -> dict[str
 
 
 def _without(state: Any, gone: Mapping[str, int], path: str) -> Any:
-    """The same nest, with None for tensors."""
+    """The same nested state, with None for these tensors."""
     if isinstance(state, torch.Tensor):
         return None if path in gone else state
     if isinstance(state, dict):
@@ -131,7 +132,7 @@ def _without(state: Any, gone: Mapping[str, int], path: str) -> Any:
 
 
 def files_of(manifest: Manifest, part: str) -> list[str]:
-    """The part's own file first, then its shards."""
+    """The files of the part: its main file first, then its shards."""
     shards = [name for name in manifest.files if (found := _SHARD.fullmatch(name)) and found[1] == part]
     return [f"{part}.pt", *sorted(shards, key=lambda name: int(name.split("-")[-1].removesuffix(".pt")))]
 
@@ -141,7 +142,7 @@ def parts_of(manifest: Manifest) -> list[str]:
 
 
 def read_part(folder: Path, manifest: Manifest, part: str, into: object = None, verify: bool = True) -> Any:
-    """`reader.read` of a part, whichever ranks wrote its tensors."""
+    """Like `reader.read`, for a part of which any ranks may have written the tensors."""
     first, *shards = files_of(manifest, part)
     own = own_tensors(into)
     state = read(folder / first, manifest.files[first], into, verify, own)
@@ -152,7 +153,7 @@ def read_part(folder: Path, manifest: Manifest, part: str, into: object = None, 
 
 
 def _filled(state: Any, shares: Mapping[str, torch.Tensor], path: str) -> Any:
-    """The nest with the tensors of `shares`; changed in place if possible."""
+    """The nested state with the tensors of `shares`. Changed in place if possible."""
     if state is None:
         return shares.get(path)
     if isinstance(state, dict):

@@ -1,18 +1,18 @@
-"""The checkpoints of one run: complete or absent, verified when loaded; if the newest is corrupted, the one before is used.
+"""The checkpoints of one run: complete or absent, verified when loaded. If the newest is corrupted, the one before is used.
 
     checkpoints = Checkpoints()
     step = checkpoints.resume({"model": model, "optimizer": optimizer, "loader": loader})     # 0 if there is none
     checkpoints.save({"model": model, ...}, step=400)
 
-The last few are kept, and the best by a metric, if one is named:
+rankwise keeps the last few, and the best by a metric, if you name one:
 
     checkpoints = Checkpoints(keep_last=2, keep_best="eval_accuracy", larger_is_better=True)
     checkpoints.save(parts, step=400, metrics={"eval_accuracy": 0.93});  checkpoints.best()
 
     checkpoints/step-00000400/{manifest.json, model.pt, optimizer.pt, ..., rng.pt}
 
-One file for each Stateful thing, written by the main rank; `torch.load(weights_only=True)` reads it.
-With `sharded=True` each rank writes a share (sharding.py).
+One file for each Stateful object, written by the main rank; `torch.load(weights_only=True)` reads it. With `sharded=True` each
+rank writes a share (sharding.py).
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ class Checkpoints:
     metric (`eval_loss`); the checkpoint with the lowest value is kept too, or with the highest if `larger_is_better`, which you
     must give unless the metric is a loss. Corrupted checkpoints are removed when a newer one is intact.
 
-    `background`: `save` copies the state and returns, and a thread of the main rank writes the copy while training continues.
-    A program that exits before finishes the write first; if the write fails, the exit status is 1, with the reason. `wait`
-    waits for it. Only one save runs at a time, and it uses as much host memory as the state.
+    `background`: `save` copies the state and returns, and a thread of the main rank writes the copy while training continues. A
+    program that exits earlier finishes the write first; if the write fails, the exit status is 1, with the reason. `wait` waits
+    for it. Only one save runs at a time, and it uses as much host memory as the state.
 
     `sharded`: each rank copies and writes a share of the modules and optimizers, which must be the same on all ranks. This is
     for large states. All ranks must share the folder. Such a checkpoint can be loaded on any number of ranks, sharded or not.
 
     `scope`: with `main` the main rank writes; with `node` the first rank of each node writes too, for nodes with their own
     disks; None uses `rankwise run --checkpoint-scope`. The newest checkpoint that any node has is loaded; nodes that do not see
-    it get a copy through the process group. `mirror`: a URL for fsspec. Checkpoints are copied there in the background, and
+    it get a copy through the process group. `mirror`: a URL for fsspec. Checkpoints are copied to it in the background, and
     copied back if the mirror has a newer one or the only intact one. A failure of the mirror is a warning.
 
     Only one run at a time writes to a folder. Nothing is opened before the first use, so you can create this before `init`.
@@ -137,7 +137,7 @@ class Checkpoints:
         """Seconds that training has waited for saves so far."""
 
         self.fence: Fence | None = None
-        """Checked on the main rank before a checkpoint gets its name: a run that another has replaced must not save."""
+        """Checked on the main rank before a checkpoint gets its name: a run that another run has replaced must not save."""
 
     @property
     def triggers(self) -> dict[str, Any]:
@@ -183,8 +183,8 @@ class Checkpoints:
         """Collective. Write all parts and the random state of every rank; returns the folder of the checkpoint.
 
         `metrics`: measured with the parts as they are now, for `keep_best`. Raises CheckpointError on every rank if the
-        checkpoint cannot be written; then nothing incomplete is left, and older checkpoints stay. With `background` the folder
-        is not complete yet, and an error is that of the save before (as from `wait`): then this save is not started.
+        checkpoint cannot be written; then nothing incomplete is left, and older checkpoints remain. With `background` the
+        folder is not complete yet, and an error is that of the previous save (like from `wait`): then this save is not started.
         """
         resume.check_parts(parts)
         began = time.perf_counter()
@@ -201,7 +201,7 @@ class Checkpoints:
     def _save(
         self, parts: Mapping[str, Stateful], step: int, info: Mapping[str, Any] | None, metrics: Mapping[str, float] | None
     ) -> tuple[Path, int]:
-        """Collective. (the folder, bytes of the own states of ranks)"""
+        """Collective. (the folder, the bytes of the own states of all ranks)."""
         firsts = [ranks[0] for ranks in self._writers()]
         own = own_states.collect(parts)
         mine = (seed.rng_state(), self._times_saved(step) if comm.rank() in firsts else 0, own_states.bytes_of(own))
@@ -237,8 +237,8 @@ class Checkpoints:
         every: Mapping[str, Any],
         apart: Mapping[str, Any],
     ) -> Path:
-        """Collective among the ranks that write one checkpoint: each starts to write its share. A rank that writes for others
-        runs this in a guard, alone, and its share is everything. `apart`: what this rank writes in any case."""
+        """Collective among the ranks that write one checkpoint: each starts to write its share. A rank that writes for other
+        ranks runs this in a guard, alone, and its share is everything. `apart`: what this rank writes in any case."""
         self._conclude()
         self._last = final
         rank, ranks = (0, 1) if comm.is_alone() else (comm.rank(), comm.world_size())
@@ -265,7 +265,7 @@ class Checkpoints:
         write = functools.partial(self._write, final, share if copied is None else copied, manifest, temporary, rank)
         if copied is None and temporary is None:
             write()
-        else:  # with other ranks in a thread: waiting for their shares here would block the ranks
+        else:  # with other ranks in a thread: to wait here for their shares would block the ranks
             self._background.start(write)
             self._is_told = False
             self._end_with_it()
@@ -274,7 +274,7 @@ class Checkpoints:
         return final
 
     def _end_with_it(self) -> None:
-        """If a save fails after the last line of the script, the exit status must show it."""
+        """If a save fails after the last line of the script, the exit status must show this."""
         if self._ends_with is None:
             self._ends_with = os.getpid()
             atexit.register(self._say_at_end)
@@ -287,12 +287,12 @@ class Checkpoints:
             errors.end_process(error)
 
     def _copy(self, states: dict[str, Any]) -> dict[str, Any] | None:
-        """None if training must wait for the write itself."""
+        """A copy of the states; None if training must wait for the write itself."""
         if self._snapshot is None:
             return None
         try:
             return self._snapshot.take(states)
-        except (RuntimeError, MemoryError) as error:  # RuntimeError: torch's form of it
+        except (RuntimeError, MemoryError) as error:  # RuntimeError: torch's form of a MemoryError
             log.warning_once(f"each save waits for the disk: its state cannot be copied ({' '.join(str(error).split())[:200]})")
             return None
 
@@ -315,21 +315,21 @@ class Checkpoints:
             run_on_firsts(self._writers(), lambda: self._end(mirrored))
         finally:
             if self._sharded and not comm.is_main():
-                with contextlib.suppress(BaseException):  # the main rank knows it
+                with contextlib.suppress(BaseException):  # the main rank reports it
                     self._background.wait()
 
     def _end(self, mirrored: bool) -> None:
         try:
             self._background.wait()
         except BaseException:
-            if self._sharded:  # a share may have been written after the main rank has cleaned up
+            if self._sharded:  # a share may have been written after the main rank has removed the folder
                 self._writer.remove_leftovers()
             raise
         if mirrored and self._mirror is not None and comm.is_main():
             self._mirror.wait()
 
     def _writers(self) -> list[list[int]]:
-        """Collective, the first time. The groups of ranks; the first rank of each writes."""
+        """Collective at the first call. The groups of ranks; the first rank of each group writes."""
         if comm.is_alone():
             return [[comm.rank()]]
         if self._scope == "main":
@@ -341,7 +341,8 @@ class Checkpoints:
         return self._groups
 
     def _meet(self) -> None:
-        """Collective if sharded. The other ranks have written; the main rank's writer stops waiting if one has failed."""
+        """Collective if sharded. Returns when the other ranks have written. If one has failed, the main rank's writer stops
+        waiting."""
         if not self._sharded or comm.is_alone():
             return
         if not comm.is_main():
@@ -354,13 +355,12 @@ class Checkpoints:
 
     @property
     def failure(self) -> BaseException | None:
-        """On the main rank, the error of the save that runs, as soon as it has failed. All ranks get it from `wait` or
-        `save`."""
+        """On the main rank, the error of the current save, as soon as it has failed. All ranks get it from `wait` or `save`."""
         return self._background.error
 
     def close(self) -> BaseException | None:
-        """Wait for this rank's own write; returns an error that is not yet reported, for the caller to report. For the end of a
-        loop that was interrupted."""
+        """Wait for this rank's own write. Returns an error that is not yet reported, so that the caller reports it. For a loop
+        that was interrupted."""
         if self._others is not None:
             self._others.hurry()
         self._background.join()
@@ -370,7 +370,7 @@ class Checkpoints:
         return self._background.error
 
     def _write(self, final: Path, states: Mapping[str, Any], record: Manifest, temporary: Path | None, rank: int) -> None:
-        """Runs in a thread or not; nothing here is collective."""
+        """May run in a thread; nothing here is collective."""
         if self._snapshot is not None:
             self._snapshot.wait()
         if temporary is not None and rank > 0:
@@ -440,7 +440,7 @@ class Checkpoints:
 
     @takes(parts=_PARTS, may_be_new=ANYTHING, moved={"may_begin_anew": "it is now may_be_new=[...]"})
     def resume(self, parts: Mapping[str, Stateful], may_be_new: Collection[str] = ()) -> int:
-        """Collective. As `load_latest`, and prints from which step the run resumes. Returns this step; 0 without a
+        """Collective. Like `load_latest`, and prints from which step the run resumes. Returns this step; 0 if there is no
         checkpoint."""
         manifest = self.load_latest(parts, may_be_new)
         if manifest is None:
@@ -453,9 +453,9 @@ class Checkpoints:
         none.
 
         All ranks load the same one, the newest that any node has. They verify it while they read it into the tensors of
-        `parts`; if any rank finds a corrupted byte, all ranks load the checkpoint before. Raises CheckpointError if none is
-        intact, and ConfigError if the parts are not those that were saved; do not train with the parts after that. Parts named
-        in `may_be_new` may be missing in the checkpoint; then a line is printed.
+        `parts`. If any rank finds a corrupted byte, all ranks load the checkpoint before. Raises CheckpointError if no
+        checkpoint is intact, and ConfigError if the parts are not those that were saved; do not train with the parts after
+        that. Parts named in `may_be_new` may be missing in the checkpoint; then a line is printed.
         """
         resume.check_parts(parts)
         self._meet()
@@ -467,8 +467,8 @@ class Checkpoints:
             there = {name: part for name, part in parts.items() if name not in may_be_new or manifest.has(name)}
             own = resume.load(folder, manifest, there)
             try:
-                settle(own, comm.patient())  # no rank must leave the others in their next collective
-            except DamagedError as error:  # the same on all ranks, and so is the next
+                settle(own, comm.patient())  # no rank may be left waiting in a collective
+            except DamagedError as error:  # the same on all ranks, which all try the next one
                 failures[folder] += 1
                 if resume.is_damaged_here(isinstance(own, DamagedError) or failures[folder] > 1):
                     self._catalog.give_up(folder, str(error), damaged)
@@ -494,5 +494,5 @@ def _check_scope(scope: str | None, sharded: bool) -> None:
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """None for values that JSON does not have."""
+    """JSON has no values that are not finite: None instead."""
     return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}

@@ -1,9 +1,9 @@
-"""Writing a checkpoint: each rank writes its share, file by file; then one rank writes the manifest and renames the folder.
+"""Writes a checkpoint: each rank writes its share, file by file; then one rank writes the manifest and renames the folder.
 
     writer = CheckpointWriter(folder)
     writer.write(folder / "step-00000400", {"model": state, ...}, manifest, others=None, fence=None)
 
-If several ranks write, each uses a thread, and threads call no collectives. So they leave records in the folder:
+If several ranks write, each does so in a thread, and threads must not call collectives. So they leave records in the folder:
 
     rank-1.json          rank 1 has written its share: the records of its files, or its error
 """
@@ -38,16 +38,16 @@ from rankwise.run.directory import write_bytes
 from rankwise.run.lease import Fence
 from rankwise.training.state import Stateful
 
-_WAIT_S = 1800.0  # for the shares of other ranks: a dead rank ends the run before, a rank that hangs does not
+_WAIT_S = 1800.0  # for the shares of other ranks: a dead rank ends the run earlier, but a rank that hangs does not
 _LAST_WAIT_S = 20.0  # if the loop was interrupted
-_SEEN_S = 5.0  # how long a network file system may take to show a new folder
+_SEEN_S = 5.0  # a network file system may take this long to show a new folder
 
 
 # --- the checkpoint
 
 
 class CheckpointWriter:
-    """Writes to one folder of checkpoints, for one rank. Nothing here is collective, so a thread may do it."""
+    """Writes checkpoints to one folder, for one rank. Nothing here is collective, so a thread may call it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -67,7 +67,7 @@ class CheckpointWriter:
     ) -> None:
         """Write this share of the checkpoint (everything, without `others`), wait for the other shares, and rename the folder.
 
-        Raises CheckpointError; then nothing of this checkpoint is left, and older ones stay.
+        Raises CheckpointError; then nothing of this checkpoint is left, and older ones remain.
         """
         temporary = others.folder if others is not None else self._unique()
         states = {name: make_plain(state, name) for name, state in states.items()}
@@ -90,7 +90,7 @@ class CheckpointWriter:
                 raise
             raise CheckpointError(explain_failure(final, states, error)) from None
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # does not exist any more after a success
+            shutil.rmtree(temporary, ignore_errors=True)  # after a success, it does not exist any more
 
     def _unique(self) -> Path:
         return self._folder / f"tmp.{uuid.uuid4().hex}"
@@ -101,7 +101,7 @@ class CheckpointWriter:
         temporary.mkdir()
 
     def _make_durable(self) -> None:
-        """Once, flush the folders above too: a power failure must not remove the folder."""
+        """At the first write, also flush the folders above: a power failure must not remove the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._durable:
             return
@@ -153,7 +153,7 @@ def leave_word(temporary: Path, rank: int, files: Mapping[str, FileRecord], erro
 
 
 class Others:
-    """The ranks that write the other shares into `folder`; the thread of the main rank waits for them."""
+    """The ranks that write the other shares into `folder`. The thread of the main rank waits for them."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self.folder = folder
@@ -168,11 +168,12 @@ class Others:
         self._wake.set()
 
     def hurry(self) -> None:
-        """Wait only a little longer: it is no longer known whether the others are alive."""
+        """Wait only a short time from now on: it is not known whether the others still run."""
         self._until = min(self._until, time.monotonic() + _LAST_WAIT_S)
 
     def wait(self) -> dict[str, FileRecord]:
-        """The records of their files. Raises CheckpointError if a rank could not write its share, or leaves no record."""
+        """The records of the other ranks' files. Raises CheckpointError if a rank could not write its share, or leaves no
+        record."""
         files: dict[str, FileRecord] = {}
         while self._left:
             self._left = [rank for rank in self._left if not self._heard(rank, files)]
@@ -260,13 +261,13 @@ def write_file(path: Path, state: Any) -> FileRecord:
 
 
 def locate_tensors(path: Path, mapped: Any) -> dict[str, Layout]:
-    """The place of each tensor in a file, by its path: so a corrupted tensor is found without the pickle.
+    """The place of each tensor in a file, by its path: with it, a corrupted tensor is found without the pickle.
 
     `mapped`: the result of `torch.load(path, mmap=True)`.
     """
     found = dict(tensors(mapped))
     first = min((t.untyped_storage().data_ptr() for t in found.values() if t.untyped_storage().nbytes()), default=0)
-    # The file is mapped in one piece, so addresses differ by the same amounts as offsets. One offset must be known.
+    # The file is mapped as a whole, so addresses differ by the same amounts as offsets, and it is enough to know one offset.
     base = first - _first_storage(path) if first else 0
     places = {}
     for name, tensor in found.items():
@@ -284,7 +285,7 @@ def _first_storage(path: Path) -> int:
 
 
 def _size(state: Any) -> int:
-    """Bytes that a state needs on disk, within a few per cent: its tensors, and everything else."""
+    """The bytes that a state needs on disk, within a few per cent: its tensors, and everything else."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in manifests.tensors(state)}
     return sum(storages.values()) + 256 * len(storages) + 4096 + _size_of_others(state)
 
@@ -298,7 +299,7 @@ def _size_of_others(state: Any) -> int:
 
 
 def _is_of_a_worker(error: Exception) -> bool:
-    """torch's handler of SIGCHLD raises the death of a loader's worker wherever the main thread is, within a save too."""
+    """torch's SIGCHLD handler raises the death of a loader's worker at any place of the main thread, also within a save."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
 
 

@@ -22,7 +22,8 @@ Gradients = Callable[[int, int], Arrays]
 
 
 def compare(starts: Starts, gradients: Gradients) -> list[Finding]:
-    """The findings, several per check: not yet combined. On each number of ranks, at least one rank must have taken a step."""
+    """The findings, several per check and not yet combined. On each number of ranks, at least one rank must have taken a
+    step."""
     findings = []
     for ranks, records in starts.items():
         findings += _order(ranks, records)
@@ -142,7 +143,7 @@ def compare_draws(told: Sequence[Sequence[Sequence[Any]]]) -> Finding:
 
 
 def _between_ranks(records: Sequence[Record], gradients: Gradients) -> list[Finding]:
-    """The optimizer must get the same gradient on every rank; no finding if it does."""
+    """The optimizer must get the same gradient on every rank. No finding if it does."""
     ranks = len(records)
     stepped = _stepped(records)
     apart = first_apart([records[rank]["steps"][0]["gradients"] for rank in stepped], [f"rank {r}" for r in stepped])
@@ -243,7 +244,7 @@ def _other_content(records: Sequence[Record]) -> str | None:
 
 
 def _first_samples(records: Sequence[Record]) -> Counter[Any]:
-    """The samples that all ranks together have used before the first step of one of them."""
+    """The samples that all ranks together have used before any rank took its first step."""
     passes = records[_stepped(records)[0]]["steps"][0]["forwards"]
     return Counter(_key(sample) for record in records for batch in record["batches"][:passes] for sample in batch)
 

@@ -23,8 +23,8 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 
 @contextlib.contextmanager
 def without_dropout(hold_batchnorm: bool = False) -> Iterator[None]:
-    """torch's dropout functions return their input; recurrent layers, and with `hold_batchnorm` batch norms, are in evaluation
-    mode. A layer that draws in another way continues to draw: Draws reports it."""
+    """torch's dropout functions return their input. Recurrent layers, and with `hold_batchnorm` batch norms, are in evaluation
+    mode. A layer that draws in another way continues to draw, and Draws reports it."""
     kept: dict[str, Any] = {name: getattr(F, name) for name in (*_DROPOUTS, "scaled_dot_product_attention")}
     held: tuple[type[nn.Module], ...] = (nn.RNNBase, *(private_names.batch_norms() if hold_batchnorm else ()))
     training: list[nn.Module] = []

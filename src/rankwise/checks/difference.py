@@ -1,4 +1,4 @@
-"""The difference of two sets of gradients, parameter by parameter.
+"""The difference between two sets of gradients, parameter by parameter.
 
 apart = difference({"weight": a}, {"weight": b});  apart.size, apart.parameter
 """
@@ -30,7 +30,7 @@ class Difference(NamedTuple):
 
 
 def difference(these: Arrays, those: Arrays) -> Difference:
-    """The difference of `those` from `these`."""
+    """The difference between `these` and `those`, relative to `these`."""
     largest = max((float(np.abs(a).max(initial=0)) for a in these.values()), default=0.0)
     worst = Difference(0.0, "")
     for name in {**these, **those}:

@@ -43,7 +43,7 @@ class Finding:
 
     status: str
     evidence: str
-    """What was seen; `{}` in it stands for `where`."""
+    """What was found; `{}` in it stands for `where`."""
 
     cause: str = ""
     """Why, with the layer if it is known; empty if the check is ok."""
@@ -52,14 +52,14 @@ class Finding:
     """What to change."""
 
     where: str = ""
-    """The number of ranks, with the values there. Findings that differ only in this become one line."""
+    """The number of ranks, with the values found there. Findings that differ only in this become one line."""
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def combined(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding per check: the worst, with the evidence of all that are like it."""
+    """One finding per check: the worst, with the evidence of all equally bad ones."""
     together = []
     for check in CHECKS:
         mine = [finding for finding in findings if finding.check == check]

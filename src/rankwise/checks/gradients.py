@@ -38,7 +38,7 @@ _ADDITIVE = 1e-3  # tolerance for a sum over samples, in any type
 
 
 class Gradients:
-    """Uses `step_fn` in float64 on a copy of the model if this works, otherwise `forward`, as the Trainer calls it.
+    """Uses `step_fn` in float64 on a copy of the model if this works, otherwise `forward`, like the Trainer.
 
     `whole`: the global batch; `parts`: the same in micro-batches. `times`: the strategy's factor on the mean gradient.
     """
@@ -168,7 +168,7 @@ class Gradients:
         return self._stepped(batches)[0]
 
     def _stepped(self, batches: Sequence[Any], thawed: str | None = None) -> tuple[Found, Found]:
-        """Collective. (the gradient that the strategy gives to the optimizer, the parameters after the step). `thawed`: a
+        """Collective. (the gradient that the strategy passes to the optimizer, the parameters after the step). `thawed`: a
         parameter that is frozen until the strategy is attached."""
         with self._twin() as twin:
             late = [p for name, p in twin.named().items() if name == thawed]
@@ -186,7 +186,7 @@ class Gradients:
             return found, _as_arrays(twin.named())
 
     def _update(self, layouts: Mapping[str, Sequence[Any]]) -> Finding | None:
-        """Collective. None if the update is that of the optimizer's plain kernel with the same gradient."""
+        """Collective. None if the update is the same as that of the optimizer's plain kernel with this gradient."""
         name, batches = next(iter(layouts.items()))
         gradient, moved = self._stepped(batches)
         with Twin(self._model, self._optimizer) as twin:
@@ -319,7 +319,7 @@ def _works_in_float64(model: nn.Module, optimizer: Optimizer, step_fn: Step, bat
 
 
 def as_float64(batch: Any) -> Any:
-    """The same nest, with floating-point tensors in float64."""
+    """The same nested batch, with floating-point tensors in float64."""
     if isinstance(batch, torch.Tensor):
         return batch.double() if batch.is_floating_point() else batch
     if isinstance(batch, dict):

@@ -39,7 +39,7 @@ from rankwise.dist.device import tensors_in
 from rankwise.training.digest import digest, digests
 
 _STEPS = 6  # steps whose gradients and parameters are kept
-_OTHER_BATCHES = 2  # batches of a loader that is not used for training
+_OTHER_BATCHES = 2  # batches to use of a loader that is not used for training
 
 
 class Enough(SystemExit):

@@ -30,7 +30,7 @@ _WAIT_S = 10.0
 
 
 def main() -> None:
-    """Writes a record to the folder of the test, however the script ends, and exits with status 0."""
+    """Write a record to the folder of the test, however the script ends, and exit with status 0."""
     given = json.loads(Path(sys.argv[1]).read_text())
     settings = RankSettings(given["folder"], given["ranks"], given["cut"], tuple(given["batches"]))
     rank = discover(os.environ).rank
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _ask_trainers(instrument: Instrument, asked: list[dict[str, Any]]) -> None:
-    """Trainer.fit tests instead of training, and then the script ends. `asked`: the findings of the first Trainer."""
+    """Trainer.fit runs the test instead of training, and then the script ends. `asked`: the findings of the first Trainer."""
 
     def fit(self: Trainer, fresh: bool = False) -> TrainState:
         instrument.close()
@@ -72,7 +72,7 @@ def _run_script(argv: list[str]) -> None:
 
 
 def _leave(folder: Path, ranks: int, rank: int, record: dict[str, Any], gradients: dict[str, Any]) -> None:
-    """Write the record, and wait a moment for the others: they may be in a collective that needs this rank."""
+    """Write the record, and wait a moment for the other ranks: they may be in a collective that needs this rank."""
     name = f"ranks-{ranks}-rank-{{}}"
     if gradients:
         np.savez(folder / f"{name.format(rank)}.npz", **gradients)

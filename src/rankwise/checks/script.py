@@ -32,7 +32,7 @@ from rankwise.run import directory
 
 _GRACE_S = 3
 _CUTS = (4, 16, 64)  # batches per epoch: a loop that accumulates over more batches takes no step in fewer
-_SHOWN = 12  # lines of the script's output
+_SHOWN = 12  # lines of the script's output to print
 
 
 def selftest(argv: Sequence[str], ranks: Sequence[int], timeout_s: float, env: Mapping[str, str]) -> int:
@@ -74,7 +74,7 @@ def ranks_of(text: str) -> tuple[int, ...]:
 def _started(
     argv: Sequence[str], ranks: int, batches: Sequence[int], folder: Path, timeout_s: float, env: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """The record of each rank, from a start that took a step."""
+    """The record of each rank, from a start in which a rank took a step."""
     records: list[dict[str, Any]] = []
     for cut in _CUTS:
         records = _start(argv, RankSettings(str(folder), ranks, cut, tuple(batches)), timeout_s, env)

@@ -16,4 +16,4 @@ class RankSettings:
     pass."""
 
     batches: tuple[int, ...] = ()
-    """Samples in a global batch, for each DataLoader by its number. If it is missing, that of the DataLoader."""
+    """Samples in a global batch, for each DataLoader by its number. For a DataLoader that is not listed, its own size."""

@@ -43,11 +43,11 @@ from rankwise.training.model import evaluating
 from rankwise.training.optimizer import named_state
 
 ONE = World(0, 1, 0, 1, 0, source="selftest")
-"""A single rank, the reference for all."""
+"""A single rank: the reference for all numbers of ranks."""
 
 SAMPLES, FEW = 13, 9
 """Samples in the global batch of the test; FEW if the Trainer's own is smaller. Each of 4 micro-batches has at least two, as
-batch norms need, and not all have the same number: means of equal parts would hide that they are means."""
+batch norms need, and their sizes differ: with equal sizes, a mean of means would be right by accident."""
 
 _STEPS = 2
 _MADE_UP_FOR = 3  # the error over many steps must be this many times smaller
@@ -57,7 +57,7 @@ _OF_A_SUM = 0.01  # the rounding error of a sum over ranks in 16 bits, which no 
 def selftest(trainer: Trainer) -> bool:
     """Collective. Check, on copies, that the gradient does not depend on the number of ranks and micro-batches, that a step
     after resuming is the same as without a stop, and that ranks have different samples and random numbers. Prints a line for
-    each check; returns False if one found a mistake.
+    each check, and returns False if one found a mistake.
 
     `rankwise selftest SCRIPT.py` does this on 1, 2 and 4 ranks.
     """
@@ -195,8 +195,8 @@ def _all_reduce(model: nn.Module, optimizer: Optimizer, **given: Any) -> SyncStr
 
 
 def _rounding(exact: Finding, first: Difference, over_all: Difference) -> Finding:
-    """`exact`: the finding without the strategy. If later steps correct the rounding, the error of N steps is about 1/N of
-    one."""
+    """`exact`: the finding without the strategy. If later steps correct the rounding, the error over N steps is about 1/N of
+    the error of one step."""
     where = f"{exact.where}; rounded by {first}, over {ROUNDINGS} steps by {over_all}"
     if over_all.size <= max(first.size / _MADE_UP_FOR, _OF_A_SUM):
         evidence = f"{exact.evidence} (with AllReduce(); later steps make up for what the strategy rounds)"
@@ -249,7 +249,7 @@ class _Copy:
             self._scheduler.step()
 
     def freeze_one(self, before: dict[str, str]) -> str | None:
-        """Collective. Freeze one of the parameters that have changed since `before`; returns its name."""
+        """Collective. Freeze one of the parameters that have changed since `before`, and return its name."""
         now = self.parameters()
         moved = [name for name, _ in self.model.named_parameters() if before[name] != now[name]]
         name: str | None = comm.broadcast_object(moved[-1] if len(moved) > 1 else None)
@@ -318,7 +318,7 @@ def _resume_and_steps(trainer: Trainer) -> list[Finding]:
 
 
 def _steps(moved: Sequence[dict[str, str]], still: Sequence[Sequence[str]], parameters: int, averaged: bool) -> Finding:
-    """`moved`: by rank, what must be the same on all ranks; `averaged`: this is the average of replicas."""
+    """`moved`: by rank, what must be the same on all ranks. `averaged`: whether this is the average of replicas."""
     lazy = [rank for rank, names in enumerate(still) if len(names) == parameters]
     if lazy and len(lazy) < len(moved):
         return Finding(
@@ -397,7 +397,7 @@ def _evaluation(trainer: Trainer, evaluate: Evaluate) -> Finding:
 
 
 def _ends(loader: Loader, world: World, accumulate: int) -> Iterator[list[Any]]:
-    """The first two steps, and the last."""
+    """The first two steps, and the last one."""
     yield from islice(loader.anew(world, accumulate), _STEPS)
     if loader.samples is not None and not loader.is_stream and (steps := loader.steps_per_epoch or 0) > _STEPS:
         last = loader.anew(world, accumulate)

@@ -20,8 +20,8 @@ from rankwise.training.optimizer import named_parameters, outside
 class Twin:
     """`others`: objects that refer to the optimizer, such as its scheduler.
 
-    step_fn uses parameters outside the model (a loss with weights) directly, so they cannot be copied: inside `with`, they have
-    the values and gradients of this twin, and otherwise those of the user.
+    step_fn uses parameters outside the model (a loss with weights) directly, so they cannot be copied. Inside `with` they have
+    the values and gradients of this twin, outside those of the user.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *others: Any) -> None:

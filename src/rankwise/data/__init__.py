@@ -1,4 +1,4 @@
-"""Which sample when, and how it gets there."""
+"""The order of the samples, and how each rank gets its own."""
 
 from rankwise.data.batching import LengthBatches
 from rankwise.data.loader import Loader

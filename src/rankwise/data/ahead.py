@@ -1,10 +1,10 @@
-"""Tells a dataset which samples come soon, so that it can have them read meanwhile.
+"""Tells a dataset which samples it will be asked for soon, so that it can already read them.
 
     for request in announced(requests, tell=dataset.read_ahead(rows=1), ahead=Ahead(samples=512)): ...
 
-`read_ahead(rows)` of a dataset returns a function of int64 indices: the samples with these indices come soon, and if `rows` is
-more than 1, those of the blocks of so many samples that they are in; or None, if this does not help. What is read
-stays the same.
+`read_ahead(rows)` of a dataset returns a function that takes int64 indices: the samples with these indices are needed soon. If
+`rows` is more than 1, all samples of their blocks (of `rows` samples each) are needed. It returns None if this does not help.
+What is read does not change.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import numpy as np
 
 from rankwise.data.order import BlockOrder, Indices, Order
 
-_BATCHES = 4  # ahead; 16 were no faster, as the disk had enough to do
-_OF_A_BLOCK = 16  # samples of a block that the dataset gets to know, on average: then hardly one block is forgotten
-_MOST = 1 << 21  # samples ahead: 16 MB of indices
+_BATCHES = 4  # batches ahead; 16 were not faster, because the disk was already busy
+_OF_A_BLOCK = 16  # samples of a block that the dataset gets to know, on average: then hardly any block is missed
+_MOST = 1 << 21  # samples ahead, at most: 16 MB of indices
 
 Request = tuple[int, Indices]
 
 
 class Ahead(NamedTuple):
-    """How far ahead a dataset knows its samples."""
+    """How long before the request a dataset knows its samples."""
 
     samples: int
     together: int = 1
-    """Samples per call, or more."""
+    """The number of samples per call, at least."""
 
     skipped: int = 0
-    """Samples that are skipped after these: they are in the same blocks."""
+    """The number of samples that are not told after each call, because they are in the same blocks."""
 
     rows: int = 1
-    """Samples of a block."""
+    """The number of samples in a block."""
 
 
 def how_far(order: Order, batch: int, ranks: int) -> Ahead:
-    """For one of `ranks`, whose batches have about `batch` samples: four batches ahead, or the next window of blocks."""
+    """For one of `ranks` ranks, whose batches have about `batch` samples: four batches ahead, or the next window of blocks."""
     batches = max(_BATCHES * batch, 1)
     if not isinstance(order, BlockOrder):
         return Ahead(batches)
@@ -49,8 +49,9 @@ def how_far(order: Order, batch: int, ranks: int) -> Ahead:
 
 
 def announced(requests: Iterable[Request], tell: Callable[[Indices], None], ahead: Ahead) -> Iterator[Request]:
-    """The same requests, each after the dataset knows those that come so far behind it. For blocks, which are far ahead, the
-    distance grows while requests are taken: to look up a whole window first would take longer than the first batch."""
+    """The same requests. The dataset learns of a request's samples before the request is taken, as long before as `ahead` says.
+    For blocks, this distance is large, and grows while requests are taken: to look up a whole window first would take longer
+    than the first batch."""
     held: deque[Request] = deque()
     news: list[Indices] = []
     waiting, untold, taken = 0, 0, 0

@@ -3,8 +3,8 @@
     batching = ByTokens(Order(10_000, seed=0), lengths, tokens=50_000)
     for stop, micro_batches in batching.plan(epoch=0, start=0, rank=1, world_size=4, accumulate=2): ...
 
-The global batches are the same on any number of ranks. A position is the number of samples taken. All batchings can
-resume wherever a global batch ends.
+The global batches are the same on any number of ranks. A position is the number of samples taken. Every batching can resume
+wherever a global batch ends.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _LENGTHS = Argument(
 
 _PLANNED = 4096  # positions whose samples are looked up at once
 _POOL_STEPS = 32  # 1.2 % padding; 8 give 4 % (50 000 lengths from 50 to 1500)
-_ESTIMATED = 1024  # samples whose mean length is used for all
-_EXACT = 1e-3  # precision of the search for the least cost of the costliest part
+_ESTIMATED = 1024  # samples from which the mean length is estimated
+_EXACT = 1e-3  # precision of the search for the smallest maximum cost of a part
 _OTHER_LENGTHS = ": the lengths of the samples, or the tokens of a batch, have changed since the checkpoint was made"
 
 
@@ -38,36 +38,36 @@ class Batching(Protocol):
     """Global batches of a map-style dataset."""
 
     by: str
-    """How batches are cut, in a word. A checkpoint can be resumed only with the same."""
+    """How batches are cut, in a word. A checkpoint can be resumed only with the same way."""
 
     size: int
     """Samples of a global batch; the approximate number if they differ."""
 
     def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
-        """(the position after it, the samples of each micro-batch of rank `rank`) for each global batch from position `start`
-        on. All ranks' cost is about the same. Micro-batches without a sample are skipped."""
+        """For each global batch from position `start` on: (the position after it, the samples of each micro-batch of rank
+        `rank`). All ranks have about the same cost. Micro-batches without a sample are skipped."""
 
     def leaves_nothing(self, epoch: int, stop: int) -> bool:
-        """Whether the epoch ends at that position."""
+        """Whether the epoch ends at position `stop`."""
 
     def steps_per_epoch(self) -> int | None:
         """None if it is unknown, or not the same in each epoch."""
 
     def fewest(self) -> int:
-        """Samples of the smallest global batch that may come."""
+        """The number of samples of the smallest global batch that is possible."""
 
     def describe(self) -> str:
-        """A global batch, in a few words, for people."""
+        """A global batch in a few words, for the user."""
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run must share."""
+        """What must be the same in a resumed run."""
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue with what `state` returned in the earlier attempt."""
 
 
 class ByCount:
-    """`size` samples each; the last one may be smaller, or is dropped."""
+    """`size` samples each; the last batch may be smaller, or is dropped."""
 
     by = "samples"
 
@@ -78,16 +78,16 @@ class ByCount:
 
     def plan(self, epoch: int, start: int, rank: int, world_size: int, accumulate: int) -> Iterator[tuple[int, list[Indices]]]:
         size, end = self.size, self._end(start)
-        planned = max(_PLANNED // size, 1) * size  # many steps at once cost the same as one
+        planned = max(_PLANNED // size, 1) * size  # to plan many steps at once takes as long as one
         for first in range(start, end, planned):
-            # A copy: torch does not make a tensor from a read-only array.
+            # A copy, because torch does not make a tensor from a read-only array.
             indices = self._order.indices(epoch, first, min(first + planned, end)).copy()
             for begin in range(0, len(indices), size):
                 some = indices[begin : begin + size]
                 yield first + begin + len(some), even_share(some, rank, world_size, accumulate)
 
     def _end(self, start: int) -> int:
-        """The end of the last global batch, counted from `start`."""
+        """The end of the last global batch, if the first starts at `start`."""
         samples = self._order.samples
         return samples - (samples - start) % self.size if self._drop_last else samples
 
@@ -111,11 +111,11 @@ class ByCount:
 
 
 class ByTokens:
-    """As many samples as fit: their number times the longest length (as padded) is at most `tokens`.
+    """As many samples as fit: their number times the (padded) length of the longest is at most `tokens`.
 
-    `pool` samples at a time, in the order of the epoch, are sorted by length and cut; then the global batches of a pool are
-    shuffled. A sample that is longer than `tokens` is a batch of its own. `most`: the largest number of samples of a batch. No
-    list of all batches is made, and a resume costs one pool.
+    rankwise takes `pool` samples at a time, in the order of the epoch, sorts them by length and cuts them; then it shuffles the
+    global batches of the pool. A sample that is longer than `tokens` is a batch by itself. `most`: the largest number of
+    samples per batch. There is no list of all batches, and a resume costs only one pool.
     """
 
     by = "tokens"
@@ -147,7 +147,7 @@ class ByTokens:
         order = self._order
         indices = order.indices(epoch, number * self.pool, min((number + 1) * self.pool, order.samples))
         lengths = self._lengths.of(indices)
-        by_length = np.argsort(lengths, kind="stable")  # equal lengths stay in the order of the epoch
+        by_length = np.argsort(lengths, kind="stable")  # equal lengths remain in the order of the epoch
         runs = fitting_runs(lengths[by_length].tolist(), self.tokens, self.most)
         batches = [indices[by_length[start:stop]] for start, stop in runs]
         if order.shuffle:
@@ -180,8 +180,8 @@ class ByTokens:
 class BySampler:
     """The batches of a batch sampler such as torch's: an iterable of lists of indices, each a global batch.
 
-    `set_epoch(epoch)` is called if it exists. Random numbers of the sampler are keyed by (seed, epoch), equal on all ranks. All
-    batches of an epoch are listed when it begins.
+    `set_epoch(epoch)` is called if the sampler has it. Its random numbers are keyed by (seed, epoch), equal on all ranks. All
+    batches of an epoch are listed when the epoch starts.
     """
 
     by = "a batch sampler"
@@ -242,11 +242,11 @@ class BySampler:
 
 
 class LengthBatches:
-    """Loader(batches=...): as many samples of about the same length as fit, padded, into so many tokens (frames, seconds).
+    """Loader(batches=...): as many samples of about the same length as fit, padded, into a number of tokens (frames, seconds).
 
-    `tokens` per rank and micro-batch, or `global_tokens` of a whole step over all ranks. `lengths`: numbers, one per sample,
-    or a function of the index; by default the dataset's attribute `lengths`. `pool`: samples that are sorted together (by
-    default those of about 32 steps). `max_samples`: samples of a global batch at most.
+    `tokens` per rank and micro-batch, or `global_tokens` of a whole step over all ranks. `lengths`: numbers, one per sample, or
+    a function of the index; by default the dataset's attribute `lengths`. `pool`: the number of samples that are sorted
+    together (by default those of about 32 steps). `max_samples`: the largest number of samples of a global batch.
     """
 
     @takes(
@@ -268,14 +268,14 @@ class LengthBatches:
         self.lengths, self.pool, self.max_samples = lengths, pool, max_samples
 
     def of_one_micro_batch(self, accumulate: int) -> LengthBatches:
-        """For other data, which has its own lengths."""
+        """The same for other data, which has its own lengths."""
         if self.tokens is not None:
             return LengthBatches(self.tokens)
         assert self.global_tokens is not None
         return LengthBatches(global_tokens=self.global_tokens / accumulate)
 
     def cut(self, dataset: Any, order: Order, parts: int, by: type[ByTokens] = ByTokens) -> ByTokens:
-        """`parts`: micro-batches of a step, over all ranks."""
+        """`parts`: the number of micro-batches of a step, over all ranks."""
         lengths = self.lengths if self.lengths is not None else getattr(dataset, "lengths", None)
         if lengths is None:
             raise ConfigError(
@@ -287,15 +287,15 @@ class LengthBatches:
 
 
 def steps_of(samples: int, size: int, drop_last: bool) -> int:
-    """Global batches of `size` samples in an epoch."""
+    """The number of global batches of `size` samples in an epoch."""
     return samples // size if drop_last else -(-samples // size)
 
 
 def going_on(
     batches: Iterable[list[Indices]], position: int, epoch: int, start: int, others: str = _OTHER_LENGTHS
 ) -> Iterator[tuple[int, list[Indices]]]:
-    """(the position after it, its samples) of each batch from `start` on, in whatever parts it has them; the first of `batches`
-    begins at `position`. Raises DataError if `start` is in the middle of one; `others`: why that can be."""
+    """For each batch from `start` on: (the position after it, its samples), in the same parts as in `batches`. The first of
+    `batches` starts at `position`. Raises DataError if `start` is in the middle of a batch; `others`: why this is possible."""
     for parts in batches:
         before, position = position, position + sum(map(len, parts))
         if before >= start:
@@ -305,12 +305,12 @@ def going_on(
 
 
 def as_given(name: str, of_one: float | None, of_all: float | None) -> dict[str, float | None]:
-    """The one of both that was given, by its name."""
+    """The argument that was given, by its name."""
     return {name: of_one} if of_one is not None else {f"global_{name}": of_all}
 
 
 class LengthOf:
-    """How long samples are: numbers, one per sample, or a function of the index, which is called once per sample."""
+    """The lengths of samples: numbers, one per sample, or a function of the index, which is called once per sample."""
 
     def __init__(self, lengths: Sequence[float] | Callable[[int], float], samples: int) -> None:
         self._ask: Callable[[int], float] | None = None
@@ -337,7 +337,7 @@ class LengthOf:
 
 
 def even_share(samples: Indices, rank: int, world_size: int, accumulate: int) -> list[Indices]:
-    """By count: the sizes of two ranks' shares, and of a rank's micro-batches, differ by one at most."""
+    """By count: the shares of two ranks, and two micro-batches of a rank, differ by at most one sample."""
     if world_size > 1:
         low, high = share(0, len(samples), rank, world_size)
         samples = samples[low:high]
@@ -345,7 +345,8 @@ def even_share(samples: Indices, rank: int, world_size: int, accumulate: int) ->
 
 
 def fitting_runs(lengths: Sequence[float], tokens: float, most: int | None) -> list[tuple[int, int]]:
-    """As few runs of ascending lengths as possible: each fits into `tokens`, padded, and has at most `most`, or has one."""
+    """As few runs of ascending lengths as possible. Each run fits into `tokens`, padded, and has at most `most` samples, or is
+    a single sample."""
     runs, start = [], 0
     while start < len(lengths):
         stop = start + min(max(_fitting(lengths, start, tokens), 1), most or len(lengths))
@@ -355,7 +356,7 @@ def fitting_runs(lengths: Sequence[float], tokens: float, most: int | None) -> l
 
 
 def balanced_share(samples: Indices, lengths: Lengths, rank: int, world_size: int, accumulate: int) -> list[Indices]:
-    """By length: samples of like length together, and all micro-batches of all ranks of about the same cost."""
+    """By length: samples of similar length together, and about the same cost for all micro-batches of all ranks."""
     by_length = np.argsort(lengths, kind="stable")
     runs = balanced_runs(lengths[by_length].tolist(), world_size * accumulate)
     mine = runs[rank * accumulate : (rank + 1) * accumulate]
@@ -363,16 +364,17 @@ def balanced_share(samples: Indices, lengths: Lengths, rank: int, world_size: in
 
 
 def balanced_runs(lengths: Sequence[float], n: int) -> list[tuple[int, int]]:
-    """`n` runs of ascending lengths: the costliest, by number times longest, is as cheap as can be.
+    """`n` runs of ascending lengths, such that the cost of the costliest (its number times its longest) is as small as
+    possible.
 
-    None is empty unless there are fewer lengths than runs.
+    No run is empty unless there are fewer lengths than runs.
     """
     samples = len(lengths)
     low = max(lengths[-1], sum(lengths) / n) if lengths else 0.0
     high = lengths[-1] * samples if lengths else 0.0
     cuts, high = _cuts(lengths, n, high)
     while n > 1 and high > low * (1 + _EXACT):
-        # Near `low` at first: runs of sorted lengths have little padding.
+        # First try close to `low`: runs of sorted lengths have little padding.
         middle = low * 1.02 if high > low * 1.1 else (low + high) / 2
         found, cost = _cuts(lengths, n, middle)
         if found[-1] == samples:
@@ -383,8 +385,8 @@ def balanced_runs(lengths: Sequence[float], n: int) -> list[tuple[int, int]]:
 
 
 def _cuts(lengths: Sequence[float], n: int, bound: float) -> tuple[list[int], float]:
-    """Where `n` runs end, each as long as `bound` allows but for what must be left for the others; and the costliest's cost.
-    The last is short of the end if the bound is too low."""
+    """(where each of `n` runs ends, the cost of the costliest). Each run is as long as `bound` allows, but leaves at least one
+    sample for each run after it. If `bound` is too small, the last run does not reach the end."""
     samples, cuts, cost = len(lengths), [0], 0.0
     for left in range(n - 1, -1, -1):
         start = cuts[-1]
@@ -398,9 +400,9 @@ def _cuts(lengths: Sequence[float], n: int, bound: float) -> tuple[list[int], fl
 
 
 def _fitting(lengths: Sequence[float], start: int, tokens: float) -> int:
-    """How many from `start` on fit, padded to the longest of them; `lengths` ascend."""
+    """How many from `start` on fit into `tokens`, padded to the longest of them. `lengths` are ascending."""
     left = len(lengths) - start
-    fewest = min(int(tokens / lengths[-1]), left) if lengths[-1] else left  # were all as long as the longest
+    fewest = min(int(tokens / lengths[-1]), left) if lengths[-1] else left  # as many fit if all are as long as the longest
     most = min(int(tokens / lengths[start]), left) if lengths[start] else left
     return fewest + bisect_right(range(fewest, most), tokens, key=lambda k: (k + 1) * lengths[start + k])
 

@@ -1,11 +1,11 @@
-"""Requests -> batches, in this process or in workers that fetch ahead.
+"""Makes the batch for each request, in this process or in workers that fetch ahead.
 
     fetch = Fetch(dataset, collate_fn=None, seed=0)
     for batch in fetched(iter([(epoch, np.array([3, 1, 4]))]), fetch, Workers(2)): ...
 
-Random numbers that a dataset draws are keyed by (seed, epoch, sample): they depend neither on the rank nor on the worker that
-draws them, are the same after a resume, and leave the streams of the training where they were. A whole batch that a dataset or
-a collate function makes at once is keyed by its first sample.
+Random numbers that a dataset draws are keyed by (seed, epoch, sample): they do not depend on the rank or the worker that draws
+them, are the same after a resume, and do not change the random streams of the training. If a dataset or a collate function
+makes a whole batch at once, the key is that of the first sample.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from rankwise.host import machine
 from rankwise.host.text import count, numbered
 from rankwise.ipc.pickles import Packed, pack_error, unpack_error
 
-_SHOWN = 8  # indices in an error's note
+_SHOWN = 8  # indices in the note of an error, at most
 
 Made = TypeVar("Made")
 Key = Callable[..., None]
 
 
 class Fetcher(Protocol):
-    """Called in a worker; `here` does the same in this process, and does not change its random streams."""
+    """Called in a worker. `here` does the same in this process, and does not change its random streams."""
 
     @property
     def draws_nothing(self) -> bool:
-        """Whether `here` never touches a random stream, so that another thread may call it while the training draws."""
+        """Whether `here` never uses a random stream, so that another thread may call it while the training draws."""
 
     def __call__(self, request: Any, empty: Empty | None = None) -> Any:
-        """`empty`: where a batch may be made."""
+        """`empty`: creates the arrays of a batch."""
 
     def here(self, request: Any) -> Any: ...
 
 
 class Workers(NamedTuple):
-    """How many processes fetch ahead, and what torch's DataLoader does with them, by its names. `prefetch_factor` without any:
-    a thread of this process fetches so many batches ahead."""
+    """How many processes fetch ahead, and options of torch's DataLoader, with its names. `prefetch_factor` without worker
+    processes: a thread of this process fetches this number of batches ahead."""
 
     num_workers: int
     prefetch_factor: int | None = None
@@ -66,8 +66,8 @@ class Workers(NamedTuple):
     timeout: float = 0
 
     def check(self, draws_nothing: bool) -> None:
-        """Raises ConfigError for arguments that need workers if there are none. `draws_nothing`: whether a thread may fetch;
-        its random streams are those of the training."""
+        """Raises ConfigError for arguments that need workers if there are none. `draws_nothing`: whether a thread may fetch; it
+        would draw from the random streams of the training."""
         if self.num_workers:
             return
         if self.timeout:
@@ -80,7 +80,7 @@ class Workers(NamedTuple):
             )
 
     def advice(self, ranks: int) -> str | None:
-        """What to change if this node has fewer cores than its `ranks` have workers; None if it has enough."""
+        """What to change if this node has fewer cores than all workers of its `ranks` ranks; None if it has enough."""
         cores = machine.cores()
         sharing = ranks if cores == os.cpu_count() else 1  # otherwise the launcher has bound this rank to its own cores
         total = sharing * self.num_workers
@@ -94,11 +94,11 @@ class Workers(NamedTuple):
 
 
 def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool = False) -> Iterator[Any]:
-    """The fetcher's result for each request, in their order; `workers` processes share them in turn. `pin`: whether memory
-    is pinned if `workers` leaves it open.
+    """The fetcher's result for each request, in their order. `workers` processes take turns. `pin`: whether memory is pinned if
+    `workers` does not say.
 
-    An exception in a worker is raised here, of the same type where it survives a pickle, a DataError with its traceback
-    otherwise; a DataError too if no batch comes for `timeout` seconds.
+    An exception in a worker is raised here: with the same type if that can be pickled, otherwise as a DataError with its
+    traceback. If no batch arrives for `timeout` seconds, this raises a DataError.
     """
     if workers.num_workers:
         return _by_workers(requests, fetcher, workers, pin)
@@ -110,7 +110,7 @@ def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bo
 
     if workers.prefetch_factor and fetcher.draws_nothing:
         return _by_thread(requests, made, workers.prefetch_factor)
-    # Not a map: it would end silently if a dataset raises StopIteration.
+    # Not a map: if a dataset raised StopIteration, the loop would end without an error.
     return (made(request) for request in requests)
 
 
@@ -118,7 +118,7 @@ _END = object()
 
 
 def _by_thread(requests: Iterator[Any], made: Callable[[Any], Any], ahead: int) -> Iterator[Any]:
-    """A thread makes `ahead` batches before they are asked for; requests are taken in the thread that asks."""
+    """A thread makes `ahead` batches in advance. Requests are taken in the thread of the caller."""
     # Not an executor: a Future for each batch costs as much as a gather of small rows.
     asked: SimpleQueue[Any] = SimpleQueue()
     ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
@@ -138,7 +138,7 @@ def _by_thread(requests: Iterator[Any], made: Callable[[Any], Any], ahead: int) 
 
     thread = threading.Thread(target=fetch, name="rankwise-prefetch", daemon=True)
     thread.start()
-    atexit.register(stop)  # if the loop is left open: no thread may be in the middle of a read when the interpreter exits
+    atexit.register(stop)  # for a loop that was not finished: the interpreter must not exit while a thread reads
     under_way = 0
     try:
         for request in requests:
@@ -160,7 +160,7 @@ def _result(batch: Any, error: BaseException | None) -> Any:
             raise error
         return batch
     finally:
-        del error, batch  # a traceback has this frame
+        del error, batch  # the traceback has this frame
 
 
 def _by_workers(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool) -> Iterator[Any]:
@@ -176,7 +176,7 @@ def _by_workers(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin
         collate_fn=_Told(fetcher, context.ring),
         pin_memory=pin if workers.pin_memory is None else workers.pin_memory,
         multiprocessing_context=context,
-        # Its own generator: drawing the workers' seed must not move the stream that dropout draws from.
+        # A separate generator: drawing the workers' seed must not change the stream from which dropout draws.
         generator=torch.Generator().manual_seed(0),
     )
     with _timeout_told(workers.timeout):
@@ -200,7 +200,7 @@ def _timeout_told(timeout_s: float) -> Iterator[None]:
 
 
 class _Identity(Dataset[Any]):
-    """What the worker processes index: a request comes back as it is, and the fetcher makes a batch of it."""
+    """The dataset of the worker processes: it returns each request as it is, and the fetcher makes a batch of it."""
 
     def __getitems__(self, request: Any) -> Any:
         return request
@@ -218,7 +218,8 @@ def _failure(error: Exception) -> _FetchFailure:
 
 
 class _Told:
-    """Calls the fetcher; an exception is returned, as torch would make a RuntimeError of many."""
+    """Calls the fetcher. Returns an exception instead of raising it, because torch would turn many types into a
+    RuntimeError."""
 
     def __init__(self, fetcher: Fetcher, ring: Ring) -> None:
         self._fetcher, self._ring = fetcher, ring
@@ -231,22 +232,23 @@ class _Told:
 
 
 class Keyed:
-    """Calls functions that may draw random numbers: from keyed streams, and the streams of the training do not move.
+    """Calls functions that may draw random numbers. They draw from keyed streams, and the streams of the training do not
+    change.
 
-    To key all streams takes 10 us. So the first call shows which of them are drawn from, and later calls key these alone. If a
-    later call draws from another one, the streams are restored, and the function is called again with that one keyed too: what
-    is drawn is the same either way.
+    To key all streams takes 10 us. So the first call finds out which streams are used, and later calls key only these. If a
+    later call draws from another stream, the streams are restored, and the function is called again with this one keyed too:
+    the numbers that it draws are the same either way.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._drawn: frozenset[str] | None = None
         self._training = seeds.SavedStreams()
-        self._keyed = seeds.SavedStreams()  # as they are right after a key, in the first call
+        self._keyed = seeds.SavedStreams()  # the state right after a key was set, in the first call
 
     def made(self, make: Callable[[Key | None], Made]) -> Made:
-        """What `make` returns. Its argument, unless it is None, is a function: it is called with the words of a key before
-        each draw that has this key."""
+        """What `make` returns. Its argument is None, or a function: `make` calls it with the words of a key before each draw
+        that uses this key."""
         self._training.save()
         if self._drawn is None:
             return self._first(make)
@@ -287,11 +289,11 @@ class Keyed:
 class Fetch:
     """(epoch, int64 array of indices) -> a batch of a map-style dataset.
 
-    Random streams are keyed by (seed, epoch, sample) for each sample; under `__getitems__`, and for `collate_fn`, by the
-    batch's first sample. A true attribute `seed_each_sample` of the dataset means that samples are read one by one in spite of
-    `__getitems__`. A dataset with `draws_nothing` and `read_batch(indices)` makes the batch itself of the array, unless there
-    is a `collate_fn`, which takes samples. `read_batch(indices, empty=None)` may make its arrays by `empty(shape, dtype)`, in
-    memory of that batch alone: in a worker the batch need not be copied then.
+    Random streams are keyed by (seed, epoch, sample) for each sample; for `__getitems__` and `collate_fn`, by the first sample
+    of the batch. If the dataset has a true attribute `seed_each_sample`, samples are read one by one in spite of
+    `__getitems__`. A dataset with `draws_nothing` and `read_batch(indices)` makes the batch from the array itself, unless there
+    is a `collate_fn`, which takes samples. `read_batch(indices, empty=None)` may create its arrays by `empty(shape, dtype)`, in
+    memory that only this batch uses: then a worker need not copy the batch.
     """
 
     keyed_by_sample = True
@@ -304,12 +306,12 @@ class Fetch:
         self._in_one = not promises(dataset, "seed_each_sample") and has_getitems(dataset)
         self._samples_keyed = None if draws_nothing(dataset) else Keyed(seed)
         self._collate_keyed = None if collate_fn is None else Keyed(seed)
-        # Those of earlier versions key whatever is fetched.
+        # Dataset and collate function of earlier versions are keyed in any case.
         self.draws_nothing = self.keyed_by_sample and self._samples_keyed is None and self._collate_keyed is None
 
     def advice(self, workers: int) -> str | None:
-        """What to change if batches come later with so many workers than without: one call that reads from a map is faster than
-        a transfer from another process."""
+        """What to change if batches take longer with this number of workers than without: one call that reads from a memory map
+        is faster than a transfer from another process."""
         if not workers or self._read is None or not promises(self._dataset, "faster_without_workers"):
             return None
         return (
@@ -318,7 +320,7 @@ class Fetch:
         )
 
     def by(self, sample: bool) -> Fetch:
-        """The same, keyed by sample, or by batch as in earlier versions; what never draws is the same either way."""
+        """The same, keyed by sample, or by batch as in earlier versions. If nothing is drawn, the two are equal."""
         kind = Fetch if sample or self._read is not None else FetchByBatch
         return kind(self._dataset, self._collate_fn, self._seed)
 
@@ -332,7 +334,7 @@ class Fetch:
             return samples
         if self._collate_keyed is None:
             return self._batch(epoch, indices, samples)
-        fresh = [samples]  # a collate function may change them: a second call gets others
+        fresh = [samples]  # a collate function may change the samples: a second call gets new ones
         return self._collate_keyed.made(
             lambda key: self._batch(epoch, indices, fresh.pop() if fresh else self._sampled(epoch, indices), key)
         )
@@ -360,7 +362,7 @@ class Fetch:
                     samples.append(dataset[index])
                 return samples
             samples.extend(map(getitem, repeat(dataset), indices))
-            if len(samples) < len(indices):  # a dataset raised it, and `extend` took it for the end
+            if len(samples) < len(indices):  # the dataset raised StopIteration, and `extend` took it for the end
                 raise StopIteration
         return samples
 
@@ -372,7 +374,7 @@ class Fetch:
 
 
 class FetchByBatch(Fetch):
-    """Keyed as in earlier versions, for runs that they began: in workers each sample has a key; in this process the first
+    """Keyed as in earlier versions, for runs that they started: in workers each sample has a key. In this process the first
     sample of a batch has one, and the other samples and the collate function continue its streams."""
 
     keyed_by_sample = False
@@ -400,8 +402,8 @@ class FetchByBatch(Fetch):
 
 
 def collate(samples: Any) -> Any:
-    """torch's default_collate; tuples and dicts of dense tensors, what most datasets return, in two thirds of its time. In a
-    worker that one makes a file of shared memory for each tensor."""
+    """torch's default_collate, but in two thirds of the time for tuples and dicts of dense tensors, which most datasets return.
+    In a worker torch's creates a file of shared memory for each tensor."""
     first = samples[0]
     kind = type(first)
     if kind is torch.Tensor:
@@ -421,7 +423,7 @@ class Noted:
     """An exception that is raised inside gets a note with the samples and the dataset."""
 
     def __init__(self, where: str, indices: Sequence[int] | Indices, dataset: Any, made: Sequence[Any] | None = None) -> None:
-        """`made`: the results for these samples so far, one after the other: the note names only the next sample."""
+        """`made`: the results for these samples so far, in order: the note then names only the next sample."""
         self._where = where
         self.indices = indices
         self._dataset = dataset
@@ -435,7 +437,7 @@ class Noted:
             return
         at = [int(index) for index in (self.indices if self._made is None else self.indices[len(self._made) :][:1])]
         text = f"{self._where} {numbered('sample', at, _SHOWN)} of {type(self._dataset).__name__}"
-        if isinstance(error, StopIteration):  # it would end a loop silently
+        if isinstance(error, StopIteration):  # it would end a loop without an error
             raise RuntimeError(f"StopIteration was raised {text}") from error
-        with contextlib.suppress(Exception):  # a frozen exception takes no note
+        with contextlib.suppress(Exception):  # a frozen exception cannot take a note
             error.add_note(text)

@@ -1,4 +1,4 @@
-"""The data of a Loader: a map-style dataset or a stream, how long it is, how it is read, and what it promises."""
+"""The data of a Loader: whether it is a map-style dataset or a stream, how long it is, how to read it, and what it promises."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from rankwise.data.order import Indices
 from rankwise.errors import DataError
 
 Empty = Callable[[tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
-"""As np.empty."""
+"""Like np.empty."""
 Read = Callable[..., Any]
-"""Of indices, and `empty`."""
+"""A function of indices, and `empty`."""
 
 
 def length(dataset: Any) -> int | None:
-    """Samples in a map-style dataset; None for a stream. Raises DataError if it is neither, and for an empty dataset."""
+    """The number of samples of a map-style dataset; None for a stream. Raises DataError if it is neither, and for an empty
+    dataset."""
     name = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise DataError(
@@ -46,7 +47,7 @@ def length(dataset: Any) -> int | None:
 
 
 def hinted_length(dataset: Any) -> int | None:
-    """The length of a stream, if it has one; used only as the total of a progress line."""
+    """The length of a stream, if it has one. Used only as the total of a progress line."""
     try:
         return len(dataset) or None
     except TypeError:
@@ -54,7 +55,7 @@ def hinted_length(dataset: Any) -> int | None:
 
 
 def reader_of(dataset: Any) -> Read | None:
-    """The dataset's function that makes a batch of int64 indices at once and draws nothing; None if there is none."""
+    """The dataset's function that makes a batch from int64 indices at once and draws nothing; None if there is none."""
     if type(dataset) is TensorDataset:
         return partial(_rows, dataset.tensors)
     return _batch_reader(dataset) if promises(dataset, "draws_nothing") else None
@@ -73,9 +74,9 @@ def _without_empty(read: Callable[[Indices], Any], indices: Indices, empty: Empt
 
 
 def teller_of(dataset: Any, rows: int) -> Callable[[Indices], None] | None:
-    """The dataset's function that takes the samples that come soon (data.ahead); None if there is none."""
+    """The dataset's function that takes the samples that are needed soon (data.ahead); None if there is none."""
     if type(dataset) is Subset:
-        tell = teller_of(dataset.dataset, 1)  # its blocks are not those of the whole dataset
+        tell = teller_of(dataset.dataset, 1)  # a subset has other blocks than the whole dataset
         return partial(_tell_part, tell, np.asarray(dataset.indices, np.int64)) if tell is not None else None
     found: Callable[[Indices], None] | None = dataset.read_ahead(rows) if hasattr(dataset, "read_ahead") else None
     return found
@@ -96,24 +97,25 @@ def _rows(tensors: Sequence[torch.Tensor], indices: Indices, empty: Empty | None
 
 
 def draws_nothing(dataset: Any) -> bool:
-    """Whether it says so itself, or its type is known."""
+    """Whether the dataset declares it, or its type is known."""
     return type(inside(dataset)) in (list, tuple, range, TensorDataset) or promises(dataset, "draws_nothing")
 
 
 def promises(dataset: Any, attribute: str) -> bool:
-    """Whether the dataset, or the one it wraps as `dataset` (torch's Subset), has that attribute, with a true value."""
+    """Whether the dataset, or the dataset that it wraps as `dataset` (torch's Subset), has this attribute, with a true
+    value."""
     while not hasattr(dataset, attribute) and hasattr(dataset, "dataset"):
         dataset = dataset.dataset
     return bool(getattr(dataset, attribute, False))
 
 
 def has_getitems(dataset: Any) -> bool:
-    """torch's Subset has `__getitems__` whether or not the whole dataset has."""
+    """torch's Subset always has `__getitems__`, even if its dataset has not."""
     return hasattr(inside(dataset), "__getitems__")
 
 
 def inside(dataset: Any) -> Any:
-    """The whole dataset of torch's Subset."""
+    """The whole dataset behind torch's Subset."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset

@@ -1,10 +1,10 @@
-"""A message whose tensors and arrays lie in a buffer; the rest of it is a pickle, which says where they are.
+"""A message whose tensors and arrays are in a buffer. The rest of the message is a pickle, which says where they are.
 
     laying = Laying(buffer)
     body = laying.pickled((3, {"x": torch.ones(4)}))    # about 100 bytes; 16 of the buffer
     number, batch = loads(body, buffer)                 # batch["x"] is memory of the buffer
 
-The result is the same as that of torch's own queue: the same types and strides, and memory shared by the same tensors.
+The result is the same as from torch's own queue: the same types and strides, and the same tensors share memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 _ALIGN = 64
-_SMALL = 1 << 10  # bytes: an array goes into the pickle
+_SMALL = 1 << 10  # bytes: a smaller array goes into the pickle
 _KINDS = "biufcMmSU"  # NumPy's types that `dtype.str` describes completely
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool, torch.uint8,
@@ -31,7 +31,7 @@ _NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
 class CannotLieThereError(Exception):
-    """The message has a tensor that is not plain memory of the CPU. Or the buffer is too small: then a buffer of `needed` bytes
+    """The message has a tensor that is not plain memory of the CPU, or the buffer is too small: then a buffer of `needed` bytes
     may be large enough."""
 
     def __init__(self, needed: int = 0) -> None:
@@ -40,19 +40,19 @@ class CannotLieThereError(Exception):
 
 
 class Laying(ForkingPickler):
-    """Lays one message into a writable buffer."""
+    """Writes one message into a buffer."""
 
     def __init__(self, buffer: Any) -> None:
         self._pickle = io.BytesIO()
         super().__init__(self._pickle)
         self._buffer, self._size = buffer, len(buffer)
         self.end = 0
-        """Bytes of the buffer that are in use."""
-        self._seen: dict[int, tuple[Any, Any]] = {}  # by id; the object is kept, so that no other one gets its id
-        self._laid: dict[int, list[tuple[int, int, int]]] = {}  # by its storage: from, to, place in the buffer
+        """The number of bytes of the buffer that are used."""
+        self._seen: dict[int, tuple[Any, Any]] = {}  # by id; the object is kept, so that no other object gets its id
+        self._laid: dict[int, list[tuple[int, int, int]]] = {}  # by its storage: start, end, place in the buffer
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """As np.empty, in the buffer if there is room: a tensor of it is not copied when the message is laid."""
+        """Like np.empty, in the buffer if there is room. A tensor of this memory is not copied when the message is written."""
         count = math.prod(shape)
         size = count * dtype.itemsize
         if dtype.hasobject or not size or self._next_place() + size > self._size:
@@ -64,7 +64,7 @@ class Laying(ForkingPickler):
         return array
 
     def pickled(self, message: Any) -> bytes:
-        """Once. Raises CannotLieThereError, and what a pickle raises."""
+        """The pickle. Call this once. Raises CannotLieThereError, and what pickle raises."""
         self.dump(message)
         return self._pickle.getvalue()
 
@@ -94,7 +94,7 @@ class Laying(ForkingPickler):
         return number, shape, stride, size, self._place(tensor, size)
 
     def _place(self, tensor: torch.Tensor, size: int) -> int:
-        """Where the tensor's bytes begin, that of its first element to that of its last."""
+        """The place of the tensor's bytes in the buffer, from its first element to its last."""
         storage, low = tensor.untyped_storage(), tensor.data_ptr()
         begin, high = storage.data_ptr(), low + size
         laid = self._laid.setdefault(begin, [])
@@ -103,7 +103,7 @@ class Laying(ForkingPickler):
                 return place + low - other_low
             if other_low < high and low < other_high:
                 raise CannotLieThereError
-        most = 2 * tensor.nbytes  # of a small part of a large storage, its own bytes
+        most = 2 * tensor.nbytes  # if it is a small part of a large storage, only its own bytes are copied
         offset = low - begin
         if storage.nbytes() <= most:
             high = begin + storage.nbytes()

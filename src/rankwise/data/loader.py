@@ -1,10 +1,10 @@
-"""Global batches, this rank's part of each, in one order for every world size.
+"""Global batches and this rank's part of each, in the same order for every world size.
 
     loader = Loader(dataset, global_batch_size=64, max_epochs=3)
     for micro_batches in loader:          # the batches of one optimizer step
         for batch in micro_batches: ...
 
-(epoch, position in samples) is the whole state of the data: it resumes anywhere, on any number of ranks and workers.
+(epoch, position in samples) is the whole state of the data, so it can resume anywhere, on any number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -58,42 +58,43 @@ _MOVED = {
 
 
 class Loader:
-    """Iterates over optimizer steps; each is a list of this rank's micro-batches, empty for a rank without a sample.
+    """Iterates over optimizer steps. Each step is a list of this rank's micro-batches, empty if the rank has no sample.
 
-    `dataset` has `__len__` and `__getitem__(index)`, or `__getitems__(indices: list[int])`, which returns a list of samples,
-    or a batch already (a tensor, or a tuple or mapping of tensors). Samples of a list go through `collate_fn`, torch's
-    default_collate if None. `batch_size`: samples per rank and micro-batch; `global_batch_size`: of a step, over all ranks
-    and its `accumulate` micro-batches. The last global batch of an epoch is split like any other: neither padded nor dropped,
+    `dataset` has `__len__` and `__getitem__(index)`, or `__getitems__(indices: list[int])`, which returns a list of samples, or
+    an already collated batch (a tensor, or a tuple or mapping of tensors). A list of samples goes through `collate_fn`, torch's
+    default_collate if None. `batch_size`: samples per rank and micro-batch; `global_batch_size`: samples per step, over all
+    ranks and `accumulate` micro-batches. The last global batch of an epoch is split like any other: neither padded nor dropped,
     unless `drop_last`. `shuffle`: True (the default), False, or "blocks": samples that are stored together are read together
-    (see `data.order.BlockOrder`), for large compressed files. Tensors are moved to `device`, by default the rank's own.
+    (see `data.order.BlockOrder`), for large compressed files. Tensors are moved to `device`, by default that of the rank.
 
-    Before the first use (an iteration, a size or the state) nothing is sent, and no world is needed.
+    Before the first use (an iteration, a size or the state) nothing is sent, and the ranks need not be connected.
 
-    `num_workers` processes fetch ahead, as torch's DataLoader has them, with its `prefetch_factor`, `pin_memory` (by default
-    if the device is a GPU), `worker_init_fn` and `timeout` (seconds without a batch: DataError). Order and samples do not
-    depend on the workers. Without workers `prefetch_factor` batches are fetched ahead by a thread, if they draw no random
-    numbers (an HDF5Dataset, a dataset with `draws_nothing`): reads and copies do not take the core of the training.
+    `num_workers` processes fetch ahead, as in torch's DataLoader, with its `prefetch_factor`, `pin_memory` (by default if the
+    device is a GPU), `worker_init_fn` and `timeout` (seconds without a batch, then DataError). Order and samples do not depend
+    on the workers. Without workers, a thread fetches `prefetch_factor` batches ahead if the data draws no random numbers (an
+    HDF5Dataset, a dataset with `draws_nothing`): reads and copies do not use the core of the training.
 
-    Or it is iterable (torch's IterableDataset): a stream, and an epoch is one pass of it. It must yield the same whole stream
-    on every rank and worker; each keeps its share (see `data.stream`). It has its own order: the Loader does not shuffle it.
+    `dataset` may also be iterable (torch's IterableDataset), a stream; an epoch is one pass of it. It must yield the same whole
+    stream on every rank and worker, and each keeps its share (see `data.stream`). The Loader does not shuffle a stream.
 
-    A stream that divides itself by rank, and so differs between ranks, has an attribute `split_by_rank = True`; then all ranks
-    must iterate together, and `uneven` sets what is done if one ends before the others: join, stop or pad (`data.uneven`).
+    A stream that divides itself by rank, and so differs between ranks, has an attribute `split_by_rank = True`. Then all ranks
+    must iterate together, and `uneven` sets what happens if one ends before the others: join, stop or pad (`data.uneven`).
 
-    `batches`, instead of a size: `LengthBatches(tokens=...)` for samples of uneven length, or a batch sampler, an iterable
-    of lists of indices, each a global batch (divided by length if the dataset has an attribute `lengths`). Ranks get parts
-    of about the same cost. See `data.batching`.
+    `batches`, instead of a size: `LengthBatches(tokens=...)` for samples of uneven length, or a batch sampler, an iterable of
+    lists of indices, each a global batch (divided by length if the dataset has an attribute `lengths`). All ranks get parts of
+    about the same cost. See `data.batching`.
 
-    `split="files"`: each rank always reads the same part of the dataset, a run of samples: with a dataset of many files it
-    opens only its own files. Parts differ by one sample at most, so a file may be cut between two ranks. Each sample comes once
-    per epoch, all ranks have the same number of steps, but which samples make a global batch depends on the number of ranks.
+    `split="files"`: each rank always reads the same part of the dataset, a run of samples: from a dataset of many files it
+    opens only its own files. Parts differ by at most one sample, so a file may be cut between two ranks. Each sample is used
+    once per epoch and all ranks have the same number of steps, but which samples make a global batch depends on the number of
+    ranks.
 
-    Random numbers that a dataset draws are keyed by (seed, epoch, sample), with any number of workers; under `__getitems__`,
-    and in `collate_fn`, by the batch's first sample (with `seed_each_sample = True` in the dataset, its samples are read one by
-    one); those of a stream by (seed, epoch). None of them changes the streams of the training. A batch that is the first
-    to draw from one of the three generators, after others that did not, is made twice.
+    Random numbers that a dataset draws are keyed by (seed, epoch, sample), with any number of workers. For `__getitems__` and
+    `collate_fn`, the key is that of the batch's first sample (with `seed_each_sample = True` in the dataset, its samples are
+    read one by one); for a stream, (seed, epoch). None of this changes the random streams of the training. A batch that is the
+    first to draw from one of the three generators, after others that did not, is made twice.
 
-    Raises ConfigError for arguments that do not fit, DataError for a dataset that cannot be read.
+    Raises ConfigError for arguments that contradict each other, DataError for a dataset that cannot be read.
     """
 
     @takes(
@@ -139,21 +140,21 @@ class Loader:
         self._order = order_of(dataset, samples, seed, True if shuffle is None else shuffle) if samples is not None else None
         self._batch_size, self._asked_size, self._batches = batch_size, global_batch_size, batches
         self.accumulate = self._given_accumulate = accumulate
-        """Micro-batches per rank and step. On another number of ranks than the checkpoint's it follows from their size in the
-        checkpoint."""
+        """Micro-batches per rank and step. If the number of ranks is not that of the checkpoint, it follows from the size of a
+        micro-batch in the checkpoint."""
         self.drop_last, self.seed, self.max_epochs = drop_last, seed, max_epochs
-        if workers is not None:  # its older name
+        if workers is not None:  # the old name of num_workers
             num_workers = max(num_workers, workers)
         self._workers = Workers(num_workers, prefetch_factor, pin_memory, worker_init_fn, timeout)
         self._collate_fn = collate_fn
         self._steps = 0  # of the current epoch
         self._asked_device = torch.device(device) if device is not None else None
         self.epoch = 0
-        """Epochs that are complete."""
+        """The number of complete epochs."""
         self.position = 0
-        """Samples taken of the current epoch, over all ranks."""
+        """The number of samples taken from the current epoch, over all ranks."""
         self.taken = 0
-        """Samples that all ranks have taken since this loader was made."""
+        """The number of samples that all ranks have taken since this loader was created."""
         self.wait_s = 0.0
         """Seconds that the loop has waited for data so far."""
         self._indices: Sequence[Any] = []
@@ -173,9 +174,9 @@ class Loader:
             self._fetch = Fetch(dataset, collate_fn, seed)
             self._workers.check(self._fetch.draws_nothing)
             if batch_size is None and not (isinstance(batches, LengthBatches) and batches.tokens is not None):
-                _ = self.global_batch_size  # an error now, because the number of ranks does not matter for it
+                _ = self.global_batch_size  # raise the error now: it does not depend on the number of ranks
 
-    # --- what follows from the number of ranks, read at the first use
+    # --- what depends on the number of ranks, read at the first use
 
     @functools.cached_property
     def _world(self) -> World:
@@ -187,12 +188,12 @@ class Loader:
 
     @functools.cached_property
     def global_batch_size(self) -> int:
-        """Samples of a global batch; the approximate number if they differ (by length, by a batch sampler)."""
+        """The number of samples of a global batch; approximate if they differ (by length, by a batch sampler)."""
         return self._given_size
 
     @functools.cached_property
     def _given_size(self) -> int:
-        """As given to the constructor; a checkpoint may have another."""
+        """As given to the constructor; that of a checkpoint may differ."""
         if self._batching is None:
             return self._size_by_count()
         size = self._batching.size
@@ -236,13 +237,13 @@ class Loader:
         return Stream(self._dataset, self._collate_fn, self.seed, rank, ranks, self.drop_last, own=split, repeat=pad)
 
     def at(self, world: World) -> Loader:
-        """The same for a process that is this rank of that world. Before the first use."""
+        """The same for a process that is this rank of that world. Call it before the first use."""
         other = copy.copy(self)
         other._world = world
         return other
 
     def once(self) -> Loader:
-        """The same from its beginning, for one epoch."""
+        """The same from the start, for one epoch."""
         other = copy.copy(self)
         other.epoch, other.position, other._steps, other.taken, other.wait_s = 0, 0, 0, 0, 0.0
         other.max_epochs = 1
@@ -250,10 +251,10 @@ class Loader:
         return other
 
     def over(self, dataset: Any) -> Loader:
-        """A Loader of one pass in order over other data, cut and collated like this one: what Evaluate and predict use.
+        """A Loader of one pass in order over other data, cut and collated like this one. Evaluate and predict use it.
 
-        Its batches are as large as this one's micro-batches as they were given, whatever a checkpoint has made of these; by
-        length where the data has an attribute `lengths` and this one is cut by length.
+        Its batches are as large as the micro-batches that were given here, even if a checkpoint has changed these; by length if
+        the data has an attribute `lengths` and this Loader cuts by length.
         """
         if isinstance(self._batches, LengthBatches) and hasattr(dataset, "lengths"):
             cut: dict[str, Any] = {"batches": self._batches.of_one_micro_batch(self._given_accumulate)}
@@ -265,7 +266,7 @@ class Loader:
 
     @property
     def sizes(self) -> dict[str, float | None]:
-        """The argument that sets the size of a batch, by its name. A checkpoint can be resumed only with the same."""
+        """The argument that sets the size of a batch, by its name. A checkpoint can be resumed only with the same argument."""
         if not isinstance(self._batches, LengthBatches):
             return as_given("batch_size", self._batch_size, self._asked_size) | {"global_batch_tokens": None}
         given = as_given("batch_tokens", self._batches.tokens, self._batches.global_tokens)
@@ -294,7 +295,7 @@ class Loader:
 
     @property
     def fewest(self) -> int:
-        """Samples of the smallest global batch that may come."""
+        """The number of samples of the smallest global batch that is possible."""
         if self._batching is not None:
             return self._batching.fewest()
         if self._uneven is not None:
@@ -303,7 +304,7 @@ class Loader:
 
     @property
     def indices(self) -> list[list[int]]:
-        """The samples of the micro-batches that were returned last: indices of the dataset, positions in a stream."""
+        """The samples of the last micro-batches: indices of the dataset, or positions in a stream."""
         return [some.tolist() if isinstance(some, np.ndarray) else list(some) for some in self._indices]
 
     @property
@@ -330,7 +331,7 @@ class Loader:
                 began = time.perf_counter()
                 if self.position == 0:
                     break
-            else:  # loaded from a state in which the last batch was not dropped: nothing is left
+            else:  # the state is from a run in which the last batch was not dropped: nothing is left
                 self._end_epoch()
 
     def _end_epoch(self) -> None:
@@ -356,7 +357,7 @@ class Loader:
             yield Step(stop, batching.leaves_nothing(epoch, stop), [next(batches) for _ in lists], lists)
 
     def _streamed(self) -> Iterator[Step]:
-        """The remaining steps of this epoch of a stream: a request to a worker is a step."""
+        """The remaining steps of this epoch of a stream. Each request to a worker is a step."""
         epoch, size = self.epoch, self.global_batch_size
         requests = (Request(epoch, start, size, self.accumulate) for start in itertools.count(self.position, size))
         yield from itertools.takewhile(lambda step: step is not None, self._fetched(requests, self._stream))
@@ -377,7 +378,7 @@ class Loader:
         return fetched(requests, fetcher, self._workers, pin=self._device.type == "cuda")
 
     def anew(self, world: World, accumulate: int, global_batch_size: int | None = None) -> Loader:
-        """The same data and order from the beginning, in this process, for any rank of any number of ranks: without `split`,
+        """The same data and order from the start, in this process, for any rank of any number of ranks. Without `split`,
         because with it the global batches depend on the number of ranks."""
         other = self.once()
         other.max_epochs = self.max_epochs
@@ -398,7 +399,7 @@ class Loader:
         return other
 
     def describe(self) -> str:
-        """The data, in a few words, for people."""
+        """The data in a few words, for the user."""
         number = self.steps_per_epoch
         steps = f", {number} step{'s' * (number != 1)} an epoch" if number is not None else ""
         if not self.is_stream:
@@ -438,7 +439,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the recorded position. Raises ConfigError if the data or its order are not those of the record."""
+        """Continue at the recorded position. Raises ConfigError if the data or its order are not those of the checkpoint."""
         common = {"batches by": "samples", "uneven": None, "split": None}
         now, state = common | self.state_dict(), common | state
         for name in ("samples", "seed", "shuffle", "batches by", "uneven", "split"):
@@ -462,7 +463,7 @@ class Loader:
             )
         self._steps = state.get("steps", 0)
         if state["ranks"] != self._world.world_size:
-            # A micro-batch no larger than it was, which fitted into memory.
+            # A micro-batch must not become larger than it was, because that size fitted into memory.
             self.accumulate = math.ceil(state["ranks"] * state["accumulate"] / self._world.world_size)
         self.epoch = state["epoch"]
         self.position = state["position"]

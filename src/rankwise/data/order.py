@@ -1,9 +1,9 @@
-"""Which sample when: (seed, epoch, position) -> index, by a keyed permutation.
+"""The order of the samples: (seed, epoch, position) -> index, by a keyed permutation.
 
     order = Order(samples=10_000, seed=0, shuffle=True)
     order.indices(epoch=3, start=0, stop=64)          # the first 64 samples of the epoch, on any number of ranks
 
-No list of all indices is made; any position costs the same. An epoch's order does not depend on ranks or workers.
+There is no list of all indices, and any position costs the same. The order of an epoch does not depend on ranks or workers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rankwise.host.arguments import Argument
 Indices = npt.NDArray[np.int64]
 Positions = TypeVar("Positions", range, Indices)
 
-_SMALL = 1024  # below it a permutation table is cheaper, and reaches every order
+_SMALL = 1024  # below this, a permutation table is faster, and every order is possible
 _ROUNDS = 6  # 4 showed a chi-square at -3.8 sigma
-_RUN = 1 << 14  # positions computed at once: a small call costs numpy's overhead
-_CACHED = 8  # a run is 128 KB, and a rank that resumes on fewer ranks reads the parts of several in turn
+_RUN = 1 << 14  # positions computed at once: in small calls numpy's overhead dominates
+_CACHED = 8  # a run is 128 KB; a rank that resumes on fewer ranks reads the parts of several ranks in turn
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Order:
 
     seed: int = 0
     shuffle: bool | str = True
-    """Or the kind of shuffle in words, if not every order is possible."""
+    """A text names a kind of shuffle in which not every order is possible."""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -57,18 +57,18 @@ class Order:
         return joined[start - offset : stop - offset]
 
     def _run(self, epoch: int, k: int) -> Indices:
-        """Positions from k * _RUN on."""
+        """The indices of the positions from k * _RUN on."""
         return _run(self.samples, self.seed, epoch, k)
 
     def of_part(self, start: int, stop: int, seed: int) -> Order:
-        """The order of samples [start, stop) alone, counted from 0, with its own seed."""
+        """The order of only the samples [start, stop), counted from 0, with its own seed."""
         return replace(self, samples=stop - start, seed=seed)
 
 
 @dataclass(frozen=True)
 class BlockOrder(Order):
-    """Samples that are stored together are read together: blocks of `rows` samples in random order, `window` of them at a time,
-    and the samples of these in random order. A reader that keeps a window reads each block once.
+    """Samples that are stored together are read together: the blocks of `rows` samples are in random order, and the samples of
+    each `window` blocks are in random order. A reader that keeps a window in memory reads each block once.
 
     The quality of the shuffle depends on the number of blocks in a window, not on their size: for a file that is sorted by
     class, batch means scatter 1.1 times as much as those of an exact shuffle with 2048 blocks, 1.2 with 512, 2.6 with 32.
@@ -77,13 +77,13 @@ class BlockOrder(Order):
     rows: int = 1
     window: int = 1
     lead: int = 0
-    """Samples of the first block that come before the first sample, and are not part of this order."""
+    """The number of samples in the first block that come before the first sample, and are not part of this order."""
 
     def _run(self, epoch: int, k: int) -> Indices:
         return _block_run(self.samples, self.seed, epoch, k, self.rows, self.window, self.lead)
 
     def of_part(self, start: int, stop: int, seed: int) -> BlockOrder:
-        """Its blocks are those of the whole, cut only at its ends."""
+        """With the blocks of the whole order, which are cut only at both ends of the part."""
         return replace(self, samples=stop - start, seed=seed, lead=(self.lead + start) % self.rows)
 
 
@@ -91,10 +91,10 @@ class Blocks(NamedTuple):
     """Loader(shuffle=Blocks(rows, window)): samples that are stored together in a file are read together. See BlockOrder."""
 
     rows: int
-    """Samples of a block."""
+    """The number of samples in a block."""
 
     window: int
-    """Blocks that are shuffled together: what a reader keeps in memory."""
+    """The number of blocks that are shuffled together; a reader keeps this many in memory."""
 
 
 SHUFFLE = Argument(
@@ -104,7 +104,7 @@ SHUFFLE = Argument(
 
 
 def order_of(dataset: object, samples: int, seed: int, shuffle: bool | str | Blocks) -> Order:
-    """Raises ConfigError for "blocks" of a dataset without an attribute `blocks`."""
+    """The order of a dataset. Raises ConfigError for "blocks" if the dataset has no attribute `blocks`."""
     if isinstance(shuffle, bool):
         return Order(samples, seed, shuffle)
     found = getattr(dataset, "blocks", None) if isinstance(shuffle, str) else shuffle
@@ -118,13 +118,14 @@ def order_of(dataset: object, samples: int, seed: int, shuffle: bool | str | Blo
 
 
 def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Rank `rank`'s part of positions [start, stop): contiguous, sizes differ by one at most, empty if there are too few."""
+    """The part of rank `rank` of positions [start, stop): contiguous; parts differ by at most one; empty if there are too
+    few."""
     n = stop - start
     return start + n * rank // world_size, start + n * (rank + 1) // world_size
 
 
 def split(indices: Positions, parts: int) -> list[Positions]:
-    """Into `parts` runs of nearly equal length; those without a sample are skipped."""
+    """Split into `parts` runs of nearly equal length. Runs without a sample are skipped."""
     n = len(indices)
     if parts == 1:
         return [indices] if n else []
@@ -140,7 +141,7 @@ def _run(samples: int, seed: int, epoch: int, k: int) -> Indices:
 
 @lru_cache(maxsize=_CACHED)
 def _block_run(samples: int, seed: int, epoch: int, k: int, rows: int, window: int, lead: int) -> Indices:
-    """Of the windows that these positions are in, each in its own order."""
+    """All samples of the windows that contain the positions of run `k`, each window in its own order."""
     blocks, starts = _blocks(samples, seed, epoch, rows, window, lead)
     start, stop = k * _RUN, min((k + 1) * _RUN, samples)
     found = []
@@ -157,7 +158,7 @@ def _block_run(samples: int, seed: int, epoch: int, k: int, rows: int, window: i
 
 @lru_cache(maxsize=_CACHED)
 def _blocks(samples: int, seed: int, epoch: int, rows: int, window: int, lead: int) -> tuple[Indices, Indices]:
-    """(the blocks in the order of the epoch, at which position each window begins, and where the last one ends)"""
+    """(the blocks in the order of the epoch, the positions at which each window starts, and the end of the last one)."""
     count = -(-(lead + samples) // rows)
     order = _shuffled(np.arange(count, dtype=np.int64), count, _keys(seed, epoch))
     before = np.concatenate([[0], np.cumsum(_of_blocks(order, samples, rows, lead)[1])])
@@ -165,7 +166,7 @@ def _blocks(samples: int, seed: int, epoch: int, rows: int, window: int, lead: i
 
 
 def _of_blocks(numbers: Indices, samples: int, rows: int, lead: int) -> tuple[Indices, Indices]:
-    """(the first sample of each block, how many it has): the first block and the last may be shorter."""
+    """(the first sample of each block, the number of its samples). The first block and the last may be shorter."""
     begins = np.maximum(numbers * rows - lead, 0)
     return begins, np.minimum((numbers + 1) * rows - lead, samples) - begins
 
@@ -185,7 +186,7 @@ def _keys(seed: int, epoch: int, *more: int) -> np.random.SeedSequence:
 
 
 def _read_only(indices: Indices) -> Indices:
-    """It is kept in a cache: who gets a part of it must not change it."""
+    """The array is kept in a cache, so the callers that get a part of it must not change it."""
     indices.flags.writeable = False
     return indices
 
@@ -193,8 +194,8 @@ def _read_only(indices: Indices) -> Indices:
 def _permute(positions: Indices, samples: int, keys: npt.NDArray[np.uint64]) -> Indices:
     """An additive Feistel network on a grid of width x height cells, a bijection of [0, samples).
 
-    The grid has fewer than `height` cells too many; what lands on one of those is sent through again (cycle walking). In place,
-    and x - x // n * n for x % n: numpy divides four times as fast as it finds a remainder.
+    The grid has fewer than `height` cells too many; a position that lands on one of them goes through the network again (cycle
+    walking). In place, and with x - x // n * n for x % n: numpy divides four times as fast as it computes a remainder.
     """
     height = math.isqrt(samples - 1) + 1
     width = -(-samples // height)
@@ -220,7 +221,7 @@ def _permute(positions: Indices, samples: int, keys: npt.NDArray[np.uint64]) -> 
 
 
 def _mix(value: npt.NDArray[np.uint64], spare: npt.NDArray[np.uint64]) -> None:
-    """splitmix64's finaliser (Steele et al. 2014) in place, kept to 31 bits so that sums cannot overflow."""
+    """The finaliser of splitmix64 (Steele et al. 2014), in place, cut to 31 bits so that sums cannot overflow."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         np.right_shift(value, np.uint64(shift), out=spare)
         value ^= spare

@@ -1,7 +1,7 @@
 """Loader(split="files"): each rank reads its own part of the dataset, a run of samples, and so opens only its own files.
 
     division = Division(Order(1003, seed=0), ranks=4)
-    division.indices(epoch=0, rank=1, start=0, stop=16)    # the first 16 samples of rank 1: of the 251 to 501, shuffled
+    division.indices(epoch=0, rank=1, start=0, stop=16)    # the first 16 samples of rank 1: from 251 to 501, shuffled
 
 Position p of an epoch is a sample of rank p mod `ranks`. So all ranks have the same number of steps, a position is the whole
 state, and the rest of the epoch can be divided again, among any number of ranks.
@@ -28,7 +28,8 @@ _PLANNED = 4096  # positions of a rank whose samples are looked up at once
 
 @dataclass(frozen=True)
 class Division:
-    """The samples of an epoch from `position` on, each rank has one run of those that `before` has not given to a rank."""
+    """Divides the samples of an epoch from `position` on: each rank gets one run of the samples that `before` has not used
+    yet."""
 
     order: Order
     ranks: int
@@ -36,15 +37,15 @@ class Division:
     before: Division | None = None
 
     def count(self, rank: int, position: int) -> int:
-        """Samples that a rank has had before that position of the epoch."""
+        """The number of samples that a rank has used before this position of the epoch."""
         return max(-((rank + self.position - position) // self.ranks), 0)
 
     def indices(self, epoch: int, rank: int, start: int, stop: int) -> Indices:
-        """Samples of a rank: those from `start` to `stop` of its own."""
+        """The samples of a rank from its own position `start` to `stop`."""
         return _merged(self._sources(epoch, rank), start, stop)
 
     def _run(self, rank: int) -> tuple[int, int]:
-        """Where a rank's samples begin and end among those that are divided."""
+        """Where the samples of a rank start and end, among those that are divided here."""
         each, more = divmod(self.order.samples - self.position, self.ranks)
         first = rank * each + min(rank, more)
         return first, first + each + (rank < more)
@@ -74,11 +75,11 @@ class Division:
 class _Source(NamedTuple):
     length: int
     read: Callable[[int, int], Indices]
-    """The samples from one place in it to another."""
+    """The samples from one place of the source to another."""
 
 
 def _merged(sources: Sequence[_Source], start: int, stop: int) -> Indices:
-    """Places [start, stop) of a sequence in which each source has its samples in their order, evenly over the whole."""
+    """Places [start, stop) of a sequence that mixes the samples of all sources evenly; each source keeps its order."""
     if start == stop:
         return np.empty(0, np.int64)
     (length, read), *others = sources
@@ -96,27 +97,27 @@ def _merged(sources: Sequence[_Source], start: int, stop: int) -> Indices:
 
 class Cut(NamedTuple):
     position: int
-    """From here on."""
+    """The ranks divide the epoch from here on."""
 
     ranks: int
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """Among how many ranks the samples of one epoch were divided, and from which position on."""
+    """The numbers of ranks among which the samples of one epoch were divided, and the position at which each number starts."""
 
     epoch: int = 0
     cuts: tuple[Cut, ...] = ()
 
     def before(self, epoch: int, start: int) -> Cuts:
-        """Those that samples before that position of the epoch were taken by."""
+        """The cuts that apply to the samples before this position of the epoch."""
         return Cuts(epoch, tuple(cut for cut in self.cuts if cut.position < start) if epoch == self.epoch else ())
 
     def more(self, position: int, ranks: int) -> Cuts:
         return Cuts(self.epoch, (*self.cuts, Cut(position, ranks)))
 
     def division(self, order: Order) -> Division | None:
-        """Their result; None if there are none."""
+        """The division that results from the cuts; None if there are none."""
         division = None
         for position, ranks in self.cuts:
             division = Division(order, ranks, position, division)
@@ -131,7 +132,7 @@ class Cuts:
 
 
 class ByCountOfParts(ByCount):
-    """`size` samples each: each rank has the same number, or one less, from its own part."""
+    """`size` samples each: all ranks have the same number, or one less, from their own parts."""
 
     def __init__(self, order: Order, size: int, drop_last: bool = False) -> None:
         super().__init__(order, size, drop_last)
@@ -162,11 +163,11 @@ class ByCountOfParts(ByCount):
 
 
 class ByTokensOfParts(ByTokens):
-    """As many samples as fit, of each rank's own part: so many tokens divided by the ranks are for one rank.
+    """As many samples as fit, for each rank from its own part: each rank gets an equal share of the tokens.
 
-    Of each pool each rank sorts its own samples and cuts them; all cut them into as many batches as the rank that needs
-    most. Another number of ranks begins with a new pool: of the unfinished pool it takes the global batches that were
-    planned, and divides them.
+    Each rank sorts its own samples of a pool and cuts them, into as many batches as the rank that needs most. If the number of
+    ranks changes in the middle of a pool, the global batches that were planned for it are divided among the new ranks; after
+    that a new pool starts.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -191,13 +192,13 @@ class ByTokensOfParts(ByTokens):
             yield stop, balanced_share(mine, self._lengths.of(mine), 0, 1, accumulate)
 
     def _steps_of(self, division: Division, epoch: int, start: int, end: int) -> Iterator[tuple[int, list[Indices]]]:
-        """(the position after it, the samples of each rank) of each global batch from `start` to `end`."""
+        """For each global batch from `start` to `end`: (the position after it, the samples of each rank)."""
         number = (start - division.position) // self.pool
         for first in range(division.position + number * self.pool, end, self.pool):
             yield from going_on(self._of_ranks(division, epoch, first), first, epoch, start)
 
     def _of_ranks(self, division: Division, epoch: int, first: int) -> list[list[Indices]]:
-        """The global batches of the pool that begins at that position."""
+        """The global batches of the pool that starts at position `first`."""
         last = min(first + self.pool, self._order.samples)
         if self.most is not None and self.most < division.ranks:
             raise ConfigError(
@@ -228,7 +229,8 @@ class ByTokensOfParts(ByTokens):
 
 
 def _cut_into(n: int, batches: list[Indices]) -> list[Indices]:
-    """The same samples in `n` batches, in their order: the largest are halved; the last ones are empty if there are too few."""
+    """The same samples in `n` batches, in the same order: the largest are halved. The last are empty if there are too few
+    samples."""
     while len(batches) < n and (largest := max(range(len(batches)), key=lambda k: len(batches[k]), default=None)) is not None:
         some = batches[largest]
         if len(some) < 2:
@@ -238,7 +240,7 @@ def _cut_into(n: int, batches: list[Indices]) -> list[Indices]:
 
 
 def check_split(asked: str | None, dataset: Any, is_stream: bool, batches: Any) -> None:
-    """Raises ConfigError if the data cannot be split."""
+    """Raises ConfigError if this data cannot be split."""
     name = type(dataset).__name__
     if asked is not None and is_stream:
         raise ConfigError(

@@ -1,11 +1,11 @@
-"""Batches of loader workers, in memory that the workers and the training process share and use again.
+"""Batches of loader workers, in memory that the workers and the training process share and reuse.
 
     context = RingContext(multiprocessing.get_context(), failed=lambda error: error)
     DataLoader(dataset, num_workers=2, multiprocessing_context=context)
 
-torch's own way makes a file of shared memory for each tensor of each batch. Here a batch is in a slot of one file without a
-name, which the kernel removes with the last process. The training process sends a slot with each request, and uses it again
-when no tensor or array of its batch is left. The message beside it has about 100 bytes.
+torch creates a file of shared memory for each tensor of each batch. Here a batch is in a slot of a single file without a name,
+which the kernel removes when the last process exits. The training process sends a slot with each request, and reuses it when no
+tensor or array of its batch is left. The message itself has about 100 bytes.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ import torch
 
 from rankwise.data.laying import CannotLieThereError, Laying, loads
 
-_FIRST = 1 << 24  # bytes of a slot before a batch was seen: pages that nobody writes cost nothing
-_SPARE = 1.25  # batches of uneven length grow
-_KEPT = 4  # more slots than are asked for ahead, though nobody holds them
-_LOOKED_AT = 16  # slots that are searched for one that nobody holds: a script that keeps all batches does not search them all
-_MAPPED = 64  # slots that a worker keeps mapped
-_MESSAGE = 1 << 15  # bytes: a longer one goes as torch's own queue would send it
+_FIRST = 1 << 24  # bytes of a slot before the first batch: pages that nobody writes cost nothing
+_SPARE = 1.25  # room to grow, for batches of uneven length
+_KEPT = 4  # free slots to keep in addition to those requested ahead
+_LOOKED_AT = 16  # slots to search for a free one, at most: a script that keeps all batches would make the search long
+_MAPPED = 64  # slots that a worker keeps mapped, at most
+_MESSAGE = 1 << 15  # bytes: a longer message is sent the way torch's own queue sends it
 _WAIT_S = 0.1
 
-_HEADER = struct.Struct("qqq")  # a slot's offset in the file; its size, in a request; the bytes a batch needs, in an answer
+_HEADER = struct.Struct("qqq")  # a slot's offset in the file; in a request its size; in an answer the bytes that a batch needs
 _NO_SLOT = -1
 
 
 class RingContext(BaseContext):
-    """A context of multiprocessing whose queues hand batches over in slots: for one iterator of a DataLoader.
+    """A context of multiprocessing whose queues transfer batches in slots, for one iterator of a DataLoader.
 
-    `failed`: makes, of the exception, what comes out of the queue if the batch cannot be pickled.
+    `failed`: if the batch cannot be pickled, turns the exception into what the queue returns.
     """
 
     def __init__(self, actual: BaseContext, failed: Callable[[Exception], Any]) -> None:
@@ -70,7 +70,7 @@ class _Slot:
 
 
 class Ring:
-    """In the training process all slots, and which are free; in a worker the slot of its request."""
+    """In the training process: all slots, and which are free. In a worker: the slot of its request."""
 
     _fd = -1
 
@@ -83,7 +83,7 @@ class Ring:
         self.over = over
         """An event that is set when the workers must exit."""
         self.late: list[_Queue] = []
-        """Those that once had more to send than a worker's socket has room for."""
+        """The queues that once had more to send than fits into a worker's socket."""
         self._end = self._largest = 0
         self._asked: dict[int, _Slot] = {}
         self._given: deque[_Slot] = deque()
@@ -111,7 +111,7 @@ class Ring:
     # --- in the training process
 
     def request(self, message: Any) -> bytes:
-        """A frame for a worker, with a slot for its batch; without one if there is no memory."""
+        """A frame for a worker, with a slot for its batch; without a slot if there is no memory."""
         slot = self._free() if message is not None else None
         if slot is None:
             return _HEADER.pack(_NO_SLOT, 0, 0) + _plain(message)
@@ -144,7 +144,7 @@ class Ring:
         return self._asked.setdefault(slot.offset, slot)
 
     def answered(self, frame: bytes) -> Any:
-        """The message of a worker's frame."""
+        """The message in a worker's frame."""
         offset, _, needed = _HEADER.unpack_from(frame)
         slot = self._asked.pop(offset, None)
         self._largest = max(self._largest, needed)
@@ -156,7 +156,7 @@ class Ring:
     # --- in a worker
 
     def asked(self, frame: bytes) -> Any:
-        """The message of a request; its slot is that of the next answer."""
+        """The message of a request. The next answer uses the slot of this request."""
         self._offset, size, _ = _HEADER.unpack_from(frame)
         if self._offset == _NO_SLOT:
             self._laying = None
@@ -171,11 +171,11 @@ class Ring:
         return message
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """As np.empty: memory for the requested batch, and for nothing that is used longer."""
+        """Like np.empty: memory for the requested batch. Do not use it for anything that must live longer."""
         return np.empty(shape, dtype) if self._laying is None else self._laying.empty(shape, dtype)
 
     def answer(self, message: Any) -> bytes:
-        """A frame for the training process: the message lies in the slot if it can."""
+        """A frame for the training process. The message is in the slot if possible."""
         laying, self._laying = self._laying, None
         try:
             return self._answer(message, laying)
@@ -194,12 +194,12 @@ class Ring:
 
 
 class _Queue:
-    """As DataLoader uses one of multiprocessing's: from the training process to one worker, or from all workers to it."""
+    """Replaces a queue of multiprocessing in DataLoader: from the training process to one worker, or from all workers to it."""
 
     _ends: tuple[socket.socket, ...] = ()
 
     def __init__(self, ring: Ring) -> None:
-        # Frames are written and read whole, so that no process holds a lock for others when it is killed.
+        # Each frame is written and read in one piece, so there is no lock that a killed process could hold.
         self._begin(ring, *socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
 
     def _begin(self, ring: Ring, reader: socket.socket, writer: socket.socket) -> None:
@@ -230,8 +230,9 @@ class _Queue:
             self._ring.late.append(self)
 
     def send_late(self) -> None:
-        """Send what there is room for: the training process never waits for a worker, which may wait for it."""
-        with self._lock:  # a thread that pins memory sends, too
+        """Send as much as there is room for. The training process never waits for a worker, because this worker may wait for
+        it."""
+        with self._lock:  # a thread that pins memory also sends
             while self._late:
                 try:
                     self._writer.send(self._late[0], socket.MSG_DONTWAIT)
@@ -261,7 +262,7 @@ class _Queue:
         return self._ring.answered(frame) if self._ring.is_mine else self._ring.asked(frame)
 
     def cancel_join_thread(self) -> None:
-        """There is no thread."""
+        """Nothing to do: there is no thread."""
 
     def close(self) -> None:
         for end in self._ends:
@@ -275,7 +276,7 @@ def _holders(slot: Any) -> int:
 
 
 _ALONE = _holders(SimpleNamespace(memory=mmap.mmap(-1, mmap.PAGESIZE)))
-"""What it is for memory that only its slot holds: interpreters count their own references differently."""
+"""The count for memory that only its slot holds. It depends on the interpreter."""
 
 
 def _pages(size: int) -> int:
@@ -283,14 +284,14 @@ def _pages(size: int) -> int:
 
 
 class _Long:
-    """A pickle in a tensor, which torch hands over as a file of shared memory."""
+    """A pickle in a tensor, which torch sends as a file of shared memory."""
 
     def __init__(self, body: bytes) -> None:
         self.tensor = torch.frombuffer(bytearray(body), dtype=torch.uint8)
 
 
 def _plain(message: Any) -> bytes:
-    """As torch's own queue would send it."""
+    """The frame that torch's own queue would send."""
     body = bytes(ForkingPickler.dumps(message))
     return body if len(body) <= _MESSAGE else bytes(ForkingPickler.dumps(_Long(body)))
 

@@ -1,11 +1,11 @@
-"""An iterable dataset cut into global batches, in the order in which it comes.
+"""Cuts an iterable dataset into global batches, in the order in which the dataset yields its samples.
 
     stream = Stream(dataset, None, seed=0, rank=1, world_size=4, drop_last=False)
     step = stream(Request(epoch, start, size, accumulate=1))    # this rank's share of [start, start + size) in the stream
 
-Each rank and worker reads the whole stream and keeps its share, so that the batches do not depend on how many there are, the
-last batch is split like any other, and all know without a message where an epoch ends. Slow work belongs in `collate_fn`,
-which sees only this rank's share: let the stream yield file names, offsets or bytes, and decode them there.
+Each rank and worker reads the whole stream and keeps its share. So the batches do not depend on the number of ranks and
+workers, the last batch is split like any other, and all know without a message where an epoch ends. Slow work belongs in
+`collate_fn`, which gets only this rank's share: let the stream yield file names, offsets or bytes, and decode them there.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from rankwise.dist import private_names
 from rankwise.dist import seed as seeds
 from rankwise.errors import DataError
 
-_SKIPPED_AT_ONCE = 16  # samples that are held while a resume or another worker's step is skipped
+_SKIPPED_AT_ONCE = 16  # samples held at once while skipping: at a resume, or the step of another worker
 
 
 class Step(NamedTuple):
     """The data of one optimizer step."""
 
     stop: int
-    """The position after it."""
+    """The position after this step."""
 
     last: bool
-    """Whether the epoch ends with it."""
+    """Whether the epoch ends with this step."""
 
     micro_batches: list[Any]
 
@@ -39,30 +39,30 @@ class Step(NamedTuple):
     """The samples of each micro-batch."""
 
     fresh: bool = True
-    """Whether it has samples that the epoch did not have before."""
+    """Whether the step has samples that did not occur in this epoch before."""
 
 
 class Request(NamedTuple):
-    """One optimizer step of a stream."""
+    """The request for one optimizer step of a stream."""
 
     epoch: int
     start: int
-    """Position of its first sample."""
+    """The position of its first sample."""
     size: int
-    """Samples of the global batch."""
+    """The number of samples of the global batch."""
     accumulate: int
-    """Micro-batches of a rank."""
+    """The number of micro-batches of a rank."""
 
 
 class Stream:
-    """A Request -> this rank's part of that step; None if the epoch is over there.
+    """Takes a Request and returns this rank's part of the step; None if the epoch ends before it.
 
-    `dataset.set_epoch(epoch)` is called before each pass, if it exists. A pass draws from random streams that are keyed
-    by (seed, epoch) and equal on all ranks and workers: a shuffle buffer may use them. torch's get_worker_info() is None inside
-    the dataset, so that a dataset that divides itself by workers yields the whole stream too.
+    `dataset.set_epoch(epoch)` is called before each pass, if the dataset has it. A pass draws from random streams that are
+    keyed by (seed, epoch) and equal on all ranks and workers: a shuffle buffer may use them. torch's get_worker_info() is None
+    inside the dataset, so that a dataset that divides itself by workers also yields the whole stream.
 
-    `own`: only this rank has this stream, and it is not an error if it ends before those of others. With `repeat` it starts
-    again when it has ended; `Step.last` is then true from the step on that completes the first pass.
+    `own`: only this rank has this stream, and it may end before those of other ranks. With `repeat` it starts again when it has
+    ended; `Step.last` is then true from the step that completes the first pass on.
     """
 
     draws_nothing = False
@@ -81,7 +81,7 @@ class Stream:
         self._dataset = dataset
         self._is_own = own
         self._repeat = repeat
-        self._length: int | None = None  # the number of samples of a pass, once it has ended
+        self._length: int | None = None  # the number of samples of a pass, known when it has ended
         self._own_collate = collate_fn
         self._seed = seed
         self._rank = rank
@@ -89,14 +89,14 @@ class Stream:
         self._drop_last = drop_last
         self._epoch = -1
         self._iterator: Iterator[Any] = iter(())
-        self._pulled = 0  # samples of this pass, and those of them that are read ahead
+        self._pulled = 0  # samples of this pass that were read, including those in `_ahead`
         self._ahead: list[Any] = []
         self._training = seeds.SavedStreams()
-        self._own = seeds.SavedStreams()  # between two requests in this process
+        self._own = seeds.SavedStreams()  # saved between two requests in this process
         self._beside_collate = seeds.SavedStreams()
 
     def anew(self, rank: int, world_size: int) -> Stream:
-        """The same from the beginning, for another rank."""
+        """The same from the start, for another rank."""
         if self._is_own:
             rank, world_size = self._rank, self._world_size
         return Stream(
@@ -155,7 +155,7 @@ class Stream:
         return self._pulled - len(self._ahead)
 
     def _continues(self, request: Request) -> bool:
-        """Whether this pass gets there; otherwise a new one begins."""
+        """Whether this pass can reach the request; otherwise a new pass starts."""
         return request.epoch == self._epoch and request.start >= self._position
 
     def _begin(self, epoch: int) -> None:
@@ -190,7 +190,7 @@ class Stream:
             try:
                 pulled.extend(islice(self._iterator, max(n, 0)))
             except BaseException:
-                self._epoch = -1  # a generator that raised is over: another attempt needs a new one
+                self._epoch = -1  # a generator that raised cannot continue: another try needs a new one
                 place.indices = (self._pulled + len(pulled),)
                 raise
         self._pulled += len(pulled)
@@ -200,7 +200,7 @@ class Stream:
         with Noted("in the collate function, of", range(start, start + len(samples)), self._dataset):
             if self._own_collate is None:
                 return collate(samples)
-            self._beside_collate.save()  # its draws must not move the streams of the pass: other ranks collate other samples
+            self._beside_collate.save()  # its draws must not change the streams of the pass: other ranks collate other samples
             try:
                 seeds.seed_streams(seeds.derive(self._seed, epoch, start))
                 return self._own_collate(samples)

@@ -2,8 +2,8 @@
 
     for step in in_step(own_steps, "join", position=0, name="Speech", world_size=4): ...
 
-Each rank holds its next 8 steps and one more. Every 8 steps one small message compares these steps on all ranks. So the end
-of the epoch is known in advance, and a step itself costs no message.
+Each rank holds its next 8 steps and one more. Every 8 steps one small message compares these steps on all ranks. So the ranks
+know the end of the epoch in advance, and the other steps need no message.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from rankwise.dist import comm
 from rankwise.errors import ConfigError, DataError
 
 POLICIES = ("join", "stop", "pad")
-"""What happens when the stream of a rank has ended. join: the rank takes part without samples until all have ended: each sample
-once. stop: the epoch ends on all ranks, and the remaining samples of the others are skipped. pad: the rank starts its stream
-again until all have ended: each step is full on each rank, and repeated samples count like the others."""
+"""What happens when the stream of a rank has ended. join: the rank takes part without samples until all streams have ended;
+each sample is used once. stop: the epoch ends on all ranks, and the remaining samples of the other ranks are skipped. pad: the
+rank starts its stream again until all have ended; each step is full on each rank, and repeated samples count like the others.
+"""
 
 _AHEAD = 8  # steps between two messages
 
 
 def check(policy: str | None, split_by_rank: bool, name: str, drop_last: bool) -> str | None:
-    """The policy of a stream that is split by rank, None for any other dataset. Raises ConfigError for a contradiction."""
+    """The policy for a stream that is split by rank; None for any other dataset. Raises ConfigError for a contradiction."""
     if not split_by_rank:
         if policy is not None:
             raise ConfigError(
@@ -40,9 +41,9 @@ def check(policy: str | None, split_by_rank: bool, name: str, drop_last: bool) -
 
 
 def in_step(own: Iterator[Step], policy: str, position: int, name: str, world_size: int) -> Iterator[Step]:
-    """Collective, once in 8 steps. `own`: this rank's steps. The result has the same number of steps on all ranks, by `policy`.
+    """Collective, once in 8 steps. `own`: this rank's steps. Yields the same number of steps on all ranks, by `policy`.
 
-    `position`: samples that all ranks have taken of this epoch. Raises DataError on all ranks if they cannot begin.
+    `position`: the samples of this epoch that all ranks have taken. Raises DataError on all ranks if they cannot start.
     """
     held: deque[Step | None] = deque(next(own, None) for _ in range(_AHEAD + 1))
     needed = world_size if policy == "stop" else 1
@@ -61,7 +62,7 @@ def in_step(own: Iterator[Step], policy: str, position: int, name: str, world_si
 
 
 def _told(held: deque[Step | None]) -> tuple[list[int], list[int]]:
-    """Collective. Of each of the steps that are held: the samples of all ranks, and how many ranks have new ones in it."""
+    """Collective. For each step that is held: the number of samples of all ranks, and how many ranks have new samples in it."""
     mine = [sum(map(len, step.indices)) if step is not None else 0 for step in held]
     mine += [step is not None and step.fresh for step in held]
     told = [int(n) for n in comm.all_reduce(torch.tensor(mine, dtype=torch.int64)).tolist()]
@@ -69,7 +70,7 @@ def _told(held: deque[Step | None]) -> tuple[list[int], list[int]]:
 
 
 def _check_not_empty(first: Step | None, policy: str, name: str) -> None:
-    """Collective."""
+    """Collective. Raises DataError on all ranks if the stream of a rank is empty."""
     told = comm.all_gather_object(first is None)
     empty = [rank for rank, none in enumerate(told) if none]
     if empty and (policy != "join" or len(empty) == len(told)):

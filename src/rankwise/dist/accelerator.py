@@ -1,7 +1,7 @@
-"""The kind of device that torch uses in this process: a GPU, or the CPU if there is none; never the CPU for a GPU that fails.
+"""The kind of device that torch uses in this process: a GPU, or the CPU if there is no GPU. A GPU that fails is an error.
 
 found = accelerator.current(os.environ)      # torch.device("cuda"), or None for the CPU
-accelerator.compare(store, world, ...)       # the same on all ranks? Before the first collective, which could block forever
+accelerator.compare(store, world, ...)       # do all ranks have the same? Before the first collective, which could block
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _CURES = {
     "out of memory": "nvidia-smi shows which process has the memory",
     "busy or unavailable": "nvidia-smi shows which process uses it",
     "no NVIDIA driver": "install or load NVIDIA's driver",
-    "too old": "",  # torch says what to do itself
+    "too old": "",  # torch's message already says what to do
     "built without": "install another torch: https://pytorch.org/get-started",
 }
-"""What to do, by the words of torch's error (the numbers are CUDA's)."""
+"""What to do, by a part of torch's error message (the numbers are error codes of CUDA)."""
 
 _ASIDE = " Did you run some cuda functions before calling NumCudaDevices() that might have already set an error?"
-"""torch's guess, which it puts before the reason."""
+"""torch's guess, which it prints before the actual reason."""
 
 _COMPARED = "rankwise/device"
-_TELL_S = 5.0  # the store ends with rank 0, so rank 0 waits this long for the others to read
+_TELL_S = 5.0  # the store stops when rank 0 exits, so rank 0 waits this long for the others to read
 
 
 def current(env: Mapping[str, str]) -> torch.device | None:
@@ -66,7 +66,7 @@ def current(env: Mapping[str, str]) -> torch.device | None:
 
 
 def use(device: torch.device) -> None:
-    """Make it the current device, and compute a number on it. Raises DeviceError with torch's reason if this fails."""
+    """Make `device` the current device, and compute a number on it. Raises DeviceError with torch's reason if this fails."""
     try:
         torch.accelerator.set_device_index(device)
         torch.ones(1, device=device).add_(1)
@@ -87,16 +87,16 @@ def too_few(count: int, env: Mapping[str, str]) -> str | None:
 
 
 def compare(store: Any, world: World, kind: str, problem: DeviceError | None) -> None:
-    """Collective, before there is a process group. Raises on all ranks unless all use the same kind of device.
+    """Collective, before the process group exists. Raises on all ranks unless all use the same kind of device.
 
-    `kind`: "cpu", "cuda", ...; `problem`: why this rank cannot use its GPU; the rank raises it after the others know. The
-    others raise a WorldError that lists the device of each rank. Costs three small messages per rank.
+    `kind`: "cpu", "cuda", ...; `problem`: why this rank cannot use its GPU. This rank raises `problem` after the other ranks
+    have read it; they raise a WorldError that lists the device of each rank. Costs three small messages per rank.
     """
     store.set(f"{_COMPARED}/{world.rank}", json.dumps([_named(kind), platform.node(), str(problem or "")]))
     if store.add(f"{_COMPARED}/came", 1) == world.world_size:
         told = [json.loads(store.get(f"{_COMPARED}/{rank}")) for rank in range(world.world_size)]
         store.set(f"{_COMPARED}/verdict", difference(told))
-    verdict = store.get(f"{_COMPARED}/verdict").decode()  # blocks until it is there
+    verdict = store.get(f"{_COMPARED}/verdict").decode()  # waits until the last rank has written it
     if not verdict:
         return
     heard = store.add(f"{_COMPARED}/heard", 1)

@@ -3,7 +3,7 @@
     world = comm.init();  comm.all_reduce(tensor);  name = comm.broadcast_object(name)
 
 `torch.distributed` is used only here, in the store and in sync. On a single rank nothing here communicates. A rank that is
-`alone` for a while (inside a guarded function) counts as a single rank.
+`alone` for a while (inside a guarded function) behaves like a single rank.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def init(
     local_rank: int | None = None,
     local_world_size: int | None = None,
 ) -> World:
-    """Collective. Join the other ranks, if there are any, and return which rank this is. A second call changes nothing.
+    """Collective. Connect to the other ranks, if there are any, and return which rank this is. A second call changes nothing.
 
     `backend` is torch's. By default, tensors on the CPU use gloo and tensors on a GPU use NCCL (XCCL on Intel GPUs); all ranks
     must then have the same kind of device. `timeout_s` limits each collective. If the launcher gives no address (mpirun, srun,
@@ -68,10 +68,10 @@ def init(
     limits the wait for the other ranks. After this call, an uncaught error of rankwise ends the process with its message and
     the line of the script, without a traceback.
 
-    Give the numbers only if no launcher sets them as variables. `rank` and `world_size` are enough in processes that
-    `torch.multiprocessing.spawn` started on one machine. Raises WorldError if the rank of this process is not known, or if
-    ranks do not come (the message names them). If the ranks have different devices, or a rank has a GPU that torch cannot use,
-    all ranks raise WorldError (the rank with that GPU: DeviceError, with torch's reason).
+    Pass the numbers only if no launcher sets them as variables. `rank` and `world_size` are enough in processes that
+    `torch.multiprocessing.spawn` started on one machine. Raises WorldError if this process does not know its rank, or if ranks
+    are missing (the message names them). If the ranks have different devices, or a rank has a GPU that torch cannot use, all
+    ranks raise WorldError (the rank with that GPU: DeviceError, with torch's reason).
     """
     global _world, _pid
     errors.without_traceback()
@@ -95,7 +95,7 @@ def init(
 
 
 def _refuse_spawn_under_a_launcher() -> None:
-    """Each rank of the launcher would start a whole set of ranks."""
+    """With spawn inside a launcher's job, each rank of the launcher would start all ranks once more."""
     above = world_.explain(os.environ).world
     if above is not None and above.world_size > 1:
         raise WorldError(
@@ -106,7 +106,7 @@ def _refuse_spawn_under_a_launcher() -> None:
 
 
 def _asked(world: World, rdzv: str | None) -> World:
-    """`world` with the address of rank 0 from the script. Raises ConfigError unless it is HOST:PORT."""
+    """`world` with the address of rank 0 that the script has given. Raises ConfigError unless it is HOST:PORT."""
     if rdzv is None:
         return world
     host, _, port = rdzv.rpartition(":")
@@ -125,14 +125,14 @@ def _join(world: World, backend: str | None, timeout_s: float, join_timeout_s: f
         )
     timeout = timedelta(seconds=timeout_s)
     if not lacks and world.local_world_size < world.world_size:
-        # gloo gives the others the address of this host's name, which may be 127.0.1.1 in /etc/hosts.
+        # gloo sends the other ranks the address that this host's name resolves to, which may be 127.0.1.1 in /etc/hosts.
         interface = network.interface_towards(world.master_addr or "")
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if world.origin.get("master_addr") == "MASTER_ADDR" and schedulers.launcher(world.source).has_store:
         ours = world.run_dir is not None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
         # Whoever set these may have created the store already, as torchrun's agent does: torch knows.
-        if backend is not None and (not ours or backend == "mpi"):  # it may need no store
+        if backend is not None and (not ours or backend == "mpi"):  # MPI may need no store
             dist.init_process_group(
                 backend, init_method="env://", rank=world.rank, world_size=world.world_size, timeout=timeout
             )  # fmt: skip
@@ -149,7 +149,8 @@ def _join(world: World, backend: str | None, timeout_s: float, join_timeout_s: f
 
 
 def _agreed_backend(world: World, store: Any) -> str:
-    """Collective. The backend for the device of all ranks. A rank without a GPU would wait in gloo for the others in NCCL."""
+    """Collective. The backend for the device of all ranks. Without this, a rank without a GPU would wait in gloo, and the other
+    ranks in NCCL."""
     kind, problem = "cpu", None
     try:
         found = accelerator.current(os.environ)
@@ -179,7 +180,7 @@ def _say_if_bound_to_one_core(source: str) -> None:
 
 
 def world() -> World:
-    """The World of `init`, or that of a single process if there are no other ranks. Parts call this at their first use.
+    """The World of `init`, or that of a single process if there are no other ranks. Other modules call this at their first use.
 
     Raises WorldError if the environment describes several ranks and `init` was not called: each would train alone.
     """
@@ -227,7 +228,8 @@ def is_local_main() -> bool:
 
 
 def _here() -> World:
-    """Raises WorldError if the environment is incomplete, or contradicts a process group that the script created."""
+    """The World of this process. Raises WorldError if the environment is incomplete, or contradicts a process group that the
+    script created."""
     if _world is not None:
         return _world
     world = world_.discover(os.environ)
@@ -273,23 +275,22 @@ def is_alone() -> bool:
 
 
 def patient() -> Any:
-    """Collective, the first time. A process group whose collectives wait for a rank as long as it is alive: for work that only
-    some ranks do, and that may take hours. None (the default group) if torch has no gloo, or if this rank is alone.
-    """
+    """Collective at the first call. A process group whose collectives wait for a rank as long as it is alive: for work that
+    only some ranks do, and that may take hours. None (the default group) if torch has no gloo, or if this rank is alone."""
     global _patient
     if is_alone() or not dist.is_gloo_available():
         return None
     if _patient[0] is not dist.group.WORLD:
-        group = dist.new_group(backend="gloo")  # torch limits this to 30 minutes
-        dist.barrier(group)  # all have the group before any begins its work, so the others notice if one dies there
+        group = dist.new_group(backend="gloo")  # without this, the group would have torch's time limit of 30 minutes
+        dist.barrier(group)  # no rank starts its work before all have the group: they notice if a rank dies there
         group.set_timeout(_PATIENCE)
         _patient = dist.group.WORLD, group
     return _patient[1]
 
 
 def group_for(device: torch.device) -> Any:
-    """Collective, the first time. The process group for tensors on `device`: None (the default group), or a gloo group for the
-    CPU if the script created a default group without a backend for it (`init_process_group("nccl")`)."""
+    """Collective at the first call. The process group for tensors on `device`: None (the default group), or a gloo group for
+    the CPU if the script created a default group without a backend for it (`init_process_group("nccl")`)."""
     global _for_cpu
     if device.type != "cpu":
         return None
@@ -304,7 +305,7 @@ _CPU = torch.device("cpu")
 
 
 def nodes() -> list[list[int]]:
-    """Collective, the first time. The ranks of each node; the node of rank 0 comes first.
+    """Collective at the first call. The ranks of each node; the node of rank 0 comes first.
 
     A node is what the launcher calls a node (World.node_rank), and never more than one host: ranks are on one node if they
     have the same node rank (or none), the same host name and boot, and different local ranks.
@@ -340,7 +341,7 @@ def barrier() -> None:
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _CARRIER = {torch.bool: torch.uint8, torch.int16: torch.int32}
-"""The dtype that is sent instead, because gloo cannot reduce this one."""
+"""The dtype to send instead, because gloo cannot reduce this one."""
 
 
 @takes(tensor=instance(torch.Tensor, "a tensor: torch.tensor([loss])"), op=one_of(*_OPS))

@@ -42,12 +42,12 @@ def local_device(world: World | None = None) -> torch.device:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The same nest of tuples, lists and mappings with every tensor on `device`. Tensors already there are not copied."""
+    """The same nested tuples, lists and mappings with every tensor on `device`. Tensors already there are not copied."""
     return each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def each_tensor(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nest of tuples, lists and mappings, with `change` applied to each tensor."""
+    """The same nested tuples, lists and mappings, with `change` applied to each tensor."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
@@ -60,7 +60,7 @@ def each_tensor(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a nest of mappings, lists and tuples."""
+    """Every tensor in nested mappings, lists and tuples."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, dict):

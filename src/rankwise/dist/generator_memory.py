@@ -1,10 +1,10 @@
-"""Where the default CPU generators of Python, numpy and torch keep their state: shows in 1 us whether one was used.
+"""The memory in which the default CPU generators of Python, numpy and torch keep their state: shows in 1 us if one was used.
 
     state = of_numpy()
     before = state.place();  ...;  state.place() != before       # something was drawn, or it was seeded
 
-Each address is found once and checked against the generator's own state; None if the memory has another layout. All three are
-Mersenne twisters of 624 words: a draw moves the position, and after the last word all words are replaced.
+Each address is searched once and checked against the state that the generator itself returns; None if the memory has another
+layout. All three are Mersenne twisters of 624 words: a draw moves the position, and after the last word all words are replaced.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from rankwise.dist import private_names
 
 _WORDS = 624 * 4  # bytes
-_SEED = 0x5EED_0F_7E57_5EED  # of a torch.Generator that is only for the search
-_SEARCHED = 256  # bytes of its object in which the seed is looked for
-_HEAD, _NORMALS = 20, 28  # bytes before its words, and after them
+_SEED = 0x5EED_0F_7E57_5EED  # of a torch.Generator that is used only for the search
+_SEARCHED = 256  # the number of bytes of the object in which the seed is searched
+_HEAD, _NORMALS = 20, 28  # bytes before and after the words
 
 PYTHON: Any = getattr(random.getstate, "__self__")  # noqa: B009 - typeshed knows no such attribute of a function
 """The generator behind the functions of `random`. Its `gauss_next` is the second gaussian, or None."""
@@ -33,10 +33,10 @@ PYTHON: Any = getattr(random.getstate, "__self__")  # noqa: B009 - typeshed know
 
 class GeneratorMemory(NamedTuple):
     whole: memoryview
-    """Words and position."""
+    """The words and the position."""
 
     place: Callable[[], bytes]
-    """Returns bytes of which every draw changes at least one. Implemented in C, because every step calls it."""
+    """Returns bytes; each draw changes at least one of them. Implemented in C, because every step calls it."""
 
 
 @cache
@@ -50,7 +50,7 @@ def of_python() -> GeneratorMemory | None:
 
 
 def of_numpy() -> GeneratorMemory | None:
-    """Without the cached gaussian, which is elsewhere. For the current generator: a user may set another one."""
+    """The cached gaussian is not included: it is elsewhere. The memory of the current generator: a user may set another one."""
     return _numpy_memory(np.random.get_bit_generator())  # type: ignore[attr-defined]  # numpy's stubs do not export it
 
 
@@ -64,7 +64,7 @@ def _numpy_memory(generator: Any) -> GeneratorMemory | None:
 
 @cache
 def of_torch() -> GeneratorMemory | None:
-    """Before the words are the seed, in 8 bytes, and the position; after them the second gaussians."""
+    """The seed (8 bytes) and the position are before the words; the cached gaussians are after them."""
     trial = torch.Generator("cpu").manual_seed(_SEED)
     if (address := private_names.address(trial)) is None:
         return None
@@ -72,7 +72,7 @@ def of_torch() -> GeneratorMemory | None:
     if start < 0:
         return None
     found, places = _torch_memory(address + start), []
-    for _ in range(4):  # the second draw uses what the first has left
+    for _ in range(4):  # the second draw uses the gaussian that the first has cached
         places.append(found.place())
         torch.randn((), generator=trial, device="cpu")
     if any(place in places[:turn] for turn, place in enumerate(places)) or not _has_words(found, trial):
@@ -87,7 +87,7 @@ def _torch_memory(address: int) -> GeneratorMemory:
 
 
 def _has_words(memory: GeneratorMemory, generator: torch.Generator) -> bool:
-    """The state has each word in 8 bytes, after a head of 24 bytes."""
+    """Whether the memory has the words of the generator's state, in which each takes 8 bytes, after a head of 24 bytes."""
     words = np.frombuffer(generator.get_state().numpy().tobytes(), np.uint64, 624, 24)
     return bytes(memory.whole[_HEAD:-_NORMALS]) == words.astype(np.uint32).tobytes()
 

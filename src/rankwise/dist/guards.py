@@ -1,4 +1,4 @@
-"""Work that only some ranks do, without deadlocks: every rank gets the value or the exception.
+"""Run work on some ranks only, without deadlocks: every rank gets the value or the exception.
 
     vocabulary = run_on_main(build_vocabulary, args=["corpus.txt"])
     run_once_per_node(unpack, args=["data.tar", "/tmp/data"])
@@ -69,11 +69,11 @@ def run_once_per_node(
 ) -> R:
     """Collective. Call `func` on the first rank of each node; return its value on the ranks of that node.
 
-    This is for what every host needs, such as unpacking to a local disk or building an extension. `if_not_shared`: the path
-    that `func` writes to; nodes that share this path call `func` only once. Everything else is as in `run_on_main`, with the
-    first rank of a node instead of the main rank. An exception on any node is raised on every rank of every node (if several
-    raise, that of the lowest rank). A node is never more than one host, even if the launcher does not number the nodes. The
-    value is sent to the other nodes too, so return a path and not the data.
+    For what every host needs, such as unpacking to a local disk or building an extension. `if_not_shared`: the path that `func`
+    writes to; nodes that share this path call `func` only once. Everything else is as in `run_on_main`, with the first rank of
+    a node instead of the main rank. An exception on any node is raised on every rank of every node (if several ranks raise,
+    that of the lowest rank). A node is never more than one host, even if the launcher does not number the nodes. The value is
+    also sent to the other nodes, so return a path and not the data.
     """
     work = functools.partial(func, *(args or ()), **(kwargs or {}))
     post = functools.partial(post_func, *(post_args or ()), **(post_kwargs or {})) if post_func is not None else None
@@ -86,13 +86,13 @@ def run_once_per_node(
 def _with_one_place(nodes: Sequence[Sequence[int]], place: Path) -> list[list[int]]:
     """Collective. The ranks of these nodes, grouped by the file system that they see at `place`, which need not exist.
 
-    The first rank of each node creates an empty file there, or in the nearest existing folder above, and looks for the files of
-    the others.
+    The first rank of each node creates an empty file at `place`, or in the nearest folder above it that exists, and looks for
+    the files of the others.
     """
     waiting = comm.patient()  # a network file system may be slow
     is_first = any(node[0] == comm.rank() for node in nodes)
     folder = next((path for path in (place, *place.parents) if path.is_dir()), place)
-    mark = f".rankwise-{uuid.uuid4().hex}"  # a new name: a network file system may remember that an old one did not exist
+    mark = f".rankwise-{uuid.uuid4().hex}"  # a new name: a network file system may remember that an old name did not exist
     try:
         if is_first:
             with contextlib.suppress(OSError):
@@ -137,7 +137,8 @@ def once_per_node(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def _guarded(groups: list[list[int]] | None, work: Callable[[], R], post: Callable[[], Any] | None, on_first: bool) -> R:
-    """Collective. `work` on the first rank of each group (None: this rank is alone), its value on all ranks of the group."""
+    """Collective. Run `work` on the first rank of each group; return its value on all ranks of the group. None: this rank is
+    alone."""
     value: Any = None
     packed, error = b"", None
     if groups is None:
@@ -150,7 +151,7 @@ def _guarded(groups: list[list[int]] | None, work: Callable[[], R], post: Callab
     waiting = comm.patient()
     if first:
         value, packed, error = _attempt(work)
-    settle(error, waiting)  # first, so that nobody waits for a value that does not come
+    settle(error, waiting)  # before the value is sent, so that no rank waits for a value that never comes
     for group in groups:
         sent = comm.broadcast_object(packed, group[0], waiting)
         if me in group:
@@ -162,14 +163,14 @@ def _guarded(groups: list[list[int]] | None, work: Callable[[], R], post: Callab
         if post is not None and (on_first or not first):
             with comm.alone():
                 post()
-    except BaseException as problem:  # whatever it is, the other ranks wait for it
+    except BaseException as problem:  # whatever was raised, the other ranks wait for it
         error = problem
     settle(error, waiting)
     return value  # type: ignore[no-any-return]
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, bytes, BaseException | None]:
-    """(value, the value pickled, None) or (None, nothing, what was raised)."""
+    """(value, the pickled value, None), or (None, nothing, the exception)."""
     try:
         with comm.alone():
             value = work()
@@ -180,7 +181,7 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, bytes, BaseException | None]
                 f"what the function returned ({type(value).__name__}) cannot be pickled for the other ranks: "
                 f"{type(error).__name__}: {error}"
             ) from error
-    except BaseException as error:  # whatever it is, the other ranks wait for it
+    except BaseException as error:  # whatever was raised, the other ranks wait for it
         return None, b"", error
 
 
@@ -195,8 +196,9 @@ def _loaded(packed: bytes) -> Any:
 
 @contextlib.contextmanager
 def agreed() -> Iterator[None]:
-    """Collective. If the block raises on one rank, all ranks raise that after it; the others wait as long as needed."""
-    group = comm.patient()  # created before the work, because its creation has a time limit
+    """Collective. If the block raises on one rank, all ranks raise this error when they leave the block; they wait for each
+    other."""
+    group = comm.patient()  # before the work, because creating it has a time limit
     error: BaseException | None = None
     try:
         yield
@@ -206,7 +208,7 @@ def agreed() -> Iterator[None]:
 
 
 def settle(error: BaseException | None, group: Any = None) -> None:
-    """Collective. If any rank has an error, all ranks raise the lowest rank's. `group`: None, or `comm.patient()`."""
+    """Collective. If any rank has an error, all ranks raise that of the lowest rank. `group`: None, or `comm.patient()`."""
     if comm.is_alone():
         if error is not None:
             raise error

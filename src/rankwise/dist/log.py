@@ -76,7 +76,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def _here() -> tuple[int, bool]:
-    """(this rank, whether there are others). If that is not known, the line is printed: `init` raises soon enough."""
+    """(this rank, whether there are other ranks). If this is not known, the line is printed: `init` soon raises the error."""
     try:
         return comm.rank(), comm.world_size() > 1
     except WorldError:

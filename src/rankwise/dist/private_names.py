@@ -1,10 +1,10 @@
-"""The private names of torch and of the standard library that the library uses, and what it does without each.
+"""The private names of torch and of the standard library that rankwise uses, and what it does if one is missing.
 
     norms = private_names.norms(gradients, torch.float32)
 
-No other file of the library uses one; agent/private_names.py has those of the warm process and of what it loads. Any release
-may drop such a name: then one feature is off or slower, and the main rank reports it once. Only functions import torch here,
-because the launcher imports this file too, and it has no torch.
+No other file of rankwise uses a private name, except agent/private_names.py (for the warm process and what it loads). Any
+release may remove such a name: then one feature is off or slower, and the main rank reports it once. Only functions import
+torch here, because the launcher imports this file too, and must not wait for torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NAMES = {
     "_reset": "the self-test compares the samples of a DataLoader by their content alone",
     "_next_index": "the self-test compares the samples of a DataLoader by their content alone",
 }
-"""Each name, and what the main rank prints for a release without it; empty if nothing changes."""
+"""Each name, and what the main rank prints if a release does not have it; empty if nothing changes."""
 
 _MISSING = object()
 _OPTIMIZER_HOOKS = (
@@ -52,7 +52,7 @@ _SETTLE = ("_push_all_rebuilt_params", "_rebuild_buckets")
 
 
 def _find(owner: object, name: str, default: Any = None) -> Any:
-    """The value of a private name of this owner, or the default if it is missing. Everything here uses this function."""
+    """The value of this owner's private name, or the default if it is missing. Every other function here calls this one."""
     found = getattr(owner, name, _MISSING)
     if found is not _MISSING:
         return found
@@ -71,7 +71,7 @@ def interpreter_flags() -> list[str]:
     flags: Callable[[], list[str]] | None = _find(subprocess, "_args_from_interpreter_flags")
     if flags is not None:
         return flags()
-    from multiprocessing.spawn import get_command_line  # the same flags, but this import delays every launch
+    from multiprocessing.spawn import get_command_line  # the same flags, but its import delays every launch
 
     return get_command_line()[1:-3]
 
@@ -80,7 +80,7 @@ def interpreter_flags() -> list[str]:
 
 
 def address(generator: torch.Generator) -> int | None:
-    """The address of the object in memory. Without it each batch takes some microseconds more."""
+    """The address of the object in memory. If it is unknown, each batch takes some microseconds more."""
     found: int | None = _find(generator, "_cdata")
     return found
 
@@ -89,7 +89,7 @@ def address(generator: torch.Generator) -> int | None:
 
 
 def norms(gradients: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """The 2-norm of each. `nn.utils.get_total_norm` takes no dtype: norms of bfloat16 would be bfloat16."""
+    """The 2-norm of each tensor. `nn.utils.get_total_norm` takes no dtype: norms of bfloat16 would be bfloat16."""
     import torch
 
     foreach = _find(torch, "_foreach_norm")
@@ -99,7 +99,7 @@ def norms(gradients: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tenso
 
 
 def scale(gradients: list[torch.Tensor], factor: float) -> None:
-    """Multiply each in place. With public names only: one by one, which is one kernel per tensor on a GPU."""
+    """Multiply each tensor in place. With public names only, this would be one kernel per tensor on a GPU."""
     import torch
 
     foreach = _find(torch, "_foreach_mul_") if len(gradients) > 1 else None  # for one tensor it takes longer
@@ -111,15 +111,15 @@ def scale(gradients: list[torch.Tensor], factor: float) -> None:
 
 
 def version_of() -> Callable[[torch.Tensor], int] | None:
-    """A function that returns how often a tensor was written to. Without it, a gradient must not be a view before the backward
-    pass, so that the presence of the gradient shows that there is one."""
+    """A function that returns how often a tensor was written to. If there is none, a gradient must not be a view before the
+    backward pass: then the existence of a gradient shows that the pass has set it."""
     import torch
 
     return attrgetter("_version") if _find(torch.Tensor, "_version") is not None else None
 
 
 def can_settle_buckets(reducer: type) -> bool:
-    """Whether DDP's reducer can get its buckets at once. Otherwise it cannot be used: it would collect the order of all
+    """Whether DDP's reducer can fix its buckets at once. Otherwise rankwise does not use it: it would collect the order of all
     gradients forever."""
     return all(_find(reducer, name) is not None for name in _SETTLE)
 
@@ -130,7 +130,7 @@ def settle_buckets(reducer: Any) -> None:
 
 
 def homes(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """The dicts in which a module keeps its own parameters and its children; empty if one is missing. Then all parameters must
+    """The dicts in which a module keeps its own parameters and its children. Empty if one is missing: then all parameters must
     be listed to see a change."""
     found = (_find(module, "_parameters"), _find(module, "_modules"))
     return found if None not in found else ()
@@ -140,17 +140,17 @@ def homes(module: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def only_copies(module: nn.Module) -> bool:
-    """Whether load_state_dict only copies for this module, without its children. False if this is not known."""
+    """Whether load_state_dict of this module (without its children) does nothing but copy. False if this is not known."""
     from torch import nn
 
     load, hooks = _find(module, "_load_from_state_dict"), _find(module, "_load_state_dict_pre_hooks", True)
-    # Batch norms also add a count that older files do not have.
+    # Batch norms also add a count, which older files do not have.
     plain = [_find(kind, "_load_from_state_dict") for kind in (nn.Module, nn.BatchNorm1d)]
     return load is not None and getattr(load, "__func__", None) in plain and not hooks
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether a hook runs when its state is read or loaded. True if this is not known."""
+    """Whether a hook runs when the optimizer's state is read or loaded. True if this is not known."""
     return any(_find(optimizer, name, True) for name in _OPTIMIZER_HOOKS)
 
 
@@ -189,7 +189,7 @@ def _of_workers() -> object:
 
 
 def batch_norms() -> tuple[type[nn.Module], ...]:
-    """For isinstance: all batch norms. With public names only: those of torch and their subclasses."""
+    """For isinstance: all batch norms. With public names only, those of torch and their subclasses."""
     from torch import nn
 
     base = _find(nn.modules.batchnorm, "_BatchNorm")
@@ -198,7 +198,7 @@ def batch_norms() -> tuple[type[nn.Module], ...]:
 
 
 def losses() -> tuple[type[nn.Module], ...]:
-    """For isinstance: all losses. With public names only: those of torch and their subclasses."""
+    """For isinstance: all losses. With public names only, those of torch and their subclasses."""
     from torch.nn.modules import loss
 
     base = _find(loss, "_Loss")
@@ -206,6 +206,6 @@ def losses() -> tuple[type[nn.Module], ...]:
 
 
 def index_methods(iterators: type) -> tuple[str, str] | None:
-    """The two methods of torch's DataLoader iterators that begin a pass and that draw the indices of a batch."""
+    """The two methods of torch's DataLoader iterators that start a pass and that draw the indices of a batch."""
     names = ("_reset", "_next_index")
     return names if all(_find(iterators, name) is not None for name in names) else None

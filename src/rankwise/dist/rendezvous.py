@@ -5,8 +5,9 @@
     meeting = join(world, start, folders, 300)               # the others
 
 The file (mode 0600, complete or absent) has the addresses of rank 0, a port that the kernel chose, and a secret. Its name is
-that of the start, which all its ranks have in common and no other running job has. A rank trusts a file only if the process at
-its address proves that it knows the secret, so it ignores the file of an earlier job. Rank 0 removes its file at the end.
+the name of the start: all ranks of the start know it, and no other running job has the same. A rank trusts a file only if the
+process at its address proves that it knows the secret, so it ignores the file of an earlier job. Rank 0 removes its file at the
+end.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from rankwise.ipc.address_file import ways
 
 FOLDER = ".rankwise"
 SAY_AFTER_S = 5.0
-"""For so long nothing is printed."""
+"""In the first seconds of a wait nothing is printed."""
 
 DETAIL_AFTER_S = 60.0
-"""Until then, missing ranks are probably importing torch from a slow file system."""
+"""Before this, missing ranks are probably still importing torch from a slow file system."""
 
 _POLL_S = 0.05
-_ANSWER_S = 5.0  # then the next address is tried; longer than TCP takes to send a lost packet again
+_ANSWER_S = 5.0  # then the next address is tried; longer than TCP needs to send a lost packet again
 _VERDICT_S = 15.0  # the others wait this much longer, because rank 0 reports which ranks are missing
 _LINE_BYTES = 65536
 
@@ -54,7 +55,7 @@ class Meeting:
     """What a rank knows when all ranks have connected."""
 
     master_addr: str
-    """The address at which this rank has reached rank 0's host."""
+    """The address at which this rank has reached the host of rank 0."""
 
     master_port: int
     """The port of the store."""
@@ -79,7 +80,7 @@ def say(text: str) -> None:
 
 
 class Wait:
-    """When to report a wait: first in a short line, and after DETAIL_AFTER_S with all details, less and less often."""
+    """When to report a wait: first in a short line, and after DETAIL_AFTER_S with all details, at growing intervals."""
 
     SHORT = "torch may still be loading there"
 
@@ -89,7 +90,7 @@ class Wait:
 
     @property
     def next_s(self) -> float:
-        """When it is reported next (monotonic)."""
+        """The time (monotonic) of the next report."""
         if not self._after_s:
             return self.began + SAY_AFTER_S
         return self.began + max(DETAIL_AFTER_S, 2 * self._after_s if self._after_s >= DETAIL_AFTER_S else 0.0)
@@ -116,7 +117,7 @@ CURE = (
 
 @dataclass
 class _Guest:
-    """A connection, which becomes a rank when it has proved that it knows the secret."""
+    """A connection. It becomes a rank when it has proved that it knows the secret."""
 
     conn: socket.socket
     nonce: str
@@ -129,7 +130,7 @@ class _Guest:
 
 @dataclass
 class Gathering:
-    """Rank 0's side: announce the address, wait for all ranks, and release them together."""
+    """The part of rank 0: announce the address, wait for all ranks, and release them together."""
 
     world: World
     start: str
@@ -185,19 +186,20 @@ class Gathering:
                 self._accept() if key.fileobj is self._listener else self._hear(self._guests[key.fileobj])  # type: ignore[index]
 
     def missing(self) -> list[int]:
-        """The ranks that have not come, or have left again."""
+        """The ranks that have not connected, or have disconnected again."""
         here = {guest.rank for guest in self._guests.values()}
         return [rank for rank in range(1, self.world.world_size) if rank not in here]
 
     def reached_at(self) -> str | None:
-        """The address of this host at which all ranks reach it: loopback if all are on this host; None if there are several."""
+        """The address of this host at which all ranks have reached it: loopback if all are on this host; None if the ranks have
+        used different addresses."""
         outside = {
             guest.local for guest in self._guests.values() if guest.rank is not None and not network.is_loopback(guest.local)
         }
         return "127.0.0.1" if not outside else next(iter(outside)) if len(outside) == 1 else None
 
     def release(self, port: int, address: str | None = None) -> Meeting:
-        """Tell every rank that the store listens at `port` of `address`. If `address` is None, each rank uses the address by
+        """Tell every rank that the store listens at `port` of `address`. If `address` is None, each rank uses the address to
         which it has connected."""
         ranks = {guest.rank: guest for guest in self._guests.values() if guest.rank is not None}
         homes = list(dict.fromkeys([network.home(), *(ranks[rank].home for rank in sorted(ranks))]))
@@ -228,7 +230,7 @@ class Gathering:
             except (OSError, RunDirError) as error:
                 problems.append(str(error))
             if self.files and _on_one_host(self.world):
-                break  # on one host, a file that was written can be read
+                break  # on one host, one folder that can be written is enough
         if not self.files:
             raise WorldError(f"rank 0 cannot write a file with its address: {'; '.join(problems)}; {CURE}")
 
@@ -249,7 +251,7 @@ class Gathering:
                 raise OSError("it left")
             if guest.rank is None and b"\n" in guest.buffer:
                 self._admit(guest, json.loads(guest.buffer))
-        except (OSError, ValueError, KeyError, TypeError):  # it left, or is not a rank of ours
+        except (OSError, ValueError, KeyError, TypeError):  # it has disconnected, or is not one of our ranks
             self._drop(guest)
 
     def _admit(self, guest: _Guest, told: dict[str, Any]) -> None:
@@ -305,9 +307,8 @@ class Gathering:
 
 
 def join(world: World, start: str, folders: Sequence[Path], timeout_s: float) -> Meeting:
-    """Find rank 0 and wait until all ranks have connected. Raises WorldError if rank 0 is not found in time, with the places
-    that were searched; and with rank 0's message if other ranks are missing.
-    """
+    """Find rank 0 and wait until all ranks have connected. Raises WorldError with the places that were searched if rank 0 is
+    not found in time, and WorldError with rank 0's message if other ranks are missing."""
     wait = Wait()
     deadline = wait.began + timeout_s
     while True:
@@ -411,7 +412,8 @@ class _Connection:
             raise WorldError(str(answer["refused"]))
 
     def let_go(self, timeout_s: float, same_host: bool) -> Meeting:
-        """Wait until all ranks are there. Raises OSError if rank 0 exits before, WorldError with its message if it gives up."""
+        """Wait until all ranks have connected. Raises OSError if rank 0 exits first, WorldError with its message if it gives
+        up."""
         assert self._conn is not None
         told = self._receive(timeout_s)
         if "refused" in told:

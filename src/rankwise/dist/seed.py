@@ -39,9 +39,8 @@ CPU_STREAMS = frozenset({"python", "numpy", "torch"})
 
 
 def seed_streams(seed: int, streams: Set[str] = CPU_STREAMS) -> None:
-    """As `seed_everything`, but only for the CPU generators, or some of them, in 8 us: torch.manual_seed takes 100 us or more,
-    because it checks every kind of device. Also works in a forked loader worker, which must not use a GPU.
-    """
+    """Like `seed_everything`, but only for the CPU generators, or some of them, in 8 us: torch.manual_seed takes 100 us or
+    more, because it checks every kind of device. Also works in a forked loader worker, which must not use a GPU."""
     if "python" in streams:
         random.seed(seed)
     if "numpy" in streams:
@@ -51,7 +50,7 @@ def seed_streams(seed: int, streams: Set[str] = CPU_STREAMS) -> None:
 
 
 def key_streams(seed: int, streams: Set[str] = CPU_STREAMS) -> None:
-    """As `seed_streams`, but torch.initial_seed() stays the same, whether or not `streams` has torch's."""
+    """Like `seed_streams`, but torch.initial_seed() does not change, whether or not `streams` includes torch's."""
     before = torch.default_generator.initial_seed()
     seed_streams(seed, streams)
     if "torch" not in streams:
@@ -87,14 +86,14 @@ def rng_state() -> dict[str, Any]:
 
 
 def _accelerators() -> list[tuple[str, Any]]:
-    """The accelerator of this build of torch, if it has a random stream: (its type, its module)."""
+    """(its type, its module) of the accelerator of this build of torch, if it has a random stream."""
     found = torch.accelerator.current_accelerator()
     module = getattr(torch, found.type, None) if found is not None else None
     return [(found.type, module)] if found is not None and hasattr(module, "is_initialized") else []
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Continue drawing where `rng_state` was called."""
+    """Restore the state that `rng_state` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
@@ -106,9 +105,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 class SavedStreams:
-    """The streams of this process's CPU generators: saved, while something else may draw from them, and restored.
+    """Saves and restores the streams of this process's CPU generators, around code that may draw from them.
 
-    Takes 2 us if nothing draws, 20 us with a `seed_streams` in between, and 100 us with the generators' own functions, which
+    Takes 2 us if nothing is drawn, 20 us with a `seed_streams` in between, and 100 us with the generators' own functions, which
     handle 624 numbers one by one. Here they are compared and copied in their memory (generator_memory.py).
     """
 
@@ -189,7 +188,7 @@ class _Numpy:
         if self._gaussian or (memory := generator_memory.of_numpy()) is None:
             np.random.set_state(self._state)
         else:
-            np.random.seed(0)  # drops a gaussian that was cached since
+            np.random.seed(0)  # discards a gaussian that was cached since
             memory.whole[:] = self._words
 
 
@@ -212,4 +211,4 @@ class _Torch:
     def restore(self) -> None:
         torch.default_generator.set_state(self._state)
         if (memory := generator_memory.of_torch()) is not None:
-            self._place = memory.place()  # a used second gaussian may leave some bytes behind
+            self._place = memory.place()  # after a cached gaussian was used, some of its bytes may remain

@@ -1,4 +1,4 @@
-"""The file by which the ranks of one start find rank 0: its name, its folder, and cleaning up after killed ranks.
+"""The file through which the ranks of one start find rank 0: its name, its folder, and removing the files of killed ranks.
 
 path = write(folder / file_name(start), record);  read(path);  remove(path, secret)
 """
@@ -18,11 +18,11 @@ from rankwise.errors import RunDirError
 from rankwise.host import network, processes
 from rankwise.ipc import address_file
 
-_LEFT_BEHIND_S = 86400.0  # a file this old is from a rank 0 that was killed before it could remove it
+_LEFT_BEHIND_S = 86400.0  # a file this old is from a rank 0 that was killed before it could remove the file
 
 
 class NotHereError(Exception):
-    """This file does not lead to rank 0, or not yet."""
+    """Rank 0 cannot be found through this file, or not yet."""
 
 
 def file_name(start: str) -> str:
@@ -32,7 +32,7 @@ def file_name(start: str) -> str:
 
 
 def write(path: Path, record: Mapping[str, Any]) -> Path:
-    """Raises OSError or RunDirError if the folder cannot be created or written."""
+    """Returns `path`. Raises OSError or RunDirError if the folder cannot be created or written."""
     for attempt in range(3):
         path.parent.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -40,13 +40,13 @@ def write(path: Path, record: Mapping[str, Any]) -> Path:
             address_file.write(path, record)
             break
         except (OSError, RunDirError):
-            if path.parent.exists() or attempt == 2:  # else another start has just removed the folder
+            if path.parent.exists() or attempt == 2:  # another start has just removed the folder: try once more
                 raise
     return path
 
 
 def _clear_away(folder: Path) -> None:
-    """Remove files of killed ranks."""
+    """Remove the files of killed ranks."""
     for old in folder.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _LEFT_BEHIND_S or _is_of_a_dead_process(old):
@@ -66,7 +66,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _is_of_a_dead_process(path: Path) -> bool:
-    """Whether rank 0 of this file was on this host and is gone."""
+    """Whether the rank 0 that wrote this file was on this host and has exited."""
     try:
         record = read(path)
         here = (record["home"], record["processes"]) == (network.home(), network.inode("/proc/self/ns/pid"))
@@ -76,7 +76,8 @@ def _is_of_a_dead_process(path: Path) -> bool:
 
 
 def remove(path: Path, secret: str) -> None:
-    """Remove only our own file: a later start of the same name may have written another. Also remove an empty folder."""
+    """Remove only our own file: a later start of the same name may have written another one. Also remove the folder if it is
+    empty."""
     address_file.remove(path, secret, os.O_NOFOLLOW)
     with contextlib.suppress(OSError):
         path.parent.rmdir()

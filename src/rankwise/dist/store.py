@@ -27,13 +27,13 @@ from rankwise.errors import WorldError
 from rankwise.host import network, processes
 from rankwise.host.text import numbered
 
-_TELL_S = 0.5  # ten times as long as the interval in which the others look
+_TELL_S = 0.5  # ten times the interval at which the other ranks look
 
-_groups = 0  # process groups that ranks of our agent have created
+_groups = 0  # how many process groups the ranks of our agent have created
 
 
 def announced(world: World, timeout: timedelta, join_timeout_s: float) -> tuple[World, Any]:
-    """Without an address: rank 0's store, on a port that the kernel chose, and the World with this address."""
+    """Without a given address: rank 0's store, on a port that the kernel chose, and the World with this address."""
     start = _start(world)
     if start is None:
         raise WorldError(
@@ -72,7 +72,7 @@ def _start(world: World) -> str | None:
 
 
 def at_address(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
-    """Rank 0's store at the given address, when all ranks have connected to it."""
+    """Rank 0's store at the given address. Returns when all ranks have connected to it."""
     address, port = world.master_addr or "", world.master_port or 0
     deadline = time.monotonic() + join_timeout_s
     if world.rank == 0:
@@ -96,7 +96,7 @@ def at_address(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
         if store.check(["rankwise/twice"]):
             twice = store.get("rankwise/twice").decode()
             if world.rank == 0:
-                time.sleep(_TELL_S)  # the store ends with rank 0
+                time.sleep(_TELL_S)  # the store stops when rank 0 exits
             raise WorldError(
                 f"two processes are rank {twice} of {world.world_size} ({world.source}): on several nodes, rank = "
                 f"node_rank * ranks per node + local_rank; or two runs use port {port} of {address}"
@@ -115,23 +115,22 @@ def at_address(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
 
 
 def of_torch(world: World, timeout: timedelta) -> Any:
-    """The store that "env://" creates or finds."""
+    """The store that torch creates or finds for "env://"."""
     found, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size, timeout=timeout))  # type: ignore[attr-defined]
     found.set_timeout(timeout)
     return dist.PrefixStore("default_pg", found)  # type: ignore[attr-defined]
 
 
 def of_agent(world: World, timeout: timedelta) -> Any:
-    """The store of ranks that our agent has started, at the address that it has chosen: as torch creates it for "env://", but
-    it listens only where the ranks connect. Each process group of a script has its own keys, because a group that was
-    destroyed may have left old addresses in the store.
-    """
+    """The store of ranks that our agent has started, at the address that the agent has chosen. It is what torch creates for
+    "env://", but it listens only where the ranks connect. Each process group of a script has its own keys, because a destroyed
+    group may have left old addresses in the store."""
     global _groups
     _groups += 1
     place = (world.master_addr or "", world.master_port or 0)
     if world.rank == 0 and (address := world_.store_address(world)):
         place = (address, place[1])
-        # An OSError: this process has created a store there before, and torch shares it.
+        # OSError: this process has already created a store there, and torch shares it.
         with contextlib.suppress(OSError):
             return _keys(_own(world, network.listen_at(*place), address, timeout, like_torch=True))
     return _keys(
@@ -147,8 +146,8 @@ def _keys(store: Any) -> Any:
 
 def _own(world: World, listener: socket.socket, host: str, timeout: timedelta, like_torch: bool = False) -> Any:
     """torch's store, created by rank 0. It uses `listener`, because torch itself would listen on all interfaces. `host` is its
-    address on this host. `like_torch`: as for "env://", it waits until all ranks have come, and a later store shares it.
-    """
+    address on this host. With `like_torch`, as for "env://", it waits until all ranks have connected, and a later store shares
+    it."""
     port, fd = listener.getsockname()[1], listener.detach()
     return dist.TCPStore(  # type: ignore[attr-defined]
         host, port, world.world_size, is_master=True, timeout=timeout, wait_for_workers=like_torch, multi_tenant=like_torch,

@@ -22,7 +22,8 @@ ARGUMENTS = "arguments"
 
 
 class Given(TypedDict, total=False):
-    """The numbers of a World as arguments: all four, and host and port of rank 0 or neither. None means not given."""
+    """The numbers of a World as arguments: give all four; give the host and port of rank 0 both or not at all. None means not
+    given."""
 
     rank: int | None
     world_size: int | None
@@ -53,7 +54,7 @@ class World:
 
     origin: Mapping[str, str] = field(default_factory=dict)
     note: str | None = None
-    """What a person should know about this choice; None if the numbers are enough."""
+    """What the user should know about this choice; None if the numbers are enough."""
 
     @property
     def is_main(self) -> bool:
@@ -107,7 +108,8 @@ def discover(env: Mapping[str, str], *, allow_independent: bool = False, **given
     """The World of a process with this environment. The first scheduler that recognises its variables in `env` decides.
 
     Arguments have precedence over all schedulers. Raises WorldError if `env` or the arguments are incomplete. Raises
-    NotJoinedError, unless `allow_independent`, for one of several processes that nothing connects: each would train alone.
+    NotJoinedError, unless `allow_independent`, if this is one of several processes and nothing connects them: each would train
+    alone.
     """
     outcome = explain(env, allow_independent=allow_independent, **given).outcome
     if isinstance(outcome, WorldError):
@@ -187,7 +189,7 @@ def _found(launcher: Launcher, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _why_not(launcher: Launcher, env: Mapping[str, str], believed: str | None) -> str:
-    """`believed`: the source that comes before this scheduler; None if this scheduler does not recognise `env`."""
+    """`believed`: the source in use, which comes before this scheduler; None if this scheduler does not recognise `env`."""
     if believed is None:
         needs = f"needs {launcher.needs}"
         return f"{needs}: not enough of them set" if _found(launcher, env) else f"{needs}: not set"

@@ -44,13 +44,13 @@ _MOVED = {
 
 
 class Evaluate:
-    """Exact evaluation on all ranks: every sample counts once, on any number of ranks, and no mean of means is taken.
+    """Exact evaluation on all ranks: every sample counts once, on any number of ranks, and no mean of means is computed.
 
     `data`: a dataset, which is divided like the training data, or a Loader, of which one epoch is used. `fn(model, batch)`
     returns {name: (sum, count)}; the metrics are `eval_<name>` = sum / count over all samples. Without `fn`, the loss of the
     Trainer's step_fn is used. `metrics`: {name: object that `fn` updates}, for metrics that are not such a mean; each gives
     `eval_<name>`, and `fn` may then return None. `name`: a word instead of `eval`. `model`: another module than the trained
-    one, or an object with one as `.model` (EMA).
+    one, or an object that has one as `.model` (EMA).
 
     This is an action: it runs every `every_steps` steps or `every_epochs` epochs (by default after each epoch), and at the end.
     In your own loop, call `evaluate.figures(model, sync)`. It does not change the random streams of the training, and restores
@@ -113,7 +113,7 @@ class Evaluate:
 
     @property
     def loader(self) -> Loader:
-        """One epoch of the data. Raises ConfigError for a dataset without a Trainer, which knows how to divide it."""
+        """One epoch of the data. Raises ConfigError for a dataset without a Trainer: only a Trainer knows how to divide it."""
         if self._loader is None:
             raise ConfigError(
                 f"Evaluate({type(self.data).__name__}): in your own loop, give it a Loader: "

@@ -101,7 +101,7 @@ class Metrics:
         home = ranks[0] if ranks else 0
         told = comm.gather_object(mine, home)
         figures: dict[str, float] = {}
-        with agreed():  # it may compute for long
+        with agreed():  # computing may take long
             if told:
                 take(metric, told if comm.is_alone() else [told[rank] for rank in ranks])
                 figures = _figures(name, _quietly(metric.compute))
@@ -111,7 +111,7 @@ class Metrics:
         return [self._metrics] if _is_collection(self._metrics) else list(self._metrics.values())
 
     def _named(self) -> Iterator[tuple[str, Any]]:
-        """(name, metric), those those of a collection one by one: `items()` also updates their states."""
+        """(name, metric), those of a collection one by one: its `items()` also updates their states."""
         for name, metric in self._metrics.items():
             if _is_collection(metric):
                 yield from ((f"{name}_{inner}", one) for inner, one in metric.items())
@@ -132,7 +132,7 @@ def _is_collection(metric: Any) -> bool:
 
 
 def _parts(metric: Any) -> Iterable[Any]:
-    """A metric of torchmetrics may consist of others; all of them are modules."""
+    """All parts of the metric: a metric of torchmetrics may consist of others, and all of them are modules."""
     return metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
 
 
@@ -151,7 +151,7 @@ def _states(metric: Any) -> list[dict[str, Any]]:
 def _take_states(metric: Any, told: Sequence[list[dict[str, Any]]]) -> None:
     """As torchmetrics reduces them, but without ranks that had no batch: their empty lists have another dtype and shape, and
     their default values would change a mean."""
-    metric.reset()  # also drops a cached result
+    metric.reset()  # also discards a cached result
     for number, part in enumerate(part for part in _parts(metric) if _has_states(part)):
         device = getattr(part, "device", torch.device("cpu"))
         for name, reduction in part._reductions.items():
@@ -179,7 +179,7 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 def _quietly(compute: Callable[[], Any]) -> Any:
-    """Without torchmetrics' warning that this object was never updated."""
+    """Compute without torchmetrics' warning that this object was never updated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
         return compute()
@@ -198,13 +198,13 @@ def _merge(metric: Any, told: Sequence[Any]) -> None:
         metric.merge_state(told[1:])
 
 
-# --- figures
+# --- values
 
 
 def _figures(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
         return {key: number for inner, one in value.items() for key, number in _figures(f"{name}_{inner}", one).items()}
-    if isinstance(value, int | float) or getattr(value, "size", None) == 1:  # numpy's
+    if isinstance(value, int | float) or getattr(value, "size", None) == 1:  # a number of numpy
         return {name: float(value)}
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return {name: float(value.item())}
@@ -215,7 +215,7 @@ def _figures(name: str, value: Any) -> dict[str, float]:
 
 
 def _agreed(name: str, figures: dict[str, float]) -> dict[str, float]:
-    """Collective. Raises StepError if the ranks have different results, because `compute` has not communicated."""
+    """Collective. Raises StepError if the ranks have different results: then `compute` has not communicated."""
     told = comm.all_gather_object(figures)
     if any(repr(other) != repr(told[0]) for other in told):
         raise StepError(

@@ -50,8 +50,8 @@ def predict(
     length), or a mapping or tuple of these. The result has the same form, for all samples, in host memory: on the main rank
     (None on the others), or with `on="all"` on all ranks. `loader` must be for one epoch; its order and batches do not matter.
 
-    `into(indices, rows)`: called on the main rank, again and again, with some samples, and nothing is returned; so only the
-    rows of 32 steps are in memory. Without shuffling, and with batches by count, the indices increase from call to call. An
+    `into(indices, rows)`: called on the main rank, again and again, with some samples, and `predict` returns nothing; so only
+    the rows of 32 steps are in memory. Without shuffling, and with batches by count, the indices increase from call to call. An
     error in it is raised on all ranks.
     """
     if into is not None and on != "main":
@@ -85,13 +85,13 @@ def predict(
 
 
 def _whole(parts: Sequence[Part]) -> Any:
-    """Collective. All predictions as one; an error on one rank is raised on all."""
+    """Collective. All predictions together. An error on one rank is raised on all."""
     with agreed():
         return _joined(parts)[1] if parts else None
 
 
 def _rows(value: Any, n: int, where: str = "") -> Any:
-    """The rows in host memory. Raises StepError unless there are n."""
+    """The rows in host memory. Raises StepError unless there are `n` rows."""
     if isinstance(value, Mapping):
         return {key: _rows(one, n, f"{where}[{key!r}]") for key, one in value.items()}
     if isinstance(value, tuple):
@@ -142,7 +142,7 @@ def _put_together(parts: Sequence[Any], order: Any, where: str = "") -> Any:
 
 
 def _shape(part: Any) -> Any:
-    """What must be the same in all batches."""
+    """What must be equal in all batches."""
     if isinstance(part, dict):
         return sorted(map(repr, part))
     if isinstance(part, tuple):

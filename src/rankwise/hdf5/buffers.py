@@ -1,7 +1,7 @@
-"""Memory of batches, used again when nobody holds it: the pages of a new array cost as much as the gather into it.
+"""Memory of batches, reused when nobody holds it: the pages of a new array cost as much as the gather into it.
 
 buffers = Buffers()
-out = buffers.empty((32, 1500, 40), np.dtype("float32"))     # as np.empty; may be given to torch.from_numpy
+out = buffers.empty((32, 1500, 40), np.dtype("float32"))     # like np.empty; may be passed to torch.from_numpy
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 from rankwise.hdf5.layout import nbytes
 
-_SMALL = 1 << 16  # bytes: what malloc gives without new pages
-_KEPT = 4  # a batch in use, the one being made, and two that a device still copies
-_SPARE = 1.25  # batches of uneven length grow
+_SMALL = 1 << 16  # bytes: malloc returns this without new pages
+_KEPT = 4  # arrays: one batch in use, one in the making, and two that a device still copies
+_SPARE = 1.25  # room to grow, for batches of uneven length
 
 
 class Buffers:
-    """An array is free when its memory has no other holder: a tensor, a view or a slice of it is one. Threads may share it; a
-    forked process starts without arrays, because it would copy each page that it writes."""
+    """An array is free when nothing else holds its memory, such as a tensor, a view or a slice of it. Threads may share this
+    object. A forked process starts without arrays, because it would copy each page that it writes."""
 
     def __init__(self) -> None:
         self._begin()
@@ -63,4 +63,4 @@ def _holders(arrays: list[npt.NDArray[np.uint8]]) -> list[int]:
 
 
 _ALONE = _holders([np.empty(0, np.uint8)])[0]
-"""The count of an array that only the list holds: interpreters count their own references differently."""
+"""The count of an array that only the list holds. It depends on the interpreter."""

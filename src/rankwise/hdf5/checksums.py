@@ -1,4 +1,4 @@
-"""CRC-32 of each 8 MB of a dataset, kept in the file: /rankwise/crc32/<dataset>. Contiguous rows have no other check.
+"""CRC-32 of each 8 MB of a dataset, stored in the file: /rankwise/crc32/<dataset>. HDF5 has no other check for contiguous rows.
 
 sums = [crc32(piece) for piece in pieces(file, offset, length)]
 verify("train.h5")                     # DataError if a byte is not what was written
@@ -19,7 +19,7 @@ HOME = f"{OURS}/crc32"
 
 
 def pieces(file: Any, offset: int, length: int) -> Iterator[bytes]:
-    """Of a part of a file, one after the other; the last may be shorter, and too short if the file ends."""
+    """The pieces of a part of a file, in order. The last may be shorter, and even shorter than the part if the file ends."""
     file.seek(offset)
     while length > 0:
         piece = file.read(min(PIECE, length))
@@ -30,7 +30,8 @@ def pieces(file: Any, offset: int, length: int) -> Iterator[bytes]:
 
 
 def verify(path: str) -> int:
-    """Read all that has checksums; returns the bytes read. Raises DataError for corrupted data, with its dataset and place."""
+    """Read everything that has checksums, and return the number of bytes. Raises DataError for corrupted data, with its dataset
+    and place."""
     with opened(path) as file:
         known: dict[str, Any] = {}
         if HOME in file:

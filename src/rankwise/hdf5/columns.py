@@ -1,9 +1,9 @@
-"""A field over all files of a dataset: its samples as tensors, one by one or as a batch, padded where lengths differ.
+"""A field over all files of a dataset: its samples as tensors, one by one or as a batch, padded if lengths differ.
 
     column = column("features", layouts, pad=0)
     column.batch(indices, parts)                  # (samples x longest x ..., int64 lengths)
 
-`parts` says in which files the samples of a batch are.
+`parts` says which file has which samples of the batch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rankwise.hdf5.rows import Array, Rows, open_rows
 
 Indices = npt.NDArray[np.int64]
 Parts = Sequence[tuple[int, Indices | None, Indices]]
-"""(the file, which of the batch's samples are in it: None for all, their numbers in that file)."""
+"""For each file: (the file, which samples of the batch it has (None for all), their numbers in the file)."""
 Empty = Callable[[tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
-"""As np.empty."""
+"""Like np.empty."""
 
-_SMALL_BYTES = 2048  # of a sample: one gather of all rows is cheaper below it, a copy for each sample above
+_SMALL_BYTES = 2048  # of a sample: if it is smaller, one gather of all rows is faster, otherwise one copy per sample
 
 
 class Column(Protocol):
@@ -40,14 +40,14 @@ class Column(Protocol):
 
     @property
     def sample_bytes(self) -> float:
-        """Of a sample, on average."""
+        """The size of a sample, on average."""
 
     @property
     def lengths(self) -> Lengths:
-        """Rows of each sample, over all files; only if `uneven`."""
+        """The number of rows of each sample, over all files; only if `uneven`."""
 
     def sample(self, index: int, file: int, within: int) -> tuple[Any, Any]:
-        """(a sample, its length): its number over all files, and in its file."""
+        """(a sample, its length). `index` is its number over all files, `within` its number in `file`."""
 
     def batch(self, indices: Indices, parts: Parts, empty: Empty | None = None) -> tuple[Any, Any]:
         """(a batch, its lengths)."""
@@ -57,19 +57,19 @@ class Column(Protocol):
 
     @property
     def is_mapped(self) -> bool:
-        """Whether its rows are gathered from maps of the files."""
+        """Whether its rows are gathered from memory maps of the files."""
 
     def ranges(self, file: int, first: int, starts: Indices, stops: Indices) -> Ranges | None:
-        """Where these runs of samples are in that file: as `Rows.ranges`. They are counted over all files; the first in
-        this one is `first`."""
+        """Where these runs of samples are in `file`, like `Rows.ranges`. The numbers count over all files; `first` is the first
+        sample of this file."""
 
     def describe(self) -> str:
-        """`image 3x64x64 uint8`."""
+        """Name, shape and type: `image 3x64x64 uint8`."""
 
 
 def alike(layouts: Sequence[FileLayout]) -> list[FileLayout]:
-    """The same layouts; a field with lengths in some file gets them in all, even if all samples of a file have the same length.
-    Raises DataError if a file has other fields than the first, or other types or shapes."""
+    """The same layouts, but a field that has lengths in one file gets them in all, even if all samples of a file have the same
+    length. Raises DataError if a file has other fields than the first, or other types or shapes."""
     uneven = {name for layout in layouts for name, field in layout.fields.items() if field.lengths is not None}
     found = []
     for layout in layouts:
@@ -130,12 +130,12 @@ def _with_files(indices: Indices, parts: Parts) -> Iterator[tuple[int, int]]:
 
 
 def _tensor(array: Array) -> Any:
-    """Strings stay strings, in lists."""
+    """Strings remain strings, in lists."""
     return array.tolist() if array.dtype == object else torch.from_numpy(array)
 
 
 class EvenColumn:
-    """One row per sample."""
+    """A field with one row per sample."""
 
     uneven = False
 
@@ -182,7 +182,7 @@ class EvenColumn:
 
 
 class UnevenColumn:
-    """Any number of rows per sample."""
+    """A field with any number of rows per sample."""
 
     uneven = True
 
@@ -196,7 +196,7 @@ class UnevenColumn:
         self._pad = pad
         self._rows = open_rows([field.stored for field in fields])
         self.lengths = _joined([field.lengths for field in fields])
-        self._ends = _joined([field.ends for field in fields])  # each in its own file
+        self._ends = _joined([field.ends for field in fields])  # each counts in its own file
         self._buffers = Buffers()
 
     @property
@@ -230,7 +230,7 @@ class UnevenColumn:
         return torch.from_numpy(out), torch.from_numpy(lengths)
 
     def _fill(self, rows: Rows, indices: Indices, lengths: Lengths, out: Array, at: Indices | None) -> None:
-        """Write these samples and their padding into `out`, at all places or at these."""
+        """Write these samples and their padding into `out`: at all places, or at the places `at`."""
         starts = self._ends[indices] - lengths
         if self._row_bytes * int(lengths.sum()) > _SMALL_BYTES * len(lengths):
             targets = list(out) if at is None else [out[k] for k in at]
@@ -269,8 +269,8 @@ class UnevenColumn:
 
 
 class AxesColumn(UnevenColumn):
-    """Samples with several axes of different lengths, their rows one after the other; a sample has its axes again, and the
-    lengths of a batch are samples x axes."""
+    """Samples with several axes of different lengths, with their rows one after the other. A returned sample has its axes
+    again, and the lengths of a batch are samples x axes."""
 
     def __init__(self, name: str, fields: Sequence[Field], pad: float) -> None:
         super().__init__(name, fields, pad)
@@ -280,7 +280,7 @@ class AxesColumn(UnevenColumn):
         self._sizes: Lengths | None = None
 
     def _read_sizes(self) -> Lengths:
-        """Samples x axes."""
+        """The lengths, samples x axes."""
         if self._sizes is None:
             tables = []
             for (stored, lengths), file in zip(self._sizes_at, self._files, strict=True):

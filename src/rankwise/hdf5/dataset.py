@@ -30,10 +30,10 @@ from rankwise.host.arguments import MAPPING, PATH, TEXT, Argument, takes
 from rankwise.host.text import count, listed
 
 _TOGETHER_BYTES, _TOGETHER = 1 << 16, 1024
-"""Blocks of a file whose rows are read one by one: a disk reads as much at once at full speed."""
+"""(bytes of a block, blocks to keep) for a file whose rows are read one by one: a disk reads such blocks at full speed."""
 
 _LARGE_BYTES = 4096
-"""From this size of a sample (a page) on, it is faster to ask the kernel for each sample than to wait for each."""
+"""From this sample size (a page) on, it is faster to ask the kernel for all samples at once than to wait for each."""
 
 _FILES = Argument(
     lambda v: isinstance(v, str | os.PathLike) or (isinstance(v, Sequence) and len(v) > 0),
@@ -44,23 +44,23 @@ _PAD = Argument(lambda v: isinstance(v, Mapping | int | float), "a number, or nu
 
 
 class HDF5Dataset:
-    """Samples of one or more files, in their order: of ordinary HDF5, of `HDF5Writer`'s, or of RETURNN's HDFDataset.
+    """Samples of one or more files, in their order: ordinary HDF5, files of `HDF5Writer`, or of RETURNN's HDFDataset.
 
     `files`: a path, a pattern, or a list of paths. A sample and a batch are mappings of tensors by the names of the fields, and
-    lists of str if a field holds strings; with `fields`, a list of names, tuples in that order; with one name, only the
-    tensor. A field whose samples have different lengths is padded in a batch (with `pad`, a number or numbers by field) to
-    samples x longest x ..., and `<name>_lengths`, int64, is another field. In files of HDF5Writer and RETURNN rankwise finds
-    these lengths; for other files give `lengths`: {"features": "feature_lengths"}. `length_of`: the field whose lengths
-    `lengths` has, for batches by length; by default the first that has any. Paths may be URLs that fsspec reaches. `cache`: a
-    folder of this machine to which each file is copied first, once for all processes (rankwise.files.FileCache): for slow file
-    systems, and for URLs, which are otherwise read like compressed files.
+    lists of str if a field holds strings. With `fields`, a list of names, they are tuples in that order; with one name, only
+    the tensor. A field whose samples have different lengths is padded in a batch (with `pad`, a number, or numbers by field) to
+    samples x longest x ..., and `<name>_lengths`, int64, is another field. rankwise finds these lengths in files of HDF5Writer
+    and RETURNN; for other files give `lengths`: {"features": "feature_lengths"}. `length_of`: the field whose lengths the
+    attribute `lengths` has, for batches by length; by default the first that has any. Paths may be URLs that fsspec can open.
+    `cache`: a folder of this machine to which each file is copied first, once for all processes (rankwise.files.FileCache): for
+    slow file systems, and for URLs, which are otherwise read like compressed files.
 
-    Contiguous rows of a file (HDF5 stores data so if it is neither chunked nor compressed) are gathered from a map of the file;
-    others are read by whole chunks, and the last 64 MB of each field are kept. Memory holds 16 bytes for each sample and field
-    with lengths, up to four batches (used again when nobody holds them), and all strings of a field that was read. Any process
-    and thread may read.
+    Contiguous rows (HDF5 stores data this way if it is neither chunked nor compressed) are gathered from a memory map of the
+    file; others are read by whole chunks, and the last 64 MB of each field are kept. Memory holds 16 bytes for each sample and
+    field with lengths, up to four batches (reused when nobody holds them), and all strings of a field that was read. Any
+    process and thread may read.
 
-    The constructor raises DataError for inconsistent files, and ConfigError for arguments that do not fit.
+    The constructor raises DataError for inconsistent files, and ConfigError for arguments that contradict each other.
     """
 
     draws_nothing = True
@@ -94,7 +94,7 @@ class HDF5Dataset:
 
     @contextlib.contextmanager
     def _named_by_source(self) -> Iterator[None]:
-        """An error about a cached copy names the original file."""
+        """Errors about a cached copy name the original file."""
         try:
             yield
         except DataError as error:
@@ -126,19 +126,20 @@ class HDF5Dataset:
 
     @property
     def lengths(self) -> Lengths:
-        """One number per sample, int64. This attribute does not exist if all samples have the same length."""
+        """The length of each sample, int64. This attribute does not exist if all samples have the same length."""
         if self._length_of is None:
             raise AttributeError("lengths: all samples of this dataset have the same length")
         return self._length_of.lengths
 
     @property
     def faster_without_workers(self) -> bool:
-        """Whether all that a batch has comes from maps of files: a loader that has workers gives advice then."""
+        """Whether everything in a batch comes from memory maps of files: then a loader that has workers advises against
+        them."""
         return all(self._columns[field].blocks is None for field, _ in self._given.values())
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """For `Loader(shuffle="blocks")`: samples that are read together, and how many such blocks are kept."""
+        """For `Loader(shuffle="blocks")`: (samples that are read together, how many such blocks are kept)."""
         found = [one.blocks for one in self._columns.values() if one.blocks is not None]
         if found:
             rows = max(rows for rows, _ in found)
@@ -146,7 +147,7 @@ class HDF5Dataset:
         return max(int(_TOGETHER_BYTES // max(one.sample_bytes for one in self._columns.values())), 1), _TOGETHER
 
     def __getitem__(self, index: Any) -> Any:
-        """A sample as it is stored; for a list, an array or a slice a batch. Raises IndexError."""
+        """A sample as it is stored. A list, an array or a slice gives a batch. Raises IndexError."""
         if isinstance(index, int | np.integer):
             [at] = self._checked(np.array([index]))
             file = int(np.searchsorted(self._starts, at, "right")) - 1
@@ -160,8 +161,8 @@ class HDF5Dataset:
         return [self[index] for index in indices]
 
     def read_batch(self, indices: Indices, empty: Empty | None = None) -> Any:
-        """The batch of these samples, each from 0 to len - 1: what the Loader asks for. `empty`: as np.empty, gives the memory
-        for its arrays."""
+        """The batch of these samples, each from 0 to len - 1; the Loader calls this. `empty`: like np.empty, allocates the
+        arrays."""
         if len(self._starts) == 2:
             parts: Parts = [(0, None, indices)]
         else:
@@ -171,15 +172,15 @@ class HDF5Dataset:
         return self._formed(lambda name: self._columns[name].batch(indices, parts, empty))
 
     def read_ahead(self, rows: int) -> Callable[[Indices], None] | None:
-        """What takes the indices of samples that are read soon, or, of blocks of `rows` samples, of some in each: for the
-        Loader. None if that is of no use: for single small samples the disk reads as much without it."""
+        """For the Loader: a function that takes the indices of samples that are needed soon, or, for blocks of `rows` samples,
+        of some samples in each. None if this does not help: for single small samples the disk reads as much without it."""
         used = {field for field, _ in self._given.values()}
         mapped = [one for name, one in self._columns.items() if name in used and one.is_mapped]
         found = [one for one in mapped if rows > 1 or one.sample_bytes >= _LARGE_BYTES]
         return ReadAhead(partial(self._ranges, found, rows), in_blocks=rows > 1) if found else None
 
     def _ranges(self, columns: Sequence[Column], rows: int, indices: Indices) -> list[Ranges]:
-        """Where these samples are in the files, or the blocks that they are in."""
+        """Where these samples are in the files, or the blocks that contain them."""
         if rows > 1:
             starts = np.unique(indices // rows) * rows
             stops = np.minimum(starts + rows, self._samples)
@@ -210,13 +211,14 @@ class HDF5Dataset:
         )
 
     def verify(self) -> int:
-        """Read all that has checksums (`HDF5Writer` writes them); returns the bytes read. Raises DataError for corrupted data,
-        with its file and place."""
+        """Read everything that has checksums (`HDF5Writer` writes them), and return the number of bytes. Raises DataError for
+        corrupted data, with its file and place."""
         with self._named_by_source():
             return sum(verify(path) for path in self._files)
 
     def _formed(self, read: Callable[[str], tuple[Any, Any]]) -> Any:
-        """`read`: a field and its lengths, by its name."""
+        """The entries of a sample or batch, in the form that the user has chosen. `read`: returns a field and its lengths, by
+        name."""
         found = {field: read(field) for field in dict.fromkeys(field for field, _ in self._given.values())}
         return self._shaped({name: found[field][is_lengths] for name, (field, is_lengths) in self._given.items()})
 
@@ -226,7 +228,7 @@ class HDF5Dataset:
         return found[self._form] if isinstance(self._form, str) else tuple(found.values())
 
     def _checked(self, indices: Indices) -> Indices:
-        """Negative ones from the end on."""
+        """The indices from 0 on: negative ones count from the end."""
         if len(indices) and not (-self._samples <= indices.min() and indices.max() < self._samples):
             raise IndexError(f"samples {indices.min()} to {indices.max()} are not in a dataset of {self._samples} samples")
         return np.where(indices < 0, indices + self._samples, indices)
@@ -237,7 +239,7 @@ class HDF5Dataset:
 
 
 def _paths(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
-    """In the order given; those of a pattern in that of their names."""
+    """The files in the given order; those of a pattern sorted by name."""
     if not isinstance(files, str | os.PathLike):
         return [os.fspath(path) for path in files]
     path = os.fspath(files)

@@ -1,11 +1,11 @@
-"""What an HDF5 file holds for training: its fields, the number of samples, and where their rows are.
+"""What an HDF5 file contains for training: its fields, the number of samples, and where their rows are.
 
     layout = read("train.h5", fields=None, lengths={})
     layout.samples, layout.fields["image"].stored.shape
 
 There are two kinds of files: ordinary ones, in which each dataset is a field, and RETURNN's (returnn.py). If the samples of a
-field have different lengths, all its rows are stored end to end, and another dataset has the number of rows per sample. In
-files of HDF5Writer these datasets are in the group /rankwise/lengths.
+field have different lengths, all its rows are stored one after the other, and another dataset has the number of rows per
+sample. In files of HDF5Writer these datasets are in the group /rankwise/lengths.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ OURS = "rankwise"
 """The group of rankwise in a file."""
 
 LENGTHS_SUFFIX = "_lengths"
-"""In a batch, `features_lengths` are the lengths of `features`."""
+"""The entry `features_lengths` of a batch has the lengths of `features`."""
 
 Lengths = npt.NDArray[np.int64]
 
 _NUMBERS = {np.dtype(code) for code in "?bhilqBHILQefdFD"}
-_SHOWN = 12  # names in an error
+_SHOWN = 12  # names in an error, at most
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One dataset of a file, and what its rows can be read from. Rows are what the first axis counts."""
+    """One dataset of a file, and how its rows can be read. The first axis counts the rows."""
 
     file: str
     name: str
@@ -51,21 +51,21 @@ class Stored:
     dtype: np.dtype[Any]
     is_text: bool
     offset: int | None
-    """In the file, if all rows are stored end to end; None if they are in chunks or nowhere."""
+    """The place in the file, if all rows are stored one after the other; None if they are in chunks or were never written."""
 
     chunk_rows: int
     """Rows per chunk; 0 if the dataset has no chunks."""
 
     rows_of_entry: int = 1
-    """Of what the first axis of the dataset itself counts: more than one where a row here is part of a row there."""
+    """How many rows one entry of the dataset's first axis has: more than one if a row here is a part of a row there."""
 
     @property
     def is_mapped(self) -> bool:
-        """Whether its rows are gathered from a map of the file."""
+        """Whether its rows are gathered from a memory map of the file."""
         return self.offset is not None and not is_remote(self.file)
 
     def by_second_axis(self) -> Stored:
-        """The same numbers with the second axis counted by the first."""
+        """The same numbers, with the first two axes as one axis of rows."""
         entries, length, *rest = self.shape
         return replace(
             self,
@@ -76,7 +76,7 @@ class Stored:
 
     @property
     def end(self) -> int:
-        """Bytes that the file must have, if `offset` is known."""
+        """The number of bytes that the file must have, if `offset` is known."""
         return (self.offset or 0) + nbytes(self.shape, self.dtype)
 
 
@@ -86,13 +86,14 @@ class Field:
 
     stored: Stored
     lengths: Lengths | None = None
-    """How many rows each sample has; None: one row per sample."""
+    """The number of rows of each sample. None: one row per sample."""
 
     ends: Lengths | None = None
     """The row after which each sample ends."""
 
     axes: tuple[Stored, Lengths] | None = None
-    """Where a sample's rows are several axes in one, row by row: the lengths of these axes, and how many each sample has."""
+    """If the rows of a sample are several axes in one, row by row: (the lengths of these axes, how many axes each sample
+    has)."""
 
     @classmethod
     def with_lengths(cls, stored: Stored, lengths: npt.NDArray[Any]) -> Field:
@@ -101,7 +102,7 @@ class Field:
 
     @property
     def total(self) -> int:
-        """Rows that the lengths add up to."""
+        """The sum of all lengths, in rows."""
         return int(self.ends[-1]) if self.ends is not None and len(self.ends) else 0
 
     @property
@@ -117,7 +118,7 @@ class FileLayout:
 
 
 def need_h5py() -> ModuleType:
-    """Raises ConfigError if it is not installed."""
+    """The h5py module. Raises ConfigError if it is not installed."""
     try:
         return import_module("h5py")
     except ImportError:
@@ -130,16 +131,16 @@ def nbytes(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[Any]:
-    """An h5py.File to read. Raises DataError, with the name of the file, if it is not an HDF5 file or is corrupted."""
+    """An open h5py.File to read. Raises DataError, with the name of the file, if it is not an HDF5 file or is corrupted."""
     with explained(path), open_file(path) as file:
         yield file
 
 
 def open_file(path: str) -> Any:
-    """Files on a file system without locks can be read, too."""
+    """An open h5py.File. Files on a file system without locks can also be read."""
     h5py = need_h5py()
     if not is_remote(path):
-        return h5py.File(path, "r", locking="best-effort", rdcc_nbytes=0)  # whole chunks are read, once
+        return h5py.File(path, "r", locking="best-effort", rdcc_nbytes=0)  # no cache: whole chunks are read, once
     file = h5py.File(RemoteFile(path), "r", rdcc_nbytes=0)
     _remote.add(file)
     return file
@@ -154,7 +155,7 @@ _remote: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @atexit.register
 def _close_remote() -> None:
-    """Files that are still open when the interpreter exits kill the process by a signal (h5py 3.16)."""
+    """Files that are still open when the interpreter exits kill the process with a signal (h5py 3.16)."""
     for file in list(_remote):
         file.close()
 
@@ -186,9 +187,8 @@ def _explained(error: Exception) -> str:
 
 
 def read(path: str, fields: Sequence[str] | None, lengths: Mapping[str, str]) -> FileLayout:
-    """`fields`: the names of those to read (`features_lengths` stands for `features`), None for all. `lengths`: by the
-    name of a field, the name of the dataset with its lengths. Only lengths are read. Raises DataError for an inconsistent
-    file."""
+    """`fields`: the names to read (`features_lengths` stands for `features`), None for all. `lengths`: by the name of a field,
+    the name of the dataset with its lengths. Only lengths are read. Raises DataError for an inconsistent file."""
     from rankwise.hdf5 import returnn
 
     with opened(path) as file:
@@ -206,7 +206,7 @@ def read(path: str, fields: Sequence[str] | None, lengths: Mapping[str, str]) ->
 
 
 def stored(file: Any, path: str, name: str) -> Stored:
-    """Raises DataError if it is not a dataset of numbers or strings."""
+    """The dataset of this name. Raises DataError if it is not a dataset of numbers or strings."""
     h5py = need_h5py()
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
@@ -218,13 +218,13 @@ def stored(file: Any, path: str, name: str) -> Stored:
     if dataset.ndim == 0:
         raise DataError(f"{path}: {name} is a single value; a field has one or more rows per sample")
     chunk_rows = dataset.chunks[0] if dataset.chunks else 0
-    # An external or empty dataset has no offset, or a meaningless one.
+    # The offset of an external or empty dataset is missing or has no meaning.
     offset = dataset.id.get_offset() if not dataset.external and dataset.dtype.kind != "O" else None
     return Stored(path, name, dataset.shape, dataset.dtype, is_text, offset, chunk_rows)
 
 
 def lengths_in(file: Any, path: str, name: str) -> npt.NDArray[Any]:
-    """One number per sample."""
+    """The lengths, one number per sample."""
     dataset = stored(file, path, name)
     if len(dataset.shape) != 1 or dataset.dtype.kind not in "iu":
         kind = "x".join(map(str, dataset.shape))
@@ -248,7 +248,7 @@ def _check_lengths(path: str, name: str, field: Field) -> None:
 
 
 def bases(fields: Sequence[str], has: Callable[[str], bool]) -> list[str]:
-    """The fields that these names need: of `features_lengths` it is `features`, unless there is one of that very name."""
+    """The fields that these names require: `features` for `features_lengths`, unless there is a field with that very name."""
     found = [name if has(name) or not name.endswith(LENGTHS_SUFFIX) else name.removesuffix(LENGTHS_SUFFIX) for name in fields]
     return list(dict.fromkeys(found))
 
@@ -272,7 +272,7 @@ def _our_lengths(ours: Any) -> dict[str, str]:
 
 
 def _names(file: Any, ours: Any, taken: set[str]) -> list[str]:
-    """As HDF5Writer wrote them; otherwise all datasets at the top that have an axis."""
+    """The names that HDF5Writer wrote; otherwise all datasets at the top of the file that have an axis."""
     if ours is not None and "fields" in ours.attrs:
         return [str(name) for name in ours.attrs["fields"]]
     return [name for name, item in file.items() if getattr(item, "shape", ()) and name not in taken]

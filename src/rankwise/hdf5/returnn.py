@@ -2,8 +2,8 @@
 
     /inputs  /targets/data/KEY  /targets/size (attributes)  /seqLengths (samples x keys)  /seqTags
 
-Fields are `data` (the inputs), the targets by their keys, and `tag`. Every one but `tag` has as many rows per sample as its
-column of seqLengths says: the first is the inputs', then the targets' in the order of their sorted keys.
+The fields are `data` (the inputs), the targets by their keys, and `tag`. The number of rows per sample of each field but `tag`
+is in its column of seqLengths: first the inputs, then the targets in the order of their sorted keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INPUTS, TAG, SIZES = "data", "tag", "sizes"
 
 
 def is_one(file: Any) -> bool:
-    """Raises DataError for RETURNN's other kind of files."""
+    """Whether this is a file of RETURNN. Raises DataError for RETURNN's other kind of files."""
     if "seq_names" in file and "streams" in file:
         raise DataError(
             f"{file.filename} is a file of RETURNN's NextGenHDFDataset (a dataset per sequence), which cannot be read; write "
@@ -60,17 +60,17 @@ def _check_known(path: str, fields: Sequence[str] | None, known: Sequence[str]) 
 
 def _columns(file: Any, path: str, keys: int) -> npt.NDArray[Any]:
     lengths: npt.NDArray[Any] = file["seqLengths"][...]
-    if lengths.ndim == 1:  # legal once: the same for all
+    if lengths.ndim == 1:  # older files may have this: one length for all fields
         return np.repeat(lengths[:, None], keys, axis=1)
     width = lengths.shape[1]
-    is_dummy = "targets" not in file and width == keys + 1  # a column for `classes`, though there are no targets
+    is_dummy = "targets" not in file and width == keys + 1  # a column for `classes`, although there are no targets
     if width != keys and not is_dummy:
         raise DataError(f"{path}: seqLengths has {width} columns for {keys} datasets: the file is inconsistent; write it again")
     return lengths
 
 
 def _check_columns(path: str, found: dict[str, Field]) -> None:
-    """hdf_dump may sort its columns by other names than readers do: the sums of the columns show it."""
+    """hdf_dump may sort its columns by other names than readers do; the sums of the columns show whether it did."""
     rows = {key: field.stored.shape[0] for key, field in found.items()}
     sums = {key: field.total for key, field in found.items()}
     wrong = [key for key in found if rows[key] != sums[key]]

@@ -1,11 +1,11 @@
-"""Rows of one dataset in a file, by their numbers: gathered from a map of the file, or from blocks that h5py reads.
+"""Reads rows of one dataset in a file by their numbers: gathered from a memory map of the file, or from blocks that h5py reads.
 
     rows = open_rows(stored)
     rows.take(np.array([7, 3, 7]), out)           # three rows
     rows.copy([10, 40], [3, 5], out)              # rows 10 to 12 into out[0, :3], 40 to 44 into out[1, :5]
 
-Nothing is opened before the first row is asked for, in the process that asks. No handle of h5py is used after a fork, and no
-open file is pickled.
+Nothing is opened before the first row is read, in the process that reads it. A handle of h5py is never used after a fork, and
+an open file is never pickled.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from rankwise.hdf5.read_ahead import Ranges
 
 Array = npt.NDArray[Any]
 
-_BLOCK_BYTES = 1 << 20  # read at once if a dataset is neither mapped nor in chunks
-_KEPT_BYTES = 64 << 20  # of blocks that were read, for each dataset and process
+_BLOCK_BYTES = 1 << 20  # bytes to read at once if a dataset is neither mapped nor in chunks
+_KEPT_BYTES = 64 << 20  # bytes of blocks to keep, for each dataset and process
 
 
 class Rows(Protocol):
-    """Of one dataset, into arrays of the machine's byte order (of objects for strings)."""
+    """The rows of one dataset, read into arrays with the machine's byte order (arrays of objects for strings)."""
 
     def take(self, indices: npt.NDArray[np.int64], out: Array) -> Array:
-        """Rows by their numbers, which are within the dataset, into all of `out`, which is returned."""
+        """Write the rows with these numbers, which must be in the dataset, to all of `out`, and return `out`."""
 
     blocks: tuple[int, int] | None
     """(rows that are read together, how many such blocks are kept); None if rows are read one by one."""
 
     def copy(self, starts: Sequence[int], lengths: Sequence[int], out: Array | Sequence[Array]) -> None:
-        """The given number of rows from each start on, into the beginning of each of `out`."""
+        """For each start, copy the given number of rows to the beginning of an element of `out`."""
 
     def ranges(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> Ranges | None:
-        """Where in the file these runs of rows are, in ascending order; None if they are not gathered from a map."""
+        """Where these runs of rows are in the file, in ascending order; None if they are not gathered from a memory map."""
 
 
 def open_rows(fields: Sequence[Stored]) -> list[Rows]:
-    """The same dataset in each file."""
+    """The rows of the same dataset in each file."""
     kept = KeptBlocks(max(_KEPT_BYTES // max(_block_rows(one) * _row_bytes(one) for one in fields), 1))
     return [TextRows(one) if one.is_text else MappedRows(one) if one.is_mapped else BlockRows(one, kept) for one in fields]
 
@@ -63,8 +63,8 @@ def _block_rows(stored: Stored) -> int:
 
 
 class KeptBlocks:
-    """The blocks of rows that were used last, `most` of all files together. Threads may share it; there is no lock, because
-    a fork could leave it locked for ever."""
+    """The blocks of rows that were used last, at most `most` over all files. Threads may share this object. It has no lock,
+    because a fork could leave it locked forever."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -93,10 +93,10 @@ class KeptBlocks:
 
 
 class _Lazy(ABC):
-    """Opened by the process that first reads."""
+    """Opened by the process that reads first."""
 
     _crosses_forks = True
-    """Whether what is open may be used by a forked process."""
+    """Whether a forked process may use what is open."""
 
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
@@ -119,8 +119,8 @@ class _Lazy(ABC):
 
 
 class MappedRows(_Lazy):
-    """Rows end to end in the file. Its length is checked before each gather: if the file was shortened meanwhile, reading the
-    map behind its end would kill the process (SIGBUS)."""
+    """Rows that are stored one after the other in the file. The file's length is checked before each gather: if the file has
+    become shorter, reading the map behind its end would kill the process (SIGBUS)."""
 
     blocks: tuple[int, int] | None = None
 
@@ -131,7 +131,7 @@ class MappedRows(_Lazy):
     def take(self, indices: npt.NDArray[np.int64], out: Array) -> Array:
         rows = self._checked()
         if self._is_native:
-            return rows.take(indices, 0, out, "clip")  # any other mode makes a copy of `out` first
+            return rows.take(indices, 0, out, "clip")  # any other mode copies `out` first
         out[...] = rows.take(indices, 0)
         return out
 
@@ -153,11 +153,11 @@ class MappedRows(_Lazy):
         if mapped is None:
             return
         if not in_blocks:
-            # By itself a map reads the neighbours of each missing page too, 2 to 5 times what is needed.
+            # Without this, reading a missing page of a map also reads its neighbours, 2 to 5 times what is needed.
             mapped.madvise(mmap.MADV_RANDOM)
         for offset, size in ranges:
             begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
-            with contextlib.suppress(OSError, ValueError):  # only advice: if the file was shortened, the gather raises
+            with contextlib.suppress(OSError, ValueError):  # only advice: if the file has become shorter, the gather raises
                 mapped.madvise(mmap.MADV_WILLNEED, begin, offset + size - begin)
 
     def _checked(self) -> Array:
@@ -176,7 +176,7 @@ class MappedRows(_Lazy):
         try:
             with open(stored.file, "rb") as file:
                 if os.fstat(file.fileno()).st_size < stored.end:
-                    return None, np.empty(0)  # `_checked` says so
+                    return None, np.empty(0)  # `_checked` raises the error
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise DataError(f"{stored.file} cannot be read: {error.strerror or error}") from None
@@ -184,8 +184,8 @@ class MappedRows(_Lazy):
 
 
 class BlockRows(_Lazy):
-    """Rows of a dataset in chunks (compressed, for example), or one that was never written: read one block of whole chunks at a
-    time; the blocks that were used last are kept."""
+    """Rows of a dataset in chunks (compressed, for example), or of one that was never written. Reads one block of whole chunks
+    at a time, and keeps the blocks that were used last."""
 
     _crosses_forks = False
 
@@ -201,7 +201,7 @@ class BlockRows(_Lazy):
         order = np.argsort(blocks, kind="stable")
         numbers, begins = np.unique(blocks[order], return_index=True)
         groups = zip(numbers.tolist(), begins.tolist(), np.append(begins, len(order))[1:].tolist(), strict=True)
-        # First those that are kept: a new one may replace one that is still needed.
+        # First the blocks that are kept: a new one may replace one that is still needed.
         for number, begin, end in sorted(groups, key=lambda group: (self._stored.file, group[0]) not in self._kept):
             here = order[begin:end]
             out[here] = self._block(number)[within[here]]
@@ -242,7 +242,7 @@ class BlockRows(_Lazy):
 
 
 class TextRows(_Lazy):
-    """Strings, all read at the first use: one by one they would take 30 us each. Decoded as UTF-8, cut at the first NUL."""
+    """Strings, all read at the first use: one by one they would take 30 us each. Decoded as UTF-8, and cut at the first NUL."""
 
     blocks: tuple[int, int] | None = None
 

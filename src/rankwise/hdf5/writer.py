@@ -1,11 +1,11 @@
-"""HDF5 files of samples, written one sample at a time: the file is complete, or it does not exist.
+"""Writes HDF5 files of samples, one sample at a time. The file is complete, or it does not exist.
 
     with HDF5Writer("train.h5") as writer:
         for image, label in images:
             writer.add(image=image, label=label)
 
-Added samples are in a folder beside the file until `close`, which writes the rows of each field end to end into one file, with
-checksums, and renames it. So the disk needs space for the data twice.
+Until `close`, added samples are in a folder beside the file. `close` writes the rows of each field one after the other to a
+single file, with checksums, and renames it. So the disk needs twice the space of the data.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ _CHUNK_BYTES = 1 << 19
 
 
 class HDF5Writer:
-    """Writes `path` when it is closed; nothing is written if the `with` block raises.
+    """Writes `path` when it is closed. If the `with` block raises, nothing is written.
 
-    The first sample sets the fields and their types. Fields are arrays, tensors, numbers (int64, float32, bool) or
-    str. If samples differ in the first axis of a field, its rows are stored end to end with the samples' lengths;
-    `variable` names fields that are stored so even if their samples do not differ. `compress`: "gzip", read by whole chunks and
-    much slower; None: rows are read at the speed of memory. `layout`: "returnn": for RETURNN's HDFDataset: the field
-    `data` is its inputs, `tag` (a str) its sequence tag, others its targets; `dims`: the number of classes of sparse ones.
+    The first sample sets the fields and their types. Fields are arrays, tensors, numbers (int64, float32, bool) or str. If
+    samples differ in the first axis of a field, its rows are stored one after the other, with the lengths of the samples.
+    `variable` names fields that are stored like this even if their samples do not differ. `compress`: "gzip", which is read by
+    whole chunks and much slower; None: rows are read at the speed of memory. `layout`: "returnn" for RETURNN's HDFDataset: the
+    field `data` is its inputs, `tag` (a str) its sequence tag, others its targets. `dims`: the number of classes of sparse
+    fields.
 
-    Raises ConfigError if the file exists already (`overwrite` replaces it) or arguments do not fit, DataError for a sample
-    that does not fit the samples before, and if the file cannot be written.
+    Raises ConfigError if the file already exists (`overwrite` replaces it) or arguments contradict each other, DataError for a
+    sample that does not match the samples before, and if the file cannot be written.
     """
 
     @takes(
@@ -86,7 +87,7 @@ class HDF5Writer:
             self.discard()
 
     def add(self, **fields: Any) -> None:
-        """One sample."""
+        """Add one sample."""
         self._check_names(fields)
         values = {name: _as_array(name, value) for name, value in fields.items()}
         if not self._fields:
@@ -127,7 +128,7 @@ class HDF5Writer:
             )
 
     def discard(self) -> None:
-        """Write nothing, and remove what was added."""
+        """Write no file, and remove what was added."""
         for spool in self._fields.values():
             spool.file.close()
         if self._folder is not None:
@@ -135,7 +136,7 @@ class HDF5Writer:
             self._folder = None
 
     def close(self) -> None:
-        """Write the file. Raises DataError if there is no sample, or not enough space; then nothing is left."""
+        """Write the file. Raises DataError if there is no sample, or not enough space; then no file is left."""
         folder = self._open_folder()
         try:
             if not self._samples:
@@ -168,7 +169,8 @@ class HDF5Writer:
                     raw.write(sums.tobytes())
 
     def _create(self, file: Any) -> list[tuple[_Spool, int, int | None]]:
-        """The file without the rows; (what goes into it, where, where its checksums go)."""
+        """Create the file without the rows; returns (the data of a field, its place in the file, the place of its checksums)
+        for each."""
         places: list[tuple[_Spool, int, int | None]] = []
         homes = _returnn_homes(self._fields) if self._is_returnn else {name: name for name in self._fields}
         for name, spool in self._fields.items():
@@ -195,7 +197,7 @@ class HDF5Writer:
 
 
 class _Spool:
-    """What was added to one field."""
+    """The values that were added to one field."""
 
     def __init__(self, name: str, first: npt.NDArray[Any], path: Path, is_long: bool) -> None:
         self.name = name
@@ -212,7 +214,7 @@ class _Spool:
         self.file: BinaryIO = path.open("w+b")
 
     def check(self, value: npt.NDArray[Any], sample: int) -> None:
-        """Raises DataError if it does not fit the samples before."""
+        """Raises DataError if the value does not match the samples before."""
         shape = (1,) if self._is_long and value.ndim == 0 else value.shape
         fits = (len(shape) == 0) == self._is_scalar and shape[1:] == self.row_shape
         if value.dtype.newbyteorder("<") == self.dtype and fits:
@@ -236,7 +238,7 @@ class _Spool:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether rows lie end to end, with lengths."""
+        """Whether rows are stored one after the other, with lengths."""
         return not self.is_text and not self._is_scalar and (self._is_long or len(set(self.lengths)) > 1)
 
     @property
@@ -246,7 +248,7 @@ class _Spool:
         return (len(self.lengths),) if self._is_scalar else (len(self.lengths), self.lengths[0], *self.row_shape)
 
     def pour(self, raw: BinaryIO, offset: int) -> npt.NDArray[np.uint32]:
-        """Copy all rows to that place of a file; returns their checksums."""
+        """Copy all rows to `offset` in a file, and return their checksums."""
         sums = []
         raw.seek(offset)
         for piece in checksums.pieces(self.file, 0, self.bytes):
@@ -269,7 +271,7 @@ class _Spool:
 
 
 def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
-    """Strings as a single object. Raises DataError if HDF5 has no type for it."""
+    """The value as an array; a string as a single object. Raises DataError if HDF5 has no type for it."""
     if isinstance(value, str):
         return np.array(value, dtype=object)
     if isinstance(value, torch.Tensor):
@@ -278,14 +280,14 @@ def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
         value = value.detach().cpu().numpy()
     found = np.asarray(value)
     if isinstance(value, float) or (isinstance(value, list) and found.dtype == np.float64):
-        found = found.astype(np.float32)  # as torch.tensor does
+        found = found.astype(np.float32)  # like torch.tensor
     if found.dtype.kind not in "biufc" or found.dtype.itemsize > 16 or found.dtype in (np.longdouble,):
         raise DataError(f"{name} is of {found.dtype}; give numbers, bool, or a str")
     return found
 
 
 def _reserve(file: Any, home: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int | None:
-    """A dataset end to end, its room taken and nothing written; where it begins, None if it is empty."""
+    """Create a contiguous dataset and allocate its space, without writing to it. Returns its place, None if it is empty."""
     h5py = need_h5py()
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_layout(h5py.h5d.CONTIGUOUS)
@@ -299,7 +301,7 @@ def _reserve(file: Any, home: str, shape: tuple[int, ...], dtype: np.dtype[Any])
 
 
 def _put_text(file: Any, home: str, texts: list[str]) -> None:
-    """As UTF-8 of one length: read a hundred times as fast as strings of their own length each."""
+    """As UTF-8 strings of one length: they are read a hundred times as fast as strings of different lengths."""
     content = [text.encode() for text in texts]
     longest = max(map(len, content), default=0)
     kind = need_h5py().string_dtype("utf-8", max(longest, 1))
@@ -319,7 +321,7 @@ def _describe_for_returnn(file: Any, fields: Mapping[str, _Spool], dims: Mapping
     targets = sorted(name for name in fields if name not in (returnn.INPUTS, returnn.TAG))
     columns = [fields[name].lengths for name in ([returnn.INPUTS] if inputs is not None else []) + targets]
     if inputs is not None and not targets:
-        columns.append([0] * len(inputs.lengths))  # of `classes`, which readers count though it is not there
+        columns.append([0] * len(inputs.lengths))  # for `classes`, which readers count although it does not exist
     lengths = np.array(columns, np.int64).T
     if lengths.max(initial=0) > np.iinfo(np.int32).max:
         raise DataError(
@@ -337,15 +339,15 @@ def _describe_for_returnn(file: Any, fields: Mapping[str, _Spool], dims: Mapping
 
 
 def _dim(spool: _Spool, dims: Mapping[str, int]) -> int:
-    """Features of a dense field; classes of a sparse one, as given."""
+    """The number of features of a dense field; for a sparse field the given number of classes."""
     return int(spool.row_shape[-1]) if spool.row_shape else int(dims.get(spool.name, 1))
 
 
-# --- the folder that it is written in
+# --- the folder for the added samples
 
 
 def _make_folder(path: Path) -> Path:
-    """Beside the file; folders that killed writers have left there are removed. Raises DataError."""
+    """Create a folder beside the file, and remove those of killed writers. Raises DataError."""
     host = platform.node()
     for left in path.parent.glob(f".{path.name}.writing-{host}-*") if path.parent.is_dir() else ():
         if not psutil.pid_exists(int(left.name.split("-")[-2])):

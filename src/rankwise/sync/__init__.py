@@ -1,6 +1,6 @@
-"""How the ranks stay one model.
+"""Synchronisation strategies: how the ranks train one model together.
 
-Its names are resolved on first use: what only reads the name of a strategy (names.py) does not wait for torch.
+Names are resolved on first use: code that only reads the name of a strategy (names.py) does not wait for torch.
 """
 
 from typing import TYPE_CHECKING

@@ -3,8 +3,8 @@
     sync = AllReduce().attach(model, optimizer, clip_norm=1.0)
     sync.backward(loss_sum, count);   sync.step()
 
-The loss is a sum, not a mean: the sums and the counts of all ranks are added, and one division gives the gradient of the mean,
-for any number of ranks, micro-batches and samples. Ways to add: flat.py, ddp.py, and in_place.py for a single rank.
+The loss is a sum, not a mean: rankwise adds the sums and the counts of all ranks, and one division gives the gradient of the
+mean, for any number of ranks, micro-batches and samples. Ways to add: flat.py, ddp.py, and in_place.py for a single rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rankwise.sync.trained import Trained, first_apart, some
 from rankwise.training.model import check_unwrapped
 from rankwise.training.precision import LossScale
 
-_LARGE = 1e18  # a float32 norm is exact between its inverse and this: squares neither overflow nor vanish
+_LARGE = 1e18  # between 1 / _LARGE and this, a float32 norm is exact: its squares neither overflow nor vanish
 _OVERLAP = Argument(
     lambda value: value is None or isinstance(value, bool),
     "True (buckets during the backward pass), False (one message after it), or None",
@@ -45,19 +45,19 @@ class AllReduce:
     """Exact data parallelism.
 
     `overlap`: True sends the gradients in DDP's buckets during the backward pass, False in one message after it; None overlaps
-    on GPUs if the gradients are more than one bucket holds. On a single rank nothing is sent.
+    on GPUs if the gradients need more than one bucket. On a single rank nothing is sent.
 
     `reduce`: "mean" over all samples; "sum": the mean times the number of ranks, as some settings of Horovod do (the sum of the
-    mean gradients of the ranks, if ranks have equal counts). This gradient is clipped and logged.
+    mean gradients of the ranks, if ranks have equal counts). The result is what is clipped and logged.
 
-    `compress`: bf16, fp16, int8 or powersgd:RANK (codecs.py); one smaller message after the backward pass. What a message loses
-    is added to the next step's, so gradients are rounded, but nothing is lost.
+    `compress`: bf16, fp16, int8 or powersgd:RANK (codecs.py); one smaller message after the backward pass. What one message
+    loses is added to the message of the next step, so gradients are rounded, but nothing is lost.
 
-    The gradients that are summed are divided by `typical_count`, a constant (a power of two near it changes no bit): a hook on
-    a gradient that is not linear sees that scaled sum, not the mean.
+    Before they are summed, gradients are divided by `typical_count`, a constant (a power of two near it changes no bit). A hook
+    on a gradient that is not linear sees this scaled sum, not the mean.
 
-    A parameter that got no gradient on any rank in a step is not changed, as in a loop on one device, and reported once. Each
-    rank has its own buffers: a copy of the main rank's is evaluated and saved.
+    A parameter that got no gradient on any rank in a step is not changed, as in a loop on one device, and is reported once.
+    Each rank has its own buffers; evaluation and saves use a copy of the main rank's.
     """
 
     promise: Promise
@@ -79,7 +79,7 @@ class AllReduce:
         self._told_unused = False
         self._own_buffers: dict[str, torch.Tensor] | None = None
         self._inside = False
-        """Whether `step` is running: then the optimizer's step is not a call of the user."""
+        """Whether `step` is running: then it is not the user who calls the optimizer."""
         self._called = False
         """Whether `backward` was called since the last step."""
         self._waited_s = 0.0
@@ -148,7 +148,7 @@ class AllReduce:
         return wanted and self._together and is_possible()
 
     def check_length(self, steps: int) -> None:
-        """Any length is fine."""
+        """Nothing to check: any number of steps is fine."""
 
     def describe(self) -> str:
         summed = f", times {self._factor}, the number of ranks" if self._factor > 1 else ""
@@ -170,8 +170,9 @@ class AllReduce:
             self._agree(StepError)
 
     def _follow(self, told: bool) -> None:
-        """Announce the change with a message of the old set of parameters. A rank without a change takes it for a step's
-        message, and so takes part. Then all compare what they train, and use the new set. `told`: the values may be sent."""
+        """Announce the change with a message that has the layout of the old parameters. A rank without a change takes part in
+        it, because it looks like the message of a step. Then all ranks compare what they train, and use the new parameters.
+        `told`: whether the values of new parameters may be sent."""
         old = self._reduction
         gradients, count = old.take_home()
         home = {id(p): g for p, g in zip(old.parameters, gradients, strict=True)}
@@ -195,7 +196,7 @@ class AllReduce:
         self._reduction.put(found, count)
 
     def _agree(self, kind: type[RankwiseError], changed: bool = False) -> None:
-        """Collective. All ranks train the same, or all raise an error of this kind."""
+        """Collective. If the ranks do not train the same parameters, all raise an error of this kind."""
         told = comm.all_gather_object((changed, self._trained.traits()))
         apart = first_apart([traits for _, traits in told])
         if apart is not None:
@@ -218,7 +219,7 @@ class AllReduce:
         self._reduction.expect(count, last)
         try:
             loss_sum.backward(seed)  # type: ignore[no-untyped-call]  # a seed costs no node in the graph, a division would
-        except BaseException:  # out of memory, for example: a script that continues drops this count, too
+        except BaseException:  # out of memory, for example: if the script continues, this count must not remain
             self._reduction.expect(-count, last=False)
             raise
 
@@ -232,7 +233,7 @@ class AllReduce:
         return torch.full((), scale / self._nominal, dtype=loss_sum.dtype, device=loss_sum.device)
 
     def step(self) -> StepResult:
-        """Collective: the gradient's reduction (one message, or DDP's buckets), which also carries everything else.
+        """Collective. Reduce the gradient (one message, or DDP's buckets); the same message carries the count and all flags.
 
         The step is skipped on all ranks if the gradient is not finite, or the count is 0.
         """
@@ -250,7 +251,7 @@ class AllReduce:
             self._follow(told=False)
         tail = self._reduction.reduce()
         shared, sums = self._judge(self._reduction.gradients(), tail.read)
-        if sums.changed:  # on other ranks: they compare what is trained
+        if sums.changed:  # on other ranks: all compare what they train
             self._agree(StepError)
         stepped = shared.finite and shared.total > 0
         if stepped:
@@ -261,12 +262,13 @@ class AllReduce:
         return StepResult(Mine(shared.total, shared.grad_norm, stepped), shared)
 
     def _judge(self, gradients: list[torch.Tensor], read: Any) -> tuple[Shared, Sums]:
-        """Make the gradients those of the mean loss, clipped. All ranks see the same sums, so all make the same decision."""
+        """Make the gradients those of the mean loss, and clip them. All ranks see the same sums, so all make the same
+        decision."""
         norm_there = _norm(gradients, torch.float32)
-        sums: Sums = read()  # waits for the device, once a step
+        sums: Sums = read()  # waits for the device, once per step
         norm = norm_there.item()
         if not 1 / _LARGE < norm < _LARGE:
-            norm = _norm(gradients, torch.float64).item()  # squares that a float32 cannot hold
+            norm = _norm(gradients, torch.float64).item()  # float32 cannot hold the squares
         finite = math.isfinite(norm) and math.isfinite(sums.total)
         loss_scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
         factor = self._factor * self._nominal / (loss_scale * sums.total) if sums.total > 0 else 0.0
@@ -276,7 +278,7 @@ class AllReduce:
             self._seed = None
         norm *= factor
         if norm > self._clip_norm:
-            factor *= self._clip_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
+            factor *= self._clip_norm / (norm + 1e-6)  # like torch's clip_grad_norm_
         if gradients and finite and factor != 1.0:
             private_names.scale(gradients, factor)
         return Shared(sums.total, norm, finite, int(not finite)), sums
@@ -324,7 +326,7 @@ class AllReduce:
                 buffer.copy_(value)
 
     def finish(self) -> None:
-        """Collective. All ranks get the main rank's buffers; the user may call the optimizer again."""
+        """Collective. All ranks get the buffers of the main rank; the user may call the optimizer again."""
         comm.broadcast(list(self._trained.model.buffers()))
         self._on_step.remove()
 
@@ -336,7 +338,7 @@ class AllReduce:
         return {"trained": self._trained.state_dict(), **scale, **rights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "trained" in state:  # not in older checkpoints
+        if "trained" in state:  # older checkpoints do not have it
             self._trained.load_state_dict(state["trained"])
         if self._loss_scale is not None and "loss_scale" in state:
             self._loss_scale.load_state_dict(state["loss_scale"])
@@ -363,17 +365,17 @@ class AllReduce:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Zeros of different signs differ, and two NaNs may be the same."""
+    """Compares bits: zeros of different signs differ, and two NaNs may be equal."""
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
 def _norm(gradients: list[torch.Tensor], at_least: torch.dtype) -> torch.Tensor:
-    """The norm of all gradients together; nothing waits for it here."""
+    """The norm of all gradients together, as a tensor: this does not wait for the device."""
     if not gradients:
         return torch.zeros((), dtype=at_least)
     if len(gradients) == 1:
         [whole] = gradients
-        is_exact = whole.dtype == at_least  # the common case: to name the type takes longer
+        is_exact = whole.dtype == at_least  # the common case: to pass the dtype takes longer
         norm: torch.Tensor = torch.linalg.vector_norm(
             whole, dtype=None if is_exact else torch.promote_types(whole.dtype, at_least)
         )

@@ -1,4 +1,4 @@
-"""A weighted average of tensors over ranks, in one message per dtype and device; and the numbers that ranks exchange before it.
+"""A weighted average of tensors over ranks, in one message per dtype and device, and the numbers that ranks exchange before it.
 
 rows = tell([weight, 1.0])                              # every rank's numbers, on every rank
 average([p.data for p in parameters], weight / sum(row[0] for row in rows))
@@ -13,11 +13,11 @@ import torch
 from rankwise.dist import comm
 
 _CARRIERS = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-"""The dtype in which a tensor is sent, if its own has too few digits for a sum."""
+"""The dtype in which a tensor is sent, if its own dtype has too few digits for a sum."""
 
 
 def tell(numbers: Sequence[float]) -> list[list[float]]:
-    """Collective. Each rank's numbers, by rank, as float64; as many on all ranks."""
+    """Collective. Returns the numbers of every rank, in the order of ranks, as float64. All ranks give equally many."""
     table = torch.zeros(comm.world_size(), len(numbers), dtype=torch.float64)
     table[comm.rank()] = torch.tensor(numbers, dtype=torch.float64)
     if not comm.is_alone():
@@ -26,15 +26,15 @@ def tell(numbers: Sequence[float]) -> list[list[float]]:
 
 
 def payload_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """What one average of these hands to the all-reduce, on each rank."""
+    """The bytes that each rank passes to the all-reduce for one average of these tensors."""
     return sum(t.numel() * torch.empty(0, dtype=_CARRIERS.get(t.dtype, t.dtype)).element_size() for t in tensors)
 
 
 @torch.no_grad()
 def average(tensors: Sequence[torch.Tensor], share: float) -> float:
-    """Collective. Each tensor becomes the sum over ranks of `share` times theirs; shares add up to 1. A share of 0 adds
-    nothing, whatever this rank's values are. Floating tensors of any shape and stride, alike on all ranks. Returns how far this
-    rank's were from the average: the square of the distance, over all tensors."""
+    """Collective. Each tensor becomes the sum over ranks of (the rank's `share` times its tensor); the shares add up to 1. A
+    share of 0 adds nothing, whatever this rank's values are. Floating tensors of any shape and stride, the same on all ranks.
+    Returns the square of the distance between this rank's tensors and the average, over all tensors."""
     if comm.is_alone() and share == 1.0:
         return 0.0
     apart = 0.0
@@ -49,14 +49,14 @@ def average(tensors: Sequence[torch.Tensor], share: float) -> float:
 
 
 def assign(tensor: torch.Tensor, value: torch.Tensor) -> float:
-    """Write `value` into `tensor`; returns the square of the distance that it moves."""
+    """Write `value` into `tensor`. Returns the square of the distance between the old value and the new."""
     norm = torch.linalg.vector_norm(tensor.detach() - value, dtype=torch.float64)
     tensor.copy_(value)
     return float(norm) ** 2
 
 
 def _kinds(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Those that travel together: of one dtype and device."""
+    """Groups of tensors that are sent in one message: the same dtype and device."""
     found: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -64,6 +64,6 @@ def _kinds(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _pack(kind: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A copy of all, end to end."""
+    """A copy of all tensors, one after the other."""
     carrier = _CARRIERS.get(kind[0].dtype, kind[0].dtype)
     return torch.cat([tensor.detach().reshape(-1).to(carrier) for tensor in kind])

@@ -1,6 +1,6 @@
 """Codecs that make a message smaller: 16 bits, 8 bits or few columns per matrix. What a message loses is added to the next one.
 
-codec = codec_of("int8", flat);   codec.sum_(flat)        # collective: the sum of all ranks' `flat`, as far as it is sent
+    codec = codec_of("int8", flat);   codec.sum_(flat)        # collective: the sum over all ranks, without what is lost
 
 Error feedback: Karimireddy et al. 2019, arXiv:1901.09847. PowerSGD: Vogels et al. 2019, arXiv:1905.13727.
 """
@@ -19,7 +19,7 @@ from rankwise.host.arguments import Argument, one_of
 
 _BLOCK = 2048  # elements that share one scale
 _SCALE_BYTES = 4
-_PIECE = 128 * _BLOCK  # of a message, in elements
+_PIECE = 128 * _BLOCK  # elements of a message that are sent at once
 _NEAR = 0.9 * 65504
 
 
@@ -33,8 +33,8 @@ CODEC_OF_MATRICES = CODEC.or_(Argument(_is_powersgd, "'powersgd:RANK' (powersgd:
 
 
 def codec_of(name: str, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> Codec:
-    """By its name, for messages like `flat`, in which tensors of these shapes lie end to end. Raises ConfigError if the
-    message would not be smaller."""
+    """The codec of this name, for messages like `flat`, which holds tensors of these shapes one after the other. Raises
+    ConfigError if the message would not be smaller."""
     if name.startswith("powersgd"):
         return PowerSGD(flat, int(name.partition(":")[2]), shapes)
     if name == "int8":
@@ -54,13 +54,14 @@ class Codec:
 
     @property
     def held_bytes(self) -> int:
-        """Its memory between two messages."""
+        """The memory that the codec uses between two messages."""
         return sum(tensor.nbytes for tensor in (self.error, self._work, *self.rights.values()))
 
     def sum_(self, flat: torch.Tensor, remember: bool = True) -> torch.Tensor:
-        """Collective. `flat` becomes the sum over ranks of `flat` plus `error`, as far as it was sent; the rest is the error
-        from now on. Without `remember`, or if what was sent is not finite, nothing of this is kept. Returns `flat`."""
-        # A buffer that is kept: the pages of a new one cost more than the copy into it.
+        """Collective. Send `flat` plus `error`: `flat` becomes the sum over ranks of what was sent, and `error` what this
+        message has lost. Without `remember`, or if what was sent is not finite, `error` and `rights` do not change. Returns
+        `flat`."""
+        # A buffer that is kept: to allocate the pages of a new one costs more than the copy into it.
         wanted = torch.add(flat, self.error, out=self._work)
         total = flat if flat.dtype == wanted.dtype else torch.empty_like(wanted)
         rights = self._sum(wanted, total)
@@ -68,23 +69,23 @@ class Codec:
             flat.copy_(total)
         if remember and bool(torch.isfinite(wanted.sum())):
             self.error.copy_(wanted)
-        if remember and all(bool(torch.isfinite(right).all()) for right in rights):  # the same on all ranks
+        if remember and all(bool(torch.isfinite(right).all()) for right in rights):  # all ranks decide the same
             for mine, right in zip(self.rights.values(), rights, strict=True):
                 mine.copy_(right)
         return flat
 
     def _sum(self, wanted: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
-        """Collective. `total` becomes the sum of what was sent of `wanted`, and `wanted` what this rank's message has lost.
-        Returns the new `rights`."""
+        """Collective. `total` becomes the sum over ranks of what was sent of `wanted`, and `wanted` what this rank's message
+        has lost. Returns the new `rights`."""
         raise NotImplementedError
 
     def sent_bytes(self, flat: torch.Tensor) -> int:
-        """The bytes that this rank sends in one message."""
+        """The bytes of one message that this rank sends."""
         raise NotImplementedError
 
 
 class Half(Codec):
-    """Each element in 16 bits; ranks add up in 16 bits too."""
+    """Each element in 16 bits. The ranks also add in 16 bits."""
 
     def __init__(self, flat: torch.Tensor, dtype: torch.dtype) -> None:
         super().__init__(flat)
@@ -107,8 +108,8 @@ class Half(Codec):
 
 
 class Int8(Codec):
-    """Each element in 8 bits, a multiple of its block's scale. Every rank gets every other's message, so sums are exact.
-    For few ranks."""
+    """Each element in 8 bits, as a multiple of the scale of its block. Every rank gets the messages of all ranks, so adding
+    them loses nothing; for few ranks."""
 
     def _sum(self, wanted: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
         # One piece is sent while the next is encoded; gloo sends a large message in one direction at a time.
@@ -123,7 +124,7 @@ class Int8(Codec):
 
 
 def _encoded(piece: torch.Tensor) -> torch.Tensor:
-    """Codes of all elements, and then the scales of their blocks, as bytes. The piece becomes what is lost of it."""
+    """The codes of all elements and then the scales of their blocks, as bytes. `piece` becomes what the message has lost."""
     blocks = torch.nn.functional.pad(piece.float(), (0, -len(piece) % _BLOCK)).view(-1, _BLOCK)
     scales = blocks.abs().amax(1, keepdim=True).div_(127)
     codes = blocks.div(scales.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
@@ -139,7 +140,7 @@ def _decoded(message: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _gather(message: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
-    """Collective. Starts to gather; the returned function waits, and returns each rank's message."""
+    """Collective. Start to gather; the returned function waits, and returns the message of each rank."""
     if comm.is_alone():
         return lambda: [message]
     told = [torch.empty_like(message) for _ in range(comm.world_size())]
@@ -153,8 +154,8 @@ def _gather(message: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
 
 
 class PowerSGD(Codec):
-    """For each matrix that becomes smaller, the best `columns` directions, found by one power iteration per step that continues
-    the last one; everything else is sent as it is."""
+    """For each matrix that becomes smaller, the best `columns` directions. Each step does one power iteration, which continues
+    that of the last step. Everything else is sent as it is."""
 
     def __init__(self, flat: torch.Tensor, columns: int, shapes: Sequence[torch.Size]) -> None:
         super().__init__(flat)
@@ -193,7 +194,7 @@ class PowerSGD(Codec):
 
 
 def _summed(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Collective. One message."""
+    """Collective. The sum of each tensor over ranks, in one message."""
     message = torch.cat([tensor.reshape(-1) for tensor in tensors])
     if not comm.is_alone():
         dist.all_reduce(message, group=comm.group_for(message.device))
@@ -202,5 +203,5 @@ def _summed(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """Its columns made orthonormal; values that are not finite stay so, so that the step is skipped."""
+    """The matrix with orthonormal columns. Values that are not finite remain so, so that the step is skipped."""
     return torch.linalg.qr(matrix)[0] if bool(torch.isfinite(matrix).all()) else matrix * torch.nan

@@ -1,4 +1,4 @@
-"""Gradients in smaller messages: flat.py's one message, sent by a codec; its tail is exact, in a separate message.
+"""Gradients in smaller messages: the one message of flat.py, sent by a codec, and its tail in a separate, exact message.
 
 reduction = CompressedReduction(parameters, "int8");   reduction.memory
 """
@@ -17,29 +17,29 @@ from rankwise.sync.flat import FlatReduction
 
 
 class Memory(NamedTuple):
-    """What compressed messages keep from step to step, by parameter (its id); views of the codecs' own."""
+    """What compressed messages keep from step to step, by the id of the parameter; views of the codecs' tensors."""
 
     errors: dict[int, torch.Tensor]
     """What this rank's messages have lost so far, flat."""
 
     rights: dict[int, torch.Tensor]
-    """Where PowerSGD's iterations continue; equal on all ranks."""
+    """Where the iterations of PowerSGD continue; equal on all ranks."""
 
     def put(self, other: Memory) -> None:
-        """Continue with the other's; entries without a parameter here are ignored."""
+        """Continue with the values of `other`. Entries for parameters that are not trained here are ignored."""
         for mine, theirs in ((self.errors, other.errors), (self.rights, other.rights)):
             for key in mine.keys() & theirs.keys():
                 if mine[key].shape == theirs[key].shape:
                     mine[key].copy_(theirs[key])
 
     def scale(self, factor: float) -> None:
-        """Gradients have another scale from now on."""
+        """From now on gradients have another scale."""
         for error in self.errors.values():
             error.mul_(factor)
 
 
 class CompressedReduction(FlatReduction):
-    """A Reduction of several ranks. `compress`: codecs.py's names."""
+    """A Reduction of several ranks. `compress`: a name from codecs.py."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], compress: str) -> None:
         super().__init__(parameters, together=True, apart=True)
@@ -53,7 +53,7 @@ class CompressedReduction(FlatReduction):
 
     def _exchange(self, changed: bool) -> None:
         for buffer, codec in zip(self._buffers, self._codecs, strict=True):
-            # An announcement has no gradient; what was lost is added to the next message that has one.
+            # The message of a change has no gradient; what was lost is added to the next message that has one.
             codec.sum_(buffer.flat, remember=not changed)
 
     def _gradient_bytes(self) -> int:

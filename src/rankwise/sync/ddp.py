@@ -1,9 +1,9 @@
-"""Gradients by torch's DistributedDataParallel, in buckets while the backward pass goes on: for large models on GPUs.
+"""Gradients by torch's DistributedDataParallel, in buckets, during the backward pass: for large models on GPUs.
 
-DDP's reducer is used, not its forward: the model stays the one it was (no `module.` prefix, its own methods), and a rank
-without a sample, or with a parameter that got no gradient, joins in with zeros instead of an error. Its buckets are fixed at
-once, not by the first step: otherwise a resumed run would add in another order than one that never stopped (seen on 3 ranks
-and more), and the reducer would collect that order for ever.
+rankwise uses DDP's reducer, but not its forward: the model itself does not change (no `module.` prefix, its own methods), and a
+rank without a sample, or with a parameter that got no gradient, takes part with zeros instead of an error. The buckets are
+fixed at the start, not by the first step: otherwise a resumed run would add in another order than one that never stopped (seen
+on 3 ranks and more), and the reducer would collect that order forever.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rankwise.host.text import size
 from rankwise.sync.reduction import Count, RidingTail, SeparateGradients
 
 BUCKET_BYTES = 25 * 2**20
-"""DDP's default size of a bucket."""
+"""The size of a bucket, DDP's default."""
 
 _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False}
@@ -38,26 +38,27 @@ class DdpReduction(SeparateGradients):
     """A Reduction that overlaps with the backward pass of the last micro-batch."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        # The reducer uses its buckets in the given order, and a backward pass has the last layers' gradients first.
+        # The reducer fills its buckets in the given order, and a backward pass computes the gradients of the last layers first.
         self.parameters = list(reversed(parameters))
         ddp = DistributedDataParallel(
             nn.ParameterList(self.parameters), init_sync=False, gradient_as_bucket_view=True, **_NO_BUFFERS
         )
-        ddp.register_comm_hook(None, lambda _, bucket: self._on_bucket(bucket))  # DDP would refuse annotations as text
+        ddp.register_comm_hook(None, lambda _, bucket: self._on_bucket(bucket))  # a lambda: DDP refuses text as annotations
         self._reducer = ddp.reducer
         private_names.settle_buckets(self._reducer)
-        self._ddp = ddp  # kept as long as the reducer
+        self._ddp = ddp  # must live as long as the reducer
         self._before: list[torch.Tensor | None] | None = None
-        """The gradients when the last backward pass began: those that it replaced went to the reducer. None: not begun."""
+        """The gradients at the start of the last backward pass; if one was replaced since, the reducer has it. None: not
+        started."""
         self._touched: list[bool] | None = None
         self._changed = False
         self._reduced = False
         self._count: Count = 0.0
         self._message: torch.Tensor | None = None
-        """The last bucket and the tail behind it, in one."""
+        """The last bucket and the tail after it, in one message."""
         self._tail: RidingTail | None = None
         self._apart: torch.Tensor | None = None
-        """The tail in a message of its own, when the last bucket is not exact enough to carry a count (bf16, fp16)."""
+        """The tail, if it needs a separate message: the last bucket (bf16, fp16) is not exact enough to carry a count."""
         self.wait_s = 0.0
         self.sent_bytes = 0
         self._gradient_bytes = sum(p.nbytes for p in self.parameters)
@@ -87,7 +88,7 @@ class DdpReduction(SeparateGradients):
         self._changed = changed
         if not self._reduced:
             self._touched = [p.grad is not None for p in self.parameters]
-            if self._before is None:  # no sample here, or a loop that did not mark its last micro-batch
+            if self._before is None:  # no sample on this rank, or a loop that did not mark its last micro-batch
                 self._expect_all()
             assert self._before is not None
             _add_nothing([p for p, before in zip(self.parameters, self._before, strict=True) if p.grad is before])
@@ -105,7 +106,7 @@ class DdpReduction(SeparateGradients):
         return self._tail
 
     def _on_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        """The reducer has all of this rank's gradients of a bucket; the last bucket comes last."""
+        """Called when the reducer has all gradients of a bucket on this rank; the last bucket comes last."""
         buffer = bucket.buffer()
         if not bucket.is_last():
             return _summed(buffer, buffer)
@@ -135,7 +136,7 @@ class DdpReduction(SeparateGradients):
 
 
 def _summed(message: torch.Tensor, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Begin to sum `message` over ranks; the future holds `result`, a part of it, when that is done."""
+    """Start to sum `message` over ranks. After that the future holds `result`, which is a part of `message`."""
     work = dist.all_reduce(message, async_op=True)
     assert work is not None
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda _: result)
@@ -143,7 +144,7 @@ def _summed(message: torch.Tensor, result: torch.Tensor) -> torch.futures.Future
 
 
 def _add_nothing(parameters: Sequence[nn.Parameter]) -> None:
-    """A backward pass that gives each parameter a gradient of zero, frozen ones too, as the reducer waits for one."""
+    """A backward pass that gives each parameter a gradient of zero, also frozen ones, because the reducer waits for each."""
     frozen = [p for p in parameters if not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)

@@ -35,14 +35,15 @@ less delay (benchmarks/loss_at_equal_samples: 0.015 nats less)."""
 
 
 class DiLoCo(LocalSGD):
-    """Every `every` steps: d = (what all began with) - (the average of the replicas), b = momentum b + d, and all replicas
-    become what they began with, minus lr (d + momentum b). Each rank keeps its own state of the inner optimizer.
+    """Every `every` steps: d = (the parameters after the last outer step) - (the average of the replicas), b = momentum b + d,
+    and all replicas become the parameters after the last outer step, minus lr (d + momentum b). Each rank keeps its own state
+    of the inner optimizer.
 
     The outer step is SGD with Nesterov's momentum. Without `lr` and `momentum` they are 0.7 and 0.9, or 1.0 and 0.3 if
-    `check_length` got fewer than 100 outer steps. If one of them is given, the other is lr 0.7, or momentum 0.9 (0.5 for few
-    steps). A resumed run keeps those with which it began. lr=1 and momentum=0 is LocalSGD. A parameter that is new in this
-    period, and buffers, are averaged. The outer state takes the memory of the trained parameters twice, and two more times with
-    `compress`: bf16, fp16 or int8 (codecs.py) for d; what that loses is added to the next message.
+    `check_length` got fewer than 100 outer steps. If only one is given, the other is lr 0.7, or momentum 0.9 (0.5 for few
+    steps). A resumed run keeps the values with which it began. lr=1 and momentum=0 is LocalSGD. Buffers, and parameters
+    that are new in this period, are averaged. The outer state takes twice the memory of the trained parameters, and four times with
+    `compress`: bf16, fp16 or int8 (codecs.py) for d; what one message loses is added to the next.
     """
 
     _usual = 32
@@ -63,7 +64,7 @@ class DiLoCo(LocalSGD):
         self._is_short = False
         self._outer_lr, self._outer_momentum = self._chosen()
         self._codec: Codec | None = None
-        self._error: torch.Tensor | None = None  # loaded, until there is a codec
+        self._error: torch.Tensor | None = None  # from a checkpoint, until there is a codec
         self._anchors: dict[str, torch.Tensor] = {}
         self._velocities: dict[str, torch.Tensor] = {}
 
@@ -93,7 +94,7 @@ class DiLoCo(LocalSGD):
 
     def follow(self) -> None:
         super().follow()
-        for name, parameter in self._trained_now().items():  # new parameters have rank 0's values
+        for name, parameter in self._trained_now().items():  # new parameters have the values of rank 0
             if not self._holds_anchor(name, parameter):
                 self._anchors[name] = parameter.detach().clone()
                 self._velocities.pop(name, None)

@@ -1,4 +1,4 @@
-"""Whether the ranks are still equal, if their strategy promises it: digests, compared now and then.
+"""Whether the ranks are still equal, if their strategy promises it: rankwise compares digests from time to time.
 
 check = CheckReplicas("warn");  check.attach(trainer);  check(state)       # an action: at most 1 % of the time
 """
@@ -21,12 +21,12 @@ from rankwise.training.digest import digest
 from rankwise.training.optimizer import named_parameters, named_state
 from rankwise.training.state import TrainState
 
-_SHARE = 0.01  # of the time
-_FEWEST = 50  # steps between two checks
+_SHARE = 0.01  # of the time of training
+_FEWEST = 50  # steps between two checks, at least
 
 
 class CheckReplicas:
-    """An action: whether all ranks still hold the same parameters, buffers, optimizer's state and learning rates, as far as
+    """An action: check whether all ranks still hold the same parameters, buffers, optimizer state and learning rates, as far as
     `sync.held` promises it. `on_divergence`: a warning, once, or an error. The Trainer has one that warns; one in its `actions`
     replaces it."""
 
@@ -61,7 +61,7 @@ class CheckReplicas:
 
     def _check(self, state: TrainState, began: float) -> None:
         """Collective. Warn, or raise StepError on all ranks: the first difference, its size, the rank, and since when. `began`:
-        when what this check takes began."""
+        when this check started."""
         if self._found or comm.is_alone():
             self._next = self._earliest = math.inf
             return
@@ -71,13 +71,14 @@ class CheckReplicas:
         }
         whole = xxhash.xxh3_128_hexdigest(repr(mine).encode())
         ready = time.perf_counter()
-        # What the exchange takes is known after it; the fastest so far has waited least for other ranks.
+        # The time of this exchange is known only after it. The fastest exchange so far is used: it has waited least for other
+        # ranks.
         cost_s = ready - began + (self._exchange_s if math.isfinite(self._exchange_s) else 0.0)
         step_s = (began - self._since) / max(state.step - self._looked, 1)
         steps = math.ceil(cost_s / (_SHARE * step_s)) if step_s > 0 else _FEWEST
         told = comm.all_gather_object((whole, steps))
         self._exchange_s = min(self._exchange_s, time.perf_counter() - ready)
-        self._looked, self._earliest = state.step, state.step + told[0][1]  # the main rank's clock, for all
+        self._looked, self._earliest = state.step, state.step + told[0][1]  # all ranks use the clock of the main rank
         self._next = max(self._earliest, state.step + _FEWEST)
         self._since = time.perf_counter()
         if len({whole for whole, _ in told}) == 1:
@@ -100,7 +101,7 @@ class CheckReplicas:
         log.warn(text)
 
     def _distance(self, state: TrainState, name: str) -> float:
-        """Collective. The distance between this rank's value and the main rank's; infinite if shapes differ."""
+        """Collective. The largest difference between this rank's value and the main rank's; infinite if the shapes differ."""
         value = self._promised(state).get(name)
         kind = comm.broadcast_object(_kind(value))
         if any(each != kind for each in comm.all_gather_object(_kind(value))):

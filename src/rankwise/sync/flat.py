@@ -1,8 +1,8 @@
-"""Gradients end to end in one buffer, and one all-reduce when all are there: for CPUs and for small models.
+"""All gradients in one buffer, and one all-reduce when all are computed: for CPUs and for small models.
 
-Gradients are views of the buffer (one per dtype and device), laid out in memory as their parameters are: a fused kernel goes
-through both side by side. The order is the same in every step and after every resume, and so is the order of additions. A rank
-without a sample needs no forward pass: its buffer is zero.
+Gradients are views of the buffer (one buffer per dtype and device), with the layout in memory of their parameters, so that a
+fused kernel reads both side by side. The order is the same in every step and after every resume, and so is the order of
+additions. A rank without a sample needs no forward pass: its buffer is zero.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _grad = attrgetter("grad")
 
 
 class FlatReduction:
-    """A Reduction without overlap: nothing moves before `reduce`. `together`: with the other ranks. `apart`: the tail has a
-    message of its own."""
+    """A Reduction without overlap: nothing is sent before `reduce`. `together`: with the other ranks. `apart`: the tail has a
+    separate message."""
 
     begun = False
 
@@ -34,7 +34,7 @@ class FlatReduction:
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        # The most precise first: it carries the tail.
+        # The most precise dtype first: its buffer carries the tail.
         order = sorted(kinds.items(), key=lambda item: -torch.finfo(item[0][0]).bits)
         self.parameters = [p for _, group in order for p in group]
         self._together = together
@@ -42,7 +42,7 @@ class FlatReduction:
         exact = not together or (torch.finfo(order[0][0][0]).bits >= 32 and not apart)
         self._buffers = [_Buffer(group, tail if exact and i == 0 else 0) for i, (_, group) in enumerate(order)]
         first = self._buffers[0].flat
-        # A message of its own when no gradient is exact enough to carry a count (a bf16 or fp16 model).
+        # A separate message if no gradient is exact enough to carry a count (a bf16 or fp16 model).
         self._apart = None if exact else torch.zeros(tail, dtype=torch.float32, device=first.device)
         self._tail: Tail = LocalTail()
         if together:
@@ -90,14 +90,14 @@ class FlatReduction:
 
     @functools.cached_property
     def _message_bytes(self) -> int:
-        """Of the messages of one step."""
+        """The bytes of the messages of one step."""
         return self._gradient_bytes() + (self._apart.nbytes if self._apart is not None else 0)
 
     def _gradient_bytes(self) -> int:
         return sum(buffer.flat.nbytes for buffer in self._buffers)
 
     def _exchange(self, changed: bool) -> None:
-        """Collective. Sum what the buffers hold."""
+        """Collective. Sum the buffers over ranks."""
         for buffer in self._buffers:
             dist.all_reduce(buffer.flat, group=comm.group_for(buffer.flat.device))
 
@@ -115,7 +115,7 @@ class FlatReduction:
 
 
 class _Buffer:
-    """The gradients of parameters of one dtype and device, end to end, and a tail."""
+    """The gradients of all parameters of one dtype and device, one after the other, and a tail."""
 
     def __init__(self, parameters: list[nn.Parameter], tail: int) -> None:
         self.parameters = parameters
@@ -128,8 +128,8 @@ class _Buffer:
         self.clear()
 
     def collect(self) -> list[bool]:
-        """Copy gradients that are elsewhere into the buffer (`optimizer.zero_grad()` unties them); returns which parameters
-        have one."""
+        """Copy gradients that are not in the buffer into it (after `optimizer.zero_grad()` they are elsewhere). Returns which
+        parameters have a gradient."""
         touched = list(map(ne, self._versions_now(), self._versions))
         if self._holds_all():
             return touched
@@ -144,7 +144,7 @@ class _Buffer:
         return touched
 
     def has_gradients(self) -> bool:
-        """The versions alone do not show it: `optimizer.zero_grad(set_to_none=False)` writes into the views."""
+        """Does not use the versions alone: `optimizer.zero_grad(set_to_none=False)` writes into the views, too."""
         if self._holds_all():
             return bool(self.gradient.any())
         return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
@@ -154,13 +154,13 @@ class _Buffer:
         if self._version_of is None:
             for parameter in self.parameters:
                 parameter.grad = None
-        elif not self._holds_all():  # to set them takes longer than to look
+        elif not self._holds_all():  # to compare is faster than to set them
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 parameter.grad = view
         self._versions = self._versions_now()
 
     def _holds_all(self) -> bool:
-        """Whether each gradient is its view."""
+        """Whether each gradient is its view of the buffer."""
         return all(map(is_, map(_grad, self.parameters), self.views))
 
     def _versions_now(self) -> list[int]:
@@ -168,7 +168,7 @@ class _Buffer:
 
 
 def _view(piece: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """Of the parameter's shape, and with its strides if autograd would use them for its gradient."""
-    # Not a plain view: `.data` gives each a version counter of its own, which tells whether autograd has added to it.
+    """A view with the parameter's shape, and with its strides if autograd would use them for its gradient."""
+    # Not a plain view: through `.data`, each has a separate version counter, which shows whether autograd has added to it.
     data = piece.data
     return data.as_strided(parameter.shape, parameter.stride()) if is_dense(parameter) else data.view_as(parameter)

@@ -1,6 +1,6 @@
-"""The gradients of a rank that sends none, where autograd makes them: for ranks that step alone, and large tensors.
+"""The gradients of a rank that sends none, left where autograd creates them: for ranks that step alone, and large tensors.
 
-The first backward pass of a step sets the gradients, as in a plain loop: nothing is added to zeros and nothing is cleared.
+The first backward pass of a step sets the gradients, as in a plain loop, so nothing is added to zeros and nothing is cleared.
 Many small tensors are faster in one buffer (flat.py): each separate gradient costs about 2 us per step.
 """
 
@@ -15,14 +15,14 @@ from torch import nn
 from rankwise.sync.reduction import Count, LocalTail, SeparateGradients, Tail
 
 _SMALL_BYTES = 32 << 10
-"""From this mean size on, a tensor costs as much here as in one buffer (benchmarks/sync_calls)."""
+"""For tensors of at least this mean size, this is as fast as one buffer (benchmarks/sync_calls)."""
 
 _grad = attrgetter("grad")
 _is_sparse = attrgetter("is_sparse")
 
 
 def pays(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether these are large enough, on average."""
+    """Whether the parameters are large enough, on average."""
     return sum(p.numel() * p.element_size() for p in parameters) >= _SMALL_BYTES * len(parameters)
 
 
@@ -56,7 +56,7 @@ class InPlaceReduction(SeparateGradients):
 
     def gradients(self) -> list[torch.Tensor]:
         found = super().gradients()
-        if any(map(_is_sparse, found)):  # dense, as if ranks sum them: an optimizer may treat the two differently
+        if any(map(_is_sparse, found)):  # dense, as when ranks sum them: an optimizer may treat sparse ones differently
             for parameter in self.parameters:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()

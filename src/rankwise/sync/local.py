@@ -1,4 +1,4 @@
-"""The steps of a rank alone: a part of strategies whose ranks step alone and average now and then.
+"""The steps of a single rank: a part of strategies whose ranks step alone and average from time to time.
 
 local = Local().attach(model, optimizer, clip_norm=1.0)      # collective: all begin with rank 0's values
 local.step().mine
@@ -15,14 +15,14 @@ from rankwise.training.digest import digests
 
 
 class Local(AllReduce):
-    """Own mean, own clip, own loss scale; a gradient that is not finite skips only this rank's step. Sends only in `attach` and
-    `follow`. `exact_first`: until `part` it is an AllReduce."""
+    """Each rank has its own mean gradient, clipping and loss scale, and skips its own step if its gradient is not finite. Sends
+    only in `attach` and `follow`. `exact_first`: behaves like AllReduce until `part` is called."""
 
     def __init__(self, exact_first: bool = False) -> None:
         super().__init__()
         self.is_exact = exact_first
         self.came: dict[str, str] = {}
-        """Digests of tensors that are new since this rank steps alone, by name: other ranks may have others."""
+        """Digests, by name, of tensors that are new since this rank steps alone: other ranks may have other values."""
 
     @property
     def _together(self) -> bool:
@@ -48,13 +48,13 @@ class Local(AllReduce):
 
     @property
     def sent_bytes(self) -> int:
-        """In its exact steps."""
+        """The bytes sent in the exact steps."""
         return self._sent_before + self._reduction.sent_bytes
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """All of the model and the optimizer, frozen ones too."""
+        """All parameters of the model and the optimizer, also frozen ones."""
         return self._trained.named()
 
     def trained_parameters(self) -> dict[str, torch.Tensor]:
-        """Those that require a gradient."""
+        """The parameters that require a gradient."""
         return {name: p for name, p in self._trained.named().items() if p.requires_grad}

@@ -31,22 +31,22 @@ from rankwise.sync.strategy import Held, Promise, Shared, StepResult, check_alik
 from rankwise.training.optimizer import named_state
 from rankwise.training.precision import LossScale
 
-_MEASURED = 3  # averages after one step each, before a period of seconds is known in steps
-_LONGEST = 1_000_000  # steps of a period
-_TOLD = 3  # warnings about skipped steps and replicas
+_MEASURED = 3  # before a period in seconds is known in steps, this many averages follow one step each
+_LONGEST = 1_000_000  # steps per period, at most
+_TOLD = 3  # warnings about skipped steps and replicas, at most
 
 
 class LocalSGD:
-    """Each rank steps with the mean gradient of its own samples and clips it itself; then replicas are averaged.
+    """Each rank steps with the mean gradient of its own samples, which it clips itself; then the replicas are averaged.
 
-    `every`: steps between two averages. `seconds`: the time between two averages instead; the first three follow one step each,
-    to measure. `start`: number of exact steps before (post-local SGD). `at_steps`: exactly after these steps, and at the end.
-    Replicas are weighted by the samples (counts) of their steps since the last average, so that uneven shares have the
-    right weight; floating buffers are averaged in the same way, others are rank 0's. `optimizer_state`: keep (each rank its
-    own), average, or reset to zero at each average.
+    `every`: steps between two averages. `seconds`: the time between two averages instead; the first three averages follow one
+    step each, to measure the steps. `start`: number of exact steps before (post-local SGD). `at_steps`: average exactly after
+    these steps, and at the end. The weight of a replica is the number of samples (the counts) of its steps since the last
+    average, so that uneven shares have the right weight. Floating buffers are averaged in the same way, others are copied from
+    rank 0. `optimizer_state`: keep (each rank its own), average, or reset to zero at each average.
 
     With one step between averages, plain SGD and no clipping this is AllReduce; with momentum only if all counts are equal,
-    since each rank's momentum is its own.
+    because each rank has its own momentum.
     """
 
     promise: Promise = "averaged"
@@ -74,7 +74,7 @@ class LocalSGD:
         self._optimizer_state = optimizer_state
         self._local = Local(exact_first=start > 0)
         self._done = 0
-        self._weight = 0.0  # the weight of this replica: its steps since the last average
+        self._weight = 0.0  # the weight of this replica: the counts of its steps since the last average
         self._skipped = 0
         self._averages = 0
         self._next = 0
@@ -83,9 +83,10 @@ class LocalSGD:
         self._waited_s = 0.0
         self._sent_bytes = 0
         self.averaged_at: list[int] = []
-        """The steps of the averages so far: `at_steps` for a training that must average as this one did by the clock."""
+        """The steps of the averages so far. Pass them as `at_steps` to a run that must average at the same steps as this
+        one."""
         self.drift = math.nan
-        """At the last average: the root of the weighted mean squared distance between replicas and their average."""
+        """At the last average: the root of the weighted mean squared distance between the replicas and their average."""
 
     _usual = 16
 
@@ -138,7 +139,7 @@ class LocalSGD:
         self._since = time.perf_counter()
 
     def _average_now(self) -> Shared:
-        """Collective. Replicas become their average, and the next period begins."""
+        """Collective. The replicas become their average, and the next period starts."""
         began = time.perf_counter()
         shared, share = self._survey((began - self._since) / max(self._done - self._began_period, 1))
         self._exchange(share)
@@ -152,8 +153,8 @@ class LocalSGD:
         return shared
 
     def _survey(self, step_s: float) -> tuple[Shared, float]:
-        """Collective. Exchange the results of this period: (the result, this rank's share of the average). Plans the next
-        average: all ranks compute the same."""
+        """Collective. Exchange the results of this period: (the result, this rank's share of the average). Also plans the next
+        average; all ranks compute the same."""
         finite = self._is_finite()
         rows = tell([self._weight if finite else 0.0, float(finite), float(self._skipped), step_s, self._layout()])
         if len({row[4] for row in rows}) > 1:
@@ -167,7 +168,7 @@ class LocalSGD:
         if not finite:
             self._forget_optimizer_state()
         total = sum(row[0] for row in rows)
-        weights = [row[0] if total > 0 else row[1] for row in rows]  # nobody has stepped: all that are finite are equal
+        weights = [row[0] if total > 0 else row[1] for row in rows]  # no rank has stepped: all finite replicas are equal
         shared = Shared(total, math.nan, total > 0 or not any(skipped), sum(skipped))
         return shared, weights[comm.rank()] / sum(weights)
 
@@ -184,15 +185,16 @@ class LocalSGD:
             self._forget_optimizer_state()
 
     def _average(self, tensors: Sequence[torch.Tensor], share: float) -> float:
-        """Collective. Each becomes the sum of the ranks' shares of it. Returns the square of how far this rank's were off."""
+        """Collective. Each tensor becomes the weighted average over ranks. Returns the square of this rank's distance from
+        it."""
         self._sent_bytes += 0 if comm.is_alone() else payload_bytes(tensors)
         return average(tensors, share)
 
     def _apply(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Called when these tensors hold the average; does nothing here."""
+        """Called when these tensors hold the average. Does nothing here; DiLoCo steps."""
 
     def _after(self, step: int, step_s: float = 0.0) -> int:
-        """The step of the next average after this step."""
+        """The step of the average that follows this step."""
         self._began_period = step
         if self._at_steps:
             return next((at for at in self._at_steps if at > step), -1)
@@ -224,7 +226,8 @@ class LocalSGD:
         return self._local.trained_parameters()
 
     def _averaged_tensors(self, module: nn.Module | None = None) -> list[torch.Tensor]:
-        """Of the model: what was trained in this period, a parameter that was frozen in it too, and floating buffers."""
+        """The tensors of the model to average: what was trained in this period, also what was frozen meanwhile, and floating
+        buffers."""
         if module is not None:
             return [t for t in module.state_dict().values() if t.is_floating_point()]
         moving = {**self._moving, **self._trained_now()}
@@ -239,7 +242,7 @@ class LocalSGD:
             value.zero_()
 
     def _layout(self) -> float:
-        """A number that is equal on ranks whose averages have the same tensors."""
+        """A number that is equal on two ranks if their averages have the same tensors."""
         return float(int(xxhash.xxh3_64_hexdigest(repr(self._traits()).encode())[:12], 16))
 
     def _traits(self) -> list[tuple[str, ...]]:
@@ -250,7 +253,7 @@ class LocalSGD:
         return [*traits, *self._local.came.items()]
 
     def _apart(self) -> str:
-        """Collective. The difference, in words."""
+        """Collective. What differs between the ranks, in words."""
         told = comm.all_gather_object(self._traits())
         rank = next(r for r, traits in enumerate(told) if traits != told[0])
         odd = sorted(set(told[0]) ^ set(told[rank])) or [("the order of the parameters",)]
@@ -284,7 +287,7 @@ class LocalSGD:
     def _kept(
         self, tensors: Sequence[torch.Tensor], counted: Sequence[torch.Tensor], own: Sequence[torch.Tensor]
     ) -> dict[str, Any]:
-        """This rank's own values, by the names of the model; the optimizer's state is not changed here."""
+        """This rank's own values, by the names in the model. Does not change the optimizer's state."""
         values = {id(t): value for t, value in zip((*tensors, *counted), own, strict=True)}
         named: dict[str, torch.Tensor] = {**self._local.named_parameters(), **dict(self._model.named_buffers())}
         return {name: values[id(t)] for name, t in named.items() if id(t) in values}
@@ -315,7 +318,7 @@ class LocalSGD:
         return f"{first}{local}, {whole} averaged {self._when()}"
 
     def figures(self) -> dict[str, float]:
-        """`drift`: of the last average."""
+        """`drift` at the last average, and what was sent."""
         drift = {"drift": self.drift} if math.isfinite(self.drift) else {}
         return {"sent_bytes": self._sent_bytes + self._local.sent_bytes, **drift}
 
@@ -371,5 +374,5 @@ class LocalSGD:
 
 
 def _counted_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """Those that are not averaged."""
+    """Buffers that are not averaged, because they count."""
     return [buffer for buffer in module.buffers() if not buffer.is_floating_point()]

@@ -29,7 +29,7 @@ _CODEC_OF_MATRICES = re.compile("bf16|fp16|int8|powersgd:[1-9][0-9]*")
 
 @dataclass(frozen=True)
 class _Form:
-    """A strategy, and how the words after its name are read; `settings` raises ValueError for wrong ones."""
+    """A strategy, and how to read the words after its name. `settings` raises ValueError for words that are wrong."""
 
     home: str
     settings: Callable[[list[str]], dict[str, Any]]
@@ -89,13 +89,14 @@ _KINDS = {
 _ALSO = {"allreduce": "all-reduce"}
 
 EXAMPLES = tuple(example for kind in _KINDS.values() for example in kind.examples)
-"""One name of each form."""
+"""Example names, one for each way to write them."""
 
 NAME = Argument(lambda value: isinstance(value, str), f"its name: {', '.join(EXAMPLES)}")
 
 
 def check(name: str, given_as: str = "sync=") -> tuple[str, dict[str, Any]]:
-    """(the strategy's module and class, its arguments). Raises ConfigError for an unknown name, after `given_as`."""
+    """(the module and class of the strategy, its arguments). Raises ConfigError for an unknown name; the message starts with
+    `given_as`."""
     word, *rest = name.split(":")
     word = _ALSO.get(word, word)
     if word not in _KINDS:
@@ -111,7 +112,7 @@ def check(name: str, given_as: str = "sync=") -> tuple[str, dict[str, Any]]:
 
 def named(name: str | None = None) -> SyncStrategy:
     """The strategy of this name: `all-reduce:bf16`, `local-sgd:16` (steps between two averages), `local-sgd:30s`,
-    `post-local-sgd:1000:16` (after 1000 exact steps), `diloco:32:int8`. None: the name typed as `rankwise run --sync NAME`, or
+    `post-local-sgd:1000:16` (after 1000 exact steps), `diloco:32:int8`. None: the name given as `rankwise run --sync NAME`, or
     all-reduce. Raises ConfigError for an unknown name."""
     home, settings = check(name if name is not None else typed() or "all-reduce")
     module, _, kind = home.rpartition(".")
@@ -120,7 +121,7 @@ def named(name: str | None = None) -> SyncStrategy:
 
 
 def chosen(given: SyncStrategy | str | None) -> SyncStrategy:
-    """The script's strategy or its name, otherwise the typed one."""
+    """The strategy that the script gives, or names; otherwise the one of the command line."""
     if given is not None and (name := typed()):
         from rankwise.dist import log
 
@@ -129,5 +130,5 @@ def chosen(given: SyncStrategy | str | None) -> SyncStrategy:
 
 
 def typed() -> str:
-    """The name typed as `rankwise run --sync NAME`; empty if none was typed."""
+    """The name given as `rankwise run --sync NAME`; empty if none was given."""
     return worlds.strategy_name(worlds.discover(os.environ, allow_independent=True))

@@ -1,4 +1,4 @@
-"""The protocol of a way to add gradients over ranks, and the tail of its message."""
+"""The protocol of the ways to add gradients over ranks, and the tail of the gradient message."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from torch import nn
 
 Count = float | torch.Tensor
 
-_BITS = 12  # of a limb: its sum over 4096 ranks is exact in float32
+_BITS = 12  # per limb: the sum of a limb over 4096 ranks is exact in float32
 _LIMBS = 5
 _UNITS = [2.0 ** (_BITS * k) for k in range(_LIMBS)]
 
 
 class Sums(NamedTuple):
-    """The numbers after the gradients, summed over ranks."""
+    """The numbers after the gradients in a message, summed over ranks."""
 
     total: float
-    """Of the counts."""
+    """The sum of the counts."""
 
     complete: float
-    """Ranks that have a gradient for each parameter."""
+    """The number of ranks that have a gradient for every parameter."""
 
     changed: float
-    """The number of ranks that now train another set of parameters: this message has the old set."""
+    """The number of ranks on which the set of trained parameters has changed; this message still has the old set."""
 
 
 class Tail(Protocol):
     """The count of a step, and which parameters got a gradient."""
 
     def write(self, count: Count, touched: Sequence[bool] | None, changed: bool) -> None:
-        """This rank's part. `touched`: which parameters got a gradient; None for all."""
+        """Write this rank's part. `touched`: which parameters got a gradient; None for all."""
 
     def read(self) -> Sums:
-        """Waits for the device."""
+        """The sums. Waits for the device."""
 
     def without_gradient(self) -> list[int]:
-        """Parameters that got a gradient on no rank. Waits for the device: ask only if no rank has all of them."""
+        """The parameters that got no gradient on any rank. Waits for the device: call this only if no rank has all
+        gradients."""
 
 
 class LocalTail:
-    """The Tail of a rank that is alone."""
+    """The Tail of a single rank."""
 
     def write(self, count: Count, touched: Sequence[bool] | None, changed: bool) -> None:
         self._count = count
@@ -60,12 +61,12 @@ class LocalTail:
 class RidingTail:
     """The end of a gradient message: `[ranks with a gradient for parameter 0, 1, ..., complete, changed, the count in parts]`.
 
-    So the count of a step needs no separate message, and a parameter that got no gradient on any rank is known. The count is
-    exact to 2^53 in a float32 too: its integer part is sent in limbs of 12 bits, each of which is summed exactly.
+    With it, the count of a step needs no separate message, and all ranks know which parameters got no gradient on any rank. The
+    count is exact up to 2^53, also in a float32: its integer part is sent in limbs of 12 bits, and each limb is summed exactly.
     """
 
     LENGTH = 2 + _LIMBS + 1
-    """In addition to one element for each parameter."""
+    """The number of elements that follow the one element per parameter."""
 
     def __init__(self, view: torch.Tensor) -> None:
         self._view = view
@@ -79,7 +80,7 @@ class RidingTail:
         return self._view.nbytes
 
     def write(self, count: Count, touched: Sequence[bool] | None, changed: bool) -> None:
-        """Into a view that is zero."""
+        """Write into the view, which must be zero before."""
         complete = touched is None
         if isinstance(count, torch.Tensor):
             self._written = None
@@ -103,7 +104,7 @@ class RidingTail:
 
 
 def _limbs(count: float) -> list[float]:
-    """Limbs of the integer part, the least first, then the fraction; values that are not finite are in the last."""
+    """The limbs of the integer part, the least first, and then the fraction. A value that is not finite is in the last limb."""
     if not math.isfinite(count):
         return [0.0] * _LIMBS + [count]
     whole = math.floor(count)
@@ -112,7 +113,7 @@ def _limbs(count: float) -> list[float]:
 
 
 def _limbs_there(count: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
-    """The same on the device, so that nothing waits for the count."""
+    """The same for a count on the device, so that nothing waits for it."""
     count = count.detach().to(torch.float64).reshape(())
     whole = count.floor()
     above = (whole / units).floor()
@@ -122,10 +123,10 @@ def _limbs_there(count: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
 
 
 class Reduction(Protocol):
-    """One way. Between `release` and the next backward pass no gradient is left of the step before."""
+    """One way to add gradients. Between `release` and the next backward pass, no gradient of the last step remains."""
 
     parameters: list[nn.Parameter]
-    """Those that require a gradient, each once; `Tail` counts in this order."""
+    """The parameters that require a gradient, each once. `Tail` uses the same order."""
 
     wait_s: float
     """Seconds that `reduce` has taken so far."""
@@ -135,35 +136,36 @@ class Reduction(Protocol):
 
     @property
     def begun(self) -> bool:
-        """Whether a part of this step's message may be sent already."""
+        """Whether a part of the message of this step may have been sent already."""
 
     def expect(self, count: Count, last: bool) -> None:
-        """A backward pass follows, of a micro-batch of this count. `last`: of this rank's step, so that it may send."""
+        """Called before the backward pass of a micro-batch with this count. `last`: it is the last of this rank's step, so the
+        pass may send."""
 
     def has_gradients(self) -> bool:
-        """Whether a parameter has a gradient that is not zero since `release`. It may wait for the device."""
+        """Whether a parameter has a gradient that is not zero since `release`. May wait for the device."""
 
     def take_home(self) -> tuple[list[torch.Tensor | None], Count]:
-        """Copies of this rank's own gradients, None for a parameter without one, and its count; they are removed from here."""
+        """Copies of this rank's own gradients (None for a parameter without one), and its count. Both are removed from here."""
 
     def put(self, gradients: Sequence[torch.Tensor | None], count: Count) -> None:
-        """Set these gradients as if a backward pass had made them; at the beginning of a step."""
+        """Set these gradients as if a backward pass had computed them. Called at the start of a step."""
 
     def reduce(self, changed: bool = False) -> Tail:
-        """Collective. Sum gradients and counts over ranks; parameters hold the sums as their gradients."""
+        """Collective. Sum gradients and counts over ranks. Afterwards the gradients of the parameters are the sums."""
 
     def gradients(self) -> list[torch.Tensor]:
         """After `reduce`: all sums, in as few tensors as possible."""
 
     def release(self) -> None:
-        """After the optimizer's step."""
+        """Called after the optimizer's step."""
 
     def describe(self) -> str:
-        """In a few words, for people."""
+        """The way in a few words, for the user."""
 
 
 class SeparateGradients:
-    """For a Reduction in which each parameter's gradient is a tensor of its own."""
+    """A base for Reductions in which each parameter's gradient is a separate tensor."""
 
     parameters: list[nn.Parameter]
     _count: Count = 0.0

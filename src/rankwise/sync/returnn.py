@@ -1,4 +1,4 @@
-"""The settings of RETURNN, and with them Horovod's, for several devices, translated into those of rankwise.
+"""Translates RETURNN's settings for several devices, which include Horovod's, into those of rankwise.
 
 sync, lr_factor, notes = from_returnn({"use_horovod": True, "horovod_reduce_type": "param", "horovod_param_sync_step": 100})
 sync, lr_factor, notes = from_returnn({"torch_distributed": {"reduce_type": "param", "param_sync_step": 100}})

@@ -1,4 +1,4 @@
-"""Steps that are skipped on all ranks: each is counted, the first ones are printed, too many in a row stop the run.
+"""Steps that are skipped on all ranks: counted, the first ones printed; too many in a row stop the run.
 
 skipped = SkippedSteps(weights, progress.say);  skipped.begin(state.step);  skipped.add(state, result.shared)
 """
@@ -12,12 +12,12 @@ from rankwise.sync.strategy import Shared
 from rankwise.training.finite import Weights
 from rankwise.training.state import TrainState
 
-_MOST_IN_A_ROW = 100  # then it is not an accident
-_PRINTED = 3  # of them, one by one
+_MOST_IN_A_ROW = 100  # more than this is not an accident
+_PRINTED = 3  # the first ones are printed one by one
 
 
 class SkippedSteps:
-    """`in_a_row`: how many of the last steps were skipped; the caller sets it to 0 after a step that was not."""
+    """`in_a_row`: how many of the last steps were skipped. The caller sets it to 0 after a step that was not skipped."""
 
     def __init__(self, weights: Weights, say: Callable[[str], None]) -> None:
         self.in_a_row = 0
@@ -26,12 +26,12 @@ class SkippedSteps:
         self._begun_at = 0
 
     def begin(self, step: int) -> None:
-        """The loop starts after this step."""
+        """The loop starts after step `step`."""
         self.in_a_row = 0
         self._begun_at = step
 
     def add(self, state: TrainState, result: Shared) -> None:
-        """The step just done was skipped. All ranks see the same result, so all raise StepError or none does."""
+        """The last step was skipped. All ranks see the same result, so either all raise StepError or none does."""
         if not result.finite:
             self._weights.check(state, f"since step {state.step - 1}")
         why = "the gradient is not finite" if not result.finite else f"its counts sum to {result.total:g}"

@@ -23,7 +23,7 @@ Holding = Literal["same", "own", "shard"]
 
 
 class Held(NamedTuple):
-    """What ranks hold between two steps: the same, their own, or a share of one state."""
+    """What each rank holds between two steps: the same as the others, its own, or a share of one state."""
 
     parameters: Holding
     buffers: Holding
@@ -31,23 +31,23 @@ class Held(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The result of a step over all ranks. Equal on all ranks."""
+    """The result of a step over all ranks; equal on all ranks."""
 
     total: float
     """The count of the step's loss over all ranks (samples, frames, tokens)."""
 
     grad_norm: float
-    """Of the mean gradient, before clipping."""
+    """The norm of the mean gradient, before clipping."""
 
     finite: bool
     """False: the gradient was not finite, and the step was skipped."""
 
     skipped: int
-    """Steps that were skipped since the last such result, on all ranks together if each steps alone."""
+    """Steps that were skipped since the last such result; the sum over ranks if each rank steps alone."""
 
 
 class Mine(NamedTuple):
-    """The result of a step on this rank: for logs only, because ranks may differ."""
+    """The result of a step on this rank. Use it only for logs, because it may differ between ranks."""
 
     total: float
     grad_norm: float
@@ -61,29 +61,29 @@ class StepResult(NamedTuple):
 
 
 def check_alike(strategy: SyncStrategy) -> None:
-    """Collective. Raises ConfigError on all ranks if one got another strategy, or another setting: an argument of
-    its class that it keeps under that name, or under that name behind an underscore."""
+    """Collective. Raises ConfigError on all ranks if one rank has another strategy, or another setting. A setting is an
+    argument of the class that the object keeps under the same name, or under that name after an underscore."""
     kind, held = type(strategy).__name__, vars(strategy)
     settings = {name: held.get(name, held.get(f"_{name}")) for name in inspect.signature(type(strategy)).parameters}
     compare({"the strategy": kind, **{f"{kind}'s {name}": value for name, value in settings.items()}})
 
 
 class SyncStrategy(Protocol):
-    """A loss sum and its count go in on each rank; the optimizer steps.
+    """Each rank passes a loss sum and its count, and the optimizer steps.
 
-    `state_dict` is the part of the state that is equal on all ranks, `rank_state_dict` this rank's own. Decisions about what
-    ranks do next depend only on values that all ranks share.
+    `state_dict` is the part of the state that is equal on all ranks, `rank_state_dict` this rank's own part. Decisions about
+    what ranks do next depend only on values that are equal on all ranks.
     """
 
     promise: Promise
-    """exact: the mean gradient of the whole global batch, to the last digits; summed: times the number of ranks; rounded:
-    except for what compression loses, which is added later; averaged: replicas that differ between two averages."""
+    """exact: the mean gradient of the whole global batch, to the last digits; summed: this times the number of ranks; rounded:
+    exact except for what compression loses, which is added later; averaged: replicas that differ between two averages."""
 
     held: Held
 
     @property
     def wait_s(self) -> float:
-        """Seconds that the loop has spent in communication so far, waiting for other ranks included."""
+        """Seconds that the loop has spent in communication so far, including the wait for other ranks."""
 
     def attach(
         self,
@@ -94,58 +94,59 @@ class SyncStrategy(Protocol):
         loss_scale: LossScale | None = None,
         typical_count: float = 1.0,
     ) -> Self:
-        """Collective, once. All ranks get rank 0's parameters (also frozen ones) and buffers; then only `step` calls
-        the optimizer.
+        """Collective, once. All ranks get rank 0's parameters (also frozen ones) and buffers. Afterwards only `step` calls the
+        optimizer.
 
         `model`: a module that holds all that the optimizer trains. `clip_norm`: largest norm of the mean gradient; None or <= 0
-        does not clip. `typical_count`: the same on all ranks, near the count of a step. Raises ConfigError if this cannot be
+        does not clip. `typical_count`: about the count of a step; the same on all ranks. Raises ConfigError if this cannot be
         trained.
         """
 
     def check_length(self, steps: int) -> None:
-        """Local, before the first step of a training of `steps` steps. Warns of settings that make little sense in so many,
-        and raises ConfigError for those that make none."""
+        """Local, before the first step of a training of `steps` steps. Warns of settings that make little sense for so many
+        steps, and raises ConfigError for settings that make none."""
 
     def follow(self) -> None:
-        """Collective if the model or the optimizer has changed what is trained (unfrozen or new parameters, a new group):
-        call it when all ranks have changed it. New parameters have rank 0's values afterwards.
+        """Collective if the model or the optimizer has changed what is trained (unfrozen or new parameters, a new group): call
+        it when all ranks have made the change. Afterwards new parameters have the values of rank 0.
 
-        `step` follows too, but sends no values: it raises StepError if those of new parameters differ between ranks.
+        `step` does this too, but sends no values: it raises StepError if the values of new parameters differ between ranks.
         """
 
     def meet(self) -> None:
-        """Collective, between two steps, before other collectives of the loop (a save). If only one rank has changed what is
-        trained, it waits in `follow`: the others meet it here, and all raise StepError."""
+        """Collective, between two steps, before other collectives of the loop (a save). A rank that alone has changed what is
+        trained waits in `follow`: the other ranks meet it here, and all raise StepError."""
 
     def backward(self, loss_sum: torch.Tensor, count: float | torch.Tensor, *, last: bool = False) -> None:
-        """Add this micro-batch's gradient. `loss_sum`: scalar; `count`: what it sums over (samples, tokens). `last`: of this
-        step on this rank, so that sending may begin. Never waits."""
+        """Add the gradient of this micro-batch. `loss_sum`: a scalar; `count`: the number of samples or tokens that it sums.
+        `last`: it is the last of this step on this rank, so that sending may start. Never waits."""
 
     def step(self) -> StepResult:
-        """Collective. Reduce, judge, clip, step; gradients are zero afterwards. Raises on all ranks or on none."""
+        """Collective. Reduce the gradient, check and clip it, and step. Afterwards gradients are zero. Raises on all ranks or
+        on none."""
 
     def averaged(self, module: nn.Module | None = None) -> contextlib.AbstractContextManager[None]:
-        """Collective. Inside, `module` (None: the model) is what evaluation, prediction and saves see, the same on all ranks;
-        afterwards each rank's is bit for bit what it was."""
+        """Collective. Inside, `module` (None: the model) is what evaluation, prediction and saves use, the same on all ranks.
+        Afterwards it is again what it was on each rank, bit for bit."""
 
     def finish(self) -> None:
-        """Collective, once, after the last step: replicas become one."""
+        """Collective, once, after the last step: the replicas become one."""
 
     def describe(self) -> str:
         """The strategy in a few words, printed at the start; may be empty."""
 
     def figures(self) -> dict[str, float]:
-        """Local. For the log: `sent_bytes`, what this rank has sent so far, and other metrics."""
+        """Local. For the log: `sent_bytes`, the bytes that this rank has sent so far, and other metrics."""
 
     def state_dict(self) -> dict[str, Any]:
         """Local."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Local; before the model and the optimizer load theirs."""
+        """Local. Call this before the model and the optimizer load their states."""
 
     def rank_state_dict(self) -> dict[str, Any] | None:
-        """Local, within `averaged`. This rank's own state; None if it has none."""
+        """Local, inside `averaged`. This rank's own state; None if it has none."""
 
     def load_rank_state_dict(self, state: dict[str, Any] | None, /) -> None:
-        """Local; after the model and the optimizer have loaded theirs. None: no such state was saved, or on another number of
-        ranks: the rank starts with the common state."""
+        """Local. Call this after the model and the optimizer have loaded their states. None: no such state was saved, or it was
+        saved on another number of ranks; then the rank starts with the common state."""

@@ -1,4 +1,4 @@
-"""What an optimizer trains of a model: checked at every step, because it may change.
+"""What an optimizer trains of a model. It is compared at every step, because it may change.
 
 trained = Trained(model, optimizer)
 if trained.changed(): ...            # unfrozen, added, replaced, another layout in memory
@@ -25,7 +25,7 @@ _REFUSED = {
     LBFGS: "evaluates the loss several times in a step, by a function that it is given, and one reduction a step is not enough",
     SparseAdam: "requires sparse gradients, and gradients are summed over ranks as dense ones",
 }
-_NAMED = 4  # names that a message lists; the others are counted
+_NAMED = 4  # a message lists this many names, and counts the others
 _requires_grad = attrgetter("requires_grad")
 _strides = torch.Tensor.stride
 _params = itemgetter("params")
@@ -33,7 +33,7 @@ _values: Any = dict.values
 
 
 class Trait(NamedTuple):
-    """What all ranks must agree on of one parameter."""
+    """What all ranks must agree on for one parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Trait(NamedTuple):
 
 
 class Trained:
-    """All parameters of `model` that require a gradient, and what `optimizer` holds beside them."""
+    """All parameters of `model` that require a gradient, and the other parameters of `optimizer`."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         for kind, why in _REFUSED.items():
@@ -67,12 +67,12 @@ class Trained:
         self._in_homes = list(chain.from_iterable(map(_values, self._filled)))
         self._named = self.named()
         self._all = list(self._named.values())
-        self._known = {*map(id, self._all), *map(id, self._modules)}  # referenced here, so that no id is used again
+        self._known = {*map(id, self._all), *map(id, self._modules)}  # they are referenced here, so that no id is used again
         self._flags = list(map(_requires_grad, self._all))
         self._grouped = list(chain.from_iterable(group["params"] for group in self.optimizer.param_groups))
         self._sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         self.parameters = [p for p in self._all if p.requires_grad]
-        """Those that require a gradient, each once, in the model's order."""
+        """The parameters that require a gradient, each once, in the order of the model."""
 
         self._strides = list(map(_strides, self.parameters))
         self._warn_of_those_in_no_group()
@@ -89,8 +89,8 @@ class Trained:
             )
 
     def changed(self) -> bool:
-        """Whether what is trained has changed since the last look, in its parameters or their layout. Local, and cheap: it is
-        called at each step, for a thousand parameters, so it uses only maps."""
+        """Whether what is trained has changed since the last look, in its parameters or their layout. Local, and cheap: each
+        step calls it, for up to a thousand parameters, so it uses only maps."""
         if list(map(_requires_grad, self._all)) != self._flags or list(map(_strides, self.parameters)) != self._strides:
             return True
         groups = list(map(_params, self.optimizer.param_groups))
@@ -102,7 +102,7 @@ class Trained:
         return not self._is_as_it_was()
 
     def _is_as_it_was(self) -> bool:
-        """After a layer was replaced, or is created again in each pass: are the parameters the same?"""
+        """Whether the parameters are still the same. For layers that were replaced, or that each pass creates again."""
         now = list(self.named().values())
         if len(now) != len(self._all) or not all(map(is_, now, self._all)):
             return False
@@ -110,7 +110,7 @@ class Trained:
         return True
 
     def new(self) -> dict[str, torch.Tensor]:
-        """By name, the parameters, and buffers of modules, that were not there at the last look."""
+        """The new parameters, and the buffers of new modules, since the last look, by name."""
         found: dict[str, torch.Tensor] = {n: p for n, p in self.named().items() if id(p) not in self._known}
         for prefix, module in self.model.named_modules():
             if id(module) not in self._known:
@@ -118,18 +118,18 @@ class Trained:
         return found
 
     def named(self) -> dict[str, nn.Parameter]:
-        """The parameters of the model, frozen ones too, and what else the optimizer trains; as it is now."""
+        """The current parameters of the model, also frozen ones, and what else the optimizer trains."""
         return named_parameters(self.model, self.optimizer)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of these, and the model's buffers."""
+        """All of these parameters, and the model's buffers."""
         return [*self.named().values(), *self.model.buffers()]
 
     def name(self, parameter: torch.Tensor) -> str:
         return next((name for name, p in self._named.items() if p is parameter), "a parameter")
 
     def traits(self) -> list[Trait]:
-        """As it is now; it must be the same on all ranks."""
+        """The current traits, which must be the same on all ranks."""
         groups: dict[int, list[int]] = {}
         for number, group in enumerate(self.optimizer.param_groups):
             for p in group["params"]:
@@ -162,8 +162,8 @@ class Trained:
     # --- what is saved of it
 
     def state_dict(self) -> dict[str, Any]:
-        """By name: what the groups hold, what is frozen, which modules are in evaluation mode, and the values of parameters
-        that the model does not hold."""
+        """What each group holds, what is frozen, which modules are in evaluation mode, all by name; and the values of
+        parameters that are not in the model."""
         named = self.named()
         names = {id(p): name for name, p in named.items()}
         return {
@@ -174,7 +174,7 @@ class Trained:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Freeze, unfreeze and set modes as they were, and add groups that the run has added. Raises ConfigError if the
+        """Freeze, unfreeze and set modes as saved, and add the groups that the run had added. Raises ConfigError if the
         optimizer had other parameters."""
         self._add_groups(state["groups"])
         now = self.state_dict()
@@ -192,7 +192,8 @@ class Trained:
             module.training = name not in evaluating
 
     def _add_groups(self, saved: Sequence[Sequence[str]]) -> None:
-        """Add groups after the script's, if the model has all their parameters; the optimizer's state sets their options."""
+        """Add the groups that follow the script's, if the model has all their parameters. The optimizer's state sets their
+        options."""
         now, named = self.state_dict()["groups"], self.named()
         new = saved[len(now) :]
         held = set(chain.from_iterable(now))
@@ -213,7 +214,7 @@ def _changes(before: Sequence[str], after: Sequence[str]) -> str:
 
 
 def _other_groups(before: Sequence[Sequence[str]], now: Sequence[Sequence[str]]) -> str:
-    """Why the saved groups are not those of the script."""
+    """Why the saved groups are not the groups of the script."""
     had, has = list(chain.from_iterable(before)), list(chain.from_iterable(now))
     gone, new = [n for n in had if n not in set(has)], [n for n in has if n not in set(had)]
     if gone or new:
@@ -261,8 +262,8 @@ def first_apart(ranks: Sequence[Sequence[Trait]]) -> str | None:
 
 
 def is_dense(parameter: torch.Tensor) -> bool:
-    """Whether its elements are in memory without gap or overlap, in any order: autograd requires this before it gives a
-    gradient the layout of its parameter."""
+    """Whether the elements are in memory without gap or overlap, in any order. Only then autograd gives the gradient the same
+    layout as the parameter."""
     expected = 1
     for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda pair: pair[1]):
         if size == 1:

@@ -59,7 +59,7 @@ class Meters:
         return self.reduce_with_clock(0.0)[0]
 
     def reduce_with_clock(self, clock_s: float) -> tuple[dict[str, Total], float]:
-        """Collective. As `reduce`, and also sends `clock_s` of rank 0 to every rank, so that all decide by the same clock."""
+        """Collective. Like `reduce`, and also sends `clock_s` of rank 0 to every rank, so that all decide by the same clock."""
         flat = [value for name in self._sums for value in (_total(self._sums[name]), _total(self._counts[name]))]
         flat.append(clock_s if comm.rank() == 0 else 0.0)
         packed = comm.all_reduce(torch.tensor(flat, dtype=torch.float64)).tolist()

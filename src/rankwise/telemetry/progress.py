@@ -27,7 +27,7 @@ class Progress:
         self.begin(None, 0)
 
     def begin(self, total: int | None, initial: int) -> None:
-        """The loop starts now. `total`: steps in all, None if unknown; `initial`: steps done in earlier attempts."""
+        """The loop starts now. `total`: all steps, None if unknown; `initial`: steps done in earlier attempts."""
         self._total = total
         self._initial = initial
         self._began = time.monotonic()
@@ -54,7 +54,7 @@ class Progress:
         return ", ".join([*parts, stamp(time.time())])
 
     def show(self, done: int, label: str, text: str) -> None:
-        """Show the progress at most ten times per second. In between, this only reads the clock."""
+        """Show the progress, at most ten times per second. Between two times this only reads the clock."""
         now = time.monotonic()
         if now < self._next:
             return

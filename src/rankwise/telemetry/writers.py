@@ -103,7 +103,7 @@ class TensorBoard(Writer):
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # One event for all: SummaryWriter.add_scalar writes one for each, and takes four times as long in this thread.
+        # One event for all metrics: SummaryWriter.add_scalar writes one for each, and takes four times as long in this thread.
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in figures.items()]
         self._events.add_summary(Summary(value=values), step)
 
@@ -120,7 +120,7 @@ class JsonlWriter:
     def __init__(self, path: Path, attempt: int) -> None:
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # closed by close()
         if path.stat().st_size and not _ends_with_newline(path):
-            self._file.write("\n")  # an incomplete line of a killed writer stays separate
+            self._file.write("\n")  # so that an incomplete line of a killed writer remains separate
         self._attempt = attempt
         self._path = path
         self._told = False

@@ -58,7 +58,7 @@ ELSEWHERE = {
     **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), "fit() resumes the run; fit(fresh=True) starts from scratch"),
     **dict.fromkeys(("shuffle", "pin_memory"), "it is Loader(dataset, ...)'s argument"),
 }
-"""What other libraries call it, with what to write."""
+"""The names of other libraries for an argument, with what to write instead."""
 
 NOT_OF_FIT = dict.fromkeys(
     ("model", "train_data", "train_dataloaders", "datamodule", "max_epochs", "max_steps"), "it is an argument of Trainer(...)"

@@ -1,4 +1,4 @@
-"""A digest for each tensor: equal digests, equal bits.
+"""A digest for each tensor: equal digests mean equal bits.
 
 digests(model.state_dict())
 """

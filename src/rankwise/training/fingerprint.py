@@ -1,4 +1,4 @@
-"""The settings that identify a training: they are saved with it, and a resumed run must have the same.
+"""The settings that identify a training. They are saved with it, and a resumed run must have the same.
 
 parts = {"settings": Fingerprint(fixed={"lr": 0.1}, kept={"T_max": 100}), ...}      # first: before anything is loaded
 """
@@ -20,7 +20,7 @@ class Fingerprint:
     """Stateful. `fixed` settings must be the same as in the saved run. For `kept` settings, the saved values are used, and a
     difference is reported.
 
-    A setting that only one of the two has is ignored, so that a new setting in a later version does not refuse older runs.
+    A setting that only one of the two runs has is ignored, so that older runs can resume after a later version adds a setting.
     """
 
     def __init__(self, fixed: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
@@ -68,7 +68,7 @@ def compare(mine: Mapping[str, Any]) -> None:
 
 
 def numerics(precision: str, device: str, optimizer: Optimizer, reduction: str) -> dict[str, Any]:
-    """What may change the last bits of results and is not a setting of the training."""
+    """What may change the last bits of results, but is not a setting of the training."""
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

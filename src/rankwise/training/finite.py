@@ -19,7 +19,7 @@ from rankwise.training.state import TrainState
 def check_rates(state: TrainState) -> None:
     """An action. Raises StepError for a learning rate that is nan or inf."""
     for number, group in enumerate(state.optimizer.param_groups):
-        # Not for a tensor: if it is on a GPU, the CPU would wait for it.
+        # Not for a tensor: if it is on a GPU, the CPU would wait for the GPU.
         if not isinstance(group["lr"], torch.Tensor) and not math.isfinite(group["lr"]):
             where = f" of group {number}" if len(state.optimizer.param_groups) > 1 else ""
             raise StepError(
@@ -49,8 +49,8 @@ class Weights:
 
 
 def _first_not_finite(named: Mapping[str, torch.Tensor]) -> str | None:
-    """One pass without a copy; waits once per device. If a sum is finite, so are its terms; if not, the terms are checked,
-    because a large sum may overflow."""
+    """One pass without a copy; waits once per device. If a sum is finite, its terms are finite too. If it is not, the terms are
+    checked, because a large sum may overflow."""
     devices: dict[torch.device, list[str]] = {}
     for name, tensor in named.items():
         devices.setdefault(tensor.device, []).append(name)

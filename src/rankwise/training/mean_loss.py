@@ -1,4 +1,4 @@
-"""Whether the loss of the first micro-batch is a sum: if it is about the mean of the losses of its halves, it is not.
+"""Finds a step function that returns a mean loss instead of a sum, by comparing the first micro-batch with its halves.
 
 warn_of_means(forward, model, micro_batches)          # before the first step; changes nothing
 """
@@ -56,13 +56,13 @@ def warn_of_means(forward: Forward, model: nn.Module, micro_batches: Sequence[An
 
 
 def _is_of_backward(error: Exception) -> bool:
-    """Whether `loss.backward()` has raised this, because there are no gradients here."""
+    """Whether `loss.backward()` has raised this error, because this pass computes no gradients."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(frame.name == "backward" and Path(frame.filename).name == "_tensor.py" for frame in frames)
 
 
 def is_mean(whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float]) -> bool:
-    """From (loss, count) of each: whether the counts add up, but the losses average instead."""
+    """Each argument is (loss, count). Whether the counts add up, but the losses are averaged."""
     (loss, n), (a, k), (b, m) = whole, first, second
     if n != k + m or not n:
         return False
@@ -95,7 +95,7 @@ def _cut(value: Any, n: int, part: slice) -> Any:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Random streams, buffers and modes are restored, bit for bit."""
+    """Afterwards random streams, buffers and modes are the same as before, bit for bit."""
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         with unmoved(model):

@@ -26,7 +26,7 @@ def begun(model: nn.Module, precision: str, data: str, batch: str, strategy: str
 def resumed(state: TrainState, saved: Mapping[str, Any], now: Mapping[str, Any], same_ranks: bool) -> list[str]:
     """`saved`, `now`: the numerics (fingerprint.py) of the checkpoint and of this process."""
     lines = [f"resuming from step {state.step} (epoch {state.epoch + 1})"]
-    passed_over = () if same_ranks else ("reduction",)  # it follows from the number of ranks, which is reported
+    passed_over = () if same_ranks else ("reduction",)  # it depends on the number of ranks, which is printed anyway
     differs = [f"{k} {saved[k]} -> {v}" for k, v in now.items() if k not in passed_over and saved.get(k, v) != v]
     return (
         [*lines, f"results may differ in their last bits, because this has changed: {', '.join(differs)}"] if differs else lines
@@ -34,7 +34,7 @@ def resumed(state: TrainState, saved: Mapping[str, Any], now: Mapping[str, Any],
 
 
 def stopped(state: TrainState, where: Path, argv: Sequence[str]) -> list[str]:
-    """By a signal. `argv`: the command to resume; empty if the launcher prints it."""
+    """After a signal. `argv`: the command to resume; empty if the launcher prints it."""
     lines = [f"stopped after step {state.step}, saved in {short(where)}"]
     return [*lines, f"to resume, type: {shlex.join(argv)}"] if argv else lines
 

@@ -1,4 +1,4 @@
-"""What the name of a metric tells: whether a larger value is better, and whether an evaluation measures it.
+"""What follows from the name of a metric: whether a larger value is better, and whether an evaluation measures it.
 
 is_larger_better("keep_best='eval_accuracy'", "eval_accuracy", True);  check_measured("keep_best", "eval_loss", {"eval": True})
 """
@@ -12,7 +12,8 @@ from rankwise.host.text import listed
 
 
 def is_larger_better(what: str, metric: str, given: bool | None) -> bool:
-    """`given`, unless None; False for a loss. Otherwise raises ConfigError: a wrong guess would keep the worst."""
+    """`given`, unless it is None; False for a loss. Otherwise raises ConfigError, because a wrong guess would keep the
+    worst."""
     if given is None and not metric.endswith("loss"):
         raise ConfigError(f"{what}: is a larger value better? Give larger_is_better=True or False")
     return bool(given)

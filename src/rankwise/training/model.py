@@ -47,7 +47,8 @@ def prepare(model: nn.Module, device: torch.device, world: World) -> nn.Module:
 
 
 def _trains_batch_norm(model: nn.Module) -> bool:
-    """Whether one normalises by the batch: a model that is wholly in evaluation mode is trained in training mode."""
+    """Whether a batch norm uses the statistics of the batch. A model that is completely in evaluation mode is trained in
+    training mode."""
     kinds = private_names.batch_norms()
     modes = [module.training for module in model.modules() if isinstance(module, kinds)]
     return any(modes) or (bool(modes) and not any(module.training for module in model.modules()))
@@ -69,7 +70,8 @@ def check_synced(model: nn.Module, fewest: int, parts: int) -> None:
 
 
 def begin_training(model: nn.Module) -> bool:
-    """If all modules are in evaluation mode, switch to training mode and return True. A mixture is intended, and stays."""
+    """If all modules are in evaluation mode, switch to training mode and return True. If only some are, this is intended, and
+    stays."""
     if any(module.training for module in model.modules()):
         return False
     model.train()
@@ -78,8 +80,8 @@ def begin_training(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards each module has its own mode again. Random numbers drawn inside do not change
-    the training's streams."""
+    """Inside, the model is in evaluation mode; afterwards each module has its own mode again. Random numbers drawn inside do
+    not change the training's streams."""
     with unmoved(model):
         model.eval()
         yield

@@ -23,7 +23,7 @@ from rankwise.run.lease import Lease
 
 
 def run_path(world: World, run_dir: str | os.PathLike[str] | None) -> Path:
-    """The run directory of our agent; without one, `run_dir`, or that of the job, or ./runs/<the script's stem>."""
+    """The run directory of our agent; without an agent, `run_dir`, or that of the job, or ./runs/<the script's stem>."""
     if world.run_dir is None:
         if run_dir is not None:
             return Path(run_dir).absolute()
@@ -55,7 +55,7 @@ def open_run(run: RunDir, world: World, fresh: bool) -> tuple[Attempt, Lease | N
 
 
 def already_done(run: RunDir, world: World, steps: int, by_script: bool = False, reason: str = "") -> str:
-    """Collective. The line to print if a run has nothing left to train. `by_script`: because the script has stopped it.
+    """Collective. The line to print if nothing is left to train. `by_script`: the script has stopped the run.
 
     Raises ConfigError if the run was trained with other arguments: exit status 0 would claim that these were used.
     """
@@ -94,13 +94,13 @@ def _arguments(attempt: Attempt) -> tuple[str, ...]:
 
 
 def _set_aside(run: RunDir) -> None:
-    """Under an agent, which uses the run directory itself: rename what an earlier training has left there."""
+    """If our agent uses the run directory: rename what an earlier training has left in it."""
     for path in (run.checkpoints, run.metrics):
         set_aside(path)
 
 
 def set_aside(path: Path) -> None:
-    """Rename a file or folder, if it exists, to `checkpoints.old-1` or the like."""
+    """Rename a file or folder, if it exists, to `checkpoints.old-1` or a similar name."""
     count = 1
     while (other := path.with_name(f"{path.name}.old-{count}")).exists():
         count += 1

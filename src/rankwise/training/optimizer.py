@@ -88,15 +88,15 @@ def check_scaled(optimizer: Optimizer, fixed_batch: int | None) -> None:
 
 
 def _rate_of(group: dict[str, Any]) -> float:
-    """The rate that was set: a scheduler has already changed lr."""
+    """The rate that the script has set: a scheduler may have changed lr since."""
     return float(group.get("initial_lr", group["lr"]))
 
 
 def fuse(optimizer: Optimizer) -> None:
     """Use the fused kernel of the optimizer if it has one and the user has given neither `fused` nor `foreach`.
 
-    One pass over the parameters instead of a dozen; on a CPU this saves a fifth of a whole step with Adam. The last bits differ
-    from those of the other kernel.
+    One pass over the parameters instead of a dozen; on a CPU this saves a fifth of a whole step with Adam. The last bits are
+    not those of the other kernel.
     """
     if type(optimizer) not in _FUSED or optimizer.state:
         return
@@ -109,8 +109,8 @@ def fuse(optimizer: Optimizer) -> None:
 
 
 def _give_momentum(optimizer: SGD, group: dict[str, Any]) -> bool:
-    """Whether SGD's fused kernel works here: it needs momenta of all parameters or of none, and fails if one gets its first
-    gradient later than others. So momenta start as zeros, as the first step would set them."""
+    """Whether SGD's fused kernel works here. It needs momenta for all parameters or for none, and fails if a parameter gets its
+    first gradient later than others. So momenta start as zeros, as the first step would set them."""
     if not group["momentum"]:
         return True
     if group["dampening"] or not all(p.requires_grad for p in group["params"]):
@@ -125,7 +125,7 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 
 def _multiply(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
-    """Every learning rate, also those that a scheduler has stored."""
+    """Multiply every learning rate, also those that a scheduler has stored."""
     for group in optimizer.param_groups:
         for name in _RATES:
             if name in group:

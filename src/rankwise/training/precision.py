@@ -23,10 +23,10 @@ PRECISION = one_of(*_DTYPES)
 class Precision:
     """What the forward pass and the loss compute in: "fp32" leaves the model as it is; "bf16" and "fp16" are torch's autocast.
 
-    fp16 needs a loss scale, which keeps small gradients above zero: it begins with `loss_scale`, is halved when a gradient is
-    not finite, and doubled after `growth_interval` finite steps. In a loop of your own: `sync.attach(model, optimizer,
+    fp16 needs a loss scale, which keeps small gradients above zero: it starts with `loss_scale`, is halved when a gradient is
+    not finite, and doubled after `growth_interval` finite steps. In your own loop: `sync.attach(model, optimizer,
     loss_scale=precision.new_loss_scale())`, and `with precision.autocast():` around the forward pass and the loss.
-    `Trainer(precision=...)` and `predict(precision=...)` take one.
+    `Trainer(precision=...)` and `predict(precision=...)` accept one.
     """
 
     @takes(name=PRECISION, loss_scale=ABOVE_ZERO, growth_interval=FROM_ONE)
@@ -45,15 +45,15 @@ class Precision:
         return contextlib.nullcontext() if self.dtype is None else torch.autocast(self._device_type, self.dtype)
 
     def new_loss_scale(self) -> LossScale | None:
-        """For `attach`; None where none is needed."""
+        """For `attach`; None if no loss scale is needed."""
         return LossScale(self._loss_scale, self._growth_interval) if self.dtype is torch.float16 else None
 
 
 class LossScale:
     """The factor on the loss that keeps small fp16 gradients above zero (Micikevicius et al. 2018, arXiv:1710.03740).
 
-    It is halved when the reduced gradient of a step is not finite, and doubled after `growth_interval` finite ones in a row.
-    Every rank has the same reduced gradient, so all ranks have the same scale without a message.
+    It is halved when the reduced gradient of a step is not finite, and doubled after `growth_interval` finite gradients in a
+    row. Every rank has the same reduced gradient, so all ranks have the same scale without a message.
     """
 
     def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000) -> None:

@@ -74,9 +74,8 @@ class TrainState:
     @takes(reason=Argument(lambda value: isinstance(value, str), "the reason, a string"))
     def stop(self, reason: str = "") -> None:
         """Call this from an action on any rank: all ranks stop after the same step (after this one if all ranks call it now).
-        Everything is saved and `fit` returns. If the same command is run again, it prints the reason and does not train. Raises
-        ConfigError if no Trainer is training.
-        """
+        Everything is saved and `fit` returns. If you run the same command again, it prints the reason and does not train.
+        Raises ConfigError if no Trainer is training."""
         if self.on_stop is None:
             raise ConfigError(
                 "state.stop() works only in the actions of a Trainer while it trains; in your own loop, call stop.ask()"

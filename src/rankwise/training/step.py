@@ -1,4 +1,4 @@
-"""The result of a step function: a sum of losses, and the count that it is over.
+"""The result of a step function: a sum of losses, and the number of samples or tokens in the sum.
 
 loss_sum, count = loss_and_count(step_fn(model, batch))
 """
@@ -13,7 +13,7 @@ from rankwise.errors import StepError
 
 
 def loss_and_count(result: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
-    """Returns `result` if it is such a pair. Raises StepError otherwise, with what it is and an example."""
+    """Returns `result` if it is such a pair. Otherwise raises StepError, which says what the result is and shows an example."""
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor) and _is_count(result[1]):
         return result
     raise StepError(

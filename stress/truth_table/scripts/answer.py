@@ -1,4 +1,4 @@
-"""What a rank says of itself, and how many it has met, for truth.py in tests/."""
+"""What a rank knows about itself, and how many ranks it has connected to, for truth.py in tests/."""
 
 import json
 import os
