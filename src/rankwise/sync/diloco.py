@@ -42,8 +42,8 @@ class DiLoCo(LocalSGD):
     The outer step is SGD with Nesterov's momentum. Without `lr` and `momentum` they are 0.7 and 0.9, or 1.0 and 0.3 if
     `check_length` got fewer than 100 outer steps. If only one is given, the other is lr 0.7, or momentum 0.9 (0.5 for few
     steps). A resumed run keeps the values with which it began. lr=1 and momentum=0 is LocalSGD. Buffers, and parameters
-    that are new in this period, are averaged. The outer state takes twice the memory of the trained parameters, and four times with
-    `compress`: bf16, fp16 or int8 (codecs.py) for d; what one message loses is added to the next.
+    that are new in this period, are averaged. The outer state takes twice the memory of the trained parameters, and four times
+    with `compress`: bf16, fp16 or int8 (codecs.py) for d; what one message loses is added to the next.
     """
 
     _usual = 32
