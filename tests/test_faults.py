@@ -455,7 +455,7 @@ def test_the_script_of_another_interpreter_runs_with_that_interpreter(rankwise, 
     done = rankwise("run", *words)
     assert done.returncode == 0
     assert done.stdout == f"{tmp_path / 'other'} ['script.py', '--lr', '1'] 1\n"
-    assert "no warm start" in done.stderr  # it does not use torch
+    assert "cannot be imported once for all ranks" in done.stderr  # there is no torch in it
 
 
 def test_a_module_runs_as_under_python_m(rankwise, tmp_path: Path) -> None:

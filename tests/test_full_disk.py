@@ -45,7 +45,7 @@ def test_the_verdict_is_said_with_the_ranks_status_though_it_cannot_be_recorded(
     assert done.returncode == status, output
     assert re.search(rf"^rankwise: {said}, on \S+; its output is in \S+/logs/rank-1.log$", output, re.MULTILINE), output
     path = tmp_path / "runs" / "script" / "failure.json"
-    told = f"cannot record how this attempt ended: cannot write {path}: File too large"
+    told = f"cannot record the outcome of this attempt: cannot write {path}: File too large"
     assert f"rankwise: {told}; exit status {status}" in output
     assert output.count("Traceback") == (fault.startswith("full"))
     assert "before any rank started" not in output

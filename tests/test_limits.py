@@ -357,5 +357,5 @@ def test_ranks_that_the_warm_process_may_not_all_fork_are_started_by_themselves_
     source = "import os\nwith open(os.environ['RANK'], 'a') as file: file.write('ran ')\nprint(open(os.environ['RANK']).read())"
     done = plain_user(more, source, "--start-method", "fork")
     assert done.returncode == 0, done.stderr
-    assert "no warm start (cannot fork: Resource temporarily unavailable)" in done.stderr
+    assert "torch cannot be imported once for all ranks (cannot fork: Resource temporarily unavailable)" in done.stderr
     assert done.stdout == "ran \n"

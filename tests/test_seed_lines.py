@@ -114,7 +114,7 @@ def test_an_option_of_torchrun_given_to_srun_is_answered_when_it_is_typed_for_us
     done = in_shell("rankwise run srun --nproc_per_node=4 train.py")
     assert (done.returncode, done.stderr) == (
         2,
-        "rankwise: srun: another launcher's words; type: rankwise run --nproc_per_node=4 train.py\n",
+        "rankwise: srun: part of a command for another launcher; type: rankwise run --nproc_per_node=4 train.py\n",
     )
 
 

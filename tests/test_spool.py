@@ -180,7 +180,7 @@ def test_within_a_job_the_command_starts_the_ranks_there_and_explain_says_whose_
     [
         (
             "--priority 3",
-            r"--priority 3: local \(nothing else .*\) has no option --priority; spool has: use --on spool",
+            r"--priority 3: local \(no other .*\) has no option --priority; spool has: use --on spool",
         ),
         ("--on spool", "--on spool: which folder does the daemon watch"),
         ("--on spool --spool nosuch", "--spool .*/nosuch: no daemon has used that folder"),
@@ -254,7 +254,7 @@ LIKE_SPOOL = "from rankwise_spool import Spool\nfrom rankwise.run.options import
         (
             "slurm",
             LIKE_SPOOL + "class Queue(Spool): name = 'slurm'\n",
-            "the package mine provides a scheduler slurm, and so does rankwise",
+            "the package mine provides a scheduler slurm, which rankwise has too; type: pip uninstall mine",
         ),
         (
             "other",

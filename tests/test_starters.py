@@ -75,7 +75,7 @@ def test_two_processes_of_one_rank_at_a_given_address_are_told_what_a_rank_is_ov
 def test_numbers_by_hand_that_nothing_joins_are_an_error_that_asks_for_an_address() -> None:
     done = run("-c", "import rankwise; rankwise.init(rank=1, world_size=2, local_rank=1, local_world_size=2)")
     assert done.returncode != 0
-    assert "rank 1 of 2 (arguments): the launcher gives this start of the script no name" in done.stderr
+    assert "rank 1 of 2 (arguments): the launcher sets no id for this start of the script" in done.stderr
     assert 'rankwise.init(rdzv="HOST:PORT")' in done.stderr
 
 

@@ -751,7 +751,7 @@ def test_figures_are_logged_at_their_interval_and_at_the_end_of_an_epoch(tmp_pat
         mean = sum(m * s for m, s in zip(means[4 * epoch : 4 * epoch + 4], sizes[:4], strict=True)) / SAMPLES
         assert re.search(rf"epoch {epoch + 1}: 4 steps, loss {mean:.4g}, .* elapsed ", said), said
     assert re.search(
-        r"\d+ parameters, fp32 on cpu; 29 samples, 4 steps an epoch\nglobal batch 8 = 4 x 2 ranks; gradients: one", said
+        r"\d+ parameters, fp32 on cpu; 29 samples, 4 steps per epoch\nglobal batch 8 = 4 x 2 ranks; gradients: one", said
     )
     assert re.search(r"done: 12 steps, .*computing.*, loss [\d.]+\nsaved in .*step-00000012", said)
 

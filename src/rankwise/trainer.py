@@ -342,7 +342,7 @@ class Trainer:
                 try:
                     self.run.update_attempt(attempt, ended=time.time(), status=status, outcome=outcome)
                 except RunDirError as error:  # a full disk: it must not hide the exception that ended the loop
-                    log.warn(f"how this attempt ended is not recorded: {error}")
+                    log.warn(f"cannot record the outcome of this attempt: {error}")
                 lease.release()
 
     def _begin(self, state: TrainState) -> None:

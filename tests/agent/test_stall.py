@@ -27,7 +27,7 @@ def seen(rank: int, *stacks: tuple[Frame, ...], cpu: float = 0.0, children: tupl
 def test_the_rank_that_is_in_no_collective_is_what_the_others_wait_for() -> None:
     said = judge([seen(0, ALL_REDUCE), seen(1, LOOP, cpu=1.0), seen(2, ALL_REDUCE)], sure=False)
     assert said == (
-        "rank 1 is at train.py:61 in spin (100% CPU, the same in 3 samples); "
+        "rank 1 is at train.py:61 in spin (100% CPU, the same in 3 stack traces); "
         "rank 0 waits in all_reduce at train.py:88 in main; rank 2 waits in all_reduce at train.py:88 in main"
     )
 
@@ -62,7 +62,7 @@ def test_a_rank_that_waits_inside_of_rankwise_is_shown_at_the_users_line() -> No
     package = Path(stall.__file__).parents[1]
     inside = (ALL_REDUCE[0], Frame(str(package / "sync" / "flat.py"), 103, "_exchange"), *ALL_REDUCE[2:])
     assert judge([seen(0, inside), seen(1, LOOP, cpu=1.0)], sure=False) == (
-        "rank 1 is at train.py:61 in spin (100% CPU, the same in 3 samples); "
+        "rank 1 is at train.py:61 in spin (100% CPU, the same in 3 stack traces); "
         "rank 0 waits in all_reduce at train.py:88 in main (in rankwise/sync/flat.py:103)"
     )
 
@@ -83,7 +83,7 @@ def test_all_in_one_collective_is_the_network_or_a_mismatch() -> None:
 def test_what_a_rank_waits_for_is_told_with_it() -> None:
     child = judge([seen(0, ALL_REDUCE), seen(1, LOOP, children=("sleep", "sh"))], sure=False)
     assert child is not None
-    assert "idle, the same in 3 samples, running sleep, sh" in child
+    assert "idle, the same in 3 stack traces, running sleep, sh" in child
     workers = (Frame("/x/site-packages/torch/utils/data/dataloader.py", 7, "_try_get_data"), *LOOP)
     loader = judge([seen(0, ALL_REDUCE), seen(1, workers, children=("python",))], sure=False)
     assert loader is not None

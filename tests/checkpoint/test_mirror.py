@@ -94,7 +94,7 @@ def test_a_copy_that_breaks_off_is_a_warning_and_no_checkpoint_and_is_tried_agai
         mirror.fetch(path.name, here)
     assert capsys.readouterr().out == (
         f"warning: {path.name} was not copied to file://{there}: TimeoutError: the store did not answer; "
-        "the next checkpoint is tried again\n"
+        "rankwise tries again at the next checkpoint\n"
     )
     assert loaded(here) == 1
     mirror.wait()

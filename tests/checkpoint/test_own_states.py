@@ -105,9 +105,9 @@ def test_a_damaged_file_of_one_rank_means_the_checkpoint_before_on_all(tmp_path:
 
 def test_what_it_adds_is_said_once_where_it_is_much(tmp_path: Path) -> None:
     said, other = on_ranks(2, saved, tmp_path / "much", {}, 500_000)
-    assert said.count("each checkpoint has the average and the own state of 2 ranks, 4 MB in all; training waited 0.") == 1
+    assert said.count("each checkpoint also has the state of each of 2 ranks, 4 MB in all; training waited 0.") == 1
     assert not other
-    assert "own state" not in on_ranks(2, saved, tmp_path / "little", {})[0]
+    assert "the state of each of" not in on_ranks(2, saved, tmp_path / "little", {})[0]
 
 
 def nothing_apart(folder: Path) -> None:

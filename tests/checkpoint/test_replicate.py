@@ -116,7 +116,7 @@ def test_with_scope_node_each_disk_has_the_checkpoints(background: bool, tmp_pat
 
 def test_with_scope_node_nodes_that_share_a_disk_after_all_write_once_and_that_is_said(tmp_path: Path) -> None:
     (_, said), *rest = on_nodes(save_and_load, tmp_path, SHARED, "node", False)
-    assert said == f"scope='node' has no effect: all nodes share {tmp_path}/a/checkpoints, and the main rank writes there\n"
+    assert said == f"scope='node' has no effect: all nodes share {tmp_path}/a/checkpoints, and rank 0 writes there\n"
     assert rest == [(3, "")] * 3
     assert steps(tmp_path, "a") == [2, 3]
 

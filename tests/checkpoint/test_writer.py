@@ -31,7 +31,7 @@ def test_each_tensor_has_its_type_its_shape_and_its_place_in_the_file(tmp_path: 
 def test_a_rank_that_is_not_heard_of_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer.leave_word(tmp_path, 2, {})
     monkeypatch.setattr(writer, "_WAIT_S", 0.0)
-    with pytest.raises(CheckpointError, match="is incomplete: the share of ranks 1, 3 did not come"):
+    with pytest.raises(CheckpointError, match="is incomplete: the share of ranks 1, 3 is missing"):
         writer.Others(tmp_path, 4).wait()
     monkeypatch.undo()
     others = writer.Others(tmp_path, 2)

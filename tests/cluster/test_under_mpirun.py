@@ -72,5 +72,5 @@ def test_a_rank_that_never_comes_is_named(mpich: Start) -> None:
     )
     done = mpich("-np", "3", PYTHON, "late.py")
     assert done.returncode != 0
-    assert done.stderr.count("rank 1 of 3 (mpich) did not come to rank 0 within 3 s; rank 0 listens on ") == 2
+    assert done.stderr.count("rank 1 of 3 (mpich) did not connect to rank 0 within 3 s; rank 0 listens on ") == 2
     assert nothing_is_left()

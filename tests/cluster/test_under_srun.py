@@ -61,7 +61,7 @@ def test_a_folder_that_the_hosts_do_not_share_is_an_error_that_says_so_and_what_
     )
     done = slurm("srun", "-N2", "--ntasks-per-node=1", PYTHON, "here.py")
     assert done.returncode != 0
-    assert "rank 1 of 2 (slurm) did not come to rank 0 within 7 s; rank 0 listens on node1" in done.stderr
+    assert "rank 1 of 2 (slurm) did not connect to rank 0 within 7 s; rank 0 listens on node1" in done.stderr
     assert "rankwise: rank 0 has waited 5 s for rank 1 of 2 (slurm)" in done.stderr
     assert "rank 1 of 2 (slurm) has not found rank 0 within 7 s: /scratch/here/.rankwise/slurm-tc-" in done.stderr
     assert "no such file or directory (as seen on node2)" in done.stderr

@@ -289,7 +289,7 @@ def test_a_batch_sampler_goes_on_anywhere_on_another_number_of_ranks() -> None:
             by_tokens(100, lengths=None),
             r"needs to know how long samples are: give lengths=\[\.\.\.\].*add an attribute `lengths` to Items",
         ),
-        (by_tokens(9) | {"drop_last": True}, "drop_last works only with batches by count"),
+        (by_tokens(9) | {"drop_last": True}, "drop_last works only with batch_size or global_batch_size"),
         (
             {"global_batch_size": 5, "batches": Batches()},
             "global_batch_size and batches all set the batch; keep one of them",
@@ -311,7 +311,8 @@ def test_a_stream_is_cut_by_count_alone() -> None:
     stream: Any = type("Stream", (), {"__iter__": lambda self: iter([1, 2, 3])})()
     for batches in (LengthBatches(5), [[1]]):
         with pytest.raises(
-            ConfigError, match="Stream is a stream, so batches must be by count; give global_batch_size, and remove batches"
+            ConfigError,
+            match=r"batches=\.\.\. cannot be used with a stream \(Stream\); give global_batch_size instead",
         ):
             loaders(stream, 1, global_batch_size=None, batches=batches)
 

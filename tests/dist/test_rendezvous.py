@@ -104,7 +104,7 @@ def test_who_does_not_come_is_named_to_everybody_with_where_to_look_and_what_to_
     first = ranks.submit(lead, world_of(0, 6), [folder], 0.5)
     others = [ranks.submit(join, world_of(rank, 6), START, [folder], LONG_S) for rank in (1, 4)]
     for text in map(told_by, [first, *others]):
-        assert text.startswith("ranks 2, 3, 5 of 6 (slurm) did not come to rank 0 within 0.5 s; rank 0 listens on ")
+        assert text.startswith("ranks 2, 3, 5 of 6 (slurm) did not connect to rank 0 within 0.5 s; rank 0 listens on ")
         assert str(folder / START) in text
         assert "set MASTER_ADDR (rank 0's host) and MASTER_PORT (a free port there) before the launcher" in text
         assert 'rankwise.init(rdzv="HOST:PORT")' in text
@@ -288,7 +288,7 @@ def test_two_processes_of_one_rank_are_an_error_for_the_second(folder: Path, ran
     same = [ranks.submit(join, world_of(1, 3), START, [folder], LONG_S) for _ in range(2)]
     wait_for(lambda: any(f.done() for f in same), "one of them to be refused")
     refused = next(f for f in same if f.done())
-    assert "the script was started twice under one name" in told_by(refused)
+    assert "the script was started twice with the same id" in told_by(refused)
     ranks.submit(join, world_of(2, 3), START, [folder], LONG_S)
     assert next(f for f in same if f is not refused).result(LONG_S).master_port == 1234
     first.result(LONG_S)

@@ -150,7 +150,7 @@ def test_where_predictions_are_wanted_is_checked() -> None:
     loader = rankwise.Loader(data(3), global_batch_size=2, max_epochs=1)
     with pytest.raises(ConfigError, match=r"^predict\(on='every'\): give one of 'main', 'all'$"):
         rankwise.predict(all_kinds, nn.Identity(), loader, on="every")
-    with pytest.raises(ConfigError, match=r"into=\.\.\. is called only on the main rank"):
+    with pytest.raises(ConfigError, match=r"into=\.\.\. is called only on rank 0"):
         rankwise.predict(all_kinds, nn.Identity(), loader, on="all", into=print)
     assert issubclass(StepError, rankwise.RankwiseError)
 

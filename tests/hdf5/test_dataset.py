@@ -426,6 +426,6 @@ def test_workers_that_make_reading_slower_are_one_warning(
     (loader,) = loaders(Subset(data, range(5, 30)) if is_advised else data, 1, num_workers=2, max_epochs=2)
     assert len(list(loader)) == (10 if is_advised else 16)
     said = [line for line in capfd.readouterr().out.splitlines() if "num_workers" in line]
-    advice = "num_workers=2: a batch of HDF5Dataset is read here sooner than a worker can pass it on; leave num_workers out"
+    advice = "num_workers=2: a batch of HDF5Dataset is read faster without loader workers; leave num_workers out"
     assert len(said) == 1
     assert (advice in said[0]) == is_advised

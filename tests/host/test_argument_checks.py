@@ -52,7 +52,11 @@ def test_a_call_that_fits_is_the_functions_own(args: tuple[Any, ...], kwargs: di
     [
         ((), {}, "called needs first"),
         ((), {"second": "x"}, "called needs first"),
-        ((1, "x", "a"), {}, "called takes first and second without a name, but 3 were given: write the others as name=value"),
+        (
+            (1, "x", "a"),
+            {},
+            "called takes first and second as positional arguments, but 3 were given: write the others as name=value",
+        ),
         ((1,), {"first": 2}, "called: multiple values for argument 'first'"),
         ((1,), {"secnd": 2}, "called(secnd=...): there is no such argument; did you mean second?"),
         ((1,), {"zzz": 2}, "called(zzz=...): there is no such argument; it takes first, second, kind and rate"),

@@ -93,7 +93,8 @@ def test_the_command_refuses_such_a_line_and_starts_nothing(rankwise) -> None:
     done = rankwise("run", "-np", "2", "-x", "PATH", "python", "train.py", "a b")
     assert done.returncode == 2
     assert done.stderr == (
-        "rankwise: -np 2, -x PATH, python: another launcher's words; type: rankwise run --nproc 2 train.py 'a b'\n"
+        "rankwise: -np 2, -x PATH, python: part of a command for another launcher; type: "
+        "rankwise run --nproc 2 train.py 'a b'\n"
     )
     assert os.listdir() == []
 

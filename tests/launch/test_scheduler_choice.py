@@ -29,17 +29,17 @@ def chosen(env: Env | None = None, **settings: Any) -> Choice:
 @pytest.mark.parametrize(
     ("settings", "env", "name", "why"),
     [
-        ({}, {}, "local", "nothing else was asked for"),
-        ({"nodes": "1"}, {}, "local", "nothing else was asked for"),
+        ({}, {}, "local", "no other scheduler was chosen"),
+        ({"nodes": "1"}, {}, "local", "no other scheduler was chosen"),
         ({"on": "slurm"}, {}, "slurm", "--on"),
         ({"on": "local"}, SLURM_SALLOC, "local", "--on"),
         ({"hosts": "a,b"}, SLURM_SALLOC, "ssh", "-H names hosts"),
         ({"hostfile": "a"}, {}, "ssh", "--hostfile names hosts"),
         ({"nodes": "2", "node_rank": 0, **AT}, SLURM_SALLOC, "manual", "--node-rank: each node is started manually"),
-        ({"nodes": "1", "node_rank": 0}, {}, "local", "nothing else was asked for"),
+        ({"nodes": "1", "node_rank": 0}, {}, "local", "no other scheduler was chosen"),
         ({}, SLURM_SALLOC, "slurm", "this shell is in one of its jobs"),
         ({}, SLURM_BATCH_ONE, "slurm", "this shell is in one of its jobs"),
-        ({}, {**SLURM_STEP[0], "SLURM_STEP_NUM_TASKS": "1"}, "local", "nothing else was asked for"),
+        ({}, {**SLURM_STEP[0], "SLURM_STEP_NUM_TASKS": "1"}, "local", "no other scheduler was chosen"),
         ({"site": {"on": "slurm"}}, {}, "slurm", "the site file says so"),
         ({"site": {"on": "ssh"}}, SLURM_SALLOC, "slurm", "this shell is in one of its jobs"),
     ],
@@ -89,7 +89,7 @@ def test_an_mpirun_that_is_none_of_ours_or_not_there_is_an_error(
     [
         (
             {"partition": "gpu"},
-            r"^--partition gpu: local \(nothing else was asked for\) has no option --partition; .*--on slurm",
+            r"^--partition gpu: local \(no other scheduler was chosen\) has no option --partition; .*--on slurm",
         ),
         (
             {"nodes": "2"},

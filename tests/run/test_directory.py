@@ -294,7 +294,7 @@ def test_a_folder_with_other_things_is_neither_written_to_nor_moved_aside(tmp_pa
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "train.py").touch()
     for fresh in (False, True):
-        with pytest.raises(RunDirError, match="is not empty and holds no run; choose an empty or a new folder"):
+        with pytest.raises(RunDirError, match="is not empty and is not the folder of a run; choose an empty or a new folder"):
             RunDir(tmp_path / "project").prepare(fresh)
     assert names(tmp_path / "project") == ["train.py"]
 

@@ -252,7 +252,12 @@ def shown(word: str, reason: str = "None", code: str = "0:0", nodes: str = "(nul
     [
         (shown("PENDING", "Resources"), "waiting", None, "PENDING (Resources)"),
         (shown("PENDING"), "waiting", None, "PENDING"),
-        (shown("PENDING", "PartitionConfig"), "stuck", None, "PENDING (PartitionConfig): no partition has so much"),
+        (
+            shown("PENDING", "PartitionConfig"),
+            "stuck",
+            None,
+            "PENDING (PartitionConfig): the partition does not have or allow so many nodes",
+        ),
         (shown("RUNNING", nodes="node[1-2]"), "running", None, "RUNNING on node[1-2]"),
         (shown("COMPLETING", nodes="node1"), "running", None, "COMPLETING on node1"),
         (shown("COMPLETED"), "ended", 0, "COMPLETED"),

@@ -594,7 +594,7 @@ def descriptions() -> list[str]:
 
 def test_the_way_is_said_where_there_is_a_choice() -> None:
     assert on_ranks(1, descriptions) == [["", "", ""]]
-    flat = "gradients: one all-reduce of 832 B a step"
+    flat = "gradients: one all-reduce of 832 B per step"
     assert on_ranks(2, descriptions)[0] == [
         flat, flat, "gradients: DDP, 736 B in buckets of 25 MB during the backward pass"
     ]  # fmt: skip

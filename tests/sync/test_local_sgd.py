@@ -396,7 +396,7 @@ def test_each_ranks_loss_scale_is_its_own_and_is_resumed() -> None:
             "DiLoCo(compress='powersgd:2'): give one of 'bf16', 'fp16', 'int8', or None",
         ),
         (lambda: DiLoCo(4, compress="int4"), "DiLoCo(compress='int4'): give one of 'bf16', 'fp16', 'int8', or None"),
-        (lambda: DiLoCo(4, momentum=1), "DiLoCo(momentum=1): give a number from 0 up and below 1"),
+        (lambda: DiLoCo(4, momentum=1), "DiLoCo(momentum=1): give a number of at least 0 and less than 1"),
     ],
 )
 def test_what_no_period_can_be_made_of_is_refused(make: Callable[[], Any], said: str) -> None:

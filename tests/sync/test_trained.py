@@ -338,9 +338,11 @@ def test_an_optimizer_of_other_groups_is_refused_with_the_names() -> None:
     model, optimizer = make()
     state = Trained(model, optimizer).state_dict()
     one = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"trains 2.weight, 2.bias, which the script's does not; if the run changed"):
+    with pytest.raises(
+        ConfigError, match=r"trains 2.weight, 2.bias, which the script's optimizer does not train; if the run changed"
+    ):
         Trained(model, one).load_state_dict(state)
-    with pytest.raises(ConfigError, match=r"trains not 2.weight, 2.bias, which the script's does;"):
+    with pytest.raises(ConfigError, match=r"trains not 2.weight, 2.bias, which the script's optimizer trains;"):
         Trained(model, optimizer).load_state_dict(Trained(model, one).state_dict())
     two = torch.optim.SGD([{"params": model[2].parameters()}, {"params": model[0].parameters()}], lr=0.1)
     with pytest.raises(ConfigError, match=r"in another order or in other groups \(sizes 4; in the script 2, 2\)"):

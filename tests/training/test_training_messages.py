@@ -37,6 +37,8 @@ def test_a_resumed_run_says_what_changes_its_last_bits(state: TrainState) -> Non
     assert first == "resuming from step 12 (epoch 4)"
     assert second == "results may differ in their last bits, because this has changed: torch 2.6 -> 2.7, reduction flat -> ddp"
     assert messages.resumed(state, saved, {"torch": "2.6", "reduction": "ddp"}, same_ranks=False) == [first]
+    earlier, today = "one all-reduce of 9 B a step", "one all-reduce of 9 B per step"
+    assert messages.resumed(state, {"reduction": earlier}, {"reduction": today}, same_ranks=True) == [first]
 
 
 def test_a_stopped_run_says_what_to_type_where_no_launcher_does(state: TrainState) -> None:

@@ -185,7 +185,7 @@ class Head:
             if failure is not None and failure.traceback is not None:
                 self._screen.show(failure.traceback)
             self._say(f"{outcome}, on {failure.host}; its output is in {failure.log}" if failure is not None else outcome)
-            self._say(f"cannot record how this attempt ended: {error}; exit status {status}")
+            self._say(f"cannot record the outcome of this attempt: {error}; exit status {status}")
 
     def _is_here(self, part: NodeView) -> bool:
         return part is self._nodes.own

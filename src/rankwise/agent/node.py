@@ -370,7 +370,9 @@ class Node:
             self._forget_channel()
             self._starter.close()
         elif "failed" in message:
-            self.sink.say(f"no warm start ({message['failed']}): each rank imports torch by itself")
+            self.sink.say(
+                f"torch cannot be imported once for all ranks ({message['failed']}): each rank imports torch by itself"
+            )
             self._start_cold()
 
     def _start_cold(self) -> None:

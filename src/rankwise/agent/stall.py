@@ -115,7 +115,7 @@ class Observation:
         doing = "waiting for its loader workers, " if loader else ""
         running = f", running {', '.join(self.children[:3])}" if self.children and not loader else ""
         cpu = "idle" if self.cpu_share < 0.05 else f"{100 * self.cpu_share:.0f}% CPU"
-        return f"rank {self.rank} is{place} ({doing}{cpu}, the same in {len(self.stacks)} samples{running})"
+        return f"rank {self.rank} is{place} ({doing}{cpu}, the same in {len(self.stacks)} stack traces{running})"
 
 
 def judge(ranks: Sequence[Observation], sure: bool, checked: bool = False) -> str | None:

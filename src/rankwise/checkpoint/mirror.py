@@ -71,7 +71,10 @@ class Mirror:
             self._failed = None
             if checkpoint.exists():  # otherwise it was pruned in the meantime, and there is a newer one
                 self._failed = checkpoint
-                log.warn(f"{checkpoint.name} was not copied to {self.url}: {told(error)}; the next checkpoint is tried again")
+                log.warn(
+                    f"{checkpoint.name} was not copied to {self.url}: {told(error)}; "
+                    "rankwise tries again at the next checkpoint"
+                )
             return
         self._failed = None
         with self._lock:

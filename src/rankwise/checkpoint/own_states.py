@@ -92,7 +92,7 @@ def say_size(total: int, waited_s: float) -> None:
     """After the first save, report how much the own states of all ranks (`total` bytes) add to it, if it is much."""
     if total >= _LARGE:
         log.say(
-            f"each checkpoint has the average and the own state of {count(comm.world_size(), 'rank')}, {size(total)} in all; "
+            f"each checkpoint also has the state of each of {count(comm.world_size(), 'rank')}, {size(total)} in all; "
             f"training waited {waited_s:.2f} s for this one"
         )
 

@@ -91,4 +91,7 @@ def find_best_figure(manifests: Sequence[Manifest]) -> Best:
         if manifest.best:
             return Best(**manifest.best)
     figures = ", ".join(dict.fromkeys(name for manifest in manifests for name in manifest.metrics)) or "none"
-    raise ConfigError(f"which metric says what is best? The run had no keep_best; type --by NAME; the metrics are: {figures}")
+    raise ConfigError(
+        "which metric decides which checkpoint is the best? The run had no keep_best; type --by NAME; the metrics are: "
+        f"{figures}"
+    )

@@ -247,7 +247,7 @@ class Checkpoints:
             states = collect_states(parts) | dict(every)
             shares = sharding.divide(parts, states, ranks)
         if len(set(comm.all_gather_object(sharding.digest_tensors(shares, states)))) > 1:
-            log.warning_once("sharded=True has no effect: the tensors differ between ranks, so the main rank writes them all")
+            log.warning_once("sharded=True has no effect: the tensors differ between ranks, so rank 0 writes them all")
             shares = {}
         # With several ranks, the first creates the folder here, so that the others find it; a single rank does it later.
         temporary = run_on_main(self._writer.make_folder, [final]) if ranks > 1 else None
@@ -337,7 +337,7 @@ class Checkpoints:
         if self._groups is None:
             self._groups = group_by_folder(self.folder)
             if len(self._groups) == 1 and len(comm.nodes()) > 1:
-                log.say(f"scope='node' has no effect: all nodes share {self.folder}, and the main rank writes there")
+                log.say(f"scope='node' has no effect: all nodes share {self.folder}, and rank 0 writes there")
         return self._groups
 
     def _meet(self) -> None:

@@ -127,7 +127,7 @@ def await_folder(temporary: Path, rank: int) -> None:
     while not temporary.is_dir():
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"rank {rank} on {platform.node()} does not see {temporary}, which the main rank has created: sharded=True "
+                f"rank {rank} on {platform.node()} does not see {temporary}, which rank 0 has created: sharded=True "
                 "needs a folder that all ranks share; choose another folder, or remove sharded"
             )
         time.sleep(0.05)
@@ -181,12 +181,12 @@ class Others:
                 raise self._error
             if self._left and time.monotonic() > self._until:
                 who = numbered("rank", self._left)
-                raise CheckpointError(f"the checkpoint in {self.folder} is incomplete: the share of {who} did not come")
+                raise CheckpointError(f"the checkpoint in {self.folder} is incomplete: the share of {who} is missing")
             if self._left:
                 self._wake.wait(0.02)
         for name, record in files.items():
             if damage := length_damage(self.folder / name, record):
-                raise CheckpointError(f"{damage}, as the main rank sees it: sharded=True needs a folder that all ranks share")
+                raise CheckpointError(f"{damage}, as rank 0 sees it: sharded=True needs a folder that all ranks share")
         return files
 
     def _heard(self, rank: int, files: dict[str, FileRecord]) -> bool:

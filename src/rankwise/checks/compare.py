@@ -176,7 +176,7 @@ def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
     drawing = sorted({layer for records in starts.values() for _, drew in records[0]["still"] for layer in drew})
     if drawing:
         return Finding("gradients", OPEN, f"{', '.join(drawing)} draws random numbers although torch's dropout is switched off",
-                       "no two passes are alike", "switch it off (self.training) and test again")  # fmt: skip
+                       "two forward passes give different results", "switch it off (self.training) and test again")  # fmt: skip
     reference, tolerance = gradients(low, first["rank"]), TOLERANCES.get(first["dtype"], 1e-3)
     apart, factors = {}, {}
     for ranks, records in starts.items():

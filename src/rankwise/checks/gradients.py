@@ -103,8 +103,9 @@ class Gradients:
         if not layers:
             return None
         return Finding(
-            "gradients", OPEN, f"no two passes are alike: {', '.join(layers)} draws random numbers although torch's dropout is "
-            "switched off", "random numbers that are not torch's dropout", "switch them off (self.training) and test again",
+            "gradients", OPEN, f"two forward passes give different results: {', '.join(layers)} draws random numbers although "
+            "torch's dropout is switched off",
+            "random numbers that are not torch's dropout", "switch them off (self.training) and test again",
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -203,8 +204,9 @@ class Gradients:
         if far.size <= max(self._tolerance, _ROUNDED):
             return None
         return Finding(
-            "gradients", FAILED, f"on {name} the update is not that of the optimizer's plain kernel: {far}, relative, "
-            f"in {self._dtype}", "gradients are not in memory as their parameters are, or the optimizer misses a parameter",
+            "gradients", FAILED, f"on {name} the update differs from that of the optimizer with fused=False, foreach=False: "
+            f"{far}, relative, in {self._dtype}",
+            "gradients are not in memory as their parameters are, or the optimizer misses a parameter",
             "give torch's optimizer fused=False, foreach=False; and report this, with the model's memory format",
         )  # fmt: skip
 
@@ -220,8 +222,9 @@ class Gradients:
             return None
         return Finding(
             "gradients", FAILED, f"on {name} gradients differ when {trained[0]} is unfrozen after the start: {far}, relative, "
-            f"in {self._dtype}", "the strategy (sync=) looks only once, when it is attached, at what is trained",
-            "it must look at every step which parameters require a gradient",
+            f"in {self._dtype}",
+            "the strategy (sync=) checks only once, when it is attached, which parameters require a gradient",
+            "it must check this in each step",
         )  # fmt: skip
 
     def _compare(self, layouts: Mapping[str, Sequence[Any]]) -> tuple[Found, dict[str, Difference]]:

@@ -88,8 +88,8 @@ class Workers(NamedTuple):
             return None
         of = f" on each of {sharing} ranks" if sharing > 1 else ""
         return (
-            f"num_workers={self.num_workers}{of}: {total} workers share {count(cores, 'core')}, and slow each other and the "
-            f"training down; try num_workers={max(cores // sharing - 1, 0)}"
+            f"num_workers={self.num_workers}{of}: {total} workers share {count(cores, 'core')}, and slow down each other and "
+            f"the training; try num_workers={max(cores // sharing - 1, 0)}"
         )
 
 
@@ -315,8 +315,8 @@ class Fetch:
         if not workers or self._read is None or not promises(self._dataset, "faster_without_workers"):
             return None
         return (
-            f"num_workers={workers}: a batch of {type(inside(self._dataset)).__name__} is read here sooner than a worker can "
-            "pass it on; leave num_workers out, and give prefetch_factor=4 for a thread that reads ahead"
+            f"num_workers={workers}: a batch of {type(inside(self._dataset)).__name__} is read faster without loader "
+            "workers; leave num_workers out, and give prefetch_factor=4: then a thread reads ahead"
         )
 
     def by(self, sample: bool) -> Fetch:

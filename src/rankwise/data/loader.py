@@ -47,11 +47,11 @@ _MOVED = {
     "global_batch_tokens": "it is now batches=LengthBatches(global_tokens=...)",
     "lengths": "it is now batches=LengthBatches(tokens=..., lengths=...), or an attribute `lengths` of the dataset",
     "pool": "it is now batches=LengthBatches(tokens=..., pool=...)",
-    "batch_sampler": "it is now batches=...; each of its batches is a global one",
-    "sampler": "give batches=torch.utils.data.BatchSampler(sampler, batch_size, drop_last), each batch a global one",
+    "batch_sampler": "it is now batches=...; each batch of the sampler is a global batch",
+    "sampler": "give batches=torch.utils.data.BatchSampler(sampler, batch_size, drop_last); each batch is a global batch",
     "generator": "the order follows from seed=..., on any number of ranks",
-    "persistent_workers": "leave it out; workers are started once an epoch",
-    "multiprocessing_context": "leave it out; torch.multiprocessing.set_start_method says how workers start",
+    "persistent_workers": "leave it out; workers are started once per epoch",
+    "multiprocessing_context": "leave it out; torch.multiprocessing.set_start_method sets how workers start",
     "pin_memory_device": "leave it out; memory is pinned for the rank's own device",
     "in_order": "leave it out; batches always come in their order",
 }
@@ -401,7 +401,7 @@ class Loader:
     def describe(self) -> str:
         """The data in a few words, for the user."""
         number = self.steps_per_epoch
-        steps = f", {number} step{'s' * (number != 1)} an epoch" if number is not None else ""
+        steps = f", {number} step{'s' * (number != 1)} per epoch" if number is not None else ""
         if not self.is_stream:
             return f"{self.samples} samples{', of which each rank reads its own part' * (self._split is not None)}{steps}"
         if self._uneven is not None:
@@ -478,11 +478,9 @@ def _check_sizes(of_one: int | None, of_all: int | None, batches: Any, drop_last
     if len(names) > 1:
         raise ConfigError(f"{' and '.join(names)} all set the batch; keep one of them")
     if batches is not None and stream is not None:
-        raise ConfigError(
-            f"{type(stream).__name__} is a stream, so batches must be by count; give global_batch_size, and remove batches"
-        )
+        raise ConfigError(f"batches=... cannot be used with a stream ({type(stream).__name__}); give global_batch_size instead")
     if batches is not None and drop_last:
-        raise ConfigError("drop_last works only with batches by count; remove it")
+        raise ConfigError("drop_last works only with batch_size or global_batch_size; remove it")
 
 
 def _is_device(name: str) -> bool:

@@ -26,7 +26,7 @@ NAMES = {
     "_foreach_norm": "the norms of gradients are taken one by one, which is slower",
     "_foreach_mul_": "gradients are scaled one by one, which is slower",
     "_cdata": "",
-    "_version": "each gradient is copied once more in a step",
+    "_version": "each gradient is copied once more in each step",
     "_push_all_rebuilt_params": "gradients are summed after the backward pass, not during it",
     "_rebuild_buckets": "gradients are summed after the backward pass, not during it",
     "_parameters": "the search for replaced layers takes longer in each step",

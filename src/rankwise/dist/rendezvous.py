@@ -268,7 +268,7 @@ class Gathering:
             )
         elif other is not None:
             refusal = (
-                f"{place} is rank {rank}, and so is a process on {other.host}: the script was started twice under one name"
+                f"{place} is rank {rank}, and so is a process on {other.host}: the script was started twice with the same id"
             )
         if refusal is not None:
             self._refused = f"; refused: {refusal}"
@@ -279,7 +279,7 @@ class Gathering:
 
     def _drop(self, guest: _Guest) -> None:
         if guest.rank is not None:
-            self._refused = f"; rank {guest.rank} on {guest.host} came and left"
+            self._refused = f"; rank {guest.rank} on {guest.host} connected and then disconnected"
         self._selector.unregister(guest.conn)
         del self._guests[guest.conn]
         guest.conn.close()
@@ -293,8 +293,8 @@ class Gathering:
 
     def _verdict(self, missing: Sequence[int], timeout_s: float) -> str:
         text = (
-            f"{self._of(missing)} did not come to rank 0 within {timeout_s:g} s; {self._where()}{self._refused}; if all ranks "
-            f"have started, a node does not see this folder, or cannot reach {platform.node()}: {CURE}"
+            f"{self._of(missing)} did not connect to rank 0 within {timeout_s:g} s; {self._where()}{self._refused}; if all "
+            f"ranks have started, a node does not see this folder, or cannot reach {platform.node()}: {CURE}"
         )
         for guest in self._guests.values():
             if guest.rank is not None:
@@ -380,7 +380,7 @@ def _knock(path: Path, world: World, start: str, deadline: float) -> Meeting:
             try:
                 return caller.let_go(max(deadline - time.monotonic(), 0) + _VERDICT_S, network.home() == record.get("home"))
             except OSError:
-                why = f"rank 0 on {record.get('host')} answered and left"
+                why = f"rank 0 on {record.get('host')} answered and then disconnected"
     raise NotHereError(f"no rank 0 answers at the address in {path} ({why})")
 
 

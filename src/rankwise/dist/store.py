@@ -37,7 +37,7 @@ def announced(world: World, timeout: timedelta, join_timeout_s: float) -> tuple[
     start = _start(world)
     if start is None:
         raise WorldError(
-            f"rank {world.rank} of {world.world_size} ({world.source}): the launcher gives this start of the script no name, "
+            f"rank {world.rank} of {world.world_size} ({world.source}): the launcher sets no id for this start of the script, "
             f"so the ranks cannot find each other; {rendezvous.CURE}"
         )
     home = Path(os.environ["HOME"]) if os.environ.get("HOME") else None
@@ -104,11 +104,11 @@ def at_address(world: World, timeout: timedelta, join_timeout_s: float) -> Any:
         waits = f"{numbered('rank', missing, ranges=True)} of {world.world_size} ({world.source})"
         if (now := time.monotonic()) > deadline:
             raise WorldError(
-                f"rank {world.rank} has waited {join_timeout_s:g} s for {waits} to come to {address}, port {port}; start all "
-                "ranks, or give a larger join_timeout_s"
+                f"rank {world.rank} has waited {join_timeout_s:g} s for {waits} to connect to {address}, port {port}; start "
+                "all ranks, or give a larger join_timeout_s"
             )
         if (due := wait.due(now)) and world.rank == 0:
-            where = f"they must come to {address}, port {port}"
+            where = f"they must connect to {address}, port {port}"
             rendezvous.say(f"rank 0 {wait.told(now, waits)}; {where if due == 'whole' else wait.SHORT}")
         time.sleep(0.05)
     return store

@@ -146,7 +146,9 @@ def _outcome(asked: Callable[[], Ranks], source: str, env: Mapping[str, str], al
     except NotJoinedError as error:
         if not allow_independent:
             return error
-        ranks = single("an independent process, as was allowed", f"without --allow-independent this is an error: {error}")
+        ranks = single(
+            "an independent process, because of --allow-independent", f"without --allow-independent this is an error: {error}"
+        )
     except WorldError as error:
         return error
     run_dir = env.get(ENV_RUN_DIR)

@@ -55,7 +55,7 @@ def predict(
     error in it is raised on all ranks.
     """
     if into is not None and on != "main":
-        raise ConfigError("into=... is called only on the main rank; remove on='all'")
+        raise ConfigError("into=... is called only on rank 0; remove on='all'")
     if loader.is_split:
         raise ConfigError(
             "predict() needs one order of all samples, and each rank reads a stream of its own; give one that all ranks share"

@@ -38,7 +38,7 @@ _LAST_OUTPUT_S = 5.0  # a process that the function left running may hold the pi
 _OF_SCRIPTS = ("argv", "module", "command", "job", "site", "wait")
 _STARTED_ONCE = "a function is started once, for all its nodes; use hosts=... or a scheduler, or start a script"
 _RANKS = FROM_ONE.or_(Argument(TEXT.accepts, '"auto"'))
-_NODES = FROM_ONE.or_(Argument(TEXT.accepts, 'the least and the most: "1:4"'))
+_NODES = FROM_ONE.or_(Argument(TEXT.accepts, 'the minimum and the maximum: "1:4"'))
 _OF_NO_FUNCTION = {
     "dry_run": "a function is run at once, or queued; to see the text of a job, type: rankwise run --dry-run script.py",
     "array": "the results of several runs do not fit into one list; submit each with a name of its own",

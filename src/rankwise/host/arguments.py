@@ -219,8 +219,8 @@ def _unbound(
         if (key := type(value).__name__.lower()) in moved:  # Loader(dataset, world)
             return f"{name}({key}): {moved[key]}"
     if number > len(positional):
-        first = _all([p.name for p in positional]) if positional else "no argument"
-        return f"{name} takes {first} without a name, but {number} were given: write the others as name=value"
+        first = f"{_all([p.name for p in positional])} as positional arguments" if positional else "no positional argument"
+        return f"{name} takes {first}, but {number} were given: write the others as name=value"
     missing = [p.name for p in positional[number:] if p.default is p.empty and p.name not in kwargs]
     missing += [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in kwargs]
     if missing:

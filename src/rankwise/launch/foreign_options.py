@@ -33,7 +33,9 @@ def refuse(words: Sequence[str], ours: Mapping[str, bool]) -> None:
     """Raises ConfigError, with the whole command to type, if a word is an option of another launcher."""
     found = translated(words, ours)
     if found is not None:
-        raise ConfigError(f"{', '.join(found.theirs)}: another launcher's words; type: {typed('run', *found.words)}")
+        raise ConfigError(
+            f"{', '.join(found.theirs)}: part of a command for another launcher; type: {typed('run', *found.words)}"
+        )
 
 
 def translated(words: Sequence[str], ours: Mapping[str, bool]) -> Translated | None:

@@ -37,7 +37,7 @@ def conclude(
         return 128 - status
     if attempt is None or attempt.status is None:  # an agent that could not start the ranks, or record the end, has printed why
         if status > 128 and not asked:
-            when = "before any rank started" if attempt is None else "and did not record how the run ended"
+            when = "before any rank started" if attempt is None else "and did not record the outcome of the run"
             say(f"{by} exited with status {status} {when}; the reason is in the lines above")
         return status
     if failure is not None:

@@ -106,7 +106,7 @@ def _queue(config: RunConfig, env: Mapping[str, str]) -> tuple[Jobs, str]:
             return queue, "this shell is in one of its jobs"
     if (on := config.site.get("on")) is not None:
         return _named(on, f"on = {on!r} in the site file"), "the site file says so"
-    return schedulers.LOCAL, "nothing else was asked for"
+    return schedulers.LOCAL, "no other scheduler was chosen"
 
 
 def _named(on: str, typed: str) -> Jobs:

@@ -117,7 +117,9 @@ class RunConfig:
             cure = "; auto is one per GPU, or one per core if there is none" if self.nproc in ("gpu", "cpu") else ""
             raise ConfigError(f"--nproc {self.nproc}: give a number of ranks from 1 up, or auto{cure}")
         if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
-            raise ConfigError(f"--name {self.name!r}: a name is one folder; for another place use --run-dir PATH")
+            raise ConfigError(
+                f"--name {self.name!r}: give the name of one folder, without /; for another place use --run-dir PATH"
+            )
         if self.run_dir == "":
             raise ConfigError("--run-dir '': give the folder that the run may write in, for example --run-dir runs/first")
         for name in ("name", "run_dir"):
@@ -129,13 +131,13 @@ class RunConfig:
         if self.stop_after is not None and not seconds_of(self.stop_after):
             raise ConfigError(f"--stop-after {self.stop_after}: give a number and a unit, above 0: 90s, 30m, 12h, 2d")
         if not 0 < self.grace_s < math.inf:
-            raise ConfigError(f"--grace {self.grace_s:g}: give the seconds that ranks may take to stop, above 0")
+            raise ConfigError(f"--grace {self.grace_s:g}: give the seconds within which ranks must stop, above 0")
         if not 0 <= self.master_port < 65536:
             raise ConfigError(f"--master-port {self.master_port}: a port lies between 1 and 65535; leave it out for a free one")
         if not 0 <= self.stall_warn_s < math.inf:
             raise ConfigError(f"--stall-warn {self.stall_warn_s:g}: give seconds, or 0 for never")
         if self.max_restarts < 0:
-            raise ConfigError(f"--max-restarts {self.max_restarts}: give how often to start again, from 0 up")
+            raise ConfigError(f"--max-restarts {self.max_restarts}: give the maximum number of restarts, from 0 up")
         for name, value, choices in (
             ("start-method", self.start_method, ("fork", "spawn")),
             ("tee", self.tee, ("main", "all")),

@@ -262,7 +262,8 @@ class RunDir:
         try:
             if self._is_something_else():
                 raise RunDirError(
-                    f"{self.path} is not empty and holds no run; choose an empty or a new folder with --run-dir PATH"
+                    f"{self.path} is not empty and is not the folder of a run; choose an empty or a new folder with "
+                    "--run-dir PATH"
                 )
             if not fresh:
                 self._refuse_what_is_in_the_way()

@@ -47,7 +47,9 @@ def _of_others() -> list[Scheduler]:
     for each in installed.schedulers():
         if each.name in _NAMES:
             package = installed.packages()[each.name]
-            raise ConfigError(f"the package {package} provides a scheduler {each.name}, and so does rankwise; uninstall it")
+            raise ConfigError(
+                f"the package {package} provides a scheduler {each.name}, which rankwise has too; type: pip uninstall {package}"
+            )
     return list(installed.schedulers())
 
 

@@ -42,7 +42,7 @@ class Manual(Foreground):
         """Raises ConfigError if the nodes have no address to meet."""
         if not (plan.master_addr and plan.master_port):
             raise ConfigError(
-                f"{NODE_RANK.typed} {plan.node_rank}: the nodes need an address to meet; add the same on each of them: "
+                f"{NODE_RANK.typed} {plan.node_rank}: the nodes need an address to connect to; add the same on each of them: "
                 f"{MASTER_ADDR.typed} HOST --master-port PORT, the host of node 0 and a port that is free there"
             )
         return super().render(plan)

@@ -60,4 +60,4 @@ class CompressedReduction(FlatReduction):
         return sum(codec.sent_bytes(buffer.flat) for buffer, codec in zip(self._buffers, self._codecs, strict=True))
 
     def describe(self) -> str:
-        return f"{size(self._gradient_bytes())} a step ({self._compress}; {size(super()._gradient_bytes())} whole)"
+        return f"{size(self._gradient_bytes())} per step ({self._compress}; {size(super()._gradient_bytes())} uncompressed)"

@@ -24,7 +24,7 @@ from rankwise.sync.local_sgd import LocalSGD
 from rankwise.training.precision import LossScale
 
 _RATE = Argument(lambda value: is_number(value) and value > 0, "the outer learning rate, a number above 0 (0.7 is usual)")
-_MOMENTUM = Argument(lambda value: is_number(value) and 0 <= value < 1, "a number from 0 up and below 1 (0.9 is usual)")
+_MOMENTUM = Argument(lambda value: is_number(value) and 0 <= value < 1, "a number of at least 0 and less than 1 (0.9 is usual)")
 _RATE_OF_MANY, _MOMENTUM_OF_MANY, _MOMENTUM_OF_FEW = 0.7, 0.9, 0.5
 _MANY_ROUNDS, _FEW_ROUNDS = 100, 30
 """With fewer outer steps a larger momentum overshoots: at 0.9, 12 steps had 8 times the loss, and 13 steps 0.25 nats more."""

@@ -111,7 +111,7 @@ class FlatReduction:
             self._apart.zero_()
 
     def describe(self) -> str:
-        return f"one all-reduce of {size(self._gradient_bytes())} a step"
+        return f"one all-reduce of {size(self._gradient_bytes())} per step"
 
 
 class _Buffer:

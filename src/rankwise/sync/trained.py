@@ -22,7 +22,7 @@ from rankwise.host.text import listed
 from rankwise.training.optimizer import named_parameters, outside
 
 _REFUSED = {
-    LBFGS: "evaluates the loss several times in a step, by a function that it is given, and one reduction a step is not enough",
+    LBFGS: "evaluates the loss several times per step, by a function that it is given; one reduction per step is not enough",
     SparseAdam: "requires sparse gradients, and gradients are summed over ranks as dense ones",
 }
 _NAMED = 4  # a message lists this many names, and counts the others
@@ -219,8 +219,8 @@ def _other_groups(before: Sequence[Sequence[str]], now: Sequence[Sequence[str]])
     gone, new = [n for n in had if n not in set(has)], [n for n in has if n not in set(had)]
     if gone or new:
         told = [
-            f"{some(gone)}, which the script's does not" if gone else "",
-            f"not {some(new)}, which the script's does" if new else "",
+            f"{some(gone)}, which the script's optimizer does not train" if gone else "",
+            f"not {some(new)}, which the script's optimizer trains" if new else "",
         ]
         what = f"the optimizer of the checkpoint trains {' and '.join(filter(None, told))}"
     else:

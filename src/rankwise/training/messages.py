@@ -25,12 +25,18 @@ def begun(model: nn.Module, precision: str, data: str, batch: str, strategy: str
 
 def resumed(state: TrainState, saved: Mapping[str, Any], now: Mapping[str, Any], same_ranks: bool) -> list[str]:
     """`saved`, `now`: the numerics (fingerprint.py) of the checkpoint and of this process."""
+    saved = {name: _in_todays_words(value) for name, value in saved.items()}
     lines = [f"resuming from step {state.step} (epoch {state.epoch + 1})"]
     passed_over = () if same_ranks else ("reduction",)  # it depends on the number of ranks, which is printed anyway
     differs = [f"{k} {saved[k]} -> {v}" for k, v in now.items() if k not in passed_over and saved.get(k, v) != v]
     return (
         [*lines, f"results may differ in their last bits, because this has changed: {', '.join(differs)}"] if differs else lines
     )
+
+
+def _in_todays_words(value: Any) -> Any:
+    """Earlier versions recorded `one all-reduce of 760 B a step`: the reduction has not changed since, only its words."""
+    return value.replace(" a step", " per step").replace(" whole)", " uncompressed)") if isinstance(value, str) else value
 
 
 def stopped(state: TrainState, where: Path, argv: Sequence[str]) -> list[str]:
