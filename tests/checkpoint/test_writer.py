@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,20 @@ def test_each_tensor_has_its_type_its_shape_and_its_place_in_the_file(tmp_path: 
         assert at.offset is not None
         assert data[at.offset : at.offset + at.bytes] == value.numpy().tobytes()
     assert (places["turned"].offset, places["empty"].offset) == (None, None)
+
+
+def test_a_file_without_torchs_own_sums_is_read_by_torch_and_files_of_the_user_have_them(tmp_path: Path) -> None:
+    state = {"a": torch.arange(12.0), "n": 3}
+    writer.write_file(tmp_path / "a.pt", state)
+    torch.save(state, tmp_path / "users.pt")
+    for mmap in (False, True):
+        read = torch.load(tmp_path / "a.pt", weights_only=True, mmap=mmap)
+        assert torch.equal(read["a"], state["a"])
+        assert read["n"] == 3
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        assert archive.testzip() is not None  # torch's sum of 20 GB would take as long as the writing
+    with zipfile.ZipFile(tmp_path / "users.pt") as archive:
+        assert archive.testzip() is None
 
 
 def test_a_rank_that_is_not_heard_of_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

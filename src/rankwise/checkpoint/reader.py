@@ -104,11 +104,17 @@ def _skeleton(file: BinaryIO, record: FileRecord, part: object, own: Mapping[str
     """Raises an exception if the file contains anything but plain tensors in plain collections."""
     with zipfile.ZipFile(file) as archive:
         folder = archive.namelist()[0].partition("/")[0]
-        if archive.read(f"{folder}/byteorder").decode() != sys.byteorder:
+        if _entry(archive, f"{folder}/byteorder", file.fileno()).decode() != sys.byteorder:
             raise pickle.UnpicklingError("of another byte order")
-        pickled = archive.read(f"{folder}/data.pkl")
+        pickled = _entry(archive, f"{folder}/data.pkl", file.fileno())
         placing = _Placing(storages(archive, file.fileno()), record, part, own)
     return _Unpickler(io.BytesIO(pickled), placing).load(), list(placing.found.values())
+
+
+def _entry(archive: zipfile.ZipFile, name: str, fd: int) -> bytes:
+    """Not `archive.read`: write_file leaves out the CRC-32 that it compares."""
+    entry = archive.getinfo(name)
+    return os.pread(fd, entry.file_size, _data_offset(fd, entry))
 
 
 def storages(archive: zipfile.ZipFile, fd: int) -> dict[str, tuple[int, int]]:
