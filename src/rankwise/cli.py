@@ -6,63 +6,19 @@ import functools
 import json
 import re
 import shutil
-import signal
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
-from rankwise.errors import EXIT_INTERRUPTED, ConfigError, RankwiseError
+from rankwise.errors import ConfigError
+from rankwise.launch.command_line import Group
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-class _Group(click.Group):
-    """Prints errors of rankwise on one line; any other exception is a bug and keeps its traceback."""
-
-    def main(self, *args: Any, **options: Any) -> NoReturn:
-        """As click's, but also works if standard streams are closed or cannot be written, and under PYTHONINSPECT."""
-        from rankwise.host import terminal
-
-        terminal.open_closed_streams()
-        lost, status = None, 0
-        try:
-            super().main(*args, **options)
-        except SystemExit as end:
-            status = int(end.code or 0)
-        except OSError as error:
-            if (lost := terminal.unwritten(sys.stdout, error)) is None and terminal.unwritten(sys.stderr, error) is None:
-                raise
-            status = 1 if lost is not None else 2  # 2: an error that cannot be printed
-        if lost is None:
-            lost = terminal.unwritten(sys.stdout)
-        if lost:
-            click.echo(f"rankwise: cannot write to the standard output: {lost}", err=True)
-        terminal.leave(status or (1 if lost is not None else 0))
-
-    def invoke(self, ctx: click.Context) -> Any:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set in __main__; from here on, verbs clean up after Ctrl-C
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            sys.exit(EXIT_INTERRUPTED)
-        except RankwiseError as error:
-            from rankwise.host.terminal import message
-
-            click.echo(message(str(error)), err=True)
-            sys.exit(error.exit_status)
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args[0].endswith(".py"):
-            from rankwise.host.terminal import typed
-
-            raise ConfigError(f"{args[0]} is not a command; type: {typed('run', *args)}")
-        return super().resolve_command(ctx, args)
-
-
-@click.group(cls=_Group, context_settings=_HELP)
+@click.group(cls=Group, context_settings=_HELP)
 @click.version_option(package_name="rankwise", message="%(prog)s %(version)s")
 def main() -> None:
     """Run a training script, written for one device, on all devices."""
@@ -327,9 +283,9 @@ def logs(run: str | None, rank: int | None, everyone: bool, follow: bool) -> Non
     from rankwise.run.directory import find_run
 
     if everyone and rank is not None:
-        raise click.UsageError(f"--all and --rank {rank}: give one of the two")
+        raise ConfigError(f"--all and --rank {rank}: give one of the two")
     if rank is not None and rank < 0:
-        raise click.UsageError(f"--rank {rank}: ranks count from 0")
+        raise ConfigError(f"--rank {rank}: ranks count from 0")
     show_logs(find_run(run, "logs"), None if everyone else (rank or 0,), follow)
 
 
@@ -370,7 +326,7 @@ def explain(as_json: bool, allow_independent: bool) -> None:
 # --- checkpoint
 
 
-@main.group()
+@main.group(cls=Group)
 def checkpoint() -> None:
     """List, verify, export or remove a run's checkpoints.
 
