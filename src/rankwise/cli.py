@@ -15,10 +15,15 @@ import click
 from rankwise.errors import ConfigError
 from rankwise.launch.command_line import Group
 
+_NEXT = """\b
+Begin with: rankwise run train.py
+Options of a command: rankwise COMMAND --help
+"""
+
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-@click.group(cls=Group, context_settings=_HELP)
+@click.group(cls=Group, context_settings=_HELP, epilog=_NEXT)
 @click.version_option(package_name="rankwise", message="%(prog)s %(version)s")
 def main() -> None:
     """Run a training script, written for one device, on all devices."""
@@ -102,7 +107,7 @@ def _of_schedulers() -> list[click.Option]:
     from rankwise import schedulers
 
     names = ", ".join((*schedulers.queues(), *schedulers.ALIASES))
-    default = "ssh with -H, manual with --node-rank, the job that this shell is in, what the site file says, else local"
+    default = "ssh with -H, manual with its --node-rank, the job that this shell is in, what the site file says, else local"
     on = f"What starts the nodes: {names}.  [default: {default}]"
     found = [click.Option(["--on"], metavar="SCHEDULER", help=on)]
     for name, option in schedulers.options().items():
@@ -149,7 +154,7 @@ def _begins(word: str, option: str) -> bool:
 @click.option(
     "--sync",
     metavar="STRATEGY",
-    help="How the ranks are synchronised if the script does not set it: all-reduce:bf16, local-sgd:16, diloco:32.  "
+    help="How the ranks are synchronised if the script does not set it: diloco:32, local-sgd:16, all-reduce:bf16.  "
     "[default: the exact gradient]",
 )
 @click.option(
@@ -218,38 +223,6 @@ def run(config: str | None, **options: Any) -> None:
     sys.exit(launch(RunConfig.of(known, *layers), os.environ))
 
 
-@main.command(context_settings={**_HELP, "allow_interspersed_args": False}, options_metavar="[OPTIONS]")
-@click.option(
-    "--ranks", default="1,2,4", show_default=True, metavar="N,N", help="Numbers of ranks, tested one after the other."
-)
-@click.option("--timeout", "timeout_s", type=float, default=600.0, metavar="SECONDS",
-              help="How long each test may take.  [default: 600]")  # fmt: skip
-@click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT.py [ITS ARGUMENTS]...")
-def selftest(ranks: str, timeout_s: float, argv: tuple[str, ...]) -> None:
-    """Test whether SCRIPT.py trains the same on any number of ranks.
-
-    It takes a few steps on 1, 2 and 4 ranks: are gradients, samples, random numbers, steps as they should be, and with a
-    Trainer a resumed step and evaluation? Nothing is written in a run directory. Exit status 1 if there is a mistake.
-    """
-    import os
-
-    from rankwise.checks import script
-
-    sys.exit(script.selftest(argv, script.ranks_of(ranks), timeout_s, os.environ))
-
-
-@main.command()
-@click.argument("run", metavar="[RUN]", required=False)
-def report(run: str | None) -> None:
-    """Show what a run did: attempts, loss, where its time went.
-
-    RUN is a name under ./runs, or a folder. It is not needed if there is only one run.
-    """
-    from rankwise.report.terminal import print_report
-
-    print_report(run)
-
-
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON, for programs.")
 @click.argument("run", metavar="[RUN]", required=False)
@@ -300,6 +273,38 @@ def cancel(run: str | None) -> None:
     from rankwise.run.directory import find_run
 
     click.echo(of.cancel(find_run(run, "cancel")))
+
+
+@main.command()
+@click.argument("run", metavar="[RUN]", required=False)
+def report(run: str | None) -> None:
+    """Show what a run did: attempts, loss, where its time went.
+
+    RUN is a name under ./runs, or a folder. It is not needed if there is only one run.
+    """
+    from rankwise.report.terminal import print_report
+
+    print_report(run)
+
+
+@main.command(context_settings={**_HELP, "allow_interspersed_args": False}, options_metavar="[OPTIONS]")
+@click.option(
+    "--ranks", default="1,2,4", show_default=True, metavar="N,N", help="Numbers of ranks, tested one after the other."
+)
+@click.option("--timeout", "timeout_s", type=float, default=600.0, metavar="SECONDS",
+              help="How long each test may take.  [default: 600]")  # fmt: skip
+@click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT.py [ITS ARGUMENTS]...")
+def selftest(ranks: str, timeout_s: float, argv: tuple[str, ...]) -> None:
+    """Test whether SCRIPT.py trains the same on any number of ranks.
+
+    It takes a few steps on 1, 2 and 4 ranks: are gradients, samples, random numbers, steps as they should be, and with a
+    Trainer a resumed step and evaluation? Nothing is written in a run directory. Exit status 1 if there is a mistake.
+    """
+    import os
+
+    from rankwise.checks import script
+
+    sys.exit(script.selftest(argv, script.ranks_of(ranks), timeout_s, os.environ))
 
 
 @main.command()

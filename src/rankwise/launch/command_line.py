@@ -57,6 +57,10 @@ class Group(click.Group):
         with _printed():
             return super().invoke(ctx)
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order in which they are defined, which is that of use; click sorts them."""
+        return list(self.commands)
+
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args[0].endswith(".py"):
             raise ConfigError(f"{args[0]} is not a command; type: {terminal.typed('run', *args)}")
