@@ -142,7 +142,7 @@ def test_the_version_is_that_of_the_package(rankwise: Run) -> None:
         (["run", "--run-dir", "SCRIPT/sub", "SCRIPT"],
          "the run directory SCRIPT/sub cannot be created or written (Not a directory: SCRIPT/sub/logs); "
          "choose another with --run-dir PATH"),
-        (["report", "other"], "there is no run in other or runs/other (no world.json, no plan.json); the runs here: none"),
+        (["report", "other"], "there is no run other; the runs here: none"),
     ],
 )  # fmt: skip
 def test_an_error_is_one_line_with_status_2_and_leaves_nothing_behind(

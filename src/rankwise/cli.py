@@ -15,15 +15,14 @@ import click
 from rankwise.errors import ConfigError
 from rankwise.launch.command_line import Group
 
-_NEXT = """\b
-Begin with: rankwise run train.py
-Options of a command: rankwise COMMAND --help
-"""
-
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-@click.group(cls=Group, context_settings=_HELP, epilog=_NEXT)
+@click.group(
+    cls=Group,
+    context_settings=_HELP,
+    epilog="\b\nBegin with: rankwise run train.py\nOptions of a command: rankwise COMMAND --help",
+)
 @click.version_option(package_name="rankwise", message="%(prog)s %(version)s")
 def main() -> None:
     """Run a training script, written for one device, on all devices."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from rankwise import schedulers
@@ -114,7 +115,9 @@ def _named(on: str, typed: str) -> Jobs:
     queue = schedulers.queue(name)
     if queue is None:
         names = (*schedulers.queues(), *schedulers.ALIASES)
-        raise ConfigError(f"{typed}: there is no scheduler {name}; choose {', '.join(names)}")
+        near = get_close_matches(name, names, n=1)
+        cure = f"did you mean {near[0]}?" if near else f"choose {', '.join(names)}"
+        raise ConfigError(f"{typed}: there is no scheduler {name}; {cure}")
     return queue
 
 
