@@ -178,7 +178,7 @@ def test_a_syntax_error_in_the_script_is_shown_with_status_2(rankwise: Run, scri
         (["--verison"], "there is no option --verison; did you mean --version?"),
         (["run", "--nprocs", "2", "train.py"], "run has no option --nprocs; did you mean --nproc?"),
         (["run", "--lr", "1", "train.py"],
-         "run has no option --lr; write the script's options after its name, or type: rankwise run --help"),
+         "run has no option --lr; put options of the script after it; type: rankwise run --help"),
         (["logs", "-x"], "logs has no option -x; type: rankwise logs --help"),
         (["run", "--nproc"], "--nproc: its value is missing"),
         (["run", "--fresh=1", "train.py"], "--fresh: it takes no value"),

@@ -100,7 +100,7 @@ def _answer(error: click.UsageError) -> str:
             what = f"{verb} has no option {name}" if verb else f"there is no option {name}"
             options = _spellings(ctx.command, ctx)
             meant = _meant(name, [each for each in options if each[:2] == name[:2] == "--"], path)
-            of_script = "write the script's options after its name, or " if "argv" in options and meant[:5] == "type:" else ""
+            of_script = "put options of the script after it; " if "argv" in options and meant[:5] == "type:" else ""
             return f"{what}; {of_script}{meant}"
         case click.MissingParameter(param=click.Parameter(param_type_name="argument", metavar=str(text))):
             return f"{text.split()[0]} is missing; type: {terminal.typed(*path)} {text}"
