@@ -40,7 +40,7 @@ PACKAGES = {
     "trainer": "errors host run dist data stop telemetry training sync checkpoint actions evaluation",
     "checks": "errors host run dist data training launch sync checkpoint evaluation trainer",
     "functions": "errors host run ipc schedulers dist stop launch",
-    "cli": "errors host run schedulers dist launch report checkpoint checks",
+    "cli": "errors run schedulers dist launch report checkpoint checks",
     "__init__": "errors dist data stop telemetry training sync checkpoint actions evaluation trainer checks functions hdf5",
     "__main__": "cli",
 }

@@ -483,7 +483,7 @@ def test_a_modules_own_names_do_not_replace_those_by_which_its_failure_is_told(r
         (("-m", "no.such"), "there is no module no.such"),
         (("-m", "json"), "json is a package without __main__.py and cannot be run"),
         (("--", "nothere"), "there is no command nothere"),
-        (("--", "script.py"), "for a Python script leave out the --"),
+        (("--", "script.py"), "for a Python script, type: rankwise run script.py"),
         (("--gpus", "0", "script.py"), "this machine has no GPU"),
         (("--gpus", "0,0", "script.py"), "each once"),
         (("--nproc", "0", "script.py"), "give a number of ranks from 1 up"),
@@ -491,7 +491,7 @@ def test_a_modules_own_names_do_not_replace_those_by_which_its_failure_is_told(r
         (("--start-method", "thread", "script.py"), "choose fork or spawn"),
         (("--max-restarts", "-1", "script.py"), "from 0 up"),
         (("--config", "none.toml", "script.py"), "none.toml: cannot be read: No such file"),
-        (("--config", "script.py", "script.py"), "script.py: not valid TOML"),
+        (("--config", "script.py", "script.py"), "script.py:1:6: not valid TOML"),
         (("--run-dir", "script.py/x", "script.py"), "choose another with --run-dir"),
         (("broken.py",), "broken.py:2: syntax error"),
     ],
@@ -517,9 +517,9 @@ def test_a_config_file_sets_what_the_command_line_does_not(rankwise, tmp_path: P
     (tmp_path / "run.toml").write_text("nprocs = 3\n")
     wrong = rankwise("run", "--config", "run.toml", "script.py")
     assert wrong.returncode == 2
-    assert "run.toml: nprocs is not a setting of a run; the settings are: nproc, " in wrong.stderr
+    assert "run.toml:1: nprocs is not a setting of a run; did you mean nproc?" in wrong.stderr
     (tmp_path / "run.toml").write_text("nproc = 'two'\n")
-    assert "--config run.toml: --nproc two: give a number" in rankwise("run", "--config", "run.toml", "script.py").stderr
+    assert "--config run.toml:1: --nproc two: give a number" in rankwise("run", "--config", "run.toml", "script.py").stderr
 
 
 def test_ranks_that_never_met_are_said_to_be_separate_runs(launch) -> None:

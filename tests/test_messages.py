@@ -35,7 +35,7 @@ NOT_READ = (
     "Failed to recv, got 0 bytes",
     "range must be greater than zero|Numerical value invalid",
     "(?P<why>No route to host|Network is unreachable|Host is down)",
-    "ssh with -H, manual with --node-rank",  # --help
+    "ssh with -H, manual with its",  # --help
     "commit none (not in a git repository)",  # code.txt
     "# ... cut: the diff has",
     "# 75: stopped and saved",  # the script of a job
@@ -97,7 +97,7 @@ def not_messages(tree: ast.AST) -> set[int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             found.add(id(node.value))
-        elif isinstance(node, ast.keyword) and node.arg == "help":
+        elif isinstance(node, ast.keyword) and node.arg in ("help", "epilog"):
             found |= {id(inner) for inner in ast.walk(node.value)}
         elif isinstance(node, ast.Call) and called(node) == "Option":
             found |= {id(inner) for inner in ast.walk(node)}

@@ -6,63 +6,23 @@ import functools
 import json
 import re
 import shutil
-import signal
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
-from rankwise.errors import EXIT_INTERRUPTED, ConfigError, RankwiseError
+from rankwise.errors import ConfigError
+from rankwise.launch.command_line import Group
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-class _Group(click.Group):
-    """Prints errors of rankwise on one line; any other exception is a bug and keeps its traceback."""
-
-    def main(self, *args: Any, **options: Any) -> NoReturn:
-        """As click's, but also works if standard streams are closed or cannot be written, and under PYTHONINSPECT."""
-        from rankwise.host import terminal
-
-        terminal.open_closed_streams()
-        lost, status = None, 0
-        try:
-            super().main(*args, **options)
-        except SystemExit as end:
-            status = int(end.code or 0)
-        except OSError as error:
-            if (lost := terminal.unwritten(sys.stdout, error)) is None and terminal.unwritten(sys.stderr, error) is None:
-                raise
-            status = 1 if lost is not None else 2  # 2: an error that cannot be printed
-        if lost is None:
-            lost = terminal.unwritten(sys.stdout)
-        if lost:
-            click.echo(f"rankwise: cannot write to the standard output: {lost}", err=True)
-        terminal.leave(status or (1 if lost is not None else 0))
-
-    def invoke(self, ctx: click.Context) -> Any:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set in __main__; from here on, verbs clean up after Ctrl-C
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            sys.exit(EXIT_INTERRUPTED)
-        except RankwiseError as error:
-            from rankwise.host.terminal import message
-
-            click.echo(message(str(error)), err=True)
-            sys.exit(error.exit_status)
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args[0].endswith(".py"):
-            from rankwise.host.terminal import typed
-
-            raise ConfigError(f"{args[0]} is not a command; type: {typed('run', *args)}")
-        return super().resolve_command(ctx, args)
-
-
-@click.group(cls=_Group, context_settings=_HELP)
+@click.group(
+    cls=Group,
+    context_settings=_HELP,
+    epilog="\b\nBegin with: rankwise run train.py\nOptions of a command: rankwise COMMAND --help",
+)
 @click.version_option(package_name="rankwise", message="%(prog)s %(version)s")
 def main() -> None:
     """Run a training script, written for one device, on all devices."""
@@ -146,7 +106,7 @@ def _of_schedulers() -> list[click.Option]:
     from rankwise import schedulers
 
     names = ", ".join((*schedulers.queues(), *schedulers.ALIASES))
-    default = "ssh with -H, manual with --node-rank, the job that this shell is in, what the site file says, else local"
+    default = "ssh with -H, manual with its --node-rank, the job that this shell is in, what the site file says, else local"
     on = f"What starts the nodes: {names}.  [default: {default}]"
     found = [click.Option(["--on"], metavar="SCHEDULER", help=on)]
     for name, option in schedulers.options().items():
@@ -193,7 +153,7 @@ def _begins(word: str, option: str) -> bool:
 @click.option(
     "--sync",
     metavar="STRATEGY",
-    help="How the ranks are synchronised if the script does not set it: all-reduce:bf16, local-sgd:16, diloco:32.  "
+    help="How the ranks are synchronised if the script does not set it: diloco:32, local-sgd:16, all-reduce:bf16.  "
     "[default: the exact gradient]",
 )
 @click.option(
@@ -262,38 +222,6 @@ def run(config: str | None, **options: Any) -> None:
     sys.exit(launch(RunConfig.of(known, *layers), os.environ))
 
 
-@main.command(context_settings={**_HELP, "allow_interspersed_args": False}, options_metavar="[OPTIONS]")
-@click.option(
-    "--ranks", default="1,2,4", show_default=True, metavar="N,N", help="Numbers of ranks, tested one after the other."
-)
-@click.option("--timeout", "timeout_s", type=float, default=600.0, metavar="SECONDS",
-              help="How long each test may take.  [default: 600]")  # fmt: skip
-@click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT.py [ITS ARGUMENTS]...")
-def selftest(ranks: str, timeout_s: float, argv: tuple[str, ...]) -> None:
-    """Test whether SCRIPT.py trains the same on any number of ranks.
-
-    It takes a few steps on 1, 2 and 4 ranks: are gradients, samples, random numbers, steps as they should be, and with a
-    Trainer a resumed step and evaluation? Nothing is written in a run directory. Exit status 1 if there is a mistake.
-    """
-    import os
-
-    from rankwise.checks import script
-
-    sys.exit(script.selftest(argv, script.ranks_of(ranks), timeout_s, os.environ))
-
-
-@main.command()
-@click.argument("run", metavar="[RUN]", required=False)
-def report(run: str | None) -> None:
-    """Show what a run did: attempts, loss, where its time went.
-
-    RUN is a name under ./runs, or a folder. It is not needed if there is only one run.
-    """
-    from rankwise.report.terminal import print_report
-
-    print_report(run)
-
-
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON, for programs.")
 @click.argument("run", metavar="[RUN]", required=False)
@@ -327,9 +255,9 @@ def logs(run: str | None, rank: int | None, everyone: bool, follow: bool) -> Non
     from rankwise.run.directory import find_run
 
     if everyone and rank is not None:
-        raise click.UsageError(f"--all and --rank {rank}: give one of the two")
+        raise ConfigError(f"--all and --rank {rank}: give one of the two")
     if rank is not None and rank < 0:
-        raise click.UsageError(f"--rank {rank}: ranks count from 0")
+        raise ConfigError(f"--rank {rank}: ranks count from 0")
     show_logs(find_run(run, "logs"), None if everyone else (rank or 0,), follow)
 
 
@@ -344,6 +272,38 @@ def cancel(run: str | None) -> None:
     from rankwise.run.directory import find_run
 
     click.echo(of.cancel(find_run(run, "cancel")))
+
+
+@main.command()
+@click.argument("run", metavar="[RUN]", required=False)
+def report(run: str | None) -> None:
+    """Show what a run did: attempts, loss, where its time went.
+
+    RUN is a name under ./runs, or a folder. It is not needed if there is only one run.
+    """
+    from rankwise.report.terminal import print_report
+
+    print_report(run)
+
+
+@main.command(context_settings={**_HELP, "allow_interspersed_args": False}, options_metavar="[OPTIONS]")
+@click.option(
+    "--ranks", default="1,2,4", show_default=True, metavar="N,N", help="Numbers of ranks, tested one after the other."
+)
+@click.option("--timeout", "timeout_s", type=float, default=600.0, metavar="SECONDS",
+              help="How long each test may take.  [default: 600]")  # fmt: skip
+@click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT.py [ITS ARGUMENTS]...")
+def selftest(ranks: str, timeout_s: float, argv: tuple[str, ...]) -> None:
+    """Test whether SCRIPT.py trains the same on any number of ranks.
+
+    It takes a few steps on 1, 2 and 4 ranks: are gradients, samples, random numbers, steps as they should be, and with a
+    Trainer a resumed step and evaluation? Nothing is written in a run directory. Exit status 1 if there is a mistake.
+    """
+    import os
+
+    from rankwise.checks import script
+
+    sys.exit(script.selftest(argv, script.ranks_of(ranks), timeout_s, os.environ))
 
 
 @main.command()
@@ -370,7 +330,7 @@ def explain(as_json: bool, allow_independent: bool) -> None:
 # --- checkpoint
 
 
-@main.group()
+@main.group(cls=Group)
 def checkpoint() -> None:
     """List, verify, export or remove a run's checkpoints.
 

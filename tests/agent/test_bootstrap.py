@@ -75,18 +75,21 @@ def test_to_its_queue_a_job_that_has_stopped_and_saved_has_not_failed(
     assert bootstrap._told_to_the_starter(status, planned(**changes), run, queues()[name]) == told
 
 
-def test_who_sits_at_a_terminal_is_told_what_a_second_ctrl_c_does() -> None:
+@pytest.mark.parametrize(
+    ("first", "then"), [(signal.SIGINT, b"Ctrl-C again kills them"), (signal.SIGTERM, b"Ctrl-C kills them")]
+)
+def test_who_sits_at_a_terminal_is_told_what_a_second_ctrl_c_does(first: signal.Signals, then: bytes) -> None:
     """tests/test_run.py has the same test with a file instead of a terminal."""
     Path("train.py").write_text("import os\nos.environ['X'] = '1'\n" + GATE)
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "rankwise", "run", "--nproc", "1", "train.py"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=slave, stderr=slave) as process:
         wait_for(Path("joined-0").exists, "the gate")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(first)
     said = os.read(master, 1 << 16)
     os.close(master)
     os.close(slave)
-    assert b"all ranks stop after the current step, and save, within 120 s; Ctrl-C again kills them" in said
+    assert b"all ranks stop after the current step, and save, within 120 s; " + then in said
 
 
 def test_an_agent_that_the_head_starts_is_greeted_with_the_plan_and_its_own_number_and_ranks(monkeypatch: Any) -> None:

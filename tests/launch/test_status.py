@@ -97,8 +97,10 @@ def test_a_run_whose_scheduler_has_forgotten_it_is_told_from_its_own_record(rank
 def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(verb: str, rankwise: Run, run: RunDir) -> None:
     done = rankwise(verb, "other")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("rankwise: there is no run in other or runs/other (no world.json, no plan.json); the runs")
-    assert done.stderr.endswith(": train\n")
+    assert done.stderr == "rankwise: there is no run other; the runs here: train\n"
+    assert rankwise(verb, "trian").stderr == "rankwise: there is no run trian; did you mean train?\n"
+    Path("folder").mkdir()
+    assert rankwise(verb, "folder").stderr.startswith("rankwise: folder is not the folder of a run (no world.json, no plan")
     another = RunDir(run.path.with_name("another"))
     another.prepare(fresh=False)
     write_json(another.plan, {})

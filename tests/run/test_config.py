@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import click
@@ -113,8 +114,27 @@ def test_what_belongs_to_one_run_is_refused_in_a_site_file(text: str, tmp_path: 
 
 def test_a_malformed_site_file_is_named(tmp_path: Path) -> None:
     system = site(tmp_path / "etc", "nproc = = 2")
-    with pytest.raises(ConfigError, match=f"^{system}/rankwise.toml: not valid TOML: "):
+    with pytest.raises(ConfigError, match=f"^{system}/rankwise.toml:1:9: not valid TOML: Invalid value$"):
         site_settings({}, OPTIONS, system)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nproc = 2\n\nnprco = 3\n", ":3: nprco is not a setting of a run; did you mean nproc?"),
+        ("# lr = 1\n'lr' = 1\n", ":2: lr is not a setting of a run; they are named like the options; type: "),
+        ("[run]\nnproc = 2\n", ":1: run is not a setting of a run; settings stand at the top of the file, without [run]"),
+        ("tee = 'all'\nmax-restarts = 'x'\n", ":2: --max-restarts 'x': it must be a whole number"),
+        ("nproc = 2\nslots = 0", ":2: --slots 0: give "),
+        ("nproc = 2\ntee = x", ":2:7: not valid TOML: Invalid value"),
+        ("wait = true\ndry-run = true", ": --wait and --dry-run: "),
+        ('"max\\u002drestarts" = "x"', ": --max-restarts 'x': "),
+    ],
+)
+def test_an_error_of_a_settings_file_names_its_line(text: str, message: str) -> None:
+    Path("run.toml").write_text(text)
+    with pytest.raises(ConfigError, match="^" + re.escape(f"--config run.toml{message}")):
+        read_file("run.toml", OPTIONS)
 
 
 # --- several nodes, and settings that only some schedulers have

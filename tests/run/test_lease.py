@@ -18,6 +18,7 @@ import pytest
 
 from rankwise.errors import RunDirError
 from rankwise.host import processes
+from rankwise.host.terminal import typed
 from rankwise.host.text import short
 from rankwise.run import lease
 from rankwise.run.directory import RunDir, write_json
@@ -60,7 +61,7 @@ def test_the_second_to_take_a_run_is_refused_with_who_holds_it_and_what_to_do(ru
     assert holder is not None
     said = str(caught.value)
     assert said.startswith(f"the run in {short(run.path)} is still running: pid {os.getpid()} on {holder.host} since 2")
-    assert said.endswith("wait for it, stop it, or start another run with --name NAME")
+    assert said.endswith(f"wait for it, start another run with --name NAME, or stop it: {typed('cancel', short(run.path))}")
     assert names(run.path) == ["lease.json", "logs", "telemetry"]
 
 

@@ -299,7 +299,9 @@ def _safetensors() -> Any:
     try:
         import safetensors.torch as found
     except ImportError:
-        raise ConfigError("safetensors is not installed: pip install 'rankwise[safetensors]', or type --to model.pt") from None
+        raise ConfigError(
+            "safetensors is not installed; give --to model.pt, or type: pip install 'rankwise[safetensors]'"
+        ) from None
     return found
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from rankwise.errors import RunDirError
 from rankwise.host.disk import fsync
 from rankwise.host.text import listed, short
-from rankwise.run.directory import RunDir
+from rankwise.run.directory import RunDir, find_run
 
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # other files in the folder are not ours
 
@@ -75,14 +75,17 @@ def find(run: str | None) -> Path:
     if run is None:
         found = [path for path in Path("runs").glob("*") if checkpoints_in(RunDir(path).checkpoints)]
         if len(found) != 1:
-            names = listed(sorted(path.name for path in found)) or "none"
+            if not found:
+                raise RunDirError(f"no run under {Path('runs').absolute()} has checkpoints; give the folder of one that has")
+            names = listed(sorted(path.name for path in found))
             raise RunDirError(f"which run? Type its name or folder; the runs with checkpoints here: {names}")
         return RunDir(found[0]).checkpoints
     for path in (Path(run), Path("runs", run)):
         for folder in (path, RunDir(path).checkpoints):
             if checkpoints_in(folder):
                 return folder
-    raise RunDirError(f"there are no checkpoints in {run} or {Path('runs', run)}")
+    there = next((path for path in (Path(run), Path("runs", run)) if path.is_dir()), None) or find_run(run, "checkpoint").path
+    raise RunDirError(f"there are no checkpoints in {there}")
 
 
 def pick(folder: Path, name: str | None, option: str = "--checkpoint") -> Path:

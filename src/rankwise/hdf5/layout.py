@@ -122,7 +122,7 @@ def need_h5py() -> ModuleType:
     try:
         return import_module("h5py")
     except ImportError:
-        raise ConfigError("HDF5 files need h5py, which is not installed; type: pip install h5py") from None
+        raise ConfigError("HDF5 files need h5py, which is not installed; type: pip install 'rankwise[hdf5]'") from None
 
 
 def nbytes(shape: Sequence[int], dtype: np.dtype[Any]) -> int:

@@ -16,7 +16,7 @@ def file_system(url: str, what: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ImportError:
-        raise ConfigError(f"{what} needs fsspec: pip install 'rankwise[remote]'") from None
+        raise ConfigError(f"{what} needs fsspec, which is not installed; type: pip install 'rankwise[remote]'") from None
     try:
         fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     except (ImportError, ValueError) as error:  # the client of that store is not installed or does not exist

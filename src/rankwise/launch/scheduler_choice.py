@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from rankwise import schedulers
 from rankwise.errors import ConfigError
+from rankwise.host.text import listed
 from rankwise.launch.outcome import say
 from rankwise.run.config import RunConfig
 from rankwise.run.options import is_given
@@ -114,7 +116,9 @@ def _named(on: str, typed: str) -> Jobs:
     queue = schedulers.queue(name)
     if queue is None:
         names = (*schedulers.queues(), *schedulers.ALIASES)
-        raise ConfigError(f"{typed}: there is no scheduler {name}; choose {', '.join(names)}")
+        near = get_close_matches(name, names, n=1)
+        cure = f"did you mean {near[0]}?" if near else f"choose {', '.join(names)}"
+        raise ConfigError(f"{typed}: there is no scheduler {name}; {cure}")
     return queue
 
 
@@ -132,9 +136,9 @@ def _job(config: RunConfig, queue: Jobs, why: str) -> dict[str, Any]:
             if key in queue.cures:
                 raise ConfigError(f"{option.shown(value)}: {queue.cures[key]}")
             others = options.known_to(key)
-            do = "has" if len(others) == 1 else "have"
+            those = f"{listed(others, last=' and ')} {'has' if len(others) == 1 else 'have'}"
             raise ConfigError(
-                f"{option.shown(value)}: {queue.name} ({why}) has no option {option.typed}; {' and '.join(others)} {do}: "
+                f"{option.shown(value)}: {queue.name} ({why}) has no option {option.typed}; {those}: "
                 f"use --on {others[0]}, or leave {option.typed} out"
             )
     return {**{key: value for key, value in config.site.items() if key in known and is_given(value)}, **given}

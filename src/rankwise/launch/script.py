@@ -102,7 +102,7 @@ def _interpreter_flags() -> list[str]:
 def _examine_command(program: Program) -> Program:
     command = program.argv[0]
     if shutil.which(command) is None:
-        hint = f"; for a Python script leave out the --: {typed('run', *program.argv)}" if command.endswith(".py") else ""
+        hint = f"; for a Python script, type: {typed('run', *program.argv)}" if command.endswith(".py") else ""
         raise ConfigError(f"there is no command {command} (it is not on the PATH, or cannot be executed){hint}")
     return program
 
@@ -117,7 +117,8 @@ def _examine_module(program: Program) -> Program:
     finally:
         sys.path.pop(0)
     if spec is None:
-        raise ConfigError(f"there is no module {name} (from {os.getcwd()}); for a script leave out -m: rankwise run script.py")
+        script = program.argv[1:] if Path(name).is_file() else ("script.py",)
+        raise ConfigError(f"there is no module {name} (from {os.getcwd()}); for a script, type: {typed('run', *script)}")
     if spec.submodule_search_locations is not None:
         main = [Path(folder, "__main__.py") for folder in spec.submodule_search_locations]
         origin = next((str(path) for path in main if path.exists()), None)

@@ -56,7 +56,9 @@ def examine(script: str) -> ScriptFacts:
         what = error.msg if isinstance(error, SyntaxError) else str(error)
         command = script if "/" in script else f"./{script}"
         hint = (
-            "" if path.suffix in (".py", "") else f"; for a command that is not a Python script: {typed('run', '--', command)}"
+            ""
+            if path.suffix in (".py", "")
+            else f"; for a command that is not a Python script, type: {typed('run', '--', command)}"
         )
         raise ConfigError(f"{script}{where}: syntax error: {what}{hint}{_shown(error)}") from None
     line = _environment_write_before_torch(tree)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from rankwise.run.directory import Attempt, RunDir, find_run
 
 _MOMENTS = 10
 _COLUMNS = 80
-_LEAST_ROOM = 30
+_LEAST_ROOM = 20
 
 
 def print_report(run: str | None) -> None:
@@ -54,9 +55,8 @@ def _attempts(run: RunDir, attempts: Sequence[Attempt], columns: int) -> str:
 
 
 def _shortened(text: str, columns: int) -> str:
-    """On one line of `columns`, with the end cut: the beginning is more important."""
-    line = " ".join(text.split())
-    return line if len(line) <= columns else line[: columns - 3].rstrip() + "..."
+    """On one line of `columns`, with the end cut after a word: the beginning is more important."""
+    return textwrap.shorten(text, columns, placeholder="...", break_on_hyphens=False)
 
 
 def _open_end(run: RunDir, attempt: Attempt, newest: Attempt) -> str:

@@ -12,10 +12,12 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
 from rankwise.errors import ConfigError
+from rankwise.host.terminal import typed
 from rankwise.host.text import seconds_of
 from rankwise.run.kinds import SEVERAL, TABLE, fits, kind_of
 from rankwise.run.options import Options, is_given
@@ -253,24 +255,44 @@ def read_file(path: str, options: Options) -> dict[str, Any]:
 
 def _read(path: Path, called: str, options: Options) -> dict[str, Any]:
     try:
-        with open(path, "rb") as file:
-            settings = tomllib.load(file)
+        text = path.read_text(encoding="utf-8")
+        found = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{called}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{called}: not valid TOML: {error}") from None
-    settings = {_setting(name, options): value for name, value in settings.items()}
-    for name in settings:
+        said, line = str(error), re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
+        at, said = (f":{line[1]}:{line[2]}", said[: line.start()]) if line is not None else ("", said)
+        raise ConfigError(f"{called}{at}: not valid TOML: {said}") from None
+    settings: dict[str, Any] = {}
+    for word, value in found.items():
+        name, at = _setting(word, options), f"{called}{_line_of(word, text)}"
         if name not in _OWN and name not in options:
-            known = ", ".join(setting.removesuffix("_s").replace("_", "-") for setting in (*_OWN, *options))
-            raise ConfigError(f"{called}: {name} is not a setting of a run; the settings are: {known}")
-    if type(settings.get("nproc")) is int:  # a number is accepted, as well as its text
-        settings["nproc"] = str(settings["nproc"])
-    try:
-        config = RunConfig.of(options, {"argv": ("checked",)}, settings)
-    except ConfigError as error:
-        raise ConfigError(f"{called}: {error}") from None
+            raise ConfigError(f"{at}: {word} is not a setting of a run; {_instead(word, value, options)}")
+        settings[name] = str(value) if name == "nproc" and type(value) is int else value  # a number is accepted, and its text
+        _checked({name: settings[name]}, at, options)
+    config = _checked(settings, called, options)
     return {name: config.job.get(name, value) for name, value in settings.items()}
+
+
+def _checked(settings: Mapping[str, Any], at: str, options: Options) -> RunConfig:
+    try:
+        return RunConfig.of(options, {"argv": ("checked",)}, settings)
+    except ConfigError as error:
+        raise ConfigError(f"{at}: {error}") from None
+
+
+def _line_of(word: str, text: str) -> str:
+    """`:3`, the line that sets this word; empty if it is written in an unusual way."""
+    found = re.search(rf"^[ \t]*(?:\[[ \t]*)?[\"']?{re.escape(word)}[\"']?[ \t]*[=.\]]", text, re.MULTILINE)
+    return f":{text.count(chr(10), 0, found.start()) + 1}" if found is not None else ""
+
+
+def _instead(word: str, value: object, options: Options) -> str:
+    """What to write instead of a setting that does not exist."""
+    if isinstance(value, dict):
+        return f"settings stand at the top of the file, without [{word}]"
+    near = get_close_matches(word.replace("_", "-"), [option(each)[2:] for each in (*_OWN, *options)], n=1)
+    return f"did you mean {near[0]}?" if near else f"they are named like the options; type: {typed('run', '--help')}"
 
 
 def _setting(name: str, options: Options) -> str:

@@ -26,6 +26,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
@@ -431,7 +432,9 @@ def find_run(run: str | None, verb: str) -> RunDir:
     for path in (Path(run), Path("runs", run)):
         if _is_run(path):
             return RunDir(path)
-    raise RunDirError(f"there is no run in {run} or {Path('runs', run)} (no world.json, no plan.json); the runs here: {names}")
+    what = f"{run} is not the folder of a run (no world.json, no plan.json)" if Path(run).is_dir() else f"there is no run {run}"
+    near = get_close_matches(run, [path.name for path in here], n=1)
+    raise RunDirError(f"{what}; {f'did you mean {shlex.quote(near[0])}?' if near else f'the runs here: {names}'}")
 
 
 def _is_run(path: Path) -> bool:

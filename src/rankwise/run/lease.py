@@ -26,6 +26,7 @@ from pathlib import Path
 from rankwise.errors import RunDirError
 from rankwise.host import network, processes
 from rankwise.host.patience import Patience
+from rankwise.host.terminal import typed
 from rankwise.host.text import short, stamp
 
 BEAT_S = 0.75
@@ -164,7 +165,7 @@ def silent_s(path: Path) -> float:
 def in_use(path: Path, holder: Holder) -> RunDirError:
     return RunDirError(
         f"the run in {short(path.parent)} is still running: pid {holder.pid} on {holder.host} since {stamp(holder.since)}; "
-        "wait for it, stop it, or start another run with --name NAME"
+        f"wait for it, start another run with --name NAME, or stop it: {typed('cancel', short(path.parent))}"
     )
 
 

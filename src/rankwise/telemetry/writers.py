@@ -93,7 +93,10 @@ class TensorBoard(Writer):
 
     def open(self, run: RunDir) -> bool:
         if find_spec("tensorboard") is None:
-            log.say("no TensorBoard installed: metrics go only to metrics.jsonl; for both: pip install 'rankwise[tensorboard]'")
+            log.say(
+                "TensorBoard is not installed: metrics go only to metrics.jsonl; for both, type: "
+                "pip install 'rankwise[tensorboard]'"
+            )
             return False
         from torch.utils.tensorboard import FileWriter
 
