@@ -161,6 +161,12 @@ def test_a_long_message_is_cut_in_the_line() -> None:
     said = summary(raised(0, 1.0, "ValueError: " + "x" * 1000, where="train.py:1"))
     assert said.endswith("x... (train.py:1)")
     assert len(said) < 360
+    sentences = "ValueError: " + "One sentence. " * 40
+    assert summary(raised(0, 1.0, sentences)).endswith("One sentence. One sentence ...")
+    words = "ValueError: " + "word " * 200
+    assert summary(raised(0, 1.0, words)).endswith(" word word ...")
+    ours = raised(0, 1.0, words.strip(), traceback=f"error: {words}")  # nothing else on the console has the rest of it
+    assert summary(ours).endswith(words.strip())
     exact = "ValueError: " + "x" * 148
     assert summary(raised(0, 1.0, exact)) == f"rank 0 raised {exact}"
 

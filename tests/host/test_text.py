@@ -89,7 +89,8 @@ def test_a_path_is_shown_from_here_where_it_lies_below(tmp_path: Path, monkeypat
 
 
 def test_a_message_is_folded_between_words_and_keeps_a_command_on_one_line() -> None:
-    assert folded("short; type: ls", 40) == "short; type: ls"
+    assert folded("short", 40) == "short"
+    assert folded("short; type: ls", 40) == "short; type:\n  ls"
     text = "rankwise: rank 1 exited with status 3 at step 6 while rank 0 waited for it; to resume, type: run --nproc 2 x.py"
     assert folded(text, 40).splitlines() == [
         "rankwise: rank 1 exited with status 3 at",

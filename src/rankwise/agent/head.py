@@ -309,7 +309,7 @@ class Head:
             self._stop_signal = asked[0]
             self._stop_began = time.monotonic()
         if not self._killed_as_asked and any(signal.SIGINT in signals[1:] for signals in self._requests):
-            self._say("interrupted again: killing all ranks")
+            self._say("interrupted again: killing all ranks now, without saving")
             self._killed_as_asked = True
             self._cut_all(parts, signal.SIGKILL)
             return
@@ -346,7 +346,8 @@ class Head:
     def _hold(self, parts: Sequence[NodeView], joined: set[int]) -> None:
         """Make every node hold its gate; send the signal itself to ranks without a gate."""
         name = signal.Signals(self._stop_signal).name
-        within = f"within {self._plan.grace_s:g} s" + ("; Ctrl-C again kills them" if self._plan.attended else "")
+        again = " again" if self._stop_signal == signal.SIGINT else ""
+        within = f"within {self._plan.grace_s:g} s" + (f"; Ctrl-C{again} kills them" if self._plan.attended else "")
         self._held = bool(joined)
         if joined:
             for part in parts:
@@ -415,7 +416,8 @@ class Head:
         agreed = self._agreed_status
         name = signal.Signals(self._stop_signal).name
         if self._killed_as_asked:
-            return EXIT_INTERRUPTED, "killed by a second Ctrl-C, without a last checkpoint"
+            by = "a second Ctrl-C" if interrupted else f"Ctrl-C after {name}"
+            return EXIT_INTERRUPTED, f"killed by {by}, without a last checkpoint"
         if len(ends) == ranks and all(end.exit_code == agreed for end in ends):
             return agreed, f"stopped by {name} after step {max(end.step or 0 for end in ends)}"
         if _loses_nothing(parts) and all(end.sent and end.signum for end in ends if end.failed):

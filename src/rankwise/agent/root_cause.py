@@ -181,7 +181,8 @@ def _what(end: Evidence) -> str:
         remark = f": {end.remark}" if end.remark else ""
         return f"was killed by {signal_name(end.signum)}{at}{f' ({known})' if known else ''}{remark}"
     if end.exception is not None:
-        return f"raised {_first_line(end.exception)}{at}{where}{f'; {end.remark}' if end.remark else ''}"
+        ours = (end.traceback or "").startswith("error: ")  # of rankwise: the console shows no other text of it
+        return f"raised {_first_line(end.exception, None if ours else 320)}{at}{where}{f'; {end.remark}' if end.remark else ''}"
     if end.stuck:
         return f"cannot be killed ({end.stuck}){at}: ask the administrator of the host"
     if end.lost:
@@ -197,8 +198,13 @@ def signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
-def _first_line(text: str, width: int = 320) -> str:
+def _first_line(text: str, width: int | None) -> str:
+    """At most `width` characters and `...`, of whole sentences or else whole words, if these are at least half of it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     # The reason of torch's `Error(s) in loading ...:` is on the next line.
     line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return line if len(line) <= width else line[: width - 3] + "..."
+    if width is None or len(line) <= width:
+        return line
+    most = rf".{{{width // 2},{width}}}"
+    found = re.match(rf"{most}(?=[.;] )", line) or re.match(rf"{most}(?= )", line)
+    return f"{found[0]} ..." if found is not None else f"{line[:width]}..."

@@ -87,19 +87,26 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
+def rate(steps: int, seconds: float) -> str:
+    """`7.61 steps/s`, or `20.3 s/step` if a step takes more than a second."""
+    if steps >= seconds:
+        return f"{steps / max(seconds, 1e-9):.3g} steps/s"
+    return f"{seconds / steps:.3g} s/step"
+
+
 _COMMAND = re.compile(r"(.*(?:[Tt]ype|[Tt]o try|stop it): )(\S.*)", re.DOTALL)
 """A text, and the command at its end that a person may copy."""
 
 
 def folded(text: str, columns: int) -> str:
-    """A message in lines of at most `columns`, broken between words. A command at its end stays one line, to be copied.
+    """A message in lines of at most `columns`, broken between words. A command at its end is a line of its own, to be copied.
 
     Only the first line of `text` is folded: the rest stays unchanged (a line of source, a traceback).
     """
     first, newline, rest = text.partition("\n")
-    if len(first) <= columns:
-        return text
     found = _COMMAND.fullmatch(first)
+    if len(first) <= columns and found is None:
+        return text
     said, command = (found[1].rstrip(), ["  " + found[2]]) if found is not None and not rest else (first, [])
     lines = textwrap.wrap(said, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join([*lines, *command]) + newline + rest

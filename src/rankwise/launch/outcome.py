@@ -48,7 +48,16 @@ def conclude(
         say(f"{attempt.outcome}; to resume, {caller.how_to_continue(_resume_command(config))}")
     elif status != 0 or (";" in attempt.outcome and caller.reads):
         say(attempt.outcome)
+        if attempt.outcome.startswith("killed") and run.saved():
+            _say_saved(run, config)
     return status
+
+
+def _say_saved(run: RunDir, config: RunConfig) -> None:
+    """The newest checkpoint, and how to resume from it."""
+    saved, caller = run.saved(), caller_of(config.words)
+    say(f"saved: {saved[-1]}; to resume, {caller.how_to_continue(_resume_command(config))}" if saved else
+        f"nothing was saved yet: the same {caller.again} starts from the beginning")  # fmt: skip
 
 
 def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
@@ -62,13 +71,11 @@ def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
     if (hint := _misplaced(run, failure, config)) is not None:
         say(hint)
     say(f"{failure.summary}, on {failure.host}")
-    if failure.step is not None:
-        saved, again = run.saved(), caller.again
-        say(f"saved: {saved[-1]}; the same {again} resumes from there" if saved else
-             f"nothing was saved yet: the same {again} starts from the beginning")  # fmt: skip
     log = Path(failure.log or "")
     where = short(log) if log.exists() else f"{log} on {failure.host}"  # the log is in a folder that only that host sees
     say(f"its output is in {where}; exit status {failure.exit_status}")
+    if failure.step is not None:
+        _say_saved(run, config)
 
 
 def _misplaced(run: RunDir, failure: Failure, config: RunConfig) -> str | None:
@@ -84,9 +91,9 @@ def _misplaced(run: RunDir, failure: Failure, config: RunConfig) -> str | None:
 
 
 def _is_told(failure: Failure) -> bool:
-    """Whether the summary contains all of the traceback: for an error of rankwise, which is one line and a place."""
-    first, _, _ = (failure.traceback or "").partition("\n")
-    return first.startswith("error: ") and first.removeprefix("error: ") in failure.summary
+    """Whether the summary contains all of the traceback: for an error of rankwise, if it is one line and a place."""
+    first, _, place = (failure.traceback or "").rstrip("\n").partition("\n")
+    return first.startswith("error: ") and first.removeprefix("error: ") in failure.summary and "\n" not in place
 
 
 def _last_lines(log: bytes, count: int = 5) -> str:
