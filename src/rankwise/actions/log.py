@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rankwise.host.arguments import FROM_ONE, NOT_NEGATIVE, takes
-from rankwise.host.text import count
+from rankwise.host.text import count, in_lines
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
 from rankwise.telemetry.meters import Total
 from rankwise.training.state import TrainState
@@ -109,7 +109,7 @@ class Log:
 
     def _say_line(self, state: TrainState, metrics: str) -> None:
         self._last_line = time.monotonic()
-        self._progress.say(f"{self._progress.place(state.step)}: {metrics}{self._pace(state)}")
+        self._progress.say(in_lines(f"{self._progress.place(state.step)}: {metrics}{self._pace(state)}"))
 
     def _pace(self, state: TrainState) -> str:
         return f"lr {_rate_of(state):.4g}, {self._progress.pace(state.step)}"
@@ -117,10 +117,9 @@ class Log:
     def _end_epoch(self, state: TrainState) -> None:
         means = ", ".join(f"{name} {total.mean:.4g}" for name, total in self._epoch.items())
         span = self._epoch_time.since_last()
-        self._progress.say(
-            f"epoch {state.epoch}: {count(self._epoch_steps, 'step')}, {means}, {span.text()}; "
-            f"{self._progress.place(state.step)}, {self._pace(state)}"
-        )
+        place = f"{self._progress.place(state.step)}, {self._pace(state)}"
+        said = f"epoch {state.epoch}: {count(self._epoch_steps, 'step')}, {means}; {place}; {span.text()}"
+        self._progress.say(in_lines(said))
         self._last_line = time.monotonic()
         self._epoch = {}
         self._epoch_steps = 0

@@ -347,7 +347,9 @@ class Head:
         """Make every node hold its gate; send the signal itself to ranks without a gate."""
         name = signal.Signals(self._stop_signal).name
         again = " again" if self._stop_signal == signal.SIGINT else ""
-        within = f"within {self._plan.grace_s:g} s" + (f"; Ctrl-C{again} kills them" if self._plan.attended else "")
+        within = f"within {self._plan.grace_s:g} s" + (
+            f"; Ctrl-C{again} kills them without saving" if self._plan.attended else ""
+        )
         self._held = bool(joined)
         if joined:
             for part in parts:

@@ -108,8 +108,17 @@ def folded(text: str, columns: int) -> str:
     if len(first) <= columns and found is None:
         return text
     said, command = (found[1].rstrip(), ["  " + found[2]]) if found is not None and not rest else (first, [])
-    lines = textwrap.wrap(said, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "\n".join([*lines, *command]) + newline + rest
+    kept = re.sub(r"(?<=\d) (?=[a-zA-Z]{1,2}\b)", "\xa0", said)  # a number and its unit
+    lines = textwrap.wrap(kept, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join([*lines, *command]).replace("\xa0", " ") + newline + rest
+
+
+def in_lines(figures: str, columns: int = 80) -> str:
+    """`loss 2.31, lr 0.1, ...` in lines of at most `columns`, broken only after a comma or semicolon. A rank does not know how
+    wide the terminal is in which its log is read."""
+    kept = re.sub("(?<![,;]) ", "\xa0", figures)
+    lines = textwrap.wrap(kept, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\xa0", " ")
 
 
 def short(path: Path) -> str:
