@@ -169,6 +169,8 @@ def test_an_exception_that_came_from_the_main_rank_is_told_with_its_own_line_and
     assert whole == ExceptionText("ValueError: no such speaker", "train.py:9", "raised on the main rank (data.py:6)")
     ours = reword(record("ConfigError", "set x", notes=["raised on rank 2:\nTraceback ...\n", "more"]), 1, "train.py")
     assert ours.remark == "raised on rank 2"
+    of_all = reword(record("ConfigError", "set x", notes=["raised on the main rank:\nTraceback ...\n"]), 1, "train.py")
+    assert of_all.remark is None  # all ranks raise it
 
 
 def test_of_an_exception_that_followed_another_in_a_worker_the_last_is_told() -> None:

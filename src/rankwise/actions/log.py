@@ -35,6 +35,7 @@ class Log:
         self._began = self._last_line = time.monotonic()
         self._epoch: dict[str, Total] = {}
         self._epoch_steps = 0
+        self._skipped_before = 0
         self._last_step = 0
         self._sent_before = 0.0
         self._text = ""
@@ -56,6 +57,7 @@ class Log:
         self._began = self._last_line = time.monotonic()
         self._samples_before = self._samples()
         self._last_step = state.step
+        self._skipped_before = state.steps_left_out
         self._sent_before = self._of_sync().get("sent_bytes", 0.0)
 
     def __call__(self, state: TrainState) -> None:
@@ -118,11 +120,13 @@ class Log:
         means = ", ".join(f"{name} {total.mean:.4g}" for name, total in self._epoch.items())
         span = self._epoch_time.since_last()
         place = f"{self._progress.place(state.step)}, {self._pace(state)}"
-        said = f"epoch {state.epoch}: {count(self._epoch_steps, 'step')}, {means}; {place}; {span.text()}"
+        skipped = state.steps_left_out - self._skipped_before
+        steps = count(self._epoch_steps, "step") + f" ({skipped} skipped)" * bool(skipped)
+        said = f"epoch {state.epoch}: {steps}, {means}; {place}; {span.text()}"
         self._progress.say(in_lines(said))
         self._last_line = time.monotonic()
         self._epoch = {}
-        self._epoch_steps = 0
+        self._epoch_steps, self._skipped_before = 0, state.steps_left_out
 
     def state_dict(self) -> dict[str, Any]:
         return {

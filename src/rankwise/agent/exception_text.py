@@ -33,6 +33,7 @@ _SIZES_OF_GLOO = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+
 _OF_STACK = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _THREAD = re.compile(r"^(Current thread|Thread) .*\n((?:  File .*\n)+)", re.MULTILINE)
 _NO_DEVICE = re.compile("invalid device ordinal|Invalid device id")
+_ON_MAIN = "raised on the main rank"  # of an error of rankwise, which all ranks then raise
 _MOST_NAMES = 4
 _LONGEST_NOTE = 120
 _OURS = f"{Path(__file__).parents[1]}/"
@@ -150,7 +151,7 @@ def _note(record: Mapping[str, Any]) -> str | None:
     first = notes[0].strip().splitlines()[0]
     if (place := _place(notes[0])) is not None:
         return f"{first.rstrip(':')} ({place})"
-    return first[:_LONGEST_NOTE].rstrip(":")
+    return first[:_LONGEST_NOTE].rstrip(":") if first.rstrip(":") != _ON_MAIN else None
 
 
 def _of_another_process(told: ExceptionText, message: str, where: str) -> ExceptionText:

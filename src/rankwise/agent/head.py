@@ -25,7 +25,7 @@ from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Observation
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
 from rankwise.host.terminal import Terminal, message
-from rankwise.host.text import clock, listed, numbered
+from rankwise.host.text import clock, listed, numbered, short
 from rankwise.ipc.shared_page import FINISHED, JOIN_S
 from rankwise.run.directory import Attempt, Failure, NodeRecord, RunDir, write_text
 from rankwise.run.plan import Plan
@@ -267,7 +267,7 @@ class Head:
             observed = [o for index in sorted(standing) for o in standing[index][2]]
             line = stall.judge(observed, any(o.sure for o in observed), self._plan.check_collectives)
             if line is not None:
-                stacks = f"Stacks: {self._run.logs / 'stall.txt'}"
+                stacks = f"Stacks: {short(self._run.logs / 'stall.txt')}"
                 try:
                     write_text(self._run.logs / "stall.txt", "\n".join(standing[index][3] for index in sorted(standing)))
                 except RunDirError as error:

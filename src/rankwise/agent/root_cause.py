@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rankwise.agent import exception_text
+from rankwise.host.text import cut
 
 FOLLOWER_SIGNS = (
     "Connection closed by peer",
@@ -199,12 +200,7 @@ def signal_name(signum: int) -> str:
 
 
 def _first_line(text: str, width: int | None) -> str:
-    """At most `width` characters and `...`, of whole sentences or else whole words, if these are at least half of it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     # The reason of torch's `Error(s) in loading ...:` is on the next line.
     line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    if width is None or len(line) <= width:
-        return line
-    most = rf".{{{width // 2},{width}}}"
-    found = re.match(rf"{most}(?=[.;] )", line) or re.match(rf"{most}(?= )", line)
-    return f"{found[0]} ..." if found is not None else f"{line[:width]}..."
+    return line if width is None else cut(line, width)

@@ -87,6 +87,15 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
+def cut(line: str, most: int) -> str:
+    """At most `most` characters and `...`: whole sentences, or else whole words, if these are at least half of it."""
+    if len(line) <= most:
+        return line
+    begin = rf".{{{most // 2},{most}}}"
+    found = re.match(rf"{begin}(?=[.;] )", line) or re.match(rf"{begin}(?= )", line)
+    return f"{found[0]} ..." if found is not None else f"{line[:most]}..."
+
+
 def rate(steps: int, seconds: float) -> str:
     """`7.61 steps/s`, or `20.3 s/step` if a step takes more than a second."""
     if steps >= seconds:

@@ -101,8 +101,8 @@ def check(name: str, given_as: str = "sync=") -> tuple[str, dict[str, Any]]:
     word = _ALSO.get(word, word)
     if word not in _KINDS:
         near = get_close_matches(word.lower().replace("_", "-"), _KINDS, n=1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"{given_as}{name}: there is no such strategy; {meant}write one like {', '.join(EXAMPLES)}")
+        meant = f"did you mean {' or '.join(_KINDS[near[0]].examples)}?" if near else f"write one like {', '.join(EXAMPLES)}"
+        raise ConfigError(f"{given_as}{name}: there is no such strategy; {meant}")
     kind = _KINDS[word]
     try:
         return kind.home, kind.settings(rest)
