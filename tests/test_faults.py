@@ -160,6 +160,13 @@ def test_the_same_error_on_all_ranks_is_told_as_one_of_all(launch) -> None:
     assert "all 2 ranks raised ModuleNotFoundError: No module named 'no_such_module' (script.py:4), on " in run.output()
 
 
+def test_the_same_status_on_all_ranks_is_told_as_one_of_all(launch) -> None:
+    run = launch("import os, sys\nopen(os.environ['RANK'], 'w')\nwhile len([n for n in os.listdir() if n in '01']) < 2: pass\n"
+                 "sys.exit(3)")  # fmt: skip
+    assert run.wait() == 3
+    assert "all 2 ranks exited with status 3, on " in run.output()
+
+
 def test_a_question_asked_on_a_rank_without_the_terminal_is_told_to_be_that(launch) -> None:
     run = launch("import os, time\nif os.environ['RANK'] == '1': input('go on? ')\ntime.sleep(600)")
     assert run.wait() == 1
@@ -183,6 +190,25 @@ def test_a_crash_leaves_the_python_stack_in_the_ranks_log(launch) -> None:
     log = run.run.log(1).read_text()
     assert "Fatal Python error: Segmentation fault" in log
     assert 'script.py", line 3' in log
+    output = run.output()
+    assert "rankwise: rank 1 was killed by SIGSEGV (script.py:3), on " in output
+    assert "  Fatal Python error: Segmentation fault\n    File " in output
+    assert "Extension modules" not in output
+
+
+def test_what_is_told_of_a_failure_is_not_taken_from_the_log_of_an_earlier_attempt(launch) -> None:
+    script = "import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    {}\ntime.sleep(600)"
+    said = "print('  what():  of the first attempt', file=sys.stderr); "
+    for statement in (said + "os.abort()", said + "sys.exit(3)"):
+        assert launch(script.format(statement)).wait() in (134, 3)
+    run = launch(script.format("os.kill(os.getpid(), signal.SIGABRT)\n"))
+    assert run.wait() == 134
+    assert "of the first attempt" not in run.output()
+    run = launch(script.format("os.write(1, b'of the second'); os._exit(4)"))
+    assert run.wait() == 4
+    assert "of the first attempt" not in run.output()
+    assert "  of the second\nrankwise: rank 1 exited with status 4" in run.output()
+    assert run.run.read_failure().log_begins > 0
 
 
 def test_what_a_c_plus_plus_library_said_before_it_aborted_is_the_reason(launch) -> None:
@@ -193,7 +219,7 @@ def test_what_a_c_plus_plus_library_said_before_it_aborted_is_the_reason(launch)
         "    os.abort()\ntime.sleep(600)"
     )
     assert run.wait() == 134
-    assert "rank 1 was killed by SIGABRT: 12 vs 4: collective mismatch" in run.output()
+    assert "rank 1 was killed by SIGABRT (script.py:4): 12 vs 4: collective mismatch" in run.output()
 
 
 KILLED_WORKER = """
@@ -251,7 +277,7 @@ def test_a_handler_that_raises_when_a_rank_begins_to_report_its_exception_hides_
 def test_tensors_of_different_shape_are_told_with_the_lines_of_both_ranks_and_the_flag_that_names_the_shapes(launch) -> None:
     run = launch(TOGETHER.replace("FAULT", "dist.all_reduce(torch.ones(800))").replace("ones(4)", "ones(400)"))
     assert run.wait() == 134
-    assert "rank 0 was killed by SIGABRT: in all_reduce (script.py:8) it received " in run.output()
+    assert "rank 0 was killed by SIGABRT (script.py:8): in all_reduce it received " in run.output()
     assert (
         "; rankwise run --check-collectives shows which ranks, with their shapes and lines; rank 1 was in all_reduce"
         in run.output()

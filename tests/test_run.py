@@ -537,7 +537,7 @@ def test_ctrl_c_to_plain_python_stops_saves_and_says_how_to_go_on(tmp_path: Path
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
-    assert f"to resume, type: {shlex.quote(sys.executable)} script.py\n" in out
+    assert f"to resume, type:\n  {shlex.quote(sys.executable)} script.py\n" in out
     assert err == ""
 
 

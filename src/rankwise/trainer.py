@@ -55,6 +55,7 @@ from rankwise.host.arguments import (
     one_of,
     takes,
 )
+from rankwise.host.text import in_lines
 from rankwise.run.directory import RunDir
 from rankwise.run.lease import Fence
 from rankwise.stop.signal import StopSignal
@@ -371,7 +372,7 @@ class Trainer:
             if len(self.run.attempts()) > 1:
                 log.say("found no checkpoint of an earlier attempt: starting from scratch")
         elif self._done(state):
-            log.say(already_done(self.run, self.world, state.step, state.stopped, state.stop_reason))
+            log.say(in_lines(already_done(self.run, self.world, state.step, state.stopped, state.stop_reason)))
         else:
             same_ranks = manifest.world_size == self.world.world_size
             for line in messages.resumed(state, manifest.info, self._numerics(), same_ranks):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankwise.agent import exception_text
-from rankwise.agent.exception_text import ExceptionText, is_short_of_memory, of_abort, parameter_counts, reword
+from rankwise.agent.exception_text import ExceptionText, is_short_of_memory, line_of_crash, of_abort, parameter_counts, reword
 
 IN_WORKER = """Caught KeyError in DataLoader worker process 1.
 Original Traceback (most recent call last):
@@ -101,17 +101,35 @@ Thread 0x00007f3f4f018b80 (most recent call first):
 Extension modules: numpy
 """
 
+CRASHED = """Fatal Python error: Segmentation fault
+
+Current thread 0x00007fe735a21b80 (most recent call first):
+  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at
+  File "train.py", line 27 in step
+  File "train.py", line 39 in <module>
+
+Thread 0x00007fe712b696c0 (most recent call first):
+  File "/home/ann/other.py", line 258 in wait
+"""
+
 
 def test_an_abort_of_gloo_for_sizes_is_told_with_the_line_and_the_flag_that_names_ranks_and_shapes() -> None:
     said = of_abort(ABORTED, checked=False)
     assert said is not None
-    assert said.startswith("in all_reduce (metrics.py:5) it received 8 bytes but expected 4: the tensors of the ranks differ")
+    assert said.startswith("in all_reduce it received 8 bytes but expected 4: the tensors of the ranks differ")
     assert said.endswith("; rankwise run --check-collectives shows which ranks, with their shapes and lines")
     checked = of_abort(ABORTED, checked=True)
     assert checked is not None
     assert "--check-collectives found no difference" in checked
     assert "rankwise run --check-collectives" not in checked
     assert "in a collective it received" in str(of_abort(ABORTED.partition("Fatal")[0], checked=False))
+
+
+def test_of_a_crash_the_users_innermost_line_is_found_in_the_stack_of_the_thread_that_crashed() -> None:
+    assert line_of_crash(ABORTED) == "metrics.py:5"
+    assert line_of_crash(CRASHED) == "train.py:27"
+    assert line_of_crash(ABORTED + CRASHED) == "train.py:27"
+    assert line_of_crash('Current thread (most recent call first):\n  File "x.py", line 1 in f\n') is None
 
 
 def test_another_abort_is_told_in_the_librarys_words_and_a_silent_one_not_at_all() -> None:
@@ -151,6 +169,8 @@ def test_an_exception_that_came_from_the_main_rank_is_told_with_its_own_line_and
     assert whole == ExceptionText("ValueError: no such speaker", "train.py:9", "raised on the main rank (data.py:6)")
     ours = reword(record("ConfigError", "set x", notes=["raised on rank 2:\nTraceback ...\n", "more"]), 1, "train.py")
     assert ours.remark == "raised on rank 2"
+    of_all = reword(record("ConfigError", "set x", notes=["raised on the main rank:\nTraceback ...\n"]), 1, "train.py")
+    assert of_all.remark is None  # all ranks raise it
 
 
 def test_of_an_exception_that_followed_another_in_a_worker_the_last_is_told() -> None:

@@ -106,6 +106,11 @@ def test_other_ends_follow_nobody() -> None:
         (killed(1, 1.0), "rank 1 was killed by SIGKILL (often the kernel's out-of-memory killer)"),
         (killed(1, 1.0, step=60), "rank 1 was killed by SIGKILL at step 60 (often the kernel's out-of-memory killer)"),
         (killed(0, 1.0, signal.SIGSEGV, step=3), "rank 0 was killed by SIGSEGV at step 3"),
+        (killed(0, 1.0, signal.SIGSEGV, step=3, where="train.py:61"), "rank 0 was killed by SIGSEGV at step 3 (train.py:61)"),
+        (
+            killed(0, 1.0, signal.SIGBUS, where="train.py:61"),
+            "rank 0 was killed by SIGBUS (train.py:61; often a full /dev/shm, or a mapped file that was truncated)",
+        ),
         (raised(3, 1.0), "rank 3 raised ValueError: loss is nan"),
         (raised(3, 1.0, step=60, where="train.py:61"), "rank 3 raised ValueError: loss is nan at step 60 (train.py:61)"),
         (raised(3, 1.0, where="train.py:61"), "rank 3 raised ValueError: loss is nan (train.py:61)"),
@@ -141,11 +146,11 @@ def test_where_another_rank_waited_for_one_that_left_is_said(status: int) -> Non
 
 
 def test_of_an_abort_the_place_of_another_rank_is_told_too() -> None:
-    aborted = killed(1, 1.0, signal.SIGABRT, remark="in all_reduce (train.py:50) it received 8 bytes but expected 4")
+    aborted = killed(1, 1.0, signal.SIGABRT, where="train.py:50", remark="in all_reduce it received 8 bytes but expected 4")
     other = replace(follower(0, 1.1, where="train.py:88"), traceback=IN_ALL_REDUCE)
     assert judge([aborted, other]) is aborted
     assert summary(aborted, [aborted, other]) == (
-        "rank 1 was killed by SIGABRT: in all_reduce (train.py:50) it received 8 bytes but expected 4; "
+        "rank 1 was killed by SIGABRT (train.py:50): in all_reduce it received 8 bytes but expected 4; "
         "rank 0 was in all_reduce (train.py:88)"
     )
     of_kill = killed(1, 1.0, signal.SIGKILL, remark="x")
@@ -156,6 +161,12 @@ def test_a_long_message_is_cut_in_the_line() -> None:
     said = summary(raised(0, 1.0, "ValueError: " + "x" * 1000, where="train.py:1"))
     assert said.endswith("x... (train.py:1)")
     assert len(said) < 360
+    sentences = "ValueError: " + "One sentence. " * 40
+    assert summary(raised(0, 1.0, sentences)).endswith("One sentence. One sentence ...")
+    words = "ValueError: " + "word " * 200
+    assert summary(raised(0, 1.0, words)).endswith(" word word ...")
+    ours = raised(0, 1.0, words.strip(), traceback=f"error: {words}")  # nothing else on the console has the rest of it
+    assert summary(ours).endswith(words.strip())
     exact = "ValueError: " + "x" * 148
     assert summary(raised(0, 1.0, exact)) == f"rank 0 raised {exact}"
 
@@ -230,6 +241,14 @@ def test_the_same_error_on_all_ranks_is_told_as_that_of_all() -> None:
     assert summary(ends[0], [ends[0], raised(1, 2.0, "ValueError: loss is inf")]).startswith("rank 0 raised")
     killed_all = [killed(0, 1.0), killed(1, 1.0)]
     assert summary(killed_all[0], killed_all).startswith("rank 0 was killed")
+
+
+def test_the_same_status_of_all_ranks_is_told_as_that_of_all() -> None:
+    ends = [end(0, 1.0, 3, step=7), end(1, 2.0, 3, step=7)]
+    assert summary(ends[0], ends) == "all 2 ranks exited with status 3 at step 7"
+    assert summary(ends[0], [ends[0], end(1, 2.0, 4)]) == "rank 0 exited with status 3 at step 7"
+    assert summary(ends[0], [ends[0], raised(1, 2.0)]).startswith("rank 0 exited")
+    assert summary(ends[0], [ends[0], sent(1, 2.0)]).startswith("rank 0 exited")
 
 
 def test_of_models_of_different_size_the_one_that_differs_from_most_is_the_cause() -> None:

@@ -152,22 +152,27 @@ def progress(**changes: object) -> dict[str, object]:
 def test_a_progress_line_says_what_is_done_of_how_much_the_times_the_rate_and_the_text() -> None:
     line = progress_line(progress(label="epoch 3"), 100)
     assert line.startswith("epoch 3:  15%|")
-    assert line.endswith("| 120/800 [01:00<05:40,  2.00 step/s, loss 2.31]")
+    assert line.endswith("| 120/800 [01:00<05:40, 2 steps/s, loss 2.31]")
     assert len(line) == 99
 
 
 def test_steps_of_an_earlier_attempt_do_not_make_the_rate_faster() -> None:
-    assert "1.00 step/s" in progress_line(progress(initial=60), 100)
+    assert "1 steps/s" in progress_line(progress(initial=60), 100)
 
 
 @pytest.mark.parametrize("total", [None, 0])
 def test_without_a_known_total_there_is_no_share_and_no_remaining_time(total: int | None) -> None:
-    assert progress_line(progress(total=total), 100) == "120 step [01:00,  2.00 step/s, loss 2.31]"
+    assert progress_line(progress(total=total), 100) == "120 steps [01:00, 2 steps/s, loss 2.31]"
+
+
+def test_steps_that_take_longer_than_a_second_are_told_in_seconds_per_step() -> None:
+    line = progress_line(progress(done=3, initial=0, total=40, elapsed_s=61.0, text="loss {2.31}"), 100)
+    assert line.endswith("| 3/40 [01:01<12:32, 20.3 s/step, loss {2.31}]")
 
 
 def test_before_any_time_has_passed_there_is_no_rate() -> None:
     line = progress_line(progress(done=0, elapsed_s=0.0, text=None), 100)
-    assert line.endswith("| 0/800 [00:00<?, ? step/s]")
+    assert line.endswith("| 0/800 [00:00<?]")
 
 
 @pytest.mark.parametrize("columns", [21, 40, 80, 200])

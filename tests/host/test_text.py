@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.host.text import clock, count, folded, listed, numbered, seconds_of, short, size, stamp
+from rankwise.host.text import clock, count, folded, in_lines, listed, numbered, seconds_of, short, size, stamp
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,26 @@ def test_a_path_is_shown_from_here_where_it_lies_below(tmp_path: Path, monkeypat
     assert short(tmp_path.parent) == str(tmp_path.parent)
 
 
+def test_figures_are_broken_only_between_two_of_them() -> None:
+    assert in_lines("step 1/9: loss 2.6, lr 0.1; 6.78 steps/s, 0:01:42 left", 34) == (
+        "step 1/9: loss 2.6, lr 0.1;\n  6.78 steps/s, 0:01:42 left"
+    )
+    assert in_lines("short, lr 0.1") == "short, lr 0.1"
+
+
 def test_a_message_is_folded_between_words_and_keeps_a_command_on_one_line() -> None:
-    assert folded("short; type: ls", 40) == "short; type: ls"
+    assert folded("short", 40) == "short"
+    assert folded("short; type: ls", 40) == "short; type:\n  ls"
     text = "rankwise: rank 1 exited with status 3 at step 6 while rank 0 waited for it; to resume, type: run --nproc 2 x.py"
     assert folded(text, 40).splitlines() == [
         "rankwise: rank 1 exited with status 3 at",
         "  step 6 while rank 0 waited for it; to",
         "  resume, type:",
         "  run --nproc 2 x.py",
+    ]
+    assert folded("all ranks stop after the step, within 120 s; Ctrl-C again kills them", 41).splitlines() == [
+        "all ranks stop after the step, within",
+        "  120 s; Ctrl-C again kills them",
     ]
     path = "/a/very/long/path/that/is/longer/than/the/line/x.py"
     assert folded(f"cannot write {path}: File too large", 40).splitlines()[1] == f"  {path}:"

@@ -51,7 +51,7 @@ def test_every_example_names_a_strategy() -> None:
         ("", "there is no such strategy; write one like all-reduce, all-reduce:bf16, "),
         ("ddp", "there is no such strategy; write one like "),
         ("locl-sgd:16", "there is no such strategy; did you mean local-sgd:16 or local-sgd:30s?"),
-        ("Local_SGD", "there is no such strategy; did you mean local-sgd:16 or"),
+        ("Local_SGD", "there is no such strategy; did you mean local-sgd:16 or local-sgd:30s?"),
         ("local-sgd:0", "write it like local-sgd:16 or local-sgd:30s"),
         ("local-sgd:x", "write it like local-sgd:16 or local-sgd:30s"),
         ("local-sgd:1.5", "write it like local-sgd:16 or local-sgd:30s"),

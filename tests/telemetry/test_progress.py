@@ -81,7 +81,7 @@ def attached(log: Log, meters: Meters, shown: Progress) -> Log:
     return log
 
 
-def trained(log: Log, meters: Meters, shown: Progress, ends: dict[int, bool]) -> None:
+def trained(log: Log, meters: Meters, shown: Progress, ends: dict[int, bool], skipped: int = 0) -> None:
     """Call `log` after each of these steps; the value says whether an epoch ends with the step."""
     model = nn.Linear(1, 1)
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.25))
@@ -91,6 +91,7 @@ def trained(log: Log, meters: Meters, shown: Progress, ends: dict[int, bool]) ->
         meters.add(loss=(3.0, 2))
         state.step, state.epoch_ended = step, epoch_ended
         state.epoch += epoch_ended
+        state.steps_left_out = skipped
         log(state)
 
 
@@ -100,11 +101,20 @@ def test_a_line_of_a_log_has_step_total_metrics_learning_rate_rate_time_left_and
     meters, shown = Meters("loss"), Progress(None)
     log = attached(Log(every_steps=2, line_every_s=0.0), meters, shown)
     trained(log, meters, shown, {1: False, 2: False, 3: True})
-    line, epoch = capfd.readouterr().out.splitlines()
+    out = capfd.readouterr().out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    line, epoch = out.replace("\n  ", " ").splitlines()
     assert re.fullmatch(rf"step 2/40: loss 1\.5, lr 0\.25, [\d.e+]+ steps/s, [\d.]+ s left, {STAMP}", line), line
     assert re.fullmatch(
-        rf"epoch 1: 3 steps, loss 1\.5, .* elapsed \(.*\); step 3/40, lr 0\.25, [\d.e+]+ steps/s, [\d.]+ s left, {STAMP}", epoch
+        rf"epoch 1: 3 steps, loss 1\.5; step 3/40, lr 0\.25, [\d.e+]+ steps/s, [\d.]+ s left, {STAMP}; .* elapsed \(.*\)", epoch
     ), epoch
+
+
+def test_the_line_of_an_epoch_says_how_many_of_its_steps_were_skipped(capfd: pytest.CaptureFixture[str]) -> None:
+    meters, shown = Meters("loss"), Progress(None)
+    log = attached(Log(every_steps=2, line_every_s=100.0), meters, shown)
+    trained(log, meters, shown, {1: False, 2: False, 3: True}, skipped=2)
+    assert "epoch 1: 3 steps (2 skipped), loss " in capfd.readouterr().out
 
 
 def test_a_slow_log_interval_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,9 @@ def test_a_resumed_run_says_what_changes_its_last_bits(state: TrainState) -> Non
     saved, now = {"torch": "2.6", "reduction": "flat"}, {"torch": "2.7", "reduction": "ddp", "new": 1}
     [first, second] = messages.resumed(state, saved, now, same_ranks=True)
     assert first == "resuming from step 12 (epoch 4)"
-    assert second == "results may differ in their last bits, because this has changed: torch 2.6 -> 2.7, reduction flat -> ddp"
+    assert second == (
+        "results may differ in their last bits,\n  because this has changed: torch 2.6 -> 2.7, reduction flat -> ddp"
+    )
     assert messages.resumed(state, saved, {"torch": "2.6", "reduction": "ddp"}, same_ranks=False) == [first]
     earlier, today = "one all-reduce of 9 B a step", "one all-reduce of 9 B per step"
     assert messages.resumed(state, {"reduction": earlier}, {"reduction": today}, same_ranks=True) == [first]
@@ -44,17 +46,17 @@ def test_a_resumed_run_says_what_changes_its_last_bits(state: TrainState) -> Non
 def test_a_stopped_run_says_what_to_type_where_no_launcher_does(state: TrainState) -> None:
     folder = Path("/x/step-12")
     assert messages.stopped(state, folder, []) == ["stopped after step 12, saved in /x/step-12"]
-    assert messages.stopped(state, folder, ["python", "a b.py"])[1:] == ["to resume, type: python 'a b.py'"]
+    assert messages.stopped(state, folder, ["python", "a b.py"])[1:] == ["to resume, type:", "  python 'a b.py'"]
 
 
 def test_the_end_says_how_many_steps_and_what_they_reached(state: TrainState) -> None:
     folder = Path("/x/step-12")
     assert (
-        messages.ended(state, 0, "0:00:05 elapsed", folder) == "done: 12 steps, 0:00:05 elapsed, loss 0.5\nsaved in /x/step-12"
+        messages.ended(state, 0, "0:00:05 elapsed", folder) == "done: 12 steps, loss 0.5, 0:00:05 elapsed\nsaved in /x/step-12"
     )
     state.stopped, state.steps_left_out = True, 2
     assert messages.ended(state, 7, "0:00:05 elapsed", folder).startswith(
-        "stopped by the script: 12 steps (7 in earlier attempts), 0:00:05 elapsed, loss 0.5, 2 steps skipped\n"
+        "stopped by the script: 12 steps (7 in earlier attempts), loss 0.5,\n  2 steps skipped, 0:00:05 elapsed\n"
     )
     state.stop_reason = "eval_loss is nan"
     assert messages.ended(state, 0, "", folder).startswith("stopped by the script (eval_loss is nan): 12 steps, ")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rankwise.host.arguments import FROM_ONE, NOT_NEGATIVE, takes
-from rankwise.host.text import count
+from rankwise.host.text import count, in_lines
 from rankwise.telemetry import Meters, Progress, TimeBreakdown
 from rankwise.telemetry.meters import Total
 from rankwise.training.state import TrainState
@@ -35,6 +35,7 @@ class Log:
         self._began = self._last_line = time.monotonic()
         self._epoch: dict[str, Total] = {}
         self._epoch_steps = 0
+        self._skipped_before = 0
         self._last_step = 0
         self._sent_before = 0.0
         self._text = ""
@@ -56,6 +57,7 @@ class Log:
         self._began = self._last_line = time.monotonic()
         self._samples_before = self._samples()
         self._last_step = state.step
+        self._skipped_before = state.steps_left_out
         self._sent_before = self._of_sync().get("sent_bytes", 0.0)
 
     def __call__(self, state: TrainState) -> None:
@@ -109,7 +111,7 @@ class Log:
 
     def _say_line(self, state: TrainState, metrics: str) -> None:
         self._last_line = time.monotonic()
-        self._progress.say(f"{self._progress.place(state.step)}: {metrics}{self._pace(state)}")
+        self._progress.say(in_lines(f"{self._progress.place(state.step)}: {metrics}{self._pace(state)}"))
 
     def _pace(self, state: TrainState) -> str:
         return f"lr {_rate_of(state):.4g}, {self._progress.pace(state.step)}"
@@ -117,13 +119,14 @@ class Log:
     def _end_epoch(self, state: TrainState) -> None:
         means = ", ".join(f"{name} {total.mean:.4g}" for name, total in self._epoch.items())
         span = self._epoch_time.since_last()
-        self._progress.say(
-            f"epoch {state.epoch}: {count(self._epoch_steps, 'step')}, {means}, {span.text()}; "
-            f"{self._progress.place(state.step)}, {self._pace(state)}"
-        )
+        place = f"{self._progress.place(state.step)}, {self._pace(state)}"
+        skipped = state.steps_left_out - self._skipped_before
+        steps = count(self._epoch_steps, "step") + f" ({skipped} skipped)" * bool(skipped)
+        said = f"epoch {state.epoch}: {steps}, {means}; {place}; {span.text()}"
+        self._progress.say(in_lines(said))
         self._last_line = time.monotonic()
         self._epoch = {}
-        self._epoch_steps = 0
+        self._epoch_steps, self._skipped_before = 0, state.steps_left_out
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -31,8 +31,9 @@ _IN_SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error:
 _REMOTE = re.compile(r'RemoteTraceback: ?\n"""\n(.*?)"""\n', re.DOTALL)
 _SIZES_OF_GLOO = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _OF_STACK = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
-_THREAD = re.compile(r"^(?:Current thread|Thread) .*\n((?:  File .*\n)+)", re.MULTILINE)
+_THREAD = re.compile(r"^(Current thread|Thread) .*\n((?:  File .*\n)+)", re.MULTILINE)
 _NO_DEVICE = re.compile("invalid device ordinal|Invalid device id")
+_ON_MAIN = "raised on the main rank"  # of an error of rankwise, which all ranks then raise
 _MOST_NAMES = 4
 _LONGEST_NOTE = 120
 _OURS = f"{Path(__file__).parents[1]}/"
@@ -67,12 +68,22 @@ def of_abort(log: str, checked: bool) -> str | None:
     sizes = _SIZES_OF_GLOO.search(said[-1])
     if sizes is None:
         return str(said[-1]).strip()
-    threads = _THREAD.findall(log.partition("Fatal Python error")[2])  # the main thread is the last
-    stack = _OF_STACK.findall(threads[-1] if threads else "")  # the innermost frame first
-    own = [f" ({Path(file).name}:{line})" for file, line, _ in stack if _is_the_users(file)]
-    calls = [name for file, _, name in stack if "/torch/distributed/" in file and name != "wrapper"]
-    where = f"in {calls[-1] if calls else 'a collective'}{own[0] if own else ''}"
+    calls = [name for file, _, name in _stack_of(log) if "/torch/distributed/" in file and name != "wrapper"]
+    where = f"in {calls[-1] if calls else 'a collective'}"
     return f"{where} it received {sizes[1]} bytes but expected {sizes[2]}: {_of_sizes(checked)}"
+
+
+def line_of_crash(log: str) -> str | None:
+    """`train.py:26`: the user's innermost line when a signal ended the process, from the end of its log."""
+    return next((f"{Path(file).name}:{line}" for file, line, _ in _stack_of(log) if _is_the_users(file)), None)
+
+
+def _stack_of(log: str) -> list[tuple[str, str, str]]:
+    """(file, line, function) of each frame that Python's fault handler printed, the innermost first. The thread that crashed
+    may be one of a library: then those of the main thread, which is printed last."""
+    threads = _THREAD.findall("".join(log.split("Fatal Python error")[1:][-1:]))
+    stacks = [stack for title, stack in threads if title == "Current thread"] or [stack for _, stack in threads]
+    return _OF_STACK.findall(stacks[-1]) if stacks else []
 
 
 def _of_sizes(checked: bool) -> str:
@@ -140,7 +151,7 @@ def _note(record: Mapping[str, Any]) -> str | None:
     first = notes[0].strip().splitlines()[0]
     if (place := _place(notes[0])) is not None:
         return f"{first.rstrip(':')} ({place})"
-    return first[:_LONGEST_NOTE].rstrip(":")
+    return first[:_LONGEST_NOTE].rstrip(":") if first.rstrip(":") != _ON_MAIN else None
 
 
 def _of_another_process(told: ExceptionText, message: str, where: str) -> ExceptionText:

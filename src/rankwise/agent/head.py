@@ -25,7 +25,7 @@ from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Observation
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RunDirError
 from rankwise.host.terminal import Terminal, message
-from rankwise.host.text import clock, listed, numbered
+from rankwise.host.text import clock, listed, numbered, short
 from rankwise.ipc.shared_page import FINISHED, JOIN_S
 from rankwise.run.directory import Attempt, Failure, NodeRecord, RunDir, write_text
 from rankwise.run.plan import Plan
@@ -267,7 +267,7 @@ class Head:
             observed = [o for index in sorted(standing) for o in standing[index][2]]
             line = stall.judge(observed, any(o.sure for o in observed), self._plan.check_collectives)
             if line is not None:
-                stacks = f"Stacks: {self._run.logs / 'stall.txt'}"
+                stacks = f"Stacks: {short(self._run.logs / 'stall.txt')}"
                 try:
                     write_text(self._run.logs / "stall.txt", "\n".join(standing[index][3] for index in sorted(standing)))
                 except RunDirError as error:
@@ -309,7 +309,7 @@ class Head:
             self._stop_signal = asked[0]
             self._stop_began = time.monotonic()
         if not self._killed_as_asked and any(signal.SIGINT in signals[1:] for signals in self._requests):
-            self._say("interrupted again: killing all ranks")
+            self._say("interrupted again: killing all ranks now, without saving")
             self._killed_as_asked = True
             self._cut_all(parts, signal.SIGKILL)
             return
@@ -347,7 +347,9 @@ class Head:
         """Make every node hold its gate; send the signal itself to ranks without a gate."""
         name = signal.Signals(self._stop_signal).name
         again = " again" if self._stop_signal == signal.SIGINT else ""
-        within = f"within {self._plan.grace_s:g} s" + (f"; Ctrl-C{again} kills them" if self._plan.attended else "")
+        within = f"within {self._plan.grace_s:g} s" + (
+            f"; Ctrl-C{again} kills them without saving" if self._plan.attended else ""
+        )
         self._held = bool(joined)
         if joined:
             for part in parts:
@@ -375,7 +377,7 @@ class Head:
             return 1, "the launcher was killed", None
         ends = [evidence for part in parts if part.end is not None for evidence in part.end.evidence]
         if self._mismatch is not None:
-            return self._failed_to_match(self._mismatch, attempt)
+            return self._failed_to_match(self._mismatch, attempt, ends)
         if self._stop_signal and (stopped := self._stopped(parts, ends, attempt.ranks)) is not None:
             return stopped[0], stopped[1] + root_cause.unkillable(ends), None
         culprit = root_cause.judge(ends)
@@ -392,6 +394,7 @@ class Head:
             traceback=culprit.traceback,
             step=culprit.step,
             log=str(self._run.log(culprit.rank)),
+            log_begins=culprit.log_begins,
             life=attempt.life,
         )
         return failure.exit_status, failure.summary, failure
@@ -400,11 +403,12 @@ class Head:
         part = attempt.part_of(rank)
         return part.host if part is not None else attempt.host
 
-    def _failed_to_match(self, mismatch: Mismatch, attempt: Attempt) -> tuple[int, str, Failure]:
+    def _failed_to_match(self, mismatch: Mismatch, attempt: Attempt, ends: Sequence[Evidence]) -> tuple[int, str, Failure]:
         """A mismatch is the cause even if ranks report errors: those are its consequences."""
         failure = Failure(
             rank=mismatch.rank, host=self._host(attempt, mismatch.rank), summary=mismatch.summary, exit_status=1,
             log=str(self._run.log(mismatch.rank)), life=attempt.life,
+            log_begins=next((end.log_begins for end in ends if end.rank == mismatch.rank), 0),
         )  # fmt: skip
         return failure.exit_status, failure.summary, failure
 
@@ -414,7 +418,8 @@ class Head:
         agreed = self._agreed_status
         name = signal.Signals(self._stop_signal).name
         if self._killed_as_asked:
-            return EXIT_INTERRUPTED, "killed by a second Ctrl-C, without a last checkpoint"
+            by = "a second Ctrl-C" if interrupted else f"Ctrl-C after {name}"
+            return EXIT_INTERRUPTED, f"killed by {by}, without a last checkpoint"
         if len(ends) == ranks and all(end.exit_code == agreed for end in ends):
             return agreed, f"stopped by {name} after step {max(end.step or 0 for end in ends)}"
         if _loses_nothing(parts) and all(end.sent and end.signum for end in ends if end.failed):

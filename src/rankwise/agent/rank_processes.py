@@ -73,6 +73,9 @@ class Rank:
     stuck: str | None = None
     """Why SIGKILL does not end it; None if it does, as far as is known."""
 
+    log_begins: int = 0
+    """Where in its log this attempt begins, in bytes."""
+
     peak_bytes: int = 0
     """Its peak memory use; known when it has ended."""
 
@@ -97,6 +100,7 @@ class RankProcesses:
         self._maps = MappedFiles()
         for rank in self.ranks:
             run.exception(rank.rank).unlink(missing_ok=True)
+            rank.log_begins = _bytes(run.log(rank.rank))
 
     @property
     def started(self) -> bool:
@@ -236,6 +240,8 @@ class RankProcesses:
         with contextlib.suppress(OSError, ValueError):
             record = json.loads(self._page.last_words(rank.rank - self._first) or path.read_text())
             path.unlink(missing_ok=True)
+        log = self._run.log_tail(rank.rank, _LOG_TAIL_BYTES, rank.log_begins) if code is not None and code < 0 else b""
+        printed = log.decode(errors="replace")
         told = exception_text.reword(record, rank.rank, self._script, len(self.ranks), self._checked) if record else None
         return Evidence(
             rank=rank.rank,
@@ -244,23 +250,22 @@ class RankProcesses:
             sent=rank.sent,
             ended=rank.ended,
             exception=told.exception if told is not None else None,
-            where=told.where if told is not None else None,
+            where=told.where if told is not None else exception_text.line_of_crash(printed),
             traceback=record.get("traceback"),
             raised=record.get("time"),
             step=self._step(rank.rank),
-            remark=self._remark_on_exception(rank, told) if told is not None else self._remark_on_signal(rank, code),
+            remark=self._remark_on_exception(rank, told) if told is not None else self._remark_on_signal(rank, code, printed),
             stuck=rank.stuck if code is None else None,
+            log_begins=rank.log_begins,
         )
 
-    def _remark_on_signal(self, rank: Rank, code: int | None) -> str | None:
+    def _remark_on_signal(self, rank: Rank, code: int | None, printed: str) -> str | None:
         if code == -signal.SIGKILL:
             return self._killed_for_memory(rank)
         if code == -signal.SIGBUS:
             return self._maps.cut(rank.pid)
         if code == -signal.SIGABRT:
-            return exception_text.of_abort(
-                self._run.log_tail(rank.rank, _LOG_TAIL_BYTES).decode(errors="replace"), self._checked
-            )
+            return exception_text.of_abort(printed, self._checked)
         return None
 
     def _remark_on_exception(self, rank: Rank, told: exception_text.ExceptionText) -> str | None:

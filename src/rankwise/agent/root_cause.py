@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rankwise.agent import exception_text
+from rankwise.host.text import cut
 
 FOLLOWER_SIGNS = (
     "Connection closed by peer",
@@ -68,6 +69,9 @@ class Evidence:
 
     lost: str | None = None
     """Why its node can no longer be reached; nothing else is known of such a rank."""
+
+    log_begins: int = 0
+    """Where in its log this attempt begins, in bytes."""
 
     @property
     def follows(self) -> bool:
@@ -140,7 +144,8 @@ def summary(culprit: Evidence, ends: Sequence[Evidence] = ()) -> str:
     """One line: what happened to which rank, where, at which step. `ends`: all ranks, to see whether the same happened to
     all."""
     stuck = unkillable([e for e in ends if e is not culprit or e.exception is not None])
-    alike = culprit.exception is not None and len(ends) > 1 and all(e.exception == culprit.exception for e in ends)
+    how = (culprit.exception, None if culprit.exception is not None else culprit.exit_code)
+    alike = any(how) and len(ends) > 1 and all((e.exception, e.exit_code if how[1] else None) == how for e in ends)
     return (f"all {len(ends)} ranks" if alike else f"rank {culprit.rank}") + f" {_what(culprit)}{_missed(culprit, ends)}{stuck}"
 
 
@@ -172,10 +177,13 @@ def _what(end: Evidence) -> str:
     at = f" at step {end.step}" if end.step else ""
     where = f" ({end.where})" if end.where else ""
     if end.signum is not None:
-        usual = f" ({_USUAL[end.signum]})" if end.signum in _USUAL else ""
-        return f"was killed by {signal_name(end.signum)}{at}{f': {end.remark}' if end.remark else usual}"
+        usual = _USUAL.get(end.signum) if not end.remark else None
+        known = "; ".join(text for text in (end.where, usual) if text)
+        remark = f": {end.remark}" if end.remark else ""
+        return f"was killed by {signal_name(end.signum)}{at}{f' ({known})' if known else ''}{remark}"
     if end.exception is not None:
-        return f"raised {_first_line(end.exception)}{at}{where}{f'; {end.remark}' if end.remark else ''}"
+        ours = (end.traceback or "").startswith("error: ")  # of rankwise: the console shows no other text of it
+        return f"raised {_first_line(end.exception, None if ours else 320)}{at}{where}{f'; {end.remark}' if end.remark else ''}"
     if end.stuck:
         return f"cannot be killed ({end.stuck}){at}: ask the administrator of the host"
     if end.lost:
@@ -191,8 +199,8 @@ def signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
-def _first_line(text: str, width: int = 320) -> str:
+def _first_line(text: str, width: int | None) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     # The reason of torch's `Error(s) in loading ...:` is on the next line.
     line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return line if len(line) <= width else line[: width - 3] + "..."
+    return line if width is None else cut(line, width)

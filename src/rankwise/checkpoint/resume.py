@@ -22,7 +22,7 @@ from rankwise.dist import comm, log, seed
 from rankwise.dist.guards import agreed
 from rankwise.errors import CheckpointError, ConfigError, DamagedError
 from rankwise.host.arguments import shown
-from rankwise.host.text import count
+from rankwise.host.text import count, cut, short
 from rankwise.training.state import Stateful
 
 RNG = "rng"
@@ -150,7 +150,7 @@ def load_part(folder: Path, manifest: Manifest, name: str, part: Stateful, verif
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(
-            f"{name} does not fit its checkpoint {path}: {text[:400]}; undo the change, or start a "
+            f"{name} does not fit its checkpoint {short(path)}: {cut(text, 400)}; undo the change, or start a "
             "new run with --fresh or --name NAME"
         ) from None
 

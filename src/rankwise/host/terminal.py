@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from rankwise.host.text import folded, short
+from rankwise.host.text import folded, rate, short
 
 _CLEAR_LINE = b"\r\x1b[K"
 
@@ -173,14 +173,17 @@ def progress_line(progress: Mapping[str, Any], columns: int) -> str:
     """
     from tqdm import tqdm
 
+    steps = progress["done"] - progress.get("initial", 0)
+    figures = [rate(steps, progress["elapsed_s"]) if steps > 0 and progress["elapsed_s"] > 0 else "", progress.get("text")]
+    known = "".join(f", {figure}" for figure in figures if figure).replace("{", "{{").replace("}", "}}")
+    bar = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}" if progress.get("total") else "{n_fmt} steps [{elapsed}"
     line: str = tqdm.format_meter(
         n=progress["done"],
         total=progress.get("total") or 0,  # 0 means unknown to tqdm
         elapsed=progress["elapsed_s"],
         ncols=max(columns - 1, 20),
         prefix=progress.get("label", ""),
-        unit=" step",
         initial=progress.get("initial", 0),
-        postfix=progress.get("text") or "",
+        bar_format=f"{bar}{known}]",
     )
     return line[: max(columns - 1, 20)]

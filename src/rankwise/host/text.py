@@ -87,22 +87,47 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
+def cut(line: str, most: int) -> str:
+    """At most `most` characters and `...`: whole sentences, or else whole words, if these are at least half of it."""
+    if len(line) <= most:
+        return line
+    begin = rf".{{{most // 2},{most}}}"
+    found = re.match(rf"{begin}(?=[.;] )", line) or re.match(rf"{begin}(?= )", line)
+    return f"{found[0]} ..." if found is not None else f"{line[:most]}..."
+
+
+def rate(steps: int, seconds: float) -> str:
+    """`7.61 steps/s`, or `20.3 s/step` if a step takes more than a second."""
+    if steps >= seconds:
+        return f"{steps / max(seconds, 1e-9):.3g} steps/s"
+    return f"{seconds / steps:.3g} s/step"
+
+
 _COMMAND = re.compile(r"(.*(?:[Tt]ype|[Tt]o try|stop it): )(\S.*)", re.DOTALL)
 """A text, and the command at its end that a person may copy."""
 
 
 def folded(text: str, columns: int) -> str:
-    """A message in lines of at most `columns`, broken between words. A command at its end stays one line, to be copied.
+    """A message in lines of at most `columns`, broken between words. A command at its end is a line of its own, to be copied.
 
     Only the first line of `text` is folded: the rest stays unchanged (a line of source, a traceback).
     """
     first, newline, rest = text.partition("\n")
-    if len(first) <= columns:
-        return text
     found = _COMMAND.fullmatch(first)
+    if len(first) <= columns and found is None:
+        return text
     said, command = (found[1].rstrip(), ["  " + found[2]]) if found is not None and not rest else (first, [])
-    lines = textwrap.wrap(said, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "\n".join([*lines, *command]) + newline + rest
+    kept = re.sub(r"(?<=\d) (?=[a-zA-Z]{1,2}\b)", "\xa0", said)  # a number and its unit
+    lines = textwrap.wrap(kept, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join([*lines, *command]).replace("\xa0", " ") + newline + rest
+
+
+def in_lines(figures: str, columns: int = 80) -> str:
+    """`loss 2.31, lr 0.1, ...` in lines of at most `columns`, broken only after a comma or semicolon. A rank does not know how
+    wide the terminal is in which its log is read."""
+    kept = re.sub("(?<![,;]) ", "\xa0", figures)
+    lines = textwrap.wrap(kept, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\xa0", " ")
 
 
 def short(path: Path) -> str:

@@ -6,6 +6,7 @@ return conclude(run, status, attempts_before, config)
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import sys
 from dataclasses import fields
@@ -19,7 +20,8 @@ from rankwise.launch.caller import caller_of
 from rankwise.run.config import RunConfig, misplaced, option
 from rankwise.run.directory import Failure, RunDir
 
-_LOG_TAIL_BYTES = 4096
+_LOG_TAIL_BYTES = 65536  # large: the list of modules that a crash prints comes after its stack
+_CRASH = re.compile(r"^(Fatal Python error: .*)\n(?:.*\n)*?Current thread .*\n((?:  File .*\n)+)", re.MULTILINE)
 
 
 def conclude(
@@ -41,39 +43,46 @@ def conclude(
             say(f"{by} exited with status {status} {when}; the reason is in the lines above")
         return status
     if failure is not None:
-        _say_failure(run, failure, config, attempt.started)
+        _say_failure(run, failure, config)
     elif status in (EXIT_PREEMPTED, EXIT_INTERRUPTED) and attempt.outcome.startswith("stopped"):
         say(f"{attempt.outcome}; to resume, {caller.how_to_continue(_resume_command(config))}")
     elif status != 0 or (";" in attempt.outcome and caller.reads):
         say(attempt.outcome)
+        if attempt.outcome.startswith("killed") and run.saved():
+            _say_saved(run, config)
     return status
 
 
-def _say_failure(run: RunDir, failure: Failure, config: RunConfig, started: float) -> None:
+def _say_saved(run: RunDir, config: RunConfig) -> None:
+    """The newest checkpoint, and how to resume from it."""
+    saved, caller = run.saved(), caller_of(config.words)
+    say(f"saved: {saved[-1]}; to resume, {caller.how_to_continue(_resume_command(config))}" if saved else
+        f"nothing was saved yet: the same {caller.again} starts from the beginning")  # fmt: skip
+
+
+def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
     _show("")
     caller = caller_of(config.words)
     if failure.traceback is not None:
         if not _is_told(failure) and caller.reads:
             _show(failure.traceback.rstrip("\n"))
     elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # the log of rank 0 is above
-        _show(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES, started)), end="")  # not the output of an earlier attempt
+        _show(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES, failure.log_begins)), end="")
     if (hint := _misplaced(run, failure, config)) is not None:
         say(hint)
     say(f"{failure.summary}, on {failure.host}")
-    if failure.step is not None:
-        saved, again = run.saved(), caller.again
-        say(f"saved: {saved[-1]}; the same {again} resumes from there" if saved else
-             f"nothing was saved yet: the same {again} starts from the beginning")  # fmt: skip
     log = Path(failure.log or "")
     where = short(log) if log.exists() else f"{log} on {failure.host}"  # the log is in a folder that only that host sees
     say(f"its output is in {where}; exit status {failure.exit_status}")
+    if failure.step is not None:
+        _say_saved(run, config)
 
 
 def _misplaced(run: RunDir, failure: Failure, config: RunConfig) -> str | None:
     """A hint if the script has failed because of options of rankwise after its name: the command with the options in front."""
     ours, rest = misplaced(config.argv[1:], schedulers.options())
     names = [word.partition("=")[0] for word in ours if word.startswith("--")]
-    said = (failure.traceback or "") + run.log_tail(failure.rank, _LOG_TAIL_BYTES).decode(errors="replace")
+    said = (failure.traceback or "") + run.log_tail(failure.rank, _LOG_TAIL_BYTES, failure.log_begins).decode(errors="replace")
     if config.command or not caller_of(config.words).reads or not any(name in said for name in names):
         return None
     meant = typed("run", *ours, *_options(config), config.argv[0], *rest)
@@ -82,14 +91,17 @@ def _misplaced(run: RunDir, failure: Failure, config: RunConfig) -> str | None:
 
 
 def _is_told(failure: Failure) -> bool:
-    """Whether the summary contains all of the traceback: for an error of rankwise, which is one line and a place."""
-    first, _, _ = (failure.traceback or "").partition("\n")
-    return first.startswith("error: ") and first.removeprefix("error: ") in failure.summary
+    """Whether the summary contains all of the traceback: for an error of rankwise, if it is one line and a place."""
+    first, _, place = (failure.traceback or "").rstrip("\n").partition("\n")
+    return first.startswith("error: ") and first.removeprefix("error: ") in failure.summary and "\n" not in place
 
 
 def _last_lines(log: bytes, count: int = 5) -> str:
-    """The last lines of a log: they often show why a rank exited without an exception."""
-    return "".join(f"  {line}\n" for line in log.decode(errors="replace").splitlines()[-count:])
+    """The last lines of a log: they often show why a rank exited without an exception. Of a crash, its innermost frames."""
+    text = log.decode(errors="replace")
+    crash = _CRASH.search(text)
+    lines = [crash[1], *crash[2].splitlines()[:count]] if crash is not None else text.splitlines()[-count:]
+    return "".join(f"  {line}\n" for line in lines)
 
 
 def _resume_command(config: RunConfig) -> str:

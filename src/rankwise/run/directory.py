@@ -174,6 +174,9 @@ class Failure(_Record):
     traceback: str | None = None
     step: int | None = field(default=None, metadata=WHOLE)
     log: str | None = None
+    log_begins: int = field(default=0, metadata=WHOLE)
+    """Where in the log this attempt begins, in bytes: what stands before is of earlier attempts."""
+
     life: int = 1
 
 
@@ -221,13 +224,11 @@ class RunDir:
     def log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
 
-    def log_tail(self, rank: int, most_bytes: int, since: float = 0.0) -> bytes:
-        """The end of a rank's output; empty if it printed nothing after `since`, or if its host does not share this folder."""
+    def log_tail(self, rank: int, most_bytes: int, begins: int = 0) -> bytes:
+        """The end of a rank's output, from byte `begins` of its log on; empty if its host does not share this folder."""
         try:
             with open(self.log(rank), "rb") as file:
-                if os.fstat(file.fileno()).st_mtime < since:
-                    return b""
-                file.seek(max(file.seek(0, os.SEEK_END) - most_bytes, 0))
+                file.seek(max(file.seek(0, os.SEEK_END) - most_bytes, begins))
                 return file.read()
         except FileNotFoundError:
             return b""

@@ -27,8 +27,8 @@ _FEWEST = 50  # steps between two checks, at least
 
 class CheckReplicas:
     """An action: check from time to time that all ranks still hold the same parameters, buffers, optimizer state and learning
-    rates (those that the strategy keeps equal: `sync.held`). If they differ, print one warning (`on_divergence="warn"`) or raise
-    an error ("error"). The Trainer runs one that warns, unless `actions` has another. Takes at most 1 % of the time."""
+    rates (those that the strategy keeps equal: `sync.held`). If they differ, print one warning, or raise an error if
+    `on_divergence="error"`. The Trainer runs one that warns, unless `actions` has another. Takes at most 1 % of the time."""
 
     @takes(on_divergence=one_of("warn", "error"))
     def __init__(self, on_divergence: str = "warn") -> None:

@@ -11,7 +11,7 @@ import time
 
 from rankwise.dist import log
 from rankwise.host.terminal import Terminal, progress_line
-from rankwise.host.text import clock, stamp
+from rankwise.host.text import clock, rate, stamp
 from rankwise.ipc.shared_page import Row
 
 _INTERVAL_S = 0.1
@@ -47,7 +47,7 @@ class Progress:
         now = time.monotonic()
         since, before = self._pace_since
         self._pace_since = now, done
-        parts = [_rate(done - before, now - since)] if done > before else []
+        parts = [rate(done - before, now - since)] if done > before else []
         if self._total is not None and self._initial < done < self._total:
             left_s = (self._total - done) * (now - self._began) / (done - self._initial)
             parts.append(f"{clock(left_s)} left")
@@ -83,10 +83,3 @@ class Progress:
             self._row.say("")
         elif self._terminal is not None:
             self._terminal.status("")
-
-
-def _rate(steps: int, seconds: float) -> str:
-    """`7.61 steps/s`, or `20.3 s/step` if a step takes more than a second."""
-    if steps >= seconds:
-        return f"{steps / max(seconds, 1e-9):.3g} steps/s"
-    return f"{seconds / steps:.3g} s/step"

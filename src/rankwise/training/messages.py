@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.host.text import count, short
+from rankwise.host.text import count, in_lines, short
 from rankwise.training.state import TrainState
 
 
@@ -20,7 +20,7 @@ def begun(model: nn.Module, precision: str, data: str, batch: str, strategy: str
     """The plan: size of the model, data, batches, strategy. `rate`: how the learning rate was scaled, or empty."""
     parameters = _amount(sum(p.numel() for p in model.parameters()))
     lines = [f"{parameters} parameters, {precision}; {data}", "; ".join(text for text in (batch, strategy) if text)]
-    return [*lines, rate] if rate else lines
+    return [in_lines(line) for line in ([*lines, rate] if rate else lines)]
 
 
 def resumed(state: TrainState, saved: Mapping[str, Any], now: Mapping[str, Any], same_ranks: bool) -> list[str]:
@@ -29,9 +29,8 @@ def resumed(state: TrainState, saved: Mapping[str, Any], now: Mapping[str, Any],
     lines = [f"resuming from step {state.step} (epoch {state.epoch + 1})"]
     passed_over = () if same_ranks else ("reduction",)  # it depends on the number of ranks, which is printed anyway
     differs = [f"{k} {saved[k]} -> {v}" for k, v in now.items() if k not in passed_over and saved.get(k, v) != v]
-    return (
-        [*lines, f"results may differ in their last bits, because this has changed: {', '.join(differs)}"] if differs else lines
-    )
+    changed = f"results may differ in their last bits, because this has changed: {', '.join(differs)}"
+    return [*lines, in_lines(changed)] if differs else lines
 
 
 def _in_todays_words(value: Any) -> Any:
@@ -42,7 +41,7 @@ def _in_todays_words(value: Any) -> Any:
 def stopped(state: TrainState, where: Path, argv: Sequence[str]) -> list[str]:
     """After a signal. `argv`: the command to resume; empty if the launcher prints it."""
     lines = [f"stopped after step {state.step}, saved in {short(where)}"]
-    return [*lines, f"to resume, type: {shlex.join(argv)}"] if argv else lines
+    return [*lines, "to resume, type:", f"  {shlex.join(argv)}"] if argv else lines
 
 
 def ended(state: TrainState, steps_before: int, elapsed: str, where: Path) -> str:
@@ -53,7 +52,7 @@ def ended(state: TrainState, steps_before: int, elapsed: str, where: Path) -> st
     before = f" ({steps_before} in earlier attempts)" if steps_before else ""
     reason = f" ({state.stop_reason})" if state.stop_reason else ""
     how = f"stopped by the script{reason}" if state.stopped else "done"
-    return f"{how}: {state.step} steps{before}, {elapsed}, {figures}\nsaved in {short(where)}"
+    return f"{in_lines(f'{how}: {state.step} steps{before}, {figures}, {elapsed}')}\nsaved in {short(where)}"
 
 
 def best(name: str, folder: Path | None) -> str:
