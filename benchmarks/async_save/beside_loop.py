@@ -2,10 +2,10 @@
 
     python benchmarks/async_save/beside_loop.py [ROUNDS] [--folder /dev/shm] [--steps 12]
 
-The loop trains the model of bench.py (16.7 M parameters with their Adam state) with as many threads as there are cores. In each
-round the same steps run without a save; with a save in the background after the first step, and a wait for it at the end; and with
-torch.save, which blocks the loop and flushes nothing. The cost is the difference of a way's time from that of the loop without a
-save, divided by the time of a memcpy of the state: in wall-clock time, and in CPU time of all threads.
+The loop trains the model of bench.py (16.7 M parameters with their Adam state) with as many threads as there are cores. In
+each round the same steps run without a save; with a save in the background after the first step, and a wait for it at the end;
+and with torch.save, which blocks the loop and flushes nothing. The cost is the difference of a way's time from that of the loop
+without a save, divided by the time of a memcpy of the state: in wall-clock time, and in CPU time of all threads.
 """
 
 import argparse
