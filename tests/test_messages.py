@@ -40,6 +40,7 @@ NOT_READ = (
     "# ... cut: the diff has",
     "# 75: stopped and saved",  # the script of a job
     "bind=$(scontrol show config",
+    "raised on the main rank",  # a note that is recognised
 )
 """The first words of texts that are not messages."""
 
