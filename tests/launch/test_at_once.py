@@ -74,5 +74,5 @@ def test_the_second_run_of_a_directory_is_refused_at_once_with_who_holds_it() ->
         first.wait()
     assert second.returncode == 2
     assert second.stderr.splitlines()[-1].startswith(f"rankwise: the run in runs/train is still running: pid {first.pid} on ")
-    assert second.stderr.splitlines()[-1].endswith("wait for it, stop it, or start another run with --name NAME")
+    assert second.stderr.splitlines()[-1].endswith("or stop it: rankwise cancel runs/train")
     assert len(run.attempts()) == 1
