@@ -56,7 +56,7 @@ time.sleep(600)
 def test_a_file_that_is_cut_within_a_gather_is_named_with_sigbus(launch) -> None:
     run = launch(CUT_IN_A_GATHER)
     assert run.wait() == 128 + signal.SIGBUS
-    assert f"rank 1 was killed by SIGBUS: {run.folder / 'data.h5'} was truncated to 50 kB while it was mapped" in run.output()
+    assert f"rank 1 was killed by SIGBUS (script.py:12): {run.folder / 'data.h5'} was truncated to 50 kB while it was mapped" in run.output()
 
 
 @pytest.mark.parametrize(
