@@ -56,7 +56,8 @@ time.sleep(600)
 def test_a_file_that_is_cut_within_a_gather_is_named_with_sigbus(launch) -> None:
     run = launch(CUT_IN_A_GATHER)
     assert run.wait() == 128 + signal.SIGBUS
-    assert f"rank 1 was killed by SIGBUS: {run.folder / 'data.h5'} was truncated to 50 kB while it was mapped" in run.output()
+    said = f"{run.folder / 'data.h5'} was truncated to 50 kB while it was mapped"
+    assert f"rank 1 was killed by SIGBUS (script.py:12): {said}" in run.output()
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,6 @@ def test_what_is_told_of_a_failure_is_not_taken_from_the_log_of_an_earlier_attem
     assert run.wait() == 4
     assert "of the first attempt" not in run.output()
     assert "  of the second\nrankwise: rank 1 exited with status 4" in run.output()
-    assert run.run.read_failure().log_begins > 0
 
 
 def test_what_a_c_plus_plus_library_said_before_it_aborted_is_the_reason(launch) -> None:

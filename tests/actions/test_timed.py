@@ -118,7 +118,7 @@ def test_a_lone_rank_that_its_script_has_stopped_says_so_when_it_is_started_agai
     assert ends == [(7, True, "rank 0 has had enough")] * 2
     said = answers[0][1]
     assert "stopped by the script (rank 0 has had enough): 7 steps, " in said
-    assert "stopped by the script at step 7: rank 0 has had enough; for a new run: fit(fresh=True)" in said
+    assert "stopped by the script at step 7: rank 0 has had enough;\n  for a new run: fit(fresh=True)" in said
 
 
 def without_a_gate() -> list[Any]:

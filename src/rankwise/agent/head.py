@@ -377,7 +377,7 @@ class Head:
             return 1, "the launcher was killed", None
         ends = [evidence for part in parts if part.end is not None for evidence in part.end.evidence]
         if self._mismatch is not None:
-            return self._failed_to_match(self._mismatch, attempt, ends)
+            return self._failed_to_match(self._mismatch, attempt)
         if self._stop_signal and (stopped := self._stopped(parts, ends, attempt.ranks)) is not None:
             return stopped[0], stopped[1] + root_cause.unkillable(ends), None
         culprit = root_cause.judge(ends)
@@ -394,7 +394,6 @@ class Head:
             traceback=culprit.traceback,
             step=culprit.step,
             log=str(self._run.log(culprit.rank)),
-            log_begins=culprit.log_begins,
             life=attempt.life,
         )
         return failure.exit_status, failure.summary, failure
@@ -403,12 +402,11 @@ class Head:
         part = attempt.part_of(rank)
         return part.host if part is not None else attempt.host
 
-    def _failed_to_match(self, mismatch: Mismatch, attempt: Attempt, ends: Sequence[Evidence]) -> tuple[int, str, Failure]:
+    def _failed_to_match(self, mismatch: Mismatch, attempt: Attempt) -> tuple[int, str, Failure]:
         """A mismatch is the cause even if ranks report errors: those are its consequences."""
         failure = Failure(
             rank=mismatch.rank, host=self._host(attempt, mismatch.rank), summary=mismatch.summary, exit_status=1,
             log=str(self._run.log(mismatch.rank)), life=attempt.life,
-            log_begins=next((end.log_begins for end in ends if end.rank == mismatch.rank), 0),
         )  # fmt: skip
         return failure.exit_status, failure.summary, failure
 

@@ -73,9 +73,6 @@ class Rank:
     stuck: str | None = None
     """Why SIGKILL does not end it; None if it does, as far as is known."""
 
-    log_begins: int = 0
-    """Where in its log this attempt begins, in bytes."""
-
     peak_bytes: int = 0
     """Its peak memory use; known when it has ended."""
 
@@ -100,7 +97,7 @@ class RankProcesses:
         self._maps = MappedFiles()
         for rank in self.ranks:
             run.exception(rank.rank).unlink(missing_ok=True)
-            rank.log_begins = _bytes(run.log(rank.rank))
+            run.begin_log(rank.rank)
 
     @property
     def started(self) -> bool:
@@ -240,7 +237,7 @@ class RankProcesses:
         with contextlib.suppress(OSError, ValueError):
             record = json.loads(self._page.last_words(rank.rank - self._first) or path.read_text())
             path.unlink(missing_ok=True)
-        log = self._run.log_tail(rank.rank, _LOG_TAIL_BYTES, rank.log_begins) if code is not None and code < 0 else b""
+        log = self._run.log_tail(rank.rank, _LOG_TAIL_BYTES) if code is not None and code < 0 else b""
         printed = log.decode(errors="replace")
         told = exception_text.reword(record, rank.rank, self._script, len(self.ranks), self._checked) if record else None
         return Evidence(
@@ -256,7 +253,6 @@ class RankProcesses:
             step=self._step(rank.rank),
             remark=self._remark_on_exception(rank, told) if told is not None else self._remark_on_signal(rank, code, printed),
             stuck=rank.stuck if code is None else None,
-            log_begins=rank.log_begins,
         )
 
     def _remark_on_signal(self, rank: Rank, code: int | None, printed: str) -> str | None:

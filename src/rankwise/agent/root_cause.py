@@ -70,9 +70,6 @@ class Evidence:
     lost: str | None = None
     """Why its node can no longer be reached; nothing else is known of such a rank."""
 
-    log_begins: int = 0
-    """Where in its log this attempt begins, in bytes."""
-
     @property
     def follows(self) -> bool:
         """Whether this end only shows that a peer is gone."""

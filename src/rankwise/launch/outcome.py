@@ -67,7 +67,7 @@ def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
         if not _is_told(failure) and caller.reads:
             _show(failure.traceback.rstrip("\n"))
     elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # the log of rank 0 is above
-        _show(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES, failure.log_begins)), end="")
+        _show(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES)), end="")
     if (hint := _misplaced(run, failure, config)) is not None:
         say(hint)
     say(f"{failure.summary}, on {failure.host}")
@@ -82,7 +82,7 @@ def _misplaced(run: RunDir, failure: Failure, config: RunConfig) -> str | None:
     """A hint if the script has failed because of options of rankwise after its name: the command with the options in front."""
     ours, rest = misplaced(config.argv[1:], schedulers.options())
     names = [word.partition("=")[0] for word in ours if word.startswith("--")]
-    said = (failure.traceback or "") + run.log_tail(failure.rank, _LOG_TAIL_BYTES, failure.log_begins).decode(errors="replace")
+    said = (failure.traceback or "") + run.log_tail(failure.rank, _LOG_TAIL_BYTES).decode(errors="replace")
     if config.command or not caller_of(config.words).reads or not any(name in said for name in names):
         return None
     meant = typed("run", *ours, *_options(config), config.argv[0], *rest)

@@ -174,9 +174,6 @@ class Failure(_Record):
     traceback: str | None = None
     step: int | None = field(default=None, metadata=WHOLE)
     log: str | None = None
-    log_begins: int = field(default=0, metadata=WHOLE)
-    """Where in the log this attempt begins, in bytes: what stands before is of earlier attempts."""
-
     life: int = 1
 
 
@@ -224,8 +221,21 @@ class RunDir:
     def log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
 
-    def log_tail(self, rank: int, most_bytes: int, begins: int = 0) -> bytes:
-        """The end of a rank's output, from byte `begins` of its log on; empty if its host does not share this folder."""
+    def begin_log(self, rank: int) -> None:
+        """An attempt begins: what is in the rank's log now is of earlier ones."""
+        self._log_begins(rank).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # no log yet, or a full disk
+            if size := self.log(rank).stat().st_size:
+                self._log_begins(rank).write_text(str(size))
+
+    def _log_begins(self, rank: int) -> Path:
+        return self.logs / f".rank-{rank}.begins"
+
+    def log_tail(self, rank: int, most_bytes: int) -> bytes:
+        """The end of a rank's output in the last attempt; empty if its host does not share this folder."""
+        begins = 0
+        with contextlib.suppress(OSError, ValueError):
+            begins = int(self._log_begins(rank).read_text())
         try:
             with open(self.log(rank), "rb") as file:
                 file.seek(max(file.seek(0, os.SEEK_END) - most_bytes, begins))

@@ -166,8 +166,8 @@ class DiLoCo(LocalSGD):
         super().load_state_dict(state)
         if "anchors" not in state:
             raise ConfigError(
-                f"the checkpoint was made with another strategy, and the script now has {type(self).__name__}; use that "
-                "strategy (sync=...), or start a new run with --fresh or --name NAME"
+                f"the checkpoint was made with another strategy, and the script now has {type(self).__name__}; "
+                "use that strategy (sync=...), or start a new run with --fresh or --name NAME"
             )
         lr, momentum = self._chosen(began_without=True)
         self._outer_lr = state.get("outer_lr", lr) if self._lr is None else self._lr

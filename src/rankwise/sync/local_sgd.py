@@ -336,8 +336,8 @@ class LocalSGD:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "done" not in state:
             raise ConfigError(
-                f"the checkpoint was made with another strategy, and the script now has {type(self).__name__}; use that "
-                "strategy (sync=...), or start a new run with --fresh or --name NAME"
+                f"the checkpoint was made with another strategy, and the script now has {type(self).__name__}; "
+                "use that strategy (sync=...), or start a new run with --fresh or --name NAME"
             )
         self._done, self._next, self._averages = state["done"], state["next"], state["averages"]
         self._began_period = state["began"]
