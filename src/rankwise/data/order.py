@@ -51,16 +51,17 @@ class Order:
             raise DataError(f"positions {start} to {stop} are not within an epoch of {self.samples} samples")
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        runs = [self._run(epoch, k) for k in range(start // _RUN, -(-stop // _RUN))]
+        if stop - start > _RUN // 2:
+            return self._computed(epoch, start, stop)
+        runs = [_run(self, epoch, k) for k in range(start // _RUN, -(-stop // _RUN))]
         if not runs:
             return np.empty(0, np.int64)
         offset = start // _RUN * _RUN
         joined = runs[0] if len(runs) == 1 else np.concatenate(runs)
-        return joined[start - offset : stop - offset]
+        return joined[start - offset : stop - offset].copy()
 
-    def _run(self, epoch: int, k: int) -> Indices:
-        """The indices of the positions from k * _RUN on."""
-        return _run(self.samples, self.seed, epoch, k)
+    def _computed(self, epoch: int, start: int, stop: int) -> Indices:
+        return _shuffled(np.arange(start, stop, dtype=np.int64), self.samples, self.seed, epoch)
 
     def of_part(self, start: int, stop: int, seed: int) -> Order:
         """The order of only the samples [start, stop), counted from 0, with its own seed."""
@@ -81,8 +82,19 @@ class BlockOrder(Order):
     lead: int = 0
     """The number of samples in the first block that come before the first sample, and are not part of this order."""
 
-    def _run(self, epoch: int, k: int) -> Indices:
-        return _block_run(self.samples, self.seed, epoch, k, self.rows, self.window, self.lead)
+    def _computed(self, epoch: int, start: int, stop: int) -> Indices:
+        samples, seed, rows, window, lead = self.samples, self.seed, self.rows, self.window, self.lead
+        blocks, starts = _blocks(samples, seed, epoch, rows, window, lead)
+        found = []
+        for number in range(np.searchsorted(starts, start, "right") - 1, np.searchsorted(starts, stop, "left")):
+            first, last = int(starts[number]), int(starts[number + 1])
+            positions = np.arange(max(start, first), min(stop, last), dtype=np.int64) - first
+            within = _shuffled(positions, last - first, seed, epoch, number)
+            begins, sizes = _of_blocks(blocks[number * window : (number + 1) * window], samples, rows, lead)
+            ends = np.cumsum(sizes)
+            at = np.searchsorted(ends, within, "right")
+            found.append(begins[at] + within - (ends - sizes)[at])
+        return np.concatenate(found)
 
     def of_part(self, start: int, stop: int, seed: int) -> BlockOrder:
         """With the blocks of the whole order, which are cut only at both ends of the part."""
@@ -136,26 +148,9 @@ def split(indices: Positions, parts: int) -> list[Positions]:
 
 
 @lru_cache(maxsize=_CACHED)
-def _run(samples: int, seed: int, epoch: int, k: int) -> Indices:
-    positions = np.arange(k * _RUN, min((k + 1) * _RUN, samples), dtype=np.int64)
-    return _read_only(_shuffled(positions, samples, seed, epoch))
-
-
-@lru_cache(maxsize=_CACHED)
-def _block_run(samples: int, seed: int, epoch: int, k: int, rows: int, window: int, lead: int) -> Indices:
-    """All samples of the windows that contain the positions of run `k`, each window in its own order."""
-    blocks, starts = _blocks(samples, seed, epoch, rows, window, lead)
-    start, stop = k * _RUN, min((k + 1) * _RUN, samples)
-    found = []
-    for number in range(np.searchsorted(starts, start, "right") - 1, np.searchsorted(starts, stop, "left")):
-        first, last = int(starts[number]), int(starts[number + 1])
-        positions = np.arange(max(start, first), min(stop, last), dtype=np.int64) - first
-        within = _shuffled(positions, last - first, seed, epoch, number)
-        begins, sizes = _of_blocks(blocks[number * window : (number + 1) * window], samples, rows, lead)
-        ends = np.cumsum(sizes)
-        at = np.searchsorted(ends, within, "right")
-        found.append(begins[at] + within - (ends - sizes)[at])
-    return _read_only(np.concatenate(found))
+def _run(order: Order, epoch: int, k: int) -> Indices:
+    """The indices of the positions from k * _RUN on."""
+    return order._computed(epoch, k * _RUN, min((k + 1) * _RUN, order.samples))
 
 
 @lru_cache(maxsize=_CACHED)
@@ -192,12 +187,6 @@ def _keys(seed: int, epoch: int, *more: int) -> np.random.SeedSequence:
     if seed < 2**32:
         return np.random.SeedSequence([seed, epoch], spawn_key=(2, *more) if more else ())
     return np.random.SeedSequence([epoch, seed], spawn_key=(1, *more))
-
-
-def _read_only(indices: Indices) -> Indices:
-    """The array is kept in a cache, so the callers that get a part of it must not change it."""
-    indices.flags.writeable = False
-    return indices
 
 
 def _permute(positions: Indices, samples: int, network: _Network | _Tables) -> Indices:

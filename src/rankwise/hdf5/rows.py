@@ -110,7 +110,7 @@ class _Lazy(ABC):
         return None
 
     def _now(self) -> Any:
-        if self._opened is None or (self._pid != os.getpid() and not self._crosses_forks):
+        if self._opened is None or not (self._crosses_forks or self._pid == os.getpid()):
             self._opened, self._pid = self._open(), os.getpid()
         return self._opened
 
@@ -162,7 +162,7 @@ class MappedRows(_Lazy):
 
     def _checked(self) -> Array:
         rows: Array
-        mapped, rows = self._now()
+        mapped, rows = self._opened or self._now()  # also after a fork
         if (size := mapped.size() if mapped is not None else 0) < self._end:
             stored = self._stored
             raise DataError(
