@@ -13,6 +13,7 @@ RETURNN needs `pip install returnn dm-tree`; without it, its row says so.
 import argparse
 import functools
 import itertools
+import os
 import sys
 import warnings
 import zlib
@@ -28,6 +29,8 @@ import rankwise
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from measure import cpu_s, median, ratios, rounds, spread
+
+from rankwise.data.order import Order
 
 GOALS = {"A": 0.7, "B": 0.75, "C": 0.75}
 
@@ -68,6 +71,28 @@ class Raw:
         some = self._order[self._at : self._at + self._size]
         self._at = (self._at + self._size) % (len(self._order) - self._size)
         for rows in (self._x, self._y):
+            out = np.empty((self._size, *rows.shape[1:]), rows.dtype)
+            torch.from_numpy(np.take(rows, some, axis=0, out=out, mode="clip"))
+
+
+class Floor(Raw):
+    """The same with what a Loader cannot leave out: the order of the epoch, and the size of the file before each gather."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        super().__init__(path, size)
+        self._file, self._batches = path.open("rb"), self._in_order()
+
+    def _in_order(self):
+        order, planned = Order(len(self._x), seed=0), max((1 << 14) // self._size, 1) * self._size
+        for epoch in itertools.count():
+            for start in range(0, len(self._x) - planned, planned):
+                some = order.indices(epoch, start, start + planned)
+                yield from (some[at : at + self._size] for at in range(0, planned, self._size))
+
+    def __call__(self) -> None:
+        some = next(self._batches)
+        for rows in (self._x, self._y):
+            os.fstat(self._file.fileno())
             out = np.empty((self._size, *rows.shape[1:]), rows.dtype)
             torch.from_numpy(np.take(rows, some, axis=0, out=out, mode="clip"))
 
@@ -180,6 +205,7 @@ def ways_of(kind: str, path: Path, size: int) -> dict:
     return {
         "bare np.take on a map": (Raw(path, size), 1),
         **ours,
+        "bare np.take in the Loader's order, with the file's size": (Floor(path, size), 1),
         "DataLoader, tensors in memory": (loop(lambda: DataLoader(per_sample, size, shuffle=True)), 0.05),
         "DataLoader, h5py a sample": (loop(lambda: DataLoader(by_h5py, size, shuffle=True)), 0.05),
     }
