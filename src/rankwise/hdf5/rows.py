@@ -274,9 +274,12 @@ def _reader(dataset: Any) -> Callable[[int, int], Array]:
 
 def _unzipped(dataset: Any, chunk: tuple[int, ...], dtype: np.dtype[Any], start: int, stop: int) -> Array:
     """Without HDF5's lock while it is decompressed, and without a copy of the result."""
+    first = (start, *[0] * (len(chunk) - 1))
     try:
-        is_plain, data = dataset.id.read_direct_chunk((start, *[0] * (len(chunk) - 1)))
+        is_plain, data = dataset.id.read_direct_chunk(first)
     except (OSError, RuntimeError):
+        if dataset.id.get_chunk_info_by_coord(first).byte_offset is not None:
+            raise
         found: Array = dataset[start:stop]  # the chunk was never written
         return found
     size = nbytes(chunk, dtype)
