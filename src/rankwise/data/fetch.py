@@ -344,7 +344,8 @@ class Fetch:
             lambda key: self._batch(epoch, indices, fresh.pop() if fresh else self._sampled(epoch, indices), key)
         )
 
-    here = __call__
+    def here(self, request: tuple[int, Indices]) -> Any:
+        return self(request)
 
     def _sampled(self, epoch: int, indices: list[int]) -> Any:
         if self._samples_keyed is None:
