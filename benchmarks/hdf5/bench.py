@@ -1,18 +1,22 @@
 """Shuffled batches from an HDF5 file, compared with a bare gather from a memory map of the rows and with hand-written code.
 
-    python benchmarks/hdf5/bench.py [--rounds 7] [--folder /tmp/hdf5_bench] [--hand-over]
+    python benchmarks/hdf5/bench.py [--rounds 7] [--folder /tmp/hdf5_bench] [--hand-over] [--gzip]
 
 A: 1 M rows of 64 uint8 and a label, batches of 1024. B: 4,000 sequences of 50 to 1500 x 40 float32 with integer targets,
 padded, batches of 32. C: 40,000 images of 3 x 64 x 64 uint8 and a label, batches of 128. The file is in the page cache. Every
 way runs once per round. The numbers are CPU seconds per batch of this process and its workers, so that other programs on the
 machine matter little. With --hand-over, only the Loader's own ways run, within one epoch, which excludes the start of the
-workers. RETURNN needs `pip install returnn dm-tree`; without it, its row says so.
+workers. With --gzip: 16,384 rows of 4 kB in gzip chunks of 128 rows, shuffled by blocks, compared with `zlib` on whole chunks.
+RETURNN needs `pip install returnn dm-tree`; without it, its row says so.
 """
 
 import argparse
 import functools
+import itertools
+import os
 import sys
 import warnings
+import zlib
 from pathlib import Path
 
 import h5py
@@ -25,6 +29,8 @@ import rankwise
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from measure import cpu_s, median, ratios, rounds, spread
+
+from rankwise.data.order import Order
 
 GOALS = {"A": 0.7, "B": 0.75, "C": 0.75}
 
@@ -65,6 +71,28 @@ class Raw:
         some = self._order[self._at : self._at + self._size]
         self._at = (self._at + self._size) % (len(self._order) - self._size)
         for rows in (self._x, self._y):
+            out = np.empty((self._size, *rows.shape[1:]), rows.dtype)
+            torch.from_numpy(np.take(rows, some, axis=0, out=out, mode="clip"))
+
+
+class Floor(Raw):
+    """The same with what a Loader cannot leave out: the order of the epoch, and the size of the file before each gather."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        super().__init__(path, size)
+        self._file, self._batches = path.open("rb"), self._in_order()
+
+    def _in_order(self):
+        order, planned = Order(len(self._x), seed=0), max((1 << 14) // self._size, 1) * self._size
+        for epoch in itertools.count():
+            for start in range(0, len(self._x) - planned, planned):
+                some = order.indices(epoch, start, start + planned)
+                yield from (some[at : at + self._size] for at in range(0, planned, self._size))
+
+    def __call__(self) -> None:
+        some = next(self._batches)
+        for rows in (self._x, self._y):
+            os.fstat(self._file.fileno())
             out = np.empty((self._size, *rows.shape[1:]), rows.dtype)
             torch.from_numpy(np.take(rows, some, axis=0, out=out, mode="clip"))
 
@@ -143,8 +171,10 @@ def loop(make):
     return one
 
 
-def timed(one, count: int) -> float:
-    one()
+def timed(one, count: int, first: bool = True) -> float:
+    """CPU seconds of a call. `first`: whether one call more, which is not counted, comes first."""
+    if first:
+        one()
     began = cpu_s()
     for _ in range(count):
         one()
@@ -175,6 +205,7 @@ def ways_of(kind: str, path: Path, size: int) -> dict:
     return {
         "bare np.take on a map": (Raw(path, size), 1),
         **ours,
+        "bare np.take in the Loader's order, with the file's size": (Floor(path, size), 1),
         "DataLoader, tensors in memory": (loop(lambda: DataLoader(per_sample, size, shuffle=True)), 0.05),
         "DataLoader, h5py a sample": (loop(lambda: DataLoader(by_h5py, size, shuffle=True)), 0.05),
     }
@@ -203,15 +234,65 @@ def hand_over(folder: Path, turns: int) -> None:
             print(f"| {kind} | {name} | {median(seconds) * 1e6:.0f} | {spread(ratios(seconds, found['here']))} |", flush=True)
 
 
+def gzip(folder: Path, turns: int) -> None:
+    path, size = folder / "gzip.h5", 128
+    if not path.exists():
+        with h5py.File(path, "w") as file:
+            numbers = np.random.default_rng(0).integers(0, 16, (16384, 4096), "uint8")
+            file.create_dataset("x", data=numbers, chunks=(size, 4096), compression="gzip")
+    chunks: list = []
+    with h5py.File(path) as file:
+        file["x"].id.chunk_iter(chunks.append)
+    data = path.read_bytes()
+    packed = itertools.cycle([data[chunk.byte_offset :][: chunk.size] for chunk in chunks])
+    epoch = len(chunks)
+
+    def ours(_) -> float:
+        data = rankwise.HDF5Dataset(path)  # a new one keeps no chunk
+        one = loop(lambda: rankwise.Loader(data, global_batch_size=size, shuffle="blocks", max_epochs=1))
+        return timed(one, epoch, first=False)
+
+    rows = np.random.default_rng(1).permutation(size * len(chunks)).reshape(-1, size).tolist()
+
+    def bare():
+        with path.open("rb", buffering=0) as file:
+            kept: dict = {}
+            for some in rows:
+                out = np.empty((size, 4096), np.uint8)
+                for to, row in enumerate(some):
+                    number, at = divmod(row, size)
+                    if number not in kept:
+                        file.seek(chunks[number].byte_offset)
+                        kept[number] = np.frombuffer(zlib.decompress(file.read(chunks[number].size)), np.uint8).reshape(
+                            size, -1
+                        )
+                    out[to] = kept[number][at]
+                yield torch.from_numpy(out)
+
+    ways = {
+        "zlib on whole chunks": lambda _: timed(lambda: zlib.decompress(next(packed)), epoch, first=False),
+        "a bare loop: read, decode and keep chunks, copy rows": lambda _: timed(loop(bare), epoch, first=False),
+        "rankwise.Loader": ours,
+    }
+    found = rounds(ways, turns, warm=1, rotate=True)
+    print("| way | CPU us a batch | rate, / zlib |\n|---|---|---|")
+    for name, seconds in found.items():
+        print(f"| {name} | {median(seconds) * 1e6:.0f} | {spread(ratios(found['zlib on whole chunks'], seconds))} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/hdf5_bench"))
     parser.add_argument("--hand-over", action="store_true")
+    parser.add_argument("--gzip", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     write(args.folder)
+    if args.gzip:
+        gzip(args.folder, args.rounds)
+        return
     if args.hand_over:
         hand_over(args.folder, args.rounds)
         return

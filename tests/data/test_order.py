@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from rankwise.data import Order
+from rankwise.data.order import BlockOrder, Order, _Network, _Tables
 from rankwise.errors import DataError
 
 SIZES = [1, 2, 3, 5, 7, 64, 1000, 1023, 1024, 1025, 1026, 4096, 9973, (1 << 14) - 1, 1 << 14, (1 << 14) + 1, 3 << 14, 100_003]
@@ -184,3 +184,17 @@ def test_what_a_caller_does_to_its_indices_does_not_reach_the_next_caller() -> N
 
 def test_without_a_seed_the_order_is_that_of_seed_0() -> None:
     assert np.array_equal(Order(100).indices(0, 0, 100), Order(100, 0).indices(0, 0, 100))
+
+
+@pytest.mark.parametrize("samples", [1024, 1025, 40_000, 999_983, 1_000_000])
+def test_the_tables_of_an_order_move_each_position_like_its_network(samples: int) -> None:
+    network = _Network.of(samples, np.random.SeedSequence([samples, 3]))
+    positions = np.random.default_rng(0).permutation(samples)[:5000]
+    assert np.array_equal(_Tables.of(network).moved(positions), network.moved(positions))
+
+
+def test_positions_have_the_same_samples_in_a_long_run_and_in_short_ones() -> None:
+    for order in (Order(50_000, seed=1), BlockOrder(50_000, 1, "in blocks", 16, 64)):
+        whole = order.indices(2, 100, 40_100)
+        parts = [order.indices(2, start, start + 1000) for start in range(100, 40_100, 1000)]
+        assert np.array_equal(whole, np.concatenate(parts))

@@ -56,6 +56,12 @@ def test_what_nobody_holds_is_used_again_for_what_fits() -> None:
     assert buffers.empty((2, 3), KIND).base is None  # too small to be kept
 
 
+def test_memory_is_not_16_bytes_behind_a_page_where_copies_of_pages_are_slow() -> None:
+    buffers = Buffers()
+    held = [buffers.empty((n, 1000), KIND) for n in (100, 500, 3000)]
+    assert [address(out) % 64 for out in held] == [0, 0, 0]
+
+
 def test_no_more_than_four_are_kept() -> None:
     buffers = Buffers()
     many = [buffers.empty(SHAPE, KIND) for _ in range(20)]

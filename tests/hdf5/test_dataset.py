@@ -378,6 +378,19 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path, make: Callable[[P
 # --- blocks
 
 
+@pytest.mark.parametrize("width", [3, 1000])
+def test_gzip_chunks_that_are_stored_plain_or_missing_are_read_too(tmp_path: Path, width: int) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        x = file.create_dataset("x", (35, width), ">i4", chunks=(10, width), compression="gzip", fillvalue=7)
+        x[:10] = np.arange(10 * width).reshape(10, width)
+        x.id.write_direct_chunk((20, 0), np.arange(10 * width, dtype=">i4").tobytes(), filter_mask=1)
+        expected = x[...]
+    chosen = np.random.default_rng(0).permutation(35)
+    found = HDF5Dataset(tmp_path / "x.h5", fields="x").read_batch(chosen)
+    assert np.array_equal(found.numpy(), expected[chosen])
+    assert {7, width} <= set(found.flatten().tolist())
+
+
 def test_a_compressed_file_shuffled_in_blocks_is_decoded_once_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankwise.hdf5.rows._KEPT_BYTES", 5 * 20 * 40)
     x = np.arange(1003 * 10.0).reshape(1003, 10).astype("f4")

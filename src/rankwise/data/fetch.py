@@ -102,16 +102,18 @@ def fetched(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bo
     """
     if workers.num_workers:
         return _by_workers(requests, fetcher, workers, pin)
-    pins = workers.pin_memory and torch.accelerator.is_available()
-
-    def made(request: Any) -> Any:
-        batch = fetcher.here(request)
-        return each_tensor(batch, torch.Tensor.pin_memory) if pins else batch
+    made = fetcher.here
+    if workers.pin_memory and torch.accelerator.is_available():
+        made = partial(_pinned, made)
 
     if workers.prefetch_factor and fetcher.draws_nothing:
         return _by_thread(requests, made, workers.prefetch_factor)
     # Not a map: if a dataset raised StopIteration, the loop would end without an error.
     return (made(request) for request in requests)
+
+
+def _pinned(made: Callable[[Any], Any], request: Any) -> Any:
+    return each_tensor(made(request), torch.Tensor.pin_memory)
 
 
 _END = object()
@@ -326,8 +328,11 @@ class Fetch:
 
     def __call__(self, request: tuple[int, Indices], empty: Empty | None = None) -> Any:
         if self._read is not None:
-            with Noted("in", request[1], self._dataset):
-                return self._read(request[1], empty=empty)
+            try:
+                return self._read(request[1], empty)
+            except BaseException as error:
+                Noted("in", request[1], self._dataset).note(error)
+                raise
         epoch, indices = request[0], request[1].tolist()
         samples = self._sampled(epoch, indices)
         if not isinstance(samples, list):
@@ -433,8 +438,10 @@ class Noted:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
-        if error is None:
-            return
+        if error is not None:
+            self.note(error)
+
+    def note(self, error: BaseException) -> None:
         at = [int(index) for index in (self.indices if self._made is None else self.indices[len(self._made) :][:1])]
         text = f"{self._where} {numbered('sample', at, _SHOWN)} of {type(self._dataset).__name__}"
         if isinstance(error, StopIteration):  # it would end a loop without an error

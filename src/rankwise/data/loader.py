@@ -327,7 +327,9 @@ class Loader:
                 if step.last:
                     self._end_epoch()
                 self.wait_s += time.perf_counter() - began
-                yield micro_batches
+                ready = [micro_batches]
+                del step, micro_batches  # so that the memory of batches is free as soon as the loop drops them
+                yield ready.pop()
                 began = time.perf_counter()
                 if self.position == 0:
                     break

@@ -25,6 +25,8 @@ Positions = TypeVar("Positions", range, Indices)
 _SMALL = 1024  # below this, a permutation table is faster, and every order is possible
 _ROUNDS = 6  # 4 showed a chi-square at -3.8 sigma
 _RUN = 1 << 14  # positions computed at once: in small calls numpy's overhead dominates
+_TABLED = 1 << 27  # samples; the tables of so many take 2 MB, those of a million 0.2 MB
+_NETWORKS = 4  # to keep: of an epoch, of its blocks, and of two windows
 _CACHED = 8  # a run is 128 KB; a rank that resumes on fewer ranks reads the parts of several ranks in turn
 
 
@@ -49,16 +51,17 @@ class Order:
             raise DataError(f"positions {start} to {stop} are not within an epoch of {self.samples} samples")
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        runs = [self._run(epoch, k) for k in range(start // _RUN, -(-stop // _RUN))]
+        if stop - start > _RUN // 2:
+            return self._computed(epoch, start, stop)
+        runs = [_run(self, epoch, k) for k in range(start // _RUN, -(-stop // _RUN))]
         if not runs:
             return np.empty(0, np.int64)
         offset = start // _RUN * _RUN
         joined = runs[0] if len(runs) == 1 else np.concatenate(runs)
-        return joined[start - offset : stop - offset]
+        return joined[start - offset : stop - offset].copy()
 
-    def _run(self, epoch: int, k: int) -> Indices:
-        """The indices of the positions from k * _RUN on."""
-        return _run(self.samples, self.seed, epoch, k)
+    def _computed(self, epoch: int, start: int, stop: int) -> Indices:
+        return _shuffled(np.arange(start, stop, dtype=np.int64), self.samples, self.seed, epoch)
 
     def of_part(self, start: int, stop: int, seed: int) -> Order:
         """The order of only the samples [start, stop), counted from 0, with its own seed."""
@@ -79,8 +82,19 @@ class BlockOrder(Order):
     lead: int = 0
     """The number of samples in the first block that come before the first sample, and are not part of this order."""
 
-    def _run(self, epoch: int, k: int) -> Indices:
-        return _block_run(self.samples, self.seed, epoch, k, self.rows, self.window, self.lead)
+    def _computed(self, epoch: int, start: int, stop: int) -> Indices:
+        samples, seed, rows, window, lead = self.samples, self.seed, self.rows, self.window, self.lead
+        blocks, starts = _blocks(samples, seed, epoch, rows, window, lead)
+        found = []
+        for number in range(np.searchsorted(starts, start, "right") - 1, np.searchsorted(starts, stop, "left")):
+            first, last = int(starts[number]), int(starts[number + 1])
+            positions = np.arange(max(start, first), min(stop, last), dtype=np.int64) - first
+            within = _shuffled(positions, last - first, seed, epoch, number)
+            begins, sizes = _of_blocks(blocks[number * window : (number + 1) * window], samples, rows, lead)
+            ends = np.cumsum(sizes)
+            at = np.searchsorted(ends, within, "right")
+            found.append(begins[at] + within - (ends - sizes)[at])
+        return np.concatenate(found)
 
     def of_part(self, start: int, stop: int, seed: int) -> BlockOrder:
         """With the blocks of the whole order, which are cut only at both ends of the part."""
@@ -134,33 +148,16 @@ def split(indices: Positions, parts: int) -> list[Positions]:
 
 
 @lru_cache(maxsize=_CACHED)
-def _run(samples: int, seed: int, epoch: int, k: int) -> Indices:
-    positions = np.arange(k * _RUN, min((k + 1) * _RUN, samples), dtype=np.int64)
-    return _read_only(_shuffled(positions, samples, _keys(seed, epoch)))
-
-
-@lru_cache(maxsize=_CACHED)
-def _block_run(samples: int, seed: int, epoch: int, k: int, rows: int, window: int, lead: int) -> Indices:
-    """All samples of the windows that contain the positions of run `k`, each window in its own order."""
-    blocks, starts = _blocks(samples, seed, epoch, rows, window, lead)
-    start, stop = k * _RUN, min((k + 1) * _RUN, samples)
-    found = []
-    for number in range(np.searchsorted(starts, start, "right") - 1, np.searchsorted(starts, stop, "left")):
-        first, last = int(starts[number]), int(starts[number + 1])
-        positions = np.arange(max(start, first), min(stop, last), dtype=np.int64) - first
-        within = _shuffled(positions, last - first, _keys(seed, epoch, number))
-        begins, sizes = _of_blocks(blocks[number * window : (number + 1) * window], samples, rows, lead)
-        ends = np.cumsum(sizes)
-        at = np.searchsorted(ends, within, "right")
-        found.append(begins[at] + within - (ends - sizes)[at])
-    return _read_only(np.concatenate(found))
+def _run(order: Order, epoch: int, k: int) -> Indices:
+    """The indices of the positions from k * _RUN on."""
+    return order._computed(epoch, k * _RUN, min((k + 1) * _RUN, order.samples))
 
 
 @lru_cache(maxsize=_CACHED)
 def _blocks(samples: int, seed: int, epoch: int, rows: int, window: int, lead: int) -> tuple[Indices, Indices]:
     """(the blocks in the order of the epoch, the positions at which each window starts, and the end of the last one)."""
     count = -(-(lead + samples) // rows)
-    order = _shuffled(np.arange(count, dtype=np.int64), count, _keys(seed, epoch))
+    order = _shuffled(np.arange(count, dtype=np.int64), count, seed, epoch)
     before = np.concatenate([[0], np.cumsum(_of_blocks(order, samples, rows, lead)[1])])
     return order, before[[*range(0, count, window), count]]
 
@@ -171,11 +168,18 @@ def _of_blocks(numbers: Indices, samples: int, rows: int, lead: int) -> tuple[In
     return begins, np.minimum((numbers + 1) * rows - lead, samples) - begins
 
 
-def _shuffled(positions: Indices, samples: int, keys: np.random.SeedSequence) -> Indices:
+def _shuffled(positions: Indices, samples: int, *keys: int) -> Indices:
+    """`keys`: seed, epoch, and more numbers for an order of its own."""
     if samples < _SMALL:
-        found: Indices = np.random.default_rng(keys).permutation(samples)[positions]
+        found: Indices = np.random.default_rng(_keys(*keys)).permutation(samples)[positions]
         return found
-    return _permute(positions, samples, keys.generate_state(_ROUNDS, np.uint64).astype(np.uint64))
+    return _permute(positions, samples, _network(samples, *keys))
+
+
+@lru_cache(maxsize=_NETWORKS)
+def _network(samples: int, *keys: int) -> _Network | _Tables:
+    network = _Network.of(samples, _keys(*keys))
+    return _Tables.of(network) if samples <= _TABLED else network
 
 
 def _keys(seed: int, epoch: int, *more: int) -> np.random.SeedSequence:
@@ -185,39 +189,83 @@ def _keys(seed: int, epoch: int, *more: int) -> np.random.SeedSequence:
     return np.random.SeedSequence([epoch, seed], spawn_key=(1, *more))
 
 
-def _read_only(indices: Indices) -> Indices:
-    """The array is kept in a cache, so the callers that get a part of it must not change it."""
-    indices.flags.writeable = False
-    return indices
-
-
-def _permute(positions: Indices, samples: int, keys: npt.NDArray[np.uint64]) -> Indices:
-    """An additive Feistel network on a grid of width x height cells, a bijection of [0, samples).
-
-    The grid has fewer than `height` cells too many; a position that lands on one of them goes through the network again (cycle
-    walking). In place, and with x - x // n * n for x % n: numpy divides four times as fast as it computes a remainder.
-    """
-    height = math.isqrt(samples - 1) + 1
-    width = -(-samples // height)
-    rest = positions.astype(np.uint64)
-    x = rest // np.uint64(height)
-    y = rest - x * np.uint64(height)
-    mixed = np.empty_like(x)
-    for number, key in enumerate(keys):
-        moved, other, side = (x, y, np.uint64(width)) if number % 2 == 0 else (y, x, np.uint64(height))
-        np.bitwise_xor(other, key, out=mixed)
-        _mix(mixed, rest)
-        moved += mixed
-        np.floor_divide(moved, side, out=rest)
-        rest *= side
-        moved -= rest
-    x *= np.uint64(height)
-    x += y
-    image: Indices = x.view(np.int64)
+def _permute(positions: Indices, samples: int, network: _Network | _Tables) -> Indices:
+    """A bijection of [0, samples). The grid of the network has fewer than `height` cells too many; a position that lands on one
+    of them goes through the network again (cycle walking)."""
+    image = network.moved(positions)
     outside = image >= samples
     if outside.any():
-        image[outside] = _permute(image[outside], samples, keys)
+        image[outside] = _permute(image[outside], samples, network)
     return image
+
+
+class _Network(NamedTuple):
+    """An additive Feistel network on a grid of width x height cells. Each round adds to x what follows from y and a key, modulo
+    the width; or to y what follows from x, modulo the height."""
+
+    width: int
+    height: int
+    keys: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, samples: int, keys: np.random.SeedSequence) -> _Network:
+        height = math.isqrt(samples - 1) + 1
+        return cls(-(-samples // height), height, keys.generate_state(_ROUNDS, np.uint64).astype(np.uint64))
+
+    def moved(self, positions: Indices) -> Indices:
+        """In place, and with x - x // n * n for x % n: numpy divides four times as fast as it computes a remainder."""
+        width, height, keys = self
+        rest = positions.astype(np.uint64)
+        x = rest // np.uint64(height)
+        y = rest - x * np.uint64(height)
+        mixed = np.empty_like(x)
+        for number, key in enumerate(keys):
+            moved, other, side = (x, y, np.uint64(width)) if number % 2 == 0 else (y, x, np.uint64(height))
+            np.bitwise_xor(other, key, out=mixed)
+            _mix(mixed, rest)
+            moved += mixed
+            np.floor_divide(moved, side, out=rest)
+            rest *= side
+            moved -= rest
+        x *= np.uint64(height)
+        x += y
+        return x.view(np.int64)
+
+
+class _Tables(NamedTuple):
+    """The same in a third of the time: in a round, a table says what to add. The tables go on behind width and height, so that
+    only the last two must reduce the sums."""
+
+    height: int
+    rounds: list[Indices]
+    last_x: Indices
+    last_y: Indices
+
+    @classmethod
+    def of(cls, network: _Network) -> _Tables:
+        width, height, keys = network
+        rounds = []
+        for number, key in enumerate(keys):
+            side, other = (width, height) if number % 2 == 0 else (height, width)
+            mixed = np.arange(other, dtype=np.uint64) ^ key
+            _mix(mixed, np.empty_like(mixed))
+            mixed -= mixed // np.uint64(side) * np.uint64(side)
+            rounds.append(np.tile(mixed.view(np.int64), (number + 3) // 2))
+        most = _ROUNDS // 2 + 1
+        return cls(height, rounds, np.tile(np.arange(width) * height, most), np.tile(np.arange(height), most))
+
+    def moved(self, positions: Indices) -> Indices:
+        x = positions // self.height
+        found = x * self.height
+        y = positions - found
+        for number, added in enumerate(self.rounds):
+            if number % 2 == 0:
+                x += added.take(y, 0, found, "clip")  # any other mode copies `found` first
+            else:
+                y += added.take(x, 0, found, "clip")
+        self.last_x.take(x, 0, found, "clip")
+        found += self.last_y.take(y, 0, x, "clip")
+        return found
 
 
 def _mix(value: npt.NDArray[np.uint64], spare: npt.NDArray[np.uint64]) -> None:

@@ -131,7 +131,7 @@ def _with_files(indices: Indices, parts: Parts) -> Iterator[tuple[int, int]]:
 
 def _tensor(array: Array) -> Any:
     """Strings remain strings, in lists."""
-    return array.tolist() if array.dtype == object else torch.from_numpy(array)
+    return torch.from_numpy(array) if array.dtype.kind != "O" else array.tolist()
 
 
 class EvenColumn:

@@ -90,6 +90,8 @@ class HDF5Dataset:
         of = dict(pad) if isinstance(pad, Mapping) else dict.fromkeys(layouts[0].fields, pad)
         self._columns = {name: column(name, layouts, of.get(name, 0)) for name in layouts[0].fields}
         self._given = self._named(asked)
+        self._are_even = not any(self._columns[field].uneven for field, _ in self._given.values())
+        self._fields = tuple(dict.fromkeys(field for field, _ in self._given.values()))
         self._length_of = self._with_lengths(length_of)
 
     @contextlib.contextmanager
@@ -169,13 +171,14 @@ class HDF5Dataset:
             files = np.searchsorted(self._starts, indices, "right") - 1
             within = indices - self._starts[files]
             parts = [(int(n), at, within[at]) for n in np.unique(files) for at in [np.flatnonzero(files == n)]]
+        if self._are_even:
+            return self._shaped({name: self._columns[name].batch(indices, parts, empty)[0] for name in self._given})
         return self._formed(lambda name: self._columns[name].batch(indices, parts, empty))
 
     def read_ahead(self, rows: int) -> Callable[[Indices], None] | None:
         """For the Loader: a function that takes the indices of samples that are needed soon, or, for blocks of `rows` samples,
         of some samples in each. None if this does not help: for single small samples the disk reads as much without it."""
-        used = {field for field, _ in self._given.values()}
-        mapped = [one for name, one in self._columns.items() if name in used and one.is_mapped]
+        mapped = [self._columns[name] for name in self._fields if self._columns[name].is_mapped]
         found = [one for one in mapped if rows > 1 or one.sample_bytes >= _LARGE_BYTES]
         return ReadAhead(partial(self._ranges, found, rows), in_blocks=rows > 1) if found else None
 
@@ -219,7 +222,7 @@ class HDF5Dataset:
     def _formed(self, read: Callable[[str], tuple[Any, Any]]) -> Any:
         """The entries of a sample or batch, in the form that the user has chosen. `read`: returns a field and its lengths, by
         name."""
-        found = {field: read(field) for field in dict.fromkeys(field for field, _ in self._given.values())}
+        found = {field: read(field) for field in self._fields}
         return self._shaped({name: found[field][is_lengths] for name, (field, is_lengths) in self._given.items()})
 
     def _shaped(self, found: dict[str, Any]) -> Any:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +30,8 @@ from rankwise.hdf5.read_ahead import Ranges
 Array = npt.NDArray[Any]
 
 _BLOCK_BYTES = 1 << 20  # bytes to read at once if a dataset is neither mapped nor in chunks
+_GZIP = 1  # the number of the filter in HDF5
+_LARGE_BYTES = 1024  # of a row of a block: from this size on, one copy per row is faster than a gather per block
 _KEPT_BYTES = 64 << 20  # bytes of blocks to keep, for each dataset and process
 
 
@@ -81,8 +85,9 @@ class KeptBlocks:
 
     def get(self, key: tuple[str, int]) -> Array | None:
         block = self._blocks.get(key)
-        with contextlib.suppress(KeyError):
-            self._blocks.move_to_end(key)
+        if len(self._blocks) >= self.most:  # until then no block is removed
+            with contextlib.suppress(KeyError):
+                self._blocks.move_to_end(key)
         return block
 
     def add(self, key: tuple[str, int], block: Array) -> None:
@@ -110,7 +115,7 @@ class _Lazy(ABC):
         return None
 
     def _now(self) -> Any:
-        if self._opened is None or (self._pid != os.getpid() and not self._crosses_forks):
+        if self._opened is None or not (self._crosses_forks or self._pid == os.getpid()):
             self._opened, self._pid = self._open(), os.getpid()
         return self._opened
 
@@ -162,7 +167,7 @@ class MappedRows(_Lazy):
 
     def _checked(self) -> Array:
         rows: Array
-        mapped, rows = self._now()
+        mapped, rows = self._opened or self._now()  # also after a fork
         if (size := mapped.size() if mapped is not None else 0) < self._end:
             stored = self._stored
             raise DataError(
@@ -198,14 +203,31 @@ class BlockRows(_Lazy):
 
     def take(self, indices: npt.NDArray[np.int64], out: Array) -> Array:
         blocks, within = np.divmod(indices, self._block_rows)
+        if _row_bytes(self._stored) >= _LARGE_BYTES:
+            places: dict[int, list[tuple[int, int]]] = {}
+            for to, (number, at) in enumerate(zip(blocks.tolist(), within.tolist(), strict=True)):
+                places.setdefault(number, []).append((to, at))
+            for number, block in self._each(places):
+                for to, at in places[number]:
+                    out[to] = block[at]
+            return out
         order = np.argsort(blocks, kind="stable")
         numbers, begins = np.unique(blocks[order], return_index=True)
-        groups = zip(numbers.tolist(), begins.tolist(), np.append(begins, len(order))[1:].tolist(), strict=True)
-        # First the blocks that are kept: a new one may replace one that is still needed.
-        for number, begin, end in sorted(groups, key=lambda group: (self._stored.file, group[0]) not in self._kept):
-            here = order[begin:end]
-            out[here] = self._block(number)[within[here]]
+        runs = dict(zip(numbers.tolist(), np.split(order, begins)[1:], strict=True))
+        for number, block in self._each(runs):
+            out[runs[number]] = block[within[runs[number]]]
         return out
+
+    def _each(self, numbers: Iterable[int]) -> Iterator[tuple[int, Array]]:
+        """(number, block) for each number. First the blocks that are kept: a new one may replace one that is still needed."""
+        others = []
+        for number in numbers:
+            if (kept := self._kept.get((self._stored.file, number))) is not None:
+                yield number, kept
+            else:
+                others.append(number)
+        for number in others:
+            yield number, self._block(number)
 
     def copy(self, starts: Sequence[int], lengths: Sequence[int], out: Array | Sequence[Array]) -> None:
         for start, length, to in zip(starts, lengths, out, strict=True):
@@ -219,13 +241,13 @@ class BlockRows(_Lazy):
     def _block(self, number: int) -> Array:
         if (kept := self._kept.get((self._stored.file, number))) is not None:
             return kept
-        dataset = self._now()[1]
+        _, read = self._now()
         start = number * self._block_rows
         stop = min(start + self._block_rows, self._stored.shape[0])
         entry = max(self._stored.rows_of_entry, 1)
         try:
-            block: Array = dataset[start // entry : stop // entry].reshape(stop - start, *self._stored.shape[1:])
-        except (OSError, RuntimeError) as error:
+            block: Array = read(start // entry, stop // entry).reshape(stop - start, *self._stored.shape[1:])
+        except (OSError, RuntimeError, ValueError, zlib.error) as error:
             text = " ".join(str(error).split())
             raise DataError(
                 f"{self._stored.file}: rows {start} to {stop - 1} of {self._stored.name} cannot be read; copy the file or "
@@ -238,7 +260,33 @@ class BlockRows(_Lazy):
     def _open(self) -> tuple[Any, Any]:
         with explained(self._stored.file):
             file = open_file(self._stored.file)
-            return file, file[self._stored.name]
+            return file, _reader(file[self._stored.name])
+
+
+def _reader(dataset: Any) -> Callable[[int, int], Array]:
+    """The function that reads all entries of a chunk, from its first entry to the one after its last."""
+    settings = dataset.id.get_create_plist()
+    filters = [settings.get_filter(k)[0] for k in range(settings.get_nfilters())]
+    if filters == [_GZIP] and dataset.chunks[1:] == dataset.shape[1:]:
+        return partial(_unzipped, dataset, dataset.chunks, dataset.dtype)
+    return lambda start, stop: dataset[start:stop]
+
+
+def _unzipped(dataset: Any, chunk: tuple[int, ...], dtype: np.dtype[Any], start: int, stop: int) -> Array:
+    """Without HDF5's lock while it is decompressed, and without a copy of the result."""
+    first = (start, *[0] * (len(chunk) - 1))
+    try:
+        is_plain, data = dataset.id.read_direct_chunk(first)
+    except (OSError, RuntimeError):
+        if dataset.id.get_chunk_info_by_coord(first).byte_offset is not None:
+            raise
+        found: Array = dataset[start:stop]  # the chunk was never written
+        return found
+    size = nbytes(chunk, dtype)
+    data = data if is_plain else zlib.decompress(data, bufsize=size)
+    if len(data) != size:
+        raise ValueError(f"the chunk has {len(data)} bytes, not {size}")
+    return np.frombuffer(data, dtype).reshape(chunk)[: stop - start]
 
 
 class TextRows(_Lazy):
