@@ -188,7 +188,7 @@ def test_an_argument_that_cannot_be_sent_is_named() -> None:
 
 def test_without_cloudpickle_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(ConfigError, match=r"^the function .*<lambda> cannot .*; define it in .*: pip install 'rankwise\[functions\]'$"):
+    with pytest.raises(ConfigError, match=r"^the function .*<lambda> cannot .*, or type: pip install 'rankwise\[functions\]'$"):
         rankwise.run_function(lambda: 1, nproc=1)
 
 
