@@ -96,7 +96,7 @@ def test_max_steps_ends_a_stream_of_unknown_length_and_what_a_stream_says_is_the
     assert steps == 7
     _, _, steps, said = fitted(Hinted(13), tmp_path / "b", max_epochs=1)
     assert steps == 3
-    assert "a stream of 13 samples (its __len__), 3 steps per epoch, in its own order\n" in said
+    assert "a stream of 13 samples (its __len__),\n  3 steps per epoch, in its own order\n" in said
 
 
 # --- a different stream on each rank
