@@ -76,6 +76,10 @@ class Agents:
         assert self.process is not None
         self.process.send_signal(signum)
 
+    def has_ended(self) -> bool:
+        assert self.process is not None
+        return self.process.poll() is not None
+
     def wait(self) -> tuple[int, str]:
         """(exit status, what was printed)."""
         assert self.process is not None

@@ -17,7 +17,7 @@ import pytest
 from rankwise.host import processes
 from rankwise.run.directory import RunDir
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 FORKED = ("--nproc", "2", "--start-method", "fork")
 """Options of a run that tests the warm process. In other runs it exists only if their script imports torch (conftest.py)."""

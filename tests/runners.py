@@ -22,7 +22,7 @@ def right(runner: str, *words: str) -> str:
             text, _ = process.communicate()
         except BaseException:
             process.send_signal(signal.SIGINT)
-            process.wait(timeout=60)
+            process.wait(timeout=200)
             raise
     print(text)
     assert process.returncode == 0, f"{runner} {' '.join(words)}: status {process.returncode}\n{text}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from cluster_runs import LONG_STEPS
-from launched import FORKED, launch, wait_for
+from launched import DEADLINE_S, FORKED, launch, wait_for
 
 from rankwise.host import processes
 
@@ -569,7 +569,7 @@ def test_breakpoint_in_rank_0_talks_to_the_terminal(tmp_path: Path) -> None:
 
     def read_until(text: bytes) -> None:
         nonlocal seen
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + DEADLINE_S
         while text not in seen:
             assert time.monotonic() < deadline, seen
             seen += os.read(terminal, 4096)

@@ -47,7 +47,7 @@ def test_a_trial_that_raises_is_status_1_and_what_it_started_is_ended(
 
     assert judge.judged(trial, tmp_path) == 1
     assert capsys.readouterr().out == "WRONG: a step is lost\n"
-    assert left[0].wait(timeout=10) == -signal.SIGKILL
+    assert left[0].wait(timeout=120) == -signal.SIGKILL
     assert judge.judged(lambda folder: None, tmp_path) == 0
 
 

@@ -314,7 +314,7 @@ def plain_user() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
             now = sum(p.info["num_threads"] for p in psutil.process_iter(["uids", "num_threads"]) if p.info["uids"].real == uid)
             command = [*become.split(), "prlimit", f"--nproc={now + more}", sys.executable, "-m", "rankwise", "run"]
             command += ["--nproc", "2", *options, "script.py"]
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
             assert wait_for(lambda: not left_over(Path(folder)), "nothing left in ps")
             return done
 

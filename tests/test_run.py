@@ -499,7 +499,7 @@ def test_a_console_that_closes_does_not_touch_the_run(launch, tmp_path: Path) ->
     script = tmp_path / "script.py"
     script.write_text("for i in range(20000): print('line', i)\n")
     command = f"{shlex.quote(sys.executable)} -m rankwise run --nproc 2 {script} | head -1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0
     log = (tmp_path / "runs" / "script" / "logs" / "rank-0.log").read_text()
     assert log == "".join(f"line {i}\n" for i in range(20000))

@@ -18,7 +18,7 @@ NO_SPACE = "rankwise: cannot write to the standard output: No space left on devi
 
 def in_shell(line: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, env={**os.environ, **env}
+        ["bash", "-c", line], capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL, env={**os.environ, **env}
     )
 
 

@@ -237,7 +237,7 @@ def test_a_killed_training_process_leaves_no_worker_and_no_shared_file(tmp_path:
         workers = training.stdout.readline().split()
         training.kill()
     assert len(workers) == 2
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while any(map(is_there, workers)):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -15,7 +15,7 @@ import pytest
 
 from rankwise.host import processes
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:

@@ -67,7 +67,7 @@ def test_the_second_run_of_a_directory_is_refused_at_once_with_who_holds_it() ->
     try:
         run = RunDir(Path("runs/train"))
         wait_for(lambda: run.world.exists() and run.attempts()[-1].pids, "the ranks")
-        second = subprocess.run([*RUN, "train.py"], capture_output=True, text=True, timeout=60)
+        second = subprocess.run([*RUN, "train.py"], capture_output=True, text=True, timeout=200)
         assert first.poll() is None  # nothing waited for it
     finally:
         first.terminate()

@@ -15,7 +15,7 @@ import pytest
 from rankwise.errors import RunDirError
 from rankwise.run.directory import Failure, NodeRecord, RunDir, write_json, write_text
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from rankwise.run import lease
 from rankwise.run.directory import RunDir, write_json
 from rankwise.run.lease import Fence, Holder, Lease
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 _SPAWN = multiprocessing.get_context("spawn")
 
 

@@ -353,7 +353,7 @@ raise stop.stopped()
 
 def test_the_same_signal_again_and_again_leaves_the_stop_and_its_status_as_they_are() -> None:
     """Slurm sends SIGTERM twice at a time limit, and torchrun sends it to all ranks when the first has exited."""
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (75, "3\n"), done.stderr
 
 
@@ -361,7 +361,7 @@ TWO_INTERRUPTS = ALONE.replace("SIGTERM", "SIGINT")
 
 
 def test_a_second_ctrl_c_ends_a_process_that_is_alone_at_once() -> None:
-    done = subprocess.run([sys.executable, "-c", TWO_INTERRUPTS], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", TWO_INTERRUPTS], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "")
 
 
@@ -417,7 +417,7 @@ def test_sigterm_to_torchrun_stops_a_training_after_one_step_saved_and_it_goes_o
                 wait_for(lambda: [r for r in run.read_metrics() if r["life"] == attempt], f"steps of attempt {attempt}")  # noqa: B023
             finally:
                 torchrun.terminate()
-                torchrun.wait(timeout=60)
+                torchrun.wait(timeout=200)
         said = (tmp_path / "out.txt").read_text()
         step = run_step(run)
         assert f"stopped after step {step}, saved in" in said, said
