@@ -219,7 +219,7 @@ def test_ctrl_c_twice_ends_a_run_whose_rank_no_signal_ends(launch, frozen_disk) 
     wait_for(lambda: run.run.attempts() and _asked(run), "the first Ctrl-C to arrive")
     run.process.send_signal(2)
     assert run.process.wait(timeout=25) == 130
-    assert "killed by a second Ctrl-C, without a last checkpoint; rank 1 cannot be killed (state D in " in run.output()
+    assert "killed by a second Ctrl-C, without saving; rank 1 cannot be killed (state D in " in run.output()
 
 
 def _asked(run: Launched) -> bool:

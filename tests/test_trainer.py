@@ -949,7 +949,7 @@ def normalised(folder: Path, **settings: Any) -> tuple[list[float], str]:
 def test_batch_norm_on_the_cpu_keeps_its_own_statistics_and_that_is_said(tmp_path: Path) -> None:
     (first, said), (second, _) = on_ranks(2, normalised, tmp_path / "two")
     assert first == second  # made equal for the checkpoint
-    assert "BatchNorm normalises by each rank's own part of a batch" in said
+    assert "BatchNorm normalises over each rank's own part of a batch" in said
     assert "BatchNorm" not in on_ranks(1, normalised, tmp_path / "alone")[0][1]
 
 

@@ -454,4 +454,4 @@ def prune(run: str | None, by: str | None, larger_is_better: bool | None, yes: b
     for path in gone:
         click.echo(commands.remove_one(path) if yes else f"would remove {path}")
     if not yes:
-        click.echo("to remove them, type the same with --yes" if gone else "nothing to remove")
+        click.echo("to remove them, type the same command with --yes" if gone else "nothing to remove")

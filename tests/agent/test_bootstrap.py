@@ -42,7 +42,7 @@ def test_what_a_host_lacks_of_a_run_is_named_with_the_host_and_the_cure(changes:
     with pytest.raises(ConfigError) as raised:
         bootstrap._enter(planned(**changes))
     assert str(raised.value).startswith(f"{HERE} {lacks}")
-    assert str(raised.value).endswith("every host needs it under the same path, on a shared file system or as a copy")
+    assert str(raised.value).endswith("every host needs it at the same path, on a shared file system or as a copy")
 
 
 @pytest.mark.parametrize("changes", [{}, {"argv": ("-m", "package.train")}, {"argv": ("sh", "-c", "true"), "interpreter": ()}])

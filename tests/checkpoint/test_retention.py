@@ -49,10 +49,10 @@ def test_what_stays_for_one_reason_stays(rule: Retention, gone: list[int]) -> No
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"keep_last": 0}, r"keep_last=0\): give a whole number from 1 up"),
-        ({"keep_younger_than_s": 0}, r"keep_younger_than_s=0\): give a number of seconds above 0 \(five minutes are 300\)"),
+        ({"keep_last": 0}, r"keep_last=0\): give a whole number of at least 1"),
+        ({"keep_younger_than_s": 0}, r"keep_younger_than_s=0\): give a number of seconds above 0 \(300 for five minutes\)"),
         ({"keep_younger_than_s": float("nan")}, "keep_younger_than_s=nan"),
-        ({"at_steps": [3, -1]}, r"at_steps=\[3, -1\]\): give the steps, whole numbers from 1 up"),
+        ({"at_steps": [3, -1]}, r"at_steps=\[3, -1\]\): give the steps, whole numbers of at least 1"),
         ({"at_steps": ["3"]}, r"at_steps=\['3'\]"),
         ({"keep_steps": [3]}, r"Checkpoints\(keep_steps=...\): it is now at_steps="),
     ],

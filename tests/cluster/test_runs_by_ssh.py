@@ -186,7 +186,7 @@ def test_each_host_may_have_a_folder_of_its_own_if_the_script_is_in_it(hosts: St
     assert status == 1
     assert out.splitlines()[1:] == [
         "rankwise: node 1 (node2) did not start: node2 has no /scratch/here (no such file or directory), the folder of "
-        "the script: every host needs it under the same path, on a shared file system or as a copy"
+        "the script: every host needs it at the same path, on a shared file system or as a copy"
     ]
     subprocess.run(on("node2", "sh", "-c", "mkdir -p /scratch/here && cp $0 /scratch/here", script), check=True)
     status, out = launch(*on("node1", *words)).wait()

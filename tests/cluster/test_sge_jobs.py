@@ -150,7 +150,7 @@ def test_a_job_whose_output_has_no_folder_says_that_it_will_never_start_and_why(
     state = until("stuck", job_id)
     assert state.reason == (
         f'Eqw: it will never start: can\'t open output file "{run.logs}/job-{job_id}.log": No such file or directory; '
-        "every host must see the run directory under this path; use --run-dir PATH with a folder that they share; "
+        "every host must see the run directory at this path; use --run-dir PATH with a folder that they share; "
         f"repair that, then type: qmod -cj {job_id}"
     )
     scheduler.cancel({"id": job_id})

@@ -147,7 +147,7 @@ def test_waiting_for_a_run_that_somebody_cancels_ends_with_a_failure(cluster: Cl
         (["--gpus-per-node", "9"], "Slurm refuses the job: "),
         (["--time", "-5"], "--time -5: give minutes, h:m:s, or d-h:m:s"),
         (["--time", "99999999999"], "--time 99999999999: give minutes"),
-        (["--nodes", "9"], "would never start, and is cancelled: PENDING (Partition"),
+        (["--nodes", "9"], "would never start, and was cancelled: PENDING (Partition"),
         (["--nodelist", "nowhere"], "Slurm refuses the job: Invalid node name specified (--nodelist=nowhere); "),
         (["--mem", "much"], "Slurm refuses the job: "),
         (["--sbatch-arg=--nonsense"], "Slurm refuses the job: "),

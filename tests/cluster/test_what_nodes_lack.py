@@ -76,7 +76,7 @@ def test_a_python_that_the_hosts_of_ssh_do_not_have_is_named(hosts: Start, launc
     status, said = launch(own_python, *words).wait()
     assert status == 1
     assert f"{own_python}: " in said
-    assert "; every host needs this Python with rankwise, under the same path" in said
+    assert "; every host needs this Python with rankwise, at the same path" in said
 
 
 @pytest.mark.parametrize("flavour", ["openmpi", "mpich"])

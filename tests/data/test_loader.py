@@ -468,11 +468,11 @@ def test_workers_that_give_no_batch_in_time_are_a_data_error_that_says_so() -> N
         ({"sampler": [3]}, r"Loader\(sampler=...\): give batches=torch.utils.data.BatchSampler"),
         ({"generator": 1}, r"Loader\(generator=...\): the order follows from seed"),
         ({"global_batch_tokens": 9}, r"it is now batches=LengthBatches\(global_tokens=...\)"),
-        ({"world": 1}, r"Loader\(world=...\): leave it out; the Loader asks rankwise.init\(\)"),
+        ({"world": 1}, r"Loader\(world=...\): leave it out; the Loader calls rankwise.init\(\)"),
         ({"num_worker": 1}, r"Loader\(num_worker=...\): there is no such argument; did you mean num_workers\?"),
         (
             {"global_batch_size": "5"},
-            r"Loader\(global_batch_size='5'\): give a whole number from 1 up, or None, without quotes",
+            r"Loader\(global_batch_size='5'\): give a whole number of at least 1, or None, without quotes",
         ),
         ({"device": "gpu0"}, r"Loader\(device='gpu0'\): give a device"),
     ],

@@ -70,7 +70,7 @@ def opaque(path: Path) -> Path:
         (next_gen, {}, "is a file of RETURNN's NextGenHDFDataset"),
         (plain, {"fields": ["y"]}, "the dataset y is not there; there is x"),
         (opaque, {"fields": "group"}, "the dataset group is a group"),
-        (opaque, {}, "has no dataset at its top; there is group; give fields=['group/name']"),
+        (opaque, {}, "has no dataset at the top level; there is group; give fields=['group/name']"),
         (lambda path: plain(path, x=3), {"fields": "x"}, "x is a single value"),
         (lambda path: plain(path, x=np.zeros((0, 3))), {}, "the dataset has no samples"),
         (lambda path: plain(path, x=np.arange(3), n=[1, -1, 3]), {"lengths": {"x": "n"}}, "the length of sample 1 of x is -1"),

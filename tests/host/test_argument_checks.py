@@ -61,8 +61,8 @@ def test_a_call_that_fits_is_the_functions_own(args: tuple[Any, ...], kwargs: di
         ((1,), {"secnd": 2}, "called(secnd=...): there is no such argument; did you mean second?"),
         ((1,), {"zzz": 2}, "called(zzz=...): there is no such argument; it takes first, second, kind and rate"),
         ((1,), {"old": 2}, "called(old=...): it is now second=..."),
-        ((0,), {}, "called(first=0): give a whole number from 1 up"),
-        (("3",), {}, "called(first='3'): give a whole number from 1 up, without quotes"),
+        ((0,), {}, "called(first=0): give a whole number of at least 1"),
+        (("3",), {}, "called(first='3'): give a whole number of at least 1, without quotes"),
         ((1,), {"rate": "0.5"}, "called(rate='0.5'): give a number above 0, without quotes"),
         ((1,), {"kind": "c"}, "called(kind='c'): give one of 'a', 'b'"),
         ((1, 5), {}, "called(second=5): give a string, or None"),
@@ -108,7 +108,7 @@ def test_a_value_is_shown_on_one_short_line_even_if_its_repr_fails() -> None:
     [
         (
             "rankwise.Loader([1, 2], batch_size='2')",
-            "Loader(batch_size='2'): give a whole number from 1 up, or None, without quotes",
+            "Loader(batch_size='2'): give a whole number of at least 1, or None, without quotes",
         ),
         (
             "rankwise.Loader([1, 2])",

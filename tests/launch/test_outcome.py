@@ -55,7 +55,7 @@ def test_a_run_that_was_killed_says_which_checkpoint_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    outcome = "killed by a second Ctrl-C, without a last checkpoint"
+    outcome = "killed by a second Ctrl-C, without saving"
     assert printed(capsys, 130, outcome, None, saved=True) == [
         f"rankwise: {outcome}",
         "rankwise: saved: step-00000007; to resume, type: rankwise run --nproc 2 train.py --lr 1",

@@ -103,7 +103,7 @@ def test_a_script_that_dies_of_an_option_of_ours_is_told_with_the_command_that_w
     Path("a b.py").write_text(PARSES)
     done = rankwise("run", "--tee", "all", "a b.py", "--nproc", "2", "--lr", "1")
     assert done.returncode == 2
-    said = "--nproc after a b.py is an option of the script; to give it to rankwise, type: "
+    said = "--nproc after a b.py is an option of the script; for rankwise, type: "
     meant = "rankwise run --nproc 2 --start-method spawn --tee all 'a b.py' --lr 1"  # the site file of these tests sets spawn
     assert f"rankwise: {said}{meant}\n" in done.stderr
     assert "exited with status 2" in done.stderr.splitlines()[-2]

@@ -35,7 +35,7 @@ def chosen(env: Env | None = None, **settings: Any) -> Choice:
         ({"on": "local"}, SLURM_SALLOC, "local", "--on"),
         ({"hosts": "a,b"}, SLURM_SALLOC, "ssh", "-H names hosts"),
         ({"hostfile": "a"}, {}, "ssh", "--hostfile names hosts"),
-        ({"nodes": "2", "node_rank": 0, **AT}, SLURM_SALLOC, "manual", "--node-rank: each node is started manually"),
+        ({"nodes": "2", "node_rank": 0, **AT}, SLURM_SALLOC, "manual", "--node-rank: you type the command on each node"),
         ({"nodes": "1", "node_rank": 0}, {}, "local", "no other scheduler was chosen"),
         ({}, SLURM_SALLOC, "slurm", "this shell is in one of its jobs"),
         ({}, SLURM_BATCH_ONE, "slurm", "this shell is in one of its jobs"),

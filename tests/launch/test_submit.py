@@ -184,7 +184,7 @@ def test_a_job_that_would_never_start_is_cancelled_and_is_an_error(rankwise: Run
     fake.says("PENDING None", "PENDING PartitionConfig")
     done = rankwise("run", "--on", "slurm", "--nodes", "9", "train.py")
     assert (done.returncode, done.stdout, fake.cancelled) == (2, "", "12\n")
-    assert "job 12 of slurm would never start, and is cancelled: PENDING (PartitionConfig): " in done.stderr
+    assert "job 12 of slurm would never start, and was cancelled: PENDING (PartitionConfig): " in done.stderr
 
 
 def test_what_slurm_refuses_is_no_job(rankwise: Run, fake: FakeSlurm) -> None:

@@ -152,7 +152,7 @@ def test_keys_of_a_later_version_in_a_lease_are_passed_over(run: RunDir) -> None
 @pytest.mark.parametrize("text", ["", "{", '{"host": "a"}'])
 def test_a_lease_that_cannot_be_read_is_never_taken_over(run: RunDir, text: str) -> None:
     run.lease.write_text(text)
-    with pytest.raises(RunDirError, match=r"lease\.json cannot be read .*; if no run is alive there, remove it$"):
+    with pytest.raises(RunDirError, match=r"lease\.json cannot be read .*; if no run is active there, remove it$"):
         run.take()
     assert run.lease.read_text() == text
 
@@ -282,7 +282,7 @@ def test_a_holder_on_another_host_that_gives_no_sign_of_life_is_replaced_and_tha
     assert holder.pid == os.getpid()
     [waiting, taken] = said
     assert waiting.startswith(
-        f"waiting 0 s for a heartbeat of pid {other.pid} on another-host, which has written in {run.path} since "
+        f"waiting 0 s for a heartbeat from pid {other.pid} on another-host, which has written in {run.path} since "
     )
     assert taken == f"taken over from pid {other.pid} on another-host, which sent no heartbeat for 0 s"
     mine.release()

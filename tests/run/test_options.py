@@ -50,7 +50,7 @@ def test_a_value_is_read_as_a_file_or_the_command_line_has_it(option: Option, va
         (Option("a_b", "", kind=int), True, "--a-b True: it must be a whole number"),
         (Option("a_b", "", kind=bool), "yes", "--a-b 'yes': it must be true or false"),
         (Option("a_b", "", kind=list), [1], "--a-b: 1 is not text; put it in quotes"),
-        (Option("a_b", "", kind=int, check=from_one), 0, "--a-b 0: give a number from 1 up"),
+        (Option("a_b", "", kind=int, check=from_one), 0, "--a-b 0: give a number of at least 1"),
         (Option("a", "", spellings=("-a", "--also")), "\x00", "-a '\\x00': give it on one line"),
         (Option("a_b", "", check=matching("x+", "a number of x")), "y", "--a-b y: give a number of x"),
     ],

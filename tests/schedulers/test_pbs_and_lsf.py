@@ -59,7 +59,7 @@ def test_no_folder_and_no_name_means_anything_to_a_shell_or_to_the_queue(name: s
     ("name", "changes", "said"),
     [
         ("pbs", {"min_nodes": 1}, "--nodes 1:2: PBS gives a job a fixed number of nodes"),
-        ("pbs", {"job": {"gpus_per_node": "a100:4"}}, "--gpus-per-node a100:4: PBS has no name for a type of GPU"),
+        ("pbs", {"job": {"gpus_per_node": "a100:4"}}, "--gpus-per-node a100:4: PBS has no names of GPU types"),
         ("pbs", {"job": {"time": "UNLIMITED"}}, "--time UNLIMITED: PBS has no such limit"),
         ("lsf", {"job": {"time": "UNLIMITED"}}, "--time UNLIMITED: LSF has no such limit"),
         ("pbs", {"job": {"time": "x"}}, "--time x: give minutes"),

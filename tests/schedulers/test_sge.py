@@ -188,7 +188,7 @@ def test_one_slot_needs_no_parallel_environment() -> None:
         ('Unable to run job: attribute "h_rt" is not a time value\nExiting.\n', "for example -l h_rt=10:00:00"),
         ('Unable to run job: Job was rejected because job requests unknown queue "nope"\nExiting.\n', "qconf -sql"),
         ("Unable to run job: error: no suitable queues\nExiting.\n", "no queue can ever run it: ask for fewer slots"),
-        ('Unable to run job: "job" rejected: pe range must be greater than zero\nExiting.\n', "--slots is a number"),
+        ('Unable to run job: "job" rejected: pe range must be greater than zero\nExiting.\n', "--slots must be at least 1"),
         ("Unable to run job: Error reading answer list from qmaster\nExiting.\n", "a name has forbidden characters"),
         (
             "error: commlib error: got select error (Connection refused)\nUnable to run job: unable to send message to qmaster "

@@ -233,7 +233,9 @@ def test_a_refusal_is_one_line_with_what_was_asked_and_what_to_type(answers: Cal
 
 def test_without_slurm_there_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match=r"^sbatch: No such file or directory; type the command where Slurm is; --dry-run"):
+    with pytest.raises(
+        ConfigError, match=r"^sbatch: No such file or directory; type the command on a machine that has Slurm; --dry-run"
+    ):
         slurm.submit("job.sh", {})
     assert slurm.state({"id": "12"}).phase == "unknown"
     with pytest.raises(ConfigError, match=r"^scancel: "):
@@ -256,7 +258,7 @@ def shown(word: str, reason: str = "None", code: str = "0:0", nodes: str = "(nul
             shown("PENDING", "PartitionConfig"),
             "stuck",
             None,
-            "PENDING (PartitionConfig): the partition does not have or allow so many nodes",
+            "PENDING (PartitionConfig): the partition does not have or allow that many nodes",
         ),
         (shown("RUNNING", nodes="node[1-2]"), "running", None, "RUNNING on node[1-2]"),
         (shown("COMPLETING", nodes="node1"), "running", None, "COMPLETING on node1"),

@@ -38,7 +38,7 @@ def test_hosts_are_read_as_they_are_written(text: str, hosts: tuple[Host, ...]) 
         ("", r"no host is named; for example -H host1:2,host2:2"),
         (" , ", "no host is named"),
         ("h1,,h2", "a host is missing next to a comma"),
-        ("h1:", "'h1:': give the slots of a host as a number from 1 up"),
+        ("h1:", "'h1:': give the slots of a host as a number of at least 1"),
         ("h1:0", "'h1:0': give the slots"),
         ("h1:-1", "'h1:-1': give the slots"),
         ("h1:²", "'h1:²': give the slots"),

@@ -152,7 +152,7 @@ def test_a_block_ends_with_its_data_its_error_or_an_agreed_stop_that_it_raises(r
 def test_a_stop_signal_sends_nothing_before_it_is_used_and_needs_no_world() -> None:
     signals = StopSignal()
     assert (signals.signum, signals.has_gate) == (0, False)
-    with pytest.raises(ConfigError, match=r"StopSignal\(world\): leave it out; it asks rankwise.init\(\)"):
+    with pytest.raises(ConfigError, match=r"StopSignal\(world\): leave it out; rankwise.init\(\) is called"):
         StopSignal(discover({}))  # type: ignore[call-arg, misc]
     for wrong in ({"batches": 5}, {"batches": [], "done": -1}):
         with pytest.raises(ConfigError, match=r"^steps\((batches=5|done=-1)\): give"):

@@ -378,7 +378,7 @@ def test_each_ranks_loss_scale_is_its_own_and_is_resumed() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: LocalSGD(0), "LocalSGD(every=0): give a whole number from 1 up, or None"),
+        (lambda: LocalSGD(0), "LocalSGD(every=0): give a whole number of at least 1, or None"),
         (lambda: LocalSGD(2.5), "LocalSGD(every=2.5)"),
         (lambda: LocalSGD(True), "LocalSGD(every=True)"),
         (lambda: LocalSGD(seconds=0), "LocalSGD(seconds=0): give a number of seconds above 0"),

@@ -70,7 +70,7 @@ def test_a_scaled_learning_rate_is_multiplied_and_with_summed_gradients_that_is_
         ({"use_horovod": True, "torch_distributed": {}}, "or torch_distributed; both are set"),
         ({"horovod_reduce_typ": "param"}, "horovod_reduce_typ: RETURNN has no such setting; did you mean horovod_reduce_type?"),
         ({"horovod_reduce_type": "mean"}, "horovod_reduce_type='mean': give one of 'grad', 'param'"),
-        ({"horovod_param_sync_step": 0}, "horovod_param_sync_step=0: give a whole number from 1 up"),
+        ({"horovod_param_sync_step": 0}, "horovod_param_sync_step=0: give a whole number of at least 1"),
         (
             {"horovod_reduce_type": "param", "horovod_param_sync_step": 9, "horovod_param_sync_time_diff": 9.0},
             "horovod_param_sync_step and horovod_param_sync_time_diff are both set; remove one",

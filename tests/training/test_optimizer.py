@@ -81,5 +81,5 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     mine, other = SGD(model.parameters(), lr=0.1), SGD(model.parameters(), lr=0.1)
     optimizers.check(model, mine, StepLR(mine, 1))
     optimizers.check(model, mine, SequentialLR(mine, [StepLR(mine, 1), StepLR(mine, 2)], [3]))
-    with pytest.raises(ConfigError, match=r"^the scheduler StepLR belongs to another optimizer than the Trainer's"):
+    with pytest.raises(ConfigError, match=r"^the scheduler StepLR does not belong to the Trainer's optimizer"):
         optimizers.check(model, mine, StepLR(other, 1))

@@ -81,7 +81,7 @@ def _begin(words: list[str]) -> int:
 
 def _enter(plan: Plan) -> None:
     """Change to the folder of the script. Raises ConfigError if this host lacks the folder, the Python or the script."""
-    cure = "every host needs it under the same path, on a shared file system or as a copy"
+    cure = "every host needs it at the same path, on a shared file system or as a copy"
     try:
         os.chdir(plan.cwd)
     except OSError as error:

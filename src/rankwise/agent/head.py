@@ -417,7 +417,7 @@ class Head:
         name = signal.Signals(self._stop_signal).name
         if self._killed_as_asked:
             by = "a second Ctrl-C" if interrupted else f"Ctrl-C after {name}"
-            return EXIT_INTERRUPTED, f"killed by {by}, without a last checkpoint"
+            return EXIT_INTERRUPTED, f"killed by {by}, without saving"
         if len(ends) == ranks and all(end.exit_code == agreed for end in ends):
             return agreed, f"stopped by {name} after step {max(end.step or 0 for end in ends)}"
         if _loses_nothing(parts) and all(end.sent and end.signum for end in ends if end.failed):

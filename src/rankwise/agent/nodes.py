@@ -228,7 +228,7 @@ class Nodes:
         end = f"was killed by {signal.Signals(-status).name}" if status < 0 else "exited without a message"
         own = words.splitlines()[-1].removeprefix("rankwise: ") if words else f"{called.command[0]} {end}"
         if self._command[0] in own:
-            own += "; every host needs this Python with rankwise, under the same path"
+            own += "; every host needs this Python with rankwise, at the same path"
         return self._by.refusal(called.host.name, words) or own
 
     def _drop_call(self, index: int) -> None:

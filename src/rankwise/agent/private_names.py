@@ -16,7 +16,7 @@ import sys
 import threading
 
 NAMES = {
-    "_run_module_as_main": "the module runs in a namespace that is cleared when it returns",
+    "_run_module_as_main": "the variables of a module that was started with -m are cleared before its exit functions run",
     "_shutdown": "the exit of each rank takes longer",
     "_run_exitfuncs": "the exit of each rank takes longer",
     "_world": "process groups other than the default one are neither counted nor kept until a rank exits",

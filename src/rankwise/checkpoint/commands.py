@@ -186,7 +186,7 @@ def choose_for_average(folder: Path, last: int | None, best: int | None, by: Bes
         raise ConfigError("which checkpoints should be averaged? Type --last N or --best N")
     option, n = ("--last", last) if last is not None else ("--best", best)
     if n is not None and n < 1:
-        raise ConfigError(f"{option} {n}: give a whole number from 1 up")
+        raise ConfigError(f"{option} {n}: give a whole number of at least 1")
     paths = checkpoints_in(folder)
     if last is not None:
         return _enough(paths[-last:], last, f"in {folder}", option)
@@ -331,7 +331,7 @@ def find_prunable(
     """
     for option, n in (("--keep-last", keep_last), ("--keep-best", keep_best)):
         if n is not None and n < 1:
-            raise ConfigError(f"{option} {n}: give a whole number from 1 up")
+            raise ConfigError(f"{option} {n}: give a whole number of at least 1")
     if not (keep_last or keep_best or older_than is not None or keep):
         raise ConfigError(
             "which checkpoints should be kept? Type for example --keep-last 2, --keep-best 1, --older-than 7d or --keep 400"

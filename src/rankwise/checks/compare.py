@@ -125,7 +125,8 @@ def compare_draws(told: Sequence[Sequence[Sequence[Any]]]) -> Finding:
                 continue
             if (other := seen.setdefault(passes[number][0], rank)) != rank:
                 return Finding(
-                    "random", FAILED, f"ranks {other} and {rank} draw the same in forward pass {number + 1}, in {named}",
+                    "random", FAILED,
+                    f"ranks {other} and {rank} draw the same numbers in forward pass {number + 1}, in {named}",
                     "all ranks still use the same seed after the model is created",
                     "then seed again: rankwise.seed_rank(seed, rank), or torch.manual_seed(seed + rank)",
                 )  # fmt: skip

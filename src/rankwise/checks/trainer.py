@@ -140,7 +140,7 @@ def _compared(trainer: Trainer, accumulate: int) -> Finding:
             "samples", FAILED,
             f"on {_ranks(trainer)}: of {len(whole)} samples of step {step + 1}, no rank saw {never}, and {twice} were seen "
             "twice or should not be there",
-            "the dataset returns something else on another rank, or divides itself among the ranks too",
+            "the dataset returns different samples on another rank, or divides itself among the ranks too",
             "use the whole dataset on every rank: the Trainer divides it. Its random numbers must come from Python's, numpy's "
             "global or torch's default generator",
         )  # fmt: skip
@@ -199,10 +199,10 @@ def _rounding(exact: Finding, first: Difference, over_all: Difference) -> Findin
     the error of one step."""
     where = f"{exact.where}; rounded by {first}, over {ROUNDINGS} steps by {over_all}"
     if over_all.size <= max(first.size / _MADE_UP_FOR, _OF_A_SUM):
-        evidence = f"{exact.evidence} (with AllReduce(); later steps make up for what the strategy rounds)"
+        evidence = f"{exact.evidence} (with AllReduce(); later steps make up for what the strategy rounds off)"
         return replace(exact, evidence=evidence, where=where)
     return Finding(
-        "gradients", FAILED, "what the strategy rounds is lost: {}",
+        "gradients", FAILED, "what the strategy rounds off is lost: {}",
         "the gradients of many steps do not add up to the exact ones",
         "let the strategy (sync=) add what a message has lost to the next one", where=where,
     )  # fmt: skip
@@ -387,11 +387,12 @@ def _evaluation(trainer: Trainer, evaluate: Evaluate) -> Finding:
     apart, name = max(((_apart(value, here.get(name)), name) for name, value in alone.items()), default=(0.0, ""))
     tolerance = 1e-4 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.02
     if apart <= tolerance:
-        evidence = f"the same as on one rank in other batches: {{}}; relative, {tolerance:g} is allowed"
+        evidence = f"the same as on one rank in batches of another size: {{}}; relative, {tolerance:g} is allowed"
         return Finding("evaluation", OK, evidence, where=f"{_ranks(trainer)}: {apart:.1e}")
     return Finding(
         "evaluation", FAILED, f"{name} is {here.get(name, float('nan')):.6g} on {_ranks(trainer)} and {alone[name]:.6g} on one "
-        "rank, in other batches", "the function does not return sums: batches differ in size, and their means are averaged",
+        "rank, in batches of another size",
+        "the function does not return sums: batches differ in size, and their means are averaged",
         "return the sum over the samples and their count: (loss_sum, len(y)), (correct, len(y))",
     )  # fmt: skip
 

@@ -88,8 +88,8 @@ class Workers(NamedTuple):
             return None
         of = f" on each of {sharing} ranks" if sharing > 1 else ""
         return (
-            f"num_workers={self.num_workers}{of}: {total} workers share {count(cores, 'core')}, and slow down each other and "
-            f"the training; try num_workers={max(cores // sharing - 1, 0)}"
+            f"num_workers={self.num_workers}{of}: {total} workers share {count(cores, 'core')}, and slow each other and "
+            f"the training down; try num_workers={max(cores // sharing - 1, 0)}"
         )
 
 

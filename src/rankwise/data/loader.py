@@ -42,7 +42,7 @@ _DEVICE = Argument(
     lambda value: isinstance(value, torch.device) or (isinstance(value, str) and _is_device(value)), 'a device: "cpu", "cuda:0"'
 )
 _MOVED = {
-    "world": "leave it out; the Loader asks rankwise.init() at its first use",
+    "world": "leave it out; the Loader calls rankwise.init() at its first use",
     "batch_tokens": "it is now batches=LengthBatches(tokens=...)",
     "global_batch_tokens": "it is now batches=LengthBatches(global_tokens=...)",
     "lengths": "it is now batches=LengthBatches(tokens=..., lengths=...), or an attribute `lengths` of the dataset",
@@ -53,7 +53,7 @@ _MOVED = {
     "persistent_workers": "leave it out; workers are started once per epoch",
     "multiprocessing_context": "leave it out; torch.multiprocessing.set_start_method sets how workers start",
     "pin_memory_device": "leave it out; memory is pinned for the rank's own device",
-    "in_order": "leave it out; batches always come in their order",
+    "in_order": "leave it out; batches always come in order",
 }
 
 

@@ -40,7 +40,7 @@ _STARTED_ONCE = "a function is started once, for all its nodes; use hosts=... or
 _RANKS = FROM_ONE.or_(Argument(TEXT.accepts, '"auto"'))
 _NODES = FROM_ONE.or_(Argument(TEXT.accepts, 'the minimum and the maximum: "1:4"'))
 _OF_NO_FUNCTION = {
-    "dry_run": "a function is run at once, or queued; to see the text of a job, type: rankwise run --dry-run script.py",
+    "dry_run": "a function has no dry run; to see the text of a job, type: rankwise run --dry-run script.py",
     "array": "the results of several runs do not fit into one list; submit each with a name of its own",
     "node_rank": _STARTED_ONCE,
     "master_addr": _STARTED_ONCE,
@@ -241,7 +241,7 @@ class FunctionRun:
     def _told(self) -> str:
         job = self._job()
         if job is None:
-            return f"exit status {self._process.returncode}; its output is in  {self._run.logs}"
+            return f"exit status {self._process.returncode}; its output is in {self._run.logs}"
         reason = self._end.reason if self._end is not None else ""
         return f"job {job.id}{f' ({reason})' if reason else ''}; its output is in {self._run.job_log(job.id)}"
 

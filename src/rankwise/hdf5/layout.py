@@ -258,7 +258,7 @@ def _plain(file: Any, path: str, fields: Sequence[str] | None, lengths: Mapping[
     of = {**_our_lengths(ours), **lengths}
     names = bases(fields, file.__contains__) if fields is not None else _names(file, ours, set(of.values()))
     if not names:
-        raise DataError(f"{path} has no dataset at its top; there {_there(file)}; give fields=['group/name']")
+        raise DataError(f"{path} has no dataset at the top level; there {_there(file)}; give fields=['group/name']")
     return {name: _field(file, path, name, of.get(name)) for name in names}
 
 

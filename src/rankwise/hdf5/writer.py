@@ -276,7 +276,7 @@ def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
         return np.array(value, dtype=object)
     if isinstance(value, torch.Tensor):
         if value.dtype == torch.bfloat16:
-            raise DataError(f"{name} is of bfloat16, which HDF5 does not have; give it as .half() or .float()")
+            raise DataError(f"{name} is bfloat16, which HDF5 does not have; give it as .half() or .float()")
         value = value.detach().cpu().numpy()
     found = np.asarray(value)
     if isinstance(value, float) or (isinstance(value, list) and found.dtype == np.float64):
@@ -325,7 +325,7 @@ def _describe_for_returnn(file: Any, fields: Mapping[str, _Spool], dims: Mapping
     lengths = np.array(columns, np.int64).T
     if lengths.max(initial=0) > np.iinfo(np.int32).max:
         raise DataError(
-            f"layout='returnn': a sequence has {count(int(lengths.max()), 'row')}, more than its lengths (int32) hold"
+            f"layout='returnn': a sequence has {count(int(lengths.max()), 'row')}, more than its lengths (int32) can hold"
         )
     file.create_dataset("seqLengths", data=lengths.astype("<i4"))
     steps = int(lengths[:, 0].sum()) if inputs is not None else 0

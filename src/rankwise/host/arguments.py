@@ -3,7 +3,7 @@
 @takes(every=FROM_ONE.or_none, lr=ABOVE_ZERO, moved={"workers": "num_workers=..."})
 def __init__(self, every=None, *, lr=0.7): ...
 
-LocalSGD(every="16")   ->   ConfigError: LocalSGD(every='16'): give a whole number from 1 up, without quotes, or None
+LocalSGD(every="16")   ->   ConfigError: LocalSGD(every='16'): give a whole number of at least 1, without quotes, or None
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def is_number(value: Any) -> bool:
 
 
 ANYTHING = Argument(lambda value: True, "anything")
-FROM_ONE = Argument(lambda value: is_whole(value) and value >= 1, "a whole number from 1 up")
-FROM_ZERO = Argument(lambda value: is_whole(value) and value >= 0, "a whole number from 0 up")
+FROM_ONE = Argument(lambda value: is_whole(value) and value >= 1, "a whole number of at least 1")
+FROM_ZERO = Argument(lambda value: is_whole(value) and value >= 0, "a whole number of at least 0")
 ABOVE_ZERO = Argument(lambda value: is_number(value) and value > 0, "a number above 0")
-NOT_NEGATIVE = Argument(lambda value: is_number(value) and value >= 0, "a number from 0 up")
-SECONDS = Argument(lambda value: is_number(value) and value > 0, "a number of seconds above 0 (five minutes are 300)")
+NOT_NEGATIVE = Argument(lambda value: is_number(value) and value >= 0, "a number of at least 0")
+SECONDS = Argument(lambda value: is_number(value) and value > 0, "a number of seconds above 0 (300 for five minutes)")
 FLAG = Argument(lambda value: isinstance(value, bool), "True or False")
 FUNCTION = Argument(callable, "a function")
 TEXT = Argument(lambda value: isinstance(value, str) and bool(value), "a string")
@@ -68,7 +68,7 @@ SEQUENCE = Argument(lambda value: isinstance(value, Sequence) and not isinstance
 MAPPING = Argument(lambda value: isinstance(value, Mapping), 'a dict: {"name": value}')
 STEPS = Argument(
     lambda value: isinstance(value, Collection) and not isinstance(value, str) and all(map(FROM_ONE.accepts, value)),
-    "the steps, whole numbers from 1 up: [1000, 2000]",
+    "the steps, whole numbers of at least 1: [1000, 2000]",
 )  # fmt: skip
 DATA = Argument(
     lambda value: (
@@ -173,7 +173,7 @@ def _bound(signature: inspect.Signature, names: _Names, args: tuple[Any, ...], k
 
 
 def refusal(name: str, argument: str, value: Any, kind: Argument) -> str:
-    """`LocalSGD(every='16'): give a whole number from 1 up, without quotes`"""
+    """`LocalSGD(every='16'): give a whole number of at least 1, without quotes`"""
     quotes = ""
     if isinstance(value, str):
         for plain in (int, float):

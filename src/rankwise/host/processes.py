@@ -109,7 +109,7 @@ def shortage(error: OSError) -> str | None:
         limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         if 0 < limit < 2 * (tasks := _tasks()) + 64:
             return f"at most {limit} processes and threads of this user (ulimit -u), {tasks} now"
-        return "a limit of processes, perhaps of this container (pids.max)"
+        return "a limit on processes, perhaps of this container (pids.max)"
     return None
 
 

@@ -87,7 +87,7 @@ def _misplaced(run: RunDir, failure: Failure, config: RunConfig) -> str | None:
         return None
     meant = typed("run", *ours, *_options(config), config.argv[0], *rest)
     are = "is an option" if len(names) == 1 else "are options"
-    return f"{' and '.join(names)} after {config.argv[0]} {are} of the script; to give it to rankwise, type: {meant}"
+    return f"{' and '.join(names)} after {config.argv[0]} {are} of the script; for rankwise, type: {meant}"
 
 
 def _is_told(failure: Failure) -> bool:

@@ -160,7 +160,7 @@ def _tell(choice: Choice, job_id: str, job: Job, found: Sequence[ArrayMember], n
     state = _first_look(job)
     if state.phase == "stuck":
         choice.queue.cancel(replace(job, id=job_id).for_scheduler())
-        raise ConfigError(f"job {job_id} of {choice.name} would never start, and is cancelled: {state.reason}")
+        raise ConfigError(f"job {job_id} of {choice.name} would never start, and was cancelled: {state.reason}")
     say(f"submitted job {job_id} of {choice.name}{_and_runs(found)}: {state.reason or state.phase}")
     say(f"to follow it: {typed('status', name)}, {typed('logs', '-f', name)}; to stop it: {typed('cancel', name)}")
 

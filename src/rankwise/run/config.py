@@ -117,7 +117,7 @@ class RunConfig:
             raise ConfigError("nothing to run; type: rankwise run script.py [its arguments]")
         if self.nproc != "auto" and not (re.fullmatch("[0-9]{1,6}", self.nproc) and int(self.nproc) > 0):
             cure = "; auto is one per GPU, or one per core if there is none" if self.nproc in ("gpu", "cpu") else ""
-            raise ConfigError(f"--nproc {self.nproc}: give a number of ranks from 1 up, or auto{cure}")
+            raise ConfigError(f"--nproc {self.nproc}: give a number of ranks, at least 1, or auto{cure}")
         if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
             raise ConfigError(
                 f"--name {self.name!r}: give the name of one folder, without /; for another place use --run-dir PATH"
@@ -129,17 +129,19 @@ class RunConfig:
                 raise ConfigError(f"{option(name)} {getattr(self, name)!r}: a newline or control character; remove it")
         for name in ("join_timeout_s", "node_wait_s"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{option(name)} {getattr(self, name):g}: give seconds, from 0 up")
+                raise ConfigError(f"{option(name)} {getattr(self, name):g}: give a number of seconds, 0 or more")
         if self.stop_after is not None and not seconds_of(self.stop_after):
-            raise ConfigError(f"--stop-after {self.stop_after}: give a number and a unit, above 0: 90s, 30m, 12h, 2d")
+            raise ConfigError(f"--stop-after {self.stop_after}: give a number above 0 and a unit: 90s, 30m, 12h, 2d")
         if not 0 < self.grace_s < math.inf:
-            raise ConfigError(f"--grace {self.grace_s:g}: give the seconds within which ranks must stop, above 0")
+            raise ConfigError(f"--grace {self.grace_s:g}: give a number of seconds above 0, within which ranks must stop")
         if not 0 <= self.master_port < 65536:
-            raise ConfigError(f"--master-port {self.master_port}: a port lies between 1 and 65535; leave it out for a free one")
+            raise ConfigError(
+                f"--master-port {self.master_port}: a port is a number from 1 to 65535; without it, a free one is used"
+            )
         if not 0 <= self.stall_warn_s < math.inf:
-            raise ConfigError(f"--stall-warn {self.stall_warn_s:g}: give seconds, or 0 for never")
+            raise ConfigError(f"--stall-warn {self.stall_warn_s:g}: give a number of seconds, or 0 for never")
         if self.max_restarts < 0:
-            raise ConfigError(f"--max-restarts {self.max_restarts}: give the maximum number of restarts, from 0 up")
+            raise ConfigError(f"--max-restarts {self.max_restarts}: give the maximum number of restarts, 0 or more")
         for name, value, choices in (
             ("start-method", self.start_method, ("fork", "spawn")),
             ("tee", self.tee, ("main", "all")),
@@ -148,7 +150,7 @@ class RunConfig:
             if value not in choices:
                 raise ConfigError(f"--{name} {value}: choose {' or '.join(choices)}")
         if self.wait and self.dry_run:
-            raise ConfigError("--wait and --dry-run: a dry run starts nothing to wait for; give one of the two")
+            raise ConfigError("--wait and --dry-run: a dry run starts nothing, so leave --wait out")
 
     @classmethod
     def of(cls, options: Options, *layers: Mapping[str, Any]) -> Self:
@@ -290,7 +292,7 @@ def _line_of(word: str, text: str) -> str:
 def _instead(word: str, value: object, options: Options) -> str:
     """What to write instead of a setting that does not exist."""
     if isinstance(value, dict):
-        return f"settings stand at the top of the file, without [{word}]"
+        return f"write the settings at the top of the file, without [{word}]"
     near = get_close_matches(word.replace("_", "-"), [option(each)[2:] for each in (*_OWN, *options)], n=1)
     return f"did you mean {near[0]}?" if near else f"they are named like the options; type: {typed('run', '--help')}"
 

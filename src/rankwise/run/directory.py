@@ -399,7 +399,7 @@ class RunDir:
             return None
         except (OSError, ValueError, TypeError) as error:
             raise RunDirError(
-                f"{self.queued} cannot be read ({error}); if no job of this run waits or runs, remove it"
+                f"{self.queued} cannot be read ({error}); if no job of this run is queued or running, remove it"
             ) from None
 
     def write_job(self, job: Job | None) -> None:

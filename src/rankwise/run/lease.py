@@ -91,7 +91,7 @@ def read(path: Path) -> Holder | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise RunDirError(f"{path} cannot be read ({error}); if no run is alive there, remove it") from None
+        raise RunDirError(f"{path} cannot be read ({error}); if no run is active there, remove it") from None
 
 
 def take(path: Path, say: Callable[[str], None]) -> Lease:
@@ -138,7 +138,7 @@ def lasts(path: Path, holder: Holder, say: Callable[[str], None]) -> bool:
             return read(path) is None  # released meanwhile: the same as silent
         if patience.due():
             say(
-                f"waiting {GONE_S:.0f} s for a heartbeat of pid {holder.pid} on {holder.host}, "
+                f"waiting {GONE_S:.0f} s for a heartbeat from pid {holder.pid} on {holder.host}, "
                 f"which has written in {path.parent} since  {stamp(holder.since)}"
             )
         time.sleep(_LOOK_S)

@@ -41,7 +41,7 @@ class Option:
     """The spellings on the command line; `--name` if empty. Errors use the first; long ones are valid names in files too."""
 
     check: Callable[[Any], str | None] | None = None
-    """What to give instead of this value: "a number from 1 up"; None if the value is valid."""
+    """What to give instead of this value: "a number of at least 1"; None if the value is valid."""
 
     instead_of: str = ""
     """The name of an option for the same thing: giving both is an error."""
@@ -180,8 +180,8 @@ def is_given(value: Any) -> bool:
 
 
 def from_one(value: int) -> str | None:
-    """A check for whole numbers from 1 up."""
-    return None if value >= 1 else "a number from 1 up"
+    """A check for whole numbers of at least 1."""
+    return None if value >= 1 else "a number of at least 1"
 
 
 def matching(pattern: str, words: str) -> Callable[[str], str | None]:

@@ -85,7 +85,7 @@ def _host(entry: str, called: str) -> Host:
 
 def _slots(text: str, entry: str, called: str) -> int:
     if not (re.fullmatch(r"[0-9]{1,6}", text) and int(text) > 0):
-        raise ConfigError(f"{called}: {entry!r}: give the slots of a host as a number from 1 up, one for each rank")
+        raise ConfigError(f"{called}: {entry!r}: give the slots of a host as a number of at least 1, one slot for each rank")
     return int(text)
 
 

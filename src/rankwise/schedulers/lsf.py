@@ -31,7 +31,7 @@ from rankwise.schedulers.options import ACCOUNT, CPUS_PER_TASK, GPUS_PER_NODE, M
 from rankwise.schedulers.protocols import Jobs, Launcher
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single
 
-_MISSING = "type the command where LSF is; --dry-run prints the job's text anywhere"
+_MISSING = "type the command on a machine that has LSF; --dry-run prints the job's text anywhere"
 _PREEMPTED = 75  # the head's exit status if the run was saved and shall be resumed
 _PHASES = {
     "PEND": "waiting", "WAIT": "waiting", "PSUSP": "waiting", "RUN": "running", "USUSP": "running", "SSUSP": "running",

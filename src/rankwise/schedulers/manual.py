@@ -26,7 +26,7 @@ class Manual(Foreground):
         too."""
         if "node_rank" not in asked or ("nodes" in asked and counts(asked["nodes"]) == (1, 1)):
             return None
-        return f"{NODE_RANK.typed}: each node is started manually"
+        return f"{NODE_RANK.typed}: you type the command on each node"
 
     def check(self, job: Mapping[str, Any]) -> None:
         if "node_rank" not in job:

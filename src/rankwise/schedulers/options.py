@@ -42,11 +42,11 @@ GPUS_PER_NODE = Option(
     check=matching(r"([A-Za-z0-9_.-]+:)?[0-9]+", "a number, or a type and a number: a100:4"),
 )  # fmt: skip
 NODE_RANK = Option(
-    "node_rank", "For nodes started manually: the number of this node, from 0.", kind=int, metavar="N",
+    "node_rank", "If you type the command on each node: the number of this node, from 0.", kind=int, metavar="N",
     spellings=("--node-rank", "--node_rank"), site=False, heading=_NODES,
 )  # fmt: skip
 MASTER_ADDR = Option(
-    "master_addr", "For nodes started manually: the host of node 0.", metavar="HOST",
+    "master_addr", "If you type the command on each node: the host of node 0.", metavar="HOST",
     spellings=("--master-addr", "--master_addr"), heading=_NODES,
 )  # fmt: skip
 SETUP = Option(

@@ -34,7 +34,7 @@ from rankwise.schedulers.options import ACCOUNT, CPUS_PER_TASK, GPUS_PER_NODE, M
 from rankwise.schedulers.protocols import Jobs, Launcher
 from rankwise.schedulers.ranks import Ranks, not_joined, shown, single
 
-_MISSING = "type the command where PBS is; --dry-run prints the job's text anywhere"
+_MISSING = "type the command on a machine that has PBS; --dry-run prints the job's text anywhere"
 _WAITING, _RUNNING = "QHWT", "RESUB"
 
 
@@ -118,7 +118,7 @@ class Pbs(Launcher, Jobs):
         kind, _, gpus = str(job.get("gpus_per_node", "")).rpartition(":")
         if kind:
             raise ConfigError(
-                f"--gpus-per-node {kind}:{gpus}: PBS has no name for a type of GPU that all sites share; give the number, and "
+                f"--gpus-per-node {kind}:{gpus}: PBS has no names of GPU types that all sites share; give the number, and "
                 "the site's own name for the type with --qsub-arg"
             )
         chunk = [f"select={plan.nodes}", f"ncpus={cores(plan) or 1}", *([f"ngpus={gpus}"] if gpus else [])]

@@ -37,7 +37,7 @@ _CURES = (
         "no queue can ever run it: ask for fewer slots, less of a resource (-l), another --pe or -q; to see what there is: "
         "qhost -F",
     ),
-    (r"range must be greater than zero|Numerical value invalid", "--slots is a number from 1 up"),
+    (r"range must be greater than zero|Numerical value invalid", "--slots must be at least 1"),
     (r"Error reading answer list", "a name has forbidden characters; use letters, digits, `.`, `_` and `-`"),
     (
         r"qmaster.*(?:send error|not running|no connection)|commlib error|unable to contact",
@@ -45,7 +45,7 @@ _CURES = (
     ),
 )
 
-_SHARED = "every host must see the run directory under this path; use --run-dir PATH with a folder that they share"
+_SHARED = "every host must see the run directory at this path; use --run-dir PATH with a folder that they share"
 
 # Letters that qstat shows for a job that does not simply wait or run.
 _LETTERS = (

@@ -31,12 +31,12 @@ _REFUSALS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 """(a part of sbatch's message, the options of the script that it may mean, what to type); the first that matches counts."""
 
 _NEVER = {
-    "PartitionConfig": f"the partition does not have or allow so many nodes, cores or GPUs; ask for fewer; {_NODES}",
+    "PartitionConfig": f"the partition does not have or allow that many nodes, cores or GPUs; ask for fewer; {_NODES}",
     "PartitionNodeLimit": "the partition is down, or allows fewer nodes per job; to see the limits: sinfo -o '%P %a %D %s'",
     "PartitionTimeLimit": "the partition does not allow so much time; to see the limits: sinfo -o '%P %l'",
     "BadConstraints": "no node has the features of --constraint; to list them: sinfo -o %f",
-    "AccountNotAllowed": "the partition does not take this account; give another with --account or --partition",
-    "QOSNotAllowed": "the partition does not take this quality of service; give another with --qos or --partition",
+    "AccountNotAllowed": "the partition does not accept this account; give another with --account or --partition",
+    "QOSNotAllowed": "the partition does not accept this quality of service; give another with --qos or --partition",
     "InvalidAccount": "there is no such account; give another with --account",
     "InvalidQOS": "there is no such quality of service; give another with --qos",
     "DependencyNeverSatisfied": "the job that --dependency waits for did not exit as --dependency requires",

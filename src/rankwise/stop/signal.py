@@ -75,7 +75,7 @@ class StopSignal:
     first `agreed`, is collective, after `init`.
     """
 
-    @takes(moved={"world": "leave it out; it asks rankwise.init() when it is used"})
+    @takes(moved={"world": "leave it out; rankwise.init() is called at the first use"})
     def __init__(self) -> None:
         self._row: Row | None = None
         self._keeper: Coordinator | None = None

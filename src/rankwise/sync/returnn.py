@@ -47,7 +47,7 @@ _NOT_NEEDED = {
     "timeout_sec": "`rankwise run --stall-warn SECONDS` reports the rank that blocks the others",
     "class": "the model is not wrapped",
     "options": "the model is not wrapped: unused parameters and changing graphs need no setting",
-    "sync_on_cpu": "averages are made where the parameters are",
+    "sync_on_cpu": "averages are computed on the parameters' device",
 }
 
 
@@ -96,7 +96,7 @@ def _of_horovod(given: Mapping[str, Any]) -> FromReturnn:
     notes = []
     if given.get("horovod_dataset_distribution") == "random_seed_offset":
         notes.append(
-            "random_seed_offset let each rank see all data in another order; here each sample is seen once per "
+            "random_seed_offset let each rank see all data in a different order; here each sample is seen once per "
             "epoch, by one rank"
         )
     if by_parameters:

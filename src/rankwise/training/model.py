@@ -35,7 +35,7 @@ def prepare(model: nn.Module, device: torch.device, world: World) -> nn.Module:
     model = model.to(device)
     if world.world_size > 1 and not is_synced(model) and _trains_batch_norm(model):
         log.say(
-            "BatchNorm normalises by each rank's own part of a batch, so results depend on the number of ranks; on GPUs, "
+            "BatchNorm normalises over each rank's own part of a batch, so results depend on the number of ranks; on GPUs, "
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) uses the whole batch"
         )
     if is_synced(model) and device.type not in _SYNCED_ON:

@@ -31,8 +31,7 @@ def check(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None
         raise ConfigError("the optimizer has no parameter of the model; create it from model.parameters(), after the model")
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ConfigError(
-            f"the scheduler {type(scheduler).__name__} belongs to another optimizer than the Trainer's; create it with the "
-            "same one"
+            f"the scheduler {type(scheduler).__name__} does not belong to the Trainer's optimizer; create it with the same one"
         )
 
 

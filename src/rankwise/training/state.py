@@ -78,7 +78,7 @@ class TrainState:
         Raises ConfigError if no Trainer is training."""
         if self.on_stop is None:
             raise ConfigError(
-                "state.stop() works only in the actions of a Trainer while it trains; in your own loop, call stop.ask()"
+                "state.stop() works only in an action of a Trainer while it trains; in your own loop, call stop.ask()"
             )
         self.stop_reason = self.stop_reason or " ".join(reason.split())
         self.on_stop()
