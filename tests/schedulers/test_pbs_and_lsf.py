@@ -116,7 +116,14 @@ def test_a_launcher_is_not_started_in_each_of_them(rankwise: Run) -> None:
 
 # --- the job's text is run here: pbsdsh and blaunch start the given command
 
-TRAIN = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], os.environ['A'])\nraise SystemExit(3)\n"
+TRAIN = """
+import os, pathlib, time
+print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], os.environ['A'], flush=True)
+pathlib.Path('printed-' + os.environ['RANK']).touch()
+while len([*pathlib.Path().glob('printed-*')]) < 2:
+    time.sleep(0.01)
+raise SystemExit(3)
+"""
 PBSDSH = '#!/bin/sh\n[ "$1" = -n ] || exit 9\nnode=$2; shift 3\nexec env PBS_TASKNUM=$((node + 1)) PBS_NODENUM=$node "$@"\n'
 BLAUNCH = '#!/bin/sh\n[ "$1" = host2 ] || exit 9\nshift\nexec env LSF_PM_TASKID=2 "$@"\n'
 
