@@ -208,6 +208,28 @@ def test_end_tree_leaves_nothing_of_a_tree_with_sessions_orphans_and_ignored_sig
     assert out == "True 2 [] []\n"  # the branch itself, and the orphan that the subreaper inherited
 
 
+_SLOW_TO_END = """
+import subprocess, sys, time
+from rankwise.host import processes
+processes.become_subreaper()
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+send, begin = processes.send, time.monotonic()
+ends_after_s = float("inf" if sys.argv[3] == "False" else 0.5)
+processes.send = lambda pid, signum: send(pid, signum) if time.monotonic() > begin + ends_after_s else None
+if sys.argv[1] == "state D":
+    processes.blocked_in = lambda pid: "a_driver"
+print(processes.end_tree(bound_s=0.1, others_s=float(sys.argv[2])), flush=True)
+child.kill()
+"""
+
+
+@pytest.mark.parametrize(("state", "others_s", "ended"), [("running", 60, True), ("running", 0, False), ("state D", 60, False)])
+def test_end_tree_gives_up_soon_only_on_what_waits_for_a_driver(state: str, others_s: float, ended: bool) -> None:
+    with python(_SLOW_TO_END, state, str(others_s), str(ended)) as top:
+        out, _ = top.communicate(timeout=DEADLINE_S)
+    assert out == f"{ended}\n"
+
+
 _ORPHAN = """
 import os, sys
 from rankwise.host import processes

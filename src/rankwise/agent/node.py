@@ -28,7 +28,7 @@ from rankwise.agent.collective_check import Rings
 from rankwise.agent.console import Console, LogFollower, Shown
 from rankwise.agent.event_loop import EventLoop
 from rankwise.agent.held_port import hold_port
-from rankwise.agent.rank_processes import RankProcesses
+from rankwise.agent.rank_processes import KILL_LARGE_S, RankProcesses
 from rankwise.agent.rank_starter import Spec, Starter
 from rankwise.agent.root_cause import Evidence
 from rankwise.agent.stall import Observation, StallWatch
@@ -444,7 +444,7 @@ class Node:
         """End all descendants of this process, except those that cannot be killed."""
         self._starter.close()
         self._port.close()
-        if not processes.end_tree(exclude=self._stuck | self.kept):
+        if not processes.end_tree(exclude=self._stuck | self.kept, others_s=KILL_LARGE_S):
             self.sink.say(
                 "a process of this run cannot be killed: it waits for a disk or a driver (state D); ask the administrator of "
                 "the host"

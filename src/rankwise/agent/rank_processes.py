@@ -27,7 +27,7 @@ _LOG_TAIL_BYTES = 65536  # large: the list of modules that a crash prints comes 
 _MOST_COMPARED = 4
 _KILL_S = 3.0  # a process in state D that SIGKILL has not ended by then waits for a disk or a driver
 _BELOW_S = 3.0  # how long after a request the processes that a rank has started are asked too, if the rank has not exited
-_KILL_LARGE_S = 60.0  # freeing hundreds of GB may take long, without state D: do not give up early
+KILL_LARGE_S = 60.0  # freeing hundreds of GB may take long, without state D: do not give up early
 
 
 def _bytes(path: Path) -> int:
@@ -48,7 +48,7 @@ def _stuck(pid: int, since_s: float) -> str | None:
     blocked = processes.blocked_in(pid)
     if blocked is not None:
         return f"state D in {blocked}"
-    return f"state {processes.state(pid)}" if since_s > _KILL_LARGE_S else None
+    return f"state {processes.state(pid)}" if since_s > KILL_LARGE_S else None
 
 
 @dataclass

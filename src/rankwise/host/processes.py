@@ -166,13 +166,14 @@ def send(pid: int, signum: int) -> None:
         os.kill(pid, signum)
 
 
-def end_tree(exclude: Collection[int] = (), bound_s: float = 5.0) -> bool:
+def end_tree(exclude: Collection[int] = (), bound_s: float = 5.0, others_s: float = 0.0) -> bool:
     """SIGKILL and reap every process below this one, except `exclude` and what is below those.
 
     This process must be a subreaper: it inherits processes that are orphaned while the tree is killed, and kills them in the
-    next round. Returns whether nothing is left; a process in uninterruptible sleep (state D) can outlive `bound_s`.
+    next round. Returns whether nothing is left. A process in uninterruptible sleep (state D) can outlive `bound_s`. Others need
+    longer if there are thousands, or to free much memory: this waits up to `others_s` for them.
     """
-    deadline = time.monotonic() + bound_s
+    began = time.monotonic()
     while True:
         below = [child for child in children(os.getpid()) if child not in exclude]
         if not below:
@@ -183,6 +184,7 @@ def end_tree(exclude: Collection[int] = (), bound_s: float = 5.0) -> bool:
         for pid in below:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        if time.monotonic() > deadline:
+        since_s = time.monotonic() - began
+        if since_s > max(bound_s, others_s) or (since_s > bound_s and all(map(blocked_in, below))):
             return False
         time.sleep(0.002)
