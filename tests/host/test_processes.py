@@ -356,3 +356,11 @@ def test_the_commands_above_a_process_are_listed_from_its_parent_on() -> None:
     )  # fmt: skip
     assert inner.stdout.rstrip().endswith("'a b', '']")
     assert processes.ancestors(2**30) == []
+
+
+def test_a_limit_on_the_size_of_files_is_a_shortage() -> None:
+    script = "from rankwise.host import processes; print(processes.shortage(OSError(27, 'File too large')))"
+    done = subprocess.run(
+        ["bash", "-c", f'ulimit -f 8; exec "{sys.executable}" -c "{script}"'], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "at most 8 kB per file (ulimit -f)\n"

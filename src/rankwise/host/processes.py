@@ -110,6 +110,9 @@ def shortage(error: OSError) -> str | None:
         if 0 < limit < 2 * (tasks := _tasks()) + 64:
             return f"at most {limit} processes and threads of this user (ulimit -u), {tasks} now"
         return "a limit on processes, perhaps of this container (pids.max)"
+    if error.errno == errno.EFBIG:
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        return f"at most {limit // 1024} kB per file (ulimit -f)"
     return None
 
 
