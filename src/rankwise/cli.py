@@ -137,7 +137,7 @@ def _begins(word: str, option: str) -> bool:
     "master_port",
     type=int,
     metavar="PORT",
-    help="Port at which the ranks meet.  [default: a free one]",
+    help="Port at which the ranks meet.  [default: a free one, or 29500 with --node-rank]",
 )
 @click.option("--name", metavar="RUN", help="Name of the run; the script's stem by default.")
 @click.option("--run-dir", metavar="DIR", help="Where the run writes; ./runs/RUN by default.")

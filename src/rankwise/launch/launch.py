@@ -170,7 +170,7 @@ def _plan(
         nproc=nproc,
         threads=threads,
         fork=bool(program.interpreter) and program.keep_cold is None and config.start_method == "fork",
-        master_port=config.master_port,
+        master_port=config.master_port or choice.queue.default_port,
         join_timeout_s=config.join_timeout_s,
         node_wait_s=config.node_wait_s,
         max_restarts=config.max_restarts,

@@ -19,6 +19,7 @@ from rankwise.schedulers.options import GPUS, MASTER_ADDR, NODE_RANK, NODES, cou
 
 class Manual(Foreground):
     name = "manual"
+    default_port = 29500  # that of torchrun
     options = (GPUS, NODES, NODE_RANK, MASTER_ADDR)
 
     def claims(self, asked: Mapping[str, Any]) -> str | None:
@@ -40,9 +41,9 @@ class Manual(Foreground):
 
     def render(self, plan: Plan) -> str:
         """Raises ConfigError if the nodes have no address to meet."""
-        if not (plan.master_addr and plan.master_port):
+        if not plan.master_addr:
             raise ConfigError(
                 f"{NODE_RANK.typed} {plan.node_rank}: the nodes need an address to connect to; add the same on each of them: "
-                f"{MASTER_ADDR.typed} HOST --master-port PORT, the host of node 0 and a port that is free there"
+                f"{MASTER_ADDR.typed} HOST, the host of node 0 (and --master-port PORT if {self.default_port} is in use there)"
             )
         return super().render(plan)

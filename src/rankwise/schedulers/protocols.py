@@ -122,6 +122,9 @@ class Jobs(Scheduler):
     cures: ClassVar[Mapping[str, str]] = {}
     """By the name of an option that it does not have: what to type, if the advice is not to use another scheduler."""
 
+    default_port: ClassVar[int] = 0
+    """The port at which the ranks or agents meet if the user gives none; 0: a free one, which the first agent announces."""
+
     this_machine: ClassVar[bool] = False
     """Whether it starts ranks only on this machine, so that its devices can be counted now."""
 
