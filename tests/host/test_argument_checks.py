@@ -11,7 +11,7 @@ import pytest
 from ranks import scripts_on_ranks
 
 from rankwise.errors import ConfigError
-from rankwise.host.arguments import ABOVE_ZERO, ANYTHING, FLAG, FROM_ONE, TEXT, one_of, shown, takes
+from rankwise.host.arguments import ABOVE_ZERO, ANYTHING, FLAG, FROM_ONE, FUNCTION, TEXT, instance, one_of, shown, takes
 
 
 @takes(first=FROM_ONE, second=TEXT.or_none, kind=one_of("a", "b"), rate=ABOVE_ZERO, moved={"old": "it is now second=..."})
@@ -93,12 +93,28 @@ def test_a_class_is_called_by_its_own_name_and_a_method_by_its() -> None:
         Made().turn()  # type: ignore[call-arg]
 
 
+def test_objects_in_the_wrong_order_are_told_the_order() -> None:
+    @takes(model=instance(dict, "a dict"), function=FUNCTION, rate=ABOVE_ZERO)
+    def trained(model: Any, function: Any, rate: float = 1.0) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"model=<function .*: give a dict; the order of the arguments is model, function$"):
+        trained(shown, {})
+    with pytest.raises(ConfigError, match=r"model=<function .*: give a dict$"):
+        trained(model=shown, function={})  # by their names there is no order
+    with pytest.raises(ConfigError, match=r"function=\[\]\): give a function$"):
+        trained({}, [])  # neither argument accepts a list
+
+
 def test_a_value_is_shown_on_one_short_line_even_if_its_repr_fails() -> None:
     class Rude:
         def __repr__(self) -> str:
             raise RuntimeError("no")
 
-    assert shown(Rude()) == "a Rude"
+    class Plain:
+        pass
+
+    assert shown(Rude()) == "<Rude>"
+    assert shown(Plain()) == "<Plain>"
     assert len(shown("x" * 1000)) <= 60
     assert "\n" not in shown("a\nb" * 3)
 

@@ -12,6 +12,7 @@ import functools
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -129,7 +130,8 @@ def takes(*, moved: Mapping[str, str] | None = None, **kinds: Argument) -> Calla
                 raise ConfigError(_unbound(name, signature, args, kwargs, moved or {}, error)) from None
             for key, kind in named.items():
                 if key in given and not kind.accepts(given[key]):
-                    raise ConfigError(refusal(name, key, given[key], kind))
+                    order = names.order_for(key, given[key], len(args), named)
+                    raise ConfigError(refusal(name, key, given[key], kind) + order)
             for key in several:
                 for value in given.get(key, ()):
                     if not kinds[key].accepts(value):
@@ -162,6 +164,19 @@ class _Names:
             len(plain) == len(signature.parameters),
         )
 
+    def order_for(self, name: str, value: Any, count: int, kinds: Mapping[str, Argument]) -> str:
+        """`; the order of the arguments is model, optimizer` if this is one of `count` arguments without a name, and
+        another one accepts the object."""
+        places = self.in_order[:count]
+        if value is None or isinstance(value, str | float | int):
+            return ""
+        told = {other: kind for other, kind in kinds.items() if kind is not ANYTHING and other != name}
+        others = [other for other in self.in_order if other in told and told[other].accepts(value)]
+        if name not in places or not others:
+            return ""
+        last = max(self.in_order.index(other) for other in (*places, *others))
+        return f"; the order of the arguments is {', '.join(each for each in self.in_order[: last + 1] if each != 'self')}"
+
 
 def _bound(signature: inspect.Signature, names: _Names, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """The value of each argument. Raises TypeError for a call that does not fit. Avoids `bind`, which costs as much as 20
@@ -187,11 +202,13 @@ def refusal(name: str, argument: str, value: Any, kind: Argument) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value on one line, cut if it is long."""
+    """A value on one line, cut if it is long; an object without a repr of its own by its class."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # a repr of the user's class that fails
-        text = f"a {type(value).__name__}"
+        text = f"<{type(value).__name__}>"
+    if re.fullmatch(r"<.* object at 0x[0-9a-f]+>", text):
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
