@@ -67,12 +67,14 @@ class Raw:
         self._x, self._y = mapped(path, "x"), mapped(path, "y")
         self._order, self._size, self._at = np.random.default_rng(1).permutation(len(self._x)), size, 0
 
-    def __call__(self) -> None:
+    def __call__(self) -> list[torch.Tensor]:
         some = self._order[self._at : self._at + self._size]
         self._at = (self._at + self._size) % (len(self._order) - self._size)
+        batch = []
         for rows in (self._x, self._y):
             out = np.empty((self._size, *rows.shape[1:]), rows.dtype)
-            torch.from_numpy(np.take(rows, some, axis=0, out=out, mode="clip"))
+            batch.append(torch.from_numpy(np.take(rows, some, axis=0, out=out, mode="clip")))
+        return batch
 
 
 class Floor(Raw):
@@ -89,12 +91,14 @@ class Floor(Raw):
                 some = order.indices(epoch, start, start + planned)
                 yield from (some[at : at + self._size] for at in range(0, planned, self._size))
 
-    def __call__(self) -> None:
+    def __call__(self) -> list[torch.Tensor]:
         some = next(self._batches)
+        batch = []
         for rows in (self._x, self._y):
             os.fstat(self._file.fileno())
             out = np.empty((self._size, *rows.shape[1:]), rows.dtype)
-            torch.from_numpy(np.take(rows, some, axis=0, out=out, mode="clip"))
+            batch.append(torch.from_numpy(np.take(rows, some, axis=0, out=out, mode="clip")))
+        return batch
 
 
 class RawSequences:
@@ -107,16 +111,18 @@ class RawSequences:
         self._starts = np.cumsum(self._lengths, axis=0) - self._lengths
         self._order, self._size, self._at = np.random.default_rng(1).permutation(len(self._lengths)), size, 0
 
-    def __call__(self) -> None:
+    def __call__(self) -> list[torch.Tensor]:
         some = self._order[self._at : self._at + self._size]
         self._at = (self._at + self._size) % (len(self._order) - self._size)
+        batch = []
         for key, rows in enumerate(self._rows):
             lengths, starts = self._lengths[some, key], self._starts[some, key]
             out = np.empty((len(some), lengths.max(), *rows.shape[1:]), rows.dtype)
             for to, start, length in zip(out, starts.tolist(), lengths.tolist(), strict=True):
                 to[:length] = rows[start : start + length]
                 to[length:] = 0
-            torch.from_numpy(out)
+            batch.append(torch.from_numpy(out))
+        return batch
 
 
 class Rows(Dataset):
@@ -152,32 +158,35 @@ class Returnn:
         self._epoch += 1
         self._dataset.init_seq_order(epoch=self._epoch)
 
-    def __call__(self) -> None:
-        if next(self._batches, None) is None:
+    def __call__(self):
+        if (batch := next(self._batches, None)) is None:
             self._batches = iter(self._loader)
-            next(self._batches)
+            batch = next(self._batches)
+        return batch
 
 
 def loop(make):
     """Takes the next batch of the iterator that `make` returns, again and again."""
     batches = iter(())
 
-    def one() -> None:
+    def one():
         nonlocal batches
-        if next(batches, None) is None:
+        if (batch := next(batches, None)) is None:
             batches = iter(make())
-            next(batches)
+            batch = next(batches)
+        return batch
 
     return one
 
 
 def timed(one, count: int, first: bool = True) -> float:
-    """CPU seconds of a call. `first`: whether one call more, which is not counted, comes first."""
+    """CPU seconds of a call. `first`: whether one call more, which is not counted, comes first. A batch is held while the next
+    is made, as in a `for` loop."""
     if first:
         one()
     began = cpu_s()
     for _ in range(count):
-        one()
+        batch = one()  # noqa: F841
     return (cpu_s() - began) / count
 
 
