@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import multiprocessing
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from itertools import repeat
@@ -37,6 +40,9 @@ from rankwise.host.text import count, numbered
 from rankwise.ipc.pickles import Packed, pack_error, unpack_error
 
 _SHOWN = 8  # indices in the note of an error, at most
+_GROUP = 8  # requests in one message to a worker, at most
+_GROUP_BYTES, _GROUP_S = 1 << 19, 0.002
+"""If their batches have fewer bytes, and are made in less time."""
 
 Made = TypeVar("Made")
 Key = Callable[..., None]
@@ -57,7 +63,8 @@ class Fetcher(Protocol):
 
 class Workers(NamedTuple):
     """How many processes fetch ahead, and options of torch's DataLoader, with its names. `prefetch_factor` without worker
-    processes: a thread of this process fetches this number of batches ahead."""
+    processes: a thread of this process fetches this number of batches ahead. Small batches that are made fast count as one, up
+    to eight of them."""
 
     num_workers: int
     prefetch_factor: int | None = None
@@ -166,8 +173,9 @@ def _result(batch: Any, error: BaseException | None) -> Any:
 
 
 def _by_workers(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool) -> Iterator[Any]:
-    sampler: Any = requests
     context = RingContext(multiprocessing.get_context(), _failure)
+    groups = _Groups(requests)
+    sampler: Any = groups
     loader: DataLoader[Any] = DataLoader(
         _Identity(),
         batch_sampler=sampler,
@@ -183,9 +191,35 @@ def _by_workers(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin
     )
     with _timeout_told(workers.timeout):
         for answer in loader:
-            if isinstance(answer, _FetchFailure):
-                raise unpack_error(answer.packed, "in a loader worker", DataError)
-            yield answer
+            batches = deque(groups.answered(answer, context.ring.last_bytes))
+            del answer
+            while batches:
+                if isinstance(batches[0], _FetchFailure):
+                    raise unpack_error(batches[0].packed, "in a loader worker", DataError)
+                yield batches.popleft()
+
+
+class _Groups:
+    """The requests, several of them in one message to a worker if a batch is small and made fast: then the message and the
+    switch to another process take longer than the batch."""
+
+    def __init__(self, requests: Iterator[Any]) -> None:
+        self._requests = requests
+        self._size = 1
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        while group := tuple(itertools.islice(self._requests, self._size)):
+            yield group
+
+    def answered(self, answer: Any, size: int) -> Sequence[Any]:
+        """The batches of an answer that has `size` bytes."""
+        if isinstance(answer, _FetchFailure):
+            return [answer]
+        batches, seconds = answer
+        fit = min(_GROUP_S / max(seconds, 1e-9), _GROUP_BYTES / max(size, 1)) * len(batches)
+        self._size = max(min(int(fit), _GROUP), 1)
+        made: Sequence[Any] = batches
+        return made
 
 
 @contextlib.contextmanager
@@ -220,17 +254,22 @@ def _failure(error: Exception) -> _FetchFailure:
 
 
 class _Told:
-    """Calls the fetcher. Returns an exception instead of raising it, because torch would turn many types into a
-    RuntimeError."""
+    """Calls the fetcher for each request of a group. Returns (what it returned, how many seconds it took in all). An exception
+    is returned too, because torch would turn many types into a RuntimeError; it ends the group."""
 
     def __init__(self, fetcher: Fetcher, ring: Ring) -> None:
         self._fetcher, self._ring = fetcher, ring
 
-    def __call__(self, request: Any) -> Any:
-        try:
-            return self._fetcher(request, self._ring.empty)
-        except Exception as error:
-            return _failure(error)
+    def __call__(self, requests: Sequence[Any]) -> tuple[list[Any], float]:
+        began = time.perf_counter()
+        made: list[Any] = []
+        for request in requests:
+            try:
+                made.append(self._fetcher(request, self._ring.empty))
+            except Exception as error:
+                made.append(_failure(error))
+                break
+        return made, time.perf_counter() - began
 
 
 class Keyed:

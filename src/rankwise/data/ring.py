@@ -85,6 +85,8 @@ class Ring:
         self.late: list[_Queue] = []
         """The queues that once had more to send than fits into a worker's socket."""
         self._end = self._largest = 0
+        self.last_bytes = 0
+        """The bytes of the last message that came back in its slot."""
         self._asked: dict[int, _Slot] = {}
         self._given: deque[_Slot] = deque()
         self._mapped: dict[int, _Slot] = {}
@@ -147,7 +149,7 @@ class Ring:
         """The message in a worker's frame."""
         offset, _, needed = _HEADER.unpack_from(frame)
         slot = self._asked.pop(offset, None)
-        self._largest = max(self._largest, needed)
+        self._largest, self.last_bytes = max(self._largest, needed), needed
         message = _loaded(frame, slot)
         if slot is not None:
             self._given.append(slot)
