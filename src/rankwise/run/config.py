@@ -135,9 +135,7 @@ class RunConfig:
         if not 0 < self.grace_s < math.inf:
             raise ConfigError(f"--grace {self.grace_s:g}: give a number of seconds above 0, within which ranks must stop")
         if not 0 <= self.master_port < 65536:
-            raise ConfigError(
-                f"--master-port {self.master_port}: a port is a number from 1 to 65535; without it, a free one is used"
-            )
+            raise ConfigError(f"--master-port {self.master_port}: a port is a number from 1 to 65535; or leave the option out")
         if not 0 <= self.stall_warn_s < math.inf:
             raise ConfigError(f"--stall-warn {self.stall_warn_s:g}: give a number of seconds, or 0 for never")
         if self.max_restarts < 0:
