@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -153,4 +154,21 @@ def test_samples_a_second_of_all_ranks_are_in_the_metrics_and_in_the_lines() -> 
     for before, record in zip([{"clock_s": 0.0}, *records], records, strict=False):
         elapsed_s = record["clock_s"] - before["clock_s"]
         assert record["samples_per_s"] == pytest.approx(32 / elapsed_s, rel=0.2)
-    assert f": loss {records[0]['loss']:.4g}, {records[0]['samples_per_s']:.4g} samples/s" in said
+    assert f": loss {records[0]['loss']:.4g}, " in said
+
+
+def slower_at_first() -> str:
+    def wait(state: TrainState) -> None:
+        time.sleep(0.2 if state.step <= 4 else 0.1)
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        fit(max_steps=9, global_batch_size=4, log_every=None, actions=[Log(4, 1.0), wait])
+    return said.getvalue().replace("\n  ", " ")
+
+
+def test_samples_and_steps_a_second_of_a_line_are_both_since_the_line_before() -> None:
+    said = on_ranks(1, slower_at_first)[0]
+    lines = re.findall(r": loss \S+, (\S+) samples/s, lr \S+, (\S+) steps/s", said)
+    assert lines
+    for samples_per_s, steps_per_s in lines:
+        assert float(samples_per_s) == pytest.approx(4 * float(steps_per_s), rel=0.2)

@@ -38,7 +38,8 @@ class Log:
         self._skipped_before = 0
         self._last_step = 0
         self._sent_before = 0.0
-        self._text = ""
+        self._text = self._means = self._drift = ""
+        self._samples_at_line = 0
 
     def attach(self, trainer: Any) -> None:
         """Use the Trainer's meters, time breakdown, progress line, count of samples, and the metrics of its strategy."""
@@ -54,8 +55,9 @@ class Log:
         """The loop starts now: time before this does not count."""
         self._breakdown.restart()
         self._epoch_time.restart()
-        self._began = self._last_line = time.monotonic()
+        self._began = time.monotonic()
         self._samples_before = self._samples()
+        self._begin_line()
         self._last_step = state.step
         self._skipped_before = state.steps_left_out
         self._sent_before = self._of_sync().get("sent_bytes", 0.0)
@@ -83,20 +85,21 @@ class Log:
             self._epoch[name] = Total(before.sum + total.sum, before.count + total.count)
             state.measure({name: total.mean})
         span = self._breakdown.since_last()
-        self._text = ", ".join(f"{name} {state.metrics[name]:.4g}" for name in totals)
+        self._means, self._drift = ", ".join(f"{name} {state.metrics[name]:.4g}" for name in totals), ""
         figures: dict[str, float] = {"epoch": state.epoch, "clock_s": state.clock_s, "lr": _rate_of(state)}
         taken = self._samples()
         if span.elapsed_s and taken:
             figures["samples_per_s"] = (taken - self._samples_before) / span.elapsed_s
             self._samples_before = taken
-            self._text += f", {figures['samples_per_s']:.4g} samples/s"
         state.note(
             figures
             | self._figures_of_sync(steps)
             | {f"share/{name}": s / span.elapsed_s for name, s in span.parts_s.items() if span.elapsed_s}
         )
-        if time.monotonic() - self._last_line >= self._line_every_s and not state.epoch_ended:
-            self._say_line(state, f"{self._text}, ")
+        self._text = self._with_rate(figures.get("samples_per_s", 0.0))
+        since_s = time.monotonic() - self._last_line
+        if since_s >= self._line_every_s and not state.epoch_ended:  # its steps per second are also those since the last line
+            self._say_line(state, f"{self._with_rate((taken - self._samples_at_line) / max(since_s, 1e-9))}, ")
 
     def _figures_of_sync(self, steps: int) -> dict[str, float]:
         """On the main rank: bytes per step since the last call, and other metrics of the strategy."""
@@ -106,12 +109,18 @@ class Log:
             figures["bytes_per_step"] = (sent - self._sent_before) / steps
             self._sent_before = sent
         if "drift" in figures:
-            self._text += f", drift {figures['drift']:.3g}"
+            self._drift = f", drift {figures['drift']:.3g}"
         return {f"sync/{name}": value for name, value in figures.items()}
 
     def _say_line(self, state: TrainState, metrics: str) -> None:
-        self._last_line = time.monotonic()
+        self._begin_line()
         self._progress.say(in_lines(f"{self._progress.place(state.step)}: {metrics}{self._pace(state)}"))
+
+    def _begin_line(self) -> None:
+        self._last_line, self._samples_at_line = time.monotonic(), self._samples()
+
+    def _with_rate(self, samples_per_s: float) -> str:
+        return f"{self._means}{f', {samples_per_s:.4g} samples/s' * (samples_per_s > 0)}{self._drift}"
 
     def _pace(self, state: TrainState) -> str:
         return f"lr {_rate_of(state):.4g}, {self._progress.pace(state.step)}"
@@ -124,7 +133,7 @@ class Log:
         steps = count(self._epoch_steps, "step") + f" ({skipped} skipped)" * bool(skipped)
         said = f"epoch {state.epoch}: {steps}, {means}; {place}; {span.text()}"
         self._progress.say(in_lines(said))
-        self._last_line = time.monotonic()
+        self._begin_line()
         self._epoch = {}
         self._epoch_steps, self._skipped_before = 0, state.steps_left_out
 
