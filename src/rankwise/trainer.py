@@ -93,8 +93,7 @@ _EVALUATE = instance(Evaluate, "Evaluate(data, fn)").or_(
     )
 )
 _PRECISION = PRECISION.or_(instance(Precision, "Precision(name, ...)"))
-_PREDICTED = Argument(DATA.accepts, "a dataset: trainer.predict(data, predict_fn)")
-_OF_BATCH = Argument(callable, "a function: trainer.predict(data, predict_fn)")
+_PREDICTED = Argument(DATA.accepts, "a dataset")
 
 
 class Trainer:
@@ -268,7 +267,7 @@ class Trainer:
             raise self.stop.stopped()
         return state
 
-    @takes(data=_PREDICTED, predict_fn=_OF_BATCH, on=one_of("main", "all"), into=FUNCTION.or_none)
+    @takes(data=_PREDICTED, predict_fn=FUNCTION, on=one_of("main", "all"), into=FUNCTION.or_none)
     def predict(
         self, data: Any, predict_fn: Callable[[Any, Any], Any], *, on: str = "main", into: Callable[..., object] | None = None
     ) -> Any:

@@ -156,14 +156,13 @@ def test_where_predictions_are_wanted_is_checked() -> None:
 
 
 def test_arguments_in_another_order_are_an_error_that_has_the_order(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^predict\(model=.*\): give a torch.nn.Module: predict\(predict_fn, model, loader\)$"
-    ):
+    order = "the order of the arguments is"
+    with pytest.raises(ConfigError, match=rf"^predict\(model=.*: give a torch.nn.Module; {order} predict_fn, model, loader$"):
         rankwise.predict(nn.Identity(), all_kinds, data(3))  # type: ignore[arg-type]
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = trainer_of(model, optimizer, all_kinds, data(3), global_batch_size=2, max_steps=1, run_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"^predict\(data=.*\): give a dataset: trainer\.predict\(data, predict_fn\)$"):
+    with pytest.raises(ConfigError, match=rf"^predict\(data=.*\): give a dataset; {order} data, predict_fn$"):
         trainer.predict(all_kinds, data(3))  # type: ignore[arg-type]
 
 

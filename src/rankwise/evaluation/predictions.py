@@ -21,10 +21,7 @@ from rankwise.host.arguments import FUNCTION, instance, one_of, takes
 from rankwise.training.model import evaluating
 from rankwise.training.precision import Precision
 
-_ORDER = "predict(predict_fn, model, loader)"
-_LOADER = instance(
-    Loader, f"a rankwise.Loader(dataset, global_batch_size=..., max_epochs=1, shuffle=False), as the last of {_ORDER}"
-)  # fmt: skip
+_LOADER = instance(Loader, "a rankwise.Loader(dataset, global_batch_size=..., max_epochs=1, shuffle=False)")
 _ROUND = 32  # steps whose predictions are sent together
 
 Part = tuple[list[int], Any]
@@ -32,7 +29,7 @@ Part = tuple[list[int], Any]
 
 
 @takes(
-    predict_fn=FUNCTION, model=instance(torch.nn.Module, f"a torch.nn.Module: {_ORDER}"), loader=_LOADER,
+    predict_fn=FUNCTION, model=instance(torch.nn.Module, "a torch.nn.Module"), loader=_LOADER,
     on=one_of("main", "all"), into=FUNCTION.or_none, precision=instance(Precision, 'Precision("bf16")').or_none,
 )  # fmt: skip
 def predict(
