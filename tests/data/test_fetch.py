@@ -512,6 +512,9 @@ def test_only_batches_that_are_small_and_made_fast_share_a_message() -> None:
     assert len(next(each)) == 8
     groups.answered((["a"], 5.0), 100)
     assert len(next(each)) == 1
+    alone = _Groups(iter(range(100)), most=1)  # a timeout is for one batch
+    alone.answered((["a"], 0.0), 0)
+    assert next(iter(alone)) == (0,)
 
 
 def test_a_batch_is_free_when_the_loop_drops_it_though_others_of_its_message_are_held() -> None:

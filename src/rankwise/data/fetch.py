@@ -174,7 +174,7 @@ def _result(batch: Any, error: BaseException | None) -> Any:
 
 def _by_workers(requests: Iterator[Any], fetcher: Fetcher, workers: Workers, pin: bool) -> Iterator[Any]:
     context = RingContext(multiprocessing.get_context(), _failure)
-    groups = _Groups(requests)
+    groups = _Groups(requests, most=1 if workers.timeout else _GROUP)  # the timeout is for one batch
     sampler: Any = groups
     loader: DataLoader[Any] = DataLoader(
         _Identity(),
@@ -203,9 +203,9 @@ class _Groups:
     """The requests, several of them in one message to a worker if a batch is small and made fast: then the message and the
     switch to another process take longer than the batch."""
 
-    def __init__(self, requests: Iterator[Any]) -> None:
+    def __init__(self, requests: Iterator[Any], most: int = _GROUP) -> None:
         self._requests = requests
-        self._size = 1
+        self._size, self._most = 1, most
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         while group := tuple(itertools.islice(self._requests, self._size)):
@@ -217,7 +217,7 @@ class _Groups:
             return [answer]
         batches, seconds = answer
         fit = min(_GROUP_S / max(seconds, 1e-9), _GROUP_BYTES / max(size, 1)) * len(batches)
-        self._size = max(min(int(fit), _GROUP), 1)
+        self._size = max(min(int(fit), self._most), 1)
         made: Sequence[Any] = batches
         return made
 
