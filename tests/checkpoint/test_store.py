@@ -343,7 +343,9 @@ def test_a_writer_killed_at_any_moment_leaves_whole_checkpoints_alone(folder: Pa
     context = multiprocessing.get_context(ranks._CONTEXT.get_start_method())
     rng = random.Random(0)
     hit = 0
-    for _ in range(20):
+    for kill in range(400):
+        if kill >= 20 and hit:
+            break
         reader, pipe = context.Pipe(duplex=False)
         writer = context.Process(target=save_for_ever, args=(folder, pipe, background))
         writer.start()
