@@ -243,7 +243,8 @@ class BySampler:
 class LengthBatches:
     """Loader(batches=...): as many samples of about the same length as fit, padded, into a number of tokens (frames, seconds).
 
-    `tokens` per rank and micro-batch, or `global_tokens` of a whole step over all ranks. `lengths`: numbers, one per sample, or
+    `tokens` per rank and micro-batch, or `global_tokens` of a whole step over all ranks, which is divided so that all
+    micro-batches cost about the same: one may exceed its share by less than a sample. `lengths`: numbers, one per sample, or
     a function of the index; by default the dataset's attribute `lengths`. `pool`: the number of samples that are sorted
     together (by default those of about 32 steps). `max_samples`: the largest number of samples of a global batch.
     """
