@@ -38,7 +38,7 @@ class Log:
         self._skipped_before = 0
         self._last_step = 0
         self._sent_before = 0.0
-        self._text = self._means = self._drift = ""
+        self._text = ""
         self._samples_at_line = 0
 
     def attach(self, trainer: Any) -> None:
@@ -85,21 +85,20 @@ class Log:
             self._epoch[name] = Total(before.sum + total.sum, before.count + total.count)
             state.measure({name: total.mean})
         span = self._breakdown.since_last()
-        self._means, self._drift = ", ".join(f"{name} {state.metrics[name]:.4g}" for name in totals), ""
         figures: dict[str, float] = {"epoch": state.epoch, "clock_s": state.clock_s, "lr": _rate_of(state)}
         taken = self._samples()
         if span.elapsed_s and taken:
             figures["samples_per_s"] = (taken - self._samples_before) / span.elapsed_s
             self._samples_before = taken
-        state.note(
-            figures
-            | self._figures_of_sync(steps)
-            | {f"share/{name}": s / span.elapsed_s for name, s in span.parts_s.items() if span.elapsed_s}
-        )
-        self._text = self._with_rate(figures.get("samples_per_s", 0.0))
+        figures |= self._figures_of_sync(steps)
+        state.note(figures | {f"share/{name}": s / span.elapsed_s for name, s in span.parts_s.items() if span.elapsed_s})
+        means = ", ".join(f"{name} {state.metrics[name]:.4g}" for name in totals)
+        drift = f", drift {figures['sync/drift']:.3g}" if "sync/drift" in figures else ""
+        self._text = f"{means}{_per_second(figures.get('samples_per_s', 0.0))}{drift}"
         since_s = time.monotonic() - self._last_line
-        if since_s >= self._line_every_s and not state.epoch_ended:  # its steps per second are also those since the last line
-            self._say_line(state, f"{self._with_rate((taken - self._samples_at_line) / max(since_s, 1e-9))}, ")
+        if since_s >= self._line_every_s and not state.epoch_ended:
+            rate = (taken - self._samples_at_line) / max(since_s, 1e-9)  # since the last line, as its steps per second
+            self._say_line(state, f"{means}{_per_second(rate)}{drift}, ")
 
     def _figures_of_sync(self, steps: int) -> dict[str, float]:
         """On the main rank: bytes per step since the last call, and other metrics of the strategy."""
@@ -108,8 +107,6 @@ class Log:
             sent = figures.pop("sent_bytes")
             figures["bytes_per_step"] = (sent - self._sent_before) / steps
             self._sent_before = sent
-        if "drift" in figures:
-            self._drift = f", drift {figures['drift']:.3g}"
         return {f"sync/{name}": value for name, value in figures.items()}
 
     def _say_line(self, state: TrainState, metrics: str) -> None:
@@ -118,9 +115,6 @@ class Log:
 
     def _begin_line(self) -> None:
         self._last_line, self._samples_at_line = time.monotonic(), self._samples()
-
-    def _with_rate(self, samples_per_s: float) -> str:
-        return f"{self._means}{f', {samples_per_s:.4g} samples/s' * (samples_per_s > 0)}{self._drift}"
 
     def _pace(self, state: TrainState) -> str:
         return f"lr {_rate_of(state):.4g}, {self._progress.pace(state.step)}"
@@ -146,6 +140,10 @@ class Log:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._epoch = {name: Total(*pair) for name, pair in state["epoch"].items()}
         self._epoch_steps = state["epoch_steps"]
+
+
+def _per_second(samples: float) -> str:
+    return f", {samples:.4g} samples/s" if samples > 0 else ""
 
 
 def _rate_of(state: TrainState) -> float:
