@@ -23,7 +23,7 @@ EPOCHS = [
     (samples, rows, window)
     for samples in (1, 2, 5, 999, 1024, 20_011, 100_003)
     for rows, window in ((1, 1), (1, 1000), (7, 3), (64, 16), (1000, 1), (10**6, 10**6))
-    if samples <= 5000 * rows * window  # a window costs as much whether it has one sample or a thousand
+    if samples <= 25_000 * rows * window  # a window costs as much whether it has one sample or a thousand
 ]
 
 
