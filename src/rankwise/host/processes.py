@@ -112,7 +112,7 @@ def shortage(error: OSError) -> str | None:
         return "a limit on processes, perhaps of this container (pids.max)"
     if error.errno == errno.EFBIG:
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        return f"at most {limit // 1024} kB per file (ulimit -f)"
+        return f"at most {limit // 1024} kB per file (ulimit -f)" if limit != resource.RLIM_INFINITY else None
     return None
 
 
