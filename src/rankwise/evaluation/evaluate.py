@@ -19,7 +19,7 @@ from rankwise.data import Loader
 from rankwise.dist import comm, log
 from rankwise.errors import ConfigError, StepError
 from rankwise.evaluation.metrics import Metrics
-from rankwise.host.arguments import ANYTHING, DATA, FROM_ONE, Argument, takes
+from rankwise.host.arguments import ANYTHING, DATA, FROM_ONE, FUNCTION, Argument, takes
 from rankwise.sync import SyncStrategy
 from rankwise.telemetry.meters import Total
 from rankwise.training.model import evaluating
@@ -30,7 +30,6 @@ _MODEL = Argument(
     lambda value: isinstance(value, nn.Module) or isinstance(getattr(value, "model", None), nn.Module),
     "a torch.nn.Module, or an object with one as .model, such as EMA(model)",
 )
-_FUNCTION = Argument(callable, "a function: Evaluate(data, fn)")
 _NAME = Argument(lambda value: isinstance(value, str) and value.isidentifier(), "a word: eval, ema, test")
 
 Pair = tuple[float | torch.Tensor, float | torch.Tensor]
@@ -58,7 +57,7 @@ class Evaluate:
     """
 
     @takes(
-        data=DATA, fn=_FUNCTION.or_none, metrics=ANYTHING, every_steps=FROM_ONE.or_none, every_epochs=FROM_ONE.or_none,
+        data=DATA, fn=FUNCTION.or_none, metrics=ANYTHING, every_steps=FROM_ONE.or_none, every_epochs=FROM_ONE.or_none,
         model=_MODEL.or_none, name=_NAME, moved=_MOVED,
     )  # fmt: skip
     def __init__(
