@@ -215,11 +215,11 @@ class _Groups:
         """The batches of an answer that has `size` bytes."""
         if isinstance(answer, _FetchFailure):
             return [answer]
+        batches: list[Any]
         batches, seconds = answer
         fit = min(_GROUP_S / max(seconds, 1e-9), _GROUP_BYTES / max(size, 1)) * len(batches)
         self._size = max(min(int(fit), self._most), 1)
-        made: Sequence[Any] = batches
-        return made
+        return batches
 
 
 @contextlib.contextmanager
