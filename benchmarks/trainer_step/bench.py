@@ -5,16 +5,31 @@
     python benchmarks/trainer_step/bench.py quiet                    the same class, with draws_nothing
     python benchmarks/trainer_step/bench.py samples                  a class with only __getitem__
     python benchmarks/trainer_step/bench.py tensors                  a TensorDataset
+    python benchmarks/trainer_step/bench.py gpt                      examples/04_gpt.py, 0.66 M parameters
+    rankwise run --nproc 2 benchmarks/trainer_step/bench.py 25m      25 M parameters; 100m: 100 M
+    python benchmarks/trainer_step/bench.py 25m --alone Trainer      a loop alone (plain, best), and its peak memory
 
-Both loops run in this process and take turns of 40 steps. They use the same tiny model (MLP 16-32-4), dataset, batch size per
-rank (16) and optimizer (SGD), so that nothing hides the cost of the loop itself. The hand-written loop uses torch's DataLoader.
+The loops run in this process and take turns of 40 steps (fewer with large models). They use the same model, dataset, batch size
+per rank, fused optimizer and threads. By default the model is tiny (MLP 16-32-4, 16 samples), so that nothing hides the cost of
+the loop itself; the large ones are eight square layers with 16 samples, so that gradients and parameters take most of a step.
+`plain` uses torch's DataLoader as its documentation does (on several ranks DDP, with gradient_as_bucket_view), `best` takes its
+batches from two tensors by index_select, which no dataset of a class can reach. `floor` (one rank) is a bare loop of the calls
+that the Trainer's promises need: read the batch without a change of the random streams, sum the loss, look at the gradient
+before the step, clear it, keep the sum of the loss for the log.
 """
 
+import argparse
+import importlib.util
+import math
+import resource
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,21 +38,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import rankwise
+from rankwise.data.fetch import collate
+from rankwise.dist.seed import SavedStreams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from measure import median, p10, ratios
 
-TURN = 40
-TURNS = 120
 BATCH = 16
 
 
 class Samples:
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, width: int = 16, classes: int = 4) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(n, 16, generator=generator)
-        self.y = torch.randint(4, (n,), generator=generator)
+        self.x = torch.randn(n, width, generator=generator)
+        self.y = torch.randint(classes, (n,), generator=generator)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -55,57 +70,10 @@ class QuietRows(Rows):
     draws_nothing = True
 
 
-def parts():
+def tiny():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-    return model, torch.optim.SGD(model.parameters(), lr=0.01)
-
-
-class Turns:
-    """Threads of which one runs at a time. After TURN steps, it lets the next one run, and records how long the steps took."""
-
-    def __init__(self, names: list[str], turns: int = TURNS) -> None:
-        self.names = names
-        self.turns = turns
-        self.events = {name: threading.Event() for name in names}
-        self.times: dict[str, list[float]] = {name: [] for name in names}
-        self.began = dict.fromkeys(names, 0.0)
-
-    def wait(self, name: str) -> None:
-        self.events[name].wait()
-        self.events[name].clear()
-        self.began[name] = time.perf_counter()
-
-    def over(self, name: str) -> None:
-        self.times[name].append((time.perf_counter() - self.began[name]) / TURN)
-        self.events[self.names[(self.names.index(name) + 1) % len(self.names)]].set()
-
-    def after_step(self, name: str, step: int) -> None:
-        """Let the next thread run if the turn is over. Not in the last turn, which includes what the loop does at its end."""
-        if step % TURN == 0 and step < TURN * self.turns:
-            self.over(name)
-            self.wait(name)
-
-
-def raw_loop(turns: Turns, world, data: Rows) -> None:
-    turns.wait("raw")  # the setup also calls collectives, which must not meet those of the other loop
-    model, optimizer = parts()
-    wrapped = DistributedDataParallel(model) if world.world_size > 1 else model
-    sampler = DistributedSampler(data) if world.world_size > 1 else None
-    collate = (lambda batch: batch) if isinstance(data, Rows) else None
-    loader = DataLoader(data, BATCH, shuffle=sampler is None, sampler=sampler, collate_fn=collate)
-    step = 0
-    while step < TURN * turns.turns:
-        for x, y in loader:
-            loss = F.cross_entropy(wrapped(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            turns.after_step("raw", step)
-            if step == TURN * turns.turns:
-                break
-    turns.over("raw")
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
 
 
 def step_fn(model, batch):
@@ -113,38 +81,233 @@ def step_fn(model, batch):
     return F.cross_entropy(model(x), y, reduction="sum"), len(y)
 
 
-def trainer_loop(turns: Turns, world, data: Rows, folder: str) -> None:
+def mean_loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Case(NamedTuple):
+    data: Any
+    parts: Callable[[], tuple[nn.Module, torch.optim.Optimizer]] = tiny
+    turn: int = 40
+    """Steps of one turn."""
+
+    turns: int = 120
+    batch: int = BATCH
+    step_fn: Callable[..., Any] = step_fn
+    mean_loss: Callable[..., Any] = mean_loss
+    clip_norm: float | None = None
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None
+    log_every: int = 50
+
+
+def square(width: int, turns: int) -> Case:
+    def parts():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(width, width), nn.ReLU())))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    return Case(Rows(512, width, width), parts, turn=2, turns=turns)
+
+
+def gpt() -> Case:
+    """What examples/04_gpt.py trains, with its schedule, clipping and log every 10 steps."""
+    spec = importlib.util.spec_from_file_location("example_gpt", Path(__file__).parents[2] / "examples" / "04_gpt.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+
+    def parts():
+        torch.manual_seed(0)
+        model = example.GPT()
+        return model, torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
+
+    def mean_loss(model, batch):
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    def schedule(optimizer):
+        rate = lambda s: (s + 1) / 40 if s < 40 else 0.1 + 0.45 * (1 + math.cos(math.pi * min(s / 800, 1)))  # noqa: E731
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+    data = example.standard_library()[0]
+    return Case(data, parts, 10, 30, 32, example.step, mean_loss, clip_norm=1.0, schedule=schedule, log_every=10)
+
+
+CASES = {
+    "rows": lambda: Case(Rows(16384)),
+    "quiet": lambda: Case(QuietRows(16384)),
+    "samples": lambda: Case(Samples(16384)),
+    "tensors": lambda: Case(TensorDataset(Rows(16384).x, Rows(16384).y)),
+    "gpt": gpt,
+    "25m": lambda: square(1768, 40),
+    "100m": lambda: square(3536, 15),
+}
+
+
+class Turns:
+    """Threads of which one runs at a time. After the steps of its turn, it lets the next one run, and records how long a step
+    took."""
+
+    def __init__(self, names: list[str], case: Case) -> None:
+        self.names = names
+        self.steps = case.turn * case.turns
+        self._turn = case.turn
+        self.events = {name: threading.Event() for name in names}
+        self.times: dict[str, list[float]] = {name: [] for name in names}
+        self.began = dict.fromkeys(names, 0.0)
+        self.peak = 0.0
+
+    def wait(self, name: str) -> None:
+        self.events[name].wait()
+        self.events[name].clear()
+        self.began[name] = time.perf_counter()
+
+    def over(self, name: str) -> None:
+        self.times[name].append((time.perf_counter() - self.began[name]) / self._turn)
+        self.events[self.names[(self.names.index(name) + 1) % len(self.names)]].set()
+
+    def after_step(self, name: str, step: int) -> None:
+        """Let the next thread run if the turn is over. Not in the last turn, which includes what the loop does at its end."""
+        if step % self._turn == 0 and step < self.steps:
+            self.peak = peak_mib()
+            self.over(name)
+            self.wait(name)
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def batches(name: str, case: Case, world) -> Iterator[Any]:
+    """The batches of this rank, of all epochs."""
+    if name == "best":
+        x, y = case.data.tensors if isinstance(case.data, TensorDataset) else (case.data.x, case.data.y)
+        epoch = 0
+        while True:
+            order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))[world.rank :: world.world_size]
+            for indices in order[: len(order) // case.batch * case.batch].view(-1, case.batch):
+                yield x.index_select(0, indices), y.index_select(0, indices)
+            epoch += 1
+    sampler = DistributedSampler(case.data) if world.world_size > 1 else None
+    collate = (lambda batch: batch) if hasattr(case.data, "__getitems__") else None
+    loader = DataLoader(case.data, case.batch, shuffle=sampler is None, sampler=sampler, collate_fn=collate)
+    while True:
+        yield from loader
+
+
+def by_hand(name: str, turns: Turns, world, case: Case) -> None:
+    turns.wait(name)  # the setup also calls collectives, which must not meet those of the other loops
+    model, optimizer = case.parts()
+    scheduler = case.schedule(optimizer) if case.schedule else None
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if world.world_size > 1 else model
+    for step, batch in enumerate(batches(name, case, world), 1):
+        loss = case.mean_loss(wrapped, batch)
+        loss.backward()
+        if case.clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        if step % case.log_every == 0:
+            loss.item()  # the sum over ranks and the line of a log are not counted
+        turns.after_step(name, step)
+        if step == turns.steps:
+            break
+    turns.over(name)
+
+
+def bare_promises(turns: Turns, world, case: Case) -> None:
+    """The floor of the Trainer on one rank, with all gradients in one buffer."""
+    turns.wait("floor")
+    model, optimizer = case.parts()
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters))
+    for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = piece.view_as(parameter)
+    streams, data = SavedStreams(), case.data
+    seed, losses, count = torch.tensor(1 / case.batch), torch.zeros(()), 0
+    made = data.__getitems__ if hasattr(data, "__getitems__") else lambda indices: collate([data[index] for index in indices])
+    step = 0
+    while step < turns.steps:
+        order = torch.randperm(len(data)).numpy()
+        for first in range(0, len(order) - case.batch + 1, case.batch):
+            indices = order[first : first + case.batch].tolist()
+            streams.save()
+            batch = made(indices)
+            streams.restore()
+            loss_sum, samples = case.step_fn(model, batch)
+            loss_sum.backward(seed)
+            losses += loss_sum.detach()
+            count += samples
+            if math.isfinite(torch.linalg.vector_norm(flat).item()):
+                optimizer.step()
+            flat.zero_()
+            step += 1
+            turns.after_step("floor", step)
+            if step == turns.steps:
+                break
+    turns.over("floor")
+
+
+def trainer_loop(turns: Turns, world, case: Case, folder: str, save_every_s: float) -> None:
     hand_over = lambda state: turns.after_step("Trainer", state.step)  # noqa: E731
     turns.wait("Trainer")
+    model, optimizer = case.parts()
     trainer = rankwise.Trainer(
-        *parts(), step_fn, data, batch_size=BATCH, max_steps=TURN * turns.turns, actions=[hand_over], run_dir=folder,
-        checkpoints=rankwise.Checkpoints(every_s=len(turns.names)),  # about a second of its own time per save
+        model, optimizer, case.step_fn, case.data, batch_size=case.batch, max_steps=turns.steps, clip_norm=case.clip_norm,
+        scheduler=case.schedule(optimizer) if case.schedule else None, run_dir=folder,
+        actions=[rankwise.actions.Log(every_steps=case.log_every), hand_over],
+        checkpoints=rankwise.Checkpoints(every_s=save_every_s),
     )  # fmt: skip
-    trainer.fit(fresh=True)  # the last turn includes the end: its collectives must not meet those of the other loop
+    trainer.fit(fresh=True)  # the last turn includes the end: its collectives must not meet those of the other loops
     turns.over("Trainer")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case", nargs="?", choices=CASES, default="rows")
+    parser.add_argument("--alone", choices=["Trainer", "plain", "best"])
+    args = parser.parse_args()
     world = rankwise.init()
-    torch.set_num_threads(1)
+    if args.case not in ("gpt", "25m", "100m"):
+        torch.set_num_threads(1)
     folder = str(world.run_dir) if world.run_dir else rankwise.broadcast_object(tempfile.mkdtemp())
-    turns = Turns(["raw", "Trainer"])
-    kinds = {"": Rows, "quiet": QuietRows, "samples": Samples, "tensors": lambda n: TensorDataset(Rows(n).x, Rows(n).y)}
-    data = kinds["".join(sys.argv[1:])](16384)
-    # The Trainer runs in the main thread, which can get signals, and the hand-written loop in another one.
-    raw = threading.Thread(target=raw_loop, args=(turns, world, data))
-    raw.start()
-    turns.events["raw"].set()
-    trainer_loop(turns, world, data, folder)
-    raw.join()
-    warm = 5
-    slower = ratios(turns.times["Trainer"], turns.times["raw"])[warm:-1]
-    tenth = {name: p10(times[warm:]) for name, times in turns.times.items()}
-    if world.is_main:
+    case = CASES[args.case]()
+    names = ["plain", "Trainer"]
+    names += ["best"] if args.case != "gpt" else []
+    names += ["floor"] if world.world_size == 1 and case.parts is tiny else []
+    if args.alone:
+        case, names = case._replace(turns=5), [args.alone]
+    turns = Turns(names, case)
+    # The Trainer runs in the main thread, which can get signals, and the hand-written loops in others.
+    by_name = {name: partial(by_hand, name) for name in ("plain", "best")} | {"floor": bare_promises}
+    others = [threading.Thread(target=by_name[name], args=(turns, world, case)) for name in names if name != "Trainer"]
+    for other in others:
+        other.start()
+    turns.events[names[0]].set()
+    if "Trainer" in names:
+        # Among others, about a second of its own time per save. Alone, only at the end.
+        trainer_loop(turns, world, case, folder, save_every_s=3600 if args.alone else len(names))
+    for other in others:
+        other.join()
+    if args.alone:
         print(
-            f"{world.world_size} rank(s), {len(slower)} paired turns of {TURN} steps, Trainer / hand-written: "
-            f"median {median(slower):.3f}, p10 of turns {tenth['Trainer'] / tenth['raw']:.3f} "
-            f"(raw {1e6 * tenth['raw']:.0f} us a step); Python {sys.version.split()[0]}, torch {torch.__version__}"
+            f"{args.case}, {args.alone} alone, rank {world.rank}: peak memory {turns.peak:.0f} MiB in the loop, "
+            f"{peak_mib():.0f} MiB with its end (the Trainer saves there)"
+        )
+    elif world.is_main:
+        report(turns, args.case, world.world_size, case.turn)
+
+
+def report(turns: Turns, name: str, ranks: int, steps: int) -> None:
+    warm = min(5, len(turns.times["plain"]) // 5)
+    tenth = {each: p10(times[warm:-1]) for each, times in turns.times.items()}
+    for other in turns.names:
+        if other == "Trainer":
+            continue
+        slower = ratios(turns.times["Trainer"][warm:-1], turns.times[other][warm:-1])
+        print(
+            f"{name}, {ranks} rank(s), {len(slower)} turns of {steps} steps, Trainer / {other}: median of pairs "
+            f"{median(slower):.3f}, p10 of turns {tenth['Trainer'] / tenth[other]:.3f} ({1e6 * tenth[other]:.0f} us by hand)"
         )
 
 

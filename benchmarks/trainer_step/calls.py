@@ -10,7 +10,7 @@ import io
 import sys
 import tempfile
 
-from bench import BATCH, QuietRows, Rows, parts, step_fn
+from bench import BATCH, QuietRows, Rows, step_fn, tiny
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -42,7 +42,7 @@ class Counter:
 
 def raw() -> Counter:
     counter = Counter()
-    model, optimizer = parts()
+    model, optimizer = tiny()
     for step, (x, y) in enumerate(DataLoader(DATA, BATCH, shuffle=True, collate_fn=lambda batch: batch), 1):
         loss = F.cross_entropy(model(x), y)
         loss.backward()
@@ -59,7 +59,7 @@ def trainer() -> Counter:
     action = lambda state: counter.at(state.step)  # noqa: E731
     with contextlib.redirect_stdout(io.StringIO()):
         rankwise.Trainer(
-            *parts(), step_fn, DATA, batch_size=BATCH, max_steps=LAST, actions=[action], run_dir=tempfile.mkdtemp()
+            *tiny(), step_fn, DATA, batch_size=BATCH, max_steps=LAST, actions=[action], run_dir=tempfile.mkdtemp()
         ).fit()
     return counter
 

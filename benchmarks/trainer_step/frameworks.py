@@ -7,7 +7,7 @@
 All of them run in this process (with DDP on two ranks) and take turns of 40 steps. Model, data, batch size per rank and
 optimizer are those of bench.py. Each does what it does by default:
 
-    raw              torch's DataLoader; nothing else
+    plain            torch's DataLoader; nothing else
     Trainer          rankwise: log every 50 steps, progress line, a checkpoint per second of its own time, the agreed stop
     Fabric           a hand-written loop; no log, no bar, no checkpoint
     Accelerate       a hand-written loop; no log, no bar, no checkpoint
@@ -27,7 +27,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from bench import BATCH, TURN, Rows, Turns, parts, raw_loop, trainer_loop
+from bench import BATCH, Case, Rows, Turns, by_hand, tiny, trainer_loop
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from measure import median, p10, ratios
 
-NAMES = ["raw", "Trainer", "Fabric", "Accelerate", "Ignite", "Lightning", "Lightning bare", "HF Trainer"]
+NAMES = ["plain", "Trainer", "Fabric", "Accelerate", "Ignite", "Lightning", "Lightning bare", "HF Trainer"]
 
 
 def as_they_are(batch):
@@ -53,10 +53,10 @@ def fabric_loop(turns: Turns, world, data: Rows, folder: str) -> None:
 
     fabric = Fabric(accelerator="cpu", devices=world.world_size, strategy="ddp" if world.world_size > 1 else "auto")
     fabric.launch()
-    model, optimizer = fabric.setup(*parts())
+    model, optimizer = fabric.setup(*tiny())
     loader = fabric.setup_dataloaders(loader_of(data))
     step = 0
-    while step < TURN * turns.turns:
+    while step < turns.steps:
         for x, y in loader:
             loss = F.cross_entropy(model(x), y)
             fabric.backward(loss)
@@ -64,7 +64,7 @@ def fabric_loop(turns: Turns, world, data: Rows, folder: str) -> None:
             optimizer.zero_grad()
             step += 1
             turns.after_step("Fabric", step)
-            if step == TURN * turns.turns:
+            if step == turns.steps:
                 break
 
 
@@ -72,9 +72,9 @@ def accelerate_loop(turns: Turns, world, data: Rows, folder: str) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model, optimizer, loader = accelerator.prepare(*parts(), loader_of(data))
+    model, optimizer, loader = accelerator.prepare(*tiny(), loader_of(data))
     step = 0
-    while step < TURN * turns.turns:
+    while step < turns.steps:
         for x, y in loader:
             loss = F.cross_entropy(model(x), y)
             accelerator.backward(loss)
@@ -82,7 +82,7 @@ def accelerate_loop(turns: Turns, world, data: Rows, folder: str) -> None:
             optimizer.zero_grad()
             step += 1
             turns.after_step("Accelerate", step)
-            if step == TURN * turns.turns:
+            if step == turns.steps:
                 break
 
 
@@ -91,12 +91,12 @@ def ignite_loop(turns: Turns, world, data: Rows, folder: str) -> None:
     from ignite.engine import Events, create_supervised_trainer
 
     idist.sync()
-    model, optimizer = parts()
+    model, optimizer = tiny()
     model, optimizer = idist.auto_model(model), idist.auto_optim(optimizer)
     loader = idist.auto_dataloader(data, batch_size=BATCH * world.world_size, shuffle=True, collate_fn=as_they_are)
     engine = create_supervised_trainer(model, optimizer, F.cross_entropy)
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: turns.after_step("Ignite", engine.state.iteration))
-    steps = TURN * turns.turns
+    steps = turns.steps
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=steps), lambda engine: engine.terminate())
     engine.run(loader, max_epochs=steps)
 
@@ -107,7 +107,7 @@ def lightning_loop(name: str, turns: Turns, world, data: Rows, folder: str) -> N
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.optimizer = parts()
+            self.model, self.optimizer = tiny()
 
         def training_step(self, batch, index):
             x, y = batch
@@ -127,7 +127,7 @@ def lightning_loop(name: str, turns: Turns, world, data: Rows, folder: str) -> N
         "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
     }  # fmt: skip
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=world.world_size, strategy="ddp" if several else "auto", max_steps=TURN * turns.turns,
+        accelerator="cpu", devices=world.world_size, strategy="ddp" if several else "auto", max_steps=turns.steps,
         max_epochs=-1, default_root_dir=f"{folder}/{name}", **(bare if name == "Lightning bare" else {}),
     )  # fmt: skip
     trainer.fit(Module(), loader_of(data))
@@ -148,9 +148,9 @@ def hf_loop(turns: Turns, world, data: Rows, folder: str) -> None:
         def on_step_end(self, args, state, control, **_) -> None:
             turns.after_step("HF Trainer", state.global_step)
 
-    model, optimizer = parts()
+    model, optimizer = tiny()
     arguments = transformers.TrainingArguments(
-        output_dir=f"{folder}/hf", per_device_train_batch_size=BATCH, max_steps=TURN * turns.turns, use_cpu=True,
+        output_dir=f"{folder}/hf", per_device_train_batch_size=BATCH, max_steps=turns.steps, use_cpu=True,
         report_to="none", remove_unused_columns=False,
     )  # fmt: skip
     steady = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -191,29 +191,29 @@ def main() -> None:
     world = rankwise.init()
     torch.set_num_threads(1)
     folder = str(world.run_dir) if world.run_dir else rankwise.broadcast_object(tempfile.mkdtemp())
-    turns = Turns(NAMES, number)
-    data = Rows(16384)
+    case = Case(Rows(16384), turns=number)
+    turns = Turns(NAMES, case)
     # The Trainer runs in the main thread, which can get signals.
-    threads = [threading.Thread(target=raw_loop, args=(turns, world, data), daemon=True)]
-    threads += [threading.Thread(target=in_turn, args=(name, turns, world, data, folder), daemon=True) for name in LOOPS]
+    threads = [threading.Thread(target=by_hand, args=("plain", turns, world, case), daemon=True)]
+    threads += [threading.Thread(target=in_turn, args=(name, turns, world, case.data, folder), daemon=True) for name in LOOPS]
     for thread in threads:
         thread.start()
-    turns.events["raw"].set()
-    trainer_loop(turns, world, data, folder)
+    turns.events["plain"].set()
+    trainer_loop(turns, world, case, folder, save_every_s=len(NAMES))
     for thread in threads:
         thread.join()
     if world.is_main:
-        report(turns, world.world_size)
+        report(turns, world.world_size, case.turn)
 
 
-def report(turns: Turns, ranks: int) -> None:
+def report(turns: Turns, ranks: int, steps: int) -> None:
     warm = 3
-    raw = turns.times["raw"][warm:-1]
-    print(f"{ranks} rank(s), {len(raw)} turns of {TURN} steps each; torch {torch.__version__}")
+    plain = turns.times["plain"][warm:-1]
+    print(f"{ranks} rank(s), {len(plain)} turns of {steps} steps each; torch {torch.__version__}")
     print(f"{'':16}{'median of pairs':>16}{'p10 of turns':>14}")
     for name in NAMES:
         times = turns.times[name][warm:-1]
-        print(f"{name:16}{median(ratios(times, raw)):16.2f}{p10(times) / p10(raw):14.2f}")
+        print(f"{name:16}{median(ratios(times, plain)):16.2f}{p10(times) / p10(plain):14.2f}")
 
 
 if __name__ == "__main__":

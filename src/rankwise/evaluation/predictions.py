@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rankwise.data import Loader
+from rankwise.data.order import Indices
 from rankwise.dist import comm
 from rankwise.dist.guards import agreed, run_on_main
 from rankwise.errors import ConfigError, StepError
@@ -68,7 +69,7 @@ def predict(
         if into is None:
             told.extend(parts)
         else:
-            run_on_main(lambda: into(*_joined(parts)) if parts else None)
+            run_on_main(lambda: _given_to(into, parts) if parts else None)
 
     precision = precision or Precision()
     with evaluating(model), torch.no_grad(), precision.autocast():
@@ -79,6 +80,11 @@ def predict(
                 pass_on()
     pass_on()
     return None if into is not None else _whole(told)
+
+
+def _given_to(into: Callable[[list[int], Any], object], parts: Sequence[Part]) -> None:
+    indices, rows = _joined(parts)
+    into(indices.tolist(), rows)
 
 
 def _whole(parts: Sequence[Part]) -> Any:
@@ -110,14 +116,18 @@ def _rows(value: Any, n: int, where: str = "") -> Any:
     return value
 
 
-def _joined(parts: Sequence[Part]) -> Part:
+def _joined(parts: Sequence[Part]) -> tuple[Indices, Any]:
+    """Increasing indices, and their rows in the same order."""
     indices = np.concatenate([np.array(some, dtype=np.int64) for some, _ in parts])
+    rows = [some for _, some in parts]
+    if bool((indices[1:] >= indices[:-1]).all()):  # usual on one rank
+        return indices, _put_together(rows, None)
     order = np.argsort(indices, kind="stable")
-    return indices[order].tolist(), _put_together([rows for _, rows in parts], order)
+    return indices[order], _put_together(rows, order)
 
 
-def _put_together(parts: Sequence[Any], order: Any, where: str = "") -> Any:
-    """The rows of several batches together, in `order`."""
+def _put_together(parts: Sequence[Any], order: Indices | None, where: str = "") -> Any:
+    """The rows of several batches together, in `order`; None: as they are."""
     first = parts[0]
     if any(type(part) is not type(first) or _shape(part) != _shape(first) for part in parts):
         kinds = sorted({f"{type(part).__name__} {_shape(part)}" for part in parts})
@@ -132,10 +142,12 @@ def _put_together(parts: Sequence[Any], order: Any, where: str = "") -> Any:
         return tuple(_put_together([part[k] for part in parts], order, f"{where}[{k}]") for k in range(len(first)))
     if isinstance(first, list):
         joined = [row for part in parts for row in part]
-        return [joined[k] for k in order.tolist()]
+        return joined if order is None else [joined[k] for k in order.tolist()]
     if isinstance(first, torch.Tensor):
-        return torch.cat(list(parts))[torch.from_numpy(order)]
-    return np.concatenate(parts)[order]
+        whole = torch.cat(list(parts))
+        return whole if order is None else whole[torch.from_numpy(order)]
+    rows = np.concatenate(parts)
+    return rows if order is None else rows[order]
 
 
 def _shape(part: Any) -> Any:
