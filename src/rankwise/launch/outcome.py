@@ -15,12 +15,14 @@ from pathlib import Path
 from rankwise import schedulers
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from rankwise.host.terminal import message, typed
-from rankwise.host.text import short
+from rankwise.host.text import count, short
 from rankwise.launch.caller import caller_of
 from rankwise.run.config import RunConfig, misplaced, option
 from rankwise.run.directory import Failure, RunDir
 
 _LOG_TAIL_BYTES = 65536  # large: the list of modules that a crash prints comes after its stack
+_OUR_FRAME = f'  File "{Path(__file__).parents[1]}/'
+_BETWEEN = re.compile(rf'(?:^{re.escape(_OUR_FRAME)}.*\n(?:    .*\n)*)+(?=  File ")(?!{re.escape(_OUR_FRAME)})', re.MULTILINE)
 _CRASH = re.compile(r"^(Fatal Python error: .*)\n(?:.*\n)*?Current thread .*\n((?:  File .*\n)+)", re.MULTILINE)
 
 
@@ -65,7 +67,7 @@ def _say_failure(run: RunDir, failure: Failure, config: RunConfig) -> None:
     caller = caller_of(config.words)
     if failure.traceback is not None:
         if not _is_told(failure) and caller.reads:
-            _show(failure.traceback.rstrip("\n"))
+            _show(shortened(failure.traceback.rstrip("\n")))
     elif failure.log is not None and failure.rank != 0 and (failure.exit_code or failure.signal):  # the log of rank 0 is above
         _show(_last_lines(run.log_tail(failure.rank, _LOG_TAIL_BYTES)), end="")
     if (hint := _misplaced(run, failure, config)) is not None:
@@ -96,11 +98,17 @@ def _is_told(failure: Failure) -> bool:
     return first.startswith("error: ") and first.removeprefix("error: ") in failure.summary and "\n" not in place
 
 
-def _last_lines(log: bytes, count: int = 5) -> str:
+def shortened(traceback: str) -> str:
+    """Frames of rankwise between two frames of other code are one line; the log has all. Those in which the error was raised
+    remain."""
+    return _BETWEEN.sub(lambda run: f"  ... {count(run[0].count(_OUR_FRAME), 'frame')} in rankwise\n", traceback)
+
+
+def _last_lines(log: bytes, most: int = 5) -> str:
     """The last lines of a log: they often show why a rank exited without an exception. Of a crash, its innermost frames."""
     text = log.decode(errors="replace")
     crash = _CRASH.search(text)
-    lines = [crash[1], *crash[2].splitlines()[:count]] if crash is not None else text.splitlines()[-count:]
+    lines = [crash[1], *crash[2].splitlines()[:most]] if crash is not None else text.splitlines()[-most:]
     return "".join(f"  {line}\n" for line in lines)
 
 
