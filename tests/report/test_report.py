@@ -240,8 +240,17 @@ def test_checkpoints_and_the_failure_come_last(run: RunDir) -> None:
     run.write_failure(Failure(1, "h", "rank 1 was killed by SIGKILL at step 21", 137, log="/runs/train/logs/rank-1.log"))
     assert sections(run)[-2:] == [
         "checkpoints: step-0000010, step-0000020",
-        "failed: rank 1 was killed by SIGKILL at step 21; its output: /runs/train/logs/rank-1.log",
+        "failed: rank 1 was killed by SIGKILL at step 21\nits output: /runs/train/logs/rank-1.log",
     ]
+
+
+def test_a_long_failure_is_broken_between_words(run: RunDir) -> None:
+    live(run, attempt())
+    run.write_failure(Failure(1, "h", "rank 1 raised ValueError: " + "too long " * 20, 1, log="/runs/train/logs/rank-1.log"))
+    told = sections(run)[-1].splitlines()
+    assert len(told) > 2
+    assert max(map(len, told)) <= 80
+    assert told[-1] == "its output: /runs/train/logs/rank-1.log"
 
 
 # --- table

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from rankwise.host.text import clock, stamp
+from rankwise.host.text import clock, folded, stamp
 from rankwise.run.directory import Attempt, RunDir, find_run
 
 _MOMENTS = 10
@@ -25,7 +25,7 @@ def print_report(run: str | None) -> None:
 
 
 def report(run: RunDir, columns: int = _COLUMNS) -> str:
-    """The complete text. How an attempt ended is shortened to fit into `columns`; nothing else is that long."""
+    """The complete text. How an attempt ended is shortened to fit into `columns`, and the failure is broken between words."""
     attempts = run.attempts()
     sections = [f"run {run.path.name} in {run.path}", _attempts(run, attempts, columns)]
     figures = run.read_metrics()
@@ -35,7 +35,7 @@ def report(run: RunDir, columns: int = _COLUMNS) -> str:
         sections.append(f"checkpoints: {', '.join(saved)}")
     failure = run.read_failure()
     if failure is not None:
-        sections.append(f"failed: {failure.summary}; its output: {failure.log}")
+        sections.append(folded(f"failed: {failure.summary}", columns) + f"\nits output: {failure.log}")
     return "\n\n".join(sections)
 
 
