@@ -101,7 +101,8 @@ class _Machine:
         self._lacks: dict[str, str] = {}
 
     def use(self, what: str, session: pytest.Session) -> None:
-        """From now on the hosts are those of `what`. Skips the test if this is not possible."""
+        """From now on the hosts are those of `what`. Skips the test without root, if packages cannot be installed, or beside hosts
+        of somebody else; fails if the hosts do not come up."""
         if os.geteuid() != 0:
             pytest.skip("virtual hosts need root")
         if self._lock is None:
@@ -117,7 +118,9 @@ class _Machine:
                 return
             self._down()
             self._lacks[what] = (up.stderr.strip().splitlines() or [f"{script} said nothing"])[-1]
-        pytest.skip(self._lacks[what])
+        if "apt-get install" in self._lacks[what]:
+            pytest.skip(self._lacks[what])
+        pytest.fail(self._lacks[what], pytrace=False)
 
     def _begin(self, session: pytest.Session) -> None:
         with contextlib.ExitStack() as unless_held:
