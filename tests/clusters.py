@@ -101,8 +101,8 @@ class _Machine:
         self._lacks: dict[str, str] = {}
 
     def use(self, what: str, session: pytest.Session) -> None:
-        """From now on the hosts are those of `what`. Skips the test without root, if packages cannot be installed, or beside hosts
-        of somebody else; fails if the hosts do not come up."""
+        """From now on the hosts are those of `what`. Skips the test without root, if packages cannot be installed, and if hosts
+        of somebody else are up; fails if the hosts do not come up."""
         if os.geteuid() != 0:
             pytest.skip("virtual hosts need root")
         if self._lock is None:
