@@ -254,6 +254,91 @@ def test_a_look_in_mid_period_changes_no_bit() -> None:
         assert np.array_equal(seen, unseen)
 
 
+def at_the_end(n_known: int, steps: int, compress: str | None) -> tuple[Flat, Flat, Flat, Flat]:
+    """After `steps` steps: the plain average of the replicas; what `averaged` shows; the parameters; and those after
+    `finish`. `n_known`: the number of steps that `check_length` gets; 0 if it is not called."""
+    plain: Flat = np.empty(0)
+    for without_outer_step in (True, False):
+        model = make_model()
+        sync = DiLoCo(4, lr=1.0, momentum=0.3, compress=compress).attach(model, adam(model), typical_count=8.0)
+        if n_known:
+            sync.check_length(n_known)
+        for step in range(steps):
+            if without_outer_step and step == steps - 1:
+                sync._next = -1
+            one_step(sync, model, step, False)
+        with sync.averaged():
+            shown = flat(model)
+        plain = shown if without_outer_step else plain
+    before = flat(model)
+    sync.finish()
+    return plain, shown, before, flat(model)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_result_of_diloco_is_the_average_of_its_replicas_not_the_outer_step_beyond_it(n: int) -> None:
+    for plain, shown, before, result in on_ranks(n, at_the_end, 12, 12, None):
+        assert np.abs(result - plain).max() < 1e-15
+        assert np.array_equal(shown, result)
+        assert np.abs(before - plain).max() > 1e-4
+    for plain, shown, _, result in on_ranks(n, at_the_end, 12, 10, None):  # in mid-period
+        assert np.array_equal(shown, plain)
+        assert np.abs(result - plain).max() < 1e-15
+    for _, shown, before, result in on_ranks(n, at_the_end, 0, 12, None):  # it does not know that this was the last step
+        assert np.array_equal(shown, before)
+        assert np.array_equal(result, before)
+
+
+def test_the_result_of_compressed_diloco_is_the_average_up_to_what_a_message_loses() -> None:
+    for plain, shown, before, result in on_ranks(2, at_the_end, 12, 12, "int8"):
+        assert np.array_equal(shown, result)
+        assert np.abs(result - plain).max() < np.abs(before - plain).max() / 10
+
+
+def made_longer() -> tuple[list[bool], bool]:
+    """(whether a training of 8 steps that is then made longer, from its checkpoint, has the parameters of one of 12 steps;
+    whether one that is started again at its end has the same result)."""
+
+    def fresh(steps: int) -> tuple[DiLoCo, nn.Module, torch.optim.Optimizer]:
+        model = make_model()
+        sync = DiLoCo(4, lr=1.0, momentum=0.3).attach(model, optimizer := adam(model), typical_count=8.0)
+        sync.check_length(steps)
+        return sync, model, optimizer
+
+    def resumed(steps: int) -> tuple[DiLoCo, nn.Module, torch.optim.Optimizer]:
+        sync, model, optimizer = fresh(steps)
+        sync.load_state_dict(state["sync"])
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        sync.load_rank_state_dict(state["own"])
+        return sync, model, optimizer
+
+    short, model, optimizer = fresh(8)
+    for step in range(8):
+        one_step(short, model, step, True)
+    state = saved(short, model, optimizer)
+    short.finish()
+    again, its, _ = resumed(8)
+    again.finish()
+    unbroken, straight, _ = fresh(12)
+    for step in range(8):
+        one_step(unbroken, straight, step, True)
+    longer, other, _ = resumed(12)
+    same = [np.array_equal(flat(straight), flat(other))]
+    for step in range(8, 12):
+        one_step(unbroken, straight, step, True)
+        one_step(longer, other, step, True)
+        same.append(np.array_equal(flat(straight), flat(other)))
+    return same, np.array_equal(flat(model), flat(its))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_diloco_training_can_be_made_longer_from_its_end_and_started_again_there(n: int) -> None:
+    for same, again in on_ranks(n, made_longer):
+        assert same == [True] * 5
+        assert again
+
+
 # --- what goes wrong
 
 

@@ -7,7 +7,8 @@ Douillard et al. 2023, arXiv:2311.08105.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -21,6 +22,7 @@ from rankwise.host.text import count
 from rankwise.sync.average import assign
 from rankwise.sync.codecs import CODEC, Codec, codec_of
 from rankwise.sync.local_sgd import LocalSGD
+from rankwise.sync.strategy import StepResult
 from rankwise.training.precision import LossScale
 
 _RATE = Argument(lambda value: is_number(value) and value > 0, "the outer learning rate, a number above 0 (0.7 is usual)")
@@ -44,6 +46,10 @@ class DiLoCo(LocalSGD):
     steps). A resumed run keeps the values with which it began. lr=1 and momentum=0 is LocalSGD. Buffers, and parameters
     that are new in this period, are averaged. The outer state takes twice the memory of the trained parameters, and four times
     with `compress`: bf16, fp16 or int8 (codecs.py) for d; what one message loses is added to the next.
+
+    An outer step goes beyond the average, which helps only the steps that follow. So the result of a training is the average
+    itself: `finish` gives it, and after the last step `averaged` too, if `check_length` got the number of steps. A checkpoint
+    of that step also has the parameters after the outer step, so that the run can be made longer.
     """
 
     _usual = 32
@@ -67,6 +73,10 @@ class DiLoCo(LocalSGD):
         self._error: torch.Tensor | None = None  # from a checkpoint, until there is a codec
         self._anchors: dict[str, torch.Tensor] = {}
         self._velocities: dict[str, torch.Tensor] = {}
+        self._last: int | None = None
+        self._result: dict[str, torch.Tensor] = {}
+        """The average after the last step, if there was an outer step too; else empty."""
+        self._is_finishing = False
 
     def _chosen(self, began_without: bool = False) -> tuple[float, float]:
         """The learning rate and the momentum of the outer step. `began_without`: of a checkpoint that does not hold them."""
@@ -100,7 +110,7 @@ class DiLoCo(LocalSGD):
                 self._velocities.pop(name, None)
 
     def _begin_period(self) -> None:
-        self._anchors = {name: p.detach().clone() for name, p in self._trained_now().items()}
+        self._anchors = self._values()
 
     @torch.no_grad()
     def _average(self, tensors: Sequence[torch.Tensor], share: float) -> float:
@@ -125,8 +135,16 @@ class DiLoCo(LocalSGD):
     def _holds_anchor(self, name: str, parameter: torch.Tensor) -> bool:
         return name in self._anchors and self._anchors[name].shape == parameter.shape
 
+    def step(self) -> StepResult:
+        self._result = {}
+        return super().step()
+
     @torch.no_grad()
     def _apply(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._is_finishing:
+            return
+        if self._done == self._last:
+            self._result = self._values()
         for name, parameter in self._trained_now().items():
             if not self._holds_anchor(name, parameter):
                 continue
@@ -138,8 +156,39 @@ class DiLoCo(LocalSGD):
             parameter.copy_(anchor - self._outer_lr * (delta + self._outer_momentum * velocity))
         self._begin_period()
 
+    def _values(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self._trained_now().items()}
+
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self._trained_now().items():
+            if name in values:
+                parameter.copy_(values[name])
+
+    @contextlib.contextmanager
+    def averaged(self, module: nn.Module | None = None) -> Iterator[None]:
+        with super().averaged(module):
+            if not self._result or module is not None:
+                yield
+                return
+            own = self._values()
+            if self._own is None:  # one rank alone
+                self._own = own
+            self._put(self._result)
+            try:
+                yield
+            finally:
+                self._own = None
+                self._put(own)
+
+    def finish(self) -> None:
+        self._is_finishing = True
+        super().finish()
+        self._put(self._result)
+
     def check_length(self, steps: int) -> None:
         super().check_length(steps)
+        self._last = steps
         rounds = (steps - self.start) // self.every
         self._is_short = rounds < _MANY_ROUNDS
         self._outer_lr, self._outer_momentum = self._chosen()
@@ -181,5 +230,7 @@ class DiLoCo(LocalSGD):
         return {**own, "error": self._codec.error} if own is not None and self._codec is not None else own
 
     def load_rank_state_dict(self, state: dict[str, Any] | None) -> None:
+        loaded = self._values() if self._done == self._last == self._began_period else {}
         super().load_rank_state_dict(state)
+        self._result = loaded
         self._codec, self._error = None, (state or {}).get("error")
