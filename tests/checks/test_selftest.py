@@ -201,7 +201,7 @@ def test_dropout_passes_and_is_named(tested: Tested) -> None:
     status, checks, told = tested(planted(TRAINER, ("LAYER", "nn.Dropout(0.5)")))
     assert status == 0, told
     assert set(checks.values()) == {"ok"}
-    assert "1 (Dropout)" in told
+    assert "in layer 1 (Dropout)" in " ".join(told.split())
 
 
 def test_batch_norm_is_a_known_difference_and_named(tested: Tested) -> None:

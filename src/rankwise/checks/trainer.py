@@ -332,8 +332,9 @@ def _steps(moved: Sequence[dict[str, str]], still: Sequence[Sequence[str]], para
     if lazy:
         return Finding("steps", FAILED, f"{_STEPS} steps changed no parameter", "the learning rate or the gradient is 0",
                        "check the learning rate of the first steps, and what the loss depends on")  # fmt: skip
-    same = "the replicas have changed, and their average is" if averaged else "the parameters have changed, and are"
-    return Finding("steps", OK, f"after {_STEPS} {same} the same on {{}}", where=str(len(moved)))
+    what, same = ("replicas", "the same average") if averaged else ("parameters", "the same")
+    evidence = f"after {_STEPS} steps the {what} have changed, and all ranks have {same} (on {{}})"
+    return Finding("steps", OK, evidence, where=str(len(moved)))
 
 
 def _resume(apart: str | None) -> Finding:
