@@ -254,88 +254,113 @@ def test_a_look_in_mid_period_changes_no_bit() -> None:
         assert np.array_equal(seen, unseen)
 
 
-def at_the_end(n_known: int, steps: int, compress: str | None) -> tuple[Flat, Flat, Flat, Flat]:
-    """After `steps` steps: the plain average of the replicas; what `averaged` shows; the parameters; and those after
-    `finish`. `n_known`: the number of steps that `check_length` gets; 0 if it is not called."""
-    plain: Flat = np.empty(0)
-    for without_outer_step in (True, False):
+def at_the_end(steps: int, compress: str | None) -> tuple[Flat, Flat, Flat, Flat]:
+    """After `steps` steps: the average of the replicas, from a strategy that makes no outer step after the last of them; what
+    `averaged` shows; the parameters; and those after `finish`."""
+    found = []
+    for every in ([4] * (steps - 1) + [99], [4] * steps):
         model = make_model()
         sync = DiLoCo(4, lr=1.0, momentum=0.3, compress=compress).attach(model, adam(model), typical_count=8.0)
-        if n_known:
-            sync.check_length(n_known)
         for step in range(steps):
-            if without_outer_step and step == steps - 1:
-                sync._next = -1
+            sync._next = -1 if every[step] == 99 else sync._next
             one_step(sync, model, step, False)
         with sync.averaged():
-            shown = flat(model)
-        plain = shown if without_outer_step else plain
+            found.append(flat(model))
     before = flat(model)
     sync.finish()
-    return plain, shown, before, flat(model)
+    return found[0], found[1], before, flat(model)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_the_result_of_diloco_is_the_average_of_its_replicas_not_the_outer_step_beyond_it(n: int) -> None:
-    for plain, shown, before, result in on_ranks(n, at_the_end, 12, 12, None):
-        assert np.abs(result - plain).max() < 1e-15
-        assert np.array_equal(shown, result)
-        assert np.abs(before - plain).max() > 1e-4
-    for plain, shown, _, result in on_ranks(n, at_the_end, 12, 10, None):  # in mid-period
-        assert np.array_equal(shown, plain)
-        assert np.abs(result - plain).max() < 1e-15
-    for _, shown, before, result in on_ranks(n, at_the_end, 0, 12, None):  # it does not know that this was the last step
-        assert np.array_equal(shown, before)
-        assert np.array_equal(result, before)
+def test_evaluation_and_result_of_diloco_are_the_average_not_the_outer_step_beyond_it(n: int) -> None:
+    for average_then, shown, before, result in on_ranks(n, at_the_end, 12, None):
+        assert np.abs(shown - average_then).max() < 1e-15
+        assert np.array_equal(result, shown)
+        assert np.abs(before - shown).max() > 1e-4
+    for average_then, shown, _, result in on_ranks(n, at_the_end, 10, None):  # in mid-period
+        assert np.array_equal(shown, average_then)
+        assert np.abs(result - shown).max() < 1e-15
 
 
-def test_the_result_of_compressed_diloco_is_the_average_up_to_what_a_message_loses() -> None:
-    for plain, shown, before, result in on_ranks(2, at_the_end, 12, 12, "int8"):
-        assert np.array_equal(shown, result)
-        assert np.abs(result - plain).max() < np.abs(before - plain).max() / 10
+def test_the_result_of_compressed_diloco_is_what_was_evaluated() -> None:
+    for average_then, shown, before, result in on_ranks(2, at_the_end, 12, "int8"):
+        assert np.array_equal(result, shown)
+        assert np.abs(shown - average_then).max() < np.abs(before - average_then).max() / 10  # what a message loses
+    for average_then, shown, _, result in on_ranks(2, at_the_end, 10, "int8"):
+        assert np.array_equal(shown, average_then)
+        assert np.abs(result - shown).max() < 1e-15  # the last message is not compressed
 
 
-def made_longer() -> tuple[list[bool], bool]:
-    """(whether a training of 8 steps that is then made longer, from its checkpoint, has the parameters of one of 12 steps;
-    whether one that is started again at its end has the same result)."""
-
-    def fresh(steps: int) -> tuple[DiLoCo, nn.Module, torch.optim.Optimizer]:
-        model = make_model()
-        sync = DiLoCo(4, lr=1.0, momentum=0.3).attach(model, optimizer := adam(model), typical_count=8.0)
-        sync.check_length(steps)
-        return sync, model, optimizer
-
-    def resumed(steps: int) -> tuple[DiLoCo, nn.Module, torch.optim.Optimizer]:
-        sync, model, optimizer = fresh(steps)
-        sync.load_state_dict(state["sync"])
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        sync.load_rank_state_dict(state["own"])
-        return sync, model, optimizer
-
-    short, model, optimizer = fresh(8)
+def after_the_last_step() -> tuple[float, bool, bool, bool]:
+    """What the user does to the model after an outer step, or after `finish`, stays: (the largest clamped parameter in the
+    result; whether a frozen one has its average; whether new weights are shown; whether a second training steps again)."""
+    model = make_model()
+    sync = DiLoCo(4, lr=1.0, momentum=0.3).attach(model, adam(model), typical_count=8.0)
     for step in range(8):
-        one_step(short, model, step, True)
-    state = saved(short, model, optimizer)
-    short.finish()
-    again, its, _ = resumed(8)
-    again.finish()
-    unbroken, straight, _ = fresh(12)
-    for step in range(8):
-        one_step(unbroken, straight, step, True)
-    longer, other, _ = resumed(12)
-    same = [np.array_equal(flat(straight), flat(other))]
-    for step in range(8, 12):
-        one_step(unbroken, straight, step, True)
-        one_step(longer, other, step, True)
-        same.append(np.array_equal(flat(straight), flat(other)))
-    return same, np.array_equal(flat(model), flat(its))
+        one_step(sync, model, step, False)
+    with sync.averaged():
+        bias = model[0].bias.detach().clone()
+    model[2].weight.data.clamp_(-0.01, 0.01)
+    model[0].bias.requires_grad_(False)
+    sync.finish()
+    clamped, frozen = float(model[2].weight.detach().abs().max()), torch.equal(model[0].bias, bias)
+    nn.init.zeros_(model[2].weight)
+    with sync.averaged():
+        new = not model[2].weight.any()
+    model[0].bias.requires_grad_(True)
+    for step in range(4):
+        one_step(sync, model, step, False)
+    with sync.averaged():
+        shown = flat(model)
+    return clamped, frozen, new, bool(np.abs(shown - flat(model)).max() > 1e-6)
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_diloco_training_can_be_made_longer_from_its_end_and_started_again_there(n: int) -> None:
-    for same, again in on_ranks(n, made_longer):
-        assert same == [True] * 5
+def test_what_the_user_changes_after_an_outer_step_or_after_the_end_stays(n: int) -> None:
+    for clamped, frozen, new, steps_again in on_ranks(n, after_the_last_step):
+        assert 0 < clamped <= 0.01
+        assert (frozen, new, steps_again) == (True, True, True)
+
+
+def made_longer(alone: bool) -> tuple[list[float], bool]:
+    """(how far a training of 8 steps that is then made longer, from its checkpoint, is from one of 12 steps, after each step;
+    whether one that is started again at its end has the same result). `alone`: without the ranks' own states, as on another
+    number of ranks."""
+
+    def fresh() -> tuple[DiLoCo, nn.Module, torch.optim.Optimizer]:
+        model = make_model()
+        return DiLoCo(4, lr=1.0, momentum=0.3).attach(model, optimizer := sgd(model), typical_count=8.0), model, optimizer
+
+    def resumed() -> tuple[DiLoCo, nn.Module, torch.optim.Optimizer]:
+        sync, model, optimizer = fresh()
+        sync.load_state_dict(state["sync"])
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        sync.load_rank_state_dict(None if alone else state["own"])
+        return sync, model, optimizer
+
+    short, model, optimizer = fresh()
+    unbroken, straight, _ = fresh()
+    for step in range(8):
+        one_step(short, model, step, True)
+        one_step(unbroken, straight, step, True)
+    state = saved(short, model, optimizer)
+    short.finish()
+    again, its, _ = resumed()
+    again.finish()
+    longer, other, _ = resumed()
+    far = [float(np.abs(flat(straight) - flat(other)).max())]
+    for step in range(8, 12):
+        one_step(unbroken, straight, step, True)
+        one_step(longer, other, step, True)
+        far.append(float(np.abs(flat(straight) - flat(other)).max()))
+    return far, np.array_equal(flat(model), flat(its))
+
+
+@pytest.mark.parametrize(("n", "alone"), [(1, False), (1, True), (2, False), (2, True)])
+def test_a_diloco_training_can_be_made_longer_from_its_end_and_started_again_there(n: int, alone: bool) -> None:
+    for far, again in on_ranks(n, made_longer, alone):
+        assert far == [0.0] * 5
         assert again
 
 

@@ -8,7 +8,7 @@ Douillard et al. 2023, arXiv:2311.08105.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -22,6 +22,7 @@ from rankwise.host.text import count
 from rankwise.sync.average import assign
 from rankwise.sync.codecs import CODEC, Codec, codec_of
 from rankwise.sync.local_sgd import LocalSGD
+from rankwise.sync.reduction import Count
 from rankwise.sync.strategy import StepResult
 from rankwise.training.precision import LossScale
 
@@ -47,9 +48,8 @@ class DiLoCo(LocalSGD):
     that are new in this period, are averaged. The outer state takes twice the memory of the trained parameters, and four times
     with `compress`: bf16, fp16 or int8 (codecs.py) for d; what one message loses is added to the next.
 
-    An outer step goes beyond the average, which helps only the steps that follow. So the result of a training is the average
-    itself: `finish` gives it, and after the last step `averaged` too, if `check_length` got the number of steps. A checkpoint
-    of that step also has the parameters after the outer step, so that the run can be made longer.
+    An outer step goes beyond the average, which helps only the steps that follow. So after an outer step `averaged` gives the
+    average itself, and so does `finish`. Until the next backward pass it takes the memory of the trained parameters once more.
     """
 
     _usual = 32
@@ -73,9 +73,12 @@ class DiLoCo(LocalSGD):
         self._error: torch.Tensor | None = None  # from a checkpoint, until there is a codec
         self._anchors: dict[str, torch.Tensor] = {}
         self._velocities: dict[str, torch.Tensor] = {}
-        self._last: int | None = None
-        self._result: dict[str, torch.Tensor] = {}
-        """The average after the last step, if there was an outer step too; else empty."""
+        self._before_step: dict[str, torch.Tensor] = {}
+        """The averages before the outer step that was just made; empty after the next backward pass has begun."""
+
+        self._shown: list[str] = []
+        """Inside `averaged`: the parameters that have their average before the outer step."""
+
         self._is_finishing = False
 
     def _chosen(self, began_without: bool = False) -> tuple[float, float]:
@@ -108,14 +111,15 @@ class DiLoCo(LocalSGD):
             if not self._holds_anchor(name, parameter):
                 self._anchors[name] = parameter.detach().clone()
                 self._velocities.pop(name, None)
+                self._before_step.pop(name, None)
 
     def _begin_period(self) -> None:
-        self._anchors = self._values()
+        self._anchors = {name: p.detach().clone() for name, p in self._trained_now().items()}
 
     @torch.no_grad()
     def _average(self, tensors: Sequence[torch.Tensor], share: float) -> float:
         moved = [(p, self._anchors[name]) for name, p in self._trained_now().items() if self._holds_anchor(name, p)]
-        if self._compress is None or comm.is_alone() or not moved:
+        if self._compress is None or self._is_finishing or comm.is_alone() or not moved:
             return super()._average(tensors, share)
         known = {id(p) for p, _ in moved}
         apart = super()._average([t for t in tensors if id(t) not in known], share)
@@ -135,16 +139,18 @@ class DiLoCo(LocalSGD):
     def _holds_anchor(self, name: str, parameter: torch.Tensor) -> bool:
         return name in self._anchors and self._anchors[name].shape == parameter.shape
 
+    def backward(self, loss_sum: torch.Tensor, count: Count, *, last: bool = False) -> None:
+        self._before_step = {}
+        super().backward(loss_sum, count, last=last)
+
     def step(self) -> StepResult:
-        self._result = {}
+        self._before_step = {}  # a rank without a sample has no backward pass
         return super().step()
 
     @torch.no_grad()
     def _apply(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._is_finishing:
             return
-        if self._done == self._last:
-            self._result = self._values()
         for name, parameter in self._trained_now().items():
             if not self._holds_anchor(name, parameter):
                 continue
@@ -153,42 +159,54 @@ class DiLoCo(LocalSGD):
             velocity = self._velocities.get(name)
             velocity = delta.clone() if velocity is None else velocity.mul_(self._outer_momentum).add_(delta)
             self._velocities[name] = velocity
-            parameter.copy_(anchor - self._outer_lr * (delta + self._outer_momentum * velocity))
+            after = anchor - self._outer_lr * (delta + self._outer_momentum * velocity)
+            self._before_step[name] = anchor.copy_(parameter)  # the memory of the old anchor
+            parameter.copy_(after)
         self._begin_period()
 
-    def _values(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach().clone() for name, p in self._trained_now().items()}
+    @torch.no_grad()
+    def _show(self) -> list[str]:
+        """Replace what the outer step has made of the parameters by their averages, and return the names. A parameter that was
+        changed since keeps its value."""
+        named = self._local.named_parameters()
+        shown = [
+            name for name in self._before_step
+            if name in named and self._holds_anchor(name, named[name]) and torch.equal(named[name], self._anchors[name])
+        ]  # fmt: skip
+        for name in shown:
+            named[name].copy_(self._before_step[name])
+        return shown
 
     @torch.no_grad()
-    def _put(self, values: Mapping[str, torch.Tensor]) -> None:
-        for name, parameter in self._trained_now().items():
-            if name in values:
-                parameter.copy_(values[name])
+    def _hide(self, names: Sequence[str]) -> None:
+        """The opposite of `_show`."""
+        named = self._local.named_parameters()
+        for name in names:
+            if name in named and self._holds_anchor(name, named[name]):
+                named[name].copy_(self._anchors[name])
 
     @contextlib.contextmanager
     def averaged(self, module: nn.Module | None = None) -> Iterator[None]:
         with super().averaged(module):
-            if not self._result or module is not None:
-                yield
-                return
-            own = self._values()
-            if self._own is None:  # one rank alone
-                self._own = own
-            self._put(self._result)
             try:
+                self._shown = self._show()
                 yield
             finally:
-                self._own = None
-                self._put(own)
+                self._hide(self._shown)
+                self._shown = []
 
     def finish(self) -> None:
         self._is_finishing = True
-        super().finish()
-        self._put(self._result)
+        try:
+            super().finish()
+        finally:
+            self._is_finishing = False
+        self._show()
+        self._before_step = {}
+        self._begin_period()
 
     def check_length(self, steps: int) -> None:
         super().check_length(steps)
-        self._last = steps
         rounds = (steps - self.start) // self.every
         self._is_short = rounds < _MANY_ROUNDS
         self._outer_lr, self._outer_momentum = self._chosen()
@@ -200,7 +218,8 @@ class DiLoCo(LocalSGD):
             )
 
     def figures(self) -> dict[str, float]:
-        outer = sum(tensor.nbytes for tensor in (*self._anchors.values(), *self._velocities.values()))
+        kept = (*self._anchors.values(), *self._velocities.values(), *self._before_step.values())
+        outer = sum(tensor.nbytes for tensor in kept)
         return {**super().figures(), "outer_state_bytes": outer + (self._codec.held_bytes if self._codec is not None else 0)}
 
     def describe(self) -> str:
@@ -209,7 +228,8 @@ class DiLoCo(LocalSGD):
 
     def state_dict(self) -> dict[str, Any]:
         outer = {"outer_lr": self._outer_lr, "outer_momentum": self._outer_momentum}
-        return {**super().state_dict(), **outer, "anchors": self._anchors, "velocities": self._velocities}
+        periods = {"anchors": self._anchors, "velocities": self._velocities, "before_step": list(self._shown)}
+        return {**super().state_dict(), **outer, **periods}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -224,13 +244,16 @@ class DiLoCo(LocalSGD):
         places = {name: p.device for name, p in self._local.named_parameters().items()}
         self._anchors = {name: t.to(places.get(name, t.device)).clone() for name, t in state["anchors"].items()}
         self._velocities = {name: t.to(places.get(name, t.device)).clone() for name, t in state["velocities"].items()}
+        self._shown = list(state.get("before_step", ()))  # until the model is loaded too
 
     def rank_state_dict(self) -> dict[str, Any] | None:
         own = super().rank_state_dict()
         return {**own, "error": self._codec.error} if own is not None and self._codec is not None else own
 
     def load_rank_state_dict(self, state: dict[str, Any] | None) -> None:
-        loaded = self._values() if self._done == self._last == self._began_period else {}
+        named = self._local.named_parameters()
+        self._before_step = {name: named[name].detach().clone() for name in self._shown if name in named}
         super().load_rank_state_dict(state)
-        self._result = loaded
+        self._hide(self._shown)
+        self._shown = []
         self._codec, self._error = None, (state or {}).get("error")
