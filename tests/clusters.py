@@ -117,7 +117,7 @@ class _Machine:
             if up.returncode == 0:
                 return
             self._down()
-            self._lacks[what] = (up.stderr.strip().splitlines() or [f"{script} said nothing"])[-1]
+            self._lacks[what] = up.stderr.strip()[-2000:] or f"{script} said nothing"
         if "apt-get install" in self._lacks[what]:
             pytest.skip(self._lacks[what])
         pytest.fail(self._lacks[what], pytrace=False)

@@ -223,7 +223,8 @@ def bare_promises(turns: Turns, world, case: Case) -> None:
     flat = torch.zeros(sum(p.numel() for p in parameters))
     for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         parameter.grad = piece.view_as(parameter)
-    streams, data = SavedStreams(), case.data
+    data = case.data
+    streams = SavedStreams() if not getattr(data, "draws_nothing", isinstance(data, TensorDataset)) else None
     seed, losses, count = torch.tensor(1 / case.batch), torch.zeros(()), 0
     made = data.__getitems__ if hasattr(data, "__getitems__") else lambda indices: collate([data[index] for index in indices])
     step = 0
@@ -231,9 +232,11 @@ def bare_promises(turns: Turns, world, case: Case) -> None:
         order = torch.randperm(len(data)).numpy()
         for first in range(0, len(order) - case.batch + 1, case.batch):
             indices = order[first : first + case.batch].tolist()
-            streams.save()
+            if streams is not None:
+                streams.save()
             batch = made(indices)
-            streams.restore()
+            if streams is not None:
+                streams.restore()
             loss_sum, samples = case.step_fn(model, batch)
             loss_sum.backward(seed)
             losses += loss_sum.detach()

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import rankwise
-from rankwise.launch.outcome import conclude, shortened
+from rankwise.launch.outcome import conclude
 from rankwise.run.config import RunConfig
 from rankwise.run.directory import Failure, RunDir
 
@@ -80,31 +79,3 @@ def test_an_error_of_rankwise_is_printed_once_and_complete(
     summary = f"rank 1 raised ConfigError: {error.splitlines()[0]}"
     failure = Failure(1, "vm", summary, 2, 2, traceback=f"error: {error}\n  at train.py:3\n", log="runs/train/logs/rank-1.log")
     assert printed(capsys, 2, summary, failure, saved=False)[1:-1] == told
-
-
-OURS = Path(rankwise.__file__).parent
-
-
-def frame(file: object, code: str = "    call()\n    ^^^^^^\n") -> str:
-    return f'  File "{file}", line 7, in name\n{code}'
-
-
-def test_a_traceback_shows_the_frames_of_the_script_and_counts_those_of_rankwise_between_them() -> None:
-    begin, error = "Traceback (most recent call last):\n", "KeyError: 7\nin sample 7 of Data"
-    ours = frame(OURS / "trainer.py") + frame(OURS / "data" / "loader.py", "    batch = (\n        made\n    )\n")
-    script, torch = frame("train.py"), frame("/venv/torch/nn/module.py")
-    assert shortened(begin + script + ours + torch + ours + script + error) == (
-        begin + script + "  ... 2 frames in rankwise\n" + torch + "  ... 2 frames in rankwise\n" + script + error
-    )
-    assert shortened(begin + script + frame(OURS / "trainer.py") + script + error) == (
-        begin + script + "  ... 1 frame in rankwise\n" + script + error
-    )
-
-
-def test_an_error_that_rankwise_raises_itself_keeps_its_frames() -> None:
-    raised = frame("train.py") + frame(OURS / "trainer.py") + frame(OURS / "data" / "loader.py") + "RuntimeError: bug\n"
-    assert shortened(raised) == raised
-    beside = frame("/home/me/rankwise/train.py") + frame(f"{OURS}_fork/loop.py") + frame("train.py") + "ValueError\n"
-    assert shortened(beside) == beside  # another folder whose name begins like ours
-    caused = raised + "\nThe above exception was the direct cause of the following exception:\n\n"
-    assert shortened(caused + raised) == caused + raised

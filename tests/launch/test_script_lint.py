@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rankwise.errors import ConfigError
-from rankwise.launch.script_lint import asks_for_nccl, examine, pitfalls, pitfalls_of_data
+from rankwise.launch.script_lint import asks_for_nccl, examine, pitfalls
 
 
 def keep_cold(source: str) -> str | None:
@@ -239,65 +239,6 @@ def test_a_script_that_asks_rankwise_needs_none_of_them(source: str) -> None:
 @pytest.mark.parametrize("source", ["", "import multiprocessing\nmultiprocessing.get_context('spawn')", "spawn()", "x.spawn()"])
 def test_what_only_looks_alike_is_passed_over(source: str) -> None:
     assert found(source) == []
-
-
-DDP = """
-import os, torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
-local = int(os.environ["LOCAL_RANK"])
-model = DDP(torch.nn.Linear(2, 2), device_ids=[local])
-loader = DataLoader(data, batch_size=8, shuffle=True)
-for epoch in range(9):
-    for batch in loader: ...
-"""
-SAMPLED = DDP.replace("shuffle=True", "sampler=sampler").replace("loader =", "sampler = DistributedSampler(data)\nloader =")
-
-
-def of_data(source: str) -> list[str]:
-    return pitfalls_of_data(ast.parse(source))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        DDP,
-        DDP.replace("Parallel as DDP", "Parallel").replace("DDP(", "DistributedDataParallel("),
-        DDP.replace("= DDP(", "= torch.nn.parallel.DistributedDataParallel(").replace("= DataLoader(", "= data.DataLoader("),
-        DDP.replace("(data,", "(random_split(data.flip[::-1], [90, 10], rank)[0],"),
-    ],
-)  # fmt: skip
-def test_a_loader_without_a_sampler_beside_ddp_is_told_with_its_line(source: str) -> None:
-    assert of_data(source) == [
-        "line 7 creates a DataLoader without a sampler, so every rank reads all samples: pass "
-        "sampler=DistributedSampler(dataset), unless the dataset divides its samples by rank"
-    ]
-
-
-def test_a_sampler_whose_epoch_is_never_set_is_told_with_its_line() -> None:
-    assert of_data(SAMPLED) == [
-        "line 7 creates a DistributedSampler, and no line calls its set_epoch, so every epoch has the same order: call "
-        "sampler.set_epoch(epoch) at the start of each epoch"
-    ]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        SAMPLED.replace("    for batch", "    sampler.set_epoch(epoch)\n    for batch"),
-        SAMPLED.replace("DistributedSampler(data)", "DistributedSampler(data, shuffle=False)"),
-        SAMPLED.replace("DistributedSampler(data)", "DistributedSampler(data, **options)"),
-        SAMPLED.replace("for epoch in range(9)", "while True"),
-        DDP.replace("= DDP(", "= id("),  # nothing is trained together
-        DDP.replace("DataLoader(data,", "DataLoader(data[local_rank::8],"),
-        DDP.replace("DataLoader(data,", "DataLoader(data.shard(8, local),"),
-        DDP.replace("DataLoader(data,", "DataLoader(Subset(data, mine),"),
-        DDP.replace("shuffle=True", "batch_sampler=mine"),
-        DDP.replace("loader = DataLoader(data, batch_size=8, shuffle=True)", "loader = rankwise.Loader(data, batch_size=8)"),
-    ],
-)
-def test_a_script_that_may_divide_its_data_is_told_nothing_of_it(source: str) -> None:
-    assert of_data(source) == []
 
 
 def test_the_launcher_says_it_before_the_ranks_start(rankwise) -> None:

@@ -246,10 +246,15 @@ def test_checkpoints_and_the_failure_come_last(run: RunDir) -> None:
 
 def test_a_long_failure_is_broken_between_words(run: RunDir) -> None:
     live(run, attempt())
-    run.write_failure(Failure(1, "h", "rank 1 raised ValueError: " + "too long " * 20, 1, log="/runs/train/logs/rank-1.log"))
+    run.write_failure(
+        Failure(
+            1, "h", "rank 1 raised TypeError: unhashable type: 'list'" + ", too long" * 20, 1, log="/runs/train/logs/rank-1.log"
+        )
+    )
     told = sections(run)[-1].splitlines()
     assert len(told) > 2
     assert max(map(len, told)) <= 80
+    assert told[0].startswith("failed: rank 1 raised TypeError: unhashable type: 'list'")
     assert told[-1] == "its output: /runs/train/logs/rank-1.log"
 
 

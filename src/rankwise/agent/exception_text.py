@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rankwise.host.stack_text import is_the_users
 from rankwise.host.terminal import typed
 from rankwise.host.text import count, listed
 
@@ -36,7 +37,6 @@ _NO_DEVICE = re.compile("invalid device ordinal|Invalid device id")
 _ON_MAIN = "raised on the main rank"  # of an error of rankwise, which all ranks then raise
 _MOST_NAMES = 4
 _LONGEST_NOTE = 120
-_OURS = f"{Path(__file__).parents[1]}/"
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def of_abort(log: str, checked: bool) -> str | None:
 
 def line_of_crash(log: str) -> str | None:
     """`train.py:26`: the user's innermost line when a signal ended the process, from the end of its log."""
-    return next((f"{Path(file).name}:{line}" for file, line, _ in _stack_of(log) if _is_the_users(file)), None)
+    return next((f"{Path(file).name}:{line}" for file, line, _ in _stack_of(log) if is_the_users(file)), None)
 
 
 def _stack_of(log: str) -> list[tuple[str, str, str]]:
@@ -169,7 +169,7 @@ def _of_another_process(told: ExceptionText, message: str, where: str) -> Except
 
 def _place(traceback: str) -> str | None:
     """`data.py:6`: the innermost line of the user's code."""
-    own = [f"{Path(file).name}:{line}" for file, line in _FRAME.findall(traceback) if _is_the_users(file)]
+    own = [f"{Path(file).name}:{line}" for file, line in _FRAME.findall(traceback) if is_the_users(file)]
     return own[-1] if own else None
 
 
@@ -177,10 +177,6 @@ def _within(traceback: str, where: str) -> str:
     """`data.py:6, in loader worker 1`."""
     place = _place(traceback)
     return f"{place}, {where}" if place is not None else where
-
-
-def _is_the_users(file: str) -> bool:
-    return not any(part in file for part in ("/site-packages/", "/lib/python", "<frozen", _OURS))
 
 
 def _unused(told: ExceptionText, unused: str, names: Mapping[str, str]) -> ExceptionText:

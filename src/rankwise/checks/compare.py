@@ -137,7 +137,7 @@ def compare_draws(told: Sequence[Sequence[Sequence[Any]]]) -> Finding:
                 "random", FAILED, f"rank {rank} draws the same numbers in each step, in {named}",
                 "the script seeds in each step", "seed once, before the loop",
             )  # fmt: skip
-    return Finding("random", OK, f"on {{}} each rank draws its own numbers in each step, in {named}", where=str(len(told)))
+    return Finding("random", OK, f"on {{}} each rank draws numbers of its own, in {named}", where=str(len(told)))
 
 
 # --- gradients and steps

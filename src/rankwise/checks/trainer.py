@@ -332,8 +332,8 @@ def _steps(moved: Sequence[dict[str, str]], still: Sequence[Sequence[str]], para
     if lazy:
         return Finding("steps", FAILED, f"{_STEPS} steps changed no parameter", "the learning rate or the gradient is 0",
                        "check the learning rate of the first steps, and what the loss depends on")  # fmt: skip
-    what, same = ("replicas", "the same average") if averaged else ("parameters", "the same")
-    evidence = f"after {_STEPS} steps the {what} have changed, and all ranks have {same} (on {{}})"
+    same = "the average of the replicas has changed, and is" if averaged else "the parameters have changed, and are"
+    evidence = f"after {_STEPS} steps {same} the same on all ranks ({{}})"
     return Finding("steps", OK, evidence, where=str(len(moved)))
 
 

@@ -69,7 +69,7 @@ def predict(
         if into is None:
             told.extend(parts)
         else:
-            run_on_main(lambda: _given_to(into, parts) if parts else None)
+            run_on_main(lambda: _pass_to(into, parts) if parts else None)
 
     precision = precision or Precision()
     with evaluating(model), torch.no_grad(), precision.autocast():
@@ -82,7 +82,7 @@ def predict(
     return None if into is not None else _whole(told)
 
 
-def _given_to(into: Callable[[list[int], Any], object], parts: Sequence[Part]) -> None:
+def _pass_to(into: Callable[[list[int], Any], object], parts: Sequence[Part]) -> None:
     indices, rows = _joined(parts)
     into(indices.tolist(), rows)
 
@@ -117,7 +117,7 @@ def _rows(value: Any, n: int, where: str = "") -> Any:
 
 
 def _joined(parts: Sequence[Part]) -> tuple[Indices, Any]:
-    """Increasing indices, and their rows in the same order."""
+    """The indices in order, and their rows in the same order."""
     indices = np.concatenate([np.array(some, dtype=np.int64) for some, _ in parts])
     rows = [some for _, some in parts]
     if bool((indices[1:] >= indices[:-1]).all()):  # usual on one rank

@@ -14,15 +14,14 @@ from pathlib import Path
 
 from rankwise import schedulers
 from rankwise.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from rankwise.host.stack_text import shortened
 from rankwise.host.terminal import message, typed
-from rankwise.host.text import count, short
+from rankwise.host.text import short
 from rankwise.launch.caller import caller_of
 from rankwise.run.config import RunConfig, misplaced, option
 from rankwise.run.directory import Failure, RunDir
 
 _LOG_TAIL_BYTES = 65536  # large: the list of modules that a crash prints comes after its stack
-_OUR_FRAME = f'  File "{Path(__file__).parents[1]}/'
-_BETWEEN = re.compile(rf'(?:^{re.escape(_OUR_FRAME)}.*\n(?:    .*\n)*)+(?=  File ")(?!{re.escape(_OUR_FRAME)})', re.MULTILINE)
 _CRASH = re.compile(r"^(Fatal Python error: .*)\n(?:.*\n)*?Current thread .*\n((?:  File .*\n)+)", re.MULTILINE)
 
 
@@ -96,12 +95,6 @@ def _is_told(failure: Failure) -> bool:
     """Whether the summary contains all of the traceback: for an error of rankwise, if it is one line and a place."""
     first, _, place = (failure.traceback or "").rstrip("\n").partition("\n")
     return first.startswith("error: ") and first.removeprefix("error: ") in failure.summary and "\n" not in place
-
-
-def shortened(traceback: str) -> str:
-    """Frames of rankwise between two frames of other code are one line; the log has all. Those in which the error was raised
-    remain."""
-    return _BETWEEN.sub(lambda run: f"  ... {count(run[0].count(_OUR_FRAME), 'frame')} in rankwise\n", traceback)
 
 
 def _last_lines(log: bytes, most: int = 5) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rankwise.errors import ConfigError
 from rankwise.host.terminal import typed
+from rankwise.launch.ddp_lint import pitfalls_of_ddp
 
 _LONGEST_SHOWN = 120
 
@@ -66,7 +67,7 @@ def examine(script: str) -> ScriptFacts:
         keep_cold=f"line {line} sets environment variables before torch is imported" if line else None,
         # A script that sets *_VISIBLE_DEVICES may choose its devices itself.
         nccl_line=asks_for_nccl(tree) if b"VISIBLE_DEVICES" not in source else None,
-        pitfalls=(*pitfalls(tree), *pitfalls_of_data(tree)),
+        pitfalls=(*pitfalls(tree), *pitfalls_of_ddp(tree)),
         torch_line=_import_of_torch(tree),
     )
 
@@ -116,39 +117,6 @@ def pitfalls(tree: ast.Module) -> list[str]:
         line = min(words[name] for name in _ARGUMENTS if name in words)
         found.append(f'line {line} expects --local_rank, which rankwise does not pass: read int(os.environ["LOCAL_RANK"])')
     return found
-
-
-_WRAPS = re.compile(r"DDP|(.*\.)?DistributedDataParallel")
-_DIVIDES = re.compile(
-    r"sampler|shard|split_(dataset_)?by|partition|subset|iterabledataset|(?-i:\bLoader\b)|prepare|setup_dataloaders"
-    r"|\[[^\[\]]*rank[^\[\]]*:|\[\w[^\[\]]*::",  # data[rank * n : ...], data[i::n]
-    re.IGNORECASE,
-)
-
-
-def pitfalls_of_data(tree: ast.Module) -> list[str]:
-    """What makes the ranks of a script with DDP train on the same samples, or in the same order in every epoch; one sentence
-    each. Nothing if the script may divide its data by rank itself."""
-    calls = [node for node in _walk(tree) if isinstance(node, ast.Call)]
-    names = [ast.unparse(call.func) for call in calls]
-    if not any(map(_WRAPS.fullmatch, names)):
-        return []
-    text = ast.unparse(tree)
-    loaders = [call.lineno for call, name in zip(calls, names, strict=True) if name.rpartition(".")[2] == "DataLoader"]
-    if loaders and not _DIVIDES.search(text):
-        return [
-            f"line {loaders[-1]} creates a DataLoader without a sampler, so every rank reads all samples: pass "
-            "sampler=DistributedSampler(dataset), unless the dataset divides its samples by rank"
-        ]
-    samplers = [call for call, name in zip(calls, names, strict=True) if name.rpartition(".")[2] == "DistributedSampler"]
-    shuffled = [call.lineno for call in samplers if not any(word.arg in ("shuffle", None) for word in call.keywords)]
-    epochs = [node for node in ast.walk(tree) if isinstance(node, ast.For) and "epoch" in ast.unparse(node.target).lower()]
-    if shuffled and epochs and "set_epoch" not in text:
-        return [
-            f"line {shuffled[-1]} creates a DistributedSampler, and no line calls its set_epoch, so every epoch has the same "
-            "order: call sampler.set_epoch(epoch) at the start of each epoch"
-        ]
-    return []
 
 
 def _walk(tree: ast.Module) -> list[ast.AST]:

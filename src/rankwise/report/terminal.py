@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from rankwise.host.text import clock, folded, stamp
+from rankwise.host.text import clock, stamp
 from rankwise.run.directory import Attempt, RunDir, find_run
 
 _MOMENTS = 10
@@ -35,7 +35,8 @@ def report(run: RunDir, columns: int = _COLUMNS) -> str:
         sections.append(f"checkpoints: {', '.join(saved)}")
     failure = run.read_failure()
     if failure is not None:
-        sections.append(folded(f"failed: {failure.summary}", columns) + f"\nits output: {failure.log}")
+        lines = textwrap.wrap(f"failed: {failure.summary}", columns, subsequent_indent="  ", break_long_words=False)
+        sections.append("\n".join([*lines, f"its output: {failure.log}"]))
     return "\n\n".join(sections)
 
 

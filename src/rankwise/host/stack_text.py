@@ -1,0 +1,37 @@
+"""The text of a traceback, without the frames that do not help its reader.
+
+print(shortened(traceback))
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+from rankwise.host.text import count
+
+_OURS = f"{Path(__file__).parents[1]}/"
+_FRAME = re.compile(r'^  File "(.+)", line \d+, in .+\n(?:    .*\n)*', re.MULTILINE)
+_STACK = re.compile(r'(?:^  File ".+", line \d+, in .+\n(?:    .*\n)*)+', re.MULTILINE)
+
+
+def is_the_users(file: str) -> bool:
+    """Whether the file is neither rankwise's nor that of a library."""
+    return not any(part in file for part in ("/site-packages/", "/lib/python", "<frozen", _OURS))
+
+
+def shortened(traceback: str) -> str:
+    """The frames of rankwise above a frame of the user's code become one line each time. Those below the last such frame
+    remain: the error comes from there."""
+    return _STACK.sub(lambda stack: _without_ours(stack[0]), traceback)
+
+
+def _without_ours(stack: str) -> str:
+    frames = [(frame[0], frame[1]) for frame in _FRAME.finditer(stack)]
+    last = max((number for number, (_, file) in enumerate(frames) if is_the_users(file)), default=0)
+    shown: list[str] = []
+    for hidden, group in itertools.groupby(enumerate(frames), lambda item: item[0] < last and item[1][1].startswith(_OURS)):
+        texts = [text for _, (text, _) in group]
+        shown += [f"  ... {count(len(texts), 'frame')} in rankwise\n"] if hidden else texts
+    return "".join(shown)

@@ -1,0 +1,43 @@
+"""Which frames of a traceback are shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import rankwise
+from rankwise.host.stack_text import shortened
+
+OURS = Path(rankwise.__file__).parent
+
+
+def frame(file: object, code: str = "    call()\n    ^^^^^^\n") -> str:
+    return f'  File "{file}", line 7, in name\n{code}'
+
+
+BEGIN, ERROR = "Traceback (most recent call last):\n", "KeyError: 7\nin sample 7 of Data\n"
+SCRIPT, TORCH = frame("train.py"), frame("/venv/lib/python3.12/site-packages/torch/nn/module.py")
+TRAINER, LOADER = frame(OURS / "trainer.py"), frame(OURS / "data" / "loader.py", "    batch = (\n        made\n    )\n")
+
+
+def test_a_traceback_shows_the_frames_of_the_script_and_counts_those_of_rankwise_above_them() -> None:
+    assert shortened(BEGIN + SCRIPT + TRAINER + LOADER + TORCH + TRAINER + SCRIPT + ERROR) == (
+        BEGIN + SCRIPT + "  ... 2 frames in rankwise\n" + TORCH + "  ... 1 frame in rankwise\n" + SCRIPT + ERROR
+    )
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        SCRIPT + TRAINER + LOADER,  # by rankwise itself
+        SCRIPT + TRAINER + LOADER + TORCH,  # by a library that rankwise called: perhaps wrongly
+        TRAINER + TORCH + LOADER,  # in a thread of rankwise
+        frame("/home/me/rankwise/train.py") + frame(f"{OURS}_fork/loop.py") + SCRIPT,  # folders with similar names
+        "",
+    ],
+)
+def test_a_traceback_keeps_the_frames_of_rankwise_from_which_the_error_comes(raised: str) -> None:
+    assert shortened(BEGIN + raised + ERROR) == BEGIN + raised + ERROR
+    both = BEGIN + raised + ERROR + "\nThe above exception was the direct cause of the following exception:\n\n"
+    assert shortened(both + BEGIN + raised + ERROR) == both + BEGIN + raised + ERROR
