@@ -27,6 +27,12 @@ def test_a_traceback_shows_the_frames_of_the_script_and_counts_those_of_rankwise
     )
 
 
+def test_frames_of_rankwise_below_the_last_frame_of_the_script_remain() -> None:
+    assert shortened(BEGIN + SCRIPT + TRAINER + SCRIPT + LOADER + TORCH + ERROR) == (
+        BEGIN + SCRIPT + "  ... 1 frame in rankwise\n" + SCRIPT + LOADER + TORCH + ERROR
+    )
+
+
 @pytest.mark.parametrize(
     "raised",
     [

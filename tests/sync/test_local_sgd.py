@@ -291,6 +291,71 @@ def test_the_result_of_compressed_diloco_is_what_was_evaluated() -> None:
         assert np.abs(result - shown).max() < 1e-15  # the last message is not compressed
 
 
+def looked_at_inside(every: int, kind: Callable[[int], Any]) -> tuple[bool, bool, bool]:
+    """(whether nested looks after each step change no bit; whether an inner look shows the same as the outer; whether a state
+    that was saved in the inner look resumes as the training without looks)."""
+
+    def fresh() -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+        model = make_model()
+        return kind(every).attach(model, optimizer := sgd(model), typical_count=8.0), model, optimizer
+
+    (sync, model, optimizer), (plain, other, _) = fresh(), fresh()
+    same, shown, state = True, True, {}
+    for step in range(8):
+        one_step(sync, model, step, False)
+        one_step(plain, other, step, False)
+        with sync.averaged():
+            outer = flat(model)
+            with sync.averaged():
+                shown &= np.array_equal(outer, flat(model))
+            state = saved(sync, model, optimizer) if step == 3 else state
+        with sync.averaged(nn.Linear(2, 2)), sync.averaged():
+            pass
+        with contextlib.suppress(KeyError), sync.averaged():
+            raise KeyError
+        same &= np.array_equal(flat(model), flat(other))
+    again, its, optimizer = fresh()
+    again.load_state_dict(state["sync"])
+    its.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    again.load_rank_state_dict(state["own"])
+    for step in range(4, 8):
+        one_step(again, its, step, False)
+    return same, shown, np.array_equal(flat(its), flat(other))
+
+
+@pytest.mark.parametrize(("n", "every", "kind"), [(1, 2, DiLoCo), (2, 2, DiLoCo), (2, 3, DiLoCo), (2, 3, LocalSGD)])
+def test_a_look_inside_a_look_changes_no_bit_and_may_be_saved(n: int, every: int, kind: Callable[[int], Any]) -> None:
+    for found in on_ranks(n, looked_at_inside, every, kind):
+        assert found == (True, True, True)
+
+
+def resumed_twice() -> bool:
+    """Whether the error memory of a compressed outer step survives a save that comes before the next outer step."""
+
+    def fresh() -> tuple[DiLoCo, nn.Module, torch.optim.Optimizer]:
+        model = make_model()
+        return DiLoCo(3, compress="int8").attach(model, optimizer := adam(model), typical_count=8.0), model, optimizer
+
+    sync, model, optimizer = fresh()
+    plain, other, _ = fresh()
+    for step in range(9):
+        one_step(plain, other, step, False)
+        if step in (4, 5):
+            state = saved(sync, model, optimizer)
+            sync, model, optimizer = fresh()
+            sync.load_state_dict(state["sync"])
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            sync.load_rank_state_dict(state["own"])
+        one_step(sync, model, step, False)
+    return np.array_equal(flat(model), flat(other))
+
+
+def test_the_memory_of_what_a_message_lost_survives_two_stops_within_a_period() -> None:
+    assert on_ranks(2, resumed_twice) == [True, True]
+
+
 def after_the_last_step() -> tuple[float, bool, bool, bool]:
     """What the user does to the model after an outer step, or after `finish`, stays: (the largest clamped parameter in the
     result; whether a frozen one has its average; whether new weights are shown; whether a second training steps again)."""

@@ -8,19 +8,26 @@ from __future__ import annotations
 import ast
 import re
 
-_WRAPPERS = ("DDP", "DistributedDataParallel")
+_WRAPPERS = {"DDP", "DistributedDataParallel"}
 _DIVIDERS = re.compile(
     r"(?!(random|weightedrandom|subsetrandom|sequential)sampler$).*sampler.*|.*shard.*|split_dataset_by_node|.*iterabledataset"
     r"|.*streamingdataset|.*webdataset|wds|resampled|prepare|setup_dataloaders",
     re.IGNORECASE,
 )
-_RANKS = re.compile(r".*(world_?size|num_?(replicas|ranks)|n_?ranks).*|(?!.*local).*rank.*", re.IGNORECASE)
-"""Names of a rank (not the local one, which is a device) and of the number of ranks."""
+_NUMBER_OF_RANKS = re.compile(r".*(world_?size|num_?(replicas|ranks)|n_?ranks).*", re.IGNORECASE)
+_RANK = re.compile(r"(?!.*(local|ranks)).*rank.*", re.IGNORECASE)
+"""Not the local one, which is a device."""
 
-_OTHER_USES = re.compile(r".*(batch|lr|learning|worker|device|gpu).*", re.IGNORECASE)
+_OTHER_USES = re.compile(r".*batch.*|lr|lr_.*|.*_lr|.*learning.*|.*worker.*", re.IGNORECASE)
 """A number of ranks in an expression with one of these does not divide data: `batch_size // world_size`."""
 
-_PASSED_TO = {"init_process_group", "spawn", "print", "str", "int", "format", "info", "device", "set_device", "to", "cuda"}
+_DEVICES = re.compile(r".*(device|gpu).*", re.IGNORECASE)
+"""Nor does a rank with one of these: `rank % device_count`."""
+
+_PASSED_TO = re.compile(
+    r"init.*|setup.*|cleanup.*|main|run|train.*|demo.*|worker|spawn|print|str|int|format|info|get|getenv|set_device|device|to|cuda"
+    r"|DDP|DistributedDataParallel"
+)
 """Functions that may get a rank and divide no data."""
 
 _EVALUATES = re.compile(r".*(val|test|eval|dev).*", re.IGNORECASE)
@@ -34,9 +41,10 @@ def pitfalls_of_ddp(tree: ast.Module) -> list[str]:
     if called.isdisjoint(_WRAPPERS):
         return []
     if "DistributedSampler" in called:
-        shuffling = [call.lineno for call, name in calls if name == "DistributedSampler" and _shuffles(call)]
+        of_training = [call for call, name in calls if name == "DistributedSampler" and id(call) not in _for_evaluation(tree)]
+        shuffling = [call.lineno for call in of_training if _shuffles(call)]
         epochs = [node for node in ast.walk(tree) if isinstance(node, ast.For) and "epoch" in _name(node.target).lower()]
-        if not shuffling or not epochs or "set_epoch" in called:
+        if not shuffling or not epochs or _may_set_epoch(tree, epochs):
             return []
         return [
             f"line {min(shuffling)} creates a DistributedSampler, and no line calls its set_epoch, so every epoch has the same "
@@ -44,13 +52,16 @@ def pitfalls_of_ddp(tree: ast.Module) -> list[str]:
         ]
     loaders = [call for call, name in calls if name == "DataLoader" and id(call) not in _for_evaluation(tree)]
     given = {word.arg for call in loaders for word in call.keywords}
-    positional = any(len(call.args) > 3 for call in loaders)
+    positional = any(len(call.args) > 3 or any(isinstance(each, ast.Starred) for each in call.args) for call in loaders)
     if not loaders or positional or given & {"sampler", "batch_sampler", None} or _may_divide(tree):
         return []
-    instead = " instead of shuffle=True" if "shuffle" in given else ""
+    first = min(loaders, key=lambda call: call.lineno)
+    shuffle = [word.value for word in first.keywords if word.arg == "shuffle"] + first.args[2:3]
+    in_order = any(isinstance(value, ast.Constant) and value.value is False for value in shuffle)
     return [
-        f"line {min(call.lineno for call in loaders)} creates a DataLoader without a sampler, so every rank reads all samples: "
-        f"pass sampler=DistributedSampler(dataset){instead}, unless the dataset divides its samples by rank"
+        f"line {first.lineno} creates a DataLoader without a sampler, so every rank reads all samples: pass sampler="
+        f"DistributedSampler(dataset{', shuffle=False' if in_order else ''}){' instead of shuffle' if shuffle else ''}, unless "
+        "the dataset divides its samples by rank"
     ]
 
 
@@ -59,8 +70,20 @@ def _name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
+def _may_set_epoch(tree: ast.Module, epochs: list[ast.For]) -> bool:
+    """Whether the script has the name set_epoch, or passes the number of the epoch to a function that it does not define."""
+    for node in ast.walk(tree):
+        if (isinstance(node, ast.Attribute) and node.attr == "set_epoch") or getattr(node, "value", None) == "set_epoch":
+            return True
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)} | {"print", "format", "str", "int"}
+    calls = [node for loop in epochs for node in ast.walk(loop) if isinstance(node, ast.Call) and _name(node.func) not in own]
+    return any("epoch" in _name(each).lower() for call in calls for each in _arguments(call))
+
+
 def _shuffles(sampler: ast.Call) -> bool:
     """Whether a DistributedSampler certainly shuffles, as it does by default."""
+    if any(isinstance(each, ast.Starred) for each in sampler.args):
+        return False
     given = [word.value for word in sampler.keywords if word.arg in ("shuffle", None)] + sampler.args[3:4]
     return all(isinstance(value, ast.Constant) and value.value is True for value in given)
 
@@ -73,8 +96,6 @@ def _for_evaluation(tree: ast.Module) -> set[int]:
 
 def _may_divide(tree: ast.Module) -> bool:
     """Whether the script uses something that divides data by rank, or computes with a rank or the number of ranks."""
-    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    harmless = _PASSED_TO | own | {*_WRAPPERS}
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) | ast.keyword(arg=str(name)):
@@ -82,11 +103,15 @@ def _may_divide(tree: ast.Module) -> bool:
                     return True
             case ast.Slice(step=ast.Name() | ast.Attribute() | ast.Call()) | ast.Yield() | ast.YieldFrom():
                 return True
-            case ast.Subscript(slice=inside) if _has_rank(inside):
+            case ast.Subscript(slice=inside, value=held) if _has_rank(inside) and _name(held) != "environ":
+                return True
+            case ast.Assign(value=ast.JoinedStr() | ast.BinOp(op=ast.Add() | ast.Div()) as made) if _has_rank(made):
+                return True
+            case ast.Call(func=ast.Attribute(value=ast.Constant(), attr="format")) if any(map(_has_rank, node.args)):
                 return True
             case ast.BinOp(op=ast.Mult() | ast.Mod() | ast.FloorDiv()) if _has_rank(node):
                 return True
-            case ast.Call() if _name(node.func) not in harmless and any(map(_has_rank, _arguments(node))):
+            case ast.Call() if not _PASSED_TO.fullmatch(_name(node.func)) and any(map(_has_rank, _arguments(node))):
                 return True
     return False
 
@@ -96,5 +121,10 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
 
 
 def _has_rank(node: ast.expr) -> bool:
+    """Whether an expression may divide data: it has a rank or the number of ranks, and not only for the size of a batch, the
+    learning rate or a device."""
     names = [_name(each) for each in ast.walk(node) if isinstance(each, ast.Name | ast.Attribute)]
-    return any(map(_RANKS.fullmatch, names)) and not any(map(_OTHER_USES.fullmatch, names))
+    names += [each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and each.value in ("RANK", "WORLD_SIZE")]
+    if any(map(_RANK.fullmatch, names)):
+        return not any(map(_DEVICES.fullmatch, names))
+    return any(map(_NUMBER_OF_RANKS.fullmatch, names)) and not any(map(_OTHER_USES.fullmatch, names))

@@ -49,7 +49,8 @@ class DiLoCo(LocalSGD):
     with `compress`: bf16, fp16 or int8 (codecs.py) for d; what one message loses is added to the next.
 
     An outer step goes beyond the average, which helps only the steps that follow. So after an outer step `averaged` gives the
-    average itself, and so does `finish`. Until the next backward pass it takes the memory of the trained parameters once more.
+    average itself, and so does `finish`; a parameter that was changed after the outer step keeps its value. Until the next
+    backward pass begins, the averages take the memory of the trained parameters once more.
     """
 
     _usual = 32
@@ -77,7 +78,8 @@ class DiLoCo(LocalSGD):
         """The averages before the outer step that was just made; empty after the next backward pass has begun."""
 
         self._shown: list[str] = []
-        """Inside `averaged`: the parameters that have their average before the outer step."""
+        """Inside `averaged`, and in a checkpoint until the model is loaded: the parameters that have their average before the
+        outer step."""
 
         self._is_finishing = False
 
@@ -136,6 +138,13 @@ class DiLoCo(LocalSGD):
         self._sent_bytes += self._codec.sent_bytes(deltas)
         return apart
 
+    def _is_anchor(self, name: str, parameter: torch.Tensor) -> bool:
+        """Whether the parameter is as the last outer step has left it."""
+        anchor = self._anchors.get(name)
+        if anchor is None or anchor.dtype != parameter.dtype or anchor.device != parameter.device:
+            return False
+        return torch.equal(parameter, anchor)
+
     def _holds_anchor(self, name: str, parameter: torch.Tensor) -> bool:
         return name in self._anchors and self._anchors[name].shape == parameter.shape
 
@@ -169,10 +178,7 @@ class DiLoCo(LocalSGD):
         """Replace what the outer step has made of the parameters by their averages, and return the names. A parameter that was
         changed since keeps its value."""
         named = self._local.named_parameters()
-        shown = [
-            name for name in self._before_step
-            if name in named and self._holds_anchor(name, named[name]) and torch.equal(named[name], self._anchors[name])
-        ]  # fmt: skip
+        shown = [name for name in self._before_step if name in named and self._is_anchor(name, named[name])]
         for name in shown:
             named[name].copy_(self._before_step[name])
         return shown
@@ -188,12 +194,13 @@ class DiLoCo(LocalSGD):
     @contextlib.contextmanager
     def averaged(self, module: nn.Module | None = None) -> Iterator[None]:
         with super().averaged(module):
+            outside, shown = self._shown, self._show()
+            self._shown = [*outside, *shown]
             try:
-                self._shown = self._show()
                 yield
             finally:
-                self._hide(self._shown)
-                self._shown = []
+                self._hide(shown)
+                self._shown = outside
 
     def finish(self) -> None:
         self._is_finishing = True
@@ -248,7 +255,8 @@ class DiLoCo(LocalSGD):
 
     def rank_state_dict(self) -> dict[str, Any] | None:
         own = super().rank_state_dict()
-        return {**own, "error": self._codec.error} if own is not None and self._codec is not None else own
+        error = self._codec.error if self._codec is not None else self._error
+        return {**own, "error": error} if own is not None and error is not None else own
 
     def load_rank_state_dict(self, state: dict[str, Any] | None) -> None:
         named = self._local.named_parameters()

@@ -272,14 +272,15 @@ class LocalSGD:
         tensors = self._averaged_tensors(module)
         counted = _counted_buffers(self._model if module is None else module)
         own = [tensor.detach().clone() for tensor in (*tensors, *counted)]
-        if module is None:
+        outside = self._own
+        if module is None and outside is None:
             self._own = self._kept(tensors, counted, own)
         average(tensors, self._weight / total if total > 0 else float(comm.is_main()))  # without a step all are equal
         comm.broadcast(counted)
         try:
             yield
         finally:
-            self._own = None
+            self._own = outside
             with torch.no_grad():
                 for tensor, value in zip((*tensors, *counted), own, strict=True):
                     tensor.copy_(value)
