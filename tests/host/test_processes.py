@@ -145,6 +145,33 @@ def test_a_signal_to_a_process_that_is_gone_is_no_error() -> None:
     processes.send(child.pid, signal.SIGTERM)
 
 
+WAITS = "import signal, time; {}; print(1, flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "status"),
+    [
+        ("pass", None),
+        ("signal.signal(signal.SIGRTMIN + 3, signal.SIG_IGN)", None),
+        ("signal.signal(signal.SIGRTMIN + 3, lambda *_: exit(7))", 7),
+    ],
+)
+def test_a_signal_that_would_end_a_process_is_sent_only_to_one_that_handles_it(prepare: str, status: int | None) -> None:
+    with subprocess.Popen([sys.executable, "-c", WAITS.format(prepare)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            processes.send_if_handled(process.pid, signal.SIGRTMIN + 3)
+            if status is not None:
+                assert process.wait(timeout=60) == status
+            else:
+                time.sleep(0.2)
+                assert process.poll() is None
+        finally:
+            process.kill()
+    processes.send_if_handled(process.pid, signal.SIGRTMIN + 3)  # gone: no error
+
+
 def test_a_signal_is_sent() -> None:
     with python("input()") as child:
         processes.send(child.pid, signal.SIGTERM)

@@ -248,14 +248,14 @@ class StallWatch:
                 watched = self._watched[rank.rank]
                 watched.stacks, watched.cpu_s = [], processes.cpu_s(rank.pid)
                 watched.offset = self._size(rank)
-                processes.send(rank.pid, STACK_SIGNAL)
+                processes.send_if_handled(rank.pid, STACK_SIGNAL)  # a rank that is still being started has no handler
             return
         for rank in self._processes.alive:
             watched = self._watched[rank.rank]
             watched.stacks.append(parse(self._read(rank, watched.offset)))
             watched.offset = self._size(rank)
             if len(watched.stacks) < _SAMPLES:
-                processes.send(rank.pid, STACK_SIGNAL)
+                processes.send_if_handled(rank.pid, STACK_SIGNAL)  # a rank that is still being started has no handler
         if all(len(self._watched[rank.rank].stacks) >= _SAMPLES for rank in self._processes.alive):
             self._tell(now)
 

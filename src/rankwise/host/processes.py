@@ -169,6 +169,15 @@ def send(pid: int, signum: int) -> None:
         os.kill(pid, signum)
 
 
+def send_if_handled(pid: int, signum: int) -> None:
+    """As `send`, but only if the process handles or ignores this signal by now, so that it cannot end the process."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigIgn:", "SigCgt:"))]
+        if any(mask >> (signum - 1) & 1 for mask in masks):
+            send(pid, signum)
+
+
 def end_tree(exclude: Collection[int] = (), bound_s: float = 5.0, others_s: float = 0.0) -> bool:
     """SIGKILL and reap every process below this one, except `exclude` and what is below those.
 
