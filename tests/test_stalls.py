@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from launched import launch, wait_for
@@ -84,3 +85,11 @@ def test_a_script_that_is_silent_while_it_computes_is_left_in_peace(launch) -> N
     )
     assert run.wait() == 0
     assert "no progress" not in run.output()
+
+
+def test_a_rank_that_starts_slowly_is_not_ended_by_the_question_for_its_stack(
+    launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(2.5)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert launch("print('done')", options=("--nproc", "2", "--stall-warn", "1")).wait() == 0
