@@ -39,6 +39,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import rankwise
 from rankwise.data.fetch import collate
+from rankwise.data.kinds import draws_nothing
 from rankwise.dist.seed import SavedStreams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -124,7 +125,9 @@ def gpt() -> Case:
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
     def schedule(optimizer):
-        rate = lambda s: (s + 1) / 40 if s < 40 else 0.1 + 0.45 * (1 + math.cos(math.pi * min(s / 800, 1)))  # noqa: E731
+        def rate(step):
+            return (step + 1) / 40 if step < 40 else 0.1 + 0.45 * (1 + math.cos(math.pi * min(step / 800, 1)))
+
         return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
     data = example.standard_library()[0]
@@ -224,7 +227,7 @@ def bare_promises(turns: Turns, world, case: Case) -> None:
     for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         parameter.grad = piece.view_as(parameter)
     data = case.data
-    streams = SavedStreams() if not getattr(data, "draws_nothing", isinstance(data, TensorDataset)) else None
+    streams = None if draws_nothing(data) else SavedStreams()
     seed, losses, count = torch.tensor(1 / case.batch), torch.zeros(()), 0
     made = data.__getitems__ if hasattr(data, "__getitems__") else lambda indices: collate([data[index] for index in indices])
     step = 0

@@ -255,7 +255,7 @@ class StallWatch:
             watched.stacks.append(parse(self._read(rank, watched.offset)))
             watched.offset = self._size(rank)
             if len(watched.stacks) < _SAMPLES:
-                processes.send_if_handled(rank.pid, STACK_SIGNAL)  # a rank that is still being started has no handler
+                processes.send_if_handled(rank.pid, STACK_SIGNAL)
         if all(len(self._watched[rank.rank].stacks) >= _SAMPLES for rank in self._processes.alive):
             self._tell(now)
 

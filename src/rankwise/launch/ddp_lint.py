@@ -40,8 +40,9 @@ def pitfalls_of_ddp(tree: ast.Module) -> list[str]:
     called = {name for _, name in calls}
     if called.isdisjoint(_WRAPPERS):
         return []
+    evaluating = _for_evaluation(tree)
     if "DistributedSampler" in called:
-        of_training = [call for call, name in calls if name == "DistributedSampler" and id(call) not in _for_evaluation(tree)]
+        of_training = [call for call, name in calls if name == "DistributedSampler" and id(call) not in evaluating]
         shuffling = [call.lineno for call in of_training if _shuffles(call)]
         epochs = [node for node in ast.walk(tree) if isinstance(node, ast.For) and "epoch" in _name(node.target).lower()]
         if not shuffling or not epochs or _may_set_epoch(tree, epochs):
@@ -50,7 +51,7 @@ def pitfalls_of_ddp(tree: ast.Module) -> list[str]:
             f"line {min(shuffling)} creates a DistributedSampler, and no line calls its set_epoch, so every epoch has the same "
             "order: call sampler.set_epoch(epoch) at the start of each epoch"
         ]
-    loaders = [call for call, name in calls if name == "DataLoader" and id(call) not in _for_evaluation(tree)]
+    loaders = [call for call, name in calls if name == "DataLoader" and id(call) not in evaluating]
     given = {word.arg for call in loaders for word in call.keywords}
     positional = any(len(call.args) > 3 or any(isinstance(each, ast.Starred) for each in call.args) for call in loaders)
     if not loaders or positional or given & {"sampler", "batch_sampler", None} or _may_divide(tree):
