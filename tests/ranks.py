@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
@@ -34,8 +35,8 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Also what the modules of tests import: each rank imports the module of its function, and pytest alone takes longer than the
-# rest.
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "rankwise.trainer", "numpy", "pytest", "psutil", "torchmetrics"])
+# rest. Not what few of them import: a fork takes longer the more memory the process has.
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "rankwise.trainer", "numpy", "pytest", "psutil"])
 
 _EXIT_S = 5.0  # all have answered and exit by themselves; to measure coverage they save first (stress/coverage)
 
@@ -135,6 +136,7 @@ def scripts_on_ranks(
 
 def _script(environ: dict[str, str], out: str, cwd: str, argv: tuple[str, ...]) -> None:
     """Turns a forked process into `python argv`, which exits like Python."""
+    gc.freeze()  # the garbage collector need not look at what was imported before the fork
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
@@ -187,6 +189,7 @@ def _answer(rank: int, reader: Connection, timeout_s: float) -> tuple[bool, Any]
 def _rank(
     environ: dict[str, str], writer: Connection, cwd: str, function: Callable[..., Any], args: Any, kwargs: Any, init: Any
 ) -> None:
+    gc.freeze()  # as above
     os.chdir(cwd)
     for name in ("RANKWISE_RUN_DIR", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)

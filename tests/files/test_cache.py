@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from file_server import FileServer, serving
+from ranks import scripts_on_ranks
 
 from rankwise.errors import DataError
 from rankwise.files import FileCache, cache, remote
@@ -41,15 +42,17 @@ def names(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in here(tmp_path).iterdir())
 
 
+SCRIPT = """\
+import sys; from pathlib import Path; from rankwise.files import FileCache
+cache = FileCache(sys.argv[1]); paths = cache.paths(sys.argv[2:])
+print([sum(Path(path).read_bytes()) for path in paths], flush=True)
+"""
+
+
 def process(tmp_path: Path, *sources: str, then: str = "") -> subprocess.Popen[str]:
     """A process that has copies of these files, prints the sum of their bytes, and then runs `then`."""
-    script = (
-        "import sys; from pathlib import Path; from rankwise.files import FileCache\n"
-        "cache = FileCache(sys.argv[1]); paths = cache.paths(sys.argv[2:])\n"
-        f"print([sum(Path(path).read_bytes()) for path in paths], flush=True)\n{then}"
-    )
     return subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "here"), *sources],
+        [sys.executable, "-c", SCRIPT + then, str(tmp_path / "here"), *sources],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -64,10 +67,9 @@ def until(condition: object, limit_s: float = 120) -> None:
 
 def test_four_processes_copy_each_file_once(tmp_path: Path, server: FileServer) -> None:
     urls = [server.url(f"x{number}.bin") for number in range(3)]
-    processes = [process(tmp_path, *urls) for _ in range(4)]
-    for each in processes:
-        output, errors = each.communicate(timeout=200)
-        assert (output, errors) == (f"{[0, SIZE, 2 * SIZE]}\n", "")
+    Path("reader.py").write_text(SCRIPT)
+    for done in scripts_on_ranks(4, "reader.py", str(tmp_path / "here"), *urls, timeout_s=200):
+        assert (done.stdout, done.returncode) == (f"{[0, SIZE, 2 * SIZE]}\n", 0)
     assert all(SIZE <= server.sent[f"x{number}.bin"] < 1.5 * SIZE for number in range(3)), server.sent
     assert [re.sub("-[0-9a-f]{16}", "", name) for name in names(tmp_path)] == ["x0.bin", "x1.bin", "x2.bin"]
     assert here(tmp_path).stat().st_mode & 0o777 == 0o700
