@@ -182,6 +182,32 @@ def test_an_optimizer_step_that_one_rank_leaves_out_is_caught(tested: Tested) ->
     assert "the optimizer steps only on some ranks" in told
 
 
+BATCHES_BY_HAND = planted(
+    BY_HAND,
+    ("torch.randn(64, 6), torch.randint(3, (64,))", "torch.randn(65536, 6), torch.randint(3, (65536,))"),
+    ("    for x, y in loader:\n", "    for _ in range(4):\n        x, y = dataset[torch.randint(65536, (8,))]\n"),
+)
+
+
+def test_ranks_that_draw_the_same_batches_without_a_loader_are_caught(tested: Tested) -> None:
+    status, checks, told = tested(planted(BATCHES_BY_HAND, ("manual_seed(1 + rank)", "manual_seed(1)")))
+    assert (status, checks["samples"]) == (1, "FAILED"), told
+    assert "on 2 ranks: all ranks make the same batches" in told
+    assert "torch.manual_seed(seed + rank)" in told
+
+
+@pytest.mark.parametrize(
+    ("call", "samples", "why"),
+    [("model(x)", "ok", "has other samples on 2 ranks"), ("model(input=x)", "open", "each rank may make other batches")],
+    ids=["seen", "given by name"],
+)
+def test_batches_that_each_rank_draws_itself_are_no_mistake(call: str, samples: str, why: str, tested: Tested) -> None:
+    status, checks, told = tested(planted(BATCHES_BY_HAND, ("model(x)", call)))
+    assert status == 0, told
+    assert (checks["samples"], checks["gradients"]) == (samples, "open"), told
+    assert why in " ".join(told.split())
+
+
 # --- correct programs
 
 
@@ -421,6 +447,7 @@ def test_a_script_that_fails_is_told_with_its_traceback(rankwise: Callable[..., 
     assert done.returncode == 2
     assert "rankwise: train.py failed on rank 0 of 1:" in done.stderr
     assert "ValueError: no data" in done.stderr
+    assert "rank_process.py" not in done.stderr, "frames of rankwise do not help"
 
 
 def test_a_script_that_trains_nothing_is_refused(rankwise: Callable[..., Any], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 from rankwise.checks.difference import TOLERANCES, Arrays, difference, factor
@@ -63,6 +64,8 @@ def _samples(records: Sequence[Record]) -> Finding:
     taken = [list(map(_key, batch)) for step in steps for batch in step]
     if not taken or not any(taken):
         return Finding("samples", OPEN, f"{here}: no DataLoader or rankwise.Loader was seen that gives the model its batches")
+    if not any(one["trained"] for record in records for one in record["passes"]):
+        return _samples_by_hand(steps, here)
     for number, step in enumerate(steps):
         seen = Counter(_key(sample) for batch in step for sample in set(map(_key, batch)))
         twice = sum(count - 1 for count in seen.values())
@@ -82,6 +85,19 @@ def _samples(records: Sequence[Record]) -> Finding:
             "DataLoader(dataset, sampler=DistributedSampler(dataset)), or rankwise.Loader(dataset, world, ...)",
         )  # fmt: skip
     return Finding("samples", OK, f"{len(steps)} batches, no sample twice on {{}}", where=str(len(records)))
+
+
+def _samples_by_hand(steps: Sequence[Sequence[Sequence[Any]]], here: str) -> Finding:
+    """Of batches that the script makes itself: their rows, which may be equal by chance."""
+    if all(batch == step[0] for step in steps for batch in step):
+        return Finding(
+            "samples", FAILED, f"{here}: all ranks make the same batches, {len(steps)} times",
+            "the ranks draw their batches with the same seed, or take the same part of the data",
+            "draw with another seed on each rank, torch.manual_seed(seed + rank), or use rankwise.Loader",
+        )  # fmt: skip
+    if any(set(one) & set(other) for step in steps for one, other in combinations(step, 2)):
+        return Finding("samples", OPEN, f"{here}: without a loader; some rows are equal on two ranks")
+    return Finding("samples", OK, f"{here}: {len(steps)} batches without a loader, no row on two ranks")
 
 
 def _key(sample: Any) -> Any:
@@ -180,6 +196,7 @@ def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
                        "two forward passes give different results", "switch it off (self.training) and test again")  # fmt: skip
     reference, tolerance = gradients(low, first["rank"]), TOLERANCES.get(first["dtype"], 1e-3)
     apart, factors = {}, {}
+    seen = bool(_first_samples(starts[low]))
     for ranks, records in starts.items():
         if ranks == low:
             continue
@@ -187,7 +204,8 @@ def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
         if _first_samples(records) != _first_samples(starts[low]):
             return Finding(
                 "gradients", OPEN, f"the first step has other samples on {here} than on {low}: not comparable",
-                "the order of the data depends on the number of ranks", "use the same sampler and seed on any number of ranks",
+                "the order of the data depends on the number of ranks, or each rank draws its own batches",
+                "to compare them, use a loader with the same sampler and seed on any number of ranks",
             )  # fmt: skip
         mine = records[_stepped(records)[0]]
         if mine["start"] != first["start"]:
@@ -215,6 +233,11 @@ def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
             "gradients", KNOWN, f"the same except for a factor: {told}; in {first['dtype']}",
             "the loss is a sum, or is divided by a fixed number: its gradient shrinks with the number of ranks",
             "none if the global batch grows with the ranks and the learning rate is chosen for that",
+        )  # fmt: skip
+    if not seen:
+        return Finding(
+            "gradients", OPEN, f"differ from {evidence}", "each rank may make other batches: none was seen",
+            "to compare them, use a loader with the same sampler and seed on any number of ranks",
         )  # fmt: skip
     return Finding(
         "gradients", FAILED, f"differ from {evidence}",

@@ -85,9 +85,10 @@ class Pass(NamedTuple):
 
 
 class Draws:
-    """While it is open, watches every forward pass in training of the outermost module."""
+    """While it is open, watches every forward pass in training of the outermost module. `on_begin`: called before it, with the
+    module and its inputs (without those given by name, which torch's hook does not pass)."""
 
-    def __init__(self, on_begin: Callable[[nn.Module], None] = lambda _: None) -> None:
+    def __init__(self, on_begin: Callable[[nn.Module, Any], None] = lambda _module, _inputs: None) -> None:
         self.passes: list[Pass] = []
         self._on_begin = on_begin
         self._open: list[tuple[nn.Module, str]] = []
@@ -106,11 +107,11 @@ class Draws:
         for hook in self._hooks:
             hook.remove()
 
-    def _before(self, module: nn.Module, _inputs: Any) -> None:
+    def _before(self, module: nn.Module, inputs: Any) -> None:
         if not self._open:
             if not (module.training and torch.is_grad_enabled()) or isinstance(module, private_names.losses()):
                 return
-            self._on_begin(module)
+            self._on_begin(module, inputs)
             self._names = {id(m): name for name, m in module.named_modules()}
             self._drew = {}
         self._open.append((module, stream()))

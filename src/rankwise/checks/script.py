@@ -25,6 +25,7 @@ from rankwise.checks.finding import Finding, as_text, combined, passed
 from rankwise.checks.settings import RankSettings
 from rankwise.errors import ConfigError, SelftestError
 from rankwise.host import machine
+from rankwise.host.stack_text import shortened
 from rankwise.host.text import count, listed
 from rankwise.launch.outcome import say
 from rankwise.launch.script_lint import examine
@@ -131,7 +132,7 @@ def _refuse_failed(script: str, records: Sequence[dict[str, Any]]) -> None:
     for record in records:
         failed = record["ended"] not in ("", "enough")
         if failed and ("findings" in record or not record["forwards"]):
-            told = (record["traceback"] or record["ended"]).rstrip()
+            told = shortened(record["traceback"] or record["ended"]).rstrip()
             raise SelftestError(f"{script} failed on rank {record['rank']} of {len(records)}:\n{told}")
 
 
