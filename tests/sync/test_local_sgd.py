@@ -254,6 +254,23 @@ def test_a_look_in_mid_period_changes_no_bit() -> None:
         assert np.array_equal(seen, unseen)
 
 
+def shown_of_another_module(steps: int) -> list[float]:
+    """What an evaluation uses of a module that is 3, 6, 9, ... on the ranks, after `steps` steps of periods of 2."""
+    model, other = make_model(), nn.Linear(1, 1)
+    nn.init.constant_(other.weight, 3.0 * (comm.rank() + 1))
+    sync = LocalSGD(2).attach(model, adam(model), typical_count=8.0)
+    for step in range(steps):
+        one_step(sync, model, step, True)
+    with sync.averaged(other):
+        shown = other.weight.item()
+    return [shown, other.weight.item()]
+
+
+@pytest.mark.parametrize("steps", [0, 2, 4])
+def test_another_module_is_shown_as_the_mean_of_the_ranks_also_right_after_an_average(steps: int) -> None:
+    assert on_ranks(3, shown_of_another_module, steps) == [[6.0, own] for own in (3.0, 6.0, 9.0)]
+
+
 def at_the_end(steps: int, compress: str | None) -> tuple[Flat, Flat, Flat, Flat]:
     """After `steps` steps: the average of the replicas, from a strategy that makes no outer step after the last of them; what
     `averaged` shows; the parameters; and those after `finish`."""

@@ -275,7 +275,9 @@ class LocalSGD:
         outside = self._own
         if module is None and outside is None:
             self._own = self._kept(tensors, counted, own)
-        average(tensors, self._weight / total if total > 0 else float(comm.is_main()))  # without a step all are equal
+        # Without a step since the last average all replicas are equal; another module (EMA) may differ on each rank.
+        equal = float(comm.is_main()) if module is None else 1 / comm.world_size()
+        average(tensors, self._weight / total if total > 0 else equal)
         comm.broadcast(counted)
         try:
             yield
