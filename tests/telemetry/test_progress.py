@@ -110,6 +110,21 @@ def test_a_line_of_a_log_has_step_total_metrics_learning_rate_rate_time_left_and
     ), epoch
 
 
+def test_short_epochs_are_printed_once_per_second_after_the_first_ten(clock: Clock, capfd: pytest.CaptureFixture[str]) -> None:
+    shown = Progress(None)
+    told = []
+    for step in range(1, 46):
+        clock.now += 0.125
+        told += [step] if shown.tells(step) else []
+        assert shown.tells(step) == (step in told), "the epoch and its evaluation belong together"
+    assert told == [*range(1, 11), 18, 26, 34, 42]
+    assert capfd.readouterr().out.splitlines() == [
+        "epochs are short: at most one per second is printed from here on; metrics.jsonl has all metrics"
+    ]
+    clock.now += 5.0
+    assert [shown.tells(step) for step in (50, 51)] == [True, False], "a slow one is always printed"
+
+
 def test_the_line_of_an_epoch_says_how_many_of_its_steps_were_skipped(capfd: pytest.CaptureFixture[str]) -> None:
     meters, shown = Meters("loss"), Progress(None)
     log = attached(Log(every_steps=2, line_every_s=100.0), meters, shown)

@@ -122,12 +122,12 @@ class Log:
     def _end_epoch(self, state: TrainState) -> None:
         means = ", ".join(f"{name} {total.mean:.4g}" for name, total in self._epoch.items())
         span = self._epoch_time.since_last()
-        place = f"{self._progress.place(state.step)}, {self._pace(state)}"
         skipped = state.steps_left_out - self._skipped_before
-        steps = count(self._epoch_steps, "step") + f" ({skipped} skipped)" * bool(skipped)
-        said = f"epoch {state.epoch}: {steps}, {means}; {place}; {span.text()}"
-        self._progress.say(in_lines(said))
-        self._begin_line()
+        if self._is_main and self._progress.tells(state.step):
+            place = f"{self._progress.place(state.step)}, {self._pace(state)}"
+            steps = count(self._epoch_steps, "step") + f" ({skipped} skipped)" * bool(skipped)
+            self._progress.say(in_lines(f"epoch {state.epoch}: {steps}, {means}; {place}; {span.text()}"))
+            self._begin_line()
         self._epoch = {}
         self._epoch_steps, self._skipped_before = 0, state.steps_left_out
 

@@ -21,6 +21,7 @@ from rankwise.errors import ConfigError, StepError
 from rankwise.evaluation.metrics import Metrics
 from rankwise.host.arguments import ANYTHING, DATA, FROM_ONE, FUNCTION, Argument, takes
 from rankwise.sync import SyncStrategy
+from rankwise.telemetry import Progress
 from rankwise.telemetry.meters import Total
 from rankwise.training.model import evaluating
 from rankwise.training.precision import Precision
@@ -82,7 +83,7 @@ class Evaluate:
         self._metrics = metrics if isinstance(metrics, Metrics) else Metrics(metrics)
         self._precision = Precision()
         self._sync: SyncStrategy | None = None
-        self._say: Callable[[str], None] = log.say
+        self._progress: Progress | None = None
         epochs = every_epochs if every_epochs is not None or every_steps is not None else 1
         self._trigger = every(self._run, steps=every_steps, epochs=epochs, at_end=True)
         self._loader = data if isinstance(data, Loader) else None
@@ -93,7 +94,7 @@ class Evaluate:
         if not isinstance(self.data, Loader):
             self._loader = trainer.loader.over(self.data)
         self._metrics.to(trainer.device)
-        self._sync, self._precision, self._say = trainer.sync, trainer.precision, trainer.progress.say
+        self._sync, self._precision, self._progress = trainer.sync, trainer.precision, trainer.progress
         if not self.names_by_user:
             self.fn = lambda model, batch: {"loss": trainer.forward(model, batch)}
         if isinstance(self._model, nn.Module):
@@ -107,7 +108,11 @@ class Evaluate:
         began = time.perf_counter()
         figures = self.figures(state.model if self._model is None else None)
         state.measure(figures)
-        self._say(f"step {state.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
+        text = f"step {state.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        if self._progress is None:
+            log.say(text)
+        elif self._progress.tells(state.step):
+            self._progress.say(text)
         self.wait_s += time.perf_counter() - began
 
     @property

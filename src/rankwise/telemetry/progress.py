@@ -16,6 +16,8 @@ from rankwise.ipc.shared_page import Row
 
 _INTERVAL_S = 0.1
 _TEXT = 120  # characters: neither a terminal nor the page has room for more
+_TOLD, _TOLD_EVERY_S = 10, 1.0
+"""The lines of epochs and evaluations: those of this many steps are printed, and then those of one step per interval."""
 
 
 class Progress:
@@ -33,6 +35,7 @@ class Progress:
         self._began = time.monotonic()
         self._next = self._began
         self._pace_since = self._began, initial
+        self._told, self._told_step, self._told_s = 0, -1, self._began
 
     def place(self, done: int) -> str:
         """`step 110/800`; `step 110` if the total is unknown."""
@@ -71,6 +74,19 @@ class Progress:
             self._row.say(json.dumps(progress))
         elif self._terminal is not None and self._terminal.is_tty:
             self._terminal.status(progress_line(progress, self._terminal.columns))
+
+    def tells(self, step: int) -> bool:
+        """Whether to print what ends with this step: an epoch, an evaluation. Short ones would fill the screen."""
+        now = time.monotonic()
+        if step == self._told_step:
+            return True
+        if self._told >= _TOLD and now - self._told_s < _TOLD_EVERY_S:
+            if self._told == _TOLD:
+                self._told += 1
+                self.say("epochs are short: at most one per second is printed from here on; metrics.jsonl has all metrics")
+            return False
+        self._told, self._told_step, self._told_s = self._told + 1, step, now
+        return True
 
     def say(self, text: str) -> None:
         """Print a line above the progress line, on the main rank."""
