@@ -35,7 +35,8 @@ class Progress:
         self._began = time.monotonic()
         self._next = self._began
         self._pace_since = self._began, initial
-        self._told, self._told_step, self._told_s = 0, -1, self._began
+        self._told, self._told_s, self._asked = 0, self._began, (-1, False)
+        self._says_short = True
 
     def place(self, done: int) -> str:
         """`step 110/800`; `step 110` if the total is unknown."""
@@ -77,16 +78,16 @@ class Progress:
 
     def tells(self, step: int) -> bool:
         """Whether to print what ends with this step: an epoch, an evaluation. Short ones would fill the screen."""
-        now = time.monotonic()
-        if step == self._told_step:
-            return True
-        if self._told >= _TOLD and now - self._told_s < _TOLD_EVERY_S:
-            if self._told == _TOLD:
-                self._told += 1
-                self.say("epochs are short: at most one per second is printed from here on; metrics.jsonl has all metrics")
-            return False
-        self._told, self._told_step, self._told_s = self._told + 1, step, now
-        return True
+        if step != self._asked[0]:
+            now = time.monotonic()
+            tells = self._told < _TOLD or now - self._told_s >= _TOLD_EVERY_S
+            if tells:
+                self._told, self._told_s = self._told + 1, now
+            elif self._says_short:
+                self.say("epochs are short: from here on one per second is printed; metrics.jsonl has all")
+                self._says_short = False
+            self._asked = step, tells
+        return self._asked[1]
 
     def say(self, text: str) -> None:
         """Print a line above the progress line, on the main rank."""
