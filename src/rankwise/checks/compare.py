@@ -200,25 +200,9 @@ def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
     for ranks, records in starts.items():
         if ranks == low:
             continue
-        here = count(ranks, "rank")
-        if _first_samples(records) != _first_samples(starts[low]):
-            return Finding(
-                "gradients", OPEN, f"the first step has other samples on {here} than on {low}: not comparable",
-                "the order of the data depends on the number of ranks, or each rank draws its own batches",
-                "to compare them, use a loader with the same sampler and seed on any number of ranks",
-            )  # fmt: skip
+        if (problem := _not_comparable(starts[low], records)) is not None:
+            return problem
         mine = records[_stepped(records)[0]]
-        if mine["start"] != first["start"]:
-            return Finding(
-                "gradients", OPEN, f"the model starts with other weights on {here} than on {low}: not comparable",
-                "its seed depends on the time or the number of ranks", "torch.manual_seed(seed) before the model is created",
-            )  # fmt: skip
-        if (sample := _other_content([*starts[low], *records])) is not None:
-            return Finding(
-                "gradients", OPEN, f"sample {sample} differs between starts or ranks: not comparable",
-                "the dataset is random (augmentation), or each rank creates its own dataset",
-                "if the data itself is drawn or shuffled, use one seed on all ranks; augmentation may differ",
-            )  # fmt: skip
         apart[ranks] = difference(reference, gradients(ranks, mine["rank"]))
         factors[ranks] = factor(reference, gradients(ranks, mine["rank"]))
     if not apart:
@@ -245,6 +229,29 @@ def _between_starts(starts: Starts, gradients: Gradients) -> Finding:
         "of means); or a layer mixes the samples of a batch",
         "divide the sum by the count of all ranks, as sync.backward(loss_sum, count) of rankwise.AllReduce does",
     )  # fmt: skip
+
+
+def _not_comparable(first: Sequence[Record], records: Sequence[Record]) -> Finding | None:
+    """Why the gradients of two numbers of ranks may differ without a mistake in how they are computed."""
+    low, here = len(first), count(len(records), "rank")
+    if _first_samples(records) != _first_samples(first):
+        return Finding(
+            "gradients", OPEN, f"the first step has other samples on {here} than on {low}: not comparable",
+            "the order of the data depends on the number of ranks, or each rank draws its own batches",
+            "to compare them, use a loader with the same sampler and seed on any number of ranks",
+        )  # fmt: skip
+    if records[_stepped(records)[0]]["start"] != first[_stepped(first)[0]]["start"]:
+        return Finding(
+            "gradients", OPEN, f"the model starts with other weights on {here} than on {low}: not comparable",
+            "its seed depends on the time or the number of ranks", "torch.manual_seed(seed) before the model is created",
+        )  # fmt: skip
+    if (sample := _other_content([*first, *records])) is not None:
+        return Finding(
+            "gradients", OPEN, f"sample {sample} differs between starts or ranks: not comparable",
+            "the dataset is random (augmentation), or each rank creates its own dataset",
+            "if the data itself is drawn or shuffled, use one seed on all ranks; augmentation may differ",
+        )  # fmt: skip
+    return None
 
 
 def _equal(evidence: str, norms: Sequence[str]) -> Finding:
