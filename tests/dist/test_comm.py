@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from environments import SLURM_STEP, openmpi
-from ranks import RankError, on_ranks, torchrun
+from ranks import RankError, on_ranks, scripts_on_ranks, torchrun
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -284,6 +285,33 @@ def init_again() -> bool:
 
 def test_a_second_init_changes_nothing() -> None:
     assert on_ranks(2, init_again) == [True, True]
+
+
+SLOWER = """\
+import os, time
+from pathlib import Path
+import torch.distributed as dist
+import rankwise
+
+connect = dist.init_process_group
+
+def slowly(*words, **named):
+    connect(*words, **named)
+    time.sleep(0.5)
+    Path("connected").touch()
+
+if os.environ["RANK"] == "1":
+    dist.init_process_group = slowly
+rankwise.init({arguments})
+assert Path("connected").exists(), "if this rank exited here, the other would fail"
+"""
+
+
+@pytest.mark.parametrize("arguments", ["", "backend='gloo'"])
+def test_init_returns_on_no_rank_before_all_are_connected(arguments: str) -> None:
+    Path("train.py").write_text(SLOWER.format(arguments=arguments))
+    for done in scripts_on_ranks(2, "train.py"):
+        assert (done.returncode, done.stdout) == (0, ""), done.stdout
 
 
 def test_without_other_ranks_no_group_is_made() -> None:
