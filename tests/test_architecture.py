@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 
@@ -304,6 +305,13 @@ def test_no_two_classes_have_one_name() -> None:
 
 def test_no_module_is_called_utils_or_helpers() -> None:
     assert not [p for p in FILES if p.stem in ("utils", "util", "helpers", "misc", "common")]
+
+
+def test_pytest_looks_for_tests_in_every_folder(pytestconfig: pytest.Config) -> None:
+    """Its own list of folders to pass over has `dist` and `build`."""
+    folders = {path.parent for path in Path(__file__).parent.rglob("test_*.py")}
+    passed_over = [f for f in folders if any(fnmatch(f.name, pattern) for pattern in pytestconfig.getini("norecursedirs"))]
+    assert passed_over == []
 
 
 def test_each_module_says_what_it_owns() -> None:

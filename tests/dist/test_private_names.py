@@ -116,7 +116,7 @@ def result_without(names: list[str], folder: Path) -> list[tuple[list[Any], str]
 
 OF_THE_SELF_TEST = ("_Loss", "_reset", "_next_index")
 NOT_HERE = (*OF_THE_SELF_TEST, "_args_from_interpreter_flags", "_cdata")
-NOT_ALONE = (*NOT_HERE, "_push_all_rebuilt_params", "_rebuild_buckets", "_BatchNorm", "_foreach_norm")
+NOT_ALONE = (*NOT_HERE, "_push_all_rebuilt_params", "_rebuild_buckets", "_BatchNorm", "_foreach_norm", "_foreach_mul_")
 """Names that a single rank does not look for either: it sums no gradients, its batch norms see complete batches, and gradients
 of one dtype are in one tensor."""
 
